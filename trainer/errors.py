@@ -1,0 +1,111 @@
+"""Floor 0: exit codes and the errors that carry them. Imports nothing of ours."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+class ExitCode(enum.IntEnum):
+    """What `trainer` exits with; Kubernetes and Compose files are written against these numbers."""
+
+    OK = 0
+    BAD_DATA = 65
+    HARDWARE = 69
+    DIVERGED = 70
+    OUT_OF_MEMORY = 71
+    NO_SPACE = 73
+    HUNG = 74
+    STOPPED = 75
+    NO_ACCESS = 77
+    BAD_CONFIG = 78
+
+
+MEANING: dict[ExitCode, str] = {
+    ExitCode.OK: "finished",
+    ExitCode.BAD_DATA: "bad data",
+    ExitCode.HARDWARE: "this hardware cannot do it",
+    ExitCode.DIVERGED: "the loss or a gradient became NaN or infinite",
+    ExitCode.OUT_OF_MEMORY: "out of memory, or a memory floor was reached",
+    ExitCode.NO_SPACE: "no space left on a disk",
+    ExitCode.HUNG: "no progress within the phase's budget",
+    ExitCode.STOPPED: "stopped on request, resumable",
+    ExitCode.NO_ACCESS: "no access to the base model",
+    ExitCode.BAD_CONFIG: "bad configuration",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One thing that is wrong: what it is, where it came from, what to do about it."""
+
+    what: str
+    where: str = ""
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        where = f"{self.where}: " if self.where else ""
+        remedy = f"\n    -> {self.remedy}" if self.remedy else ""
+        return f"{where}{self.what}{remedy}"
+
+
+class TrainerError(Exception):
+    """A user's mistake or an outside failure, with every problem found and the exit code to end with."""
+
+    exit_code: ExitCode
+
+    def __init__(self, what: str | Sequence[Problem], *, where: str = "", remedy: str = "") -> None:
+        if isinstance(what, str):
+            self.problems: tuple[Problem, ...] = (Problem(what=what, where=where, remedy=remedy),)
+        else:
+            self.problems = tuple(what)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+
+class ConfigError(TrainerError):
+    """The configuration cannot be used as written."""
+
+    exit_code = ExitCode.BAD_CONFIG
+
+
+class DataError(TrainerError):
+    """Images, captions or metadata cannot be used as they are."""
+
+    exit_code = ExitCode.BAD_DATA
+
+
+class HardwareError(TrainerError):
+    """This machine, driver or build of torch cannot do what was asked."""
+
+    exit_code = ExitCode.HARDWARE
+
+
+class DivergedError(TrainerError):
+    """The loss or a gradient is not finite."""
+
+    exit_code = ExitCode.DIVERGED
+
+
+class OutOfMemoryError(TrainerError):
+    """Device or host memory ran out."""
+
+    exit_code = ExitCode.OUT_OF_MEMORY
+
+
+class NoSpaceError(TrainerError):
+    """A file could not be written because its disk is full."""
+
+    exit_code = ExitCode.NO_SPACE
+
+
+class StoppedError(TrainerError):
+    """The run was asked to stop; what was saved can be resumed."""
+
+    exit_code = ExitCode.STOPPED
+
+
+class AccessError(TrainerError):
+    """The base model is missing, gated or cannot be reached."""
+
+    exit_code = ExitCode.NO_ACCESS
