@@ -63,65 +63,102 @@ class AttentionShape:
     tokens: int
 
 
+@dataclass(frozen=True, kw_only=True)
+class PreviewRequest:
+    """How previews are drawn; sizes in pixels. `seed` is that of the first prompt, the next one has seed + 1."""
+
+    width: int
+    height: int
+    num_inference_steps: int
+    guidance_scale: float
+    seed: int
+
+
 class Family(Protocol):
-    """One model family. Stateless; constants and functions of their arguments only."""
+    """One model family. Stateless; constants, and functions of their arguments only.
+
+    `Settings` and `Encoders` are each family's own types: what its draws and its encoding need.
+    """
 
     name: str
     title: str
     licence: str
     cache_version: int
+    """Part of every cache key: raise it when encoding changes."""
     pixel_multiple: int
     """Image sides are multiples of this."""
     defaults: Mapping[str, Mapping[str, Any]]
     """The family's layer of the configuration, above the schema and below the user's files."""
     lora_targets: Mapping[str, str]
-    """Named presets of LoRA targets: a regular expression over module names."""
+    """Named presets of LoRA targets: a regular expression over whole module names."""
     high_precision: tuple[str, ...]
-    """Regular expressions over module names that are never quantised."""
+    """Regular expressions over whole module names that are never quantised."""
     blocks: tuple[str, ...]
     """Class names of the repeated blocks."""
     trained_component: str
-    """Name of the component that trains (a folder of the base model)."""
+    """Name of the component that trains: a folder of the base model."""
     encoder_components: Mapping[EntryKind, tuple[str, ...]]
-    """Components that must be loaded to write each kind of cache entry, in the order in which they are loaded."""
+    """Folders that must be loaded to write each kind of cache entry; written in this order."""
+    support_components: tuple[str, ...]
+    """Folders without weights that are needed besides: tokenizers, scheduler."""
 
-    def scan(self, config: RunConfig) -> tuple[ImageRecord, ...]: ...
+    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[ImageRecord, ...]:
+        """All samples of the run, checked; raises DataError with every problem found."""
 
     def load_encoders(
         self, kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
-    ) -> Any: ...
+    ) -> Any:
+        """The encoders that write entries of one kind, on the device, frozen."""
 
-    def encode_text(self, encoders: Any, caption: str, *, max_sequence_length: int) -> dict[str, torch.Tensor]: ...
+    def encode_text(self, encoders: Any, caption: str, *, max_sequence_length: int) -> dict[str, torch.Tensor]:
+        """One text entry on the CPU, without a batch axis."""
 
-    def encode_pixels(self, encoders: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]: ...
+    def encode_pixels(self, encoders: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """One latents entry on the CPU, without a batch axis, from pixels (3, H, W) fp32 in [-1, 1]."""
 
-    def batch_key(self, latents: Header, text: Header) -> tuple[Any, ...]: ...
+    def batch_key(self, latents: Header, text: Header) -> tuple[Any, ...]:
+        """Equal for samples that may share a batch."""
 
-    def noise_shape(self, latents: Header) -> tuple[int, ...]: ...
+    def settings(self, source: ModelSource, config: RunConfig) -> Any:
+        """What draws and loss depend on besides the batch."""
 
-    def loss(
-        self, model: torch.nn.Module, batch: Batch, draw: Draw, *, guidance_scale: float
-    ) -> torch.Tensor: ...
+    def draw(self, settings: Any, positions: Sequence[int], latents: Header) -> Draw | None:
+        """Randomness of one micro-batch from (seed, sample position) alone, on the CPU."""
+
+    def model_class(self) -> type[torch.nn.Module]:
+        """Class of the trained component."""
+
+    def predict(self, model: torch.nn.Module, batch: Batch, draw: Draw | None, settings: Any) -> torch.Tensor:
+        """The model's output for one noised batch; the LoRA proof compares these."""
+
+    def loss(self, model: torch.nn.Module, batch: Batch, draw: Draw | None, settings: Any) -> torch.Tensor:
+        """One fp32 loss a sample: (B,)."""
+
+    def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
+        """A random batch with the shapes of a real one, from the trained component's config.json."""
 
     def preview(
         self,
         model: torch.nn.Module,
         source: ModelSource,
-        vae: Any,
+        encoders: Any,
         prompts: Sequence[Mapping[str, torch.Tensor]],
-        *,
-        width: int,
-        height: int,
-        num_inference_steps: int,
-        guidance_scale: float,
-        seed: int,
+        request: PreviewRequest,
         on_step: Callable[[], None],
-    ) -> list[Image]: ...
+    ) -> list[Image]:
+        """One image a prompt through the real pipeline; `on_step` runs after every denoising step and may raise."""
 
-    def save_adapter(self, model: torch.nn.Module, path: Path, *, metadata: Mapping[str, str]) -> None: ...
+    def save_adapter(self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str) -> Path:
+        """Write the adapter as the family's pipeline loads it; `state` is peft's, `config` the LoraConfig as a dict."""
 
-    def load_adapter(self, model: torch.nn.Module, path: Path, *, adapter_name: str) -> None: ...
+    def load_adapter(self, model: torch.nn.Module, path: Path, *, adapter_name: str) -> None:
+        """Load a saved adapter onto a model the way the family's pipeline does."""
 
-    def activations(self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool) -> int: ...
+    def comfyui_keys(self, module: str) -> str | None:
+        """Prefix under which ComfyUI knows a module of the trained component; None where it does not."""
 
-    def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape: ...
+    def activations(self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool) -> int:
+        """Bytes saved for backward in one micro-batch."""
+
+    def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
+        """The run's attention call, for the kernel probe."""

@@ -1,0 +1,286 @@
+"""FLUX.1-dev: text to image, guidance-distilled flow matching (12 B transformer, CLIP and T5 captions, 16-channel VAE).
+
+Numerics follow diffusers' `train_dreambooth_lora_flux.py` and `FluxPipeline`; tests hold them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.families import flow
+from trainer.families.protocol import AttentionShape, Batch, Draw, EntryKind, Header, PreviewRequest, Shape
+
+if TYPE_CHECKING:
+    import torch
+    from PIL.Image import Image
+
+    from trainer.config.schema import RunConfig
+    from trainer.data.records import ImageRecord
+    from trainer.modeling.source import ModelSource
+
+_BLOCKS = r"(transformer_blocks|single_transformer_blocks)\.\d+"
+_ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+_MLP = r"(ff|ff_context)\.net\.(0\.proj|2)|proj_mlp|proj_out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEncoders:
+    """CLIP for the pooled vector, T5 for the sequence, with their tokenizers, behind the pipeline's own functions."""
+
+    pipeline: Any
+
+
+@dataclass(frozen=True, kw_only=True)
+class ImageEncoder:
+    """The VAE; it also decodes previews."""
+
+    vae: Any
+
+
+class Flux1Dev:
+    """Family `flux1_dev`."""
+
+    name = "flux1_dev"
+    title = "FLUX.1-dev"
+    licence = "FLUX.1 [dev] Non-Commercial License"
+    cache_version = 1
+    pixel_multiple = 16
+    defaults: Mapping[str, Mapping[str, Any]] = {
+        "model": {"pretrained_model_name_or_path": "black-forest-labs/FLUX.1-dev"},
+        "flow": {"guidance_scale": 1.0},
+        "validation": {"guidance_scale": 3.5, "num_inference_steps": 28},
+    }
+    lora_targets: Mapping[str, str] = {
+        "attention": rf"{_BLOCKS}\.{_ATTENTION}",
+        "all-linear": rf"{_BLOCKS}\.({_ATTENTION}|{_MLP})",
+    }
+    # embedders and modulation carry sigma and the caption into every block; they are small and sensitive
+    high_precision = (r"x_embedder", r"context_embedder", r"time_text_embed\..*", r".*\.?norm\w*\.linear", r"proj_out")
+    blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
+    trained_component = "transformer"
+    encoder_components: Mapping[EntryKind, tuple[str, ...]] = {
+        "text": ("text_encoder", "text_encoder_2"),
+        "latents": ("vae",),
+    }
+    support_components = ("tokenizer", "tokenizer_2", "scheduler")
+
+    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[ImageRecord, ...]:
+        """All captioned images of the run's sets."""
+        from trainer.data.scan import scan_images
+
+        return scan_images(
+            config.data.sets,
+            resolution=config.data.resolution,
+            multiple=self.pixel_multiple,
+            trigger_word=config.data.trigger_word,
+            progress=progress,
+        )
+
+    def load_encoders(
+        self, kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
+    ) -> TextEncoders | ImageEncoder:
+        """CLIP and T5 with their tokenizers, or the VAE."""
+        from diffusers import AutoencoderKL, FluxPipeline
+        from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+
+        from trainer.modeling.load import load_component
+
+        if kind == "latents":
+            vae = load_component(AutoencoderKL, source, "vae", device=device, dtype=dtype)
+            if vae_tiling:
+                vae.enable_tiling()
+            return ImageEncoder(vae=vae)
+        pipeline = FluxPipeline(
+            scheduler=None,
+            vae=None,
+            transformer=None,
+            text_encoder=load_component(CLIPTextModel, source, "text_encoder", device=device, dtype=dtype),
+            text_encoder_2=load_component(T5EncoderModel, source, "text_encoder_2", device=device, dtype=dtype),
+            tokenizer=CLIPTokenizer.from_pretrained(source.component("tokenizer")),
+            tokenizer_2=T5TokenizerFast.from_pretrained(source.component("tokenizer_2")),
+        )
+        return TextEncoders(pipeline=pipeline)
+
+    def encode_text(self, encoders: TextEncoders, caption: str, *, max_sequence_length: int) -> dict[str, torch.Tensor]:
+        """`prompt_embeds` (L, D) from T5, padded to a constant length, and `pooled_prompt_embeds` (P,) from CLIP."""
+        import torch
+
+        with torch.no_grad():
+            prompt_embeds, pooled, _ = encoders.pipeline.encode_prompt(
+                prompt=caption, prompt_2=None, max_sequence_length=max_sequence_length
+            )
+        return {"prompt_embeds": prompt_embeds[0].cpu(), "pooled_prompt_embeds": pooled[0].cpu()}
+
+    def encode_pixels(self, encoders: ImageEncoder, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`mean` and `std` (C, h, w) fp32 of the latent distribution, already shifted and scaled for training."""
+        import torch
+
+        vae = encoders.vae
+        with torch.no_grad():
+            distribution = vae.encode(pixels[None].to(vae.device, vae.dtype)).latent_dist
+        scale = vae.config.scaling_factor
+        mean = (distribution.mean.float() - vae.config.shift_factor) * scale
+        return {"mean": mean[0].cpu(), "std": (distribution.std.float() * scale)[0].cpu()}
+
+    def batch_key(self, latents: Header, text: Header) -> tuple[Any, ...]:
+        """Latent shape and text length; T5 pads every caption to one length."""
+        return (latents["mean"], text["prompt_embeds"])
+
+    def settings(self, source: ModelSource, config: RunConfig) -> flow.FlowSettings:
+        """Noise levels of the base model's scheduler and the run's flow section."""
+        return flow.read_settings(source.component("scheduler"), config.flow, config.train.seed)
+
+    def draw(self, settings: flow.FlowSettings, positions: Sequence[int], latents: Header) -> Draw:
+        """Noise of one micro-batch; the VAE's own sampling is drawn here too."""
+        return flow.draw_samples(settings, positions, latents["mean"])
+
+    def model_class(self) -> type[torch.nn.Module]:
+        """diffusers' FluxTransformer2DModel."""
+        from diffusers import FluxTransformer2DModel
+
+        model_class: type[torch.nn.Module] = FluxTransformer2DModel
+        return model_class
+
+    def predict(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
+        """Velocity (B, C, h, w) that the transformer predicts for the noised latents."""
+        import torch
+        from diffusers import FluxPipeline
+
+        noised = flow.interpolate(_sample_latents(batch, draw), draw)
+        count, channels, height, width = noised.shape
+        text = batch.text["prompt_embeds"]
+        guidance = None
+        if model.config.guidance_embeds:
+            guidance = torch.full((count,), settings.flow.guidance_scale, device=noised.device, dtype=torch.float32)
+        packed = model(
+            hidden_states=FluxPipeline._pack_latents(noised.to(text.dtype), count, channels, height, width),
+            timestep=draw.sigma.to(text.dtype),
+            guidance=guidance,
+            pooled_projections=batch.text["pooled_prompt_embeds"],
+            encoder_hidden_states=text,
+            txt_ids=torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
+            img_ids=FluxPipeline._prepare_latent_image_ids(count, height // 2, width // 2, text.device, text.dtype),
+            return_dict=False,
+        )[0]
+        # the scale factor 1 makes the pipeline's helper count in latent pixels
+        return FluxPipeline._unpack_latents(packed, height, width, vae_scale_factor=1)
+
+    def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
+        """Squared error of the predicted velocity, one value a sample."""
+        return flow.velocity_loss(self.predict(model, batch, draw, settings), _sample_latents(batch, draw), draw)
+
+    def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
+        """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""
+        import torch
+
+        generator = torch.Generator().manual_seed(seed)
+        size = (shape.batch_size, config["in_channels"] // 4, shape.height // 8, shape.width // 8)
+        text = (shape.batch_size, shape.text_tokens, config["joint_attention_dim"])
+        return Batch(
+            latents={"mean": torch.randn(size, generator=generator), "std": torch.full(size, 0.1)},
+            text={
+                "prompt_embeds": torch.randn(text, generator=generator),
+                "pooled_prompt_embeds": torch.randn(text[0], config["pooled_projection_dim"], generator=generator),
+            },
+            size=shape.batch_size,
+        )
+
+    def preview(
+        self,
+        model: Any,
+        source: ModelSource,
+        encoders: ImageEncoder,
+        prompts: Sequence[Mapping[str, torch.Tensor]],
+        request: PreviewRequest,
+        on_step: Callable[[], None],
+    ) -> list[Image]:
+        """One image a prompt through FluxPipeline, whose scheduler is a fresh one: a call rewrites it."""
+        import torch
+        from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
+
+        def step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+            on_step()
+            return tensors
+
+        pipeline = FluxPipeline(
+            scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(source.component("scheduler")),
+            vae=encoders.vae,
+            transformer=model,
+            text_encoder=None,
+            text_encoder_2=None,
+            tokenizer=None,
+            tokenizer_2=None,
+        )
+        pipeline.set_progress_bar_config(disable=True)
+        images: list[Image] = []
+        for number, prompt in enumerate(prompts):
+            result = pipeline(
+                prompt_embeds=prompt["prompt_embeds"][None].to(model.device, model.dtype),
+                pooled_prompt_embeds=prompt["pooled_prompt_embeds"][None].to(model.device, model.dtype),
+                width=request.width,
+                height=request.height,
+                num_inference_steps=request.num_inference_steps,
+                guidance_scale=request.guidance_scale,
+                generator=torch.Generator().manual_seed(request.seed + number),
+                callback_on_step_end=step_end,
+            )
+            images.extend(result.images)
+        return images
+
+    def save_adapter(
+        self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str
+    ) -> Path:
+        """Write with FluxPipeline.save_lora_weights, metadata included: without it alpha is lost."""
+        from diffusers import FluxPipeline
+
+        FluxPipeline.save_lora_weights(
+            folder,
+            transformer_lora_layers=dict(state),
+            weight_name=name,
+            transformer_lora_adapter_metadata=dict(config),
+        )
+        return folder / name
+
+    def load_adapter(self, model: Any, path: Path, *, adapter_name: str) -> None:
+        """Load as FluxPipeline does; `load_lora_adapter` also takes a quantised transformer."""
+        model.load_lora_adapter(path.parent, weight_name=path.name, prefix="transformer", adapter_name=adapter_name)
+
+    def comfyui_keys(self, module: str) -> str | None:
+        """ComfyUI's `model_lora_keys_unet` maps `transformer.<diffusers name>` for FLUX through `flux_to_diffusers`."""
+        return f"transformer.{module}"
+
+    def activations(self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool) -> int:
+        """Bytes saved for backward with frozen base weights; factors counted with saved-tensor hooks (see tests)."""
+        width = config["num_attention_heads"] * config["attention_head_dim"]
+        tokens = shape.batch_size * (shape.height * shape.width // 256 + shape.text_tokens)
+        unit = tokens * width * shape.bytes_per_value
+        doubles, singles = config["num_layers"], config["num_single_layers"]
+        per_double, per_single = _DOUBLE_UNITS * unit, _SINGLE_UNITS * unit
+        if checkpointing:
+            return int((doubles + singles) * unit + max(per_double, per_single))
+        return int(doubles * per_double + singles * per_single)
+
+    def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
+        """Joint attention over text and image tokens."""
+        return AttentionShape(
+            batch_size=shape.batch_size,
+            heads=config["num_attention_heads"],
+            head_width=config["attention_head_dim"],
+            tokens=shape.height * shape.width // 256 + shape.text_tokens,
+        )
+
+
+# saved values per block in units of (tokens x width); measured by tests/numerics
+_DOUBLE_UNITS = 24.0
+_SINGLE_UNITS = 17.0
+
+
+def _sample_latents(batch: Batch, draw: Draw) -> torch.Tensor:
+    """Latents (B, C, h, w) fp32: one sample of the VAE's distribution."""
+    return batch.latents["mean"] + batch.latents["std"] * draw.vae_noise
+
+
+FLUX1_DEV = Flux1Dev()
