@@ -1,31 +1,64 @@
-"""What a user may ask for: frozen models that forbid unknown keys. Field names are those of diffusers' training scripts."""
+"""Floor 1: what a user may ask for. Frozen models that forbid unknown keys, spelled as in diffusers' scripts.
+
+The string under a field is its help: `trainer config schema` hands it to editors. Error messages are built
+from the declared types, so a bound written here needs no second place.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+
+
+def _expand_home(value: object) -> object:
+    """`~` and `~user` at the start of a text become the home folder."""
+    if not isinstance(value, str) or not value.startswith("~"):
+        return value
+    try:
+        return str(Path(value).expanduser())
+    except RuntimeError as error:  # no such user
+        raise ValueError(str(error)) from None
+
+
+def _reject_empty(value: object) -> object:
+    # pathlib reads an empty text as the current folder, which nobody means
+    if isinstance(value, str) and (not value.strip() or "\0" in value):
+        raise ValueError("empty path")
+    return value
+
 
 Positive = Annotated[int, Field(ge=1)]
 Toggle = Literal["auto"] | bool
+Text = Annotated[str, Field(pattern=r"\S")]
+"""Text with at least one character that is not white space."""
+ModelName = Annotated[Text, BeforeValidator(_expand_home)]
+UserPath = Annotated[Path, BeforeValidator(_expand_home), BeforeValidator(_reject_empty)]
+"""Relative paths start at the current directory, not at the file that names them."""
 
 
 class Section(BaseModel):
-    """Base of every section: frozen, unknown keys forbidden, no silent coercion of strings to numbers."""
+    """Base of every section: frozen, unknown keys forbidden, NaN and infinity refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), use_attribute_docstrings=True)
+    model_config = ConfigDict(
+        frozen=True,
+        extra="forbid",
+        allow_inf_nan=False,
+        protected_namespaces=(),
+        use_attribute_docstrings=True,
+    )
 
 
 class ModelSection(Section):
     """The base model."""
 
-    pretrained_model_name_or_path: str
+    pretrained_model_name_or_path: ModelName
     """A folder in diffusers' layout, or a repository id on the hub."""
-    revision: str | None = None
+    revision: Text | None = None
     """Branch, tag or commit of the repository; the commit that was used is recorded in the run."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """`random` builds every component from its config.json, seeded: for benchmarks and training from scratch."""
+    """`random` builds every component from its config.json, seeded: for benchmarks and from-scratch training."""
     download: Literal["auto", "never"] = "auto"
     """`never` uses only what is on disk already."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"
@@ -35,7 +68,7 @@ class ModelSection(Section):
 class ImageSet(Section):
     """One folder of images with captions."""
 
-    img_dir: Path
+    img_dir: UserPath
     """Folder with png, jpg or webp files, each with a .txt of the same stem, or one metadata.jsonl."""
     repeats: Positive = 1
     """How often every image counts in one epoch."""
@@ -45,15 +78,16 @@ class DataSection(Section):
     """Images and captions."""
 
     sets: Annotated[tuple[ImageSet, ...], Field(min_length=1)]
+    """Folders to train on; `--dataset DIR` replaces them all by one."""
     resolution: Annotated[int, Field(ge=32, le=4096)] = 1024
     """Side in pixels of the square whose area every bucket keeps to."""
     caption_dropout_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
     """Share of samples that are trained with an empty caption."""
-    trigger_word: str | None = None
+    trigger_word: Text | None = None
     """Put before every caption that does not contain it already."""
     max_sequence_length: Annotated[int, Field(ge=8, le=512)] = 512
     """Tokens that captions are padded or cut to."""
-    cache_dir: Path | None = None
+    cache_dir: UserPath | None = None
     """Where encoded samples are kept; TRAINER_CACHE_DIR, else the user's cache folder, when not given."""
 
 
@@ -61,28 +95,42 @@ class LoraSection(Section):
     """The adapter that `method: lora` trains."""
 
     rank: Annotated[int, Field(ge=1, le=1024)] = 16
+    """Width of the adapter: more learns more and weighs more."""
     alpha: Annotated[float, Field(gt=0)] = 16.0
     """The adapter's output is scaled by alpha / rank."""
-    target_modules: str | tuple[str, ...] = "attention"
-    """A preset of the family (`trainer families` lists them), or module name suffixes."""
+    target_modules: Text | Annotated[tuple[Text, ...], Field(min_length=1)] = "attention"
+    """One preset of the family (`trainer families` lists them), or a list of module name suffixes."""
 
 
 class TrainSection(Section):
     """The optimisation."""
 
     max_train_steps: Positive = 1500
+    """Optimizer steps of the whole run."""
     train_batch_size: Positive = 1
+    """Images in one forward pass."""
     gradient_accumulation_steps: Positive = 1
+    """Forward passes whose gradients are summed into one optimizer step."""
     learning_rate: Annotated[float, Field(gt=0, le=1.0)] = 1.0e-4
+    """Peak learning rate."""
     optimizer: Literal["adamw"] = "adamw"
+    """AdamW; the plan picks the fused or the compensated bf16 variant."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    """Decay of AdamW's running mean of gradients."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
+    """Decay of AdamW's running mean of squared gradients."""
     adam_epsilon: Annotated[float, Field(gt=0)] = 1.0e-8
+    """Added to AdamW's denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
+    """Decoupled weight decay."""
     lr_scheduler: Literal["constant", "cosine"] = "constant"
+    """Course of the learning rate after warm-up; `cosine` falls to zero at the last step."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
+    """Optimizer steps over which the learning rate rises from zero."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    """Gradients are scaled down to this norm."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Decides initialisation, sample order, noise and dropout."""
     log_every_steps: Positive = 10
     """Steps between two lines of the log; the device is synchronised only then."""
 
@@ -91,32 +139,45 @@ class FlowSection(Section):
     """Flow matching: how noise levels are drawn and weighted."""
 
     weighting_scheme: Literal["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"] = "none"
+    """Distribution and loss weight of noise levels, by diffusers' names; `none` is uniform."""
     logit_mean: float = 0.0
+    """Mean of the normal draw; only with `logit_normal`."""
     logit_std: Annotated[float, Field(gt=0)] = 1.0
+    """Standard deviation of the normal draw; only with `logit_normal`."""
     mode_scale: float = 1.29
+    """Strength of the mode; only with `mode`."""
     guidance_scale: Annotated[float, Field(ge=0)] = 1.0
     """Guidance value that a guidance-distilled model is told while it trains."""
 
 
 class FeaturesSection(Section):
-    """What the hardware plan decides. Everything is `auto` unless written; what is written is honoured or refused."""
+    """What the hardware plan decides: `auto` unless written; what is written is honoured or refused."""
 
     attention: Literal["auto", "flash", "cudnn", "efficient", "math", "native"] = "auto"
+    """Attention kernel, forward and backward."""
     weights: Literal["auto", "bf16", "fp32", "int8"] = "auto"
     """Storage of the base model's weights; int8 is for `method: lora` only."""
     activation_checkpointing: Toggle = "auto"
+    """Recompute activations in the backward pass: less memory, a slower step."""
     vae_tiling: Toggle = "auto"
+    """Encode and decode images in tiles: less memory at high resolution."""
     tf32: Toggle = "auto"
+    """TF32 for the matrix products that stay in float32."""
 
 
 class ValidationSection(Section):
     """Previews and held-out loss."""
 
-    prompts: tuple[str, ...] = ()
+    prompts: tuple[Text, ...] = ()
+    """Captions that previews are drawn from; no prompts, no previews."""
     every_steps: Positive = 250
+    """Optimizer steps between two validations; there is one before the first step and one at the end too."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Start noise of previews and fixed draws of the held-out loss."""
     num_inference_steps: Positive = 20
+    """Denoising steps of a preview."""
     guidance_scale: Annotated[float, Field(ge=0)] = 3.5
+    """Guidance of a preview."""
     resolution: Annotated[int, Field(ge=32, le=4096)] | None = None
     """Side of the square previews in pixels; `data.resolution` when not given."""
     held_out: Annotated[int, Field(ge=0)] = 0
@@ -127,16 +188,21 @@ class CheckpointSection(Section):
     """Checkpoints and resume."""
 
     checkpointing_steps: Positive = 250
+    """Optimizer steps between two checkpoints."""
     checkpoints_total_limit: Positive = 3
-    resume_from_checkpoint: Literal["auto", "never"] | Path = "auto"
-    """`auto` continues the newest valid checkpoint in `output_dir`; `never` refuses a folder that holds one."""
+    """Checkpoints that are kept; older ones are removed after a newer one is complete."""
+    resume_from_checkpoint: Literal["auto", "never"] | UserPath = "auto"
+    """`auto` continues the newest valid checkpoint in `output_dir`, `never` refuses a folder that holds one;
+    a path names one checkpoint."""
 
 
 class RunConfig(Section):
     """One training run."""
 
     family: str
+    """Name of the model family; `trainer families` lists them."""
     method: Literal["lora", "full"] = "lora"
+    """`lora` trains an adapter, `full` every weight of the transformer."""
     model: ModelSection
     data: DataSection
     lora: LoraSection = LoraSection()
@@ -145,4 +211,5 @@ class RunConfig(Section):
     features: FeaturesSection = FeaturesSection()
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
-    output_dir: Path
+    output_dir: UserPath
+    """Folder of the run: checkpoints, the LoRA, previews, logs."""
