@@ -1,0 +1,77 @@
+# The same targets for people and for CI. Everything works without network once `make setup` has run.
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+
+BIN := .venv/bin
+STAMP := .venv/.installed
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
+# Interpreters that are tried, in this order: the first of a supported version that can make a virtual environment.
+PYTHONS ?= python3 python3.13 python3.12 python3.11 python3.14
+# Test processes at a time. One thread each: tiny tensors gain nothing from more.
+WORKERS ?= 2
+TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
+# pytest's code 5 is "no test selected", which is no failure where a marker selects tests.
+OR_NONE := || { code=$$?; [ $$code -eq 5 ] || exit $$code; }
+SHELL_FILES = .ci/run $(shell find . -name '*.sh' -not -path './.venv/*' -not -path './build/*')
+
+.PHONY: help setup demo test test-container test-gpu lint type docs golden clean
+
+help: ## show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' Makefile
+
+setup: $(STAMP) ## make .venv with everything pinned in constraints.txt
+
+$(STAMP): pyproject.toml constraints.txt
+	@supported='import ensurepip, sys; sys.exit(not (3, 11) <= sys.version_info[:2] < (3, 15))'; \
+	if [ ! -x $(BIN)/python ]; then \
+		for python in $(PYTHONS); do \
+			if "$$python" -c "$$supported" >/dev/null 2>&1; then found=$$python; break; fi; \
+		done; \
+		if [ -z "$${found:-}" ]; then \
+			echo "error: none of '$(PYTHONS)' is Python 3.11 to 3.14 with the venv module." >&2; \
+			echo "    -> install one (Debian, Ubuntu: apt-get install python3-venv), or: make setup PYTHONS=/path/to/python3" >&2; \
+			exit 1; \
+		fi; \
+		echo "making .venv with $$("$$found" --version)"; \
+		"$$found" -m venv .venv; \
+	fi
+	@echo "installing what constraints.txt pins (some minutes the first time)"
+	@# torch first: a build that pip is configured to find locally is taken before another package asks for torch.
+	@$(PIP) torch==2.13.0 setuptools
+	@$(PIP) --no-build-isolation -e '.[dev]'
+	@touch $@
+
+demo: $(STAMP) ## train, prove and draw with a small LoRA on this machine, no network and no GPU needed
+	@HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
+
+test: $(STAMP) ## all tests that run anywhere
+	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) -m "not gpu and not slow and not container"
+
+test-container: $(STAMP) ## tests that need docker, compose or kubectl
+	@$(TEST_ENV) $(BIN)/pytest -q -m container $(OR_NONE)
+
+test-gpu: $(STAMP) ## tests that need a CUDA device
+	@HF_HUB_OFFLINE=1 $(BIN)/pytest -q -m gpu $(OR_NONE)
+
+lint: $(STAMP) ## ruff, import-linter, shellcheck, hadolint
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports
+	$(BIN)/shellcheck $(SHELL_FILES)
+	@if [ -e docker/Dockerfile ]; then echo $(BIN)/hadolint docker/Dockerfile; $(BIN)/hadolint docker/Dockerfile; fi
+
+type: $(STAMP) ## mypy, strict below the data floor
+	$(BIN)/mypy
+
+docs: $(STAMP) ## write the generated files: train_configs/schema.json
+	@mkdir -p build
+	$(BIN)/trainer config schema > build/schema.json
+	mv build/schema.json train_configs/schema.json
+
+golden: $(STAMP) ## write the golden files anew; read the diff before you commit it
+	$(TEST_ENV) $(BIN)/python -m tests.golden.update
+
+clean: ## remove what builds and tests leave; keeps .venv and runs/
+	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
