@@ -1,0 +1,33 @@
+"""Floor 7: `trainer health`, the probe of containers. It must start fast and touch no accelerator."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  trainer health                          # the run of this container or user
+  trainer health --runtime-dir /run/lora  # a run that was given its own runtime folder
+"""
+)
+@click.option(
+    "--runtime-dir",
+    type=click.Path(path_type=Path, file_okay=False),
+    help="Folder with the run's status.json.  [default: TRAINER_RUNTIME_DIR]",
+)
+@click.pass_context
+def health(context: click.Context, runtime_dir: Path | None) -> None:
+    """Say whether the run is alive: exit code 0 when it is healthy, 1 when not, with the reason."""
+    import time
+
+    from trainer.config import environment
+    from trainer.telemetry.status import read_status, verdict
+
+    directory = environment.runtime_dir() if runtime_dir is None else runtime_dir
+    judged = verdict(read_status(directory), time.monotonic())
+    click.echo(f"{'healthy' if judged.healthy else 'unhealthy'}: {judged.reason}")
+    context.exit(0 if judged.healthy else 1)

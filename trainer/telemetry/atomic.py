@@ -1,0 +1,83 @@
+"""Floor 3: files that are either the old or the new one, never half of one, and full disks told as such."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer.errors import NoSpaceError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_GIB = 1024**3
+
+
+@contextlib.contextmanager
+def no_space_told(path: Path) -> Iterator[None]:
+    """Turn a full disk or a spent quota inside the block into NoSpaceError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _FULL:
+            raise
+        raise NoSpaceError(
+            f"{os.strerror(error.errno or errno.ENOSPC)} while writing it{_free_text(path)}",
+            where=str(path),
+            remedy="free space on that disk, or choose another one; files written earlier are untouched",
+        ) from error
+
+
+@contextlib.contextmanager
+def writing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """Give a binary file that becomes `path` when the block ends, and vanishes when it raises.
+
+    With `sync` the bytes and the name are on the disk before this returns; without it only other processes
+    are sure to see a whole file, which is enough for status files. Raises NoSpaceError.
+    """
+    # Process and thread in the name: two writers of one path must not share a temporary file.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
+    with no_space_told(path):
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)  # nothing to remove once it was renamed
+        if sync:
+            sync_directory(path.parent)
+
+
+def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write `data` to `path` so that no reader and no crash ever sees a part of it."""
+    with writing(path, sync=sync) as file:
+        file.write(data)
+
+
+def write_text(path: Path, text: str, *, sync: bool = True) -> None:
+    """Write `text` to `path` as UTF-8, as `write_bytes` does."""
+    write_bytes(path, text.encode(), sync=sync)
+
+
+def sync_directory(path: Path) -> None:
+    """Make names created, renamed or removed in the folder `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_text(path: Path) -> str:
+    """The free space of the nearest existing folder above `path`, as ` (0.1 GiB free)`."""
+    for folder in path.parents:
+        if folder.is_dir():
+            return f" ({shutil.disk_usage(folder).free / _GIB:.1f} GiB free)"
+    return ""

@@ -1,0 +1,140 @@
+"""Floor 3: TensorBoard event files without torch or TensorFlow, which can be cut back to a checkpoint.
+
+The records are written here and not through tensorboard's EventFileWriter: that one puts the host name and
+the process id into the file's name and loses its queue when the process is killed. Frame of a record: TFRecord,
+that is `u64 length, u32 crc(length), data, u32 crc(data)`, little endian.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import struct
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO
+
+from trainer.telemetry import atomic
+from trainer.telemetry.records import StepRecord
+
+if TYPE_CHECKING:
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+_HEADER = struct.Struct("<QI")
+_FOOTER_BYTES = 4
+_PNG_SIZE = struct.Struct(">II")
+_RGB = 3
+_FILES = "*tfevents*"
+
+
+class EventLog:
+    """TensorBoard scalars and images of one run, in one file per session, named by its number."""
+
+    def __init__(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._directory = directory
+        self._file: BinaryIO | None = None
+
+    def scalars(self, record: StepRecord) -> None:
+        """Write a log step's values."""
+        values: dict[str, float] = {
+            "train/loss": record.loss,
+            "train/learning_rate": record.learning_rate,
+            "train/grad_norm": record.grad_norm,
+            "speed/seconds_per_step": record.seconds_per_step,
+            "speed/samples_per_second": record.samples_per_second,
+            "memory/device_peak_gib": record.device_memory_peak_bytes / 1024**3,
+        }
+        if record.validation_loss is not None:
+            values["validation/loss"] = record.validation_loss
+        self._write(record.step, scalars_summary(values))
+
+    def image(self, tag: str, png: bytes, *, step: int) -> None:
+        """Write a PNG picture (the file's bytes) under `tag`."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        width, height = _PNG_SIZE.unpack_from(png, 16)  # IHDR is always the first chunk
+        picture = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)
+        self._write(step, Summary(value=[Summary.Value(tag=tag, image=picture)]))
+
+    def flush_and_sync(self) -> None:
+        """Put every event on the disk; called before a checkpoint becomes valid."""
+        if self._file is not None:
+            with atomic.no_space_told(self._directory):
+                self._file.flush()
+                os.fsync(self._file.fileno())
+
+    def truncate_after(self, step: int) -> None:
+        """Gather the events up to `step` in one new file, without torn records and duplicates.
+
+        A crash on the way leaves the old files, or old and new ones: then the next call finds every event
+        twice and keeps one, so the outcome is the same.
+        """
+        self.close()
+        old = sorted(self._directory.glob(_FILES))  # with temporary files that a crash left
+        if not old:
+            return
+        seen: set[bytes] = set()
+        with atomic.writing(self._next_path()) as file:
+            for frame, event in (
+                pair for path in old if not path.name.startswith(".") for pair in _frames(path)
+            ):
+                digest = hashlib.sha256(frame).digest()
+                if event.step <= step and digest not in seen:
+                    seen.add(digest)
+                    file.write(frame)
+        for path in old:
+            path.unlink()
+        atomic.sync_directory(self._directory)
+
+    def close(self) -> None:
+        """Close the file of this session; the next event opens another."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+    def _write(self, step: int, summary: Summary) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        with atomic.no_space_told(self._directory):
+            first = self._file is None
+            if self._file is None:
+                self._file = self._next_path().open("xb")
+            writer = RecordWriter(self._file)
+            if first:
+                writer.write(Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString())
+            writer.write(Event(wall_time=time.time(), step=step, summary=summary).SerializeToString())
+            self._file.flush()
+
+    def _next_path(self) -> Path:
+        """A name after all others: TensorBoard reads the files of a folder in the order of their names."""
+        numbers = [
+            int(path.name.split(".")[3]) for path in self._directory.glob("events.out.tfevents.*.trainer")
+        ]
+        return self._directory / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}.trainer"
+
+
+def scalars_summary(values: Mapping[str, float]) -> Summary:
+    """One summary message with a scalar per tag."""
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
+
+
+def _frames(path: Path) -> Iterator[tuple[bytes, Event]]:
+    """The whole records of a file, as framed bytes and as a message; one cut short by a crash ends it.
+
+    Checksums are copied, not checked: tensorboard's are plain Python and take 0.1 s per megabyte.
+    """
+    from tensorboard.compat.proto.event_pb2 import Event
+
+    with path.open("rb") as file:
+        while len(header := file.read(_HEADER.size)) == _HEADER.size:
+            length, _ = _HEADER.unpack(header)
+            body = file.read(length + _FOOTER_BYTES)
+            if len(body) < length + _FOOTER_BYTES:
+                return
+            yield header + body, Event.FromString(body[:length])

@@ -1,0 +1,100 @@
+"""Floor 3: what a run says: JSON lines in log.jsonl for machines, short lines on stderr for people."""
+
+from __future__ import annotations
+
+import datetime
+import json
+import logging
+import sys
+from pathlib import Path
+from typing import Any, TextIO
+
+from trainer.telemetry.records import StepRecord, cut_torn_line
+
+_ROOT = "trainer"
+_GIB = 1024**3
+
+
+def setup(run_dir: Path | None, *, level: int = logging.INFO) -> None:
+    """Send the loggers of this package to stderr and, with a run folder, to its log.jsonl as well.
+
+    Called again it replaces what it set up before: a command can log first and learn its run folder later.
+    """
+    logger = logging.getLogger(_ROOT)
+    for handler in list(logger.handlers):
+        logger.removeHandler(handler)
+        handler.close()
+    logger.setLevel(level)
+    logger.propagate = False
+    human = _StderrHandler()
+    human.setFormatter(_HumanFormatter())
+    logger.addHandler(human)
+    if run_dir is not None:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        path = run_dir / "log.jsonl"
+        cut_torn_line(path)
+        machine = logging.FileHandler(path, encoding="utf-8")
+        machine.setFormatter(_JsonFormatter())
+        logger.addHandler(machine)
+
+
+def get(name: str) -> logging.Logger:
+    """The logger `name` of this package.
+
+    `extra={"fields": {...}}` of a log call adds keys to its line in log.jsonl; stderr shows the message.
+    """
+    return logging.getLogger(f"{_ROOT}.{name}")
+
+
+def step_line(record: StepRecord, *, total: int) -> str:
+    """The line of a log step for people: `step  120/1500  loss 0.4123  lr 1.00e-04  ...`."""
+    parts = [
+        f"step {record.step:>{len(str(total))}}/{total}",
+        f"loss {record.loss:.4f}",
+        f"lr {record.learning_rate:.2e}",
+        f"grad {record.grad_norm:.3f}",
+        f"{record.seconds_per_step:.3f} s/step",
+        f"{record.samples_per_second:.2f} samples/s",
+    ]
+    if record.device_memory_peak_bytes:
+        parts.append(f"peak {record.device_memory_peak_bytes / _GIB:.1f} GiB")
+    if record.validation_loss is not None:
+        parts.append(f"validation {record.validation_loss:.4f}")
+    return "  ".join(parts)
+
+
+class _StderrHandler(logging.StreamHandler[TextIO]):
+    """Writes to the stderr of the moment, which a live progress bar replaces to print above itself."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.stream = sys.stderr
+        super().emit(record)
+
+
+class _HumanFormatter(logging.Formatter):
+    """`12:30:05 message`, with the level's name from warnings up."""
+
+    def __init__(self) -> None:
+        super().__init__(datefmt="%H:%M:%S")
+
+    def format(self, record: logging.LogRecord) -> str:
+        level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
+        text = f"{self.formatTime(record, self.datefmt)} {level}{record.getMessage()}"
+        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+
+
+class _JsonFormatter(logging.Formatter):
+    """One JSON object a line: time (UTC), level, logger, message, the call's fields, traceback."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created, tz=datetime.UTC)
+        row: dict[str, Any] = {
+            "time": time.isoformat(timespec="milliseconds"),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "message": record.getMessage(),
+        }
+        row.update(record.__dict__.get("fields", {}))
+        if record.exc_info:
+            row["traceback"] = self.formatException(record.exc_info)
+        return json.dumps(row, default=str, ensure_ascii=False)

@@ -1,0 +1,233 @@
+"""Floor 3: the heartbeat of a run, and the one function that judges it. Standard library only.
+
+The training process beats into `status.json`; `trainer health`, /healthz, /readyz and supervisor ask `verdict`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import os
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.errors import MEANING, ExitCode
+from trainer.telemetry import atomic
+
+STATUS_FILE = "status.json"
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Phase(enum.StrEnum):
+    """What the run is doing."""
+
+    LOAD = "load"
+    CACHE = "cache"
+    FIRST_STEP = "first_step"
+    TRAIN = "train"
+    SAVE = "save"
+    PREVIEW = "preview"
+    DONE = "done"
+
+
+BUDGET_SECONDS: dict[Phase, float] = {
+    Phase.LOAD: 30 * 60.0,  # a beat per shard
+    Phase.CACHE: 10 * 60.0,  # a beat per sample
+    Phase.FIRST_STEP: 30 * 60.0,  # kernels are compiled and tuned here
+    Phase.TRAIN: 5 * 60.0,  # a beat per micro-batch; or STEP_FACTOR median steps
+    Phase.SAVE: 30 * 60.0,
+    Phase.PREVIEW: 5 * 60.0,  # a beat per denoising step; or STEP_FACTOR median steps
+}
+"""Longest silence of a healthy run in each phase. DONE has none."""
+STEP_FACTOR = 10.0
+"""A train or preview phase may also stay silent for this many median steps: slow hardware is not hung."""
+HUNG_FACTOR = 2.0
+"""The supervisor kills at this many budgets."""
+
+_READY = frozenset({Phase.FIRST_STEP, Phase.TRAIN, Phase.SAVE, Phase.PREVIEW, Phase.DONE})
+_SCALED_BY_STEP = frozenset({Phase.TRAIN, Phase.PREVIEW})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Status:
+    """The content of status.json."""
+
+    phase: Phase
+    beat: float
+    """Seconds of the monotonic clock, which all processes of one boot share."""
+    beat_unix_seconds: float
+    boot_id: str
+    pid: int
+    started_unix_seconds: float
+    step: int | None = None
+    total: int | None = None
+    median_step_seconds: float | None = None
+    exit_code: int | None = None
+    """Set by the supervisor when the training process has ended."""
+    cause: str = ""
+    """Why it ended, when it did not end by itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """The judgement of a run at one moment."""
+
+    healthy: bool
+    ready: bool
+    """Healthy and past caching."""
+    reason: str
+    budget: float | None = None
+    """Seconds of silence allowed now; None when no process is expected to beat."""
+    age: float | None = None
+    """Seconds since the last beat."""
+
+    @property
+    def hung(self) -> bool:
+        """Whether the silence is long enough to kill the process."""
+        return self.age is not None and self.budget is not None and self.age > HUNG_FACTOR * self.budget
+
+
+class StatusWriter:
+    """Writes the heartbeat; a call costs a clock reading unless a second has passed or the phase changed."""
+
+    def __init__(
+        self, directory: Path, *, interval_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        self._path = directory / STATUS_FILE
+        self._interval = interval_seconds
+        self._clock = clock
+        self._boot_id = _boot_id()
+        self._started = time.time()
+        self._phase: Phase | None = None
+        self._written = 0.0
+        self._item_started = 0.0
+        self._step_seconds: deque[float] = deque(maxlen=51)
+        self._median: float | None = None
+
+    def beat(
+        self,
+        phase: Phase,
+        *,
+        step: int | None = None,
+        total: int | None = None,
+        item_done: bool = False,
+        median_step_seconds: float | None = None,
+    ) -> None:
+        """Say that the run is alive. `item_done`: this beat ends an optimizer step, sample, shard or such.
+
+        The median step time is taken from the `item_done` beats of the train phase unless it is given.
+        """
+        now = self._clock()
+        changed = phase is not self._phase
+        if item_done and not changed and phase is Phase.TRAIN:
+            self._step_seconds.append(now - self._item_started)
+        if item_done or changed:
+            self._item_started = now
+        if median_step_seconds is not None:
+            self._median = median_step_seconds
+        if not changed and now - self._written < self._interval:
+            return
+        if median_step_seconds is None and self._step_seconds:
+            self._median = statistics.median(self._step_seconds)
+        self._phase = phase
+        self._written = now
+        status = Status(
+            phase=phase,
+            beat=now,
+            beat_unix_seconds=time.time(),
+            boot_id=self._boot_id,
+            pid=os.getpid(),
+            started_unix_seconds=self._started,
+            step=step,
+            total=total,
+            median_step_seconds=self._median,
+        )
+        _write(self._path, status)
+
+
+def read_status(directory: Path) -> Status | None:
+    """The status of the run in `directory`; None when there is none, it is damaged, or from another boot."""
+    try:
+        raw = json.loads((directory / STATUS_FILE).read_text())
+        status = Status(**{**raw, "phase": Phase(raw["phase"])})
+    except (OSError, ValueError, KeyError, TypeError):  # absent, unreadable or not written by this version
+        return None
+    return status if status.boot_id == _boot_id() else None
+
+
+def write_end(directory: Path, *, exit_code: int, cause: str) -> None:
+    """Record in `directory` that the training process has ended, keeping the phase that it ended in."""
+    status = read_status(directory)
+    if status is None:
+        return
+    phase = Phase.DONE if exit_code == ExitCode.OK else status.phase
+    ended = dataclasses.replace(status, phase=phase, exit_code=exit_code, cause=cause)
+    _write(directory / STATUS_FILE, ended)
+
+
+def budget_seconds(status: Status, *, scale: float = 1.0) -> float | None:
+    """Seconds that a run in this phase may stay silent; None when it is done."""
+    budget = BUDGET_SECONDS.get(status.phase)
+    if budget is None:
+        return None
+    budget *= scale
+    if status.phase in _SCALED_BY_STEP and status.median_step_seconds is not None:
+        budget = max(budget, STEP_FACTOR * status.median_step_seconds)
+    return budget
+
+
+def verdict(status: Status | None, now: float, *, scale: float = 1.0) -> Verdict:
+    """Judge a run at `now` (seconds of the monotonic clock); `scale` shrinks the phase budgets for tests."""
+    if status is None:
+        return Verdict(
+            healthy=False, ready=False, reason="no run: no status has been written since this machine started"
+        )
+    if status.exit_code not in (None, ExitCode.OK):
+        return Verdict(healthy=False, ready=False, reason=_ended_text(status))
+    budget = budget_seconds(status, scale=scale)
+    if budget is None or status.exit_code == ExitCode.OK:
+        return Verdict(healthy=True, ready=True, reason="finished")
+    age = now - status.beat
+    if age < 0:
+        return Verdict(
+            healthy=False, ready=False, reason="no run: the status is from before this machine's last start"
+        )
+    where = f"phase {status.phase}{_progress_text(status)}"
+    if age > budget:
+        reason = f"no heartbeat for {age:.1f} s in {where}, budget {budget:.1f} s"
+        return Verdict(healthy=False, ready=False, reason=reason, budget=budget, age=age)
+    ready = status.phase in _READY
+    return Verdict(
+        healthy=True, ready=ready, reason=f"{where}, last heartbeat {age:.1f} s ago", budget=budget, age=age
+    )
+
+
+def _progress_text(status: Status) -> str:
+    if status.step is None:
+        return ""
+    return f" {status.step}" if status.total is None else f" {status.step}/{status.total}"
+
+
+def _ended_text(status: Status) -> str:
+    code = status.exit_code
+    meaning = status.cause or next((MEANING[known] for known in ExitCode if known == code), "unexpected")
+    return f"ended with exit code {code} in phase {status.phase}{_progress_text(status)}: {meaning}"
+
+
+def _write(path: Path, status: Status) -> None:
+    # No fsync: a status that a power cut swallows describes a process that the power cut ended.
+    atomic.write_text(path, json.dumps(dataclasses.asdict(status)), sync=False)
+
+
+def _boot_id() -> str:
+    """The kernel's name for this boot: monotonic clocks of two boots must not be compared."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""

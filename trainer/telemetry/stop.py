@@ -1,0 +1,74 @@
+"""Floor 3: how the training process learns that it should stop."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+from types import FrameType
+
+from trainer.errors import ExitCode, OutOfMemoryError, StoppedError
+
+ASK_SIGNAL = signal.SIGTERM
+"""Sent by the supervisor: save and end with 75."""
+MEMORY_SIGNAL = signal.SIGUSR1
+"""Sent by the supervisor when host memory runs low: save and end with 71."""
+
+_PR_SET_PDEATHSIG = 1
+_MEANS: dict[int, ExitCode] = {
+    signal.SIGTERM: ExitCode.STOPPED,
+    signal.SIGINT: ExitCode.STOPPED,
+    signal.SIGUSR1: ExitCode.OUT_OF_MEMORY,
+}
+
+
+class StopFlag:
+    """Set by a signal, read by the work between two units (shard, sample, micro-batch, denoising step).
+
+    Only the first signal counts: a second one must not cut short the save that the first one started. The
+    supervisor decides when waiting has been long enough.
+    """
+
+    def __init__(self) -> None:
+        self._signal: signal.Signals | None = None
+
+    def install(self) -> None:
+        """Handle SIGTERM, SIGINT and SIGUSR1 from now on; call it on the main thread."""
+        for signum in _MEANS:
+            signal.signal(signum, self._on_signal)
+
+    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
+        if self._signal is None:
+            self._signal = signal.Signals(signum)
+
+    @property
+    def requested(self) -> ExitCode | None:
+        """The exit code that the run was asked to end with; None to go on."""
+        return None if self._signal is None else _MEANS[self._signal]
+
+    def raise_if_requested(self) -> None:
+        """Raise StoppedError (75) or OutOfMemoryError (71) when the run was asked to stop."""
+        if self._signal is None:
+            return
+        if self.requested is ExitCode.OUT_OF_MEMORY:
+            raise OutOfMemoryError(
+                "stopped because the host's available memory fell below the soft floor",
+                remedy="end other processes or lower data.resolution, then start again to resume",
+            )
+        raise StoppedError(f"stopped by {self._signal.name}", remedy="start the same command again to resume")
+
+
+def die_with_parent() -> None:
+    """Have the kernel send this process SIGTERM when its parent ends; no effect outside Linux.
+
+    Call it first thing in the training process, after `StopFlag.install`: then a supervisor that was killed
+    leaves no run behind, and the run still saves. The parent is the thread that started this process.
+    Source: prctl(2), PR_SET_PDEATHSIG.
+    """
+    if sys.platform != "linux":
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
+        error = ctypes.get_errno()
+        raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")

@@ -1,0 +1,280 @@
+"""Floor 3: the parent of the training process: starts it, passes signals on, watches it, says why it ended.
+
+It knows nothing of training and never imports torch. The child beats by `StatusWriter`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+import trainer
+from trainer.errors import ConfigError, ExitCode
+from trainer.telemetry import host, server, status, stop
+from trainer.telemetry.metrics import METRICS_FILE
+from trainer.telemetry.status import BUDGET_SECONDS, HUNG_FACTOR, STATUS_FILE, Phase, StatusWriter, Verdict
+
+GIB = 1024**3
+RUNTIME_DIR_VARIABLE = "TRAINER_RUNTIME_DIR"
+_LOCK_FILE = "lock"
+_TICK_SECONDS = 0.1
+_SAME_KEY_SECONDS = 0.5
+_KILL_PATIENCE_SECONDS = 60.0
+_INTERRUPTED = 128 + signal.SIGINT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """When the supervisor acts. Tests shrink them."""
+
+    interval_seconds: float = 1.0
+    """Time between two looks at heartbeat and memory."""
+    budget_scale: float = 1.0
+    """Factor on all phase budgets."""
+    soft_floor_bytes: int = 10 * GIB
+    """Unified memory only: below it for `soft_samples` looks in a row, the child is asked to save and end."""
+    soft_samples: int = 5
+    hard_floor_bytes: int = 6 * GIB
+    """Unified memory only: below it the child is killed at once, before the whole host locks up."""
+
+
+def supervise(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    runtime_dir: Path,
+    port: int | None,
+    unified_memory: bool,
+    meminfo_path: Path = host.MEMINFO,
+    memory_events_path: Path | None = None,
+    limits: Limits = Limits(),
+    console: TextIO | None = None,
+) -> int:
+    """Run `command` to its end and return the exit code to pass on. Call it on the main thread.
+
+    `environment` is the child's whole environment; the runtime folder is added to it. `port` None: no server.
+    SIGTERM and SIGINT ask the child to save and end (75), a second SIGINT kills it (130). A child that is
+    silent for two phase budgets, or does not end within the save budget after it was asked, is killed (74). A
+    child that a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when the port or
+    the folder is taken.
+    """
+    runtime_dir.mkdir(parents=True, exist_ok=True)
+    events = host.memory_events_path() if memory_events_path is None else memory_events_path
+    with _locked(runtime_dir) as lock, _signals() as received:
+        for name in (STATUS_FILE, METRICS_FILE):  # of the run before
+            (runtime_dir / name).unlink(missing_ok=True)
+        watch = _Watch(
+            runtime_dir=runtime_dir,
+            unified_memory=unified_memory,
+            meminfo=meminfo_path,
+            memory_events=events,
+            limits=limits,
+            console=sys.stderr if console is None else console,
+        )
+        with server.serving(port, metrics=watch.metrics_text, health=watch.verdict):
+            # The first beat is ours: a child that cannot even import its modules is found out as well.
+            StatusWriter(runtime_dir).beat(Phase.LOAD)
+            watch.child = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                env={**environment, RUNTIME_DIR_VARIABLE: str(runtime_dir)},
+                process_group=0,  # a terminal's Ctrl-C reaches only us, and we can kill its workers with it
+                pass_fds=(lock,),  # the folder stays taken while the child outlives us to save
+            )
+            return watch.run(received)
+
+
+class _Watch:
+    """One child and what is known about it. `verdict` and `metrics_text` may be called on other threads."""
+
+    def __init__(
+        self,
+        *,
+        runtime_dir: Path,
+        unified_memory: bool,
+        meminfo: Path,
+        memory_events: Path | None,
+        limits: Limits,
+        console: TextIO,
+    ) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+        self._directory = runtime_dir
+        self._unified_memory = unified_memory
+        self._meminfo = meminfo
+        self._memory_events = memory_events
+        self._limits = limits
+        self._console = console
+        self._oom_kills_before = host.oom_kills(memory_events)
+        self._asked: tuple[float, signal.Signals, ExitCode] | None = None
+        self._killed: tuple[float, int, str] | None = None
+        self._low_samples = 0
+        self._was_healthy = True
+
+    def verdict(self) -> Verdict:
+        """Judge the run now."""
+        current = status.read_status(self._directory)
+        return status.verdict(current, time.monotonic(), scale=self._limits.budget_scale)
+
+    def metrics_text(self) -> str:
+        """What /metrics answers."""
+        return server.metrics_text(
+            self._directory,
+            version=trainer.__version__,
+            child_up=self.child is not None and self.child.returncode is None,
+            verdict=self.verdict(),
+            status=status.read_status(self._directory),
+            available=host.available_bytes(self._meminfo),
+        )
+
+    def run(self, received: list[tuple[float, int]]) -> int:
+        """Watch the child to its end; return the exit code. `received` fills with signals and their times."""
+        child = self._process()
+        next_look = 0.0
+        returncode: int | None = None
+        while returncode is None:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                returncode = child.wait(timeout=min(_TICK_SECONDS, self._limits.interval_seconds))
+                break
+            self._answer(received)
+            if time.monotonic() >= next_look:
+                next_look = time.monotonic() + self._limits.interval_seconds
+                self._look()
+            if self._killed is not None and time.monotonic() - self._killed[0] > _KILL_PATIENCE_SECONDS:
+                self._say(
+                    "the training process does not die: it is stuck in the kernel, most often in a driver"
+                )
+                break
+        self._kill_group()  # workers that outlived it
+        code, cause = self._outcome(returncode)
+        if cause:
+            self._say(cause)
+        status.write_end(self._directory, exit_code=code, cause=cause)
+        return code
+
+    def _answer(self, received: list[tuple[float, int]]) -> None:
+        """React to the signals that arrived: the first asks, a second SIGINT kills."""
+        while received:
+            at, signum = received.pop(0)
+            if self._asked is None:
+                self._ask(
+                    stop.ASK_SIGNAL,
+                    ExitCode.STOPPED,
+                    f"{signal.Signals(signum).name}: the run saves and ends",
+                )
+            # A wrapper (make, a shell script) may pass on the key press that the terminal sent us as well.
+            elif signum == signal.SIGINT and at - self._asked[0] > _SAME_KEY_SECONDS:
+                self._kill(_INTERRUPTED, "killed on the second Ctrl-C; the newest checkpoint can be resumed")
+
+    def _look(self) -> None:
+        """Look at the heartbeat, at the time since the child was asked to end, and at the memory."""
+        judged = self.verdict()
+        if judged.healthy != self._was_healthy:
+            self._was_healthy = judged.healthy
+            kill_at = "" if judged.budget is None else f"; killed at {HUNG_FACTOR * judged.budget:.1f} s"
+            self._say("healthy again" if judged.healthy else f"unhealthy: {judged.reason}{kill_at}")
+        if judged.hung:
+            self._kill(ExitCode.HUNG, f"killed as hung: {judged.reason}")
+        grace = BUDGET_SECONDS[Phase.SAVE] * self._limits.budget_scale
+        if self._asked is not None and time.monotonic() - self._asked[0] > grace:
+            self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
+        if self._unified_memory:
+            self._look_at_memory()
+
+    def _look_at_memory(self) -> None:
+        available = host.available_bytes(self._meminfo)
+        if available is None:
+            return
+        limits = self._limits
+        left = f"{available / GIB:.1f} GiB of host memory are left"
+        if available < limits.hard_floor_bytes:
+            floor = f"{limits.hard_floor_bytes / GIB:.1f} GiB"
+            self._kill(
+                ExitCode.OUT_OF_MEMORY, f"killed before the host locks up: {left}, the hard floor is {floor}"
+            )
+        self._low_samples = self._low_samples + 1 if available < limits.soft_floor_bytes else 0
+        if self._low_samples >= limits.soft_samples:
+            floor = f"{limits.soft_floor_bytes / GIB:.1f} GiB"
+            why = f"{left}, the soft floor is {floor}: the run saves and ends"
+            self._ask(stop.MEMORY_SIGNAL, ExitCode.OUT_OF_MEMORY, why)
+
+    def _ask(self, signum: signal.Signals, exit_code: ExitCode, why: str) -> None:
+        if self._asked is None and self._killed is None:
+            self._asked = (time.monotonic(), signum, exit_code)
+            self._process().send_signal(signum)
+            self._say(why)
+
+    def _kill(self, exit_code: int, why: str) -> None:
+        if self._killed is None:
+            self._killed = (time.monotonic(), exit_code, why)
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process().pid, signal.SIGKILL)
+
+    def _outcome(self, returncode: int | None) -> tuple[int, str]:
+        """Exit code to pass on, and the cause when the child has not told it itself."""
+        if self._killed is not None:
+            return self._killed[1], self._killed[2]
+        assert returncode is not None, "only a kill is not waited for to the end"
+        oom_kills = host.oom_kills(self._memory_events) - self._oom_kills_before
+        if returncode >= 0:
+            if returncode in set(ExitCode):
+                return returncode, ""
+            hint = f"; {oom_kills} processes of its group were OOM-killed meanwhile" if oom_kills > 0 else ""
+            return returncode, f"unexpected exit code {returncode}{hint}"
+        if self._asked is not None and -returncode == self._asked[1]:
+            return self._asked[
+                2
+            ], "it ended before it could handle the request, so before there was anything to save"
+        return host.explain_death(-returncode, oom_kills_since_start=oom_kills)
+
+    def _process(self) -> subprocess.Popen[bytes]:
+        assert self.child is not None, "set before the watch runs"
+        return self.child
+
+    def _say(self, text: str) -> None:
+        print(f"supervisor: {text}", file=self._console, flush=True)
+
+
+@contextlib.contextmanager
+def _locked(runtime_dir: Path) -> Iterator[int]:
+    """Keep two runs out of one runtime folder; gives the lock's descriptor. Raises ConfigError."""
+    descriptor = os.open(runtime_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        yield descriptor
+    except BlockingIOError as error:
+        raise ConfigError(
+            f"{runtime_dir} is used by another run, which may still be saving",
+            where=RUNTIME_DIR_VARIABLE,
+            remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
+        ) from error
+    finally:
+        os.close(descriptor)
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[tuple[float, int]]]:
+    """Collect SIGTERM and SIGINT with their times; the loop acts on them, since a handler must not print."""
+    received: list[tuple[float, int]] = []
+
+    def remember(signum: int, frame: FrameType | None) -> None:
+        received.append((time.monotonic(), signum))
+
+    before = {signum: signal.signal(signum, remember) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield received
+    finally:
+        for signum, handler in before.items():
+            signal.signal(signum, handler)
