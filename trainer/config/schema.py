@@ -58,7 +58,7 @@ class ModelSection(Section):
     revision: Text | None = None
     """Branch, tag or commit of the repository; the commit that was used is recorded in the run."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """`random` builds every component from its config.json, seeded: for benchmarks and from-scratch training."""
+    """`random` builds every component from its config.json, seeded: for benchmarks, or training from zero."""
     download: Literal["auto", "never"] = "auto"
     """`never` uses only what is on disk already."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"

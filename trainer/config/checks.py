@@ -1,0 +1,249 @@
+"""Floor 1: what each key alone cannot tell: contradictions, settings without effect, nested folders."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config import environment, fields
+from trainer.config.schema import RunConfig
+from trainer.errors import Problem
+
+Found = Iterator[tuple[str, str, str]]
+"""Where, what and remedy of each problem."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """What a check may look at."""
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    environ: Mapping[str, str]
+    lora_presets: Mapping[str, tuple[str, ...]]
+    """Names of LoRA target presets by family; a family that is not in it is not checked."""
+
+    def source(self, key: str) -> str:
+        """Where `key` was written; the family or `default` if nobody wrote it."""
+        return self.sources.get(key, "default")
+
+    def written(self, key: str) -> bool:
+        """True if the user wrote `key`, in whatever layer."""
+        source = self.source(key)
+        return source != "default" and not source.startswith("family ")
+
+    def blame(self, *keys: str) -> str:
+        """Source of the first of `keys` that the user wrote: the place to change."""
+        return next((self.source(key) for key in keys if self.written(key)), self.source(keys[0]))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unused:
+    """Keys that have no effect under a condition; writing them anyway is a mistake."""
+
+    keys: tuple[str, ...]
+    applies: Callable[[RunConfig], bool]
+    reason: str
+    remedy: str
+
+
+_UNUSED: tuple[Unused, ...] = (
+    Unused(
+        keys=tuple(key for key in fields.dotted_keys() if key.startswith("lora.")),
+        applies=lambda config: config.method == "full",
+        reason="no effect with `method: full`",
+        remedy="remove it, or write `method: lora`",
+    ),
+    Unused(
+        keys=("flow.logit_mean", "flow.logit_std"),
+        applies=lambda config: config.flow.weighting_scheme != "logit_normal",
+        reason="no effect without `flow.weighting_scheme: logit_normal`",
+        remedy="remove it, or write that scheme",
+    ),
+    Unused(
+        keys=("flow.mode_scale",),
+        applies=lambda config: config.flow.weighting_scheme != "mode",
+        reason="no effect without `flow.weighting_scheme: mode`",
+        remedy="remove it, or write that scheme",
+    ),
+)
+
+
+def unused_keys(config: RunConfig) -> frozenset[str]:
+    """Keys without effect in this configuration; `dump` leaves them out so that its text loads again."""
+    return frozenset(key for rule in _UNUSED if rule.applies(config) for key in rule.keys)
+
+
+def check(context: Context, bad: frozenset[str]) -> list[Problem]:
+    """Run every check whose keys are all good."""
+    return [
+        Problem(what=what, where=where, remedy=remedy)
+        for keys, function in _CHECKS
+        if not any(_related(key, name) for key in keys for name in bad)
+        for where, what, remedy in function(context)
+    ]
+
+
+def _related(one: str, other: str) -> bool:
+    return one == other or one.startswith(other + ".") or other.startswith(one + ".")
+
+
+def _unused(context: Context) -> Found:
+    for rule in _UNUSED:
+        if rule.applies(context.config):
+            for key in filter(context.written, rule.keys):
+                yield context.source(key), f"`{key}` has {rule.reason}", rule.remedy
+
+
+def _int8_full(context: Context) -> Found:
+    if context.config.method == "full" and context.config.features.weights == "int8":
+        what = "`features.weights: int8` cannot be trained by `method: full`: int8 weights are frozen"
+        where = context.blame("features.weights", "method")
+        yield where, what, "write `method: lora`, or leave features.weights out"
+
+
+def _weights_against_dtype(context: Context) -> Found:
+    dtype, weights = context.config.model.dtype, context.config.features.weights
+    if {dtype, weights} == {"bf16", "fp32"}:
+        other = f"`model.dtype: {dtype}` ({context.source('model.dtype')})"
+        where = context.blame("features.weights", "model.dtype")
+        remedy = "write the same in both, or leave features.weights out"
+        yield where, f"`features.weights: {weights}` contradicts {other}", remedy
+
+
+def _warmup(context: Context) -> Found:
+    warmup, steps = context.config.train.lr_warmup_steps, context.config.train.max_train_steps
+    if warmup >= steps:
+        source = context.source("train.max_train_steps")
+        what = f"`train.lr_warmup_steps` is {warmup}, but `train.max_train_steps` is {steps} ({source})"
+        where = context.blame("train.lr_warmup_steps", "train.max_train_steps")
+        yield where, what, "a run must be longer than its warm-up: a tenth of the steps is plenty"
+
+
+def _all_captions_dropped(context: Context) -> Found:
+    key = "data.caption_dropout_rate"
+    if context.config.data.caption_dropout_rate == 1.0:
+        yield context.source(key), f"`{key}` is 1: no caption would be used", "it is a share: 0.01 means 1 %"
+
+
+def _model_name(context: Context) -> Found:
+    key, name = "model.pretrained_model_name_or_path", context.config.model.pretrained_model_name_or_path
+    where = context.source(key)
+    if "://" in name:
+        repository = "/".join(name.partition("://")[2].split("/")[1:3])
+        remedy = f"write the repository id `{repository}`" if repository else "write a repository id"
+        yield where, f"`{key}` is an address", remedy
+    elif Path(name).suffix.lower() in (".safetensors", ".ckpt", ".gguf", ".pt", ".bin"):
+        remedy = "name a folder in diffusers' layout (with model_index.json), or a repository id"
+        yield where, f"`{key}` is a single file", remedy
+    elif context.written("model.revision") and context.config.model.revision and _is_dir(Path(name)):
+        what = f"`model.revision` has no effect on a folder ({name})"
+        yield context.source("model.revision"), what, "remove it, or name a repository"
+
+
+def _target_preset(context: Context) -> Found:
+    presets = context.lora_presets.get(context.config.family)
+    target = context.config.lora.target_modules
+    if presets is None or not isinstance(target, str) or target in presets or context.config.method == "full":
+        return
+    near = fields.closest(target, presets)
+    hint = f"did you mean `{near}`?" if near else f"presets: {', '.join(presets)}."
+    what = f'`lora.target_modules`: "{target}" is no preset of {context.config.family}'
+    where = context.source("lora.target_modules")
+    yield where, what, f"{hint} Module name suffixes are written as a list: [to_q, to_v]"
+
+
+def _same_set_twice(context: Context) -> Found:
+    seen: dict[str, int] = {}
+    for index, one in enumerate(context.config.data.sets):
+        first = seen.setdefault(_real(one.img_dir), index)
+        if first != index:
+            key, where_first = f"data.sets.{index}.img_dir", context.source(f"data.sets.{first}.img_dir")
+            what = f"`{key}`: {one.img_dir} is a set already ({where_first})"
+            yield context.source(key), what, "remove it, and write `repeats: 2` in the other"
+
+
+def _output_among_images(context: Context) -> Found:
+    output, where = context.config.output_dir, context.source("output_dir")
+    for one in context.config.data.sets:
+        if _inside(output, one.img_dir):
+            what = f"`output_dir` {output} lies in the image folder {one.img_dir}"
+            yield where, what, "previews would become training data: write a folder outside it"
+
+
+def _cache_among_images(context: Context) -> Found:
+    cache = environment.cache_dir(context.config, context.environ)
+    key = "data.cache_dir"
+    where = context.source(key) if context.config.data.cache_dir is not None else "TRAINER_CACHE_DIR"
+    for one in context.config.data.sets:
+        if _inside(cache, one.img_dir):
+            what = f"the cache {cache} lies in the image folder {one.img_dir}"
+            yield where, what, f"write a folder outside it in `{key}` or TRAINER_CACHE_DIR"
+
+
+def _output_in_model(context: Context) -> Found:
+    output, model = context.config.output_dir, Path(context.config.model.pretrained_model_name_or_path)
+    if _is_dir(model) and _inside(output, model):
+        what = f"`output_dir` {output} lies in the base model's folder {model}"
+        yield context.source("output_dir"), what, "write a folder outside it"
+
+
+def _folders_are_files(context: Context) -> Found:
+    folders = {"output_dir": context.config.output_dir, "data.cache_dir": context.config.data.cache_dir}
+    for key, folder in folders.items():
+        if folder is not None and _is_file(folder):
+            remedy = "write a folder; it is made if it does not exist"
+            yield context.source(key), f"`{key}`: {folder} is a file", remedy
+
+
+def _resume_word(context: Context) -> Found:
+    key, resume = "checkpoint.resume_from_checkpoint", context.config.checkpoint.resume_from_checkpoint
+    if isinstance(resume, str) or len(resume.parts) != 1 or _is_dir(resume):
+        return
+    aliases = {"latest": "auto", "true": "auto", "yes": "auto", "false": "never", "no": "never"}
+    meant = aliases.get(str(resume).lower()) or fields.closest(str(resume), ("auto", "never"))
+    remedy = f"did you mean `{meant}`?" if meant else "write auto, never, or the path of a checkpoint"
+    yield context.source(key), f'`{key}`: "{resume}" is neither auto, never nor a folder', remedy
+
+
+_CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
+    (("method", "flow.weighting_scheme"), _unused),
+    (("method", "features.weights"), _int8_full),
+    (("model.dtype", "features.weights"), _weights_against_dtype),
+    (("train.lr_warmup_steps", "train.max_train_steps"), _warmup),
+    (("data.caption_dropout_rate",), _all_captions_dropped),
+    (("model.pretrained_model_name_or_path", "model.revision"), _model_name),
+    (("family", "method", "lora.target_modules"), _target_preset),
+    (("data.sets",), _same_set_twice),
+    (("data.sets", "output_dir"), _output_among_images),
+    (("data.sets", "data.cache_dir"), _cache_among_images),
+    (("model.pretrained_model_name_or_path", "output_dir"), _output_in_model),
+    (("output_dir", "data.cache_dir"), _folders_are_files),
+    (("checkpoint.resume_from_checkpoint",), _resume_word),
+)
+"""Keys that a check looks at -> the check."""
+
+
+def _real(path: Path) -> str:
+    return os.path.realpath(path)  # unlike Path.resolve, never raises
+
+
+def _inside(path: Path, folder: Path) -> bool:
+    """True if `path` is `folder` or lies below it; neither need exist."""
+    return Path(_real(path)).is_relative_to(_real(folder))
+
+
+def _is_dir(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except OSError:  # a name that is too long, or a folder that may not be entered
+        return False
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except OSError:
+        return False

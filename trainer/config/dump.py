@@ -1,0 +1,71 @@
+"""Floor 1: a resolved configuration as YAML text that loads to the same configuration again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config.checks import unused_keys
+from trainer.config.schema import RunConfig
+
+_MAX_COMMENT_COLUMN = 60
+
+
+def dump(config: RunConfig) -> str:
+    """Every key in the schema's order, except those without effect (`lora` with `method: full`)."""
+    return "".join(f"{text}\n" for text, _ in _lines(config))
+
+
+def dump_with_sources(config: RunConfig, sources: Mapping[str, str]) -> str:
+    """As `dump`, with the source of each value as a comment behind it."""
+    lines = _lines(config)
+    width = max((len(text) for text, key in lines if key and len(text) <= _MAX_COMMENT_COLUMN), default=0)
+    return "".join(f"{text:<{width}}  # {sources[key]}\n" if key else f"{text}\n" for text, key in lines)
+
+
+def _lines(config: RunConfig) -> list[tuple[str, str]]:
+    """Lines of YAML, each with the dotted key of its value, or without one where the line opens a section."""
+    left_out = unused_keys(config)
+    lines: list[tuple[str, str]] = []
+    for key, value in config.model_dump().items():
+        if isinstance(value, dict):
+            kept = {name: item for name, item in value.items() if f"{key}.{name}" not in left_out}
+            lines += [(f"{key}:", "")] if kept else []
+            for name, item in kept.items():
+                lines += _entry(name, item, f"{key}.{name}", "  ")
+        else:
+            lines += _entry(key, value, key, "")
+    return lines
+
+
+def _entry(name: str, value: Any, key: str, indent: str) -> list[tuple[str, str]]:
+    if not isinstance(value, tuple):
+        return [(f"{indent}{name}: {_scalar(value)}", key)]
+    if not value:
+        return [(f"{indent}{name}: []", key)]
+    lines = [(f"{indent}{name}:", "")]
+    for index, item in enumerate(value):
+        if isinstance(item, dict):
+            for position, (inner, scalar) in enumerate(item.items()):
+                dash = "  " if position else "- "
+                lines.append((f"{indent}{dash}{inner}: {_scalar(scalar)}", f"{key}.{index}.{inner}"))
+        else:
+            lines.append((f"{indent}- {_scalar(item)}", f"{key}.{index}"))
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    """One value on one line."""
+    if isinstance(value, Path):
+        # a folder whose name begins with ~ is not somebody's home
+        value = f"./{value}" if str(value).startswith("~") else str(value)
+    text = _yaml(value, style=None)
+    return _yaml(value, style='"') if "\n" in text else text
+
+
+def _yaml(value: Any, style: str | None) -> str:
+    text: str = yaml.safe_dump(value, default_style=style, allow_unicode=True, width=float("inf"))
+    return text.removesuffix("\n").removesuffix("\n...")

@@ -1,0 +1,139 @@
+"""Floor 1: the only reader of the process environment, and the table of the variables that matter to us.
+
+Keys of the configuration come as `TRAINER__SECTION__KEY` and are read by `layers`; the rest is listed here.
+Cheap to import: `trainer health` runs it every few seconds.
+"""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+import tempfile
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+
+CONFIG_PREFIX = "TRAINER__"
+DEFAULT_METRICS_PORT = 9464
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variable:
+    """One environment variable: `default` is what an unset one amounts to, in words or as a value."""
+
+    name: str
+    default: str
+    meaning: str
+
+
+VARIABLES: tuple[Variable, ...] = (
+    Variable(name="TRAINER_PROFILE", default="auto", meaning="hardware profile: dgx-spark, rtx-4090, ..."),
+    Variable(
+        name="TRAINER_FACTS", default="", meaning="JSON file that replaces the facts read from this machine"
+    ),
+    Variable(
+        name="TRAINER_RUNTIME_DIR",
+        default="a folder per user under the system's temporary one",
+        meaning="where the training process leaves its status and metrics; a tmpfs in containers",
+    ),
+    Variable(
+        name="TRAINER_CACHE_DIR",
+        default="$XDG_CACHE_HOME/trainer",
+        meaning="encoded samples and kernel verdicts; `data.cache_dir` goes before it for samples",
+    ),
+    Variable(
+        name="TRAINER_METRICS_PORT",
+        default=str(DEFAULT_METRICS_PORT),
+        meaning="port of /metrics, /healthz and /readyz; 0 opens none",
+    ),
+    Variable(name="HF_HOME", default="$XDG_CACHE_HOME/huggingface", meaning="downloaded base models"),
+    Variable(name="HF_HUB_CACHE", default="$HF_HOME/hub", meaning="downloaded repositories"),
+    Variable(name="HF_HUB_OFFLINE", default="0", meaning="1: never ask the hub"),
+    Variable(name="HF_TOKEN", default="", meaning="access token; a file (HF_TOKEN_PATH) leaks less easily"),
+    Variable(name="HF_TOKEN_PATH", default="$HF_HOME/token", meaning="file that holds the access token"),
+    Variable(name="XDG_CACHE_HOME", default="~/.cache", meaning="the user's cache folder"),
+    Variable(name="CUDA_VISIBLE_DEVICES", default="all GPUs", meaning="GPUs that the run may use"),
+    Variable(
+        name="LD_LIBRARY_PATH", default="", meaning="read for warnings: a foreign cuDNN here breaks torch"
+    ),
+    Variable(name="PYTORCH_ALLOC_CONF", default="set by the plan", meaning="torch's allocator"),
+)
+
+_NAMES = tuple(variable.name for variable in VARIABLES)
+# what Kubernetes injects for a Service named trainer or trainer-something
+_SERVICE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
+_SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
+
+
+def snapshot() -> dict[str, str]:
+    """A copy of the whole environment, for child processes and for `load`."""
+    return dict(os.environ)
+
+
+def read(name: str, environ: Mapping[str, str] | None = None) -> str | None:
+    """Value of a listed variable; None when it is unset, empty, or a Service address from Kubernetes."""
+    assert name in _NAMES, f"{name} is not in the table of variables"
+    value = (os.environ if environ is None else environ).get(name, "")
+    return None if not value or _SERVICE_URL.match(value) else value
+
+
+def runtime_dir() -> Path:
+    """Folder of status.json and metrics.prom, one for each user; it need not exist yet."""
+    value = read("TRAINER_RUNTIME_DIR")
+    return Path(value).expanduser() if value else Path(tempfile.gettempdir()) / f"trainer-{os.getuid()}"
+
+
+def user_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
+    """Folder for what can be computed again, outside any data set; it need not exist yet."""
+    value = read("TRAINER_CACHE_DIR", environ)
+    if value:
+        return Path(value).expanduser()
+    base = read("XDG_CACHE_HOME", environ)
+    return (Path(base).expanduser() if base else Path("~/.cache").expanduser()) / "trainer"
+
+
+def cache_dir(config: RunConfig, environ: Mapping[str, str] | None = None) -> Path:
+    """Folder of the run's encoded samples; it need not exist yet."""
+    return config.data.cache_dir or user_cache_dir(environ)
+
+
+def metrics_port() -> int | None:
+    """Port of the parent's server, or None for 0. Raises ConfigError for what is not a port."""
+    value = read("TRAINER_METRICS_PORT")
+    if value is None:
+        return DEFAULT_METRICS_PORT
+    if not re.fullmatch(r"[0-9]{1,5}", value) or int(value) > 65535:
+        remedy = f"write a port such as {DEFAULT_METRICS_PORT}, or 0 for none"
+        raise ConfigError(f'"{value}" is not a port', where="TRAINER_METRICS_PORT", remedy=remedy)
+    return int(value) or None
+
+
+def misspelt(environ: Mapping[str, str], keys: Iterable[str]) -> list[Problem]:
+    """TRAINER_* names that look like a listed variable or like a key of the configuration, but are neither.
+
+    `keys` are the configuration's dotted keys. Names that resemble nothing are somebody else's: left alone.
+    """
+    by_letters = {_letters(name): name for name in _NAMES if name.startswith("TRAINER_")}
+    by_letters |= {_letters("trainer" + key): CONFIG_PREFIX + key.upper().replace(".", "__") for key in keys}
+    problems = []
+    for name in sorted(environ):
+        if not name.upper().startswith("TRAINER_") or name.startswith(CONFIG_PREFIX) or name in _NAMES:
+            continue
+        if _SERVICE.search(name) or _SERVICE_URL.match(environ[name]):
+            continue
+        near = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.9)
+        if near:
+            remedy = f"did you mean {by_letters[near[0]]}? Unset it if it is not for the trainer"
+            problems.append(Problem(what="unknown variable", where=name, remedy=remedy))
+    return problems
+
+
+def _letters(name: str) -> str:
+    return re.sub(r"[^A-Z0-9]", "", name.upper())

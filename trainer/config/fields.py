@@ -1,0 +1,217 @@
+"""Floor 1: the schema in words: what a key takes, what is beside it, what a misspelling may have meant."""
+
+from __future__ import annotations
+
+import difflib
+import types
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from trainer.config.schema import RunConfig
+from trainer.config.tree import KeyPath
+
+ALIASES: dict[str, str] = {
+    "accumulation_steps": "train.gradient_accumulation_steps",
+    "adam_weight_decay": "train.weight_decay",
+    "base_model": "model.pretrained_model_name_or_path",
+    "batch_size": "train.train_batch_size",
+    "cache_latents": "data.cache_dir",
+    "caption_dropout": "data.caption_dropout_rate",
+    "dataset": "data.sets",
+    "dim": "lora.rank",
+    "folder_path": "data.sets",
+    "gradient_checkpointing": "features.activation_checkpointing",
+    "image_dir": "data.sets",
+    "instance_data_dir": "data.sets",
+    "instance_prompt": "data.trigger_word",
+    "keep_last": "checkpoint.checkpoints_total_limit",
+    "lora_alpha": "lora.alpha",
+    "lora_rank": "lora.rank",
+    "lr": "train.learning_rate",
+    "max_steps": "train.max_train_steps",
+    "mixed_precision": "model.dtype",
+    "model_name_or_path": "model.pretrained_model_name_or_path",
+    "name_or_path": "model.pretrained_model_name_or_path",
+    "network_alpha": "lora.alpha",
+    "network_dim": "lora.rank",
+    "output": "output_dir",
+    "quantization": "features.weights",
+    "quantize": "features.weights",
+    "resume": "checkpoint.resume_from_checkpoint",
+    "sample_prompts": "validation.prompts",
+    "save_every": "checkpoint.checkpointing_steps",
+    "save_steps": "checkpoint.checkpointing_steps",
+    "scheduler": "train.lr_scheduler",
+    "steps": "train.max_train_steps",
+    "target_layers": "lora.target_modules",
+    "training_folder": "output_dir",
+    "trigger": "data.trigger_word",
+    "validation_prompt": "validation.prompts",
+    "warmup_steps": "train.lr_warmup_steps",
+}
+"""Spellings of other trainers -> ours."""
+
+
+def section_of(annotation: object) -> type[BaseModel] | None:
+    """The section class that an annotation is, or None."""
+    return annotation if isinstance(annotation, type) and issubclass(annotation, BaseModel) else None
+
+
+def field_at(path: KeyPath) -> FieldInfo | None:
+    """The schema's field at `path`; list positions lead to what the list holds. None if there is none."""
+    section: type[BaseModel] | None = RunConfig
+    field: FieldInfo | None = None
+    for key in path:
+        if section is not None:
+            field = section.model_fields.get(key)
+        elif field is not None:
+            item = _list_item(field.annotation) if key.isdecimal() else None
+            field = None if item is None else FieldInfo.from_annotation(item)
+        if field is None:
+            return None
+        section = section_of(field.annotation)
+    return field
+
+
+def is_section(path: KeyPath) -> bool:
+    """True for `model`, `data`, ... but not for an item of a list."""
+    field = field_at(path)
+    return field is not None and section_of(field.annotation) is not None and not path[-1].isdecimal()
+
+
+def takes(path: KeyPath, kind: type) -> bool:
+    """True if the value at `path` may be a `kind` (tuple for a list)."""
+    field = field_at(path)
+    if field is None:
+        return False
+    return any(
+        (get_origin(option) or option) is kind for option, _ in _options(field.annotation, field.metadata)
+    )
+
+
+@cache
+def dotted_keys() -> tuple[str, ...]:
+    """Every key of the schema outside lists, in its order: `family`, `model.revision`, ..."""
+    keys: list[str] = []
+    for name, field in RunConfig.model_fields.items():
+        section = section_of(field.annotation)
+        keys += [name] if section is None else [f"{name}.{key}" for key in section.model_fields]
+    return tuple(keys)
+
+
+def expected(path: KeyPath) -> str:
+    """What may stand at `path`, in words: "a whole number of at least 1", "auto, true or false"."""
+    field = field_at(path)
+    assert field is not None, path
+    words = [_words(option, metadata) for option, metadata in _options(field.annotation, field.metadata)]
+    flat = [word for group in words for word in group]
+    return flat[0] if len(flat) == 1 else f"{', '.join(flat[:-1])} or {flat[-1]}"
+
+
+def choices(path: KeyPath) -> list[str]:
+    """The fixed words that may stand at `path`."""
+    field = field_at(path)
+    assert field is not None, path
+    options = _options(field.annotation, field.metadata)
+    return [str(word) for option, _ in options if get_origin(option) is Literal for word in get_args(option)]
+
+
+def closest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
+    """The known word most like `word`, without regard to case, hyphens and underscores."""
+    plain = {_letters(name): name for name in known}
+    found = difflib.get_close_matches(_letters(word), plain, n=1, cutoff=cutoff)
+    return plain[found[0]] if found else None
+
+
+def _letters(word: str) -> str:
+    return "".join(character for character in word.lower() if character.isalnum())
+
+
+def suggest_key(path: KeyPath) -> str:
+    """Remedy for an unknown key: what may have been meant, else what exists beside it."""
+    parent, key = path[:-1], path[-1].lower().replace("-", "_")
+    siblings = _keys_below(parent)
+    everywhere = {name.rpartition(".")[2]: name for name in reversed(dotted_keys())}
+    if path[-1] in dotted_keys():
+        section, _, leaf = path[-1].partition(".")
+        return f"nest it: `{section}:` on one line, `  {leaf}: ...` indented below it"
+    if key in siblings:
+        return f"write `{key}`"
+    meant = everywhere.get(key) or ALIASES.get(key)
+    if meant is not None:
+        return f"did you mean `{meant}`?"
+    near = closest(key, siblings)
+    if near is not None:
+        return f"did you mean `{near}`?"
+    far = closest(key, list(everywhere), cutoff=0.8)
+    if far is not None:
+        return f"did you mean `{everywhere[far]}`?"
+    return f"known here: {', '.join(siblings)}"
+
+
+def _keys_below(path: KeyPath) -> tuple[str, ...]:
+    field = field_at(path) if path else None
+    section = RunConfig if field is None else section_of(field.annotation)
+    return () if section is None else tuple(section.model_fields)
+
+
+def _list_item(annotation: object) -> Any:
+    for option, _ in _options(annotation, ()):
+        if get_origin(option) is tuple:
+            return get_args(option)[0]
+    return None
+
+
+def _options(annotation: object, metadata: Sequence[object]) -> Iterator[tuple[Any, tuple[object, ...]]]:
+    """The alternatives of an annotation without unions and `Annotated`, each with its constraints."""
+    origin = get_origin(annotation)
+    if origin is Annotated:
+        inner, *more = get_args(annotation)
+        for entry in more:
+            metadata = [*metadata, *(entry.metadata if isinstance(entry, FieldInfo) else [entry])]
+        yield from _options(inner, metadata)
+    elif origin in (Union, types.UnionType):
+        for option in get_args(annotation):
+            yield from _options(option, metadata)
+    else:
+        yield annotation, tuple(metadata)
+
+
+def _words(option: Any, metadata: Sequence[object]) -> list[str]:
+    if get_origin(option) is Literal:
+        return [str(word) for word in get_args(option)]
+    if option is bool:
+        return ["true", "false"]
+    if option is type(None):
+        return ["null"]
+    if option in (int, float):
+        return [("a whole number" if option is int else "a number") + _bounds(metadata)]
+    if get_origin(option) is tuple:
+        return ["a list with at least one item" if _constrained(metadata) else "a list"]
+    if section_of(option) is not None:
+        return [f"keys ({', '.join(option.model_fields)})"]
+    return ["a path" if option is Path else "a text that is not empty"]
+
+
+def _constrained(metadata: Sequence[object]) -> bool:
+    return any(isinstance(item, annotated_types.MinLen) for item in metadata)
+
+
+def _bounds(metadata: Sequence[object]) -> str:
+    low = high = ""
+    for item in metadata:
+        if isinstance(item, annotated_types.Ge):
+            low = f"of at least {item.ge}"
+        elif isinstance(item, annotated_types.Gt):
+            low = f"above {item.gt}"
+        elif isinstance(item, annotated_types.Le):
+            high = f"at most {item.le}"
+        elif isinstance(item, annotated_types.Lt):
+            high = f"below {item.lt}"
+    return "".join(f" {text}" for text in (" and ".join(filter(None, (low, high))),) if text)

@@ -1,0 +1,71 @@
+"""Floor 1: the layers above the files: variables, `--set`, `--dataset` and `--output`, as trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.config import fields, strict_yaml
+from trainer.config.environment import CONFIG_PREFIX
+from trainer.config.tree import KeyPath, Node, at, from_plain
+from trainer.errors import Problem
+
+Layer = tuple[Node | None, list[Problem]]
+
+
+def from_file(path: Path) -> Layer:
+    """The tree of one YAML file. A section with every key commented out is an empty section, not a null."""
+    tree, problems = strict_yaml.read(path)
+    if tree is not None and isinstance(tree.value, dict):
+        empty = {key for key, node in tree.value.items() if node.value is None and fields.is_section((key,))}
+        kept = {key: node for key, node in tree.value.items() if key not in empty}
+        tree = Node(value=kept, source=tree.source)
+    return tree, problems
+
+
+def from_variables(environ: Mapping[str, str]) -> list[Layer]:
+    """One layer for each `TRAINER__SECTION__KEY`, in the order of their names."""
+    layers = []
+    for name in sorted(environ):
+        if name.startswith(CONFIG_PREFIX):
+            path = tuple(name.removeprefix(CONFIG_PREFIX).lower().split("__"))
+            layers.append(_assign(path, environ[name], name))
+    return layers
+
+
+def from_overrides(overrides: Sequence[str]) -> list[Layer]:
+    """One layer for each `--set a.b=c`, in the order given: a later one wins."""
+    layers: list[Layer] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if equals and key.strip():
+            layers.append(_assign(tuple(key.strip().split(".")), text, f"--set {key.strip()}"))
+        else:
+            remedy = "write for example --set train.seed=1"
+            problem = Problem(what="expected KEY=VALUE", where=f"--set {override}", remedy=remedy)
+            layers.append((None, [problem]))
+    return layers
+
+
+def from_options(dataset: Path | None, output: Path | None) -> list[Layer]:
+    """`--dataset` replaces all data sets by one folder, `--output` names the run's folder."""
+    layers: list[Layer] = []
+    if dataset is not None:
+        layers.append((at(("data", "sets"), from_plain([{"img_dir": str(dataset)}], "--dataset")), []))
+    if output is not None:
+        layers.append((at(("output_dir",), from_plain(str(output), "--output")), []))
+    return layers
+
+
+def _assign(path: KeyPath, text: str, source: str) -> Layer:
+    """A tree with one value. Texts stay as they are; lists and mappings are written as in YAML."""
+    for depth in range(1, len(path)):
+        if fields.takes(path[:depth], tuple):
+            remedy = f"lists are replaced whole: --set '{'.'.join(path[:depth])}=[...]'"
+            return None, [Problem(what="a single item of a list cannot be set", where=source, remedy=remedy)]
+    structured = fields.takes(path, tuple) or fields.is_section(path)
+    if structured and text.lstrip().startswith(("[", "{")):
+        node, problems = strict_yaml.parse(text, lambda line: source)
+        return None if node is None else at(path, node), problems
+    value = None if text.strip() in ("", "~", "null") else text
+    return at(path, Node(value=value, source=source)), []

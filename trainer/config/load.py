@@ -1,0 +1,106 @@
+"""Floor 1: one RunConfig from all layers, with the source of every value, or every mistake at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from trainer.config import environment, fields, layers
+from trainer.config.checks import Context, check
+from trainer.config.dump import dump, dump_with_sources
+from trainer.config.schema import RunConfig
+from trainer.config.tree import Node, from_plain, leaves, merge
+from trainer.config.validate import validate
+from trainer.errors import ConfigError, Problem
+
+__all__ = ["Loaded", "dump", "dump_with_sources", "load"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A configuration and the source of each value by dotted key.
+
+    Sources: `FILE:LINE`, `family NAME`, `default`, a variable's name, `--set KEY`, `--dataset`, `--output`.
+    """
+
+    config: RunConfig
+    sources: Mapping[str, str]
+
+
+def load(
+    paths: Sequence[Path],
+    *,
+    overrides: Sequence[str] = (),
+    dataset: Path | None = None,
+    output: Path | None = None,
+    family_defaults: Mapping[str, Mapping[str, Any]],
+    lora_presets: Mapping[str, tuple[str, ...]] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Merge schema, family, `paths` in order, TRAINER__*, `overrides` (a.b=c), then `dataset` and `output`.
+
+    family_defaults: the layer of each known family. lora_presets: each family's words for
+    `lora.target_modules`, not checked without. environ: the process environment if not given.
+    Raises ConfigError with every problem found.
+    """
+    environ = environment.snapshot() if environ is None else environ
+    written = [layers.from_file(path) for path in paths]
+    written += layers.from_variables(environ) + layers.from_overrides(overrides)
+    written += layers.from_options(dataset, output)
+    problems = [problem for _, found in written for problem in found]
+    problems += environment.misspelt(environ, fields.dotted_keys())
+    if any(tree is None and found for tree, found in written):
+        raise ConfigError(_sorted(problems))  # with a layer missing, what else is wrong cannot be told
+
+    origin = ", ".join(map(str, paths)) or "configuration"
+    user = reduce(merge, [tree for tree, _ in written if tree is not None], Node(value={}, source=origin))
+    family, unknown = _family(user, tuple(family_defaults))
+    defaults = from_plain(family_defaults[family] if family else {}, f"family {family}")
+    tree = Node(value=merge(defaults, user).value, source=origin)
+
+    outcome = validate(tree)
+    problems += [*unknown, *outcome.problems]
+    sources = _sources(tree, outcome.config)
+    if outcome.config is not None:
+        presets = lora_presets or {}
+        context = Context(config=outcome.config, sources=sources, environ=environ, lora_presets=presets)
+        problems += check(context, outcome.bad)
+    if problems:
+        raise ConfigError(_sorted(problems))
+    assert outcome.config is not None
+    return Loaded(config=outcome.config, sources=sources)
+
+
+def _family(user: Node, known: tuple[str, ...]) -> tuple[str | None, list[Problem]]:
+    """The family that the user named; the most similar one stands in for it if unknown, to check the rest."""
+    node = user.get(("family",))
+    if node is None or not isinstance(node.value, str) or not node.value.strip():
+        return None, []  # validation says so
+    if node.value in known:
+        return node.value, []
+    near = fields.closest(node.value, known)
+    hint = f"did you mean `{near}`? " if near else ""
+    what, remedy = f'unknown family "{node.value}"', f"{hint}known: {', '.join(known)}"
+    return near, [Problem(what=what, where=node.source, remedy=remedy)]
+
+
+def _sources(tree: Node, config: RunConfig | None) -> dict[str, str]:
+    """Dotted key -> source for every value, those inside lists too."""
+    sources = dict.fromkeys(fields.dotted_keys(), "default")
+    for index, one in enumerate(config.data.sets if config is not None else ()):
+        sources |= dict.fromkeys((f"data.sets.{index}.{key}" for key in type(one).model_fields), "default")
+    return sources | leaves(tree)
+
+
+def _sorted(problems: Sequence[Problem]) -> list[Problem]:
+    """By file and line; what has no line comes in the order in which it was found."""
+
+    def key(problem: Problem) -> tuple[str, int]:
+        name, _, line = problem.where.rpartition(":")
+        return (name, int(line)) if re.fullmatch(r"[0-9]+", line) else ("", 0)
+
+    return sorted(problems, key=key)

@@ -1,0 +1,112 @@
+"""Floor 1: configuration values before they have types. A tree that knows where each value was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+KeyPath = tuple[str, ...]
+"""Keys and list positions from the root: `("data", "sets", "0", "img_dir")`."""
+Scalar = str | int | float | bool | None
+Plain = Scalar | dict[str, "Plain"] | list["Plain"]
+"""What a tree is without its sources: the input of pydantic."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One value with its source: `file:line`, a variable, an option, or the family.
+
+    Texts from files, variables and options stay texts; the declared type of a field decides what they mean.
+    """
+
+    value: Scalar | dict[str, Node] | list[Node]
+    source: str
+
+    def get(self, path: KeyPath) -> Node | None:
+        """The node at `path` below this one, or None."""
+        node: Node | None = self
+        for key in path:
+            node = None if node is None else _child(node, key)
+        return node
+
+    def source_of(self, path: KeyPath) -> str:
+        """Source of the value at `path`, or of the nearest one above it that was written."""
+        node, source = self, self.source
+        for key in path:
+            below = _child(node, key)
+            if below is None:
+                break
+            node, source = below, below.source
+        return source
+
+    def plain(self) -> Plain:
+        """The tree as nested dicts and lists."""
+        if isinstance(self.value, dict):
+            return {key: child.plain() for key, child in self.value.items()}
+        if isinstance(self.value, list):
+            return [child.plain() for child in self.value]
+        return self.value
+
+
+def _child(node: Node, key: str) -> Node | None:
+    if isinstance(node.value, dict):
+        return node.value.get(key)
+    if isinstance(node.value, list) and key.isdecimal() and int(key) < len(node.value):
+        return node.value[int(key)]
+    return None
+
+
+def describe(node: Node) -> str:
+    """What a value is, in words for a message."""
+    if isinstance(node.value, dict):
+        return "a mapping"
+    if isinstance(node.value, list):
+        return "a list" if node.value else "an empty list"
+    if node.value is None:
+        return "nothing"
+    text = str(node.value)
+    return f'"{text}"' if len(text) <= 60 else f'"{text[:57]}..."'
+
+
+def from_plain(value: object, source: str) -> Node:
+    """A tree of Python values that all come from one place."""
+    if isinstance(value, Mapping):
+        return Node(
+            value={str(key): from_plain(child, source) for key, child in value.items()}, source=source
+        )
+    if isinstance(value, list | tuple):
+        return Node(value=[from_plain(child, source) for child in value], source=source)
+    assert value is None or isinstance(value, str | int | float | bool), f"{source}: {value!r}"
+    return Node(value=value, source=source)
+
+
+def at(path: KeyPath, node: Node) -> Node:
+    """A tree that holds `node` at `path` and nothing else."""
+    for key in reversed(path):
+        node = Node(value={key: node}, source=node.source)
+    return node
+
+
+def merge(low: Node, high: Node) -> Node:
+    """`high` over `low`: mappings merge key by key, everything else, lists too, is replaced whole."""
+    if not (isinstance(low.value, dict) and isinstance(high.value, dict)):
+        return high
+    value = dict(low.value)
+    for key, child in high.value.items():
+        value[key] = merge(value[key], child) if key in value else child
+    return Node(value=value, source=high.source)
+
+
+def leaves(node: Node, path: KeyPath = ()) -> dict[str, str]:
+    """Dotted key -> source, for every scalar and every list in the tree."""
+    if isinstance(node.value, dict):
+        children = list(node.value.items())
+        found: dict[str, str] = {}
+    else:
+        found = {".".join(path): node.source}
+        children = (
+            [(str(i), child) for i, child in enumerate(node.value)] if isinstance(node.value, list) else []
+        )
+    for key, child in children:
+        found |= leaves(child, (*path, key))
+    return found
