@@ -72,7 +72,9 @@ def draw_samples(settings: FlowSettings, positions: Sequence[int], noise_shape: 
         vae_noise.append(torch.randn(noise_shape, generator=generator))
     sigmas = torch.stack(sigma)
     weight = compute_loss_weighting_for_sd3(flow.weighting_scheme, sigmas)
-    return Draw(sigma=sigmas, noise=torch.stack(noise), vae_noise=torch.stack(vae_noise), weight=weight.float())
+    return Draw(
+        sigma=sigmas, noise=torch.stack(noise), vae_noise=torch.stack(vae_noise), weight=weight.float()
+    )
 
 
 def interpolate(clean: torch.Tensor, draw: Draw) -> torch.Tensor:

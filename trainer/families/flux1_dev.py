@@ -58,7 +58,13 @@ class Flux1Dev:
         "all-linear": rf"{_BLOCKS}\.({_ATTENTION}|{_MLP})",
     }
     # embedders and modulation carry sigma and the caption into every block; they are small and sensitive
-    high_precision = (r"x_embedder", r"context_embedder", r"time_text_embed\..*", r".*\.?norm\w*\.linear", r"proj_out")
+    high_precision = (
+        r"x_embedder",
+        r"context_embedder",
+        r"time_text_embed\..*",
+        r".*\.?norm\w*\.linear",
+        r"proj_out",
+    )
     blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     trained_component = "transformer"
     encoder_components: Mapping[EntryKind, tuple[str, ...]] = {
@@ -98,13 +104,17 @@ class Flux1Dev:
             vae=None,
             transformer=None,
             text_encoder=load_component(CLIPTextModel, source, "text_encoder", device=device, dtype=dtype),
-            text_encoder_2=load_component(T5EncoderModel, source, "text_encoder_2", device=device, dtype=dtype),
+            text_encoder_2=load_component(
+                T5EncoderModel, source, "text_encoder_2", device=device, dtype=dtype
+            ),
             tokenizer=CLIPTokenizer.from_pretrained(source.component("tokenizer")),
             tokenizer_2=T5TokenizerFast.from_pretrained(source.component("tokenizer_2")),
         )
         return TextEncoders(pipeline=pipeline)
 
-    def encode_text(self, encoders: TextEncoders, caption: str, *, max_sequence_length: int) -> dict[str, torch.Tensor]:
+    def encode_text(
+        self, encoders: TextEncoders, caption: str, *, max_sequence_length: int
+    ) -> dict[str, torch.Tensor]:
         """`prompt_embeds` (L, D) from T5, padded to a constant length, and `pooled_prompt_embeds` (P,) from CLIP."""
         import torch
 
@@ -154,7 +164,9 @@ class Flux1Dev:
         text = batch.text["prompt_embeds"]
         guidance = None
         if model.config.guidance_embeds:
-            guidance = torch.full((count,), settings.flow.guidance_scale, device=noised.device, dtype=torch.float32)
+            guidance = torch.full(
+                (count,), settings.flow.guidance_scale, device=noised.device, dtype=torch.float32
+            )
         packed = model(
             hidden_states=FluxPipeline._pack_latents(noised.to(text.dtype), count, channels, height, width),
             timestep=draw.sigma.to(text.dtype),
@@ -162,7 +174,9 @@ class Flux1Dev:
             pooled_projections=batch.text["pooled_prompt_embeds"],
             encoder_hidden_states=text,
             txt_ids=torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
-            img_ids=FluxPipeline._prepare_latent_image_ids(count, height // 2, width // 2, text.device, text.dtype),
+            img_ids=FluxPipeline._prepare_latent_image_ids(
+                count, height // 2, width // 2, text.device, text.dtype
+            ),
             return_dict=False,
         )[0]
         # the scale factor 1 makes the pipeline's helper count in latent pixels
@@ -170,7 +184,9 @@ class Flux1Dev:
 
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
-        return flow.velocity_loss(self.predict(model, batch, draw, settings), _sample_latents(batch, draw), draw)
+        return flow.velocity_loss(
+            self.predict(model, batch, draw, settings), _sample_latents(batch, draw), draw
+        )
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""
@@ -183,7 +199,9 @@ class Flux1Dev:
             latents={"mean": torch.randn(size, generator=generator), "std": torch.full(size, 0.1)},
             text={
                 "prompt_embeds": torch.randn(text, generator=generator),
-                "pooled_prompt_embeds": torch.randn(text[0], config["pooled_projection_dim"], generator=generator),
+                "pooled_prompt_embeds": torch.randn(
+                    text[0], config["pooled_projection_dim"], generator=generator
+                ),
             },
             size=shape.batch_size,
         )
@@ -246,7 +264,9 @@ class Flux1Dev:
 
     def load_adapter(self, model: Any, path: Path, *, adapter_name: str) -> None:
         """Load as FluxPipeline does; `load_lora_adapter` also takes a quantised transformer."""
-        model.load_lora_adapter(path.parent, weight_name=path.name, prefix="transformer", adapter_name=adapter_name)
+        model.load_lora_adapter(
+            path.parent, weight_name=path.name, prefix="transformer", adapter_name=adapter_name
+        )
 
     def comfyui_keys(self, module: str) -> str | None:
         """ComfyUI's `model_lora_keys_unet` maps `transformer.<diffusers name>` for FLUX through `flux_to_diffusers`."""

@@ -110,7 +110,9 @@ class Family(Protocol):
     ) -> Any:
         """The encoders that write entries of one kind, on the device, frozen."""
 
-    def encode_text(self, encoders: Any, caption: str, *, max_sequence_length: int) -> dict[str, torch.Tensor]:
+    def encode_text(
+        self, encoders: Any, caption: str, *, max_sequence_length: int
+    ) -> dict[str, torch.Tensor]:
         """One text entry on the CPU, without a batch axis."""
 
     def encode_pixels(self, encoders: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -148,7 +150,9 @@ class Family(Protocol):
     ) -> list[Image]:
         """One image a prompt through the real pipeline; `on_step` runs after every denoising step and may raise."""
 
-    def save_adapter(self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str) -> Path:
+    def save_adapter(
+        self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str
+    ) -> Path:
         """Write the adapter as the family's pipeline loads it; `state` is peft's, `config` the LoraConfig as a dict."""
 
     def load_adapter(self, model: torch.nn.Module, path: Path, *, adapter_name: str) -> None:

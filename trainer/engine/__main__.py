@@ -1,0 +1,117 @@
+"""The process that trains: `python -m trainer.engine SPEC.json`, started and watched by `trainer`.
+
+The data set is checked before torch is imported, so that a bad one is told within a second.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer.config.load import load_text
+from trainer.config.schema import RunConfig
+from trainer.data.records import ImageRecord
+from trainer.engine.spec import Spec, read_spec
+from trainer.errors import ExitCode, TrainerError
+from trainer.families import get
+from trainer.hardware.render import plan_from_json
+from trainer.telemetry import log
+from trainer.telemetry.progress import progress
+from trainer.telemetry.status import Phase, StatusWriter
+from trainer.telemetry.stop import StopFlag, die_with_parent
+
+
+def main(spec_path: str) -> int:
+    """Run one job; returns the exit code. Errors of the user's making are logged, ours keep their traceback."""
+    stop = StopFlag()
+    stop.install()
+    die_with_parent()
+    spec = read_spec(Path(spec_path))
+    status = StatusWriter(Path(spec.runtime_dir))
+    status.beat(Phase.LOAD)
+    config = load_text(spec.config_text)
+    log.setup(config.output_dir if spec.mode == "train" else None)
+    logger = log.get("run")
+    try:
+        records = _scan(config, spec, status, stop)
+        _work(config, spec, status, stop, records, logger.info)
+    except TrainerError as error:
+        logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
+        return int(error.exit_code)
+    status.beat(Phase.DONE)
+    return int(ExitCode.OK)
+
+
+def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> tuple[ImageRecord, ...]:
+    if spec.mode not in ("train", "cache"):
+        return ()
+    bars = []
+
+    def on_image(done: int, total: int) -> None:
+        stop.raise_if_requested()
+        status.beat(Phase.LOAD, step=done, total=total)
+        if not bars:
+            bars.append(progress(total, "checking images").__enter__())
+        bars[0].advance(1)
+
+    try:
+        return get(config.family).scan(config, on_image)
+    finally:
+        for bar in bars:
+            bar.__exit__(None, None, None)
+
+
+def _work(
+    config: RunConfig,
+    spec: Spec,
+    status: StatusWriter,
+    stop: StopFlag,
+    records: tuple[ImageRecord, ...],
+    say: Callable[[str], None],
+) -> None:
+    """Everything that needs torch."""
+    import torch
+
+    from trainer.engine import run
+    from trainer.engine.context import Context
+    from trainer.errors import OutOfMemoryError
+    from trainer.modeling.source import resolve_source
+
+    run.quiet_libraries()
+    family = get(config.family)
+    components = (
+        family.trained_component,
+        *(name for names in family.encoder_components.values() for name in names),
+        *family.support_components,
+    )
+    context = Context(
+        config=config,
+        plan=plan_from_json(spec.plan_text),
+        family=family,
+        source=resolve_source(config, components),
+        cache_dir=Path(spec.cache_dir),
+        status=status,
+        stop=stop,
+        say=say,
+    )
+    try:
+        if spec.mode == "train":
+            run.train(context, records, spec)
+        elif spec.mode == "cache":
+            run.cache_only(context, records)
+        elif spec.mode == "sample":
+            run.sample_once(context, spec)
+        else:
+            run.verify_file(context, spec)
+    except torch.OutOfMemoryError as error:
+        raise OutOfMemoryError(
+            f"the device ran out of memory ({error})",
+            where=f"phase {status.phase}",
+            remedy="use features.activation_checkpointing: true, features.weights: int8, or a lower data.resolution; "
+            "the last checkpoint is intact",
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))

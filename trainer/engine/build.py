@@ -1,0 +1,106 @@
+"""Floor 6: from files to a model that can train, in the one order that is right.
+
+build on meta -> int8 linears while shards stream in -> LoRA -> activation checkpointing -> attention -> distribute
+-> optimizer. Resume comes after all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from accelerate import Accelerator
+
+from trainer.engine.context import Context
+from trainer.engine.optimizer import Updater
+from trainer.errors import ConfigError, HardwareError
+from trainer.modeling import lora
+from trainer.modeling.attention import set_attention
+from trainer.modeling.load import load_streamed
+from trainer.modeling.quantize import int8_replacer, require_quantized
+from trainer.telemetry.progress import progress
+from trainer.telemetry.status import Phase
+
+
+@dataclass(frozen=True, kw_only=True)
+class Built:
+    """A model ready to train."""
+
+    model: Any
+    updater: Updater
+    accelerator: Accelerator
+
+
+def load_base(context: Context) -> Any:
+    """The trained component with the plan's storage and attention kernel, frozen."""
+    plan, family = context.plan, context.family
+    replace = int8_replacer(family.high_precision) if plan.weights == "int8" else None
+    context.status.beat(Phase.LOAD)
+    with progress(1, f"loading {family.trained_component}") as bar:
+
+        def on_shard(done: int, total: int) -> None:
+            context.stop.raise_if_requested()
+            context.status.beat(Phase.LOAD, step=done, total=total, item_done=True)
+            if done == total:
+                bar.advance(1)
+
+        model = load_streamed(
+            family.model_class(),
+            context.source,
+            family.trained_component,
+            device=context.device,
+            dtype=context.dtype,
+            replace=replace,
+            on_shard=on_shard,
+        )
+    if replace is not None:
+        context.say(f"int8 base: {require_quantized(model)} linear layers quantised")
+    set_attention(model, plan.attention)
+    return model
+
+
+def build(context: Context) -> Built:
+    """Load the base, make it trainable by the configured method, and attach optimizer and process group."""
+    model = load_base(context)
+    config = context.config
+    if config.method == "lora":
+        names = lora.linear_names(model)
+        pattern = lora.target_pattern(config.lora.target_modules, context.family.lora_targets, names)
+        lora.add_lora(
+            model,
+            rank=config.lora.rank,
+            alpha=config.lora.alpha,
+            pattern=pattern,
+            seed=config.train.seed,
+            device=context.device,
+        )
+    else:
+        model.requires_grad_(True)
+    model.train()
+    if context.plan.activation_checkpointing:
+        enable_activation_checkpointing(model)
+    accelerator = Accelerator(cpu=context.device == "cpu", mixed_precision="no")
+    if accelerator.num_processes != 1:
+        raise HardwareError(
+            f"{accelerator.num_processes} processes were started; this version trains on one device",
+            remedy="start `trainer train` itself, without torchrun or accelerate launch",
+        )
+    trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    count = sum(parameter.numel() for parameter in trainable.values())
+    context.say(f"training {count:,} parameters in {len(trainable)} tensors")
+    updater = Updater(trainable, config.train, context.plan.optimizer)
+    return Built(model=model, updater=updater, accelerator=accelerator)
+
+
+def enable_activation_checkpointing(model: Any) -> None:
+    """Recompute blocks in the backward pass, by the method that the model's class declares.
+
+    Raises ConfigError where the class does not support it: asking would otherwise change nothing.
+    """
+    if not type(model)._supports_gradient_checkpointing:
+        raise ConfigError(
+            f"{type(model).__name__} does not support activation checkpointing",
+            where="features.activation_checkpointing",
+            remedy="set it to false, or use a smaller resolution or batch",
+        )
+    model.enable_gradient_checkpointing()

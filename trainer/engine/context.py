@@ -1,0 +1,80 @@
+"""Floor 6: what every part of a run is given."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from trainer.config.schema import RunConfig
+from trainer.errors import HardwareError
+from trainer.families.protocol import Family
+from trainer.hardware.plan import Plan
+from trainer.modeling.source import ModelSource
+from trainer.telemetry.status import StatusWriter
+from trainer.telemetry.stop import StopFlag
+
+DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """One run: what was asked for, what was decided, and the channels to the supervisor."""
+
+    config: RunConfig
+    plan: Plan
+    family: Family
+    source: ModelSource
+    cache_dir: Path
+    status: StatusWriter
+    stop: StopFlag
+    say: Callable[[str], None]
+    """Prints one line for people and adds it to the run's log."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Compute type of the model."""
+        return DTYPES[self.plan.dtype]
+
+    @property
+    def device(self) -> str:
+        """torch device of the run; one process trains on one device."""
+        return "cuda:0" if self.plan.device == "cuda" else "cpu"
+
+    @property
+    def run_dir(self) -> Path:
+        """Folder that everything the run leaves is written to."""
+        return self.config.output_dir
+
+
+def apply_backend_settings(plan: Plan) -> None:
+    """Set what torch keeps globally: TF32 and the order of numerics.
+
+    Raises HardwareError when the plan is for a GPU and this torch sees none.
+    """
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        raise HardwareError(
+            "the plan is for a GPU, but torch sees none",
+            where=f"torch {torch.__version__}",
+            remedy="run `trainer probe`; TRAINER_PROFILE=cpu trains on the CPU on purpose",
+        )
+    torch.backends.cuda.matmul.allow_tf32 = plan.tf32
+    torch.backends.cudnn.allow_tf32 = plan.tf32
+    # algorithm choice by timing would differ from run to run
+    torch.backends.cudnn.benchmark = False
+
+
+def peak_memory_bytes(device: str) -> int:
+    """Highest allocated device memory since start, in bytes; 0 on a CPU."""
+    return torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
+
+
+def free_memory(device: str) -> None:
+    """Give freed blocks back to the driver, so that the next phase starts from its own peak."""
+    import gc
+
+    gc.collect()
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()

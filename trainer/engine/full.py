@@ -1,0 +1,76 @@
+"""Floor 6: the file of a full fine-tune: the trained component in diffusers' layout, read back and compared."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from trainer.engine.checkpoint import SHARD_BYTES
+from trainer.engine.context import Context
+from trainer.errors import DataError, DivergedError
+from trainer.modeling.tensorfile import split_shards, write_tensors
+from trainer.telemetry import atomic
+from trainer.telemetry.status import Phase
+
+_STEM = "diffusion_pytorch_model"
+
+
+def export_full(context: Context, model: Any) -> Path:
+    """Write `model/<component>/` with config.json, shards of at most 10 GB and their index; replaces an older one."""
+    component = context.family.trained_component
+    target = context.run_dir / "model" / component
+    temporary = target.with_name(f"{component}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    state = model.state_dict()
+    shards = split_shards(state, SHARD_BYTES)
+    weight_map: dict[str, str] = {}
+
+    def beat() -> None:
+        context.status.beat(Phase.SAVE)
+
+    for number, shard in enumerate(shards, start=1):
+        suffix = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
+        name = f"{_STEM}{suffix}.safetensors"
+        write_tensors(temporary / name, shard, {"format": "pt"}, beat)
+        weight_map |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        atomic.write_text(
+            temporary / f"{_STEM}.safetensors.index.json", json.dumps(index, indent=1, sort_keys=True)
+        )
+    config = json.dumps(context.source.component_config(component), indent=1, sort_keys=True)
+    atomic.write_text(temporary / "config.json", config)
+    shutil.rmtree(target, ignore_errors=True)
+    os.replace(temporary, target)
+    atomic.sync_directory(target.parent)
+    return target
+
+
+def prove_full(context: Context, model: Any, folder: Path) -> int:
+    """Read every tensor back and compare it with the model in memory, bit for bit; returns the number of tensors.
+
+    Raises DivergedError for a value that is not finite, DataError for one that differs or is missing.
+    """
+    state = model.state_dict()
+    seen = 0
+    for path in sorted(folder.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                saved = file.get_tensor(name).to(context.device)
+                if not bool(torch.isfinite(saved).all()):
+                    raise DivergedError(f"{name} is not finite", where=str(path))
+                if name not in state or not torch.equal(saved, state[name]):
+                    raise DataError(f"{name} on disk is not what was trained", where=str(path))
+                context.status.beat(Phase.SAVE)
+                seen += 1
+    if seen != len(state):
+        raise DataError(f"{len(state) - seen} tensors are missing", where=str(folder))
+    return seen

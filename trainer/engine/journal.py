@@ -1,0 +1,93 @@
+"""Floor 6: what a run records at log steps, in one call: metrics.jsonl, TensorBoard, Prometheus, progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from trainer import __version__
+from trainer.engine.context import Context, peak_memory_bytes
+from trainer.telemetry.events import EventLog
+from trainer.telemetry.log import step_line
+from trainer.telemetry.metrics import RunMetrics
+from trainer.telemetry.progress import Progress
+from trainer.telemetry.records import MetricsLog, StepRecord
+from trainer.telemetry.status import Phase
+
+
+class Journal:
+    """Writers of one run, all cut back to the same step on resume."""
+
+    def __init__(self, context: Context, runtime_dir: Path) -> None:
+        self.context = context
+        self.metrics_log = MetricsLog(context.run_dir / "metrics.jsonl")
+        self.events = EventLog(context.run_dir / "tensorboard")
+        self.metrics = RunMetrics(runtime_dir)
+        config = context.config
+        self.metrics.build_info(
+            version=__version__, torch=torch.__version__, family=config.family, method=config.method
+        )
+        self.metrics.plan_info({row.feature: row.value for row in context.plan.decisions})
+        self.metrics.write()
+        self._marked = time.monotonic()
+
+    def cut_back(self, step: int) -> None:
+        """Forget everything after `step`."""
+        self.metrics_log.truncate_after(step)
+        self.events.truncate_after(step)
+
+    def start_clock(self) -> None:
+        """Start timing the steps up to the next log step; previews and saves in between are not steps."""
+        self._marked = time.monotonic()
+
+    def pause(self, seconds: float) -> None:
+        """Leave `seconds` that were no training out of the step time."""
+        self._marked += seconds
+
+    def phase(self, phase: Phase) -> None:
+        """Publish the phase to the metrics."""
+        self.metrics.phase(phase)
+        self.metrics.write()
+
+    def log_step(
+        self, values: Mapping[str, float], *, step: int, steps: int, samples: int, bar: Progress
+    ) -> None:
+        """Record `steps` steps that ended with `step`; `values` has loss, learning_rate, grad_norm, validation."""
+        now = time.monotonic()
+        seconds = max(now - self._marked, 1e-9)
+        device = self.context.device
+        record = StepRecord(
+            step=step,
+            loss=values["loss"],
+            learning_rate=values["learning_rate"],
+            grad_norm=values["grad_norm"],
+            seconds_per_step=seconds / steps,
+            samples_per_second=samples / seconds,
+            device_memory_peak_bytes=peak_memory_bytes(device),
+            device_memory_reserved_bytes=torch.cuda.memory_reserved(device) if device != "cpu" else 0,
+            validation_loss=values.get("validation_loss"),
+        )
+        total = self.context.config.train.max_train_steps
+        self.metrics_log.append(record)
+        self.events.scalars(record)
+        self.metrics.step(record, planned_steps=total, steps=steps, samples=samples)
+        self.metrics.write()
+        bar.advance(0, text=step_line(record, total=total))
+        self._marked = time.monotonic()
+
+    def picture(self, tag: str, path: Path, step: int) -> None:
+        """Add a PNG to TensorBoard."""
+        self.events.image(tag, path.read_bytes(), step=step)
+
+    def sync(self) -> None:
+        """Put everything recorded on the disk, before a checkpoint that relies on it becomes valid."""
+        self.metrics_log.flush_and_sync()
+        self.events.flush_and_sync()
+
+    def close(self) -> None:
+        """Close the files."""
+        self.metrics_log.close()
+        self.events.close()

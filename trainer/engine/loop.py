@@ -1,0 +1,235 @@
+"""Floor 6: the training loop. One host synchronisation a log step; a bad step changes nothing and ends the run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from trainer.data.sampler import MicroBatch
+from trainer.engine import checkpoint
+from trainer.engine.build import Built
+from trainer.engine.context import Context
+from trainer.engine.entries import Entries, load_batch
+from trainer.engine.feed import Fed, feed
+from trainer.engine.journal import Journal
+from trainer.engine.optimizer import learning_rate
+from trainer.engine.preview import draw_previews, write_strip
+from trainer.engine.proof import to_device
+from trainer.errors import DivergedError, OutOfMemoryError, StoppedError
+from trainer.telemetry.progress import Progress, progress
+from trainer.telemetry.status import Phase
+
+_VALIDATION_DRAWS = 4
+_T = TypeVar("_T")
+
+
+@dataclass(kw_only=True)
+class State:
+    """What changes while a run trains; `Snapshot` is its frozen copy."""
+
+    step: int = 0
+    interval_loss: float = 0.0
+    interval_steps: int = 0
+    device_loss: torch.Tensor | None = None
+    """Sum of the step losses that have not been read from the device."""
+    grad_norm: torch.Tensor | None = None
+    flag: torch.Tensor | None = None
+    """1.0 where the last step was not finite; read one step later."""
+    suspects: Sequence[MicroBatch] = field(default_factory=tuple)
+    saved_step: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """The parts that the loop works with."""
+
+    context: Context
+    built: Built
+    entries: Entries
+    held_out: Entries | None
+    journal: Journal
+    settings: Any
+    fingerprint: Mapping[str, str]
+
+
+def train(run: Run, state: State) -> None:
+    """Train from `state` to max_train_steps. On a stop request the last complete step is saved before it raises."""
+    config = run.context.config
+    accumulation = config.train.gradient_accumulation_steps
+    total = config.train.max_train_steps
+    batches = feed(run.context, run.entries, run.settings, state.step * accumulation, total * accumulation)
+    run.context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
+    run.journal.phase(Phase.FIRST_STEP)
+    try:
+        if state.step == 0:
+            _preview(run, state)
+        with progress(total, "training", start=state.step) as bar:
+            run.journal.start_clock()
+            while state.step < total:
+                _one_step(run, state, batches)
+                _after_step(run, state, bar)
+        _check_finite(run, state)
+    except (StoppedError, OutOfMemoryError):
+        run.built.updater.drop_gradients()
+        if state.step > 0:
+            _check_finite(run, state)
+            save(run, state)
+        raise
+    finally:
+        batches.close()
+
+
+def _one_step(run: Run, state: State, batches: Any) -> None:
+    """One optimizer step over its micro-batches; nothing here waits for the device but the previous step's flag."""
+    context, built = run.context, run.built
+    config = context.config
+    accumulation = config.train.gradient_accumulation_steps
+    # float64: sums do not depend on where a resume cut them
+    step_loss = torch.zeros((), device=context.device, dtype=torch.float64)
+    used: list[MicroBatch] = []
+    for _ in range(accumulation):
+        context.stop.raise_if_requested()
+        fed: Fed = next(batches)
+        batch, draw = to_device(fed.batch, fed.draw, context.device, context.dtype)
+        losses = context.family.loss(built.model, batch, draw, run.settings)
+        loss = losses.mean() / accumulation
+        built.accelerator.backward(loss)
+        built.updater.accumulate()
+        step_loss += loss.detach()
+        used.append(fed.micro_batch)
+        phase = Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
+        context.status.beat(phase, step=state.step, total=config.train.max_train_steps)
+    _check_finite(run, state)
+    rate = learning_rate(config.train, state.step + 1)
+    state.grad_norm, state.flag = built.updater.step(rate, step_loss)
+    state.suspects = tuple(used)
+    state.device_loss = step_loss if state.device_loss is None else state.device_loss + step_loss
+    state.step += 1
+    state.interval_steps += 1
+    context.status.beat(Phase.TRAIN, step=state.step, total=config.train.max_train_steps, item_done=True)
+
+
+def _check_finite(run: Run, state: State) -> None:
+    """Read the last step's flag; raise DivergedError naming the files that were in it."""
+    if state.flag is None or state.flag.item() == 0.0:
+        return
+    records = run.entries.records
+    files = sorted({str(records[sample.record].path) for micro in state.suspects for sample in micro.samples})
+    saved = (
+        f"the checkpoint of step {state.saved_step} is intact" if state.saved_step else "nothing was saved"
+    )
+    raise DivergedError(
+        f"step {state.step}: the loss or a gradient is NaN or infinite; the step changed nothing and {saved}",
+        where=", ".join(files),
+        remedy="look at these files, lower train.learning_rate, or train in fp32",
+    )
+
+
+def _after_step(run: Run, state: State, bar: Progress) -> None:
+    """Log, preview, validate and save where this step is due for it."""
+    config = run.context.config
+    last = state.step == config.train.max_train_steps
+    due_validation = state.step % config.validation.every_steps == 0 or last
+    values: dict[str, float] = {}
+    if due_validation and run.held_out is not None:
+        values["validation_loss"] = _untimed(run, lambda: validation_loss(run))
+    if state.step % config.train.log_every_steps == 0 or last or values:
+        _log(run, state, values, bar)
+    bar.advance(1)
+    # a run that ends here draws its last preview with the LoRA loaded from its file
+    if state.step % config.validation.every_steps == 0 and not last:
+        _untimed(run, lambda: _preview(run, state))
+    if state.step % config.checkpoint.checkpointing_steps == 0:
+        _check_finite(run, state)
+        _untimed(run, lambda: save(run, state))
+
+
+def _untimed(run: Run, work: Callable[[], _T]) -> _T:
+    """Do work whose time is not training time."""
+    started = time.monotonic()
+    result = work()
+    run.journal.pause(time.monotonic() - started)
+    return result
+
+
+def _collect_loss(state: State) -> None:
+    """Read the losses that are still on the device."""
+    if state.device_loss is not None:
+        state.interval_loss += float(state.device_loss.item())
+        state.device_loss = None
+
+
+def _log(run: Run, state: State, values: Mapping[str, float], bar: Progress) -> None:
+    train = run.context.config.train
+    _collect_loss(state)
+    _check_finite(run, state)
+    assert state.grad_norm is not None
+    row = {
+        "loss": state.interval_loss / state.interval_steps,
+        "learning_rate": learning_rate(train, state.step),
+        "grad_norm": float(state.grad_norm.item()),
+        **values,
+    }
+    samples = state.interval_steps * train.train_batch_size * train.gradient_accumulation_steps
+    run.journal.log_step(row, step=state.step, steps=state.interval_steps, samples=samples, bar=bar)
+    state.interval_loss, state.interval_steps = 0.0, 0
+
+
+def _preview(run: Run, state: State) -> None:
+    path = draw_previews(run.context, run.built.model, run.entries, state.step)
+    if path is not None:
+        write_strip(path.parent, up_to_step=state.step)
+        run.journal.picture("previews", path, state.step)
+
+
+def validation_loss(run: Run) -> float:
+    """Mean loss over the held-out samples at fixed draws."""
+    context, entries = run.context, run.held_out
+    assert entries is not None
+    config = context.config.model_copy(
+        update={"train": context.config.train.model_copy(update={"seed": context.config.validation.seed})}
+    )
+    settings = context.family.settings(context.source, config)
+    total = torch.zeros((), device=context.device)
+    for record in range(len(entries.records)):
+        context.stop.raise_if_requested()
+        loaded = load_batch(entries, [(record, False)], dtype=context.dtype, pin_memory=False)
+        header, _ = entries.headers(record, dropped=False)
+        for number in range(_VALIDATION_DRAWS):
+            draw = context.family.draw(settings, [record * _VALIDATION_DRAWS + number], header)
+            batch, moved = to_device(loaded, draw, context.device, context.dtype)
+            with torch.no_grad():
+                total += context.family.loss(run.built.model, batch, moved, settings).sum()
+        context.status.beat(Phase.TRAIN)
+    return float(total.item()) / (len(entries.records) * _VALIDATION_DRAWS)
+
+
+def save(run: Run, state: State) -> None:
+    """Save the last complete step, unless it is saved already."""
+    if state.saved_step == state.step:
+        return
+    context = run.context
+    _collect_loss(state)
+    run.journal.sync()
+    snapshot = checkpoint.Snapshot(
+        step=state.step,
+        interval_loss=state.interval_loss,
+        interval_steps=state.interval_steps,
+        fingerprint=run.fingerprint,
+    )
+    context.status.beat(Phase.SAVE, step=state.step)
+    folder = checkpoint.save(
+        context.run_dir / "checkpoints",
+        snapshot,
+        run.built.updater.weights(),
+        run.built.updater.state(),
+        keep=context.config.checkpoint.checkpoints_total_limit,
+        on_tensor=lambda: context.status.beat(Phase.SAVE, step=state.step),
+    )
+    state.saved_step = state.step
+    run.journal.metrics.checkpoint(state.step)
+    context.say(f"checkpoint {folder.name} saved")

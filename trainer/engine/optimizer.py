@@ -1,0 +1,159 @@
+"""Floor 6: parameter updates: fp32 masters with fused AdamW, or compensated bf16 AdamW for full fine-tunes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainer.config.schema import TrainSection
+
+
+def learning_rate(train: TrainSection, step: int) -> float:
+    """Learning rate of optimizer step `step` (1 is the first): linear warm-up, then constant or half a cosine to 0."""
+    if step <= train.lr_warmup_steps:
+        return train.learning_rate * step / train.lr_warmup_steps
+    if train.lr_scheduler == "constant":
+        return train.learning_rate
+    rest = max(1, train.max_train_steps - train.lr_warmup_steps)
+    progress = min(1.0, (step - 1 - train.lr_warmup_steps) / rest)
+    return train.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+
+
+class Updater:
+    """Owns gradients, masters and optimizer state of the trainable parameters, by name.
+
+    `adamw_fused_fp32`: bf16 parameters get fp32 masters, gradients accumulate in fp32, and a step with a non-finite
+    gradient changes nothing without waiting for the device. `adamw_kahan_bf16`: optimi's AdamW with Kahan summation,
+    all state in bf16; the flag is read before the step.
+    """
+
+    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], train: TrainSection, kind: str) -> None:
+        self.parameters = dict(parameters)
+        self.train = train
+        self.kahan = kind == "adamw_kahan_bf16"
+        self.masters: dict[str, torch.nn.Parameter] = {}
+        for name, parameter in self.parameters.items():
+            if self.kahan or parameter.dtype == torch.float32:
+                self.masters[name] = parameter
+            else:
+                self.masters[name] = torch.nn.Parameter(parameter.detach().float())
+        self.optimizer = self._build()
+        self.steps_taken = 0
+
+    def _build(self) -> torch.optim.Optimizer:
+        train = self.train
+        betas = (train.adam_beta1, train.adam_beta2)
+        values = list(self.masters.values())
+        if not self.kahan:
+            return torch.optim.AdamW(
+                values,
+                lr=train.learning_rate,
+                betas=betas,
+                eps=train.adam_epsilon,
+                weight_decay=train.weight_decay,
+                fused=True,
+            )
+        from optimi import AdamW
+
+        on_gpu = values[0].device.type == "cuda"
+        optimizer: torch.optim.Optimizer = AdamW(
+            values,
+            lr=train.learning_rate,
+            betas=betas,
+            eps=train.adam_epsilon,
+            weight_decay=train.weight_decay,
+            kahan_sum=True,
+            # one kernel a tensor; foreach would hold copies of all of them at once
+            triton=on_gpu,
+            foreach=False,
+        )
+        return optimizer
+
+    def accumulate(self) -> None:
+        """Add this micro-batch's gradients to the masters' and free them."""
+        pairs = [
+            (name, parameter) for name, parameter in self.parameters.items() if parameter.grad is not None
+        ]
+        for name, parameter in pairs:
+            master = self.masters[name]
+            if master is parameter:
+                continue
+            assert parameter.grad is not None
+            if master.grad is None:
+                master.grad = parameter.grad.float()
+            else:
+                master.grad += parameter.grad
+            parameter.grad = None
+
+    def drop_gradients(self) -> None:
+        """Forget a partial accumulation."""
+        for parameter in (*self.parameters.values(), *self.masters.values()):
+            parameter.grad = None
+
+    def step(self, rate: float, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Clip and update; returns (gradient norm before clipping, 1.0 where it or `loss` is not finite), both fp32."""
+        masters = [master for master in self.masters.values() if master.grad is not None]
+        norm = torch.nn.utils.clip_grad_norm_(masters, self.train.max_grad_norm)
+        bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(loss)).float()
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        if self.kahan:
+            if bad.item() == 0.0:
+                self.optimizer.step()
+        else:
+            # AdamW's fused kernel reads these two, as torch.amp.GradScaler sets them
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+            self.optimizer.step()
+        self.steps_taken += 1
+        self._publish()
+        self.drop_gradients()
+        return norm.float(), bad
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        """Copy masters into the parameters that the model computes with."""
+        for name, parameter in self.parameters.items():
+            if self.masters[name] is not parameter:
+                parameter.copy_(self.masters[name])
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """The masters by name, for a checkpoint."""
+        return {name: master.detach() for name, master in self.masters.items()}
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Optimizer state as `<parameter>/<key>`; the step count is `steps_taken`."""
+        tensors: dict[str, torch.Tensor] = {}
+        for name, master in self.masters.items():
+            for key, value in self.optimizer.state[master].items():
+                if isinstance(value, torch.Tensor) and key != "step":
+                    tensors[f"{name}/{key}"] = value
+        return tensors
+
+    @torch.no_grad()
+    def load(
+        self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], steps_taken: int
+    ) -> None:
+        """Continue from a checkpoint's `weights`, `state` and step count, all of them on any device."""
+        names = list(self.masters)
+        for name, master in self.masters.items():
+            master.copy_(weights[name])
+        entries: dict[int, dict[str, Any]] = {index: {} for index in range(len(names))}
+        indices = {name: index for index, name in enumerate(names)}
+        for label, value in state.items():
+            name, _, key = label.rpartition("/")
+            entries[indices[name]][key] = value
+        plain = self.optimizer.state_dict()
+        if self.kahan:
+            for group in plain["param_groups"]:
+                group.update(setup=True, kahan_sum=True, step=torch.tensor(steps_taken, dtype=torch.int32))
+        else:
+            for entry in entries.values():
+                entry["step"] = torch.tensor(float(steps_taken))
+        plain["state"] = entries
+        self.optimizer.load_state_dict(plain)
+        self.steps_taken = steps_taken
+        self._publish()

@@ -1,0 +1,120 @@
+"""Floor 6: previews: one picture a time with all prompts, and a strip over time."""
+
+from __future__ import annotations
+
+import io
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from PIL import Image, ImageDraw, ImageFont
+
+from trainer.engine.context import Context, free_memory
+from trainer.engine.entries import Entries
+from trainer.families.protocol import PreviewRequest
+from trainer.telemetry import atomic
+from trainer.telemetry.status import Phase
+
+_CELL_MINIMUM = 192
+_MARGIN = 8
+_TEXT_LINES = 2
+
+
+def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> Path | None:
+    """Sample every validation prompt and write `samples/step-NNNNNN.png`; None where there are no prompts.
+
+    The VAE is loaded for the time of the previews only. A stop request raises between two denoising steps.
+    """
+    validation = context.config.validation
+    if not validation.prompts:
+        return None
+    context.status.beat(Phase.PREVIEW)
+
+    def on_step() -> None:
+        context.stop.raise_if_requested()
+        context.status.beat(Phase.PREVIEW, item_done=True)
+
+    side = validation.resolution or context.config.data.resolution
+    request = PreviewRequest(
+        width=side,
+        height=side,
+        num_inference_steps=validation.num_inference_steps,
+        guidance_scale=validation.guidance_scale,
+        seed=validation.seed,
+    )
+    images = sample(context, model, entries.prompts(), request, on_step)
+    path = context.run_dir / "samples" / f"step-{step:06d}.png"
+    write_png(row(images, validation.prompts, f"step {step}"), path)
+    return path
+
+
+def sample(
+    context: Context, model: Any, prompts: Sequence[Any], request: PreviewRequest, on_step: Any
+) -> list[Image.Image]:
+    """Draw one image a prompt; the model's training mode is put back."""
+    import torch
+
+    vae = context.family.load_encoders(
+        "latents",
+        context.source,
+        device=context.device,
+        dtype=context.dtype,
+        vae_tiling=context.plan.vae_tiling,
+    )
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            return context.family.preview(model, context.source, vae, prompts, request, on_step)
+    finally:
+        model.train(was_training)
+        del vae
+        free_memory(context.device)
+
+
+def row(images: Sequence[Image.Image], captions: Sequence[str], title: str) -> Image.Image:
+    """Pictures side by side under a title, each with its caption below; small pictures are enlarged to be seen."""
+    enlarge = max(1, -(-_CELL_MINIMUM // images[0].width))
+    width, height = images[0].width * enlarge, images[0].height * enlarge
+    font_size = max(12, width // 22)
+    font = ImageFont.load_default(size=font_size)
+    line = font_size + 4
+    total_width = (width + _MARGIN) * len(images) + _MARGIN
+    picture = Image.new("RGB", (total_width, line + height + line * _TEXT_LINES + 3 * _MARGIN), "white")
+    draw = ImageDraw.Draw(picture)
+    draw.text((_MARGIN, _MARGIN // 2), title, fill="black", font=font)
+    for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
+        left = _MARGIN + number * (width + _MARGIN)
+        picture.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, line + _MARGIN))
+        wrapped = textwrap.wrap(caption, width=max(8, int(width / (font_size * 0.5))), max_lines=_TEXT_LINES)
+        draw.multiline_text((left, line + height + 2 * _MARGIN), "\n".join(wrapped), fill="black", font=font)
+    return picture
+
+
+def write_strip(samples: Path, *, up_to_step: int) -> Path | None:
+    """Stack the pictures of all times into `samples/strip.png`, oldest on top; None where there is none."""
+    paths = [
+        path
+        for path in sorted(samples.glob("step-*.png"))
+        if int(path.stem.removeprefix("step-")) <= up_to_step
+    ]
+    if not paths:
+        return None
+    pictures = [Image.open(path).convert("RGB") for path in paths]
+    strip = Image.new("RGB", (max(p.width for p in pictures), sum(p.height for p in pictures)), "white")
+    top = 0
+    for picture in pictures:
+        strip.paste(picture, (0, top))
+        top += picture.height
+    target = samples / "strip.png"
+    write_png(strip, target)
+    return target
+
+
+def write_png(picture: Image.Image, path: Path) -> None:
+    """Write a PNG so that nobody sees half of one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    buffer = io.BytesIO()
+    picture.save(buffer, format="PNG")
+    atomic.write_bytes(path, buffer.getvalue())

@@ -1,0 +1,198 @@
+"""Floor 6: proof that a saved file does what training did: load it from disk and compare the model's outputs."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainer.engine.context import Context
+from trainer.errors import DataError, DivergedError, Problem
+from trainer.families.protocol import Batch, Draw, Shape
+from trainer.modeling import lora
+from trainer.modeling.tensorfile import rewrite_sorted
+
+TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
+"""Largest relative difference between the trained model and the one loaded from the file."""
+_SEED = 20_240_801
+_INPUTS = 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Proof:
+    """What was measured. Differences are relative: ||a - b|| / ||b||."""
+
+    reload_error: float
+    """Trained adapter against the adapter loaded from the file; how exactly the file carries it."""
+    effect: float
+    """Loaded adapter against no adapter."""
+    layers: int
+
+    def __str__(self) -> str:
+        return (
+            f"reloaded from disk, outputs equal within {self.reload_error:.1e}; "
+            f"changes the model's output by {100 * self.effect:.3g} %; {self.layers} layers, all finite, none zero"
+        )
+
+
+def fixed_outputs(context: Context, model: Any) -> list[torch.Tensor]:
+    """The model's predictions, fp32 on the CPU, for two fixed inputs that need no data set."""
+    settings = context.family.settings(context.source, context.config)
+    config = context.source.component_config(context.family.trained_component)
+    side = (
+        min(context.config.data.resolution, 512)
+        // context.family.pixel_multiple
+        * context.family.pixel_multiple
+    )
+    tokens = context.config.data.max_sequence_length
+    shape = Shape(batch_size=1, width=side, height=side, text_tokens=tokens, bytes_per_value=4)
+    outputs = []
+    was_training = model.training
+    model.eval()
+    with torch.no_grad():
+        for number in range(_INPUTS):
+            batch = context.family.synthetic_batch(config, shape, _SEED + number)
+            header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
+            draw = context.family.draw(settings, [number], header)
+            batch, draw = to_device(batch, draw, context.device, context.dtype)
+            outputs.append(context.family.predict(model, batch, draw, settings).float().cpu())
+    model.train(was_training)
+    return outputs
+
+
+def to_device(batch: Batch, draw: Draw | None, device: str, dtype: torch.dtype) -> tuple[Batch, Draw | None]:
+    """Move a batch (text in the model's dtype) and its draw (fp32) to the device."""
+    batch = Batch(
+        latents={name: tensor.to(device) for name, tensor in batch.latents.items()},
+        text={name: tensor.to(device, dtype) for name, tensor in batch.text.items()},
+        size=batch.size,
+    )
+    if draw is None:
+        return batch, None
+    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in vars(draw).items()}
+    return batch, Draw(**moved)
+
+
+def relative_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
+    """Largest ||left - right|| / ||right|| over pairs; NaN where a value is not finite."""
+    worst = 0.0
+    for a, b in zip(left, right, strict=True):
+        value = ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
+        if math.isnan(value):
+            return math.nan
+        worst = max(worst, value)
+    return worst
+
+
+def export_lora(context: Context, model: Any) -> tuple[Path, Path]:
+    """Write `lora/<name>.safetensors` through the family's pipeline and `lora/<name>.comfyui.safetensors`."""
+    folder = context.run_dir / "lora"
+    folder.mkdir(parents=True, exist_ok=True)
+    name = context.run_dir.resolve().name
+    state = lora.adapter_state(model)
+    path = context.family.save_adapter(state, lora.adapter_config(model), folder, f"{name}.safetensors")
+    rewrite_sorted(path)
+    comfyui = folder / f"{name}.comfyui.safetensors"
+    lora.write_comfyui(state, comfyui, alpha=context.config.lora.alpha, key_of=context.family.comfyui_keys)
+    return path, comfyui
+
+
+def is_finite_adapter(model: Any) -> bool:
+    """Whether every value of the adapter is finite."""
+    return all(bool(torch.isfinite(tensor).all()) for tensor in lora.adapter_state(model).values())
+
+
+def prove_lora(context: Context, model: Any, path: Path) -> Proof:
+    """Take the trained adapter off, load the file onto the same base, compare. Leaves the file's adapter active.
+
+    Raises DivergedError for NaN or a zero adapter, DataError when the file does not carry what was trained.
+    """
+    layers = check_file(path)
+    trained = fixed_outputs(context, model)
+    model.delete_adapters(lora.ADAPTER)
+    base = fixed_outputs(context, model)
+    context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
+    loaded = fixed_outputs(context, model)
+    proof = Proof(
+        reload_error=relative_difference(loaded, trained),
+        effect=relative_difference(loaded, base),
+        layers=layers,
+    )
+    _require(proof, path, TOLERANCE[context.dtype])
+    return proof
+
+
+def verify_on_fresh_base(context: Context, model: Any, path: Path) -> Proof:
+    """Load the file onto an untouched base and measure its effect; the recorded outputs of training are not needed."""
+    layers = check_file(path)
+    base = fixed_outputs(context, model)
+    context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
+    first = fixed_outputs(context, model)
+    model.delete_adapters(lora.ADAPTER)
+    restored = relative_difference(fixed_outputs(context, model), base)
+    context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
+    again = relative_difference(fixed_outputs(context, model), first)
+    proof = Proof(reload_error=max(restored, again), effect=relative_difference(first, base), layers=layers)
+    _require(proof, path, TOLERANCE[context.dtype])
+    return proof
+
+
+def check_file(path: Path) -> int:
+    """Number of adapted layers; needs no model. Raises DataError naming every tensor that is not finite or zero."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot be read as safetensors ({error})", where=str(path)) from error
+    ups = [name for name in tensors if ".lora_B" in name]
+    problems = _file_problems(tensors, ups)
+    if problems:
+        raise DataError([Problem(what=what, where=str(path)) for what in problems])
+    return len(ups)
+
+
+def _file_problems(tensors: Mapping[str, torch.Tensor], ups: Sequence[str]) -> list[str]:
+    problems = [
+        f"{name} is not finite" for name, value in tensors.items() if not bool(torch.isfinite(value).all())
+    ]
+    if not ups:
+        problems.append("holds no lora_B tensor: this is not a LoRA, or it was saved empty")
+    problems += [
+        f"{name} has no partner lora_A" for name in ups if name.replace(".lora_B", ".lora_A") not in tensors
+    ]
+    if ups and not any(bool(tensors[name].any()) for name in ups):
+        problems.append("every lora_B is zero: the adapter changes nothing")
+    return problems
+
+
+def _require(proof: Proof, path: Path, tolerance: float) -> None:
+    if math.isnan(proof.reload_error) or math.isnan(proof.effect):
+        raise DivergedError("the model's output with the saved LoRA is not finite", where=str(path))
+    if proof.reload_error > tolerance:
+        raise DataError(
+            f"loaded from disk, the LoRA gives other outputs (relative difference {proof.reload_error:.2e}, "
+            f"allowed {tolerance:.0e})",
+            where=str(path),
+            remedy="this is a defect of the trainer: the checkpoints are intact, please report it",
+        )
+    if proof.effect == 0.0:
+        raise DivergedError(
+            "the LoRA does not change the model's output",
+            where=str(path),
+            remedy="train more steps, or raise train.learning_rate",
+        )
+
+
+def write_proof(path: Path, proof: Proof) -> Path:
+    """Write the figures beside the file as `<name>.proof.json`."""
+    from trainer.telemetry.atomic import write_text
+
+    target = path.with_suffix(".proof.json")
+    write_text(target, json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n")
+    return target

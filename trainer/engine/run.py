@@ -1,0 +1,254 @@
+"""Floor 6: one job from scan to proof, in the process that trains."""
+
+from __future__ import annotations
+
+import logging
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.data.records import ImageRecord
+from trainer.data.sampler import held_out_split
+from trainer.engine import checkpoint, loop, proof
+from trainer.engine.build import build, load_base
+from trainer.engine.context import Context, apply_backend_settings
+from trainer.engine.entries import Entries, data_fingerprint, fill_cache, list_entries
+from trainer.engine.full import export_full, prove_full
+from trainer.engine.journal import Journal
+from trainer.engine.preview import draw_previews, row, sample, write_png, write_strip
+from trainer.engine.spec import Spec
+from trainer.errors import ConfigError, DivergedError, NoSpaceError
+from trainer.families.protocol import PreviewRequest
+from trainer.modeling import lora
+from trainer.telemetry import atomic
+from trainer.telemetry.status import Phase
+
+_GIB = 1024**3
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' notices out of the run's output; warnings that concern a run are ours to give."""
+    for name in ("diffusers", "transformers", "accelerate", "peft", "httpx"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def cache_only(context: Context, records: Sequence[ImageRecord]) -> None:
+    """Encode everything that `train` would, and stop."""
+    apply_backend_settings(context.plan)
+    written = fill_cache(context, list_entries(context, records))
+    context.say(f"cache complete: {written} entries written to {context.cache_dir}")
+
+
+def train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None:
+    """Cache, build, resume, train, export and prove."""
+    apply_backend_settings(context.plan)
+    training, held_out = held_out_split(
+        records, context.config.validation.held_out, context.config.validation.seed
+    )
+    fingerprint = run_fingerprint(context, training)
+    found = _find_checkpoint(context, fingerprint)
+    _write_run_files(context, spec)
+    _require_space(context)
+    entries = list_entries(context, training)
+    held_entries = list_entries(context, held_out) if held_out else None
+    fill_cache(context, list_entries(context, records))
+    built = build(context)
+    before = proof.fixed_outputs(context, built.model) if context.config.method == "full" else None
+    state = loop.State()
+    if found is not None:
+        state = _resume(context, built.updater, *found)
+    journal = Journal(context, Path(spec.runtime_dir))
+    journal.cut_back(state.step)
+    _drop_samples(context, state.step)
+    run = loop.Run(
+        context=context,
+        built=built,
+        entries=entries,
+        held_out=held_entries,
+        journal=journal,
+        settings=context.family.settings(context.source, context.config),
+        fingerprint=fingerprint,
+    )
+    try:
+        loop.train(run, state)
+        context.status.beat(Phase.SAVE)
+        journal.phase(Phase.SAVE)
+        if context.config.method == "lora":
+            summary = _finish_lora(context, built.model)
+        else:
+            summary = _finish_full(context, built.model, before)
+        _last_preview(run, state)
+        journal.phase(Phase.DONE)
+        context.say(summary)
+    finally:
+        journal.sync()
+        journal.close()
+
+
+def run_fingerprint(context: Context, records: Sequence[ImageRecord]) -> dict[str, str]:
+    """What a checkpoint and the run that continues it must have in common."""
+    config, source = context.config, context.source
+    fingerprint = {
+        "family": config.family,
+        "method": config.method,
+        "base": source.identity,
+        "revision": source.revision or "",
+        "weights": f"{source.weights} {context.plan.weights}",
+        "dtype": context.plan.dtype,
+        "seed": str(config.train.seed),
+        "train_batch_size": str(config.train.train_batch_size),
+        "gradient_accumulation_steps": str(config.train.gradient_accumulation_steps),
+        "caption_dropout_rate": str(config.data.caption_dropout_rate),
+        "optimizer": context.plan.optimizer,
+        "data": data_fingerprint(records),
+    }
+    if config.method == "lora":
+        targets = config.lora.target_modules
+        fingerprint |= {
+            "lora.rank": str(config.lora.rank),
+            "lora.alpha": str(config.lora.alpha),
+            "lora.target_modules": targets if isinstance(targets, str) else ",".join(sorted(targets)),
+        }
+    return fingerprint
+
+
+def _find_checkpoint(
+    context: Context, fingerprint: dict[str, str]
+) -> tuple[Path, checkpoint.Snapshot] | None:
+    """The checkpoint to continue from, as `checkpoint.resume_from_checkpoint` says; before anything is loaded."""
+    wanted = context.config.checkpoint.resume_from_checkpoint
+    root = context.run_dir / "checkpoints"
+    where = "checkpoint.resume_from_checkpoint"
+    if isinstance(wanted, Path):
+        problem = checkpoint.damage(wanted)
+        if problem is not None:
+            raise ConfigError(f"{wanted} is no usable checkpoint: {problem}", where=where)
+        found: tuple[Path, checkpoint.Snapshot] | None = (wanted, checkpoint.read_snapshot(wanted))
+    else:
+        found = checkpoint.newest_valid(root, context.say)
+        if found is not None and wanted == "never":
+            remedy = "set it to auto to continue, or choose another output_dir"
+            raise ConfigError(f"{found[0]} exists and resuming is forbidden", where=where, remedy=remedy)
+    if found is None:
+        return None
+    folder, snapshot = found
+    checkpoint.require_same_run(folder, snapshot.fingerprint, fingerprint)
+    total = context.config.train.max_train_steps
+    if snapshot.step > total:
+        raise ConfigError(
+            f"the newest checkpoint is of step {snapshot.step}, beyond max_train_steps {total}",
+            where=str(folder),
+            remedy="raise train.max_train_steps, or choose another output_dir",
+        )
+    return found
+
+
+def _resume(context: Context, updater: Any, folder: Path, snapshot: checkpoint.Snapshot) -> loop.State:
+    context.status.beat(Phase.LOAD)
+    weights = checkpoint.read_group(folder, "weights", context.device)
+    updater.load(weights, checkpoint.read_group(folder, "optimizer", context.device), snapshot.step)
+    context.say(f"resumed from {folder.name}")
+    return loop.State(
+        step=snapshot.step,
+        interval_loss=snapshot.interval_loss,
+        interval_steps=snapshot.interval_steps,
+        saved_step=snapshot.step,
+    )
+
+
+def _write_run_files(context: Context, spec: Spec) -> None:
+    atomic.write_text(context.run_dir / "config.resolved.yaml", spec.config_text)
+    atomic.write_text(context.run_dir / "plan.json", spec.plan_text)
+
+
+def _require_space(context: Context) -> None:
+    """Raise NoSpaceError now rather than at the first checkpoint."""
+    free = shutil.disk_usage(context.run_dir).free
+    needed = context.plan.disk_bytes
+    if free < needed:
+        raise NoSpaceError(
+            f"{free / _GIB:.1f} GiB free, checkpoints and final files need {needed / _GIB:.1f} GiB",
+            where=str(context.run_dir),
+            remedy="free space, lower checkpoint.checkpoints_total_limit, or use --output on another disk",
+        )
+
+
+def _drop_samples(context: Context, step: int) -> None:
+    """Remove previews of steps that this run is going to draw again."""
+    for path in (context.run_dir / "samples").glob("step-*.png"):
+        if int(path.stem.removeprefix("step-")) > step:
+            path.unlink()
+
+
+def _finish_lora(context: Context, model: Any) -> str:
+    if not proof.is_finite_adapter(model):
+        raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
+    path, comfyui = proof.export_lora(context, model)
+    result = proof.prove_lora(context, model, path)
+    proof.write_proof(path, result)
+    return f"LoRA: {path} (diffusers), {comfyui} (ComfyUI). Proved: {result}."
+
+
+def _finish_full(context: Context, model: Any, before: list[torch.Tensor] | None) -> str:
+    assert before is not None
+    effect = proof.relative_difference(proof.fixed_outputs(context, model), before)
+    if not effect > 0.0:
+        raise DivergedError(f"training did not change the model's output (effect {effect})")
+    folder = export_full(context, model)
+    count = prove_full(context, model, folder)
+    return (
+        f"Model: {folder}. Proved: all {count} tensors read back from disk bit for bit; "
+        f"training changed the model's output by {100 * effect:.3g} %."
+    )
+
+
+def _last_preview(run: loop.Run, state: loop.State) -> None:
+    """Previews of what was saved: the LoRA is the one loaded from its file."""
+    path = draw_previews(run.context, run.built.model, run.entries, state.step)
+    if path is not None:
+        strip = write_strip(path.parent, up_to_step=state.step)
+        run.journal.picture("previews", path, state.step)
+        run.context.say(f"previews: {strip}")
+
+
+def sample_once(context: Context, spec: Spec) -> None:
+    """Draw prompts with the base model and a LoRA file into one PNG."""
+    apply_backend_settings(context.plan)
+    entries: Entries = list_entries(context, ())
+    fill_cache(context, entries)
+    model = load_base(context)
+    if spec.lora_file:
+        proof.check_file(Path(spec.lora_file))
+        context.family.load_adapter(model, Path(spec.lora_file), adapter_name=lora.ADAPTER)
+    validation = context.config.validation
+    side = validation.resolution or context.config.data.resolution
+    request = PreviewRequest(
+        width=side,
+        height=side,
+        num_inference_steps=validation.num_inference_steps,
+        guidance_scale=validation.guidance_scale,
+        seed=validation.seed,
+    )
+
+    def on_step() -> None:
+        context.stop.raise_if_requested()
+        context.status.beat(Phase.PREVIEW, item_done=True)
+
+    images = sample(context, model, entries.prompts(), request, on_step)
+    title = Path(spec.lora_file).name if spec.lora_file else "base model"
+    write_png(row(images, validation.prompts, title), Path(spec.output_file))
+    context.say(f"picture: {spec.output_file}")
+
+
+def verify_file(context: Context, spec: Spec) -> None:
+    """Repeat the LoRA proof on a fresh base."""
+    apply_backend_settings(context.plan)
+    path = Path(spec.lora_file)
+    layers = proof.check_file(path)
+    context.say(f"file: {layers} layers, all finite, not zero")
+    model = load_base(context)
+    result = proof.verify_on_fresh_base(context, model, path)
+    context.say(f"verified: {result}")

@@ -1,0 +1,44 @@
+"""Floor 6: what the parent hands the process that trains: one JSON file. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from trainer.telemetry import atomic
+
+Mode = Literal["train", "cache", "sample", "verify"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec:
+    """One job of the training process."""
+
+    mode: Mode
+    config_text: str
+    """The resolved configuration as YAML."""
+    plan_text: str
+    """The plan as JSON."""
+    runtime_dir: str
+    cache_dir: str
+    sources: Mapping[str, str] = field(default_factory=dict)
+    """Where each value of the configuration came from, for messages."""
+    lora_file: str = ""
+    """For `sample` and `verify`: the adapter; empty for the base model alone."""
+    prompts: tuple[str, ...] = ()
+    output_file: str = ""
+
+
+def write_spec(spec: Spec, path: Path) -> None:
+    """Write it where the training process finds it."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    atomic.write_text(path, json.dumps(asdict(spec)))
+
+
+def read_spec(path: Path) -> Spec:
+    """Read what `write_spec` wrote."""
+    raw = json.loads(path.read_text())
+    return Spec(**{**raw, "prompts": tuple(raw["prompts"])})
