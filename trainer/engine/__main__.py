@@ -9,12 +9,12 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from trainer.config.load import load_text
+from trainer.config.load import load
 from trainer.config.schema import RunConfig
 from trainer.data.records import ImageRecord
 from trainer.engine.spec import Spec, read_spec
 from trainer.errors import ExitCode, TrainerError
-from trainer.families import get
+from trainer.families import get, names
 from trainer.hardware.render import plan_from_json
 from trainer.telemetry import log
 from trainer.telemetry.progress import progress
@@ -23,14 +23,17 @@ from trainer.telemetry.stop import StopFlag, die_with_parent
 
 
 def main(spec_path: str) -> int:
-    """Run one job; returns the exit code. Errors of the user's making are logged, ours keep their traceback."""
+    """Run one job; returns the exit code. Errors of the user's making are logged, ours keep their
+    traceback.
+    """
     stop = StopFlag()
     stop.install()
     die_with_parent()
     spec = read_spec(Path(spec_path))
     status = StatusWriter(Path(spec.runtime_dir))
     status.beat(Phase.LOAD)
-    config = load_text(spec.config_text)
+    # the file is the sum of all layers already: variables must not be laid over it again
+    config = load([Path(spec.config_file)], family_defaults={name: {} for name in names()}, environ={}).config
     log.setup(config.output_dir if spec.mode == "train" else None)
     logger = log.get("run")
     try:
@@ -108,8 +111,8 @@ def _work(
         raise OutOfMemoryError(
             f"the device ran out of memory ({error})",
             where=f"phase {status.phase}",
-            remedy="use features.activation_checkpointing: true, features.weights: int8, or a lower data.resolution; "
-            "the last checkpoint is intact",
+            remedy="use features.activation_checkpointing: true, features.weights: int8, or a lower "
+            "data.resolution; the last checkpoint is intact",
         ) from error
 
 

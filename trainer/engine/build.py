@@ -1,6 +1,7 @@
 """Floor 6: from files to a model that can train, in the one order that is right.
 
-build on meta -> int8 linears while shards stream in -> LoRA -> activation checkpointing -> attention -> distribute
+build on meta -> int8 linears while shards stream in -> LoRA -> activation checkpointing -> attention ->
+distribute
 -> optimizer. Resume comes after all of it.
 """
 

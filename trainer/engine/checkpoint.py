@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -23,7 +22,9 @@ _STATE = "state.json"
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Where a run stands after `step` optimizer steps. No generator state: draws come from (seed, position)."""
+    """Where a run stands after `step` optimizer steps. No generator state: draws come from (seed,
+    position).
+    """
 
     step: int
     interval_loss: float
@@ -73,7 +74,7 @@ def save(
     sync_directory(temporary)
     if target.exists():
         shutil.rmtree(target)
-    os.replace(temporary, target)
+    temporary.replace(target)
     sync_directory(root)
     _prune(root, keep)
     return target
@@ -105,7 +106,9 @@ def steps_on_disk(root: Path) -> list[Path]:
 
 
 def newest_valid(root: Path, say: Callable[[str], None]) -> tuple[Path, Snapshot] | None:
-    """The newest checkpoint whose files are all there and readable; damaged ones are named and passed over."""
+    """The newest checkpoint whose files are all there and readable; damaged ones are named and passed
+    over.
+    """
     for folder in reversed(steps_on_disk(root)):
         problem = damage(folder)
         if problem is None:
@@ -159,14 +162,11 @@ def read_group(folder: Path, group: str, device: str) -> dict[str, torch.Tensor]
 
 def require_same_run(folder: Path, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
     """Raise ConfigError listing every difference between a checkpoint's run and this one."""
-    problems = [
-        Problem(
-            what=f"the checkpoint has {saved.get(key, 'nothing')!r}, this run {current.get(key, 'nothing')!r}",
-            where=key,
-        )
-        for key in sorted({*saved, *current})
-        if saved.get(key) != current.get(key)
-    ]
+    problems = []
+    for key in sorted({*saved, *current}):
+        old, new = saved.get(key, "nothing"), current.get(key, "nothing")
+        if old != new:
+            problems.append(Problem(what=f"the checkpoint has {old!r}, this run {new!r}", where=key))
     if problems:
         remedy = "set them back, or choose another output_dir to start afresh"
         heading = Problem(

@@ -1,4 +1,6 @@
-"""Floor 6: which cache entries a run needs, and making them: text first, then latents, one kind of encoder at a time."""
+"""Floor 6: which cache entries a run needs, and making them: text first, then latents, one kind of encoder
+at a time.
+"""
 
 from __future__ import annotations
 
@@ -80,7 +82,7 @@ def _latent_key(context: Context, record: ImageRecord) -> str:
 
 
 def fill_cache(context: Context, entries: Entries) -> int:
-    """Encode what is missing; returns how many entries were written. A stop request raises between two samples.
+    """Encode what is missing; returns how many entries were written. A stop request raises between samples.
 
     Text encoders and VAE are never in memory together. The VAE runs in fp32: latents are made once and kept.
     """
@@ -96,9 +98,15 @@ def fill_cache(context: Context, entries: Entries) -> int:
 def _fill_kind(context: Context, cache: Cache, kind: EntryKind, wanted: Mapping[str, Any]) -> int:
     missing = {key: item for key, item in wanted.items() if not cache.has(kind, key)}
     context.say(f"cache {kind}: {len(wanted) - len(missing)} of {len(wanted)} entries are there")
-    if not missing:
-        return 0
-    context.status.beat(Phase.LOAD)
+    if missing:
+        context.status.beat(Phase.LOAD)
+        _encode_all(context, cache, kind, missing)
+        free_memory(context.device)
+    return len(missing)
+
+
+def _encode_all(context: Context, cache: Cache, kind: EntryKind, missing: Mapping[str, Any]) -> None:
+    """Load the encoders of one kind, write the missing entries; the encoders end with this function."""
     dtype = context.dtype if kind == "text" else torch.float32
     encoders = context.family.load_encoders(
         kind, context.source, device=context.device, dtype=dtype, vae_tiling=context.plan.vae_tiling
@@ -119,9 +127,6 @@ def _fill_kind(context: Context, cache: Cache, kind: EntryKind, wanted: Mapping[
             bar.advance(1)
 
         fill(cache, kind, missing, encode, stop_check=context.stop.raise_if_requested, on_item=on_item)
-    del encoders
-    free_memory(context.device)
-    return len(missing)
 
 
 def load_batch(

@@ -37,7 +37,9 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
 
 
 def feed(context: Context, entries: Entries, settings: Any, start: int, stop: int) -> Iterator[Fed]:
-    """Micro-batches `start` to `stop` (not included); reading and drawing run on one thread beside the device."""
+    """Micro-batches `start` to `stop` (not included); reading and drawing run on one thread beside the
+    device.
+    """
     sampler = make_sampler(context, entries)
 
     def prepare(number: int) -> Fed:

@@ -1,9 +1,10 @@
-"""Floor 6: the file of a full fine-tune: the trained component in diffusers' layout, read back and compared."""
+"""Floor 6: the file of a full fine-tune: the trained component in diffusers' layout, read back and
+compared.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -22,7 +23,9 @@ _STEM = "diffusion_pytorch_model"
 
 
 def export_full(context: Context, model: Any) -> Path:
-    """Write `model/<component>/` with config.json, shards of at most 10 GB and their index; replaces an older one."""
+    """Write `model/<component>/` with config.json, shards of at most 10 GB and their index; replaces an
+    older one.
+    """
     component = context.family.trained_component
     target = context.run_dir / "model" / component
     temporary = target.with_name(f"{component}.tmp")
@@ -49,13 +52,13 @@ def export_full(context: Context, model: Any) -> Path:
     config = json.dumps(context.source.component_config(component), indent=1, sort_keys=True)
     atomic.write_text(temporary / "config.json", config)
     shutil.rmtree(target, ignore_errors=True)
-    os.replace(temporary, target)
+    temporary.replace(target)
     atomic.sync_directory(target.parent)
     return target
 
 
 def prove_full(context: Context, model: Any, folder: Path) -> int:
-    """Read every tensor back and compare it with the model in memory, bit for bit; returns the number of tensors.
+    """Read every tensor back, compare it bit for bit with the model in memory; returns how many there are.
 
     Raises DivergedError for a value that is not finite, DataError for one that differs or is missing.
     """

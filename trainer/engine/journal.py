@@ -55,7 +55,9 @@ class Journal:
     def log_step(
         self, values: Mapping[str, float], *, step: int, steps: int, samples: int, bar: Progress
     ) -> None:
-        """Record `steps` steps that ended with `step`; `values` has loss, learning_rate, grad_norm, validation."""
+        """Record `steps` steps that ended with `step`; `values` has loss, learning_rate, grad_norm,
+        validation.
+        """
         now = time.monotonic()
         seconds = max(now - self._marked, 1e-9)
         device = self.context.device

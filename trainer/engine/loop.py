@@ -1,4 +1,6 @@
-"""Floor 6: the training loop. One host synchronisation a log step; a bad step changes nothing and ends the run."""
+"""Floor 6: the training loop. One host synchronisation a log step; a bad step changes nothing and ends the
+run.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ class Run:
 
 
 def train(run: Run, state: State) -> None:
-    """Train from `state` to max_train_steps. On a stop request the last complete step is saved before it raises."""
+    """Train from `state` to max_train_steps. On a stop request the last complete step is saved before it
+    raises.
+    """
     config = run.context.config
     accumulation = config.train.gradient_accumulation_steps
     total = config.train.max_train_steps
@@ -84,7 +88,9 @@ def train(run: Run, state: State) -> None:
 
 
 def _one_step(run: Run, state: State, batches: Any) -> None:
-    """One optimizer step over its micro-batches; nothing here waits for the device but the previous step's flag."""
+    """One optimizer step over its micro-batches; nothing here waits for the device but the previous step's
+    flag.
+    """
     context, built = run.context, run.built
     config = context.config
     accumulation = config.train.gradient_accumulation_steps

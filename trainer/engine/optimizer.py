@@ -1,4 +1,6 @@
-"""Floor 6: parameter updates: fp32 masters with fused AdamW, or compensated bf16 AdamW for full fine-tunes."""
+"""Floor 6: parameter updates: fp32 masters with fused AdamW, or compensated bf16 AdamW for full
+fine-tunes.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from trainer.config.schema import TrainSection
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
-    """Learning rate of optimizer step `step` (1 is the first): linear warm-up, then constant or half a cosine to 0."""
+    """Learning rate of optimizer step `step` (1 is the first): linear warm-up, then constant or half a
+    cosine to 0.
+    """
     if step <= train.lr_warmup_steps:
         return train.learning_rate * step / train.lr_warmup_steps
     if train.lr_scheduler == "constant":
@@ -25,8 +29,10 @@ def learning_rate(train: TrainSection, step: int) -> float:
 class Updater:
     """Owns gradients, masters and optimizer state of the trainable parameters, by name.
 
-    `adamw_fused_fp32`: bf16 parameters get fp32 masters, gradients accumulate in fp32, and a step with a non-finite
-    gradient changes nothing without waiting for the device. `adamw_kahan_bf16`: optimi's AdamW with Kahan summation,
+    `adamw_fused_fp32`: bf16 parameters get fp32 masters, gradients accumulate in fp32, and a step with a
+    non-finite
+    gradient changes nothing without waiting for the device. `adamw_kahan_bf16`: optimi's AdamW with Kahan
+    summation,
     all state in bf16; the flag is read before the step.
     """
 
@@ -94,7 +100,9 @@ class Updater:
             parameter.grad = None
 
     def step(self, rate: float, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip and update; returns (gradient norm before clipping, 1.0 where it or `loss` is not finite), both fp32."""
+        """Clip and update; returns (gradient norm before clipping, 1.0 where it or `loss` is not finite),
+        both fp32.
+        """
         masters = [master for master in self.masters.values() if master.grad is not None]
         norm = torch.nn.utils.clip_grad_norm_(masters, self.train.max_grad_norm)
         bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(loss)).float()

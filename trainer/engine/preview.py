@@ -74,7 +74,9 @@ def sample(
 
 
 def row(images: Sequence[Image.Image], captions: Sequence[str], title: str) -> Image.Image:
-    """Pictures side by side under a title, each with its caption below; small pictures are enlarged to be seen."""
+    """Pictures side by side under a title, each with its caption below; small pictures are enlarged to be
+    seen.
+    """
     enlarge = max(1, -(-_CELL_MINIMUM // images[0].width))
     width, height = images[0].width * enlarge, images[0].height * enlarge
     font_size = max(12, width // 22)

@@ -1,4 +1,6 @@
-"""Floor 6: proof that a saved file does what training did: load it from disk and compare the model's outputs."""
+"""Floor 6: proof that a saved file does what training did: load it from disk and compare the model's
+outputs.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ class Proof:
     def __str__(self) -> str:
         return (
             f"reloaded from disk, outputs equal within {self.reload_error:.1e}; "
-            f"changes the model's output by {100 * self.effect:.3g} %; {self.layers} layers, all finite, none zero"
+            f"changes the model's output by {100 * self.effect:.3g} %; {self.layers} layers, all finite"
         )
 
 
@@ -109,7 +111,7 @@ def is_finite_adapter(model: Any) -> bool:
 
 
 def prove_lora(context: Context, model: Any, path: Path) -> Proof:
-    """Take the trained adapter off, load the file onto the same base, compare. Leaves the file's adapter active.
+    """Take the trained adapter off, load the file onto the same base, compare; the file's adapter stays on.
 
     Raises DivergedError for NaN or a zero adapter, DataError when the file does not carry what was trained.
     """
@@ -129,7 +131,9 @@ def prove_lora(context: Context, model: Any, path: Path) -> Proof:
 
 
 def verify_on_fresh_base(context: Context, model: Any, path: Path) -> Proof:
-    """Load the file onto an untouched base and measure its effect; the recorded outputs of training are not needed."""
+    """Load the file onto an untouched base and measure its effect; the recorded outputs of training are not
+    needed.
+    """
     layers = check_file(path)
     base = fixed_outputs(context, model)
     context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
@@ -144,7 +148,9 @@ def verify_on_fresh_base(context: Context, model: Any, path: Path) -> Proof:
 
 
 def check_file(path: Path) -> int:
-    """Number of adapted layers; needs no model. Raises DataError naming every tensor that is not finite or zero."""
+    """Number of adapted layers; needs no model. Raises DataError naming every tensor that is not finite or
+    zero.
+    """
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)

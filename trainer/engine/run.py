@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import logging
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,26 @@ def cache_only(context: Context, records: Sequence[ImageRecord]) -> None:
 def train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None:
     """Cache, build, resume, train, export and prove."""
     apply_backend_settings(context.plan)
+    with _only_run(context.run_dir):
+        _train(context, records, spec)
+
+
+@contextlib.contextmanager
+def _only_run(run_dir: Path) -> Iterator[None]:
+    """Hold the run folder; raises ConfigError when another process trains in it."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            remedy = "wait for it, stop it, or choose another output_dir"
+            raise ConfigError(
+                "another run is using this folder", where=str(run_dir), remedy=remedy
+            ) from error
+        yield
+
+
+def _train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None:
     training, held_out = held_out_split(
         records, context.config.validation.held_out, context.config.validation.seed
     )
@@ -118,7 +140,9 @@ def run_fingerprint(context: Context, records: Sequence[ImageRecord]) -> dict[st
 def _find_checkpoint(
     context: Context, fingerprint: dict[str, str]
 ) -> tuple[Path, checkpoint.Snapshot] | None:
-    """The checkpoint to continue from, as `checkpoint.resume_from_checkpoint` says; before anything is loaded."""
+    """The checkpoint to continue from, as `checkpoint.resume_from_checkpoint` says; before anything is
+    loaded.
+    """
     wanted = context.config.checkpoint.resume_from_checkpoint
     root = context.run_dir / "checkpoints"
     where = "checkpoint.resume_from_checkpoint"
@@ -160,7 +184,7 @@ def _resume(context: Context, updater: Any, folder: Path, snapshot: checkpoint.S
 
 
 def _write_run_files(context: Context, spec: Spec) -> None:
-    atomic.write_text(context.run_dir / "config.resolved.yaml", spec.config_text)
+    atomic.write_text(context.run_dir / "config.resolved.yaml", Path(spec.config_file).read_text())
     atomic.write_text(context.run_dir / "plan.json", spec.plan_text)
 
 

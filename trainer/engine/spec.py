@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,17 +17,14 @@ class Spec:
     """One job of the training process."""
 
     mode: Mode
-    config_text: str
-    """The resolved configuration as YAML."""
+    config_file: str
+    """The resolved configuration."""
     plan_text: str
     """The plan as JSON."""
     runtime_dir: str
     cache_dir: str
-    sources: Mapping[str, str] = field(default_factory=dict)
-    """Where each value of the configuration came from, for messages."""
     lora_file: str = ""
     """For `sample` and `verify`: the adapter; empty for the base model alone."""
-    prompts: tuple[str, ...] = ()
     output_file: str = ""
 
 
@@ -40,5 +36,4 @@ def write_spec(spec: Spec, path: Path) -> None:
 
 def read_spec(path: Path) -> Spec:
     """Read what `write_spec` wrote."""
-    raw = json.loads(path.read_text())
-    return Spec(**{**raw, "prompts": tuple(raw["prompts"])})
+    return Spec(**json.loads(path.read_text()))
