@@ -1,4 +1,6 @@
-"""Floor 5: one file per model family, found by name. Importing this package imports neither a family nor torch."""
+"""Floor 5: one file per model family, found by name. Importing this package imports neither a family nor
+torch.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Floor 5: numerics that flow-matching families share, as functions. torch and diffusers are imported inside."""
+"""Floor 5: numerics that flow-matching families share, as functions. torch and diffusers are imported
+inside.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSettings:
-    """What one run's draws depend on. `sigmas` (T,) fp32 are the scheduler's own noise levels, highest first."""
+    """What one run's draws depend on. `sigmas` (T,) fp32 are the scheduler's own noise levels, highest
+    first.
+    """
 
     sigmas: torch.Tensor
     flow: FlowSection
@@ -28,7 +32,8 @@ class FlowSettings:
 def read_settings(scheduler_folder: Path, flow: FlowSection, seed: int) -> FlowSettings:
     """Take the noise levels from the base model's scheduler configuration.
 
-    A scheduler with dynamic shifting trains on unshifted levels, one with a static shift on shifted ones, exactly
+    A scheduler with dynamic shifting trains on unshifted levels, one with a static shift on shifted ones,
+    exactly
     as diffusers' training scripts do by copying the scheduler.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
@@ -38,7 +43,9 @@ def read_settings(scheduler_folder: Path, flow: FlowSection, seed: int) -> FlowS
 
 
 def sample_seed(seed: int, position: int) -> int:
-    """A 63-bit generator seed for one sample of one run, independent of batch size and of what came before."""
+    """A 63-bit generator seed for one sample of one run, independent of batch size and of what came
+    before.
+    """
     digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
 
@@ -46,7 +53,8 @@ def sample_seed(seed: int, position: int) -> int:
 def draw_samples(settings: FlowSettings, positions: Sequence[int], noise_shape: tuple[int, ...]) -> Draw:
     """Draw noise level, noise and VAE noise for each sample from its own generator, on the CPU in fp32.
 
-    Noise levels are drawn with diffusers' `compute_density_for_timestep_sampling` and looked up in the scheduler's
+    Noise levels are drawn with diffusers' `compute_density_for_timestep_sampling` and looked up in the
+    scheduler's
     table; weights are those of `compute_loss_weighting_for_sd3`. `noise_shape` is one sample's (C, H, W).
     """
     import torch

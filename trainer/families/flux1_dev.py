@@ -1,4 +1,4 @@
-"""FLUX.1-dev: text to image, guidance-distilled flow matching (12 B transformer, CLIP and T5 captions, 16-channel VAE).
+"""FLUX.1-dev: text to image by guidance-distilled flow matching (12 B transformer, CLIP and T5, 16-channel VAE).
 
 Numerics follow diffusers' `train_dreambooth_lora_flux.py` and `FluxPipeline`; tests hold them together.
 """
@@ -28,7 +28,9 @@ _MLP = r"(ff|ff_context)\.net\.(0\.proj|2)|proj_mlp|proj_out"
 
 @dataclass(frozen=True, kw_only=True)
 class TextEncoders:
-    """CLIP for the pooled vector, T5 for the sequence, with their tokenizers, behind the pipeline's own functions."""
+    """CLIP for the pooled vector, T5 for the sequence, with their tokenizers, behind the pipeline's own
+    functions.
+    """
 
     pipeline: Any
 
@@ -115,7 +117,9 @@ class Flux1Dev:
     def encode_text(
         self, encoders: TextEncoders, caption: str, *, max_sequence_length: int
     ) -> dict[str, torch.Tensor]:
-        """`prompt_embeds` (L, D) from T5, padded to a constant length, and `pooled_prompt_embeds` (P,) from CLIP."""
+        """`prompt_embeds` (L, D) from T5, padded to a constant length, and `pooled_prompt_embeds` (P,) from
+        CLIP.
+        """
         import torch
 
         with torch.no_grad():
@@ -125,7 +129,9 @@ class Flux1Dev:
         return {"prompt_embeds": prompt_embeds[0].cpu(), "pooled_prompt_embeds": pooled[0].cpu()}
 
     def encode_pixels(self, encoders: ImageEncoder, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`mean` and `std` (C, h, w) fp32 of the latent distribution, already shifted and scaled for training."""
+        """`mean` and `std` (C, h, w) fp32 of the latent distribution, already shifted and scaled for
+        training.
+        """
         import torch
 
         vae = encoders.vae
@@ -269,11 +275,15 @@ class Flux1Dev:
         )
 
     def comfyui_keys(self, module: str) -> str | None:
-        """ComfyUI's `model_lora_keys_unet` maps `transformer.<diffusers name>` for FLUX through `flux_to_diffusers`."""
+        """ComfyUI's `model_lora_keys_unet` maps `transformer.<diffusers name>` for FLUX through
+        `flux_to_diffusers`.
+        """
         return f"transformer.{module}"
 
     def activations(self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool) -> int:
-        """Bytes saved for backward with frozen base weights; factors counted with saved-tensor hooks (see tests)."""
+        """Bytes saved for backward with frozen base weights; factors counted with saved-tensor hooks (see
+        tests).
+        """
         width = config["num_attention_heads"] * config["attention_head_dim"]
         tokens = shape.batch_size * (shape.height * shape.width // 256 + shape.text_tokens)
         unit = tokens * width * shape.bytes_per_value

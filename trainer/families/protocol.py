@@ -33,7 +33,8 @@ class Batch:
 class Draw:
     """Randomness of one batch, made from (seed, sample index) alone, so resume needs no generator state.
 
-    sigma (B,) fp32 in (0, 1); noise and vae_noise (B, C, H, W) fp32, standard normal; weight (B,) fp32 loss weights.
+    sigma (B,) fp32 in (0, 1); noise and vae_noise (B, C, H, W) fp32, standard normal; weight (B,) fp32 loss
+    weights.
     """
 
     sigma: torch.Tensor
@@ -65,7 +66,9 @@ class AttentionShape:
 
 @dataclass(frozen=True, kw_only=True)
 class PreviewRequest:
-    """How previews are drawn; sizes in pixels. `seed` is that of the first prompt, the next one has seed + 1."""
+    """How previews are drawn; sizes in pixels. `seed` is that of the first prompt, the next one has seed +
+    1.
+    """
 
     width: int
     height: int
@@ -148,12 +151,16 @@ class Family(Protocol):
         request: PreviewRequest,
         on_step: Callable[[], None],
     ) -> list[Image]:
-        """One image a prompt through the real pipeline; `on_step` runs after every denoising step and may raise."""
+        """One image a prompt through the real pipeline; `on_step` runs after every denoising step and may
+        raise.
+        """
 
     def save_adapter(
         self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str
     ) -> Path:
-        """Write the adapter as the family's pipeline loads it; `state` is peft's, `config` the LoraConfig as a dict."""
+        """Write the adapter as the family's pipeline loads it; `state` is peft's, `config` the LoraConfig
+        as a dict.
+        """
 
     def load_adapter(self, model: torch.nn.Module, path: Path, *, adapter_name: str) -> None:
         """Load a saved adapter onto a model the way the family's pipeline does."""

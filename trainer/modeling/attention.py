@@ -1,7 +1,9 @@
-"""Floor 4: the attention kernel that the plan named, set through diffusers, with a layout that makes cuDNN safe.
+"""Floor 4: the plan's attention kernel, set through diffusers, with a layout that makes cuDNN safe.
 
-diffusers hands cuDNN contiguous queries, keys and values, but the gradient of a permuted output arrives permuted:
-on an H200 with torch 2.11 cuDNN's backward then died with an illegal memory access. Making the output's gradient
+diffusers hands cuDNN contiguous queries, keys and values, but the gradient of a permuted output arrives
+permuted:
+on an H200 with torch 2.11 cuDNN's backward then died with an illegal memory access. Making the output's
+gradient
 contiguous made it right (docs/benchmarks.md).
 """
 

@@ -1,4 +1,6 @@
-"""Floor 4: components of a base model: from shards on disk, streamed tensor by tensor, or seeded random weights."""
+"""Floor 4: components of a base model: from shards on disk, streamed tensor by tensor, or seeded random
+weights.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,17 @@ from trainer.errors import AccessError
 from trainer.modeling.source import ModelSource
 
 Replace = Callable[[str, torch.nn.Module], torch.nn.Module | None]
-"""Given a loaded linear's name and module, its replacement or None; called as soon as its tensors are there."""
+"""Given a loaded linear's name and module, its replacement or None; called as soon as its tensors are
+there.
+"""
 
 
 def load_component(
     component_class: Any, source: ModelSource, name: str, *, device: str, dtype: torch.dtype
 ) -> torch.nn.Module:
-    """One component through its own library's `from_pretrained`, or built from its config with seeded weights."""
+    """One component through its own library's `from_pretrained`, or built from its config with seeded
+    weights.
+    """
     if source.weights == "random":
         module = _random_module(component_class, source, name, device=device, dtype=dtype)
     else:
@@ -39,7 +45,8 @@ def load_streamed(
 ) -> torch.nn.Module:
     """Build on the meta device, then fill shard by shard on `device`, replacing linears as they complete.
 
-    Peaks stay near the final size: a quantised model never exists in full precision. `on_shard(done, total)` runs
+    Peaks stay near the final size: a quantised model never exists in full precision. `on_shard(done, total)`
+    runs
     after each shard and may raise to stop. Raises AccessError where the files do not match the model.
     """
     if source.weights == "random":
@@ -152,7 +159,9 @@ def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> 
 def _random_module(
     component_class: Any, source: ModelSource, name: str, *, device: str, dtype: torch.dtype
 ) -> torch.nn.Module:
-    """The component with its library's own initialisation, built on the device, seeded by run seed and name."""
+    """The component with its library's own initialisation, built on the device, seeded by run seed and
+    name.
+    """
     import transformers
 
     from trainer.modeling.seeds import seeded

@@ -96,7 +96,8 @@ def write_comfyui(
 ) -> None:
     """Write the same adapter with ComfyUI's keys and an alpha tensor per layer; see `Family.comfyui_keys`.
 
-    ComfyUI scales by alpha / rank and takes alpha as rank where it is missing. Raises DataError for a layer that
+    ComfyUI scales by alpha / rank and takes alpha as rank where it is missing. Raises DataError for a layer
+    that
     ComfyUI does not know.
     """
     tensors: dict[str, torch.Tensor] = {}

@@ -1,7 +1,9 @@
 """Floor 4: safetensors files with deterministic bytes, written one tensor at a time.
 
-The safetensors library writes its header in random key order and wants every tensor in host memory at once; a full
-checkpoint of a 12 B model would need 70 GiB of it. The format is eight bytes of header length, a JSON header and the
+The safetensors library writes its header in random key order and wants every tensor in host memory at once;
+a full
+checkpoint of a 12 B model would need 70 GiB of it. The format is eight bytes of header length, a JSON header
+and the
 raw tensors (https://github.com/huggingface/safetensors#format), so writing it in order is all there is to do.
 """
 
@@ -36,7 +38,7 @@ def write_tensors(
     metadata: Mapping[str, str],
     on_tensor: Callable[[], None] | None,
 ) -> None:
-    """Write tensors from any device to `path`, sorted by name, and sync the file; `on_tensor` runs after each.
+    """Write tensors from any device to `path`, sorted by name, and sync it; `on_tensor` runs after each.
 
     Raises NoSpaceError when the disk fills; a partial file is then left for the caller to remove.
     """
