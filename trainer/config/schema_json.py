@@ -1,4 +1,4 @@
-"""Floor 1: the JSON schema of a configuration file, for editors; `make docs` writes it to train_configs/schema.json."""
+"""Floor 1: the JSON schema of a configuration file, for editors (train_configs/schema.json)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DIALECT = "http://json-schema.org/draft-07/schema#"
 
 
 def json_schema(family_names: Sequence[str]) -> dict[str, Any]:
-    """Schema of one layer: since files are merged, no key is required in any of them, and a section may be empty."""
+    """Schema of one layer: as files are merged, no key is required in one of them; a section may be null."""
     schema = RunConfig.model_json_schema(ref_template="#/definitions/{model}")
     schema["definitions"] = schema.pop("$defs")
     for name, section in schema["definitions"].items():

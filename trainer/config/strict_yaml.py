@@ -123,7 +123,7 @@ def _convert(node: yaml.Node, line: int, place: Place, problems: list[Problem]) 
 
 
 def _entries(node: yaml.MappingNode, place: Place, problems: list[Problem]) -> Iterator[tuple[str, Node]]:
-    """Key and value of each entry, the first of equal keys. A value's line is its key's, where people look."""
+    """Key and value of each entry, the first of equal keys. A value's line is its key's."""
     seen: dict[str, int] = {}
     for key, value in node.value:
         line = key.start_mark.line

@@ -1,0 +1,79 @@
+"""Floor 7: the root command and the table of commands. A new one is a row here and a file beside this."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+from dataclasses import dataclass
+
+import click
+
+from trainer import __version__
+from trainer.errors import MEANING
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One command: where its click object is, and its line in `trainer --help`."""
+
+    target: str
+    """`module:attribute`; imported only when the command runs or shows its own help."""
+    summary: str
+
+
+COMMANDS: dict[str, Row] = {
+    "config": Row(target="trainer.cli.config:config", summary="Show, check or document configurations."),
+    "families": Row(target="trainer.cli.families:families", summary="List the model families."),
+    "health": Row(target="trainer.cli.health:health", summary="Say whether the run is alive."),
+}
+"""In the order in which the help lists them."""
+
+
+class LazyGroup(click.Group):
+    """A group whose commands come from COMMANDS and are imported one at a time."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        row = COMMANDS.get(cmd_name)
+        if row is None:
+            return None
+        module, _, attribute = row.target.partition(":")
+        command = vars(importlib.import_module(module))[attribute]
+        assert isinstance(command, click.Command), row.target
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            hint = f"Did you mean '{near[0]}'?" if near else f"Commands: {', '.join(COMMANDS)}."
+            ctx.fail(f"No such command '{args[0]}'. {hint}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        # click's own version imports every command to read its first line
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, row.summary) for name, row in COMMANDS.items()])
+
+
+_EXIT_CODES = "\n".join(f"  {code.value:<3} {meaning}" for code, meaning in MEANING.items())
+
+
+@click.group(
+    cls=LazyGroup,
+    epilog=f"""\b
+Examples:
+  trainer config check train_configs/flux1_dev_lora.yaml
+  trainer COMMAND --help
+
+\b
+Exit codes:
+{_EXIT_CODES}
+""",
+)
+@click.version_option(__version__, prog_name="trainer")
+def trainer() -> None:
+    """Fine-tune diffusion transformers: planned, measured and proved."""

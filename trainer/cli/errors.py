@@ -1,0 +1,48 @@
+"""Floor 7: how a command ends. Errors with an exit code become text; any other is our bug: traceback."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+import click
+
+from trainer.errors import MEANING, ExitCode, TrainerError
+
+_INTERRUPTED = 128 + 2  # as a shell reports SIGINT
+_BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
+
+
+def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
+    """Run a click command and return the exit code.
+
+    A command ends with 0, or with the number that it returns or hands to `Context.exit`. A command line that
+    cannot be understood is a bad configuration (78): a Job that tries it again would only fail again.
+    """
+    try:
+        result = command.main(
+            None if arguments is None else list(arguments), prog_name="trainer", standalone_mode=False
+        )
+        sys.stdout.flush()
+    except TrainerError as error:
+        click.echo(error_text(error), err=True)
+        return error.exit_code
+    except click.ClickException as error:
+        error.show()
+        return ExitCode.BAD_CONFIG
+    except click.Abort:
+        click.echo("interrupted", err=True)
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # the reader went away (`| head`): nothing more can be said, not even by the interpreter as it ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return _BROKEN_PIPE
+    return result if isinstance(result, int) else ExitCode.OK
+
+
+def error_text(error: TrainerError) -> str:
+    """All problems of an error: where, what, and the remedy below it."""
+    count = len(error.problems)
+    title = MEANING[error.exit_code] if count == 1 else f"{MEANING[error.exit_code]}, {count} problems"
+    return "\n".join([f"error: {title} (exit code {error.exit_code.value})", *map(str, error.problems)])

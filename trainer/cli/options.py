@@ -1,0 +1,69 @@
+"""Floor 7: what commands that read a configuration share: its arguments, and how they become one.
+
+@click.command()
+@config_arguments
+def plan(configs, overrides, dataset, output):
+    loaded = load_config(configs, overrides, dataset, output)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from trainer.config.load import Loaded
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def config_arguments(function: F) -> F:
+    """Add CONFIG... and `layer_options`: parameters configs, overrides, dataset, output."""
+    # whether a file can be read is for `load` to say, with the exit code of a bad configuration
+    argument = click.argument(
+        "configs", metavar="CONFIG...", nargs=-1, required=True, type=click.Path(path_type=Path)
+    )
+    return argument(layer_options(function))
+
+
+def layer_options(function: F) -> F:
+    """Add `--set`, `--dataset` and `--output`: parameters overrides, dataset, output."""
+    path = click.Path(path_type=Path)
+    options = (
+        click.option(
+            "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Set one key: train.seed=1."
+        ),
+        click.option(
+            "--dataset", metavar="DIR", type=path, help="Train on this folder instead of `data.sets`."
+        ),
+        click.option(
+            "--output", metavar="DIR", type=path, help="Write the run here instead of `output_dir`."
+        ),
+    )
+    for option in reversed(options):
+        function = option(function)
+    return function
+
+
+def load_config(
+    configs: Sequence[Path],
+    overrides: Sequence[str] = (),
+    dataset: Path | None = None,
+    output: Path | None = None,
+) -> Loaded:
+    """Load the configuration against all known families. Raises ConfigError with every problem."""
+    from trainer import families
+    from trainer.config.load import load
+
+    known = {name: families.get(name) for name in families.names()}
+    return load(
+        configs,
+        overrides=overrides,
+        dataset=dataset,
+        output=output,
+        family_defaults={name: family.defaults for name, family in known.items()},
+        lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
+    )
