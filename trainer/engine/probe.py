@@ -87,7 +87,7 @@ def _death(code: int, stderr: str) -> str:
 
 
 def measure(kernel: str, dtype: str, shape: AttentionShape) -> dict[str, float]:
-    """Median milliseconds of forward plus backward on the GPU and the largest relative error; NaN is infinite.
+    """Median milliseconds of forward plus backward on the GPU and the largest relative error.
 
     Tensors are laid out as diffusers lays them out: (B, tokens, heads, width) contiguous, output flattened.
     """

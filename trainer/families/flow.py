@@ -5,15 +5,16 @@ inside.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from trainer.families.protocol import Draw
+from trainer.families.protocol import Draw, PreviewRequest
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
 
     from trainer.config.schema import FlowSection
 
@@ -96,3 +97,35 @@ def velocity_loss(prediction: torch.Tensor, clean: torch.Tensor, draw: Draw) -> 
     weight = draw.weight.view(-1, *[1] * (clean.ndim - 1))
     error = weight * (prediction.float() - (draw.noise - clean)) ** 2
     return error.flatten(1).mean(1)
+
+
+def run_pipeline(
+    pipeline: Any,
+    inputs: Sequence[Mapping[str, torch.Tensor]],
+    request: PreviewRequest,
+    on_step: Callable[[], None],
+) -> list[Image]:
+    """One image for each of `inputs` (arguments of a diffusers pipeline call), each from its own seeded generator.
+
+    `on_step` runs after every denoising step; what it raises ends the call.
+    """
+    import torch
+
+    def step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
+        on_step()
+        return tensors
+
+    pipeline.set_progress_bar_config(disable=True)
+    images: list[Image] = []
+    for number, arguments in enumerate(inputs):
+        result = pipeline(
+            **arguments,
+            width=request.width,
+            height=request.height,
+            num_inference_steps=request.num_inference_steps,
+            guidance_scale=request.guidance_scale,
+            generator=torch.Generator().manual_seed(request.seed + number),
+            callback_on_step_end=step_end,
+        )
+        images.extend(result.images)
+    return images

@@ -1,4 +1,4 @@
-"""FLUX.1-dev: text to image by guidance-distilled flow matching (12 B transformer, CLIP and T5, 16-channel VAE).
+"""FLUX.1-dev: text to image by guidance-distilled flow matching (12 B transformer, CLIP, T5, 16-channel VAE).
 
 Numerics follow diffusers' `train_dreambooth_lora_flux.py` and `FluxPipeline`; tests hold them together.
 """
@@ -6,7 +6,6 @@ Numerics follow diffusers' `train_dreambooth_lora_flux.py` and `FluxPipeline`; t
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,22 +23,6 @@ if TYPE_CHECKING:
 _BLOCKS = r"(transformer_blocks|single_transformer_blocks)\.\d+"
 _ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 _MLP = r"(ff|ff_context)\.net\.(0\.proj|2)|proj_mlp|proj_out"
-
-
-@dataclass(frozen=True, kw_only=True)
-class TextEncoders:
-    """CLIP for the pooled vector, T5 for the sequence, with their tokenizers, behind the pipeline's own
-    functions.
-    """
-
-    pipeline: Any
-
-
-@dataclass(frozen=True, kw_only=True)
-class ImageEncoder:
-    """The VAE; it also decodes previews."""
-
-    vae: Any
 
 
 class Flux1Dev:
@@ -89,8 +72,8 @@ class Flux1Dev:
 
     def load_encoders(
         self, kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
-    ) -> TextEncoders | ImageEncoder:
-        """CLIP and T5 with their tokenizers, or the VAE."""
+    ) -> Any:
+        """CLIP and T5 behind the pipeline's own prompt encoding, or the VAE."""
         from diffusers import AutoencoderKL, FluxPipeline
         from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
@@ -100,8 +83,8 @@ class Flux1Dev:
             vae = load_component(AutoencoderKL, source, "vae", device=device, dtype=dtype)
             if vae_tiling:
                 vae.enable_tiling()
-            return ImageEncoder(vae=vae)
-        pipeline = FluxPipeline(
+            return vae
+        return FluxPipeline(
             scheduler=None,
             vae=None,
             transformer=None,
@@ -112,10 +95,9 @@ class Flux1Dev:
             tokenizer=CLIPTokenizer.from_pretrained(source.component("tokenizer")),
             tokenizer_2=T5TokenizerFast.from_pretrained(source.component("tokenizer_2")),
         )
-        return TextEncoders(pipeline=pipeline)
 
     def encode_text(
-        self, encoders: TextEncoders, caption: str, *, max_sequence_length: int
+        self, encoders: Any, caption: str, *, max_sequence_length: int
     ) -> dict[str, torch.Tensor]:
         """`prompt_embeds` (L, D) from T5, padded to a constant length, and `pooled_prompt_embeds` (P,) from
         CLIP.
@@ -123,22 +105,21 @@ class Flux1Dev:
         import torch
 
         with torch.no_grad():
-            prompt_embeds, pooled, _ = encoders.pipeline.encode_prompt(
+            prompt_embeds, pooled, _ = encoders.encode_prompt(
                 prompt=caption, prompt_2=None, max_sequence_length=max_sequence_length
             )
         return {"prompt_embeds": prompt_embeds[0].cpu(), "pooled_prompt_embeds": pooled[0].cpu()}
 
-    def encode_pixels(self, encoders: ImageEncoder, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_pixels(self, encoders: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
         """`mean` and `std` (C, h, w) fp32 of the latent distribution, already shifted and scaled for
         training.
         """
         import torch
 
-        vae = encoders.vae
         with torch.no_grad():
-            distribution = vae.encode(pixels[None].to(vae.device, vae.dtype)).latent_dist
-        scale = vae.config.scaling_factor
-        mean = (distribution.mean.float() - vae.config.shift_factor) * scale
+            distribution = encoders.encode(pixels[None].to(encoders.device, encoders.dtype)).latent_dist
+        scale = encoders.config.scaling_factor
+        mean = (distribution.mean.float() - encoders.config.shift_factor) * scale
         return {"mean": mean[0].cpu(), "std": (distribution.std.float() * scale)[0].cpu()}
 
     def batch_key(self, latents: Header, text: Header) -> tuple[Any, ...]:
@@ -216,43 +197,27 @@ class Flux1Dev:
         self,
         model: Any,
         source: ModelSource,
-        encoders: ImageEncoder,
+        encoders: Any,
         prompts: Sequence[Mapping[str, torch.Tensor]],
         request: PreviewRequest,
         on_step: Callable[[], None],
     ) -> list[Image]:
         """One image a prompt through FluxPipeline, whose scheduler is a fresh one: a call rewrites it."""
-        import torch
         from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
-
-        def step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
-            on_step()
-            return tensors
 
         pipeline = FluxPipeline(
             scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(source.component("scheduler")),
-            vae=encoders.vae,
+            vae=encoders,
             transformer=model,
             text_encoder=None,
             text_encoder_2=None,
             tokenizer=None,
             tokenizer_2=None,
         )
-        pipeline.set_progress_bar_config(disable=True)
-        images: list[Image] = []
-        for number, prompt in enumerate(prompts):
-            result = pipeline(
-                prompt_embeds=prompt["prompt_embeds"][None].to(model.device, model.dtype),
-                pooled_prompt_embeds=prompt["pooled_prompt_embeds"][None].to(model.device, model.dtype),
-                width=request.width,
-                height=request.height,
-                num_inference_steps=request.num_inference_steps,
-                guidance_scale=request.guidance_scale,
-                generator=torch.Generator().manual_seed(request.seed + number),
-                callback_on_step_end=step_end,
-            )
-            images.extend(result.images)
-        return images
+        inputs = [
+            {name: value[None].to(model.device, model.dtype) for name, value in p.items()} for p in prompts
+        ]
+        return flow.run_pipeline(pipeline, inputs, request, on_step)
 
     def save_adapter(
         self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str
@@ -280,18 +245,18 @@ class Flux1Dev:
         """
         return f"transformer.{module}"
 
-    def activations(self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool) -> int:
-        """Bytes saved for backward with frozen base weights; factors counted with saved-tensor hooks (see
-        tests).
-        """
+    def activations(
+        self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool, linear_inputs: bool = False
+    ) -> int:
+        """Counted per block with saved-tensor hooks (tests/numerics), in units of tokens x width."""
         width = config["num_attention_heads"] * config["attention_head_dim"]
         tokens = shape.batch_size * (shape.height * shape.width // 256 + shape.text_tokens)
-        unit = tokens * width * shape.bytes_per_value
+        double, single = (20.5, 19.4) if linear_inputs else (15.4, 14.3)
         doubles, singles = config["num_layers"], config["num_single_layers"]
-        per_double, per_single = _DOUBLE_UNITS * unit, _SINGLE_UNITS * unit
-        if checkpointing:
-            return int((doubles + singles) * unit + max(per_double, per_single))
-        return int(doubles * per_double + singles * per_single)
+        units = doubles * double + singles * single
+        if checkpointing:  # each block keeps its input, and one block at a time is recomputed
+            units = doubles + singles + max(double, single)
+        return int(units * tokens * width * shape.bytes_per_value)
 
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """Joint attention over text and image tokens."""
@@ -301,11 +266,6 @@ class Flux1Dev:
             head_width=config["attention_head_dim"],
             tokens=shape.height * shape.width // 256 + shape.text_tokens,
         )
-
-
-# saved values per block in units of (tokens x width); measured by tests/numerics
-_DOUBLE_UNITS = 24.0
-_SINGLE_UNITS = 17.0
 
 
 def _sample_latents(batch: Batch, draw: Draw) -> torch.Tensor:
