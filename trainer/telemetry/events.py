@@ -1,8 +1,8 @@
 """Floor 3: TensorBoard event files without torch or TensorFlow, which can be cut back to a checkpoint.
 
 The records are written here and not through tensorboard's EventFileWriter: that one puts the host name and
-the process id into the file's name and loses its queue when the process is killed. Frame of a record: TFRecord,
-that is `u64 length, u32 crc(length), data, u32 crc(data)`, little endian.
+the process id into the file's name and loses its queue when the process is killed. A frame (TFRecord) is
+`u64 length, u32 crc(length), data, u32 crc(data)`, little endian.
 """
 
 from __future__ import annotations

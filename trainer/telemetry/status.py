@@ -1,6 +1,6 @@
 """Floor 3: the heartbeat of a run, and the one function that judges it. Standard library only.
 
-The training process beats into `status.json`; `trainer health`, /healthz, /readyz and supervisor ask `verdict`.
+The training process beats into `status.json`; `trainer health`, the server and the supervisor ask `verdict`.
 """
 
 from __future__ import annotations

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import math
 import os
 import signal
 import subprocess
@@ -19,7 +20,7 @@ from types import FrameType
 from typing import TextIO
 
 import trainer
-from trainer.errors import ConfigError, ExitCode
+from trainer.errors import ConfigError, ExitCode, NoSpaceError
 from trainer.telemetry import host, server, status, stop
 from trainer.telemetry.metrics import METRICS_FILE
 from trainer.telemetry.status import BUDGET_SECONDS, HUNG_FACTOR, STATUS_FILE, Phase, StatusWriter, Verdict
@@ -30,6 +31,7 @@ _LOCK_FILE = "lock"
 _TICK_SECONDS = 0.1
 _SAME_KEY_SECONDS = 0.5
 _KILL_PATIENCE_SECONDS = 60.0
+_PAUSED_LOOKS = 10
 _INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -119,73 +121,80 @@ class _Watch:
         self._killed: tuple[float, int, str] | None = None
         self._low_samples = 0
         self._was_healthy = True
+        self._awake_since = -math.inf
 
     def verdict(self) -> Verdict:
         """Judge the run now."""
-        current = status.read_status(self._directory)
+        return self._judge(status.read_status(self._directory))
+
+    def _judge(self, current: status.Status | None) -> Verdict:
         return status.verdict(current, time.monotonic(), scale=self._limits.budget_scale)
 
     def metrics_text(self) -> str:
         """What /metrics answers."""
+        current = status.read_status(self._directory)
         return server.metrics_text(
             self._directory,
             version=trainer.__version__,
             child_up=self.child is not None and self.child.returncode is None,
-            verdict=self.verdict(),
-            status=status.read_status(self._directory),
+            verdict=self._judge(current),
+            status=current,
             available=host.available_bytes(self._meminfo),
         )
 
     def run(self, received: list[tuple[float, int]]) -> int:
         """Watch the child to its end; return the exit code. `received` fills with signals and their times."""
-        child = self._process()
-        next_look = 0.0
-        returncode: int | None = None
-        while returncode is None:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                returncode = child.wait(timeout=min(_TICK_SECONDS, self._limits.interval_seconds))
-                break
-            self._answer(received)
-            if time.monotonic() >= next_look:
-                next_look = time.monotonic() + self._limits.interval_seconds
-                self._look()
-            if self._killed is not None and time.monotonic() - self._killed[0] > _KILL_PATIENCE_SECONDS:
-                self._say(
-                    "the training process does not die: it is stuck in the kernel, most often in a driver"
-                )
-                break
+        returncode = self._wait(received)
         self._kill_group()  # workers that outlived it
         code, cause = self._outcome(returncode)
         if cause:
             self._say(cause)
-        status.write_end(self._directory, exit_code=code, cause=cause)
+        with contextlib.suppress(NoSpaceError):  # the exit code is worth more than its note
+            status.write_end(self._directory, exit_code=code, cause=cause)
         return code
+
+    def _wait(self, received: list[tuple[float, int]]) -> int | None:
+        """Watch until the child has ended; None when it does not even die."""
+        child = self._process()
+        next_look = time.monotonic()
+        while True:
+            try:
+                return child.wait(timeout=min(_TICK_SECONDS, self._limits.interval_seconds))
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            self._answer(received)
+            if now >= next_look:
+                if now - next_look > _PAUSED_LOOKS * self._limits.interval_seconds:
+                    self._awake_since = now
+                next_look = now + self._limits.interval_seconds
+                self._look(now)
+            if self._killed is not None and now - self._killed[0] > _KILL_PATIENCE_SECONDS:
+                self._say("the training process does not die: it is stuck in the kernel, mostly in a driver")
+                return None
 
     def _answer(self, received: list[tuple[float, int]]) -> None:
         """React to the signals that arrived: the first asks, a second SIGINT kills."""
         while received:
             at, signum = received.pop(0)
             if self._asked is None:
-                self._ask(
-                    stop.ASK_SIGNAL,
-                    ExitCode.STOPPED,
-                    f"{signal.Signals(signum).name}: the run saves and ends",
-                )
+                why = f"{signal.Signals(signum).name}: the run saves and ends"
+                self._ask(stop.ASK_SIGNAL, ExitCode.STOPPED, why)
             # A wrapper (make, a shell script) may pass on the key press that the terminal sent us as well.
             elif signum == signal.SIGINT and at - self._asked[0] > _SAME_KEY_SECONDS:
                 self._kill(_INTERRUPTED, "killed on the second Ctrl-C; the newest checkpoint can be resumed")
 
-    def _look(self) -> None:
+    def _look(self, now: float) -> None:
         """Look at the heartbeat, at the time since the child was asked to end, and at the memory."""
         judged = self.verdict()
         if judged.healthy != self._was_healthy:
             self._was_healthy = judged.healthy
             kill_at = "" if judged.budget is None else f"; killed at {HUNG_FACTOR * judged.budget:.1f} s"
             self._say("healthy again" if judged.healthy else f"unhealthy: {judged.reason}{kill_at}")
-        if judged.hung:
+        # After a pause of the whole machine or container the child gets a budget's time to beat again.
+        if judged.hung and judged.budget is not None and now - self._awake_since > judged.budget:
             self._kill(ExitCode.HUNG, f"killed as hung: {judged.reason}")
         grace = BUDGET_SECONDS[Phase.SAVE] * self._limits.budget_scale
-        if self._asked is not None and time.monotonic() - self._asked[0] > grace:
+        if self._asked is not None and now - self._asked[0] > grace:
             self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
         if self._unified_memory:
             self._look_at_memory()
@@ -198,9 +207,8 @@ class _Watch:
         left = f"{available / GIB:.1f} GiB of host memory are left"
         if available < limits.hard_floor_bytes:
             floor = f"{limits.hard_floor_bytes / GIB:.1f} GiB"
-            self._kill(
-                ExitCode.OUT_OF_MEMORY, f"killed before the host locks up: {left}, the hard floor is {floor}"
-            )
+            why = f"killed before the host locks up: {left}, the hard floor is {floor}"
+            self._kill(ExitCode.OUT_OF_MEMORY, why)
         self._low_samples = self._low_samples + 1 if available < limits.soft_floor_bytes else 0
         if self._low_samples >= limits.soft_samples:
             floor = f"{limits.soft_floor_bytes / GIB:.1f} GiB"
@@ -224,19 +232,18 @@ class _Watch:
 
     def _outcome(self, returncode: int | None) -> tuple[int, str]:
         """Exit code to pass on, and the cause when the child has not told it itself."""
-        if self._killed is not None:
+        if self._killed is not None and returncode in (None, -signal.SIGKILL):
             return self._killed[1], self._killed[2]
         assert returncode is not None, "only a kill is not waited for to the end"
         oom_kills = host.oom_kills(self._memory_events) - self._oom_kills_before
-        if returncode >= 0:
-            if returncode in set(ExitCode):
-                return returncode, ""
+        if returncode in set(ExitCode):
+            return returncode, ""
+        if returncode > 0:
             hint = f"; {oom_kills} processes of its group were OOM-killed meanwhile" if oom_kills > 0 else ""
             return returncode, f"unexpected exit code {returncode}{hint}"
         if self._asked is not None and -returncode == self._asked[1]:
-            return self._asked[
-                2
-            ], "it ended before it could handle the request, so before there was anything to save"
+            why = "it ended before it could handle the request, so before there was anything to save"
+            return self._asked[2], why
         return host.explain_death(-returncode, oom_kills_since_start=oom_kills)
 
     def _process(self) -> subprocess.Popen[bytes]:
@@ -244,7 +251,8 @@ class _Watch:
         return self.child
 
     def _say(self, text: str) -> None:
-        print(f"supervisor: {text}", file=self._console, flush=True)
+        with contextlib.suppress(OSError):  # a closed terminal or pipe must not end the run
+            print(f"supervisor: {text}", file=self._console, flush=True)
 
 
 @contextlib.contextmanager
@@ -252,14 +260,15 @@ def _locked(runtime_dir: Path) -> Iterator[int]:
     """Keep two runs out of one runtime folder; gives the lock's descriptor. Raises ConfigError."""
     descriptor = os.open(runtime_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise ConfigError(
+                f"{runtime_dir} is used by another run, which may still be saving",
+                where=RUNTIME_DIR_VARIABLE,
+                remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
+            ) from error
         yield descriptor
-    except BlockingIOError as error:
-        raise ConfigError(
-            f"{runtime_dir} is used by another run, which may still be saving",
-            where=RUNTIME_DIR_VARIABLE,
-            remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
-        ) from error
     finally:
         os.close(descriptor)
 

@@ -1,0 +1,185 @@
+"""A supervisor in a process of its own over a child that beats: the real thing, without training."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import pytest
+
+from trainer.telemetry.status import Phase, Status, read_status
+
+PATIENCE_SECONDS = 30.0
+T = TypeVar("T")
+
+PARENT = """
+import json, os, sys
+from pathlib import Path
+from trainer.errors import TrainerError
+from trainer.telemetry.supervisor import Limits, supervise
+
+asked = json.loads(sys.argv[1])
+paths = {name: Path(asked[name]) for name in ("runtime_dir", "meminfo_path", "memory_events_path")}
+try:
+    code = supervise(
+        [sys.executable, "-c", asked["child"]],
+        environment=dict(os.environ),
+        port=asked["port"],
+        unified_memory=asked["unified_memory"],
+        limits=Limits(**asked["limits"]),
+        **paths,
+    )
+except TrainerError as error:
+    print(error, file=sys.stderr)
+    code = error.exit_code
+assert "torch" not in sys.modules
+sys.exit(code)
+"""
+
+CHILD = """
+import os, sys, time
+from pathlib import Path
+from trainer.telemetry.metrics import RunMetrics
+from trainer.telemetry.status import Phase, StatusWriter
+from trainer.telemetry.stop import StopFlag, die_with_parent
+
+flag = StopFlag()
+flag.install()
+die_with_parent()
+folder = Path(os.environ["TRAINER_RUNTIME_DIR"])
+writer = StatusWriter(folder, interval_seconds=0.02)
+metrics = RunMetrics(folder)
+metrics.phase(Phase.TRAIN)
+metrics.write()
+for step in range(100000):
+    writer.beat(Phase.TRAIN, step=step, total=100000, item_done=True)
+    if flag.requested is not None:
+        (folder / "saved").write_text(flag.requested.name)
+        sys.exit(flag.requested)
+    time.sleep(0.02)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """A running supervisor."""
+
+    process: subprocess.Popen[str]
+    directory: Path
+    port: int
+    meminfo: Path
+    memory_events: Path
+
+    def status(self) -> Status | None:
+        return read_status(self.directory)
+
+    def child(self) -> int:
+        """The pid of the child once it trains."""
+
+        def training() -> int | None:
+            status = self.status()
+            return status.pid if status is not None and status.phase is Phase.TRAIN else None
+
+        return wait_for(training)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body of an HTTP answer."""
+        with contextlib.suppress(ConnectionError):
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=5) as answer:
+                    return answer.status, answer.read().decode()
+            except urllib.error.HTTPError as error:
+                return error.code, error.read().decode()
+        raise AssertionError("the server did not answer")
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and stderr of the supervisor."""
+        _, errors = self.process.communicate(timeout=PATIENCE_SECONDS)
+        return self.process.returncode, errors
+
+
+def wait_for(look: Callable[[], T | None]) -> T:
+    """The first answer of `look` that is not None."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while time.monotonic() < end:
+        answer = look()
+        if answer is not None:
+            return answer
+        time.sleep(0.02)
+    raise AssertionError("waited in vain")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def write_meminfo(path: Path, gib: float) -> None:
+    partial = path.with_suffix(".new")
+    partial.write_text(f"MemTotal: 127000000 kB\nMemFree: 1 kB\nMemAvailable:   {int(gib * 1024**2)} kB\n")
+    partial.replace(path)
+
+
+Start = Callable[..., Run]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Start]:
+    """Start supervisors; whatever is left of them is killed at the end."""
+    runs: list[Run] = []
+
+    def starter(
+        *,
+        child: str = CHILD,
+        directory: Path = tmp_path / "runtime",
+        port: int | None = None,
+        unified_memory: bool = False,
+        budget_scale: float = 1.0,
+    ) -> Run:
+        meminfo, events = tmp_path / "meminfo", tmp_path / "memory.events"
+        if not meminfo.exists():
+            write_meminfo(meminfo, 64)
+            events.write_text("low 0\noom 3\noom_kill 3\n")
+        port = free_port() if port is None else port
+        asked = {
+            "child": child,
+            "runtime_dir": str(directory),
+            "meminfo_path": str(meminfo),
+            "memory_events_path": str(events),
+            "port": port,
+            "unified_memory": unified_memory,
+            "limits": {"interval_seconds": 0.05, "budget_scale": budget_scale},
+        }
+        process = subprocess.Popen(
+            [sys.executable, "-c", PARENT, json.dumps(asked)], stderr=subprocess.PIPE, text=True
+        )
+        run = Run(process=process, directory=directory, port=port, meminfo=meminfo, memory_events=events)
+        runs.append(run)
+        return run
+
+    yield starter
+    for run in runs:
+        run.process.terminate()
+        status = run.status()
+        try:
+            run.process.communicate(timeout=5)
+        except subprocess.TimeoutExpired:
+            run.process.kill()
+        if status is not None and status.pid != run.process.pid and status.exit_code is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(status.pid, signal.SIGKILL)
+        run.process.communicate()

@@ -1,0 +1,119 @@
+"""TensorBoard files as TensorBoard reads them, and their cut-back."""
+
+from __future__ import annotations
+
+import io
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from PIL import Image
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+from trainer.telemetry.events import EventLog
+
+from .test_records import record
+
+
+def png(side: int) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (side, 2 * side), (200, 10, side)).save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def written(directory: Path, steps: range) -> EventLog:
+    log = EventLog(directory)
+    for step in steps:
+        log.scalars(record(step, loss=step / 8))
+        log.image("samples", png(step + 1), step=step)
+    return log
+
+
+def read(directory: Path) -> tuple[list[tuple[int, float]], list[int]]:
+    """(step, loss) of every loss and the steps of the pictures, as TensorBoard's loader finds them."""
+    losses: list[tuple[int, float]] = []
+    pictures: list[int] = []
+    for path in sorted(directory.glob("*tfevents*")):
+        for event in EventFileLoader(str(path)).Load():
+            for value in event.summary.value:
+                if value.tag == "train/loss":
+                    losses.append((event.step, value.tensor.float_val[0]))
+                elif value.tag == "samples":
+                    pictures.append(event.step)
+    return losses, pictures
+
+
+def test_tensorboard_reads_scalars_and_pictures(tmp_path: Path) -> None:
+    log = written(tmp_path, range(3))
+    log.scalars(record(3, validation_loss=0.5))
+    log.flush_and_sync()
+    log.close()
+    accumulator = EventAccumulator(str(tmp_path))
+    accumulator.Reload()
+    assert [(event.step, event.value) for event in accumulator.Scalars("validation/loss")] == [(3, 0.5)]
+    assert accumulator.Scalars("train/learning_rate")[0].value == pytest.approx(1e-4)
+    pictures = [
+        (image.width, image.height, image.encoded_image_string) for image in accumulator.Images("samples")
+    ]
+    assert pictures == [(1, 2, png(1)), (2, 4, png(2)), (3, 6, png(3))]
+    assert read(tmp_path)[0] == [(0, 0.0), (1, 0.125), (2, 0.25), (3, 0.5)]
+
+
+def test_later_steps_are_cut_and_the_next_session_follows_them(tmp_path: Path) -> None:
+    written(tmp_path, range(1, 9)).close()
+    log = EventLog(tmp_path)
+    log.truncate_after(5)
+    assert read(tmp_path) == ([(step, step / 8) for step in range(1, 6)], [1, 2, 3, 4, 5])
+    log.scalars(record(6, loss=100.0))
+    log.close()
+    names = [path.name for path in sorted(tmp_path.iterdir())]
+    assert names == ["events.out.tfevents.0000000002.trainer", "events.out.tfevents.0000000003.trainer"]
+    assert read(tmp_path)[0][-2:] == [(5, 0.625), (6, 100.0)]
+    log.truncate_after(5)  # a second kill and resume
+    assert [step for step, _ in read(tmp_path)[0]] == [1, 2, 3, 4, 5]
+
+
+@pytest.mark.parametrize("torn_bytes", [1, 3, 100])
+def test_a_record_cut_short_by_a_crash_is_dropped(tmp_path: Path, torn_bytes: int) -> None:
+    written(tmp_path, range(4)).close()
+    [path] = tmp_path.iterdir()
+    path.write_bytes(path.read_bytes()[:-torn_bytes])
+    EventLog(tmp_path).truncate_after(99)
+    losses, pictures = read(tmp_path)
+    assert [step for step, _ in losses] == [0, 1, 2, 3]
+    assert pictures == [0, 1, 2]
+
+
+def test_a_cut_that_a_crash_interrupted_is_completed(tmp_path: Path) -> None:
+    written(tmp_path, range(4)).close()
+    [old] = tmp_path.iterdir()
+    content = old.read_bytes()
+    EventLog(tmp_path).truncate_after(2)
+    old.write_bytes(content)  # as if the crash came before the old file was removed
+    (tmp_path / ".events.out.tfevents.0000000003.trainer.7.7.tmp").write_bytes(content[:50])
+    EventLog(tmp_path).truncate_after(2)
+    assert len(list(tmp_path.iterdir())) == 1
+    assert read(tmp_path) == ([(0, 0.0), (1, 0.125), (2, 0.25)], [0, 1, 2])
+
+
+def test_nothing_to_cut(tmp_path: Path) -> None:
+    EventLog(tmp_path / "new").truncate_after(3)
+    assert list((tmp_path / "new").iterdir()) == []
+
+
+def test_neither_torch_nor_tensorflow_is_imported(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from pathlib import Path
+from trainer.telemetry.events import EventLog
+from trainer.telemetry.records import StepRecord
+assert "tensorboard" not in sys.modules
+log = EventLog(Path({str(tmp_path)!r}))
+log.scalars(StepRecord(
+    step=1, loss=1.0, learning_rate=1.0, grad_norm=1.0, seconds_per_step=1.0, samples_per_second=1.0))
+log.truncate_after(1)
+assert "torch" not in sys.modules and "tensorflow" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

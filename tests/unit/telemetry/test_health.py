@@ -1,0 +1,80 @@
+"""`trainer health` says what /healthz says."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from trainer.telemetry.status import Phase, StatusWriter, write_end
+
+from .conftest import Start
+
+COMMAND = "from trainer.cli.health import health; health()"
+
+
+def health(directory: Path) -> tuple[int, str]:
+    """Exit code and text of the command; the folder comes from the environment, as in a container."""
+    environment = {**os.environ, "TRAINER_RUNTIME_DIR": str(directory)}
+    done = subprocess.run(
+        [sys.executable, "-c", COMMAND], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.stderr == ""
+    return done.returncode, done.stdout
+
+
+def test_no_run_a_live_one_and_a_finished_one(tmp_path: Path) -> None:
+    assert health(tmp_path) == (
+        1,
+        "unhealthy: no run: no status has been written since this machine started\n",
+    )
+    StatusWriter(tmp_path).beat(Phase.CACHE, step=2, total=9)
+    code, text = health(tmp_path)
+    assert code == 0
+    assert text.startswith("healthy: phase cache 2/9, last heartbeat ")
+    write_end(tmp_path, exit_code=0, cause="")
+    assert health(tmp_path) == (0, "healthy: finished\n")
+    (tmp_path / "status.json").write_text('{"phase": "tra')
+    assert health(tmp_path)[0] == 1
+
+
+def test_the_option_goes_before_the_environment(tmp_path: Path) -> None:
+    StatusWriter(tmp_path).beat(Phase.LOAD)
+    command = [sys.executable, "-c", COMMAND, "--runtime-dir", str(tmp_path)]
+    environment = {**os.environ, "TRAINER_RUNTIME_DIR": str(tmp_path / "other")}
+    assert subprocess.run(command, env=environment, check=False, capture_output=True).returncode == 0
+
+
+def test_command_and_server_give_one_verdict(start: Start) -> None:
+    run = start()
+    child = run.child()
+    assert (run.get("/healthz")[0], health(run.directory)[0]) == (200, 0)
+    os.kill(child, signal.SIGSTOP)
+    time.sleep(0.1)
+    path = run.directory / "status.json"
+    status = json.loads(path.read_text())
+    path.write_text(json.dumps({**status, "beat": status["beat"] - 400}))
+    code, reason = run.get("/healthz")
+    exit_code, text = health(run.directory)
+    assert (code, exit_code) == (503, 1)
+    assert reason.startswith("no heartbeat for 40")
+    assert text.startswith("unhealthy: no heartbeat for 40")
+    os.kill(child, signal.SIGCONT)
+
+
+def test_the_command_imports_nothing_heavy() -> None:
+    script = f"""
+import sys
+sys.argv = ["health", "--runtime-dir", "/nonexistent"]
+try:
+    {COMMAND}
+except SystemExit as end:
+    assert end.code == 1
+heavy = {{"torch", "numpy", "pydantic", "rich", "prometheus_client", "yaml"}} & set(sys.modules)
+assert not heavy, heavy
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)

@@ -1,0 +1,77 @@
+"""Log lines for people and for machines."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trainer.telemetry import log
+
+from .test_records import record
+
+
+@pytest.fixture(autouse=True)
+def restored() -> Iterator[None]:
+    logger = logging.getLogger("trainer")
+    before = (list(logger.handlers), logger.level, logger.propagate)
+    yield
+    for handler in logger.handlers:
+        handler.close()
+    logger.handlers, logger.level, logger.propagate = before
+
+
+def test_people_get_short_lines_and_machines_get_fields(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup(None)
+    log.get("engine").info("before the run folder")
+    log.setup(tmp_path)
+    log.get("engine").info("step %d", 3, extra={"fields": {"step": 3}})
+    log.get("data").warning("odd")
+    log.get("data").debug("hidden")
+    lines = capsys.readouterr().err.splitlines()
+    assert [line.split(" ", 1)[1] for line in lines] == ["before the run folder", "step 3", "warning: odd"]
+    first, second = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert (first["logger"], first["level"], first["message"], first["step"]) == (
+        "trainer.engine",
+        "info",
+        "step 3",
+        3,
+    )
+    assert first["time"].endswith("+00:00")
+    assert second["level"] == "warning"
+
+
+def test_a_traceback_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    log.setup(tmp_path)
+    try:
+        raise ValueError("boom")
+    except ValueError:
+        log.get("engine").exception("failed")
+    assert "ValueError: boom" in json.loads((tmp_path / "log.jsonl").read_text())["traceback"]
+    assert "error: failed" in capsys.readouterr().err
+
+
+def test_a_resumed_run_appends_after_the_last_whole_line(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text('{"message": "first"}\n{"message": "to')
+    log.setup(tmp_path)
+    log.get("engine").info("second")
+    assert [json.loads(line)["message"] for line in path.read_text().splitlines()] == ["first", "second"]
+
+
+def test_the_line_of_a_log_step() -> None:
+    row = dataclasses.replace(
+        record(120, loss=0.41234), device_memory_peak_bytes=3 * 2**30, validation_loss=0.5
+    )
+    assert log.step_line(row, total=1500) == (
+        "step  120/1500  loss 0.4123  lr 1.00e-04  grad 2.000  0.250 s/step  4.00 samples/s  "
+        "peak 3.0 GiB  validation 0.5000"
+    )
+    cpu = dataclasses.replace(record(1), device_memory_peak_bytes=0)
+    assert "peak" not in log.step_line(cpu, total=5)

@@ -1,0 +1,87 @@
+"""The table of metrics, and what the training process publishes."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trainer.telemetry.metrics import METRICS, RunMetrics, build_registry, metrics_markdown
+from trainer.telemetry.server import metrics_text
+from trainer.telemetry.status import Phase, verdict
+
+from .test_records import record
+
+
+def full_text(directory: Path) -> str:
+    metrics = RunMetrics(directory)
+    metrics.build_info(version="0.1.0", torch="2.13.0", family="flux1_dev", method="lora")
+    metrics.plan_info({"attention": "old"})
+    metrics.plan_info({"attention": "flash", "weights": 'int8 "quoted"\nline'})
+    metrics.phase(Phase.CACHE)
+    metrics.phase(Phase.TRAIN)
+    metrics.cache_entries(reused=7, encoded=3)
+    metrics.step(record(10, validation_loss=0.75), planned_steps=100, steps=10, samples=40)
+    metrics.step(record(20, loss=0.25), planned_steps=100, steps=10, samples=40)
+    metrics.checkpoint(20)
+    metrics.write()
+    return metrics_text(
+        directory, version="0.1.0", child_up=True, verdict=verdict(None, 0.0), status=None, available=5
+    )
+
+
+def test_every_metric_of_the_table_is_served_with_its_value(tmp_path: Path) -> None:
+    families = list(text_string_to_metric_families(full_text(tmp_path)))
+    served = {(family.name.removesuffix("_total"), family.type) for family in families}
+    assert served == {(metric.name.removesuffix("_total"), metric.kind) for metric in METRICS}
+    values = {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in families
+        for sample in family.samples
+    }
+    assert values["trainer_step",] == 20
+    assert values["trainer_loss",] == 0.25
+    assert values["trainer_validation_loss",] == 0.75
+    assert values["trainer_samples_total",] == 80
+    assert values["trainer_step_seconds_count",] == 20
+    assert values["trainer_step_seconds_sum",] == pytest.approx(5.0)
+    assert values["trainer_checkpoint_step",] == 20
+    assert values["trainer_cache_entries_total", ("origin", "reused")] == 7
+    assert values["trainer_phase", ("phase", "train")] == 1
+    assert sum(value for key, value in values.items() if key[0] == "trainer_phase") == 1
+    assert ("trainer_plan_info", ("feature", "attention"), ("value", "old")) not in values
+    assert values["trainer_plan_info", ("feature", "attention"), ("value", "flash")] == 1
+    assert values["trainer_host_memory_available_bytes",] == 5
+
+
+def test_promtool_accepts_the_text(tmp_path: Path) -> None:
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed (Debian, Ubuntu: apt-get install prometheus)")
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=full_text(tmp_path), capture_output=True, text=True, check=False
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, "", "")
+
+
+def test_nothing_is_published_before_write(tmp_path: Path) -> None:
+    RunMetrics(tmp_path).checkpoint(5)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_names_follow_the_conventions() -> None:
+    assert len({metric.name for metric in METRICS}) == len(METRICS)
+    for metric in METRICS:
+        assert metric.name.startswith("trainer_")
+        assert metric.name.endswith("_total") == (metric.kind == "counter")
+        assert metric.help.endswith(".")
+    names = {writer: set(build_registry(writer).gauges) for writer in ("run", "supervisor")}
+    assert not names["run"] & names["supervisor"]
+
+
+def test_the_documentation_lists_every_metric() -> None:
+    text = metrics_markdown()
+    assert all(f"| `{metric.name}` | {metric.kind} |" in text for metric in METRICS)

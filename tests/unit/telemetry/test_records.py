@@ -1,0 +1,95 @@
+"""metrics.jsonl and its cut-back."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from trainer.telemetry.records import MetricsLog, StepRecord, cut_torn_line, read_metrics
+
+
+def record(step: int, *, loss: float = 0.5, validation_loss: float | None = None) -> StepRecord:
+    return StepRecord(
+        step=step,
+        loss=loss,
+        learning_rate=1e-4,
+        grad_norm=2.0,
+        seconds_per_step=0.25,
+        samples_per_second=4.0,
+        device_memory_peak_bytes=123,
+        validation_loss=validation_loss,
+    )
+
+
+def steps(path: Path) -> list[int]:
+    return [row["step"] for row in read_metrics(path)]
+
+
+def test_a_line_per_record_is_readable_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.append(record(10))
+    log.append(record(20, loss=float("nan"), validation_loss=0.75))
+    first, second = [json.loads(line) for line in path.read_text().splitlines()]
+    assert (first["step"], first["loss"], first["device_memory_peak_bytes"]) == (10, 0.5, 123)
+    assert "validation_loss" not in first
+    assert (second["loss"], second["validation_loss"]) == (None, 0.75)
+    log.close()
+
+
+def test_a_torn_last_line_is_dropped_on_reopening(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.append(record(1))
+    log.close()
+    with path.open("a") as file:
+        file.write('{"step": 2, "lo')
+    assert steps(path) == [1]
+    log = MetricsLog(path)
+    log.append(record(2))
+    log.flush_and_sync()
+    log.close()
+    assert steps(path) == [1, 2]
+
+
+def test_truncation_drops_later_steps_and_the_log_goes_on(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    for step in range(1, 8):
+        log.append(record(step))
+    log.truncate_after(5)
+    assert steps(path) == [1, 2, 3, 4, 5]
+    log.append(record(6, loss=0.25))
+    log.close()
+    assert steps(path) == [1, 2, 3, 4, 5, 6]
+    assert read_metrics(path)[-1]["loss"] == 0.25
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_truncation_to_nothing(tmp_path: Path) -> None:
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append(record(1))
+    log.truncate_after(0)
+    log.close()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+    assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (b"", b""),
+        (b"torn", b""),
+        (b"whole\n", b"whole\n"),
+        (b"whole\ntorn", b"whole\n"),
+        (b"w\n" + b"t" * 200_000, b"w\n"),
+        (b"t" * 200_000, b""),
+    ],
+)
+def test_only_what_follows_the_last_newline_is_cut(tmp_path: Path, before: bytes, after: bytes) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(before)
+    cut_torn_line(path)
+    assert path.read_bytes() == after

@@ -1,0 +1,48 @@
+"""The stop flag of the training process."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+
+import pytest
+
+from trainer.errors import ExitCode, OutOfMemoryError, StoppedError
+from trainer.telemetry.stop import ASK_SIGNAL, MEMORY_SIGNAL, StopFlag
+
+
+@pytest.fixture
+def flag() -> Iterator[StopFlag]:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    flag = StopFlag()
+    flag.install()
+    yield flag
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+def test_nothing_is_requested_without_a_signal(flag: StopFlag) -> None:
+    assert flag.requested is None
+    flag.raise_if_requested()
+
+
+@pytest.mark.parametrize("signum", [ASK_SIGNAL, signal.SIGINT])
+def test_a_stop_signal_asks_for_75(flag: StopFlag, signum: signal.Signals) -> None:
+    os.kill(os.getpid(), signum)
+    assert flag.requested is ExitCode.STOPPED
+    with pytest.raises(StoppedError, match=signum.name):
+        flag.raise_if_requested()
+
+
+def test_the_memory_signal_asks_for_71(flag: StopFlag) -> None:
+    os.kill(os.getpid(), MEMORY_SIGNAL)
+    assert flag.requested is ExitCode.OUT_OF_MEMORY
+    with pytest.raises(OutOfMemoryError, match="soft floor"):
+        flag.raise_if_requested()
+
+
+def test_only_the_first_signal_counts(flag: StopFlag) -> None:
+    for signum in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT, signal.SIGINT):
+        os.kill(os.getpid(), signum)
+    assert flag.requested is ExitCode.STOPPED

@@ -1,0 +1,273 @@
+"""The parent process: signals, hangs, deaths, memory floors, two runs at once."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from trainer.errors import ExitCode
+from trainer.telemetry import host
+from trainer.telemetry.status import Phase
+
+from .conftest import CHILD, Run, Start, free_port, wait_for, write_meminfo
+
+FAST = 0.005  # budgets: train 1.5 s, load and save 9 s
+
+
+def healthz_is(run: Run, code: int) -> Callable[[], str | None]:
+    def look() -> str | None:
+        got, body = run.get("/healthz")
+        return body if got == code else None
+
+    return look
+
+
+def samples(text: str) -> dict[str, float]:
+    families = text_string_to_metric_families(text)
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+def test_a_stopped_child_is_unhealthy_then_killed_as_hung(start: Start) -> None:
+    run = start(budget_scale=FAST)
+    os.kill(run.child(), signal.SIGSTOP)
+    assert "no heartbeat for" in wait_for(healthz_is(run, 503))
+    code, body = run.get("/metrics")  # still answered, with the child's last words
+    assert code == 200
+    assert samples(body)["trainer_healthy"] == 0
+    assert samples(body)["trainer_child_up"] == 1
+    assert 'trainer_phase{phase="train"} 1.0' in body
+    assert run.get("/readyz")[0] == 503
+    code, errors = run.end()
+    assert code == ExitCode.HUNG
+    assert "supervisor: killed as hung: no heartbeat for" in errors
+    assert "in phase train" in errors
+
+
+def test_a_pause_of_everything_is_no_hang(start: Start) -> None:
+    run = start(budget_scale=FAST)
+    child = run.child()
+    os.kill(child, signal.SIGSTOP)
+    run.process.send_signal(signal.SIGSTOP)
+    time.sleep(3.5)  # more than two budgets
+    run.process.send_signal(signal.SIGCONT)
+    time.sleep(0.5)  # the supervisor wakes first
+    os.kill(child, signal.SIGCONT)
+    wait_for(healthz_is(run, 200))
+    run.process.terminate()
+    assert run.end()[0] == ExitCode.STOPPED
+
+
+def test_a_child_that_never_beats_is_found_out(start: Start) -> None:
+    run = start(child="import time; time.sleep(60)", budget_scale=0.0001)
+    code, errors = run.end()
+    assert code == ExitCode.HUNG
+    assert "in phase load" in errors
+
+
+def test_kill_9_is_reported_with_its_cause(start: Start) -> None:
+    run = start()
+    os.kill(run.child(), signal.SIGKILL)
+    code, errors = run.end()
+    assert code == 128 + signal.SIGKILL
+    assert "SIGKILL: killed from outside" in errors
+    assert "counts no oom_kill" in errors
+    status = run.status()
+    assert status is not None
+    assert (status.exit_code, status.phase) == (137, Phase.TRAIN)
+    assert "SIGKILL" in status.cause
+
+
+def test_an_oom_kill_is_told_from_other_kills(start: Start) -> None:
+    run = start()
+    child = run.child()
+    run.memory_events.write_text("low 0\noom 4\noom_kill 4\n")
+    os.kill(child, signal.SIGKILL)
+    code, errors = run.end()
+    assert code == ExitCode.OUT_OF_MEMORY
+    assert "memory.events counts 1 oom_kill" in errors
+
+
+def test_a_native_crash_is_explained(start: Start) -> None:
+    code, errors = start(child="import os; os.abort()").end()
+    assert code == 128 + signal.SIGABRT
+    assert "SIGABRT: aborted by native code" in errors
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_request_reaches_the_child_and_75_is_passed_on(start: Start, signum: signal.Signals) -> None:
+    run = start()
+    run.child()
+    run.process.send_signal(signum)
+    code, errors = run.end()
+    assert code == ExitCode.STOPPED
+    assert (run.directory / "saved").read_text() == "STOPPED"
+    assert f"{signum.name}: the run saves and ends" in errors
+
+
+def test_a_stop_request_before_the_child_can_handle_it_gives_75(start: Start) -> None:
+    marker = "import os, pathlib, time; pathlib.Path(os.environ['TRAINER_RUNTIME_DIR'], 'up').touch(); "
+    run = start(child=marker + "time.sleep(60)")
+    wait_for(lambda: (run.directory / "up").exists() or None)
+    run.process.terminate()
+    assert run.end()[0] == ExitCode.STOPPED
+
+
+def test_a_second_interrupt_kills(start: Start) -> None:
+    run = start(child=CHILD.replace("flag.requested is not None", "False"))
+    child = run.child()
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.7)  # two in the same half second are one key press
+    assert run.process.poll() is None
+    run.process.send_signal(signal.SIGINT)
+    code, errors = run.end()
+    assert code == 130
+    assert "second Ctrl-C" in errors
+    assert not Path(f"/proc/{child}").exists()
+
+
+def test_a_second_sigterm_does_not_kill(start: Start) -> None:
+    slow = CHILD.replace('(folder / "saved")', 'time.sleep(1.5); (folder / "saved")')
+    run = start(child=slow)
+    run.child()
+    run.process.terminate()
+    time.sleep(0.7)
+    run.process.terminate()
+    assert run.end()[0] == ExitCode.STOPPED
+    assert (run.directory / "saved").exists()
+
+
+def test_a_child_that_ignores_the_request_is_killed_after_the_save_budget(start: Start) -> None:
+    run = start(child=CHILD.replace("flag.requested is not None", "False"), budget_scale=0.0005)
+    run.child()
+    run.process.terminate()
+    code, errors = run.end()
+    assert code == ExitCode.HUNG
+    assert "did not end within 0.9 s" in errors
+
+
+def test_below_the_soft_floor_the_child_saves_and_ends_with_71(start: Start) -> None:
+    run = start(unified_memory=True)
+    run.child()
+    write_meminfo(run.meminfo, 9.5)
+    code, errors = run.end()
+    assert code == ExitCode.OUT_OF_MEMORY
+    assert (run.directory / "saved").read_text() == "OUT_OF_MEMORY"
+    assert "9.5 GiB of host memory are left, the soft floor is 10.0 GiB" in errors
+
+
+def test_below_the_hard_floor_the_child_is_killed_with_71(start: Start) -> None:
+    run = start(unified_memory=True)
+    run.child()
+    write_meminfo(run.meminfo, 5.5)
+    code, errors = run.end()
+    assert code == ExitCode.OUT_OF_MEMORY
+    assert not (run.directory / "saved").exists()
+    assert "the hard floor is 6.0 GiB" in errors
+
+
+def test_memory_floors_are_for_unified_memory_only(start: Start) -> None:
+    run = start(unified_memory=False)
+    run.child()
+    write_meminfo(run.meminfo, 1)
+    time.sleep(0.5)
+    assert run.process.poll() is None
+    assert samples(run.get("/metrics")[1])["trainer_host_memory_available_bytes"] == 1024**3
+
+
+def test_a_running_child_is_healthy_and_ready(start: Start) -> None:
+    run = start()
+    run.child()
+    code, body = run.get("/healthz")
+    assert (code, body.split(",")[0].rsplit(" ", 1)[0]) == (200, "phase train")
+    assert run.get("/readyz")[0] == 200
+    values = samples(run.get("/metrics")[1])
+    assert (values["trainer_healthy"], values["trainer_child_up"]) == (1, 1)
+    assert abs(values["trainer_heartbeat_timestamp_seconds"] - time.time()) < 30
+    assert run.get("/")[0] == 404
+
+
+def test_exit_codes_are_passed_on(start: Start, tmp_path: Path) -> None:
+    finished = start(child="")
+    assert finished.end() == (0, "")
+    status = finished.status()
+    assert status is not None
+    assert status.phase is Phase.DONE
+    assert start(child="raise SystemExit(65)").end() == (65, "")
+    code, errors = start(child="raise RuntimeError('boom')").end()
+    assert code == 1
+    assert "unexpected exit code 1" in errors
+
+
+def test_two_runs_need_two_folders_and_two_ports(start: Start, tmp_path: Path) -> None:
+    first = start()
+    first.child()
+    code, errors = start(port=free_port()).end()
+    assert code == ExitCode.BAD_CONFIG
+    assert "TRAINER_RUNTIME_DIR" in errors
+    code, errors = start(directory=tmp_path / "other", port=first.port).end()
+    assert code == ExitCode.BAD_CONFIG
+    assert "TRAINER_METRICS_PORT" in errors
+    assert f"port {first.port} is in use" in errors
+    assert first.get("/healthz")[0] == 200  # the first run did not notice
+
+
+def test_a_child_whose_parent_was_killed_saves_and_ends(start: Start) -> None:
+    run = start()
+    child = run.child()
+    run.process.kill()
+    wait_for(lambda: (run.directory / "saved").exists() or None)
+    wait_for(lambda: None if _alive(child) else True)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_the_last_run_s_status_and_metrics_do_not_count(start: Start, tmp_path: Path) -> None:
+    directory = tmp_path / "runtime"
+    directory.mkdir()
+    (directory / "metrics.prom").write_text("# TYPE trainer_loss gauge\ntrainer_loss 7\n")
+    (directory / "status.json").write_text("{}")
+    run = start(child="import time; time.sleep(60)")
+    assert "phase load" in wait_for(lambda: _body_when_up(run))
+    assert "trainer_loss" not in run.get("/metrics")[1]
+
+
+def _body_when_up(run: Run) -> str | None:
+    try:
+        code, body = run.get("/healthz")
+    except OSError:
+        return None
+    return body if code == 200 else None
+
+
+def test_the_supervisor_imports_no_torch() -> None:
+    script = "import sys, trainer.telemetry.supervisor; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
+
+
+def test_kernel_files_that_are_missing_or_odd_are_no_error(tmp_path: Path) -> None:
+    odd = tmp_path / "meminfo"
+    odd.write_text("MemAvailable:\nnonsense\n")
+    assert host.available_bytes(odd) is None
+    assert host.available_bytes(tmp_path / "none") is None
+    assert host.oom_kills(tmp_path / "none") == 0
+    assert host.oom_kills(None) == 0
+    assert host.available_bytes() is not None
+
+
+def test_a_signal_without_a_name_is_explained() -> None:
+    code, cause = host.explain_death(signal.SIGRTMIN + 3, oom_kills_since_start=0)
+    assert code == 128 + signal.SIGRTMIN + 3
+    assert "signal" in cause
