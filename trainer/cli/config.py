@@ -57,8 +57,8 @@ def check(
     """Check the files as one configuration; all mistakes are listed at once. Loads no image and no model."""
     loaded = load_config(configs, overrides, dataset, output)
     for path in configs:
-        values = sum(source.rpartition(":")[0] == str(path) for source in loaded.sources.values())
-        click.echo(f"ok: {path}: {values} values in effect")
+        count = sum(source.rpartition(":")[0] == str(path) for source in loaded.sources.values())
+        click.echo(f"ok: {path}: {count} {'value' if count == 1 else 'values'} in effect")
     run = loaded.config
     what = f"{run.family}, {run.method}, {run.train.max_train_steps} steps, {run.data.resolution} px"
     click.echo(f"ok: {what} -> {run.output_dir}")

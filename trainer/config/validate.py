@@ -84,7 +84,9 @@ def _faults(error: ValidationError) -> dict[KeyPath, str]:
             # a whole section is missing: name the key that it is there for
             path = (*path, next(key for key in _HOW_TO_ADD if fields.field_at((*path, key)) is not None))
         faults.setdefault(path, kind)
-    return faults
+    # a list whose items are bad is reported as too short as well: the items say it better
+    above = {path[:depth] for path in faults for depth in range(len(path))}
+    return {path: kind for path, kind in faults.items() if path not in above}
 
 
 def _problem(tree: Node, path: KeyPath, kind: str) -> Problem:

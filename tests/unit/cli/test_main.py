@@ -1,0 +1,142 @@
+"""How commands are found, what they import, and how they end."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from trainer.cli import main
+from trainer.cli.commands import COMMANDS
+from trainer.cli.errors import error_text, run
+from trainer.errors import DataError, ExitCode, Problem
+
+REPOSITORY = Path(__file__).resolve().parents[3]
+HEAVY = {"pydantic", "rich", "prometheus_client", "torch", "numpy", "diffusers", "transformers", "yaml"}
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["health"], ["--version"]])
+def test_cheap_commands_import_little(arguments: list[str], tmp_path: Path) -> None:
+    program = (
+        "import sys\n"
+        "from trainer.cli import main\n"
+        f"code = main({arguments!r})\n"
+        "print(code, *sorted({name.partition('.')[0] for name in sys.modules}))\n"
+    )
+    environment = {**os.environ, "TRAINER_RUNTIME_DIR": str(tmp_path)}
+    result = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=REPOSITORY,
+        env=environment,
+        text=True,
+        capture_output=True,
+        check=True,
+    )
+    code, *modules = result.stdout.splitlines()[-1].split()
+    assert code in ("0", "1")
+    assert "click" in modules
+    assert not HEAVY & set(modules)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_row_leads_to_a_command_with_examples(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module, _, attribute = COMMANDS[name].target.partition(":")
+    command = vars(importlib.import_module(module))[attribute]
+    assert isinstance(command, click.Command)
+    assert main([name, "--help"]) == 0
+    assert f"trainer {name}" in capsys.readouterr().out.partition("Examples:")[2]
+
+
+def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert all(row.summary in text for row in COMMANDS.values())
+    assert all(f"  {code.value} " in text for code in ExitCode)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["confg"], "Did you mean 'config'?"),
+        (["xyzzy"], "Commands: config"),
+        (["config", "check"], "Missing argument 'CONFIG...'"),
+        (["config", "check", "a.yaml", "--sett", "a=b"], "--set"),
+    ],
+)
+def test_a_command_line_that_cannot_be_understood(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 78
+    captured = capsys.readouterr()
+    assert said in captured.err
+    assert captured.out == ""
+
+
+def test_python_m_trainer() -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "trainer", "config", "check", "missing.yaml"],
+        cwd=REPOSITORY,
+        text=True,
+        capture_output=True,
+    )
+    assert result.returncode == 78
+    assert "missing.yaml: no such file" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_a_reader_that_goes_away_is_no_error() -> None:
+    command = f"{sys.executable} -m trainer config schema | head -n 1; exit ${{PIPESTATUS[0]}}"
+    result = subprocess.run(["bash", "-c", command], cwd=REPOSITORY, text=True, capture_output=True)
+    assert result.returncode in (0, 141)
+    assert result.stderr == ""
+
+
+def test_errors_become_text(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    def fails() -> None:
+        raise DataError(
+            [Problem(what="broken", where="a.png", remedy="save it again"), Problem(what="worse")]
+        )
+
+    assert run(fails, []) == 65
+    assert capsys.readouterr().err == (
+        "error: bad data, 2 problems (exit code 65)\na.png: broken\n    -> save it again\nworse\n"
+    )
+    assert error_text(DataError("broken", where="a.png")) == "error: bad data (exit code 65)\na.png: broken"
+
+
+def test_our_own_bugs_keep_their_traceback() -> None:
+    @click.command()
+    def buggy() -> None:
+        raise RuntimeError("ours")
+
+    with pytest.raises(RuntimeError, match="ours"):
+        run(buggy, [])
+
+
+def test_the_number_a_command_returns_is_the_exit_code() -> None:
+    @click.command()
+    @click.argument("how")
+    @click.pass_context
+    def ends(context: click.Context, how: str) -> int | None:
+        if how == "exits":
+            context.exit(1)
+        return ExitCode.STOPPED if how == "returns" else None
+
+    assert run(ends, ["returns"]) == 75
+    assert run(ends, ["exits"]) == 1
+    assert run(ends, ["falls through"]) == 0
+
+
+def test_interrupt(capsys: pytest.CaptureFixture[str]) -> None:
+    @click.command()
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    assert run(interrupted, []) == 130
+    assert "interrupted" in capsys.readouterr().err

@@ -1,0 +1,366 @@
+"""Mistakes that users make: each ends with exit code 78, its place and a remedy, never with a traceback."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import main
+
+GOOD = """\
+family: flux1_dev
+model:
+  pretrained_model_name_or_path: base
+data:
+  sets:
+    - img_dir: images
+output_dir: out
+"""
+"""Seven lines: what a case adds starts in line 8."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    """One bad configuration, and (place, what, remedy) of each problem that must be reported."""
+
+    text: str | bytes = GOOD
+    arguments: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+    problems: tuple[tuple[str, str, str], ...]
+
+
+def added(text: str, *problems: tuple[str, str, str]) -> Bad:
+    return Bad(text=GOOD + text, problems=problems)
+
+
+def changed(old: str, new: str, *problems: tuple[str, str, str]) -> Bad:
+    assert old in GOOD
+    return Bad(text=GOOD.replace(old, new), problems=problems)
+
+
+def given(*arguments: str, problem: tuple[str, str, str]) -> Bad:
+    return Bad(arguments=arguments, problems=(problem,))
+
+
+def variable(name: str, value: str, what: str, remedy: str) -> Bad:
+    return Bad(environ={name: value}, problems=((name, what, remedy),))
+
+
+FILES: dict[str, Bad] = {
+    "empty file": Bad(text="", problems=(("c.yaml", "holds no settings", "train_configs/"),)),
+    "comments only": Bad(text="# nothing\n", problems=(("c.yaml", "holds no settings", "train_configs/"),)),
+    "a list": Bad(text="- a\n- b\n", problems=(("c.yaml:1", "got a list", "train_configs/"),)),
+    "a sentence": Bad(text="hello there\n", problems=(("c.yaml:1", 'got "hello there"', "train_configs/"),)),
+    "repeated key": added(
+        "train:\n  seed: 1\n  seed: 2\n",
+        ("c.yaml:10", "`seed` is written twice; the first is in line 9", "keep one"),
+    ),
+    "repeated section": added(
+        "data:\n  resolution: 512\n",
+        ("c.yaml:8", "`data` is written twice; the first is in line 4", "keep one"),
+    ),
+    "tab": added("train:\n\tseed: 1\n", ("c.yaml:9", "a tab", "use spaces")),
+    "indentation": added(
+        "train:\n  seed: 1\n log_every_steps: 2\n", ("c.yaml:10", "not valid YAML", "indentation")
+    ),
+    "colon in a prompt": added(
+        "validation:\n  prompts:\n    - style: oil: a cat\n",
+        ("c.yaml:10", "a `:` where none", "quote a text"),
+    ),
+    "prompt in brackets": added(
+        "validation:\n  prompts:\n    - [V] a cat\n", ("c.yaml:10", "not valid YAML", "quote texts")
+    ),
+    "quote not closed": added(
+        'validation:\n  prompts: ["a cat, a dog]\n  seed: 1\n',
+        ("c.yaml:9", "never closed", "close the quote"),
+    ),
+    "anchor": added("lora: &a\n  rank: 8\n", ("c.yaml:8", "anchors", "a file of their own")),
+    "merge key": added("lora:\n  <<: {rank: 8}\n", ("c.yaml:9", "merge keys", "several files")),
+    "tag": added("lora:\n  rank: !!python/name:os.sep x\n", ("c.yaml:9", "tag", "quote a text")),
+    "two documents": added("---\nmethod: lora\n", ("c.yaml:8", "second document", "one file for each")),
+    "deep brackets": added(f"lora: {'[' * 5000}\n", ("c.yaml:8", "nested more than", "check brackets")),
+    "Latin-1": Bad(
+        text=GOOD.encode() + "# caf\u00e9\n".encode("latin-1"),
+        problems=(("c.yaml:8", "byte 0xe9 is not UTF-8", "save the file as UTF-8"),),
+    ),
+    "UTF-16": Bad(
+        text=GOOD.encode("utf-16"), problems=(("c.yaml:1", "is not UTF-8", "save the file as UTF-8"),)
+    ),
+    "control character": added("# a\x07\n", ("c.yaml:8", "control character U+0007", "remove it")),
+    "weights instead of a config": Bad(
+        text=b"\0" * (1 << 21), problems=(("c.yaml", "too large for a configuration", "train_configs/"),)
+    ),
+}
+
+KEYS: dict[str, Bad] = {
+    "misspelt key": added(
+        "train:\n  learning_rte: 1e-4\n",
+        ("c.yaml:9", "unknown key `train.learning_rte`", "did you mean `learning_rate`?"),
+    ),
+    "key in the wrong section": added(
+        "lora:\n  learning_rate: 1e-4\n",
+        ("c.yaml:9", "unknown key `lora.learning_rate`", "did you mean `train.learning_rate`?"),
+    ),
+    "another trainer's key": added(
+        "train:\n  gradient_checkpointing: true\n",
+        ("c.yaml:9", "unknown key", "did you mean `features.activation_checkpointing`?"),
+    ),
+    "key in capitals": added("train:\n  Seed: 1\n", ("c.yaml:9", "unknown key `train.Seed`", "write `seed`")),
+    "dotted key": added("train.seed: 1\n", ("c.yaml:8", "unknown key `train.seed`", "nest it")),
+    "misspelt section": added(
+        "trian:\n  seed: 1\n", ("c.yaml:8", "unknown key `trian`", "did you mean `train`?")
+    ),
+    "key like nothing": added("lora:\n  xyzzy: 1\n", ("c.yaml:9", "unknown key", "known here: rank, alpha")),
+    "key in a set": changed(
+        "    - img_dir: images",
+        "    - img_dirs: images",
+        ("c.yaml:6", "`data.sets.0.img_dir` is missing", "add `img_dir"),
+        ("c.yaml:6", "unknown key `data.sets.0.img_dirs`", "did you mean `img_dir`?"),
+    ),
+    "no family": changed(
+        "family: flux1_dev", "method: lora", ("c.yaml", "`family` is missing", "trainer families")
+    ),
+    "unknown family": changed(
+        "flux1_dev", "FLUX.1-dew", ("c.yaml:1", 'unknown family "FLUX.1-dew"', "did you mean `flux1_dev`?")
+    ),
+    "no data": Bad(
+        text="family: flux1_dev\noutput_dir: out\n",
+        problems=(("c.yaml", "`data.sets` is missing", "pass --dataset DIR"),),
+    ),
+    "no output": changed("output_dir: out\n", "", ("c.yaml", "`output_dir` is missing", "pass --output DIR")),
+}
+
+VALUES: dict[str, Bad] = {
+    "text for a number": added(
+        "train:\n  max_train_steps: many\n",
+        ("c.yaml:9", 'expected a whole number of at least 1, got "many"', "leave it out for 1500"),
+    ),
+    "switch for a number": added(
+        "train:\n  seed: true\n",
+        ("c.yaml:9", 'whole number of at least 0 and below 4294967296, got "true"', "0"),
+    ),
+    "fraction of a step": added("train:\n  max_train_steps: 1.5\n", ("c.yaml:9", 'got "1.5"', "1500")),
+    "no value": added("train:\n  learning_rate:\n", ("c.yaml:9", "got nothing", "write for example 1e-4")),
+    "comma in a number": added("train:\n  learning_rate: 0,0001\n", ("c.yaml:9", 'got "0,0001"', "1e-4")),
+    "not a number": added(
+        "train:\n  weight_decay: nan\n", ("c.yaml:9", 'got "nan"', "leave it out for 0.01")
+    ),
+    "share above one": changed(
+        "  sets:", "  caption_dropout_rate: 5\n  sets:", ("c.yaml:5", "at most 1.0, got", "0.05 means 5 %")
+    ),
+    "half precision": changed(
+        "base",
+        "base\n  dtype: float16",
+        ("c.yaml:4", "expected auto, bf16 or fp32", "float16 saves no memory"),
+    ),
+    "word not among the choices": added(
+        "features:\n  attention: flsh\n", ("c.yaml:9", 'got "flsh"', "did you mean `flash`?")
+    ),
+    "switch that is none": added(
+        "features:\n  tf32: maybe\n", ("c.yaml:9", "expected auto, true or false", "leave it out for auto")
+    ),
+    "text for a section": added(
+        "train: fast\n", ("c.yaml:8", "`train`: expected keys (max_train_steps", "indent the keys")
+    ),
+    "text for a list": added("validation:\n  prompts: a cat\n", ("c.yaml:9", "expected a list", "[a, b]")),
+    "empty prompt": added(
+        'validation:\n  prompts:\n    - a cat\n    - ""\n',
+        ("c.yaml:11", "`validation.prompts.1`: expected a text that is not empty", "correct it or remove it"),
+    ),
+    "empty trigger word": changed(
+        "  sets:",
+        '  trigger_word: " "\n  sets:',
+        ("c.yaml:5", "expected a text that is not empty", "leave it out"),
+    ),
+    "no target": added("lora:\n  target_modules: []\n", ("c.yaml:9", "got an empty list", "[a, b]")),
+    "no sets": changed(
+        "sets:\n    - img_dir: images", "sets: []", ("c.yaml:5", "got an empty list", "--dataset DIR")
+    ),
+    "one folder for sets": changed(
+        "sets:\n    - img_dir: images",
+        "sets: images",
+        ("c.yaml:5", 'expected a list with at least one item, got "images"', "[{img_dir: DIR}]"),
+    ),
+    "empty path": changed(
+        "output_dir: out", 'output_dir: ""', ("c.yaml:7", 'expected a path, got ""', "--output DIR")
+    ),
+    "home of nobody": changed(
+        "output_dir: out", "output_dir: ~no-such-user/x", ("c.yaml:7", "expected a path", "--output DIR")
+    ),
+}
+
+MEANING: dict[str, Bad] = {
+    "int8 and full": added(
+        "method: full\nfeatures: {weights: int8}\n",
+        ("c.yaml:9", "`features.weights: int8` cannot be trained", "`method: lora`"),
+    ),
+    "weights against dtype": changed(
+        "base\n",
+        "base\n  dtype: fp32\nfeatures: {weights: bf16}\n",
+        ("c.yaml:5", "contradicts `model.dtype: fp32` (c.yaml:4)", "write the same in both"),
+    ),
+    "LoRA settings for full": added(
+        "method: full\nlora:\n  rank: 8\n  alpha: 8\n",
+        ("c.yaml:10", "`lora.rank` has no effect with `method: full`", "remove it"),
+        ("c.yaml:11", "`lora.alpha` has no effect", "remove it"),
+    ),
+    "setting of another scheme": added(
+        "flow:\n  logit_mean: 0.5\n",
+        ("c.yaml:9", "no effect without `flow.weighting_scheme: logit_normal`", "remove it"),
+    ),
+    "warm-up longer than the run": added(
+        "train:\n  max_train_steps: 100\n  lr_warmup_steps: 100\n",
+        ("c.yaml:10", "`train.max_train_steps` is 100 (c.yaml:9)", "longer than its warm-up"),
+    ),
+    "no caption ever": changed(
+        "  sets:",
+        "  caption_dropout_rate: 1\n  sets:",
+        ("c.yaml:5", "no caption would be used", "0.01 means 1 %"),
+    ),
+    "unknown preset": added(
+        "lora:\n  target_modules: atention\n",
+        ("c.yaml:9", '"atention" is no preset of flux1_dev', "did you mean `attention`?"),
+    ),
+    "address of a model": changed(
+        "_path: base",
+        "_path: https://huggingface.co/org/name",
+        ("c.yaml:3", "is an address", "write the repository id `org/name`"),
+    ),
+    "single file as a model": changed(
+        "_path: base",
+        "_path: flux1-dev.safetensors",
+        ("c.yaml:3", "is a single file", "a folder in diffusers' layout"),
+    ),
+    "revision of a folder": changed(
+        "_path: base", "_path: images\n  revision: main", ("c.yaml:4", "no effect on a folder", "remove it")
+    ),
+    "one folder twice": changed(
+        "    - img_dir: images",
+        "    - img_dir: images\n    - img_dir: ./images/../images",
+        ("c.yaml:7", "is a set already (c.yaml:6)", "`repeats: 2`"),
+    ),
+    "output among the images": changed(
+        "output_dir: out",
+        "output_dir: images/out",
+        ("c.yaml:7", "lies in the image folder images", "outside it"),
+    ),
+    "output is the images": changed(
+        "output_dir: out", "output_dir: images", ("c.yaml:7", "lies in the image folder images", "outside it")
+    ),
+    "cache among the images": changed(
+        "  sets:",
+        "  cache_dir: images/cache\n  sets:",
+        ("c.yaml:5", "the cache images/cache lies", "outside it"),
+    ),
+    "output is a file": changed(
+        "output_dir: out", "output_dir: c.yaml", ("c.yaml:7", "is a file", "write a folder")
+    ),
+    "resume from a word": added(
+        "checkpoint:\n  resume_from_checkpoint: latest\n",
+        ("c.yaml:9", "neither auto, never nor a folder", "did you mean `auto`?"),
+    ),
+}
+
+OUTSIDE: dict[str, Bad] = {
+    "no such file": given("missing.yaml", problem=("missing.yaml", "no such file", "check the path")),
+    "a folder": given("images", problem=("images", "this is a directory", "name a YAML file")),
+    "no equals sign": given(
+        "--set", "train.seed", problem=("--set train.seed", "expected KEY=VALUE", "--set train.seed=1")
+    ),
+    "unknown key to set": given(
+        "--set", "train.sed=1", problem=("--set train.sed", "unknown key `train.sed`", "did you mean `seed`?")
+    ),
+    "bad value to set": given(
+        "--set", "train.seed=-1", problem=("--set train.seed", 'got "-1"', "leave it out for 0")
+    ),
+    "item of a list": given(
+        "--set",
+        "data.sets.0.repeats=2",
+        problem=("--set data.sets.0.repeats", "a single item of a list", "'data.sets=[...]'"),
+    ),
+    "bracket not closed": given(
+        "--set",
+        "validation.prompts=[a, b",
+        problem=("--set validation.prompts", "never closed", "close the quote or bracket"),
+    ),
+    "output among --dataset": given(
+        "--dataset", "x", "--output", "x/y", problem=("--output", "lies in the image folder x", "outside it")
+    ),
+    "unknown key in a variable": variable(
+        "TRAINER__TRIAN__SEED", "1", "unknown key `trian`", "did you mean `train`?"
+    ),
+    "bad value in a variable": variable("TRAINER__LORA__RANK", "", "got nothing", "leave it out for 16"),
+    "misspelt variable": variable(
+        "TRAINER_CACHEDIR", "/x", "unknown variable", "did you mean TRAINER_CACHE_DIR?"
+    ),
+    "one underscore for two": variable(
+        "TRAINER_TRAIN_SEED", "1", "unknown variable", "did you mean TRAINER__TRAIN__SEED?"
+    ),
+    "cache variable among the images": variable(
+        "TRAINER_CACHE_DIR", "images/.cache", "lies in the image folder images", "outside it"
+    ),
+}
+
+CASES = {**FILES, **KEYS, **VALUES, **MEANING, **OUTSIDE}
+
+
+def report(
+    case: Bad, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> tuple[int, list[str]]:
+    """Exit code of `trainer config check`, and its stderr by problem: the first is the title."""
+    monkeypatch.chdir(folder)
+    (folder / "images").mkdir()
+    text = case.text.encode() if isinstance(case.text, str) else case.text
+    (folder / "c.yaml").write_bytes(text)
+    for name, value in case.environ.items():
+        monkeypatch.setenv(name, value)
+    code = main(["config", "check", "c.yaml", *case.arguments])
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    return code, captured.err.rstrip("\n").replace("\n    -> ", " -> ").split("\n")
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_place_and_remedy(
+    case: Bad, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code, (title, *lines) = report(case, tmp_path, monkeypatch, capsys)
+    assert code == 78
+    assert title.startswith("error: bad configuration") and "exit code 78" in title
+    assert len(lines) == len(case.problems), "\n".join(lines)
+    for line, (place, what, remedy) in zip(lines, case.problems, strict=True):
+        written, _, hint = line.partition(" -> ")
+        assert written.startswith(f"{place}: "), line
+        assert what in written, line
+        assert remedy in hint, line
+
+
+def test_all_mistakes_of_all_layers_come_together(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    text = GOOD.replace("flux1_dev", "flux2_dev") + "train:\n  sed: 1\n  lr_warmup_steps: 9999\n  seed: x\n"
+    case = Bad(
+        text=text, arguments=("--set", "lora.rnk=1"), environ={"TRAINER__LORA__RANK": "0"}, problems=()
+    )
+    code, (title, *lines) = report(case, tmp_path, monkeypatch, capsys)
+    assert code == 78
+    assert title == "error: bad configuration, 6 problems (exit code 78)"
+    assert {line.split(": ")[0] for line in lines} == {
+        "c.yaml:1",
+        "c.yaml:9",
+        "c.yaml:10",
+        "c.yaml:11",
+        "TRAINER__LORA__RANK",
+        "--set lora.rnk",
+    }
+
+
+def test_a_bad_value_is_not_compared_with_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    case = added("train:\n  max_train_steps: 1O0\n  lr_warmup_steps: 2000\n")
+    _, lines = report(case, tmp_path, monkeypatch, capsys)
+    assert [line.split(": ")[0] for line in lines[1:]] == ["c.yaml:9"]

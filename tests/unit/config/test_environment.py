@@ -1,0 +1,72 @@
+"""The table of variables and what is read through it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from trainer.config import environment
+from trainer.config.schema import RunConfig
+from trainer.errors import ConfigError
+
+
+def run_config(cache_dir: str | None = None) -> RunConfig:
+    data = {"sets": [{"img_dir": "/a"}], "cache_dir": cache_dir}
+    model = {"pretrained_model_name_or_path": "m"}
+    return RunConfig.model_validate({"family": "f", "model": model, "data": data, "output_dir": "/out"})
+
+
+def test_only_listed_names_are_read() -> None:
+    with pytest.raises(AssertionError, match="TRAINER_NONSENSE"):
+        environment.read("TRAINER_NONSENSE")
+
+
+def test_names_are_unique_and_explained() -> None:
+    names = [variable.name for variable in environment.VARIABLES]
+    assert len(names) == len(set(names))
+    assert all(variable.meaning for variable in environment.VARIABLES)
+
+
+def test_an_empty_variable_is_an_unset_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINER_PROFILE", "")
+    assert environment.read("TRAINER_PROFILE") is None
+    monkeypatch.setenv("TRAINER_PROFILE", "cpu")
+    assert environment.read("TRAINER_PROFILE") == "cpu"
+    assert environment.read("TRAINER_PROFILE", {}) is None
+
+
+def test_runtime_dir_is_one_per_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRAINER_RUNTIME_DIR", raising=False)
+    assert environment.runtime_dir() == Path(tempfile.gettempdir()) / f"trainer-{os.getuid()}"
+    monkeypatch.setenv("TRAINER_RUNTIME_DIR", "/run/trainer")
+    assert environment.runtime_dir() == Path("/run/trainer")
+
+
+def test_cache_dir_goes_by_config_then_variable_then_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert environment.cache_dir(run_config()) == Path("/home/me/.cache/trainer")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert environment.cache_dir(run_config()) == Path("/xdg/trainer")
+    monkeypatch.setenv("TRAINER_CACHE_DIR", "/cache")
+    assert environment.cache_dir(run_config()) == Path("/cache")
+    assert environment.cache_dir(run_config("/own")) == Path("/own")
+
+
+@pytest.mark.parametrize(
+    ("value", "port"),
+    [("", 9464), ("0", None), ("9000", 9000), ("tcp://10.0.0.1:9464", 9464)],  # the last is Kubernetes'
+)
+def test_metrics_port(monkeypatch: pytest.MonkeyPatch, value: str, port: int | None) -> None:
+    monkeypatch.setenv("TRAINER_METRICS_PORT", value)
+    assert environment.metrics_port() == port
+
+
+@pytest.mark.parametrize("value", ["http", "-1", "65536", "9464/tcp", "٣"])
+def test_metrics_port_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("TRAINER_METRICS_PORT", value)
+    with pytest.raises(ConfigError, match="TRAINER_METRICS_PORT"):
+        environment.metrics_port()

@@ -1,0 +1,82 @@
+"""Every shipped configuration is right as it is, and the schema for editors is current."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import jsonschema
+import pytest
+import yaml
+
+from trainer import families
+from trainer.cli import main
+from trainer.cli.options import load_config
+from trainer.config.schema_json import json_schema
+
+FOLDER = Path(__file__).resolve().parents[3] / "train_configs"
+FILES = sorted(FOLDER.rglob("*.yaml"))
+
+
+def test_there_are_some() -> None:
+    assert {"flux1_dev_lora.yaml", "flux1_dev_full.yaml", "quickstart.yaml"} <= {file.name for file in FILES}
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_loads_and_pleases_the_editor(file: Path) -> None:
+    text = file.read_text(encoding="utf-8")
+    first, _, _ = text.partition("\n")
+    modeline = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
+    assert modeline is not None
+    schema = json.loads((file.parent / modeline[1]).read_text(encoding="utf-8"))
+    load_config([file])
+    jsonschema.validate(_as_editors_read(text), schema)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_names_the_licence_of_the_base_model(file: Path) -> None:
+    config = load_config([file]).config
+    if config.model.download != "never":
+        assert families.get(config.family).licence in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
+def test_profile_owned_keys_stay_commented_out(file: Path) -> None:
+    assert not [
+        key
+        for key, source in load_config([file]).sources.items()
+        if key.startswith("features") and source != "default"
+    ]
+
+
+def test_the_editor_sees_mistakes() -> None:
+    schema = json_schema(families.names())
+    validator = jsonschema.Draft7Validator(schema)
+    assert not list(validator.iter_errors({"train": None}))
+    assert list(validator.iter_errors({"train": {"seeed": 1}}))
+    assert list(validator.iter_errors({"family": "flux9"}))
+    assert list(validator.iter_errors({"data": {"sets": [{"repeats": 2}]}}))
+
+
+def test_every_key_is_described() -> None:
+    schema = json_schema(families.names())
+    tables = [schema, *schema["definitions"].values()]
+    assert not [
+        key for table in tables for key, field in table["properties"].items() if not field.get("description")
+    ]
+
+
+def test_schema_json_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "schema"]) == 0
+    current = (FOLDER / "schema.json").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == current, "run: make docs"
+
+
+def _as_editors_read(text: str) -> object:
+    """YAML 1.2, where 1e-4 is a number."""
+    loader = type("Loader", (yaml.SafeLoader,), {})
+    loader.add_implicit_resolver(  # type: ignore[attr-defined]
+        "tag:yaml.org,2002:float", re.compile(r"[-+]?[0-9.]+[eE][-+]?[0-9]+\Z"), list("-+.0123456789")
+    )
+    return yaml.load(text, Loader=loader)
