@@ -1,0 +1,115 @@
+"""Updates: masters, bad steps, compensated summation, resume."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.config.schema import TrainSection
+from trainer.engine.optimizer import Updater, learning_rate
+
+
+def parameters(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        name: torch.nn.Parameter(torch.randn(4, 8, generator=generator).to(dtype)) for name in ("a.w", "b.w")
+    }
+
+
+def gradients(held: dict[str, torch.nn.Parameter], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in held.values():
+        parameter.grad = torch.randn(4, 8, generator=generator).to(parameter.dtype)
+
+
+KINDS = [
+    ("adamw_fused_fp32", torch.float32),
+    ("adamw_fused_fp32", torch.bfloat16),
+    ("adamw_kahan_bf16", torch.bfloat16),
+]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_five_steps_and_a_resume_equal_ten(kind: str, dtype: torch.dtype) -> None:
+    train = TrainSection(learning_rate=1e-3)
+    straight = parameters(dtype)
+    updater = Updater(straight, train, kind)
+    for step in range(10):
+        gradients(straight, step)
+        updater.accumulate()
+        updater.step(1e-3, torch.tensor(1.0))
+        if step == 4:
+            weights = {name: value.clone() for name, value in updater.weights().items()}
+            state = {name: value.clone() for name, value in updater.state().items()}
+    resumed = parameters(dtype)
+    again = Updater(resumed, train, kind)
+    again.load(weights, state, 5)
+    for step in range(5, 10):
+        gradients(resumed, step)
+        again.accumulate()
+        again.step(1e-3, torch.tensor(1.0))
+    for name in straight:
+        assert torch.equal(straight[name], resumed[name])
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize("broken", ["gradient", "loss"])
+def test_a_step_that_is_not_finite_changes_nothing(kind: str, dtype: torch.dtype, broken: str) -> None:
+    held = parameters(dtype)
+    updater = Updater(held, TrainSection(), kind)
+    gradients(held, 0)
+    updater.accumulate()
+    updater.step(1e-3, torch.tensor(1.0))
+    before = {name: value.clone() for name, value in (updater.weights() | updater.state()).items()}
+    gradients(held, 1)
+    loss = torch.tensor(float("nan") if broken == "loss" else 1.0)
+    if broken == "gradient":
+        assert held["a.w"].grad is not None
+        held["a.w"].grad[0, 0] = float("inf")
+    updater.accumulate()
+    _, bad = updater.step(1e-3, loss)
+    assert bad.item() == 1.0
+    for name, value in (updater.weights() | updater.state()).items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("kind", ["adamw_fused_fp32", "adamw_kahan_bf16"])
+def test_updates_below_bf16_resolution_are_not_lost(kind: str) -> None:
+    """A thousand updates of 1e-3 near 8, where bf16 steps by 0.03: plain bf16 would not move."""
+    held = {"w": torch.nn.Parameter(torch.full((4, 4), 8.0, dtype=torch.bfloat16))}
+    updater = Updater(held, TrainSection(weight_decay=0.0), kind)
+    for _ in range(1000):
+        held["w"].grad = torch.ones(4, 4, dtype=torch.bfloat16)
+        updater.accumulate()
+        updater.step(1e-3, torch.tensor(1.0))
+    assert held["w"].float().mean().item() == pytest.approx(7.0, abs=0.07)
+
+
+def test_gradients_accumulate_in_fp32_for_bf16_parameters() -> None:
+    held = {"w": torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))}
+    updater = Updater(held, TrainSection(), "adamw_fused_fp32")
+    for value in (256.0, 1.0, 1.0):  # bf16 cannot hold 257
+        held["w"].grad = torch.tensor([value], dtype=torch.bfloat16)
+        updater.accumulate()
+    grad = updater.masters["w"].grad
+    assert grad is not None
+    assert grad.item() == 258.0
+
+
+def test_clipping_reports_the_norm_before_it() -> None:
+    held = {"w": torch.nn.Parameter(torch.zeros(2))}
+    updater = Updater(held, TrainSection(max_grad_norm=1.0), "adamw_fused_fp32")
+    held["w"].grad = torch.tensor([3.0, 4.0])
+    norm, bad = updater.step(1e-3, torch.tensor(0.0))
+    assert (norm.item(), bad.item()) == (5.0, 0.0)
+
+
+def test_schedules() -> None:
+    constant = TrainSection(learning_rate=1e-3, lr_warmup_steps=4, max_train_steps=10)
+    assert [learning_rate(constant, step) for step in (1, 2, 4, 5, 10)] == [2.5e-4, 5e-4, 1e-3, 1e-3, 1e-3]
+    cosine = TrainSection(learning_rate=1e-3, lr_scheduler="cosine", max_train_steps=10)
+    rates = [learning_rate(cosine, step) for step in range(1, 11)]
+    assert rates[0] == 1e-3
+    assert rates == sorted(rates, reverse=True)
+    assert rates[5] == pytest.approx(5e-4)
+    assert 0 < rates[-1] < 1e-4

@@ -1,0 +1,96 @@
+"""Deterministic safetensors files and the two LoRA exports."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from trainer.errors import DataError, NoSpaceError
+from trainer.modeling import lora, tensorfile
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return {
+        "b.weight": torch.randn(3, 5, generator=generator),
+        "a.weight": torch.randn(4, generator=generator).bfloat16(),
+        "c": torch.tensor(2, dtype=torch.int64),
+        "empty": torch.zeros(0, 3),
+        "view": torch.randn(4, 4, generator=generator).t(),
+    }
+
+
+def test_written_tensors_read_back_bit_for_bit_with_the_library(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    tensorfile.write_tensors(path, tensors(), {"format": "pt"}, None)
+    loaded = load_file(path)
+    assert set(loaded) == set(tensors())
+    for name, tensor in tensors().items():
+        assert torch.equal(loaded[name], tensor), name
+        assert loaded[name].dtype == tensor.dtype
+
+
+def test_bytes_do_not_depend_on_the_order_of_tensors_or_metadata(tmp_path: Path) -> None:
+    first, second = tmp_path / "1", tmp_path / "2"
+    tensorfile.write_tensors(first, tensors(), {"a": "1", "b": "2"}, None)
+    tensorfile.write_tensors(second, dict(reversed(tensors().items())), {"b": "2", "a": "1"}, None)
+    assert first.read_bytes() == second.read_bytes()
+
+
+def test_rewriting_a_library_file_keeps_content_and_fixes_bytes(tmp_path: Path) -> None:
+    contents = []
+    for number in range(4):  # the library's header order changes from call to call
+        path = tmp_path / f"{number}.safetensors"
+        save_file({k: v.contiguous() for k, v in tensors().items()}, path, {"format": "pt", "k": "v"})
+        tensorfile.rewrite_sorted(path)
+        contents.append(path.read_bytes())
+    assert len(set(contents)) == 1
+    assert torch.equal(load_file(tmp_path / "0.safetensors")["b.weight"], tensors()["b.weight"])
+
+
+def test_shards_keep_to_the_limit_and_lose_nothing() -> None:
+    many = {f"{i:02d}": torch.zeros(10) for i in range(7)}  # 40 bytes each
+    shards = tensorfile.split_shards(many, 100)
+    assert [len(shard) for shard in shards] == [2, 2, 2, 1]
+    assert sorted(name for shard in shards for name in shard) == sorted(many)
+    assert [len(shard) for shard in tensorfile.split_shards(many, 10)] == [1] * 7
+
+
+def test_a_full_disk_is_told_as_such(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(NoSpaceError, match=r"x\.safetensors"):
+        tensorfile.write_tensors(tmp_path / "x.safetensors", tensors(), {}, None)
+
+
+def adapter(rank: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    state = {}
+    for module in ("transformer_blocks.0.attn.to_q", "single_transformer_blocks.3.proj_mlp"):
+        state[f"{module}.lora_A.weight"] = torch.randn(rank, 8, generator=generator)
+        state[f"{module}.lora_B.weight"] = torch.randn(6, rank, generator=generator)
+    return state
+
+
+def test_comfyui_file_has_its_keys_and_one_alpha_a_layer(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    lora.write_comfyui(adapter(4), path, alpha=2.0, key_of=lambda module: f"transformer.{module}")
+    loaded = load_file(path)
+    assert sorted(loaded) == [
+        f"transformer.{module}.{part}"
+        for module in ("single_transformer_blocks.3.proj_mlp", "transformer_blocks.0.attn.to_q")
+        for part in ("alpha", "lora_A.weight", "lora_B.weight")
+    ]
+    assert loaded["transformer.transformer_blocks.0.attn.to_q.alpha"].item() == 2.0
+
+
+def test_a_layer_that_comfyui_does_not_know_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"transformer_blocks\.0\.attn\.to_q"):
+        lora.write_comfyui(adapter(4), tmp_path / "x", alpha=2.0, key_of=lambda _: None)

@@ -1,0 +1,78 @@
+"""Floor 7: `trainer sample` and `trainer verify-lora`: what a LoRA file does."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from trainer.cli.options import config_arguments, layer_options, load_config
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  trainer sample my.yaml --lora runs/my-lora/lora/my-lora.safetensors --prompt "a red apple"
+  trainer sample my.yaml --prompt "a red apple" --prompt "a dog" --picture base.png
+"""
+)
+@config_arguments
+@click.option("--lora", type=_FILE, help="LoRA file to load; the base model alone when not given.")
+@click.option("--prompt", "prompts", multiple=True, help="Text to draw; the configuration's when not given.")
+@click.option("--picture", type=click.Path(path_type=Path), default=Path("sample.png"), show_default=True)
+def sample(
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    dataset: Path | None,
+    output: Path | None,
+    lora: Path | None,
+    prompts: tuple[str, ...],
+    picture: Path,
+) -> int:
+    """Draw prompts with the base model and a LoRA, through the family's own pipeline."""
+    from trainer.cli.jobs import planned, run_job, with_prompts
+    from trainer.errors import ConfigError
+
+    loaded = load_config(configs, overrides, dataset, output)
+    if prompts:
+        loaded = with_prompts(loaded, prompts)
+    if not loaded.config.validation.prompts:
+        raise ConfigError("nothing to draw", where="validation.prompts", remedy="give --prompt TEXT")
+    _, plan = planned(loaded, probe=False)
+    lora_file = str(lora.resolve()) if lora else ""
+    return run_job(loaded, plan, "sample", lora_file=lora_file, output_file=str(picture.resolve()))
+
+
+@click.command(
+    name="verify-lora",
+    epilog="""\b
+Examples:
+  trainer verify-lora my-lora.safetensors                   # the file alone, on any machine
+  trainer verify-lora my-lora.safetensors --config my.yaml  # on a fresh base model
+""",
+)
+@click.argument("file", type=_FILE)
+@click.option(
+    "--config", "configs", multiple=True, type=click.Path(path_type=Path), help="Also load it onto this base."
+)
+@layer_options
+def verify_lora(
+    file: Path,
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    dataset: Path | None,
+    output: Path | None,
+) -> int:
+    """Check a LoRA file: readable, finite, not zero; with a configuration also that it changes the output."""
+    if not configs:
+        from trainer.engine.proof import check_file
+
+        click.echo(f"{file}: {check_file(file)} layers, all finite, not zero")
+        return 0
+    from trainer.cli.jobs import planned, run_job
+
+    loaded = load_config(configs, overrides, dataset, output)
+    _, plan = planned(loaded, probe=False)
+    return run_job(loaded, plan, "verify", lora_file=str(file.resolve()))

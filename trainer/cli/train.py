@@ -1,0 +1,62 @@
+"""Floor 7: `trainer train` and `trainer cache`: plan, probe what was never measured, then watch over the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from trainer.cli.options import config_arguments, load_config
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  trainer train train_configs/flux1_dev_lora.yaml --dataset /data --output /output/my-lora
+  trainer train my.yaml --set train.max_train_steps=500 --set features.weights=int8
+
+\b
+The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save first.
+"""
+)
+@config_arguments
+@click.option("--no-probe", is_flag=True, help="Do not measure attention kernels that have no verdict yet.")
+def train(
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    dataset: Path | None,
+    output: Path | None,
+    no_probe: bool,
+) -> int:
+    """Train, prove and save: a LoRA or a full fine-tune, as the configuration says."""
+    from trainer.cli.jobs import planned, print_plan, run_job
+    from trainer.config import environment
+
+    loaded = load_config(configs, overrides, dataset, output)
+    facts, plan = planned(loaded, probe=not no_probe)
+    print_plan(plan)
+    return run_job(
+        loaded,
+        plan,
+        "train",
+        port=environment.metrics_port(),
+        unified_memory=any(gpu.integrated for gpu in facts.gpus),
+    )
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  trainer cache my.yaml
+"""
+)
+@config_arguments
+def cache(
+    configs: tuple[Path, ...], overrides: tuple[str, ...], dataset: Path | None, output: Path | None
+) -> int:
+    """Encode images and captions ahead of a run; `train` then starts at once."""
+    from trainer.cli.jobs import planned, run_job
+
+    loaded = load_config(configs, overrides, dataset, output)
+    facts, plan = planned(loaded, probe=False)
+    return run_job(loaded, plan, "cache", unified_memory=any(gpu.integrated for gpu in facts.gpus))
