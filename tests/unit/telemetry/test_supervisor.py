@@ -227,6 +227,18 @@ def test_a_child_whose_parent_was_killed_saves_and_ends(start: Start) -> None:
     wait_for(lambda: None if _alive(child) else True)
 
 
+def test_a_folder_stays_taken_while_an_orphan_saves(start: Start) -> None:
+    slow = CHILD.replace('(folder / "saved")', 'time.sleep(3); (folder / "saved")')
+    run = start(child=slow)
+    run.child()
+    run.process.kill()
+    code, errors = start().end()
+    assert not (run.directory / "saved").exists()
+    assert code == ExitCode.BAD_CONFIG
+    assert "may still be saving" in errors
+    wait_for(lambda: (run.directory / "saved").exists() or None)
+
+
 def _alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
