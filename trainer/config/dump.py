@@ -12,6 +12,7 @@ from trainer.config.checks import unused_keys
 from trainer.config.schema import RunConfig
 
 _MAX_COMMENT_COLUMN = 60
+_LINE_BREAKS = "\n\r\x85\u2028\u2029"
 
 
 def dump(config: RunConfig) -> str:
@@ -62,10 +63,8 @@ def _scalar(value: Any) -> str:
     if isinstance(value, Path):
         # a folder whose name begins with ~ is not somebody's home
         value = f"./{value}" if str(value).startswith("~") else str(value)
-    text = _yaml(value, style=None)
-    return _yaml(value, style='"') if "\n" in text else text
-
-
-def _yaml(value: Any, style: str | None) -> str:
+    # in PyYAML's other styles a line break becomes several lines, which not all of them survive
+    broken = isinstance(value, str) and any(character in _LINE_BREAKS for character in value)
+    style = '"' if broken else None
     text: str = yaml.safe_dump(value, default_style=style, allow_unicode=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")
