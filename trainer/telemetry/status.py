@@ -110,6 +110,11 @@ class StatusWriter:
         self._step_seconds: deque[float] = deque(maxlen=51)
         self._median: float | None = None
 
+    @property
+    def phase(self) -> Phase | None:
+        """The phase of the last beat."""
+        return self._phase
+
     def beat(
         self,
         phase: Phase,

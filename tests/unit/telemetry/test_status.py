@@ -100,7 +100,10 @@ def test_a_beat_in_the_future_is_from_another_boot() -> None:
 
 
 def test_what_was_written_is_read(tmp_path: Path) -> None:
-    StatusWriter(tmp_path / "new").beat(Phase.TRAIN, step=4, total=10, median_step_seconds=2.5)
+    writer = StatusWriter(tmp_path / "new")
+    assert writer.phase is None
+    writer.beat(Phase.TRAIN, step=4, total=10, median_step_seconds=2.5)
+    assert writer.phase is Phase.TRAIN
     status = read_status(tmp_path / "new")
     assert status is not None
     assert (status.phase, status.step, status.total, status.median_step_seconds) == (Phase.TRAIN, 4, 10, 2.5)
