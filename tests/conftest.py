@@ -1,0 +1,29 @@
+"""Fixtures of all tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Folder of a family's tiny base model, built once a session. Read only: copy it to change it."""
+    from tests.tiny import build_tiny
+
+    built: dict[str, Path] = {}
+
+    def base(family: str) -> Path:
+        if family not in built:
+            built[family] = build_tiny(family, tmp_path_factory.mktemp("tiny") / family)
+        return built[family]
+
+    return base
+
+
+@pytest.fixture(scope="session")
+def tiny_flux1_dev(tiny_base: Callable[[str], Path]) -> Path:
+    """Folder of the tiny FLUX.1-dev base. Read only."""
+    return tiny_base("flux1_dev")
