@@ -122,10 +122,11 @@ def _warmup(context: Context) -> Found:
         yield where, what, "a run must be longer than its warm-up: a tenth of the steps is plenty"
 
 
-def _all_captions_dropped(context: Context) -> Found:
-    key = "data.caption_dropout_rate"
-    if context.config.data.caption_dropout_rate == 1.0:
-        yield context.source(key), f"`{key}` is 1: no caption would be used", "it is a share: 0.01 means 1 %"
+def _trigger_dropped(context: Context) -> Found:
+    key, rate = "data.trigger_word", "data.caption_dropout_rate"
+    if context.config.data.trigger_word is not None and context.config.data.caption_dropout_rate == 1.0:
+        what = f"`{key}` is never seen: `{rate}` is 1 ({context.source(rate)}), which drops every caption"
+        yield context.source(key), what, f"remove it, or lower `{rate}`: it is a share, 0.01 means 1 %"
 
 
 def _model_name(context: Context) -> Found:
@@ -213,7 +214,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
     (("method", "features.weights"), _int8_full),
     (("model.dtype", "features.weights"), _weights_against_dtype),
     (("train.lr_warmup_steps", "train.max_train_steps"), _warmup),
-    (("data.caption_dropout_rate",), _all_captions_dropped),
+    (("data.trigger_word", "data.caption_dropout_rate"), _trigger_dropped),
     (("model.pretrained_model_name_or_path", "model.revision"), _model_name),
     (("family", "method", "lora.target_modules"), _target_preset),
     (("data.sets",), _same_set_twice),

@@ -215,10 +215,14 @@ MEANING: dict[str, Bad] = {
         "train:\n  max_train_steps: 100\n  lr_warmup_steps: 100\n",
         ("c.yaml:10", "`train.max_train_steps` is 100 (c.yaml:9)", "longer than its warm-up"),
     ),
-    "no caption ever": changed(
+    "trigger word in dropped captions": changed(
         "  sets:",
-        "  caption_dropout_rate: 1\n  sets:",
-        ("c.yaml:5", "no caption would be used", "0.01 means 1 %"),
+        "  caption_dropout_rate: 1\n  trigger_word: sks\n  sets:",
+        (
+            "c.yaml:6",
+            "`data.trigger_word` is never seen: `data.caption_dropout_rate` is 1 (c.yaml:5)",
+            "0.01 means 1 %",
+        ),
     ),
     "unknown preset": added(
         "lora:\n  target_modules: atention\n",
