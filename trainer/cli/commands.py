@@ -22,6 +22,14 @@ class Row:
 
 
 COMMANDS: dict[str, Row] = {
+    "plan": Row(target="trainer.cli.plan:plan", summary="Show what this machine will do with a run, and why."),
+    "train": Row(target="trainer.cli.train:train", summary="Train, prove and save; resumes by itself."),
+    "plan": Row(target="trainer.cli.plan:plan", summary="Show what a run will do here, and why."),
+    "fetch": Row(target="trainer.cli.fetch:fetch", summary="Download the base model."),
+    "cache": Row(target="trainer.cli.train:cache", summary="Encode images and captions ahead of a run."),
+    "probe": Row(target="trainer.cli.probe:probe", summary="Measure this machine."),
+    "sample": Row(target="trainer.cli.sample:sample", summary="Draw prompts with a LoRA."),
+    "verify-lora": Row(target="trainer.cli.sample:verify_lora", summary="Check a LoRA file."),
     "config": Row(target="trainer.cli.config:config", summary="Show, check or document configurations."),
     "families": Row(target="trainer.cli.families:families", summary="List the model families."),
     "health": Row(target="trainer.cli.health:health", summary="Say whether the run is alive."),
@@ -66,7 +74,8 @@ _EXIT_CODES = "\n".join(f"  {code.value:<3} {meaning}" for code, meaning in MEAN
     cls=LazyGroup,
     epilog=f"""\b
 Examples:
-  trainer config check train_configs/flux1_dev_lora.yaml
+  trainer plan train_configs/flux1_dev_lora.yaml
+  trainer train train_configs/flux1_dev_lora.yaml --dataset /data --output /output/my-lora
   trainer COMMAND --help
 
 \b

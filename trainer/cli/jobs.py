@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -11,6 +10,7 @@ import click
 if TYPE_CHECKING:
     from trainer.config.load import Loaded
     from trainer.engine.spec import Mode
+    from trainer.hardware.facts import Facts
     from trainer.hardware.plan import Plan
 
 
@@ -57,9 +57,53 @@ def run_job(
     )
 
 
-def existing_file(value: Path) -> Path:
-    """The path, absolute; click has checked that it exists."""
-    return value.resolve()
+def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
+    """This machine's facts and the run's plan; with `probe`, kernels without a verdict are measured first."""
+    from trainer.engine.planning import machine_facts, plan_run, requested_profile
+
+    facts, profile = machine_facts(), requested_profile()
+    plan = plan_run(loaded, facts, profile)
+    if probe and plan.device == "cuda" and loaded.config.features.attention == "auto":
+        measured = probe_kernels(loaded, facts)
+        if measured != facts:
+            return measured, plan_run(loaded, measured, profile)
+    return facts, plan
+
+
+def probe_kernels(loaded: Loaded, facts: Facts) -> Facts:
+    """The facts with a verdict for every attention kernel at the run's shape; measured ones are kept on disk."""
+    import dataclasses
+
+    from trainer.config import environment
+    from trainer.engine.planning import plan_run, requested_profile, run_attention
+    from trainer.engine.probe import CANDIDATES, probe_attention, shape_class
+    from trainer.hardware.verdicts import FILE_NAME, read_verdicts, write_verdicts
+
+    shape = run_attention(loaded)
+    known = {row.kernel for row in facts.verdicts if row.shape_class == shape_class(shape)}
+    missing = [name for name in CANDIDATES if f"attention.{name}" not in known]
+    if not missing:
+        return facts
+    plan = plan_run(loaded, facts, requested_profile())
+    click.echo(f"measuring attention kernels once for {shape_class(shape)}: {', '.join(missing)}", err=True)
+    verdicts = probe_attention(shape, plan.dtype, missing, {**environment.snapshot(), **plan.environment})
+    for row in verdicts:
+        speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"
+        click.echo(f"  {row.kernel}: {'works' if row.works else 'fails'}, {speed}, {row.reason}", err=True)
+    path = environment.user_cache_dir() / FILE_NAME
+    if not write_verdicts(path, facts, verdicts):
+        click.echo(f"  {path} cannot be written: they will be measured again", err=True)
+        return dataclasses.replace(facts, verdicts=(*facts.verdicts, *verdicts))
+    return dataclasses.replace(facts, verdicts=read_verdicts(path, facts))
+
+
+def with_prompts(loaded: Loaded, prompts: tuple[str, ...]) -> Loaded:
+    """The configuration with other prompts to draw."""
+    import dataclasses
+
+    validation = loaded.config.validation.model_copy(update={"prompts": prompts})
+    config = loaded.config.model_copy(update={"validation": validation})
+    return dataclasses.replace(loaded, config=config)
 
 
 def print_plan(plan: Plan) -> None:

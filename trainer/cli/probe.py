@@ -28,7 +28,8 @@ def probe(
     as_json: bool,
 ) -> int:
     """Measure this machine: facts, and with a configuration every attention kernel forward and backward."""
-    from trainer.cli.jobs import machine_facts, probe_kernels
+    from trainer.cli.jobs import probe_kernels
+    from trainer.engine.planning import machine_facts
     from trainer.hardware.facts import facts_to_json
 
     facts = machine_facts()
