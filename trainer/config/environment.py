@@ -39,6 +39,11 @@ VARIABLES: tuple[Variable, ...] = (
         name="TRAINER_FACTS", default="", meaning="JSON file that replaces the facts read from this machine"
     ),
     Variable(
+        name="TRAINER_TORCH_FACTS",
+        default="",
+        meaning="JSON file with the installed torch's version and architectures, written at image build",
+    ),
+    Variable(
         name="TRAINER_RUNTIME_DIR",
         default="a folder per user under the system's temporary one",
         meaning="where the training process leaves its status and metrics; a tmpfs in containers",

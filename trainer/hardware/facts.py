@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from trainer.hardware import codec
+
 Version = tuple[int, ...]
 
 
@@ -64,6 +66,41 @@ class Facts:
     driver: Version | None
     driver_cuda: Version | None
     gpus: tuple[Gpu, ...]
+    gpu_problem: str = ""
+    """Why the driver shows no GPU though it is loaded: its own error, and CUDA_VISIBLE_DEVICES where that is set."""
     torch: TorchBuild | None
     packages: Mapping[str, str] = field(default_factory=dict)
     verdicts: tuple[KernelVerdict, ...] = ()
+
+
+def facts_to_json(facts: Facts) -> str:
+    """JSON text that `facts_from_json` reads back to an equal value; keys sorted, newline at the end."""
+    return codec.to_json(facts)
+
+
+def facts_from_json(text: str, where: str) -> Facts:
+    """Facts from JSON text; raises HardwareError naming `where` for unknown keys, missing keys and wrong types."""
+    return codec.from_json(Facts, text, where)
+
+
+def version_from(text: str) -> Version:
+    """Leading integers of a version: "580.95.05" -> (580, 95, 5), "2.13.0+cu130" -> (2, 13, 0)."""
+    numbers = []
+    for part in text.partition("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def driver_text(version: Version | None) -> str:
+    """As NVIDIA writes it, "580.95.05", or "unknown"."""
+    if version is None:
+        return "unknown"
+    return ".".join(str(number) if place < 2 else f"{number:02d}" for place, number in enumerate(version))
+
+
+def version_text(version: Version | None) -> str:
+    """ "2.13.0", or "unknown"."""
+    return "unknown" if version is None else ".".join(str(number) for number in version)

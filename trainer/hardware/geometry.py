@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+import math
+import re
+import struct
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from pathlib import Path
+from typing import Any, Literal
 
+from trainer.errors import AccessError
+
+Shapes = Mapping[str, tuple[int, ...]]
 Role = Literal["trained", "text_encoder", "vae"]
 
 
@@ -15,20 +23,14 @@ class ComponentGeometry:
 
     name: str
     role: Role
-    shapes: Mapping[str, tuple[int, ...]]
+    shapes: Shapes
     source: str
     """Where the shapes came from: safetensors headers of a folder, or the committed table."""
 
     @property
     def parameters(self) -> int:
         """Number of elements over all tensors."""
-        total = 0
-        for shape in self.shapes.values():
-            count = 1
-            for size in shape:
-                count *= size
-            total += count
-        return total
+        return sum(math.prod(shape) for shape in self.shapes.values())
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,11 +51,133 @@ class Geometry:
     """Saved for backward in one micro-batch without activation checkpointing."""
     activation_bytes_checkpointed: int
     """The same with every repeated block recomputed, the largest block's own activations included."""
+    activation_bytes_int8: int
+    """`activation_bytes` over an int8 base, whose linear layers keep their inputs."""
+    activation_bytes_checkpointed_int8: int
+    """`activation_bytes_checkpointed` over an int8 base."""
     text_bytes_peak: int = 0
     """Activations of the text encoders while caching, in bytes."""
     vae_bytes_peak: int = 0
-    """Activations of the VAE while caching one image at full size, in bytes."""
+    """Activations of the VAE for one image of the run, whole, in bytes."""
     vae_bytes_peak_tiled: int = 0
     """The same with tiling."""
     attention_shape_class: str = ""
     """Key of the probe's verdicts: heads, head width and tokens of the run."""
+
+
+TABLES = Path(__file__).parent / "tables"
+# a header of a real model has some 100 kB; safetensors itself refuses more than this
+_MAX_HEADER_BYTES = 100_000_000
+
+
+def component_shapes(
+    folder: Path | None, family: str, roles: Mapping[str, Role], *, name: str = ""
+) -> tuple[ComponentGeometry, ...]:
+    """Shapes of the components in `roles`: safetensors headers below `folder`, or the family's committed table.
+
+    The table is that of the full-size model, for `folder` None. `name` is what the user called the folder. Raises
+    AccessError for files that cannot be read and for components without any.
+    """
+    if folder is None:
+        shapes, source = read_table(TABLES / f"{family}.json"), f"committed table of the full-size {family}"
+    else:
+        shapes = {part: header_shapes(folder / part) for part in roles}
+        source = f"safetensors headers of {name or folder}"
+    missing = [part for part in roles if not shapes.get(part)]
+    if missing:
+        raise AccessError(
+            f"no weights for {', '.join(missing)}",
+            where=str(folder or TABLES / f"{family}.json"),
+            remedy="the download may be incomplete: run `trainer fetch` again",
+        )
+    return tuple(
+        ComponentGeometry(name=part, role=role, shapes=shapes[part], source=source)
+        for part, role in roles.items()
+    )
+
+
+def header_shapes(folder: Path) -> Shapes:
+    """Name and shape of every tensor in the folder's .safetensors files; no tensor data is read."""
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        shapes.update({name: tuple(entry["shape"]) for name, entry in _header(file).items()})
+    return shapes
+
+
+def read_table(path: Path) -> dict[str, Shapes]:
+    """Shapes by component from a compact table: rows of (name with {i}, shape, count)."""
+    components: dict[str, Shapes] = {}
+    for component, rows in json.loads(path.read_text())["components"].items():
+        components[component] = {
+            pattern.replace("{i}", str(index)): tuple(shape)
+            for pattern, shape, count in rows
+            for index in range(count)
+        }
+    return components
+
+
+def compact(shapes: Shapes) -> list[tuple[str, list[int], int]]:
+    """The rows that `read_table` expands to `shapes`: equal shapes under indices 0..n-1 become one row."""
+    groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
+    for name, shape in shapes.items():
+        found = re.search(r"(?<=\.)\d+(?=\.)", name)
+        if found is None:
+            groups.setdefault((name, shape), []).append((0, name))
+        else:
+            pattern = f"{name[: found.start()]}{{i}}{name[found.end() :]}"
+            groups.setdefault((pattern, shape), []).append((int(found[0]), name))
+    rows: list[tuple[str, list[int], int]] = []
+    for (pattern, shape), members in groups.items():
+        if sorted(index for index, _ in members) == list(range(len(members))):
+            rows.append((pattern, list(shape), len(members)))
+        else:
+            rows.extend((name, list(shape), 1) for _, name in members)
+    return rows
+
+
+def linear_weights(shapes: Shapes) -> dict[str, tuple[int, int]]:
+    """(out, in) of every matrix by module name; the trained components hold matrices in linear layers only."""
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
+
+
+def lora_parameters(shapes: Shapes, pattern: str, rank: int) -> int:
+    """Parameters of a LoRA on every linear layer whose whole name matches `pattern`."""
+    expression = re.compile(pattern)
+    return sum(
+        rank * (rows + columns)
+        for name, (rows, columns) in linear_weights(shapes).items()
+        if expression.fullmatch(name)
+    )
+
+
+def quantizable(shapes: Shapes, high_precision: Sequence[str]) -> tuple[int, int]:
+    """(parameters, output rows) of the linear weights that an int8 base stores in one byte."""
+    keep = [re.compile(pattern) for pattern in high_precision]
+    sizes = [
+        size
+        for name, size in linear_weights(shapes).items()
+        if not any(pattern.fullmatch(name) for pattern in keep)
+    ]
+    return sum(rows * columns for rows, columns in sizes), sum(rows for rows, _ in sizes)
+
+
+def _header(file: Path) -> dict[str, Any]:
+    """A safetensors file begins with the header's length (8 bytes, little endian) and the header as JSON."""
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"header of {length} bytes")
+            header: dict[str, Any] = json.loads(stream.read(length))
+    except (OSError, ValueError, struct.error) as error:
+        raise AccessError(
+            f"not a readable safetensors file ({error})",
+            where=str(file),
+            remedy="delete it and run `trainer fetch`",
+        ) from error
+    header.pop("__metadata__", None)
+    return header

@@ -1,0 +1,60 @@
+"""Plans of every shipped configuration on every recorded machine, as text: what `make golden` writes and a test compares."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from trainer import families
+from trainer.cli.errors import error_text
+from trainer.config.load import Loaded, load
+from trainer.config.schema import RunConfig
+from trainer.engine.planning import plan_run
+from trainer.errors import TrainerError
+from trainer.hardware.machine import read_recorded
+from trainer.hardware.render import plan_text
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MACHINES = Path(__file__).parent / "machines"
+PLANS = Path(__file__).parent / "plans"
+_RULE = "=" * 118
+
+
+def machines() -> list[str]:
+    """Names of the recorded machines."""
+    return sorted(path.stem for path in MACHINES.glob("*.json"))
+
+
+def machine_text(machine: str, demo_base: Path) -> str:
+    """One block for each configuration: its plan, or the refusal as the command line prints it.
+
+    `demo_base` is a tiny base model as `make demo` builds it. Repositories of the hub count as not downloaded, so that
+    the text does not depend on the disk. The current directory must be the repository's root.
+    """
+    facts = read_recorded(MACHINES / f"{machine}.json")
+
+    def find_model(config: RunConfig) -> Path | None:
+        return demo_base if config.model.download == "never" else None
+
+    blocks = []
+    for path in sorted((ROOT / "train_configs").glob("*.yaml")):
+        relative = path.relative_to(ROOT)
+        try:
+            text = plan_text(plan_run(load_shipped(relative), facts, find_model=find_model))
+        except TrainerError as error:
+            text = error_text(error)
+        blocks.append(f"{_RULE}\n{relative}\n{_RULE}\n{text}\n")
+    return "\n".join(blocks)
+
+
+def load_shipped(path: Path) -> Loaded:
+    """A shipped configuration without anything from the environment."""
+    defaults = {name: families.get(name).defaults for name in families.names()}
+    return load([path], family_defaults=defaults, environ={})
+
+
+def build_demo_base(folder: Path) -> Path:
+    """The tiny base model of the quickstart."""
+    from scripts.random_base import build
+
+    build("flux1_dev", "tiny", folder)
+    return folder

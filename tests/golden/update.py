@@ -1,0 +1,24 @@
+"""Write the golden files anew: `make golden`. Read the diff before you commit it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+
+from tests.golden import plans
+
+
+def main() -> None:
+    """Rewrite every golden plan."""
+    os.chdir(plans.ROOT)
+    with tempfile.TemporaryDirectory() as folder:
+        demo_base = plans.build_demo_base(Path(folder) / "base")
+        for machine in plans.machines():
+            path = plans.PLANS / f"{machine}.txt"
+            path.write_text(plans.machine_text(machine, demo_base))
+            print(path.relative_to(plans.ROOT))
+
+
+if __name__ == "__main__":
+    main()

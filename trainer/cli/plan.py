@@ -1,0 +1,56 @@
+"""Floor 7: `trainer plan`: what a run will do on a machine, and why, before anything is loaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from trainer.cli.options import config_arguments, load_config
+
+
+@click.command(
+    epilog="""\b
+TRAINER_PROFILE names a hardware profile (auto, dgx-spark, rtx-4090, hopper-fp8, generic-cuda, cpu).
+What you write in the configuration is honoured or refused; only `auto` is decided here.
+
+\b
+Examples:
+  trainer plan train_configs/flux1_dev_lora.yaml
+  trainer plan train_configs/flux1_dev_lora.yaml --facts tests/golden/machines/dgx-spark.json
+  trainer plan train_configs/flux1_dev_lora.yaml --set features.weights=int8 --json > plan.json
+  trainer plan train_configs/flux1_dev_lora.yaml --export > plan.env && . ./plan.env
+"""
+)
+@config_arguments
+@click.option(
+    "--facts",
+    "facts_file",
+    metavar="FILE",
+    type=click.Path(path_type=Path),
+    help="Plan for a recorded machine instead of this one.",
+)
+@click.option("--json", "form", flag_value="json", help="Print plan.json instead of the table.")
+@click.option(
+    "--export", "form", flag_value="export", help="Print the environment of the training process for a shell."
+)
+def plan(
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    dataset: Path | None,
+    output: Path | None,
+    facts_file: Path | None,
+    form: str | None,
+) -> None:
+    """Show every hardware decision with its source and reason, and the memory that the run will need."""
+    from trainer.engine.planning import machine_facts, plan_run, requested_profile
+    from trainer.hardware.render import environment_exports, plan_text, plan_to_json
+
+    loaded = load_config(configs, overrides, dataset, output)
+    decided = plan_run(loaded, machine_facts(facts_file), requested_profile())
+    if form == "json":
+        click.echo(plan_to_json(decided), nl=False)
+    elif form == "export":
+        click.echo(environment_exports(decided), nl=False)
+    else:
+        click.echo(plan_text(decided))

@@ -1,0 +1,156 @@
+"""Floor 6: the shapes of one run for the planner: parameters from files or tables, activations from the family.
+
+Imports no torch: `trainer plan` answers at once.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainer.config.schema import RunConfig
+from trainer.engine.probe import shape_class
+from trainer.errors import AccessError
+from trainer.families.protocol import Family, Shape
+from trainer.hardware.geometry import (
+    ComponentGeometry,
+    Geometry,
+    Role,
+    component_shapes,
+    lora_parameters,
+    quantizable,
+)
+from trainer.hardware.memory import VALUE_BYTES
+
+CONFIGS = Path(__file__).parent.parent / "families" / "configs"
+_ATTENTION_PRESET = "attention"
+# peaks of live tensors, counted by a dispatch mode on diffusers' AutoencoderKL and transformers' T5-XXL at 512 tokens:
+# decoding, the larger of the two directions, 3.1 of (widest channels at full size x pixels); T5 44.6 of (tokens x ff)
+_VAE_UNITS = 3.25
+_TEXT_UNITS = 48
+
+
+def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None, dtype: str) -> Geometry:
+    """Everything that memory is computed from, for the run's model, resolution, batch size and compute type.
+
+    `model_folder` is the base model on this disk, None where it is not there yet: the family's committed full-size
+    tables stand in. Raises AccessError where sizes cannot be known.
+    """
+    components = _components(family, config, model_folder)
+    trained = next(part for part in components if part.role == "trained")
+    model_config = component_config(family, model_folder, family.trained_component)
+    size = VALUE_BYTES[dtype]
+    side = config.data.resolution
+    shape = Shape(
+        batch_size=config.train.train_batch_size,
+        width=side,
+        height=side,
+        text_tokens=config.data.max_sequence_length,
+        bytes_per_value=size,
+    )
+    attention = family.attention_shape(model_config, shape)
+    linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
+    quantized, rows = quantizable(trained.shapes, family.high_precision)
+
+    def activations(*, checkpointing: bool, every_input: bool) -> int:
+        return family.activations(model_config, shape, checkpointing=checkpointing, linear_inputs=every_input)
+
+    vae, vae_tiled = _vae_peaks(family, config, model_folder, size)
+    return Geometry(
+        components=components,
+        lora_parameters=_lora_parameters(family, config, trained),
+        quantized_parameters=quantized,
+        quantized_rows=rows,
+        activation_bytes=activations(checkpointing=False, every_input=linear_inputs),
+        activation_bytes_checkpointed=activations(checkpointing=True, every_input=linear_inputs),
+        activation_bytes_int8=activations(checkpointing=False, every_input=True),
+        activation_bytes_checkpointed_int8=activations(checkpointing=True, every_input=True),
+        text_bytes_peak=_text_peak(components, config.data.max_sequence_length, size),
+        vae_bytes_peak=vae,
+        vae_bytes_peak_tiled=vae_tiled,
+        attention_shape_class=shape_class(attention),
+    )
+
+
+def roles(family: Family) -> dict[str, Role]:
+    """What each component with weights is for."""
+    found: dict[str, Role] = {family.trained_component: "trained"}
+    found.update({name: "text_encoder" for name in family.encoder_components["text"]})
+    found.update({name: "vae" for name in family.encoder_components["latents"]})
+    return found
+
+
+def component_config(family: Family, model_folder: Path | None, component: str) -> Mapping[str, Any]:
+    """A component's config.json from the base model, else the family's committed one."""
+    folder = CONFIGS / family.name if model_folder is None else model_folder
+    path = folder / component / "config.json"
+    try:
+        config: Mapping[str, Any] = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise AccessError(
+            f"the component's config cannot be read ({error})",
+            where=str(path),
+            remedy="is this a folder in diffusers' layout? `trainer fetch` completes a download",
+        ) from error
+    return config
+
+
+def _components(
+    family: Family, config: RunConfig, model_folder: Path | None
+) -> tuple[ComponentGeometry, ...]:
+    """Headers of the folder's files; a folder of configs alone (random weights) must be the full-size model."""
+    wanted = roles(family)
+    if model_folder is None or any((model_folder / family.trained_component).glob("*.safetensors")):
+        name = config.model.pretrained_model_name_or_path
+        return component_shapes(model_folder, family.name, wanted, name=name)
+    ours = component_config(family, None, family.trained_component)
+    theirs = component_config(family, model_folder, family.trained_component)
+    differing = [key for key in ours if not key.startswith("_") and theirs.get(key) != ours[key]]
+    if differing:
+        raise AccessError(
+            f"no .safetensors file to read sizes from, and the config differs from {family.title}'s in"
+            f" {', '.join(differing)}",
+            where=str(model_folder / family.trained_component),
+            remedy="name a folder with weights",
+        )
+    return component_shapes(None, family.name, wanted)
+
+
+def _lora_parameters(family: Family, config: RunConfig, trained: ComponentGeometry) -> int:
+    if config.method == "full":
+        return 0
+    pattern = target_pattern(config.lora.target_modules, family.lora_targets)
+    return lora_parameters(trained.shapes, pattern, config.lora.rank)
+
+
+def target_pattern(requested: str | Sequence[str], presets: Mapping[str, str]) -> str:
+    """Regular expression over whole module names for a preset, or for name suffixes; presets are checked before."""
+    if isinstance(requested, str):
+        return presets[requested]
+    return rf"(?:.*\.)?(?:{'|'.join(re.escape(suffix) for suffix in requested)})"
+
+
+def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) -> int:
+    """Activations of one caption in the widest text encoder."""
+    widest = max(
+        shape[0]
+        for part in components
+        if part.role == "text_encoder"
+        for name, shape in part.shapes.items()
+        if len(shape) == 2 and "embed" not in name and "shared" not in name
+    )
+    return _TEXT_UNITS * tokens * widest * size
+
+
+def _vae_peaks(family: Family, config: RunConfig, model_folder: Path | None, size: int) -> tuple[int, int]:
+    """Activations of the VAE for the largest image of the run, whole and in tiles of its own sample size."""
+    side = max(config.data.resolution, config.validation.resolution or 0)
+    (name,) = family.encoder_components["latents"]
+    vae = component_config(family, model_folder, name)
+    channels = vae["block_out_channels"]
+    unit = _VAE_UNITS * channels[min(1, len(channels) - 1)] * size
+    tile = min(side, vae["sample_size"])
+    return int(unit * side * side), int(unit * tile * tile)

@@ -1,0 +1,111 @@
+"""Floor 6: from a configuration to its plan on a machine, for every command that needs one. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from trainer import families
+from trainer.config import environment
+from trainer.config.load import Loaded
+from trainer.config.schema import RunConfig
+from trainer.engine.geometry import component_config, run_geometry
+from trainer.errors import AccessError
+from trainer.families.protocol import AttentionShape, Shape
+from trainer.hardware.facts import Facts
+from trainer.hardware.geometry import Geometry
+from trainer.hardware.machine import read_facts
+from trainer.hardware.plan import Decision, Plan
+from trainer.hardware.profiles import select
+from trainer.hardware.resolve import dtype_of, resolve
+
+
+def plan_run(
+    loaded: Loaded,
+    facts: Facts,
+    requested_profile: str = "auto",
+    *,
+    find_model: Callable[[RunConfig], Path | None] | None = None,
+) -> Plan:
+    """The plan of a run on the machine that `facts` describe.
+
+    `find_model` says where the base model is on this disk; `local_folder` if not given. Raises HardwareError (69) where the machine cannot do
+    it, AccessError (77) where the base model is a folder that is not there.
+    """
+    config, sources = loaded.config, loaded.sources
+    family = families.get(config.family)
+    folder = (find_model or local_folder)(config)
+    profile, reason = select(facts, requested_profile)
+
+    def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
+        return run_geometry(family, changed, model_folder=folder, dtype=dtype)
+
+    source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
+    return resolve(
+        config,
+        facts,
+        profile,
+        geometry_of(config, dtype_of(config, facts, profile, sources)),
+        sources,
+        profile_row=Decision(feature="profile", value=profile.name, source=source, reason=reason),
+        geometry_of=geometry_of,
+    )
+
+
+def machine_facts(facts_file: Path | None = None) -> Facts:
+    """Facts of this machine as the environment says: TRAINER_FACTS replaces them, `facts_file` goes before it."""
+    recorded = environment.read("TRAINER_FACTS")
+    torch_facts = environment.read("TRAINER_TORCH_FACTS")
+    return read_facts(
+        cache_dir=environment.user_cache_dir(),
+        facts_file=facts_file or (Path(recorded) if recorded else None),
+        torch_facts=Path(torch_facts) if torch_facts else None,
+        visible_devices=environment.snapshot().get("CUDA_VISIBLE_DEVICES"),
+    )
+
+
+def requested_profile() -> str:
+    """TRAINER_PROFILE, or `auto`."""
+    return environment.read("TRAINER_PROFILE") or "auto"
+
+
+def local_folder(config: RunConfig) -> Path | None:
+    """The base model's folder on this disk; None for a repository of the hub that is not downloaded yet.
+
+    Raises AccessError for a path that does not exist.
+    """
+    name = config.model.pretrained_model_name_or_path
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    # a repository id is OWNER/NAME; anything else was meant as a path
+    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
+        raise AccessError(
+            f"the base model's folder {name} does not exist",
+            where="model.pretrained_model_name_or_path",
+            remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME); `make demo` builds"
+            " the tiny base of the quickstart",
+        )
+    return _downloaded(name, config.model.revision)
+
+
+def _downloaded(repository: str, revision: str | None) -> Path | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(repository, "model_index.json", revision=revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def run_attention(loaded: Loaded) -> AttentionShape:
+    """The run's attention call, for the kernel probe."""
+    config = loaded.config
+    family = families.get(config.family)
+    model_config = component_config(family, local_folder(config), family.trained_component)
+    shape = Shape(
+        batch_size=config.train.train_batch_size,
+        width=config.data.resolution,
+        height=config.data.resolution,
+        text_tokens=config.data.max_sequence_length,
+        bytes_per_value=2,
+    )
+    return family.attention_shape(model_config, shape)

@@ -1,0 +1,106 @@
+"""Floor 2: reads this machine's facts, or a recorded file in their place. Never imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainer.errors import HardwareError
+from trainer.hardware import driver, host, torch_build, verdicts
+from trainer.hardware.facts import Facts, Gpu, HostMemory, facts_from_json
+
+PACKAGES = (
+    "accelerate",
+    "bitsandbytes",
+    "diffusers",
+    "fastsafetensors",
+    "flash-attn",
+    "optimum-quanto",
+    "peft",
+    "safetensors",
+    "torch",
+    "transformers",
+    "triton",
+)
+
+
+def read_facts(
+    *,
+    cache_dir: Path,
+    facts_file: Path | None = None,
+    torch_facts: Path | None = None,
+    visible_devices: str | None = None,
+    proc: Path = Path("/proc"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    shm: Path = Path("/dev/shm"),
+) -> Facts:
+    """Facts of this machine, or those of `facts_file` (`--facts`, TRAINER_FACTS), verdicts included.
+
+    `torch_facts` is TRAINER_TORCH_FACTS, `visible_devices` the value of CUDA_VISIBLE_DEVICES. Raises HardwareError
+    for files that cannot be read or parsed.
+    """
+    if facts_file is not None:
+        return read_recorded(facts_file)
+    report = driver.query_gpus()
+    memory = host.read_memory(proc / "meminfo", cgroup, proc / "self/cgroup")
+    driver_version = host.parse_driver_version(_text(proc / "driver/nvidia/version"))
+    if driver_version is None and report.cuda is not None:
+        driver_version = driver.nvml_driver_version()
+    problem = ""
+    if not report.gpus and (driver_version or report.cuda):
+        notes = (report.problem or "libcuda is not visible", host.visible_devices_note(visible_devices))
+        problem = "; ".join(note for note in notes if note)
+    facts = Facts(
+        architecture=platform.machine(),
+        cpu_count=len(os.sched_getaffinity(0)),
+        memory=memory,
+        shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else 0,
+        wsl=host.is_wsl(_text(proc / "version")),
+        driver=driver_version,
+        driver_cuda=report.cuda,
+        gpus=with_host_memory(report.gpus, memory),
+        gpu_problem=problem,
+        torch=torch_build.read_torch_build(recorded=torch_facts, cache_dir=cache_dir),
+        packages=installed(PACKAGES),
+    )
+    return dataclasses.replace(facts, verdicts=verdicts.read_verdicts(cache_dir / verdicts.FILE_NAME, facts))
+
+
+def read_recorded(path: Path) -> Facts:
+    """Facts from a JSON file; raises HardwareError naming it."""
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise HardwareError(f"the facts file cannot be read ({error})", where=str(path)) from error
+    return facts_from_json(text, str(path))
+
+
+def with_host_memory(gpus: Iterable[Gpu], memory: HostMemory) -> tuple[Gpu, ...]:
+    """Integrated GPUs share the host's memory: their total is MemTotal."""
+    return tuple(
+        dataclasses.replace(gpu, total_memory_bytes=memory.total_bytes) if gpu.integrated else gpu
+        for gpu in gpus
+    )
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those distributions that are installed, from their metadata."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,81 @@
+"""Floor 2: when nothing fits, the nearest configuration that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from trainer.config.schema import RunConfig
+from trainer.errors import HardwareError
+
+Change = tuple[str, Any]
+"""Dotted key and the value to write."""
+_RESOLUTIONS = (1024, 768, 512)
+
+
+def nearest_fit(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str:
+    """One sentence: the changes that make the run fit, or that none of those tried does.
+
+    `peak_of` plans a changed configuration, returns its peak in words, and raises HardwareError where it does not fit
+    either. Single changes come first, then the same ones added up.
+    """
+    changes = list(_changes(config))
+    fitting = []
+    for change in changes:
+        peak = _try(_apply(config, (change,)), peak_of)
+        if peak is not None:
+            fitting.append(f"{_text((change,))} ({peak})")
+    if fitting:
+        return "fits with " + ", or ".join(fitting)
+    for count in range(2, len(changes) + 1):
+        together = _latest(changes[:count])
+        peak = _try(_apply(config, together), peak_of)
+        if peak is not None:
+            return f"fits with {_text(together)} ({peak})"
+    return "no batch size, resolution or storage that was tried fits: use a machine with more memory"
+
+
+def _changes(config: RunConfig) -> Iterator[Change]:
+    """Changes to try, from the least to the most painful."""
+    if config.features.activation_checkpointing is False:
+        yield "features.activation_checkpointing", True
+    if config.method == "lora" and config.features.weights in ("bf16", "fp32"):
+        yield "features.weights", "int8"
+    if config.train.train_batch_size > 1:
+        yield "train.train_batch_size", 1
+    if config.features.vae_tiling is False:
+        yield "features.vae_tiling", True
+    for side in _RESOLUTIONS:
+        if side < config.data.resolution:
+            yield "data.resolution", side
+    if config.method == "full":
+        yield "method", "lora"
+
+
+def _latest(changes: list[Change]) -> tuple[Change, ...]:
+    """One change a key: the last."""
+    return tuple(dict(changes).items())
+
+
+def _apply(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
+    for key, value in changes:
+        section, _, field = key.rpartition(".")
+        if not section:
+            config = config.model_copy(update={field: value})
+            continue
+        changed = vars(config)[section].model_copy(update={field: value})
+        config = config.model_copy(update={section: changed})
+    return config
+
+
+def _try(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str | None:
+    try:
+        return peak_of(config)
+    except HardwareError:
+        return None
+
+
+def _text(changes: tuple[Change, ...]) -> str:
+    return " and ".join(
+        f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in changes
+    )
