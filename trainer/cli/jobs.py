@@ -71,7 +71,7 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
 
 
 def probe_kernels(loaded: Loaded, facts: Facts) -> Facts:
-    """The facts with a verdict for every attention kernel at the run's shape; measured ones are kept on disk."""
+    """The facts with a verdict for every attention kernel at the run's shape; verdicts are kept on disk."""
     import dataclasses
 
     from trainer.config import environment

@@ -1,4 +1,4 @@
-"""Floor 7: `trainer train` and `trainer cache`: plan, probe what was never measured, then watch over the run."""
+"""Floor 7: `trainer train` and `trainer cache`: plan, probe what was never measured, watch over the run."""
 
 from __future__ import annotations
 
