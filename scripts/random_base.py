@@ -40,23 +40,11 @@ from above, side view, white background, bright colors, dark shadows, yellow and
 
 
 @dataclass(frozen=True, kw_only=True)
-class Component:
-    """A folder of the base model: the library and class that read it."""
-
-    name: str
-    library: Literal["diffusers", "transformers"]
-    class_name: str
-
-
-@dataclass(frozen=True, kw_only=True)
 class Base:
-    """How the base model of one family is made."""
+    """What the committed configs of a family (CONFIGS) leave open."""
 
-    pipeline: str
-    models: tuple[Component, ...]
     tokenizers: Mapping[str, Callable[[], Any]]
-    scheduler: str
-    scheduler_config: Mapping[str, Any]
+    """How each tokenizer is made, by its folder's name."""
     tiny_configs: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
     """Configs of the tiny models by component, given the tokenizers."""
 
@@ -71,7 +59,8 @@ def clip_tokenizer() -> Any:
     tokens = alphabet + [letter + "</w>" for letter in alphabet] + [left + right for left, right in merges]
     tokens += ["<|startoftext|>", "<|endoftext|>"]
     vocab = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
-    return CLIPTokenizer(vocab=vocab, merges=merges, model_max_length=77)
+    pairs: Any = merges  # annotated as lists of texts, documented as pairs
+    return CLIPTokenizer(vocab=vocab, merges=pairs, model_max_length=77)
 
 
 def _words() -> Counter[str]:
@@ -191,23 +180,7 @@ def _flux1_dev_tiny(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
 
 FAMILIES: dict[str, Base] = {
     "flux1_dev": Base(
-        pipeline="FluxPipeline",
-        models=(
-            Component(name="text_encoder", library="transformers", class_name="CLIPTextModel"),
-            Component(name="text_encoder_2", library="transformers", class_name="T5EncoderModel"),
-            Component(name="transformer", library="diffusers", class_name="FluxTransformer2DModel"),
-            Component(name="vae", library="diffusers", class_name="AutoencoderKL"),
-        ),
         tokenizers={"tokenizer": clip_tokenizer, "tokenizer_2": t5_tokenizer},
-        scheduler="FlowMatchEulerDiscreteScheduler",
-        scheduler_config={
-            "base_image_seq_len": 256,
-            "base_shift": 0.5,
-            "max_image_seq_len": 4096,
-            "max_shift": 1.15,
-            "shift": 3.0,
-            "use_dynamic_shifting": True,
-        },
         tiny_configs=_flux1_dev_tiny,
     ),
 }
@@ -227,61 +200,38 @@ def build(
     if output.is_dir() and any(output.iterdir()):
         raise FileExistsError(f"{output} is not empty")
     base = FAMILIES[family]
+    shutil.copytree(CONFIGS / family, output, dirs_exist_ok=True)
     tokenizers = {name: make() for name, make in base.tokenizers.items()}
     for name, tokenizer in tokenizers.items():
         tokenizer.save_pretrained(output / name)
-    scheduler_class = _class("diffusers", base.scheduler)
-    scheduler_class(**base.scheduler_config).save_pretrained(output / "scheduler")
-    if size == "full":
-        for component in base.models:
-            (output / component.name).mkdir()
-            shutil.copyfile(
-                CONFIGS / family / component.name / "config.json", output / component.name / "config.json"
-            )
-    else:
-        configs = base.tiny_configs(tokenizers)
-        for component in base.models:
-            _write_model(
-                component, configs[component.name], output / component.name, weights=weights, seed=seed
-            )
-    _write_index(base, tokenizers, output)
+    if size == "tiny":
+        classes = json.loads((output / "model_index.json").read_text())
+        for name, config in base.tiny_configs(tokenizers).items():
+            library, class_name = classes[name]
+            model_class = getattr(importlib.import_module(library), class_name)
+            _write_model(model_class, config, output / name, weights=weights, label=f"{seed}/{name}")
 
 
 def _write_model(
-    component: Component, config: dict[str, Any], folder: Path, *, weights: bool, seed: int
+    model_class: Any, config: Mapping[str, Any], folder: Path, *, weights: bool, label: str
 ) -> None:
-    """One component, made by its library's own initialisation under its own seed."""
+    """One model with its library's own initialisation, seeded by `label`."""
+    from transformers import PreTrainedModel
+
     from trainer.modeling.seeds import seeded
     from trainer.modeling.tensorfile import rewrite_sorted
 
-    model_class = _class(component.library, component.class_name)
-    with seeded(f"{seed}/{component.name}", "cpu"):
-        if component.library == "transformers":
+    with seeded(label, "cpu"):
+        if issubclass(model_class, PreTrainedModel):
             model = model_class(model_class.config_class(**config))
         else:
             model = model_class(**config)
-    model.save_pretrained(folder, safe_serialization=True)
+    model.save_pretrained(folder)
     for path in folder.glob("*.safetensors"):
         if weights:
             rewrite_sorted(path)
         else:
             path.unlink()
-
-
-def _write_index(base: Base, tokenizers: Mapping[str, Any], output: Path) -> None:
-    import diffusers
-
-    parts = {component.name: [component.library, component.class_name] for component in base.models}
-    parts |= {name: ["transformers", type(tokenizer).__name__] for name, tokenizer in tokenizers.items()}
-    parts["scheduler"] = ["diffusers", base.scheduler]
-    index = {"_class_name": base.pipeline, "_diffusers_version": diffusers.__version__} | dict(
-        sorted(parts.items())
-    )
-    (output / "model_index.json").write_text(json.dumps(index, indent=2) + "\n")
-
-
-def _class(library: str, name: str) -> Any:
-    return getattr(importlib.import_module(library), name)
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The tiny base is a real base model to diffusers: same layout, same classes, tokenizers that fit the encoders."""
+"""The tiny base is a real base model to diffusers: layout, classes, and tokenizers that fit the encoders."""
 
 from __future__ import annotations
 
