@@ -43,13 +43,7 @@ class Flux1Dev:
         "all-linear": rf"{_BLOCKS}\.({_ATTENTION}|{_MLP})",
     }
     # embedders and modulation carry sigma and the caption into every block; they are small and sensitive
-    high_precision = (
-        r"x_embedder",
-        r"context_embedder",
-        r"time_text_embed\..*",
-        r".*\.?norm\w*\.linear",
-        r"proj_out",
-    )
+    high_precision = (r"(x|context)_embedder|proj_out", r"time_text_embed\..*", r".*\.?norm\w*\.linear")
     blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     trained_component = "transformer"
     encoder_components: Mapping[EntryKind, tuple[str, ...]] = {
@@ -62,11 +56,12 @@ class Flux1Dev:
         """All captioned images of the run's sets."""
         from trainer.data.scan import scan_images
 
+        data = config.data
         return scan_images(
-            config.data.sets,
-            resolution=config.data.resolution,
+            data.sets,
+            resolution=data.resolution,
             multiple=self.pixel_multiple,
-            trigger_word=config.data.trigger_word,
+            trigger_word=data.trigger_word,
             progress=progress,
         )
 
@@ -77,10 +72,10 @@ class Flux1Dev:
         from diffusers import AutoencoderKL, FluxPipeline
         from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
 
-        from trainer.modeling.load import load_component
+        from trainer.modeling.load import load_component as load
 
         if kind == "latents":
-            vae = load_component(AutoencoderKL, source, "vae", device=device, dtype=dtype)
+            vae = load(AutoencoderKL, source, "vae", device=device, dtype=dtype)
             if vae_tiling:
                 vae.enable_tiling()
             return vae
@@ -88,10 +83,8 @@ class Flux1Dev:
             scheduler=None,
             vae=None,
             transformer=None,
-            text_encoder=load_component(CLIPTextModel, source, "text_encoder", device=device, dtype=dtype),
-            text_encoder_2=load_component(
-                T5EncoderModel, source, "text_encoder_2", device=device, dtype=dtype
-            ),
+            text_encoder=load(CLIPTextModel, source, "text_encoder", device=device, dtype=dtype),
+            text_encoder_2=load(T5EncoderModel, source, "text_encoder_2", device=device, dtype=dtype),
             tokenizer=CLIPTokenizer.from_pretrained(source.component("tokenizer")),
             tokenizer_2=T5TokenizerFast.from_pretrained(source.component("tokenizer_2")),
         )
@@ -99,9 +92,7 @@ class Flux1Dev:
     def encode_text(
         self, encoders: Any, caption: str, *, max_sequence_length: int
     ) -> dict[str, torch.Tensor]:
-        """`prompt_embeds` (L, D) from T5, padded to a constant length, and `pooled_prompt_embeds` (P,) from
-        CLIP.
-        """
+        """`prompt_embeds` (L, D) from T5, padded to one length, `pooled_prompt_embeds` (P,) from CLIP."""
         import torch
 
         with torch.no_grad():
@@ -111,9 +102,7 @@ class Flux1Dev:
         return {"prompt_embeds": prompt_embeds[0].cpu(), "pooled_prompt_embeds": pooled[0].cpu()}
 
     def encode_pixels(self, encoders: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """`mean` and `std` (C, h, w) fp32 of the latent distribution, already shifted and scaled for
-        training.
-        """
+        """`mean` and `std` (C, h, w) fp32 of the latents, already shifted and scaled for training."""
         import torch
 
         with torch.no_grad():
@@ -138,8 +127,7 @@ class Flux1Dev:
         """diffusers' FluxTransformer2DModel."""
         from diffusers import FluxTransformer2DModel
 
-        model_class: type[torch.nn.Module] = FluxTransformer2DModel
-        return model_class
+        return FluxTransformer2DModel
 
     def predict(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Velocity (B, C, h, w) that the transformer predicts for the noised latents."""
@@ -151,9 +139,8 @@ class Flux1Dev:
         text = batch.text["prompt_embeds"]
         guidance = None
         if model.config.guidance_embeds:
-            guidance = torch.full(
-                (count,), settings.flow.guidance_scale, device=noised.device, dtype=torch.float32
-            )
+            guidance = torch.full((count,), settings.flow.guidance_scale, device=noised.device)
+        image_ids = FluxPipeline._prepare_latent_image_ids
         packed = model(
             hidden_states=FluxPipeline._pack_latents(noised.to(text.dtype), count, channels, height, width),
             timestep=draw.sigma.to(text.dtype),
@@ -161,9 +148,7 @@ class Flux1Dev:
             pooled_projections=batch.text["pooled_prompt_embeds"],
             encoder_hidden_states=text,
             txt_ids=torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
-            img_ids=FluxPipeline._prepare_latent_image_ids(
-                count, height // 2, width // 2, text.device, text.dtype
-            ),
+            img_ids=image_ids(count, height // 2, width // 2, text.device, text.dtype),
             return_dict=False,
         )[0]
         # the scale factor 1 makes the pipeline's helper count in latent pixels
@@ -171,9 +156,8 @@ class Flux1Dev:
 
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
-        return flow.velocity_loss(
-            self.predict(model, batch, draw, settings), _sample_latents(batch, draw), draw
-        )
+        prediction = self.predict(model, batch, draw, settings)
+        return flow.velocity_loss(prediction, _sample_latents(batch, draw), draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""
@@ -182,13 +166,12 @@ class Flux1Dev:
         generator = torch.Generator().manual_seed(seed)
         size = (shape.batch_size, config["in_channels"] // 4, shape.height // 8, shape.width // 8)
         text = (shape.batch_size, shape.text_tokens, config["joint_attention_dim"])
+        pooled = (shape.batch_size, config["pooled_projection_dim"])
         return Batch(
             latents={"mean": torch.randn(size, generator=generator), "std": torch.full(size, 0.1)},
             text={
                 "prompt_embeds": torch.randn(text, generator=generator),
-                "pooled_prompt_embeds": torch.randn(
-                    text[0], config["pooled_projection_dim"], generator=generator
-                ),
+                "pooled_prompt_embeds": torch.randn(pooled, generator=generator),
             },
             size=shape.batch_size,
         )
@@ -214,9 +197,8 @@ class Flux1Dev:
             tokenizer=None,
             tokenizer_2=None,
         )
-        inputs = [
-            {name: value[None].to(model.device, model.dtype) for name, value in p.items()} for p in prompts
-        ]
+        to = {"device": model.device, "dtype": model.dtype}
+        inputs = [{name: value[None].to(**to) for name, value in prompt.items()} for prompt in prompts]
         return flow.run_pipeline(pipeline, inputs, request, on_step)
 
     def save_adapter(
@@ -235,14 +217,11 @@ class Flux1Dev:
 
     def load_adapter(self, model: Any, path: Path, *, adapter_name: str) -> None:
         """Load as FluxPipeline does; `load_lora_adapter` also takes a quantised transformer."""
-        model.load_lora_adapter(
-            path.parent, weight_name=path.name, prefix="transformer", adapter_name=adapter_name
-        )
+        options = {"weight_name": path.name, "prefix": "transformer", "adapter_name": adapter_name}
+        model.load_lora_adapter(path.parent, **options)
 
     def comfyui_keys(self, module: str) -> str | None:
-        """ComfyUI's `model_lora_keys_unet` maps `transformer.<diffusers name>` for FLUX through
-        `flux_to_diffusers`.
-        """
+        """ComfyUI's comfy/lora.py maps `transformer.<diffusers name>` for FLUX by `flux_to_diffusers`."""
         return f"transformer.{module}"
 
     def activations(
