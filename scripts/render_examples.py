@@ -1,7 +1,7 @@
 """Make examples/emoji from the unpacked package `@lobehub/fluent-emoji-3d` (see examples/README.md).
 
-    npm pack @lobehub/fluent-emoji-3d@1.1.0 && tar xzf lobehub-fluent-emoji-3d-1.1.0.tgz
-    python scripts/render_examples.py package/assets examples/emoji
+First: npm pack @lobehub/fluent-emoji-3d@1.1.0 && tar xzf lobehub-fluent-emoji-3d-1.1.0.tgz
+Then: python scripts/render_examples.py package/assets examples/emoji
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ def on_white(path: Path) -> Image.Image:
 
 def main() -> None:
     """Write one png and one caption for every subject."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("assets", type=Path, help="folder `assets` of the unpacked package")
     parser.add_argument("output", type=Path, help="folder to write to")
     arguments = parser.parse_args()
