@@ -1,4 +1,4 @@
-"""Plans of every shipped configuration on every recorded machine, as text: what `make golden` writes and a test compares."""
+"""Plans of every shipped configuration on every recorded machine, as text."""
 
 from __future__ import annotations
 
@@ -27,8 +27,9 @@ def machines() -> list[str]:
 def machine_text(machine: str, demo_base: Path) -> str:
     """One block for each configuration: its plan, or the refusal as the command line prints it.
 
-    `demo_base` is a tiny base model as `make demo` builds it. Repositories of the hub count as not downloaded, so that
-    the text does not depend on the disk. The current directory must be the repository's root.
+    `demo_base` is the tiny base model, as `make demo` builds it. Repositories of the hub count as not
+    downloaded, so that the text does not depend on the disk. The current directory must be the repository's
+    root.
     """
     facts = read_recorded(MACHINES / f"{machine}.json")
 
@@ -50,11 +51,3 @@ def load_shipped(path: Path) -> Loaded:
     """A shipped configuration without anything from the environment."""
     defaults = {name: families.get(name).defaults for name in families.names()}
     return load([path], family_defaults=defaults, environ={})
-
-
-def build_demo_base(folder: Path) -> Path:
-    """The tiny base model of the quickstart."""
-    from scripts.random_base import build
-
-    build("flux1_dev", "tiny", folder)
-    return folder

@@ -7,13 +7,14 @@ import tempfile
 from pathlib import Path
 
 from tests.golden import plans
+from tests.tiny import build_tiny
 
 
 def main() -> None:
     """Rewrite every golden plan."""
     os.chdir(plans.ROOT)
     with tempfile.TemporaryDirectory() as folder:
-        demo_base = plans.build_demo_base(Path(folder) / "base")
+        demo_base = build_tiny("flux1_dev", Path(folder) / "base")
         for machine in plans.machines():
             path = plans.PLANS / f"{machine}.txt"
             path.write_text(plans.machine_text(machine, demo_base))

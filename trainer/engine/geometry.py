@@ -1,4 +1,4 @@
-"""Floor 6: the shapes of one run for the planner: parameters from files or tables, activations from the family.
+"""Floor 6: one run's shapes for the planner: parameters from files or tables, activations from the family.
 
 Imports no torch: `trainer plan` answers at once.
 """
@@ -27,8 +27,9 @@ from trainer.hardware.memory import VALUE_BYTES
 
 CONFIGS = Path(__file__).parent.parent / "families" / "configs"
 _ATTENTION_PRESET = "attention"
-# peaks of live tensors, counted by a dispatch mode on diffusers' AutoencoderKL and transformers' T5-XXL at 512 tokens:
-# decoding, the larger of the two directions, 3.1 of (widest channels at full size x pixels); T5 44.6 of (tokens x ff)
+# peaks of live tensors, counted by a dispatch mode on diffusers' AutoencoderKL and transformers' T5-XXL at
+# 512 tokens: decoding, the larger of the two directions, 3.1 of (widest channels at full size x pixels); T5
+# 44.6 of (tokens x ff)
 _VAE_UNITS = 3.25
 _TEXT_UNITS = 48
 
@@ -36,22 +37,14 @@ _TEXT_UNITS = 48
 def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None, dtype: str) -> Geometry:
     """Everything that memory is computed from, for the run's model, resolution, batch size and compute type.
 
-    `model_folder` is the base model on this disk, None where it is not there yet: the family's committed full-size
-    tables stand in. Raises AccessError where sizes cannot be known.
+    `model_folder` is the base model on this disk, None where it is not there yet: the family's committed
+    full-size tables stand in. Raises AccessError where sizes cannot be known.
     """
     components = _components(family, config, model_folder)
     trained = next(part for part in components if part.role == "trained")
     model_config = component_config(family, model_folder, family.trained_component)
     size = VALUE_BYTES[dtype]
-    side = config.data.resolution
-    shape = Shape(
-        batch_size=config.train.train_batch_size,
-        width=side,
-        height=side,
-        text_tokens=config.data.max_sequence_length,
-        bytes_per_value=size,
-    )
-    attention = family.attention_shape(model_config, shape)
+    shape = run_shape(config, bytes_per_value=size)
     linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
     quantized, rows = quantizable(trained.shapes, family.high_precision)
 
@@ -71,7 +64,18 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
         text_bytes_peak=_text_peak(components, config.data.max_sequence_length, size),
         vae_bytes_peak=vae,
         vae_bytes_peak_tiled=vae_tiled,
-        attention_shape_class=shape_class(attention),
+        attention_shape_class=shape_class(family.attention_shape(model_config, shape)),
+    )
+
+
+def run_shape(config: RunConfig, *, bytes_per_value: int) -> Shape:
+    """One micro-batch of the run; buckets of other aspects have about the same area."""
+    return Shape(
+        batch_size=config.train.train_batch_size,
+        width=config.data.resolution,
+        height=config.data.resolution,
+        text_tokens=config.data.max_sequence_length,
+        bytes_per_value=bytes_per_value,
     )
 
 
@@ -101,7 +105,7 @@ def component_config(family: Family, model_folder: Path | None, component: str) 
 def _components(
     family: Family, config: RunConfig, model_folder: Path | None
 ) -> tuple[ComponentGeometry, ...]:
-    """Headers of the folder's files; a folder of configs alone (random weights) must be the full-size model."""
+    """Headers of the folder's files; a folder of configs alone must be the full-size model."""
     wanted = roles(family)
     if model_folder is None or any((model_folder / family.trained_component).glob("*.safetensors")):
         name = config.model.pretrained_model_name_or_path
@@ -127,7 +131,7 @@ def _lora_parameters(family: Family, config: RunConfig, trained: ComponentGeomet
 
 
 def target_pattern(requested: str | Sequence[str], presets: Mapping[str, str]) -> str:
-    """Regular expression over whole module names for a preset, or for name suffixes; presets are checked before."""
+    """Regular expression over whole module names for a checked preset, or for name suffixes."""
     if isinstance(requested, str):
         return presets[requested]
     return rf"(?:.*\.)?(?:{'|'.join(re.escape(suffix) for suffix in requested)})"

@@ -1,4 +1,4 @@
-"""Floor 6: from a configuration to its plan on a machine, for every command that needs one. Imports no torch."""
+"""Floor 6: from a configuration to its plan on a machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from trainer import families
 from trainer.config import environment
 from trainer.config.load import Loaded
 from trainer.config.schema import RunConfig
-from trainer.engine.geometry import component_config, run_geometry
+from trainer.engine.geometry import component_config, run_geometry, run_shape
 from trainer.errors import AccessError
-from trainer.families.protocol import AttentionShape, Shape
+from trainer.families.protocol import AttentionShape
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.machine import read_facts
@@ -29,8 +29,9 @@ def plan_run(
 ) -> Plan:
     """The plan of a run on the machine that `facts` describe.
 
-    `find_model` says where the base model is on this disk; `local_folder` if not given. Raises HardwareError (69) where the machine cannot do
-    it, AccessError (77) where the base model is a folder that is not there.
+    `find_model` says where the base model is on this disk; `local_folder` if not given. Raises
+    HardwareError (69) where the machine cannot do it, AccessError (77) where the base model is a folder
+    that is not there.
     """
     config, sources = loaded.config, loaded.sources
     family = families.get(config.family)
@@ -53,7 +54,7 @@ def plan_run(
 
 
 def machine_facts(facts_file: Path | None = None) -> Facts:
-    """Facts of this machine as the environment says: TRAINER_FACTS replaces them, `facts_file` goes before it."""
+    """Facts of this machine, or of `facts_file`, or of the file that TRAINER_FACTS names."""
     recorded = environment.read("TRAINER_FACTS")
     torch_facts = environment.read("TRAINER_TORCH_FACTS")
     return read_facts(
@@ -83,8 +84,8 @@ def local_folder(config: RunConfig) -> Path | None:
         raise AccessError(
             f"the base model's folder {name} does not exist",
             where="model.pretrained_model_name_or_path",
-            remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME); `make demo` builds"
-            " the tiny base of the quickstart",
+            remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME); the tiny"
+            " base of the quickstart is built by `make demo`",
         )
     return _downloaded(name, config.model.revision)
 
@@ -101,11 +102,6 @@ def run_attention(loaded: Loaded) -> AttentionShape:
     config = loaded.config
     family = families.get(config.family)
     model_config = component_config(family, local_folder(config), family.trained_component)
-    shape = Shape(
-        batch_size=config.train.train_batch_size,
-        width=config.data.resolution,
-        height=config.data.resolution,
-        text_tokens=config.data.max_sequence_length,
-        bytes_per_value=2,
-    )
+    # which kernel runs depends on heads, width and tokens, not on the bytes of a value
+    shape = run_shape(config, bytes_per_value=2)
     return family.attention_shape(model_config, shape)

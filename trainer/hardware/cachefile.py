@@ -1,4 +1,4 @@
-"""Floor 2: small JSON files in the cache folder. What is cached can be measured again, so a broken file is no error."""
+"""Floor 2: small JSON files in the cache folder; what they hold can be had again, a broken one is empty."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def read_entries(path: Path) -> dict[str, Any]:
 
 
 def write_entries(path: Path, entries: dict[str, Any]) -> bool:
-    """Replace the file in one step; False where the folder cannot be written (the run goes on without the cache)."""
+    """Replace the file in one step; False where the folder cannot be written: a cache is no need."""
     # the process id keeps two runs that write at once from sharing one temporary file
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:

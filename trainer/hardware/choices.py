@@ -95,7 +95,7 @@ def tf32(situation: Situation) -> Decision:
 
 
 def attention(situation: Situation, dtype: str, shape_class: str) -> Decision:
-    """The attention kernel: the fastest that the probe saw working, else the first safe one in the profile's order.
+    """The attention kernel: the fastest that the probe saw working, else the profile's first safe one.
 
     Raises HardwareError for a kernel that was asked for and cannot run, or that the probe saw failing.
     """

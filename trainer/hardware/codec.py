@@ -1,8 +1,7 @@
-"""Floor 2: the frozen values of this floor as JSON text and back; unknown keys and wrong types are refused."""
+"""Floor 2: this floor's frozen values as JSON text and back; unknown keys and wrong types are refused."""
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any, TypeVar
 
@@ -36,7 +35,6 @@ def from_json(kind: type[Value], text: str, where: str) -> Value:
     return value
 
 
-@functools.cache
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
     # marks the class itself, so that nested dataclasses refuse unknown keys too
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind))

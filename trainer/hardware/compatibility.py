@@ -44,9 +44,9 @@ def check(facts: Facts, profile: Profile) -> tuple[Decision, ...]:
 def covering(arch_list: tuple[str, ...], capability: tuple[int, int], *, compile_ptx: bool) -> str | None:
     """The entry of a wheel's architecture list that runs on `capability`, or None.
 
-    Machine code (sm_XY) runs on the same major with an equal or higher minor: sm_121 runs sm_120. Intermediate code
-    (compute_XY) is compiled by the driver for anything newer, unless the driver is older than the wheel's CUDA.
-    Suffix a is for one exact GPU, f for its family.
+    Machine code (sm_XY) runs on the same major with an equal or higher minor: sm_121 runs sm_120.
+    Intermediate code (compute_XY) is compiled by the driver for anything newer, unless the driver is older
+    than the wheel's CUDA. Suffix a is for one exact GPU, f for its family.
     """
     best: str | None = None
     for entry in arch_list:
@@ -74,7 +74,7 @@ def _driver(facts: Facts, built_for: Version) -> tuple[Problem | None, str]:
         needed = FIRST_DRIVER.get(built_for[0])
         upgrade = f"upgrade the driver to {needed} or newer" if needed else "upgrade the driver"
         problem = Problem(
-            what=f"runs CUDA {version_text(cuda)} and older, torch was built for CUDA {version_text(built_for)}",
+            what=f"runs CUDA {version_text(cuda)} and older, torch was built for {version_text(built_for)}",
             where=f"driver {known}",
             remedy=f"{upgrade}, or use a build of torch for CUDA {cuda[0]}",
         )

@@ -1,4 +1,4 @@
-"""Floor 2: GPUs as NVIDIA's driver library reports them, by ctypes. No context is made, so no GPU memory is taken."""
+"""Floor 2: GPUs as NVIDIA's driver library reports them, by ctypes; no context is made, no memory taken."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class DriverReport:
-    """What libcuda said. `cuda` is the newest CUDA that the driver runs; `problem` says why `gpus` is empty."""
+    """What libcuda said: `cuda` is the newest that the driver runs, `problem` says why `gpus` is empty."""
 
     cuda: Version | None
     gpus: tuple[Gpu, ...]
@@ -51,7 +51,7 @@ def query_gpus(libraries: tuple[str, ...] = LIBCUDA) -> DriverReport:
 
 
 def nvml_driver_version(libraries: tuple[str, ...] = LIBNVML) -> Version | None:
-    """The driver's version from NVML, for hosts without /proc/driver/nvidia (WSL); None where NVML does not answer."""
+    """The driver's version from NVML, for hosts without /proc/driver/nvidia (WSL); None without an answer."""
     library = _open(libraries)
     if library is None or library.nvmlInit_v2() != 0:
         return None

@@ -19,7 +19,7 @@ class Gpu:
     capability: tuple[int, int]
     total_memory_bytes: int
     integrated: bool
-    """True where CPU and GPU share one memory (DGX Spark); from the driver's attribute, never from the name."""
+    """True where CPU and GPU share one memory (DGX Spark); the driver's attribute, never the name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Facts:
     driver_cuda: Version | None
     gpus: tuple[Gpu, ...]
     gpu_problem: str = ""
-    """Why the driver shows no GPU though it is loaded: its own error, and CUDA_VISIBLE_DEVICES where that is set."""
+    """Why a loaded driver shows no GPU: its own error, and CUDA_VISIBLE_DEVICES where that is set."""
     torch: TorchBuild | None
     packages: Mapping[str, str] = field(default_factory=dict)
     verdicts: tuple[KernelVerdict, ...] = ()
@@ -79,7 +79,7 @@ def facts_to_json(facts: Facts) -> str:
 
 
 def facts_from_json(text: str, where: str) -> Facts:
-    """Facts from JSON text; raises HardwareError naming `where` for unknown keys, missing keys and wrong types."""
+    """Facts from JSON text; raises HardwareError at `where` for unknown or missing keys and wrong types."""
     return codec.from_json(Facts, text, where)
 
 

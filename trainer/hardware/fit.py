@@ -1,4 +1,4 @@
-"""Floor 2: how a run is made to fit: storage of the base, activation checkpointing, tiling, in order of speed."""
+"""Floor 2: how a run is made to fit: storage of the base, activation checkpointing, tiling."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Outcome:
 
 
 def budget(situation: Situation) -> Budget:
-    """The profile's share of the device's memory; where that is the host's, what is available less the headroom."""
+    """The profile's share of the device's memory, or less where that is the host's and others use it."""
     profile, host = situation.profile, situation.facts.memory
     total = situation.facts.gpus[0].total_memory_bytes if situation.on_gpu else host.total_bytes
     share = int(total * profile.budget_share)

@@ -1,4 +1,4 @@
-"""Floor 2: the shapes that memory is computed from: parameters from real tensors, activations from the family."""
+"""Floor 2: what memory is computed from: parameters from real tensors, activations from the family."""
 
 from __future__ import annotations
 
@@ -73,10 +73,10 @@ _MAX_HEADER_BYTES = 100_000_000
 def component_shapes(
     folder: Path | None, family: str, roles: Mapping[str, Role], *, name: str = ""
 ) -> tuple[ComponentGeometry, ...]:
-    """Shapes of the components in `roles`: safetensors headers below `folder`, or the family's committed table.
+    """Shapes of the components in `roles`: safetensors headers below `folder`, or a committed table.
 
-    The table is that of the full-size model, for `folder` None. `name` is what the user called the folder. Raises
-    AccessError for files that cannot be read and for components without any.
+    The table is that of the full-size model, for `folder` None. `name` is what the user called the folder.
+    Raises AccessError for files that cannot be read and for components without any.
     """
     if folder is None:
         shapes, source = read_table(TABLES / f"{family}.json"), f"committed table of the full-size {family}"
@@ -136,7 +136,7 @@ def compact(shapes: Shapes) -> list[tuple[str, list[int], int]]:
 
 
 def linear_weights(shapes: Shapes) -> dict[str, tuple[int, int]]:
-    """(out, in) of every matrix by module name; the trained components hold matrices in linear layers only."""
+    """(out, in) of every matrix by module name; trained components have matrices in linear layers only."""
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in shapes.items()

@@ -19,7 +19,7 @@ def parse_meminfo(text: str) -> dict[str, int]:
 
 
 def read_memory(meminfo: Path, cgroup_root: Path, self_cgroup: Path) -> HostMemory:
-    """Host memory where available = min(MemAvailable, what the tightest cgroup leaves); raises HardwareError."""
+    """Host memory; available is min(MemAvailable, what the tightest cgroup leaves). Raises HardwareError."""
     try:
         fields = parse_meminfo(meminfo.read_text())
         total, available = fields["MemTotal"], fields["MemAvailable"]
@@ -57,7 +57,8 @@ def cgroup_limits(root: Path, self_cgroup: str) -> list[tuple[int, int]]:
 
 def _limits(root: Path, path: str, files: tuple[str, str, str]) -> list[tuple[int, int]]:
     limit_name, usage_name, cache_name = files
-    # inside a container the path of the host's tree does not exist below the root: the root is the own group then
+    # inside a container the path of the host's tree does not exist below the root: the root is the own
+    # group then
     folder = root / path.lstrip("/")
     limits = []
     for group in (folder, *folder.parents):

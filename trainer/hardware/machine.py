@@ -41,8 +41,8 @@ def read_facts(
 ) -> Facts:
     """Facts of this machine, or those of `facts_file` (`--facts`, TRAINER_FACTS), verdicts included.
 
-    `torch_facts` is TRAINER_TORCH_FACTS, `visible_devices` the value of CUDA_VISIBLE_DEVICES. Raises HardwareError
-    for files that cannot be read or parsed.
+    `torch_facts` is TRAINER_TORCH_FACTS, `visible_devices` the value of CUDA_VISIBLE_DEVICES. Raises
+    HardwareError for files that cannot be read or parsed.
     """
     if facts_file is not None:
         return read_recorded(facts_file)

@@ -1,4 +1,4 @@
-"""Floor 2: predicted device memory and disk of a run, in bytes: parameters from shapes, activations from the family."""
+"""Floor 2: predicted device memory and disk of a run, in bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from trainer.hardware.plan import MemoryRow
 
 GIB = 1024**3
 VALUE_BYTES = {"bf16": 2, "fp32": 4}
-# CUDA context with its loaded kernels, and workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond torch's own
+# CUDA context with its loaded kernels, and workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond
+# torch's own
 _CUDA_OVERHEAD_BYTES = int(0.75 * GIB)
 # share of all else that the caching allocator holds in blocks it cannot hand out
 _FRAGMENTATION = 0.02
@@ -81,7 +82,7 @@ def total(rows: Sequence[MemoryRow]) -> int:
 
 
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
-    """What training holds at its peak; previews take the place of training's activations, not room beside them."""
+    """What training holds at its peak; previews take the place of activations, not room beside them."""
     state = _STATE[storage.method, storage.dtype]
     trained = parameters(geometry, "trained")
     count = geometry.lora_parameters if storage.method == "lora" else trained
@@ -100,7 +101,7 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
 
 
 def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[MemoryRow, ...]]:
-    """Rows of the two stages of caching, which follow each other: all text encoders together, then the VAE."""
+    """Rows of the two stages of caching: all text encoders together, and after them the VAE."""
     vae_peak = geometry.vae_bytes_peak_tiled if storage.tiling else geometry.vae_bytes_peak
     stages: dict[str, tuple[Role, int]] = {
         "text encoders": ("text_encoder", geometry.text_bytes_peak),
@@ -127,8 +128,8 @@ def parameters(geometry: Geometry, role: Role) -> int:
 def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int) -> int:
     """As many checkpoints as exist at one time, and the final files.
 
-    A checkpoint holds the master weights and the optimizer's state, in the types that they train in. The final files
-    are the adapter twice (diffusers and ComfyUI) or the whole model.
+    A checkpoint holds the master weights and the optimizer's state, in the types that they train in. The
+    final files are the adapter twice (diffusers and ComfyUI) or the whole model.
     """
     if storage.method == "lora":
         count, master, final = geometry.lora_parameters, 4, 2 * storage.value_bytes
@@ -148,7 +149,7 @@ def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
     return MemoryRow(
         name="base weights",
         bytes=geometry.quantized_parameters + (geometry.quantized_rows + kept) * size,
-        detail=f"{_count(geometry.quantized_parameters)} in int8 with a scale a row, {_count(kept)} in {storage.dtype}",
+        detail=f"{_count(geometry.quantized_parameters)} in int8, {_count(kept)} in {storage.dtype}",
     )
 
 
@@ -172,7 +173,7 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
 def _int8_extra(
     storage: Storage, geometry: Geometry, trained: int, rows: Sequence[MemoryRow]
 ) -> list[MemoryRow]:
-    """quanto multiplies with an unpacked copy of one weight at a time; a random base exists in full before that."""
+    """quanto multiplies with an unpacked copy of one weight; a random base exists in full before that."""
     weights = [linear_weights(part.shapes) for part in geometry.components if part.role == "trained"]
     largest = max((out * into for sizes in weights for out, into in sizes.values()), default=0)
     extra = [

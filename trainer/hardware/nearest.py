@@ -16,8 +16,8 @@ _RESOLUTIONS = (1024, 768, 512)
 def nearest_fit(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str:
     """One sentence: the changes that make the run fit, or that none of those tried does.
 
-    `peak_of` plans a changed configuration, returns its peak in words, and raises HardwareError where it does not fit
-    either. Single changes come first, then the same ones added up.
+    `peak_of` plans a changed configuration, returns its peak in words, and raises HardwareError where it
+    does not fit either. Single changes come first, then the same ones added up.
     """
     changes = list(_changes(config))
     fitting = []

@@ -28,7 +28,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the run will do on this machine. The typed fields are what code reads; `decisions` is what people read."""
+    """What the run will do on this machine: typed fields for code, `decisions` for people."""
 
     profile: str
     device: str
@@ -44,7 +44,7 @@ class Plan:
     tf32: bool
     pin_memory: bool
     optimizer: str
-    """`adamw_fused_fp32` (fp32 master weights) or `adamw_kahan_bf16` (compensated, for full fine-tunes in bf16)."""
+    """`adamw_fused_fp32` (fp32 masters) or `adamw_kahan_bf16` (compensated, for full fine-tunes in bf16)."""
     environment: Mapping[str, str]
     """Variables that must exist before the training process imports torch."""
     train_memory: tuple[MemoryRow, ...]

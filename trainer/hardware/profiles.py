@@ -137,8 +137,8 @@ PROFILES: Mapping[str, Profile] = {profile.name: profile for profile in _TABLE}
 def select(facts: Facts, requested: str = "auto") -> tuple[Profile, str]:
     """The profile and why: the first whose match fits the first GPU, or the requested one.
 
-    Raises HardwareError for an unknown name, for a requested profile that contradicts the facts, and for `auto` on a
-    machine whose GPUs cannot be used: training never moves to the CPU silently.
+    Raises HardwareError for an unknown name, for a requested profile that contradicts the facts, and for
+    `auto` on a machine whose GPUs cannot be used: training never moves to the CPU silently.
     """
     if requested == "auto":
         return _automatic(facts)
@@ -180,8 +180,9 @@ def _no_gpu(facts: Facts, what: str) -> HardwareError:
     return HardwareError(
         what + detail,
         where="TRAINER_PROFILE",
-        remedy="give the container its GPUs (docker run --gpus all, or the compose file of your hardware) and leave"
-        " CUDA_VISIBLE_DEVICES unset or set to indices; TRAINER_PROFILE=cpu trains on the CPU on purpose",
+        remedy="give the container its GPUs (docker run --gpus all, or the compose file of your hardware)"
+        " and leave CUDA_VISIBLE_DEVICES unset or set to indices; TRAINER_PROFILE=cpu trains on the"
+        " CPU on purpose",
     )
 
 

@@ -16,7 +16,7 @@ _MEMORY_NAME_WIDTH = 28
 
 
 def plan_text(plan: Plan) -> str:
-    """Plain text: one row a decision, then predicted memory against the budget, then warnings. No newline at the end."""
+    """Plain text: one row a decision, memory against the budget, warnings; no newline at the end."""
     header = ("feature", "value", "source", "reason")
     rows = [header, *((row.feature, row.value, row.source, row.reason) for row in plan.decisions)]
     lines = _table(rows)

@@ -1,4 +1,4 @@
-"""Floor 2: the one place where hardware decisions are made: a pure function from facts and wishes to a plan."""
+"""Floor 2: where hardware decisions are made: a pure function from facts and wishes to a plan."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ def resolve(
 ) -> Plan:
     """Every decision of a run with its reason.
 
-    What the user wrote is honoured or refused; only `auto` changes. `geometry` is that of the compute type that
-    `dtype_of` gives. Raises HardwareError where torch, driver or memory do not suffice, with the nearest configuration
-    that fits where `geometry_of` can size others.
+    What the user wrote is honoured or refused; only `auto` changes. `geometry` is that of the compute type
+    that `dtype_of` gives. Raises HardwareError where torch, driver or memory do not suffice, with the
+    nearest configuration that fits where `geometry_of` can size others.
     """
     situation = Situation(config=config, facts=facts, profile=profile, sources=sources)
     machine_rows = compatibility.check(facts, profile)
@@ -119,7 +119,7 @@ def _optimizer(method: str, dtype: str) -> Decision:
 
 
 def _disk(config: RunConfig, chosen: fit.Outcome, geometry: Geometry) -> tuple[str, int]:
-    """Checkpoints that exist at one time, in words, and the bytes of everything; one more exists while it is written."""
+    """Scheduled checkpoints that exist at one time, in words, and the bytes of everything."""
     scheduled = config.train.max_train_steps // config.checkpoint.checkpointing_steps
     count = min(config.checkpoint.checkpoints_total_limit + 1, scheduled)
     size = memory.disk_bytes(chosen.storage, geometry, checkpoints=count)
@@ -142,13 +142,14 @@ def _warnings(situation: Situation) -> Iterator[str]:
     facts, profile = situation.facts, situation.profile
     if facts.wsl and situation.on_gpu:
         yield (
-            "WSL: the driver moves GPU memory to host memory silently when it runs out, and training turns very slow;"
-            " leave some GPU memory free"
+            "WSL: when GPU memory runs out, the driver moves it to host memory silently and training turns"
+            " very slow; leave some free"
         )
     if len(facts.gpus) > 1 and situation.on_gpu:
         yield f"{len(facts.gpus)} GPUs are visible, one process trains on the first ({facts.gpus[0].name})"
     if situation.on_gpu and facts.gpus[0].integrated and facts.shm_bytes > _MOST_SHM_BYTES:
-        yield f"/dev/shm may grow to {fit.gib(facts.shm_bytes)} and comes out of the same memory: limit it to 2-8 GiB"
+        size = fit.gib(facts.shm_bytes)
+        yield f"/dev/shm may grow to {size} and comes out of the same memory: limit it to 2-8 GiB"
     if profile.device == "cpu" and facts.gpus:
         yield f"{facts.gpus[0].name} is not used: TRAINER_PROFILE is cpu"
 

@@ -26,9 +26,10 @@ print(json.dumps(torch._C._cuda_getArchFlags().split()))
 def read_torch_build(*, recorded: Path | None, cache_dir: Path) -> TorchBuild | None:
     """The installed torch; None without one.
 
-    `recorded` is a JSON file written at image build (see `write_recorded`). Otherwise version and CUDA come from
-    torch's own version file, and a CUDA build's architectures, which are compiled in, from one child process whose
-    answer stays in `cache_dir` until torch is installed anew. Raises HardwareError where torch does not import.
+    `recorded` is a JSON file written at image build (see `write_recorded`). Otherwise version and CUDA come
+    from torch's own version file, and a CUDA build's architectures, which are compiled in, from one child
+    process whose answer stays in `cache_dir` until torch is installed anew. Raises HardwareError where
+    torch does not import.
     """
     if recorded is not None:
         return read_recorded(recorded)
@@ -66,7 +67,7 @@ def torch_folder() -> Path | None:
 
 
 def parse_version_file(text: str, where: str) -> tuple[Version, Version | None]:
-    """(version, CUDA) from the text of torch/version.py, which every wheel generates; a CPU build has no CUDA."""
+    """(version, CUDA) from the text of torch/version.py, which every wheel has; a CPU build has no CUDA."""
     values: dict[str, object] = {}
     for node in ast.parse(text).body:
         targets = (

@@ -1,4 +1,4 @@
-"""Floor 2: what the kernel probe measured, kept per GPU, driver and build of torch in `<cache folder>/verdicts.json`."""
+"""Floor 2: what the kernel probe measured, kept per GPU, driver and torch in the cache folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def machine_key(facts: Facts) -> str:
 
 
 def read_verdicts(path: Path, facts: Facts) -> tuple[KernelVerdict, ...]:
-    """Verdicts of this machine; empty where none were measured or the file is not ours: the probe measures again."""
+    """Verdicts of this machine; empty where none were measured or the file is broken."""
     entry = read_entries(path).get(machine_key(facts))
     if entry is None:
         return ()

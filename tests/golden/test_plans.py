@@ -1,0 +1,82 @@
+"""The plans of all recorded machines, word for word, and what must be true of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.golden import plans
+from trainer.engine.planning import plan_run
+from trainer.errors import HardwareError
+from trainer.hardware.machine import read_recorded
+from trainer.hardware.plan import Plan
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Plan]:
+    """plan(machine, config) for a shipped configuration whose base model is not on this disk."""
+    monkeypatch.chdir(plans.ROOT)
+
+    def plan(machine: str, config: str) -> Plan:
+        facts = read_recorded(plans.MACHINES / f"{machine}.json")
+        loaded = plans.load_shipped(Path("train_configs") / f"{config}.yaml")
+        return plan_run(loaded, facts, find_model=lambda _: None)
+
+    return plan
+
+
+def test_ten_machines_are_recorded() -> None:
+    assert len(plans.machines()) == 10
+    assert plans.machines() == sorted(path.stem for path in plans.PLANS.glob("*.txt"))
+
+
+@pytest.mark.parametrize("machine", plans.machines())
+def test_plan_is_the_committed_one(
+    machine: str, tiny_flux1_dev: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(plans.ROOT)
+    expected = (plans.PLANS / f"{machine}.txt").read_text()
+    assert plans.machine_text(machine, tiny_flux1_dev) == expected, "run `make golden` and read the diff"
+
+
+@pytest.mark.parametrize("machine", plans.machines())
+def test_recorded_facts_identify_nobody(machine: str) -> None:
+    text = (plans.MACHINES / f"{machine}.json").read_text().lower()
+    assert not [word for word in ("uuid", "serial", "hostname", "/home", "/work") if word in text]
+
+
+def test_spark_keeps_its_host_alive(planned: Callable[[str, str], Plan]) -> None:
+    plan = planned("dgx-spark", "flux1_dev_lora")
+    assert plan.environment == {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75"}
+    assert not plan.pin_memory
+    assert plan.activation_checkpointing
+    switches = {row.feature: row.value for row in plan.decisions}
+    assert (switches["offload"], switches["disk_cache"]) == ("off", "on")
+    assert plan.attention == "flash"
+
+
+def test_flux_fits_a_4090_with_the_int8_base(planned: Callable[[str, str], Plan]) -> None:
+    plan = planned("rtx-4090", "flux1_dev_lora")
+    assert (plan.weights, plan.activation_checkpointing, plan.dtype) == ("int8", True, "bf16")
+    assert plan.peak_bytes < plan.budget_bytes < 25_757_220_864
+
+
+def test_tables_of_the_four_machines_differ(planned: Callable[[str, str], Plan]) -> None:
+    four = ("dgx-spark", "rtx-4090", "a100-80gb", "h200")
+    assert len({planned(machine, "flux1_dev_lora").decisions for machine in four}) == 4
+
+
+def test_full_fine_tune_is_refused_on_a_4090_with_figures(planned: Callable[[str, str], Plan]) -> None:
+    with pytest.raises(HardwareError) as caught:
+        planned("rtx-4090", "flux1_dev_full")
+    assert "needs 115.9 GiB at least" in str(caught.value)
+    assert "budget is 22.8 GiB" in str(caught.value)
+    assert "fits with method: lora" in str(caught.value)
+
+
+def test_full_fine_tune_fits_an_h200(planned: Callable[[str, str], Plan]) -> None:
+    plan = planned("h200", "flux1_dev_full")
+    assert plan.optimizer == "adamw_kahan_bf16"
+    assert plan.activation_checkpointing

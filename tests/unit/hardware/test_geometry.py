@@ -1,0 +1,105 @@
+"""Shapes from headers and from the committed table."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import AccessError
+from trainer.families import get
+from trainer.hardware.geometry import (
+    TABLES,
+    Role,
+    Shapes,
+    compact,
+    component_shapes,
+    header_shapes,
+    lora_parameters,
+    quantizable,
+    read_table,
+)
+
+ROLES: dict[str, Role] = {
+    "transformer": "trained",
+    "text_encoder": "text_encoder",
+    "text_encoder_2": "text_encoder",
+    "vae": "vae",
+}
+
+
+def write_header(file: Path, shapes: Shapes) -> None:
+    """A safetensors file without its data: the planner reads headers only."""
+    header = {
+        name: {"dtype": "BF16", "shape": shape, "data_offsets": [0, 0]} for name, shape in shapes.items()
+    }
+    text = json.dumps({"__metadata__": {"format": "pt"}, **header}).encode()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(struct.pack("<Q", len(text)) + text)
+
+
+def test_the_committed_table_is_flux1_dev() -> None:
+    parts = {part.name: part for part in component_shapes(None, "flux1_dev", ROLES)}
+    # 11.9 B; T5-XXL's encoder 4.76 B; CLIP-L's text model 123 M; the VAE 84 M
+    assert parts["transformer"].parameters == 11_901_408_320
+    assert parts["text_encoder_2"].parameters == 4_762_310_656
+    assert parts["text_encoder"].parameters == 123_060_480
+    assert parts["vae"].parameters == 83_819_683
+    assert "committed table" in parts["vae"].source
+
+
+def test_lora_and_int8_of_flux1_dev() -> None:
+    shapes = read_table(TABLES / "flux1_dev.json")["transformer"]
+    family = get("flux1_dev")
+    width = 3072
+    # 19 double blocks with 8 projections of attention, 38 single ones with 3
+    expected = (19 * 8 + 38 * 3) * 16 * 2 * width
+    assert lora_parameters(shapes, family.lora_targets["attention"], 16) == expected
+    assert lora_parameters(shapes, r".*\.attn\.to_q", 4) == 57 * 4 * 2 * width
+    parameters, rows = quantizable(shapes, family.high_precision)
+    # per double block: 8 projections and two MLPs of factor 4; per single block: 3 projections, MLP in,
+    # output
+    double = 8 * width**2 + 2 * 2 * 4 * width**2
+    single = 3 * width**2 + 4 * width**2 + 5 * width**2
+    assert parameters == 19 * double + 38 * single
+    assert rows == 19 * (8 * width + 2 * 5 * width) + 38 * (3 * width + 4 * width + width)
+
+
+def test_headers_of_all_shards_are_read(tmp_path: Path) -> None:
+    write_header(tmp_path / "transformer/model-00001-of-00002.safetensors", {"a.weight": (2, 3)})
+    write_header(tmp_path / "transformer/model-00002-of-00002.safetensors", {"b.weight": (4,)})
+    write_header(tmp_path / "vae/model.safetensors", {"c.weight": (5, 1, 1, 1)})
+    wanted: dict[str, Role] = {"transformer": "trained", "vae": "vae"}
+    trained, vae = component_shapes(tmp_path, "flux1_dev", wanted, name="my/base")
+    assert trained.shapes == {"a.weight": (2, 3), "b.weight": (4,)}
+    assert (trained.parameters, vae.parameters) == (10, 5)
+    assert trained.source == "safetensors headers of my/base"
+
+
+def test_a_component_without_files_is_named(tmp_path: Path) -> None:
+    write_header(tmp_path / "transformer/model.safetensors", {"a.weight": (2, 3)})
+    with pytest.raises(AccessError, match="no weights for vae"):
+        component_shapes(tmp_path, "flux1_dev", {"transformer": "trained", "vae": "vae"})
+
+
+@pytest.mark.parametrize("content", [b"", b"\xff" * 8, struct.pack("<Q", 10) + b"not json!!"])
+def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "model.safetensors").write_bytes(content)
+    with pytest.raises(AccessError, match=r"model\.safetensors"):
+        header_shapes(tmp_path)
+
+
+def test_compact_tables_lose_nothing(tmp_path: Path) -> None:
+    shapes = {
+        **{f"blocks.{index}.to_q.weight": (4, 4) for index in range(3)},
+        "blocks.0.bias": (7,),
+        "down.1.weight": (2, 2),
+        "down.2.weight": (2, 2),
+        "out.weight": (3, 4),
+    }
+    rows = compact(shapes)
+    assert ("blocks.{i}.to_q.weight", [4, 4], 3) in rows
+    (tmp_path / "t.json").write_text(json.dumps({"components": {"x": rows}}))
+    assert read_table(tmp_path / "t.json")["x"] == shapes

@@ -1,0 +1,187 @@
+"""From a configuration and a base model on disk to a plan: sizes, folders, and the command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from scripts.make_geometry import table_text
+from tests.unit.hardware.conftest import MACHINES, machine
+from trainer.cli import main
+from trainer.config.load import Loaded
+from trainer.config.schema import RunConfig
+from trainer.engine.geometry import CONFIGS, run_geometry, target_pattern
+from trainer.engine.planning import local_folder, plan_run, run_attention
+from trainer.errors import AccessError, HardwareError
+from trainer.families import get
+from trainer.hardware.geometry import TABLES, header_shapes
+from trainer.hardware.render import plan_from_json
+
+FLUX = get("flux1_dev")
+Config = Callable[..., RunConfig]
+
+
+def test_the_committed_table_comes_from_the_committed_configs() -> None:
+    expected = (TABLES / "flux1_dev.json").read_text()
+    assert table_text(CONFIGS / "flux1_dev") == expected, "run scripts/make_geometry.py flux1_dev"
+
+
+def test_sizes_of_a_folder_are_those_of_its_files(config: Config, tiny_flux1_dev: Path) -> None:
+    from diffusers import FluxTransformer2DModel
+
+    geometry = run_geometry(FLUX, config(lora__rank=4), model_folder=tiny_flux1_dev, dtype="fp32")
+    model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
+    (trained,) = (part for part in geometry.components if part.role == "trained")
+    assert trained.parameters == model.num_parameters()
+    assert geometry.attention_shape_class == "b1 h4 d16 n4608"
+
+
+def test_lora_parameters_are_those_that_peft_adds(config: Config, tiny_flux1_dev: Path) -> None:
+    from diffusers import FluxTransformer2DModel
+    from peft import LoraConfig
+
+    for targets in ("attention", "all-linear", ("to_q", "to_out.0")):
+        asked = config(lora__rank=4, lora__target_modules=targets)
+        geometry = run_geometry(FLUX, asked, model_folder=tiny_flux1_dev, dtype="fp32")
+        model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
+        model.requires_grad_(False)
+        pattern = target_pattern(targets, FLUX.lora_targets)
+        model.add_adapter(LoraConfig(r=4, target_modules=pattern))
+        assert geometry.lora_parameters == model.num_parameters(only_trainable=True) > 0
+
+
+def test_int8_parameters_are_those_that_quanto_quantises(config: Config, tiny_flux1_dev: Path) -> None:
+    import torch
+    from diffusers import FluxTransformer2DModel
+
+    from trainer.modeling.quantize import int8_replacer
+
+    geometry = run_geometry(FLUX, config(), model_folder=tiny_flux1_dev, dtype="fp32")
+    model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
+    replace = int8_replacer(FLUX.high_precision)
+    linears = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
+    replaced = [module for name, module in linears if replace(name, module) is not None]
+    assert geometry.quantized_parameters == sum(module.weight.numel() for module in replaced)
+    assert geometry.quantized_rows == sum(module.out_features for module in replaced)
+
+
+def test_a_full_fine_tune_and_wide_targets_keep_more_activations(config: Config) -> None:
+    def saved(**changes: Any) -> int:
+        return run_geometry(FLUX, config(**changes), model_folder=None, dtype="bf16").activation_bytes
+
+    assert saved() < saved(lora__target_modules="all-linear") == saved(method="full")
+    assert saved(train__train_batch_size=2) == 2 * saved()
+
+
+def test_tiles_are_as_large_as_the_vae_was_trained_for(config: Config) -> None:
+    at_1024 = run_geometry(FLUX, config(), model_folder=None, dtype="bf16")
+    assert at_1024.vae_bytes_peak_tiled == at_1024.vae_bytes_peak
+    at_2048 = run_geometry(FLUX, config(data__resolution=2048), model_folder=None, dtype="bf16")
+    assert at_2048.vae_bytes_peak == 4 * at_2048.vae_bytes_peak_tiled
+
+
+def test_configs_alone_are_enough_for_the_full_size_model(config: Config, tmp_path: Path) -> None:
+    base = tmp_path / "base"
+    shutil.copytree(CONFIGS / "flux1_dev", base)
+    geometry = run_geometry(FLUX, config(), model_folder=base, dtype="bf16")
+    assert "committed table" in geometry.components[0].source
+    path = base / "transformer/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 5}))
+    with pytest.raises(AccessError, match=r"differs from FLUX\.1-dev's in num_layers"):
+        run_geometry(FLUX, config(), model_folder=base, dtype="bf16")
+
+
+def test_a_folder_that_does_not_exist_is_no_repository(
+    config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def folder(name: str) -> Path | None:
+        return local_folder(config(model__pretrained_model_name_or_path=name))
+
+    assert folder(str(tmp_path)) == tmp_path
+    for missing in ("/no/such", "./base", "build/demo/base", "base"):
+        with pytest.raises(AccessError, match="does not exist"):
+            folder(missing)
+
+
+def test_a_run_on_the_tiny_base_is_planned(config: Config, tiny_flux1_dev: Path) -> None:
+    asked = config(model__pretrained_model_name_or_path=str(tiny_flux1_dev), data__resolution=64)
+    loaded = Loaded(config=asked, sources={})
+    plan = plan_run(loaded, machine("cpu"))
+    assert (plan.device, plan.dtype, plan.weights, plan.attention) == ("cpu", "fp32", "fp32", "native")
+    assert header_shapes(tiny_flux1_dev / "vae")
+    assert run_attention(loaded).heads == 4
+    with pytest.raises(HardwareError, match="profile rtx-4090"):
+        plan_run(loaded, machine("dgx-spark"), "rtx-4090")
+
+
+def test_planning_never_imports_torch(tiny_flux1_dev: Path, tmp_path: Path) -> None:
+    program = (
+        "import sys; from trainer.cli import main; code = main(sys.argv[1:]);"
+        "slow = {'torch', 'diffusers', 'transformers', 'rich'} & set(sys.modules);"
+        "sys.exit(f'imported {slow}' if slow else code)"
+    )
+    config = write_config(tmp_path, tiny_flux1_dev)
+    arguments = ["plan", str(config), "--facts", str(MACHINES / "cpu.json")]
+    subprocess.run([sys.executable, "-c", program, *arguments], check=True, timeout=60)
+
+
+def write_config(folder: Path, base: Path) -> Path:
+    path = folder / "run.yaml"
+    path.write_text(
+        f"family: flux1_dev\nmodel: {{pretrained_model_name_or_path: {base}}}\n"
+        f"data: {{resolution: 64, sets: [{{img_dir: {folder / 'images'}}}]}}\noutput_dir: {folder / 'run'}\n"
+    )
+    return path
+
+
+@pytest.fixture
+def command(
+    tmp_path: Path, tiny_flux1_dev: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., list[str]]:
+    """command(machine, *options): arguments of `trainer plan` for the tiny base."""
+    for name in ("TRAINER_PROFILE", "TRAINER_FACTS"):
+        monkeypatch.delenv(name, raising=False)
+    path = write_config(tmp_path, tiny_flux1_dev)
+    return lambda name, *options: ["plan", str(path), "--facts", str(MACHINES / f"{name}.json"), *options]
+
+
+def test_the_command_prints_a_table(
+    command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command("rtx-4090")) == 0
+    shown = capsys.readouterr().out
+    assert "rtx-4090" in shown and "memory while training" in shown
+
+
+def test_the_command_prints_json_and_exports(
+    command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(command("dgx-spark", "--json", "--set", "features.attention=efficient")) == 0
+    plan = plan_from_json(capsys.readouterr().out)
+    assert plan.attention == "efficient"
+    assert ("attention", "--set features.attention") in [(row.feature, row.source) for row in plan.decisions]
+    assert main(command("dgx-spark", "--export")) == 0
+    assert capsys.readouterr().out == "export PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.75\n"
+
+
+def test_refusals_are_text_with_exit_69(
+    command: Callable[..., list[str]],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert main(command("driver-550-cuda-13-torch")) == 69
+    assert "upgrade the driver to 580 or newer" in capsys.readouterr().err
+    assert main(command("missing")) == 69
+    assert "missing.json" in capsys.readouterr().err
+    monkeypatch.setenv("TRAINER_PROFILE", "dgx-spark")
+    assert main(command("h200")) == 69
+    assert "profile dgx-spark contradicts this machine (NVIDIA H200)" in capsys.readouterr().err

@@ -1,0 +1,237 @@
+"""Decisions: what is written is honoured or refused, `auto` takes the first that works with reasons."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.unit.hardware.conftest import GIB, machine, with_gpu
+from trainer.config.schema import RunConfig
+from trainer.errors import ConfigError, HardwareError
+from trainer.hardware.facts import Facts, KernelVerdict
+from trainer.hardware.geometry import Geometry
+from trainer.hardware.plan import Decision, Plan
+from trainer.hardware.profiles import PROFILES, select
+from trainer.hardware.resolve import dtype_of, resolve
+
+Config = Callable[..., RunConfig]
+
+
+def small(gib: float) -> Facts:
+    """A generic GPU of this size: 93 % of it is the budget."""
+    return with_gpu(machine("a100-80gb"), total_memory_bytes=int(gib * GIB))
+
+
+def plan(config: RunConfig, facts: Facts, geometry: Geometry, **options: Any) -> Plan:
+    sources = {"features.weights": "my.yaml:7", "features.attention": "--set features.attention"}
+    return resolve(config, facts, select(facts)[0], geometry, sources, **options)
+
+
+def row(found: Plan, feature: str) -> Decision:
+    return next(decision for decision in found.decisions if decision.feature == feature)
+
+
+# the test geometry needs about 11.1 GiB in bf16, 6.0 with checkpointing, and 5.0 with int8 and checkpointing
+@pytest.mark.parametrize(
+    ("gib", "weights", "checkpointing"), [(80, "bf16", False), (8, "bf16", True), (5.9, "int8", True)]
+)
+def test_auto_takes_the_first_that_fits(
+    config: Config, geometry: Geometry, gib: float, weights: str, checkpointing: bool
+) -> None:
+    found = plan(config(), small(gib), geometry)
+    assert (found.weights, found.activation_checkpointing) == (weights, checkpointing)
+    assert found.peak_bytes <= found.budget_bytes
+
+
+def test_what_was_skipped_is_said(config: Config, geometry: Geometry) -> None:
+    found = plan(config(), small(5.9), geometry)
+    assert "bf16 without activation checkpointing needs" in row(found, "weights").reason
+    assert "bf16 with activation checkpointing needs" in row(found, "weights").reason
+    assert "int8 without activation checkpointing needs" in row(found, "activation_checkpointing").reason
+
+
+def test_nothing_fits(config: Config, geometry: Geometry) -> None:
+    with pytest.raises(HardwareError) as caught:
+        plan(config(), small(4), geometry)
+    assert caught.value.exit_code == 69
+    assert "training needs" in str(caught.value)
+    assert "budget is 3.7 GiB" in str(caught.value)
+
+
+def test_an_explicit_choice_that_does_not_fit_is_not_changed(config: Config, geometry: Geometry) -> None:
+    asked = config(features__weights="bf16")
+    with pytest.raises(HardwareError) as caught:
+        plan(asked, small(5.9), geometry, geometry_of=lambda changed, dtype: geometry)
+    assert "features.weights is bf16 (my.yaml:7)" in str(caught.value)
+    assert "fits with features.weights: int8" in str(caught.value)
+
+
+def test_the_nearest_fit_is_found_among_batch_sizes_and_resolutions(
+    config: Config, geometry: Geometry
+) -> None:
+    def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
+        scale = changed.train.train_batch_size * changed.data.resolution**2 / 1024**2
+        recomputed = int(GIB * scale)
+        return dataclasses.replace(
+            geometry,
+            activation_bytes=6 * recomputed,
+            activation_bytes_int8=6 * recomputed,
+            activation_bytes_checkpointed=recomputed,
+            activation_bytes_checkpointed_int8=recomputed,
+        )
+
+    big = config(train__train_batch_size=4)
+    with pytest.raises(HardwareError, match=r"fits with train\.train_batch_size: 1 \("):
+        plan(big, small(6.2), geometry_of(big, "bf16"), geometry_of=geometry_of)
+    wide = config(train__train_batch_size=8, data__resolution=4096)
+    with pytest.raises(
+        HardwareError, match=r"fits with train\.train_batch_size: 1 and data\.resolution: 1024"
+    ):
+        plan(wide, small(6.2), geometry_of(wide, "bf16"), geometry_of=geometry_of)
+    with pytest.raises(HardwareError, match="use a machine with more memory"):
+        plan(big, small(3), geometry_of(big, "bf16"), geometry_of=geometry_of)
+
+
+def test_tiling_is_taken_before_anything_slower(config: Config, geometry: Geometry) -> None:
+    heavy = dataclasses.replace(geometry, vae_bytes_peak=90 * GIB)
+    found = plan(config(), small(80), heavy)
+    assert found.vae_tiling and not found.activation_checkpointing and found.weights == "bf16"
+    with pytest.raises(HardwareError, match="encoding captions and images"):
+        plan(config(features__vae_tiling=False), small(80), heavy)
+
+
+def test_int8_needs_quanto_and_lora(config: Config, geometry: Geometry) -> None:
+    without = dataclasses.replace(small(5.9), packages={})
+    with pytest.raises(HardwareError, match="int8 needs optimum-quanto, which is not installed"):
+        plan(config(), without, geometry)
+    with pytest.raises(HardwareError, match=r"my\.yaml:7: features\.weights: int8 needs optimum-quanto"):
+        plan(config(features__weights="int8"), without, geometry)
+    with pytest.raises(HardwareError, match=r"my\.yaml:7: .*cannot be trained"):
+        plan(config(method="full", features__weights="int8"), small(80), geometry)
+
+
+def test_spark_prefers_checkpointing_unless_told_otherwise(config: Config, geometry: Geometry) -> None:
+    spark = machine("dgx-spark")
+    assert row(plan(config(), spark, geometry), "activation_checkpointing").source == "profile dgx-spark"
+    assert not plan(
+        config(features__activation_checkpointing=False), spark, geometry
+    ).activation_checkpointing
+
+
+def test_spark_keeps_20_gib_of_what_is_available(config: Config, geometry: Geometry) -> None:
+    spark = machine("dgx-spark")
+    busy = dataclasses.replace(spark.memory, available_bytes=30 * GIB)
+    found = plan(config(), dataclasses.replace(spark, memory=busy), geometry)
+    assert found.budget_bytes == 10 * GIB
+    assert plan(config(), spark, geometry).budget_bytes == int(0.75 * spark.gpus[0].total_memory_bytes)
+
+
+def test_dtype(config: Config, geometry: Geometry) -> None:
+    turing = with_gpu(machine("a100-80gb"), capability=(7, 5))
+    generic = PROFILES["generic-cuda"]
+    assert dtype_of(config(), turing, generic, {}) == "fp32"
+    assert dtype_of(config(), machine("a100-80gb"), generic, {}) == "bf16"
+    assert dtype_of(config(), machine("cpu"), PROFILES["cpu"], {}) == "fp32"
+    assert dtype_of(config(features__weights="fp32"), machine("a100-80gb"), generic, {}) == "fp32"
+    with pytest.raises(HardwareError, match=r"model\.dtype: .*has no bf16, which needs 8\.0"):
+        dtype_of(config(model__dtype="bf16"), turing, generic, {})
+    with pytest.raises(ConfigError, match=r"features\.weights is fp32, but model\.dtype is bf16"):
+        both = config(features__weights="fp32", model__dtype="bf16")
+        dtype_of(both, machine("a100-80gb"), generic, {})
+
+
+def test_tf32(config: Config, geometry: Geometry) -> None:
+    assert plan(config(), small(80), geometry).tf32
+    assert not plan(config(features__tf32=False), small(80), geometry).tf32
+    with pytest.raises(HardwareError, match=r"features\.tf32"):
+        plan(config(features__tf32=True), machine("cpu"), geometry)
+
+
+def measured(facts: Facts, **kernels: float | None) -> Facts:
+    """Verdicts by kernel: milliseconds, or None for a crash."""
+    verdicts = tuple(
+        KernelVerdict(
+            kernel=f"attention.{name}",
+            shape_class="b1 h24 d128 n4608",
+            works=ms is not None,
+            milliseconds=ms,
+            relative_error=None,
+            reason="ok" if ms is not None else "crashed with SIGABRT",
+        )
+        for name, ms in kernels.items()
+    )
+    return dataclasses.replace(facts, verdicts=verdicts)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        ({}, "flash"),
+        ({"flash": 9.0, "cudnn": 4.5, "efficient": 12.0}, "cudnn"),
+        ({"flash": 9.0, "cudnn": None}, "flash"),
+        ({"flash": None, "cudnn": None}, "efficient"),
+        ({"flash": None}, "efficient"),
+        ({"flash": None, "cudnn": None, "efficient": None}, "math"),
+    ],
+)
+def test_attention_is_the_fastest_that_works(
+    config: Config, geometry: Geometry, kernels: dict[str, float | None], expected: str
+) -> None:
+    assert plan(config(), measured(small(80), **kernels), geometry).attention == expected
+
+
+def test_verdicts_of_another_shape_do_not_count(config: Config, geometry: Geometry) -> None:
+    other = dataclasses.replace(geometry, attention_shape_class="b1 h24 d128 n1024")
+    assert plan(config(), measured(small(80), flash=9.0, cudnn=4.5), other).attention == "flash"
+
+
+def test_attention_that_was_asked_for(config: Config, geometry: Geometry) -> None:
+    assert plan(config(features__attention="cudnn"), small(80), geometry).attention == "cudnn"
+    with pytest.raises(HardwareError, match=r"--set features\.attention: .*crashed with SIGABRT"):
+        plan(config(features__attention="cudnn"), measured(small(80), cudnn=None), geometry)
+    with pytest.raises(HardwareError, match="a CPU has native and math only"):
+        plan(config(features__attention="flash"), machine("cpu"), geometry)
+    with pytest.raises(HardwareError, match="flash cannot run here: needs bf16"):
+        plan(config(features__attention="flash", model__dtype="fp32"), small(80), geometry)
+
+
+def test_attention_without_bf16_units(config: Config, geometry: Geometry) -> None:
+    turing = with_gpu(small(80), capability=(7, 5))
+    found = plan(config(), turing, geometry)
+    assert found.attention == "efficient"
+    assert "flash: needs compute capability 8.0" in row(found, "attention").reason
+    assert plan(config(model__dtype="fp32"), small(80), geometry).attention == "efficient"
+    assert plan(config(), machine("cpu"), geometry).attention == "native"
+
+
+def test_disk_counts_scheduled_checkpoints(config: Config, geometry: Geometry) -> None:
+    def disk(**changes: Any) -> int:
+        return plan(config(**changes), small(80), geometry).disk_bytes
+
+    per_checkpoint, files = 12 * geometry.lora_parameters, 4 * geometry.lora_parameters
+    assert disk(train__max_train_steps=1500) == 4 * per_checkpoint + files
+    assert disk(train__max_train_steps=500) == 2 * per_checkpoint + files
+    assert disk(train__max_train_steps=20) == files
+
+
+def test_warnings(config: Config, geometry: Geometry) -> None:
+    facts = dataclasses.replace(small(80), wsl=True, gpus=(*small(80).gpus, *machine("h200").gpus))
+    text = " ".join(plan(config(), facts, geometry).warnings)
+    assert "WSL" in text and "2 GPUs are visible" in text
+    spark = dataclasses.replace(machine("dgx-spark"), shm_bytes=60 * GIB)
+    assert "/dev/shm" in " ".join(plan(config(), spark, geometry).warnings)
+    assert plan(config(), small(80), geometry).warnings == ()
+
+
+def test_resolve_takes_less_than_10_ms(config: Config, geometry: Geometry) -> None:
+    asked, facts = config(), small(5.9)
+    best = 1.0
+    for _ in range(5):
+        started = time.perf_counter()
+        plan(asked, facts, geometry)
+        best = min(best, time.perf_counter() - started)
+    assert best < 0.010
