@@ -16,10 +16,9 @@ from trainer.hardware.facts import TorchBuild, Version, version_from
 
 FILE_NAME = "torch_build.json"
 _CHILD_SECONDS = 300
-# get_arch_list() of the public API is empty while no GPU is visible, as in an image build
 _CHILD = """
 import json, torch
-print(json.dumps(torch._C._cuda_getArchFlags().split()))
+print(json.dumps(torch.cuda.get_arch_list()))
 """
 
 

@@ -174,6 +174,14 @@ def test_architectures_are_asked_once_and_again_after_an_update(
     assert len(asked) == 2
 
 
+def test_the_child_imports_the_real_torch() -> None:
+    import torch
+
+    assert torch_build._ask_child(torch_build._CHILD) == torch.cuda.get_arch_list()
+    with pytest.raises(HardwareError, match="torch does not import: no libcudnn"):
+        torch_build._ask_child("raise SystemExit('no libcudnn')")
+
+
 def test_a_recorded_build_is_believed_and_a_broken_one_named(tmp_path: Path) -> None:
     expected = machine("dgx-spark").torch
     path = tmp_path / "torch.json"
