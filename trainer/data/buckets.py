@@ -15,7 +15,7 @@ MAX_ASPECT = 2.0
 
 
 def buckets(resolution: int, multiple: int, max_aspect: float = MAX_ASPECT) -> tuple[Size, ...]:
-    """All bucket sizes, narrowest first: sides are multiples of `multiple`, areas near resolution^2 and not above.
+    """All bucket sizes, narrowest first: sides are multiples of `multiple`, areas up to resolution^2.
 
     The long side grows in steps of about a sixteenth of `resolution`: finer steps would crop little less, and
     would scatter a data set over so many sizes that batches never fill. Raises ConfigError when nothing fits.

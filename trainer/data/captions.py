@@ -113,9 +113,7 @@ def clean_caption(text: str) -> str:
         raise _RowError("the caption holds a NUL character", "remove it; this is rarely a text file")
     caption = " ".join(text.split())
     if not caption:
-        raise _RowError(
-            "the caption is empty", "write one; for training without captions see caption_dropout_rate"
-        )
+        raise _RowError("the caption is empty", "describe the picture in a few words")
     if not _encodable(caption):
         raise _RowError(
             "the caption holds half of a surrogate pair", "write the character itself, or remove it"

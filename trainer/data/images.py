@@ -21,7 +21,7 @@ FORMATS_TEXT = "png, jpg, jpeg and webp are read"
 CROP_VERSION = 1
 """Part of every latents entry's key: raise it when `read_image`, `fit` or `to_pixels` gives other pixels."""
 
-# MPO is what PIL calls the jpg of a phone that adds a second picture (depth, gain map); the first is the photo.
+# MPO is what PIL calls the jpg of a phone that adds a second picture (depth, gain map); the first is it.
 _FORMATS = ("PNG", "JPEG", "MPO", "WEBP")
 _MAX_FILE_BYTES = 512 * 1024**2
 _EXIF_ORIENTATION = 0x0112

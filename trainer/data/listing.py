@@ -18,8 +18,8 @@ _CLUTTER_STEMS = frozenset({"readme", "license", "licence"})
 _CLUTTER_SUFFIXES = frozenset({".npz"})  # other trainers' caches
 # fmt: off
 _OTHER_MEDIA = frozenset({
-    ".avif", ".bmp", ".cr2", ".dng", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jpe", ".jxl", ".nef",
-    ".psd", ".svg", ".tga", ".tif", ".tiff", ".avi", ".mkv", ".mov", ".mp4", ".webm",
+    ".avif", ".bmp", ".cr2", ".dng", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jpe", ".jxl",
+    ".nef", ".psd", ".svg", ".tga", ".tif", ".tiff", ".avi", ".mkv", ".mov", ".mp4", ".webm",
 })
 # fmt: on
 

@@ -1,4 +1,4 @@
-"""Floor 4: which samples make up micro-batch n, from the seed alone: integers and hashes, no generator state."""
+"""Floor 4: which samples make up micro-batch n, from the seed alone, without generator state."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ class MicroBatch:
 class Sampler:
     """An endless stream of samples, grouped into micro-batches of equal key.
 
-    The stream is one shuffled epoch after another; an epoch holds record i `repeats[i]` times. Samples wait in
-    a queue per key, across epochs, and a queue that reaches `batch_size` is the next micro-batch: nothing is
-    left out or padded. `keys[i]` is record i's key, `dropped_keys[i]` the one it has with the empty caption.
+    The stream is one shuffled epoch after another; an epoch holds record i `repeats[i]` times. Samples wait
+    in a queue per key, across epochs, and a queue that reaches `batch_size` is the next micro-batch: nothing
+    is left out or padded. `keys[i]` is record i's key, `dropped_keys[i]` the one it has with the empty
+    caption.
     """
 
     def __init__(

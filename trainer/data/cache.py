@@ -1,0 +1,137 @@
+"""Floor 4: encoded samples on disk, one file an entry, named by everything that its tensors depend on.
+
+`<cache directory>/<family>/<kind>/<2 hex>/<key>.safetensors`, outside the data set. Entries are written whole
+or not at all, so a run that is killed at any point leaves valid entries, and temporary files that nothing
+reads.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import re
+import time
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.data.tensorfile import DamagedFileError, read_header, read_safetensors, verify, write_safetensors
+from trainer.errors import ConfigError, DataError
+from trainer.telemetry import atomic
+
+if TYPE_CHECKING:
+    import torch
+
+_SUFFIX = ".safetensors"
+_ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+_STALE_NAME = re.compile(r"\.[0-9a-f]{64}\.safetensors\..*\.tmp")
+_STALE_AFTER_SECONDS = 3600.0
+_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
+
+
+class DamagedEntryError(DataError):
+    """A cache entry is not what was written. It was removed: the next run encodes it again."""
+
+
+def entry_key(kind: str, parts: Mapping[str, str]) -> str:
+    """The name of an entry: a hash of its kind and of everything that its tensors depend on."""
+    text = json.dumps({"kind": kind, "parts": dict(parts)}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Cache:
+    """The entries of one family in a cache directory."""
+
+    def __init__(self, directory: Path, family_name: str) -> None:
+        self.directory = directory
+        self.folder = directory / family_name
+
+    def path(self, kind: str, key: str) -> Path:
+        """Where an entry is kept."""
+        return self.folder / kind / key[:2] / f"{key}{_SUFFIX}"
+
+    def has(self, kind: str, key: str) -> bool:
+        """Whether the entry is there, with a valid header and the right size; its tensors are not read."""
+        try:
+            return self.damage(kind, key, thorough=False) is None
+        except FileNotFoundError:
+            return False
+
+    def damage(self, kind: str, key: str, *, thorough: bool) -> str | None:
+        """What is wrong with an entry, or None; `thorough` reads all of it. Raises FileNotFoundError."""
+        path = self.path(kind, key)
+        try:
+            header = read_header(path)
+            if header.metadata != {"kind": kind, "key": key}:
+                return "it belongs to another entry"
+            if thorough:
+                verify(path)
+        except DamagedFileError as error:
+            return str(error)
+        return None
+
+    def header(self, kind: str, key: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the entry's tensors by name, without torch. Raises DamagedEntryError."""
+        try:
+            return dict(read_header(self.path(kind, key)).shapes)
+        except (DamagedFileError, FileNotFoundError) as error:
+            raise self._damaged(kind, key, error) from error
+
+    def read(self, kind: str, key: str) -> dict[str, torch.Tensor]:
+        """The entry's tensors on the CPU, compared with their checksum. Raises DamagedEntryError."""
+        try:
+            return read_safetensors(self.path(kind, key))
+        except (DamagedFileError, FileNotFoundError) as error:
+            raise self._damaged(kind, key, error) from error
+
+    def write(self, kind: str, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write an entry atomically; equal tensors give equal bytes. Raises NoSpaceError, ConfigError."""
+        path = self.path(kind, key)
+        try:
+            with atomic.no_space_told(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_safetensors(path, tensors, {"kind": kind, "key": key})
+        except OSError as error:
+            if error.errno not in _NOT_WRITABLE:
+                raise
+            raise ConfigError(
+                f"the cache folder cannot be written: {error.strerror}",
+                where=str(self.directory),
+                remedy="set data.cache_dir or TRAINER_CACHE_DIR to a folder that this user may write",
+            ) from error
+
+    def _damaged(self, kind: str, key: str, error: Exception) -> DamagedEntryError:
+        """The error for an unusable entry, which is removed so that it is encoded again."""
+        path = self.path(kind, key)
+        path.unlink(missing_ok=True)
+        what = "is gone" if isinstance(error, FileNotFoundError) else f"is damaged: {error}"
+        return DamagedEntryError(
+            f"this cache entry {what}",
+            where=str(path),
+            remedy="start again: it is encoded anew; if this comes back, check the disk",
+        )
+
+
+def prune(cache_dir: Path, keep: Collection[str]) -> tuple[int, int]:
+    """Remove entries whose keys are not in `keep`, and old temporary files; gives (files, bytes) removed.
+
+    Looks only at names that a cache gives, so a wrong folder loses nothing. Temporary files younger than an
+    hour may belong to a run that is writing, and stay.
+    """
+    kept = frozenset(keep)
+    files = removed_bytes = 0
+    for path in sorted(cache_dir.rglob("*")):
+        unused = _ENTRY_NAME.fullmatch(path.name) is not None and path.name.removesuffix(_SUFFIX) not in kept
+        if not unused and not _STALE_NAME.fullmatch(path.name):
+            continue
+        try:
+            facts = path.stat()
+            if not unused and time.time() - facts.st_mtime < _STALE_AFTER_SECONDS:
+                continue
+            path.unlink()
+        except FileNotFoundError:
+            continue  # another process was faster
+        files += 1
+        removed_bytes += facts.st_size
+    return files, removed_bytes
