@@ -60,6 +60,8 @@ def apply_backend_settings(plan: Plan) -> None:
             where=f"torch {torch.__version__}",
             remedy="run `trainer probe`; TRAINER_PROFILE=cpu trains on the CPU on purpose",
         )
+    if plan.device == "cuda":
+        torch.cuda.init()  # its statistics cannot be asked for before
     torch.backends.cuda.matmul.allow_tf32 = plan.tf32
     torch.backends.cudnn.allow_tf32 = plan.tf32
     # algorithm choice by timing would differ from run to run
@@ -67,8 +69,16 @@ def apply_backend_settings(plan: Plan) -> None:
 
 
 def peak_memory_bytes(device: str) -> int:
-    """Highest allocated device memory since start, in bytes; 0 on a CPU."""
+    """Highest allocated device memory since `take_peak`, in bytes; 0 on a CPU."""
     return torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
+
+
+def take_peak(device: str) -> int:
+    """Highest allocated device memory since the last call, in bytes; the next phase counts from now."""
+    peak = peak_memory_bytes(device)
+    if device.startswith("cuda"):
+        torch.cuda.reset_peak_memory_stats(device)
+    return peak
 
 
 def free_memory(device: str) -> None:

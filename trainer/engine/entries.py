@@ -4,19 +4,21 @@ at a time.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
 
-from trainer.data.cache import Cache, entry_key, fill
+from trainer.data.cache import Cache
+from trainer.data.fill import Encode, FillReport, LatentsEntry, TextEntry, fill, latents_entry, text_entry
 from trainer.data.images import fit, read_image, to_pixels
 from trainer.data.records import ImageRecord
 from trainer.engine.context import Context, free_memory
 from trainer.families.protocol import Batch, EntryKind, Header
-from trainer.telemetry.progress import progress
+from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.status import Phase
 
 
@@ -43,21 +45,20 @@ class Entries:
 
 def list_entries(context: Context, records: Sequence[ImageRecord]) -> Entries:
     """Keys for all samples, the empty caption and the validation prompts."""
-    cache = Cache(context.cache_dir, context.family.name)
+    text, latents = _text_parts(context), _latent_parts(context)
     return Entries(
-        cache=cache,
+        cache=Cache(context.cache_dir, context.family.name),
         records=tuple(records),
-        text_keys=tuple(_text_key(context, record.caption) for record in records),
-        latent_keys=tuple(_latent_key(context, record) for record in records),
-        empty_key=_text_key(context, ""),
-        prompt_keys=tuple(_text_key(context, prompt) for prompt in context.config.validation.prompts),
+        text_keys=tuple(text_entry(record.caption, text).key for record in records),
+        latent_keys=tuple(latents_entry(record, latents).key for record in records),
+        empty_key=text_entry("", text).key,
+        prompt_keys=tuple(text_entry(prompt, text).key for prompt in context.config.validation.prompts),
     )
 
 
 def _encoder_parts(context: Context, kind: EntryKind, dtype: torch.dtype) -> dict[str, str]:
     source = context.source
     parts = {
-        "family": context.family.name,
         "cache_version": str(context.family.cache_version),
         "model": source.identity,
         "revision": source.revision or "",
@@ -68,65 +69,72 @@ def _encoder_parts(context: Context, kind: EntryKind, dtype: torch.dtype) -> dic
     return parts | ({"seed": str(source.seed)} if source.weights == "random" else {})
 
 
-def _text_key(context: Context, caption: str) -> str:
+def _text_parts(context: Context) -> dict[str, str]:
     length = str(context.config.data.max_sequence_length)
-    parts = _encoder_parts(context, "text", context.dtype)
-    return entry_key("text", {**parts, "caption": caption, "max_sequence_length": length})
+    return _encoder_parts(context, "text", context.dtype) | {"max_sequence_length": length}
 
 
-def _latent_key(context: Context, record: ImageRecord) -> str:
-    parts = _encoder_parts(context, "latents", torch.float32)
-    size = f"{record.bucket_width}x{record.bucket_height}"
-    tiling = str(context.plan.vae_tiling)
-    return entry_key("latents", {**parts, "pixels": record.content_sha256, "bucket": size, "tiling": tiling})
+def _latent_parts(context: Context) -> dict[str, str]:
+    return _encoder_parts(context, "latents", torch.float32) | {"tiling": str(context.plan.vae_tiling)}
 
 
-def fill_cache(context: Context, entries: Entries) -> int:
-    """Encode what is missing; returns how many entries were written. A stop request raises between samples.
+def fill_cache(context: Context, entries: Entries) -> FillReport:
+    """Encode what is missing. A stop request raises between two samples; what is written by then stays valid.
 
     Text encoders and VAE are never in memory together. The VAE runs in fp32: latents are made once and kept.
     """
-    captions = dict(zip(entries.text_keys, (record.caption for record in entries.records), strict=True))
-    captions[entries.empty_key] = ""
-    captions |= dict(zip(entries.prompt_keys, context.config.validation.prompts, strict=True))
-    images = dict(zip(entries.latent_keys, entries.records, strict=True))
-    return _fill_kind(context, entries.cache, "text", captions) + _fill_kind(
-        context, entries.cache, "latents", images
-    )
+    text, latents = _text_parts(context), _latent_parts(context)
+    captions = [record.caption for record in entries.records]
+    wanted: list[TextEntry | LatentsEntry] = [
+        text_entry(caption, text) for caption in ("", *captions, *context.config.validation.prompts)
+    ]
+    wanted += [latents_entry(record, latents) for record in entries.records]
+    bars: dict[str, Progress] = {}
+    with contextlib.ExitStack() as open_bars:
+
+        def on_progress(kind: str, done: int, total: int) -> None:
+            context.status.beat(Phase.CACHE, step=done, total=total)
+            if kind not in bars:
+                bars[kind] = open_bars.enter_context(progress(total, f"caching {kind}", start=done - 1))
+            bars[kind].advance()
+
+        report = fill(
+            entries.cache,
+            wanted,
+            lambda kind: _encoders(context, kind),
+            stop_check=context.stop.raise_if_requested,
+            on_progress=on_progress,
+        )
+    context.say(f"cache: {report.reused} entries were there, {report.encoded} encoded")
+    return report
 
 
-def _fill_kind(context: Context, cache: Cache, kind: EntryKind, wanted: Mapping[str, Any]) -> int:
-    missing = {key: item for key, item in wanted.items() if not cache.has(kind, key)}
-    context.say(f"cache {kind}: {len(wanted) - len(missing)} of {len(wanted)} entries are there")
-    if missing:
-        context.status.beat(Phase.LOAD)
-        _encode_all(context, cache, kind, missing)
-        free_memory(context.device)
-    return len(missing)
-
-
-def _encode_all(context: Context, cache: Cache, kind: EntryKind, missing: Mapping[str, Any]) -> None:
-    """Load the encoders of one kind, write the missing entries; the encoders end with this function."""
+@contextlib.contextmanager
+def _encoders(context: Context, kind: str) -> Iterator[Encode]:
+    """The family's encoders of one kind, on the device for as long as the block runs."""
+    family, which = context.family, cast(EntryKind, kind)
     dtype = context.dtype if kind == "text" else torch.float32
-    encoders = context.family.load_encoders(
-        kind, context.source, device=context.device, dtype=dtype, vae_tiling=context.plan.vae_tiling
-    )
+    context.status.beat(Phase.LOAD)
+    loaded = [
+        family.load_encoders(
+            which, context.source, device=context.device, dtype=dtype, vae_tiling=context.plan.vae_tiling
+        )
+    ]
 
-    def encode(item: Any) -> dict[str, torch.Tensor]:
-        if kind == "text":
+    def encode(entry: TextEntry | LatentsEntry) -> Mapping[str, torch.Tensor]:
+        if isinstance(entry, TextEntry):
             length = context.config.data.max_sequence_length
-            return context.family.encode_text(encoders, item, max_sequence_length=length)
-        image = fit(read_image(item.path), item.bucket_width, item.bucket_height)
-        return context.family.encode_pixels(encoders, to_pixels(image))
+            return family.encode_text(loaded[0], entry.caption, max_sequence_length=length)
+        record = entry.record
+        image = fit(read_image(record.path), record.bucket_width, record.bucket_height)
+        return family.encode_pixels(loaded[0], to_pixels(image))
 
-    context.status.beat(Phase.CACHE, step=0, total=len(missing))
-    with progress(len(missing), f"encoding {kind}") as bar:
-
-        def on_item(done: int) -> None:
-            context.status.beat(Phase.CACHE, step=done, total=len(missing))
-            bar.advance(1)
-
-        fill(cache, kind, missing, encode, stop_check=context.stop.raise_if_requested, on_item=on_item)
+    context.status.beat(Phase.CACHE)
+    try:
+        yield encode
+    finally:
+        loaded.clear()
+        free_memory(context.device)
 
 
 def load_batch(

@@ -13,7 +13,6 @@ from trainer.engine.context import Context, peak_memory_bytes
 from trainer.telemetry.events import EventLog
 from trainer.telemetry.log import step_line
 from trainer.telemetry.metrics import RunMetrics
-from trainer.telemetry.progress import Progress
 from trainer.telemetry.records import MetricsLog, StepRecord
 from trainer.telemetry.status import Phase
 
@@ -52,11 +51,10 @@ class Journal:
         self.metrics.phase(phase)
         self.metrics.write()
 
-    def log_step(
-        self, values: Mapping[str, float], *, step: int, steps: int, samples: int, bar: Progress
-    ) -> None:
-        """Record `steps` steps that ended with `step`; `values` has loss, learning_rate, grad_norm,
-        validation.
+    def log_step(self, values: Mapping[str, float], *, step: int, steps: int, samples: int) -> str:
+        """Record `steps` steps that ended with `step`, and give the line for people.
+
+        `values` has loss, learning_rate, grad_norm and, where it was measured, validation_loss.
         """
         now = time.monotonic()
         seconds = max(now - self._marked, 1e-9)
@@ -77,8 +75,8 @@ class Journal:
         self.events.scalars(record)
         self.metrics.step(record, planned_steps=total, steps=steps, samples=samples)
         self.metrics.write()
-        bar.advance(0, text=step_line(record, total=total))
         self._marked = time.monotonic()
+        return step_line(record, total=total)
 
     def picture(self, tag: str, path: Path, step: int) -> None:
         """Add a PNG to TensorBoard."""

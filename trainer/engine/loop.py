@@ -144,8 +144,9 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
     if due_validation and run.held_out is not None:
         values["validation_loss"] = _untimed(run, lambda: validation_loss(run))
     if state.step % config.train.log_every_steps == 0 or last or values:
-        _log(run, state, values, bar)
-    bar.advance(1)
+        bar.advance(1, text=_log(run, state, values))
+    else:
+        bar.advance(1)
     # a run that ends here draws its last preview with the LoRA loaded from its file
     if state.step % config.validation.every_steps == 0 and not last:
         _untimed(run, lambda: _preview(run, state))
@@ -169,7 +170,7 @@ def _collect_loss(state: State) -> None:
         state.device_loss = None
 
 
-def _log(run: Run, state: State, values: Mapping[str, float], bar: Progress) -> None:
+def _log(run: Run, state: State, values: Mapping[str, float]) -> str:
     train = run.context.config.train
     _collect_loss(state)
     _check_finite(run, state)
@@ -181,8 +182,9 @@ def _log(run: Run, state: State, values: Mapping[str, float], bar: Progress) -> 
         **values,
     }
     samples = state.interval_steps * train.train_batch_size * train.gradient_accumulation_steps
-    run.journal.log_step(row, step=state.step, steps=state.interval_steps, samples=samples, bar=bar)
+    line = run.journal.log_step(row, step=state.step, steps=state.interval_steps, samples=samples)
     state.interval_loss, state.interval_steps = 0.0, 0
+    return line
 
 
 def _preview(run: Run, state: State) -> None:

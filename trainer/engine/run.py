@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import logging
 import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from trainer.data.records import ImageRecord
 from trainer.data.sampler import held_out_split
 from trainer.engine import checkpoint, loop, proof
 from trainer.engine.build import build, load_base
-from trainer.engine.context import Context, apply_backend_settings
+from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
 from trainer.engine.entries import Entries, data_fingerprint, fill_cache, list_entries
 from trainer.engine.full import export_full, prove_full
 from trainer.engine.journal import Journal
@@ -32,16 +31,23 @@ _GIB = 1024**3
 
 
 def quiet_libraries() -> None:
-    """Keep the libraries' notices out of the run's output; warnings that concern a run are ours to give."""
-    for name in ("diffusers", "transformers", "accelerate", "peft", "httpx"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    """Keep the libraries' notices and bars out of the run's output; what concerns a run is ours to say."""
+    import transformers
+
+    # before diffusers is imported: it makes transformers speak
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    import diffusers
+
+    diffusers.logging.set_verbosity_error()
+    diffusers.logging.disable_progress_bar()
 
 
 def cache_only(context: Context, records: Sequence[ImageRecord]) -> None:
     """Encode everything that `train` would, and stop."""
     apply_backend_settings(context.plan)
-    written = fill_cache(context, list_entries(context, records))
-    context.say(f"cache complete: {written} entries written to {context.cache_dir}")
+    report = fill_cache(context, list_entries(context, records))
+    context.say(f"cache complete in {context.cache_dir}: {report.reused + report.encoded} entries")
 
 
 def train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None:
@@ -76,13 +82,16 @@ def _train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None
     _require_space(context)
     entries = list_entries(context, training)
     held_entries = list_entries(context, held_out) if held_out else None
-    fill_cache(context, list_entries(context, records))
+    report = fill_cache(context, list_entries(context, records))
+    caching_peak = take_peak(context.device)
     built = build(context)
+    take_peak(context.device)
     before = proof.fixed_outputs(context, built.model) if context.config.method == "full" else None
     state = loop.State()
     if found is not None:
         state = _resume(context, built.updater, *found)
     journal = Journal(context, Path(spec.runtime_dir))
+    journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
     journal.cut_back(state.step)
     _drop_samples(context, state.step)
     run = loop.Run(
@@ -103,11 +112,27 @@ def _train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None
         else:
             summary = _finish_full(context, built.model, before)
         _last_preview(run, state)
+        _say_peaks(context, caching_peak, peak_memory_bytes(context.device))
         journal.phase(Phase.DONE)
         context.say(summary)
     finally:
         journal.sync()
         journal.close()
+
+
+def _say_peaks(context: Context, caching: int, training: int) -> None:
+    """Measured against planned device memory: a plan that is wrong should be seen."""
+    if context.device == "cpu":
+        return
+    rows = (
+        ("caching", caching, context.plan.cache_memory),
+        ("training", training, context.plan.train_memory),
+    )
+    parts = [
+        f"{name} {measured / _GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / _GIB:.1f})"
+        for name, measured, planned in rows
+    ]
+    context.say(f"device memory at its peak: {', '.join(parts)}")
 
 
 def run_fingerprint(context: Context, records: Sequence[ImageRecord]) -> dict[str, str]:
