@@ -21,8 +21,7 @@ FORMATS_TEXT = "png, jpg, jpeg and webp are read"
 CROP_VERSION = 1
 """Part of every latents entry's key: raise it when `read_image`, `fit` or `to_pixels` gives other pixels."""
 
-# MPO is what PIL calls the jpg of a phone that adds a second picture (depth, gain map); the first is it.
-_FORMATS = ("PNG", "JPEG", "MPO", "WEBP")
+_FORMATS = ("PNG", "JPEG", "WEBP")
 _MAX_FILE_BYTES = 512 * 1024**2
 _EXIF_ORIENTATION = 0x0112
 _TRANSPOSE: dict[int, Image.Transpose] = {
@@ -54,18 +53,8 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer, not the picture itself (git lfs pull fetches it)"),
 )
 
-# What PIL's decoders raise on damaged files, beside OSError with its own texts.
-_DECODE_ERRORS = (
-    OSError,
-    SyntaxError,
-    ValueError,
-    EOFError,
-    IndexError,
-    KeyError,
-    TypeError,
-    struct.error,
-    zlib.error,
-)
+# What PIL raises on damaged files.
+_DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
 
 
 def read_bytes(path: Path) -> bytes:
@@ -162,7 +151,7 @@ def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
 def _refuse_animation(image: Image.Image, where: str) -> None:
     """Raise DataError when a png or webp has a second frame; the extras of a phone's jpg are no frames."""
     if image.format == "MPO":
-        return
+        return  # what PIL makes of a jpg with a second picture: a depth or gain map
     try:
         image.seek(1)
     except EOFError:

@@ -1,0 +1,66 @@
+"""Small pictures and folders for the data tests."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+from trainer.config.schema import ImageSet
+from trainer.data.records import ImageRecord
+from trainer.data.scan import scan_images
+
+
+def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:
+    """RGB noise, which no encoder can make small."""
+    values = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+    return Image.fromarray(values)
+
+
+def encoded(image: Image.Image, image_format: str = "PNG") -> bytes:
+    """The file's bytes in one format."""
+    buffer = io.BytesIO()
+    image.save(buffer, image_format)
+    return buffer.getvalue()
+
+
+def write_pair(folder: Path, name: str, caption: str = "a thing", *, seed: int = 0) -> Path:
+    """An image with its sidecar caption."""
+    path = folder / name
+    suffix = path.suffix.lower().removeprefix(".")
+    path.write_bytes(encoded(picture(seed=seed), {"jpg": "JPEG"}.get(suffix, suffix.upper())))
+    path.with_suffix(".txt").write_text(caption, encoding="utf-8")
+    return path
+
+
+def write_rows(folder: Path, rows: Sequence[object]) -> Path:
+    """A metadata.jsonl; a text is written as it is."""
+    lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
+    path = folder / "metadata.jsonl"
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    return path
+
+
+def scan(*folders: Path, trigger_word: str | None = None, resolution: int = 64) -> tuple[ImageRecord, ...]:
+    """Scan folders as sets of one run."""
+    sets = [ImageSet(img_dir=folder, repeats=index + 1) for index, folder in enumerate(folders)]
+    return scan_images(sets, resolution=resolution, multiple=16, trigger_word=trigger_word)
+
+
+def record(index: int, content: str | None = None) -> ImageRecord:
+    """A record without a file."""
+    return ImageRecord(
+        path=Path(f"/set/{index}.png"),
+        identifier=f"0/{index}.png",
+        caption=f"thing {index}",
+        width=64,
+        height=64,
+        bucket_width=64,
+        bucket_height=64,
+        repeats=1,
+        content_sha256=content or f"{index:064x}",
+    )
