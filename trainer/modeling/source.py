@@ -1,0 +1,209 @@
+"""Floor 4: where a run's base model comes from: a folder on this disk, or a repository of the hub. No torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainer.errors import AccessError, ConfigError, Problem
+from trainer.modeling import hub
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+
+_KEY = "model.pretrained_model_name_or_path"
+_CONFIG_FILES = ("*.json", "*.txt", "*.model")
+_WEIGHT_FILES = ("*.safetensors",)
+_PICKLED_FILES = ("*.bin", "*.pt", "*.ckpt", "*.msgpack")
+# other weights differ in these blocks; reading tens of gigabytes at every start would take minutes
+_SAMPLED_BLOCKS = 16
+_BLOCK_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelSource:
+    """A base model on this disk, with what identifies it in checkpoints, caches and saved files."""
+
+    folder: Path
+    identity: str
+    """Repository id, or the folder's name without the path to it."""
+    revision: str | None
+    """Commit of the repository, or a fingerprint of the folder's files."""
+    weights: Literal["pretrained", "random"]
+    seed: int
+    """Seed of random weights."""
+
+    def component(self, name: str) -> Path:
+        """Folder of one component. Raises AccessError when the model has none of that name."""
+        path = self.folder / name
+        if not path.is_dir():
+            raise AccessError(
+                f"the base model has no component {name!r}",
+                where=str(self.folder),
+                remedy="is this the right model for the configured family?",
+            )
+        return path
+
+    def component_config(self, name: str) -> dict[str, Any]:
+        """A component's config.json. Raises AccessError when it cannot be read."""
+        return _read_json(self.component(name) / "config.json")
+
+
+def local_folder(config: RunConfig) -> Path | None:
+    """The base model's folder as far as it is on this disk already; None for a repository that is not.
+
+    Asks nobody and checks nothing inside. Raises ConfigError for a path that does not exist.
+    """
+    name = config.model.pretrained_model_name_or_path
+    path = Path(name).expanduser()
+    if path.is_dir():
+        return path
+    if not hub.is_repository_id(name):
+        raise ConfigError(
+            f"the base model's folder {name} does not exist",
+            where=_KEY,
+            remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME)",
+        )
+    return hub.cached(name, config.model.revision, ["model_index.json"])
+
+
+def resolve_source(
+    config: RunConfig,
+    components: Sequence[str],
+    *,
+    update: bool = False,
+    on_start: Callable[[hub.Download], None] | None = None,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> ModelSource:
+    """The base model with all `components`, complete on this disk; downloads what is missing.
+
+    A repository that is here already is used without asking the hub, so that a resumed run finds the commit that
+    it began with; `update` asks for the newest one. `on_start` and `on_bytes` are those of `hub.download`.
+    Raises ConfigError (no such folder), AccessError (incomplete, gated, not found, offline), NoSpaceError.
+    """
+    model = config.model
+    folder = local_folder(config)
+    if Path(model.pretrained_model_name_or_path).expanduser().is_dir():
+        assert folder is not None
+        _require_complete(folder, components, model.weights, remedy="copy the missing files into the folder")
+        identity, revision = folder.resolve().name, _fingerprint(folder, components, model.weights)
+    else:
+        identity = model.pretrained_model_name_or_path
+        folder = _from_hub(config, components, update=update, on_start=on_start, on_bytes=on_bytes)
+        revision = folder.name
+    return ModelSource(
+        folder=folder, identity=identity, revision=revision, weights=model.weights, seed=config.train.seed
+    )
+
+
+def _from_hub(
+    config: RunConfig,
+    components: Sequence[str],
+    *,
+    update: bool,
+    on_start: Callable[[hub.Download], None] | None,
+    on_bytes: Callable[[int, int], None] | None,
+) -> Path:
+    """The repository's snapshot folder, named by its commit."""
+    model = config.model
+    name = model.pretrained_model_name_or_path
+    patterns = _patterns(components, model.weights)
+    forbidden = "model.download: never" if model.download == "never" else "HF_HUB_OFFLINE"
+    offline = model.download == "never" or hub.is_offline()
+    folder = hub.cached(name, model.revision, patterns)
+    if folder is not None and (offline or not update) and not _missing(folder, components, model.weights):
+        return folder
+    if offline:
+        at = f" at revision {model.revision}" if model.revision else ""
+        raise AccessError(
+            f"{name}{at} is not complete on this disk, and {forbidden} forbids downloading it",
+            where=_KEY,
+            remedy="run `trainer fetch` where there is network and with this HF_HOME, or name a local folder",
+        )
+    folder = hub.download(name, model.revision, patterns, on_start=on_start, on_bytes=on_bytes)
+    remedy = "is this a repository in diffusers' layout, and the right one for the family?"
+    _require_complete(folder, components, model.weights, remedy=remedy)
+    return folder
+
+
+def _patterns(components: Sequence[str], weights: str) -> list[str]:
+    """Files to download: never pickled weights, and none at all for random ones."""
+    kinds = _CONFIG_FILES if weights == "random" else _CONFIG_FILES + _WEIGHT_FILES
+    return ["model_index.json", *(f"{component}/{kind}" for component in components for kind in kinds)]
+
+
+def _require_complete(folder: Path, components: Sequence[str], weights: str, *, remedy: str) -> None:
+    missing = _missing(folder, components, weights)
+    if missing:
+        raise AccessError(
+            [Problem(what=what, where=str(path), remedy="") for path, what in missing[:-1]]
+            + [Problem(what=missing[-1][1], where=str(missing[-1][0]), remedy=remedy)]
+        )
+
+
+def _missing(folder: Path, components: Sequence[str], weights: str) -> list[tuple[Path, str]]:
+    """What keeps the components from loading, as (path, what is wrong)."""
+    found: list[tuple[Path, str]] = []
+    for component in components:
+        path = folder / component
+        if not path.is_dir():
+            found.append((path, f"the base model has no component {component!r}"))
+        elif not any(file.exists() for file in path.glob("*config.json")):
+            found.append((path, "no config file"))
+        # tokenizers and schedulers have a config of another name, and no weights
+        elif weights == "pretrained" and (path / "config.json").exists():
+            found.extend(_missing_weights(path))
+    return found
+
+
+def _missing_weights(path: Path) -> Iterator[tuple[Path, str]]:
+    indexes = sorted(path.glob("*.safetensors.index.json"))
+    if indexes:
+        shards = sorted(set(_read_json(indexes[0]).get("weight_map", {}).values()))
+        # a link whose blob is not there does not exist
+        absent = [shard for shard in shards if not (path / shard).exists()]
+        if absent or not shards:
+            yield (
+                path,
+                f"{len(absent)} of {len(shards)} weight files are missing, first {', '.join(absent[:1])}",
+            )
+    elif not any(file.exists() for file in path.glob("*.safetensors")):
+        pickled = any(file for kind in _PICKLED_FILES for file in path.glob(kind))
+        hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
+        yield path, f"no .safetensors file{hint}"
+
+
+def _fingerprint(folder: Path, components: Sequence[str], weights: str) -> str:
+    """sha256 over names, sizes, config bytes and evenly spaced blocks of the weight files."""
+    digest = hashlib.sha256()
+    for component in sorted(components):
+        kinds = _CONFIG_FILES if weights == "random" else _CONFIG_FILES + _WEIGHT_FILES
+        for file in sorted(file for kind in kinds for file in (folder / component).glob(kind)):
+            size = file.stat().st_size
+            digest.update(f"{component}/{file.name} {size}\n".encode())
+            with file.open("rb") as stream:
+                if file.suffix != ".safetensors" or size <= _SAMPLED_BLOCKS * _BLOCK_BYTES:
+                    digest.update(stream.read())
+                    continue
+                for block in range(_SAMPLED_BLOCKS):
+                    stream.seek((size - _BLOCK_BYTES) * block // (_SAMPLED_BLOCKS - 1))
+                    digest.update(stream.read(_BLOCK_BYTES))
+    return digest.hexdigest()
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise AccessError(
+            f"cannot be read ({error})",
+            where=str(path),
+            remedy="is the base model complete? Run `trainer fetch`",
+        ) from error
+    return content
