@@ -22,6 +22,7 @@ _OTHER_MEDIA = frozenset({
     ".nef", ".psd", ".svg", ".tga", ".tif", ".tiff", ".avi", ".mkv", ".mov", ".mp4", ".webm",
 })
 # fmt: on
+_PICTURE_SUFFIXES = _OTHER_MEDIA.union(SUFFIXES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +57,8 @@ def list_folder(folder: Path) -> Listing:
         else:
             problems.append(problem)
     images = tuple(path for path in usable if path.suffix.lower() in SUFFIXES)
-    stems = {path.stem for path in images}
+    # also of pictures that are refused: their captions are no second mistake
+    stems = {Path(name).stem for name in names if Path(name).suffix.lower() in _PICTURE_SUFFIXES}
     captions = tuple(path for path in usable if path.suffix.lower() == ".txt" and path.stem in stems)
     metadata = next((path for path in usable if path.name == METADATA_NAME), None)
     known = {*images, *captions, metadata}

@@ -111,7 +111,7 @@ def _captions(listing: Listing) -> tuple[dict[Path, str], list[Problem]]:
                 problems += error.problems
         elif image.name in metadata.rows:
             captions[image] = metadata.rows[image.name]
-        elif image.name not in metadata.named:
+        elif image.name not in metadata.named and f"{image.stem}.txt" not in listing.names:
             problems.append(_no_caption(image, listing.metadata))
     images = {image.name for image in listing.images}
     for name, where in metadata.named.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -45,10 +45,15 @@ def write_rows(folder: Path, rows: Sequence[object]) -> Path:
     return path
 
 
-def scan(*folders: Path, trigger_word: str | None = None, resolution: int = 64) -> tuple[ImageRecord, ...]:
-    """Scan folders as sets of one run."""
+def scan(
+    *folders: Path,
+    trigger_word: str | None = None,
+    resolution: int = 64,
+    progress: Callable[[int, int], None] | None = None,
+) -> tuple[ImageRecord, ...]:
+    """Scan folders as sets of one run; the first set has one repeat, the next one two."""
     sets = [ImageSet(img_dir=folder, repeats=index + 1) for index, folder in enumerate(folders)]
-    return scan_images(sets, resolution=resolution, multiple=16, trigger_word=trigger_word)
+    return scan_images(sets, resolution=resolution, multiple=16, trigger_word=trigger_word, progress=progress)
 
 
 def record(index: int, content: str | None = None) -> ImageRecord:

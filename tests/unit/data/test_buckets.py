@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from trainer.data.buckets import MAX_ASPECT, buckets, nearest_bucket
 from trainer.errors import ConfigError
 
-RESOLUTIONS = st.tuples(st.integers(32, 2048), st.sampled_from([8, 16, 32])).filter(lambda pair: pair[0] >= pair[1])
+RESOLUTIONS = st.tuples(st.integers(32, 2048), st.sampled_from([8, 16, 32])).filter(
+    lambda pair: pair[0] >= pair[1]
+)
 
 
 def test_the_sizes_at_1024() -> None:
@@ -60,7 +62,9 @@ def test_the_nearest_bucket_crops_least(pair: tuple[int, int], width: int, heigh
 def test_a_turned_image_gets_the_turned_bucket(width: int, height: int) -> None:
     sizes = buckets(512, 16)
     across, along = nearest_bucket(width, height, sizes), nearest_bucket(height, width, sizes)
-    ties = [s for s in sizes if math.isclose(abs(math.log(s[0] / s[1])), abs(math.log(across[0] / across[1])))]
+    ties = [
+        s for s in sizes if math.isclose(abs(math.log(s[0] / s[1])), abs(math.log(across[0] / across[1])))
+    ]
     assert across == along[::-1] or len(ties) > 2
 
 

@@ -80,7 +80,9 @@ def test_a_transparent_palette_colour_becomes_white(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("mode", "stored", "shown"), [("L", 90, 90), ("1", 1, 255), ("P", 0, 0)])
-def test_grey_black_and_white_and_palettes_become_rgb(tmp_path: Path, mode: str, stored: int, shown: int) -> None:
+def test_grey_black_and_white_and_palettes_become_rgb(
+    tmp_path: Path, mode: str, stored: int, shown: int
+) -> None:
     read = read_image(saved(tmp_path / "a.png", Image.new(mode, (20, 20), stored), "PNG"))
     assert (read.mode, read.getpixel((3, 3))) == ("RGB", (shown, shown, shown))
 
@@ -161,7 +163,9 @@ def test_fit_changes_nothing_when_the_size_is_right() -> None:
 def test_pixels_are_channels_first_from_minus_one_to_one() -> None:
     image = Image.new("RGB", (3, 2), (0, 255, 51))
     pixels = to_pixels(image)
-    assert tuple(pixels.shape) == (3, 2, 3) and pixels.is_contiguous() and str(pixels.dtype) == "torch.float32"
+    assert (
+        tuple(pixels.shape) == (3, 2, 3) and pixels.is_contiguous() and str(pixels.dtype) == "torch.float32"
+    )
     assert pixels[:, 0, 0].tolist() == pytest.approx([-1.0, 1.0, 51 / 127.5 - 1])
 
 

@@ -1,0 +1,339 @@
+"""Bad data sets: each problem is told with its place and a remedy, exit code 65, never with a traceback."""
+
+from __future__ import annotations
+
+import os
+import struct
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.unit.data.pictures import encoded, picture, scan, write_pair, write_rows
+from trainer.data import listing
+from trainer.data.captions import MAX_CAPTION_BYTES
+from trainer.errors import DataError, ExitCode
+
+FORMATS = "png, jpg, jpeg and webp are read"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Bad:
+    """One bad data set: how to spoil a folder that has one good pair, and every problem that must be told."""
+
+    spoil: Callable[[Path], object]
+    problems: tuple[tuple[str, str, str], ...]
+    """Place within the folder (empty: the folder), words of what is wrong, words of the remedy."""
+
+
+def bad(spoil: Callable[[Path], object], *problems: tuple[str, str, str]) -> Bad:
+    return Bad(spoil=spoil, problems=problems)
+
+
+def content(name: str, data: bytes) -> Callable[[Path], object]:
+    """A captioned file with these bytes."""
+
+    def spoil(folder: Path) -> None:
+        write_pair(folder, "x.png").rename(folder / name)
+        (folder / name).write_bytes(data)
+
+    return spoil
+
+
+def caption(data: bytes) -> Callable[[Path], object]:
+    """An image whose caption file has these bytes."""
+
+    def spoil(folder: Path) -> None:
+        write_pair(folder, "x.png").with_suffix(".txt").write_bytes(data)
+
+    return spoil
+
+
+def stray(name: str) -> Callable[[Path], object]:
+    """A file that should not be there."""
+    return lambda folder: (folder / name).write_bytes(b"x")
+
+
+def image_only(folder: Path, name: str = "x.png") -> None:
+    """An image without a caption of its own."""
+    (folder / name).write_bytes(encoded(picture()))
+
+
+def rows(*lines: object) -> Callable[[Path], object]:
+    """A metadata.jsonl that should caption x.png."""
+
+    def spoil(folder: Path) -> None:
+        image_only(folder)
+        write_rows(folder, lines)
+
+    return spoil
+
+
+def rows_only(*lines: object) -> Callable[[Path], object]:
+    """A metadata.jsonl in a folder whose images are captioned already."""
+    return lambda folder: write_rows(folder, lines)
+
+
+def bomb() -> bytes:
+    """A png of a few bytes that claims 40000x40000 pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 40000, 40000, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
+
+
+def animated(name: str, image_format: str) -> Callable[[Path], object]:
+    def spoil(folder: Path) -> None:
+        write_pair(folder, name)
+        picture().save(folder / name, image_format, save_all=True, append_images=[picture(seed=1)])
+
+    return spoil
+
+
+def outside(folder: Path, name: str = "x.png") -> Path:
+    """A good pair beside the folder, for links to lead to."""
+    elsewhere = folder.parent / "elsewhere"
+    elsewhere.mkdir()
+    write_pair(elsewhere, name)
+    return elsewhere / name
+
+
+def link_out(folder: Path) -> None:
+    target = outside(folder)
+    (folder / "x.png").symlink_to(target)
+    (folder / "x.txt").write_text("a thing")
+
+
+def caption_link_out(folder: Path) -> None:
+    target = outside(folder)
+    image_only(folder)
+    (folder / "x.txt").symlink_to(target.with_suffix(".txt"))
+
+
+def empty_the_folder(folder: Path) -> None:
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def replace_by_file(folder: Path) -> None:
+    empty_the_folder(folder)
+    folder.rmdir()
+    folder.write_text("not a folder")
+
+
+def remove(folder: Path) -> None:
+    empty_the_folder(folder)
+    folder.rmdir()
+
+
+PNG, JPG, WEBP = (encoded(picture(), name) for name in ("PNG", "JPEG", "WEBP"))
+GOOD_ROW = {"file_name": "x.png", "text": "a thing"}
+META = "metadata.jsonl"
+
+CASES: dict[str, Bad] = {
+    # the folder
+    "no folder": bad(remove, ("", "the folder does not exist", "`img_dir`")),
+    "a file, not a folder": bad(replace_by_file, ("", "a file, not a folder", "`img_dir`")),
+    "empty folder": bad(empty_the_folder, ("", f"no image; {FORMATS}", "put images")),
+    "sub-folder": bad(lambda folder: (folder / "more").mkdir(), ("more", "a folder inside", "`data.sets`")),
+    # files that do not belong
+    "bmp": bad(
+        content("x.bmp", b"BM"), ("x.bmp", f".bmp files are not read; {FORMATS}", "convert it to png")
+    ),
+    "heic": bad(stray("x.HEIC"), ("x.HEIC", ".heic files are not read", "convert it to png")),
+    "avif": bad(stray("x.avif"), ("x.avif", ".avif files are not read", "convert it to png")),
+    "tiff, gif and a video": bad(
+        lambda folder: [stray(name)(folder) for name in ("x.tiff", "y.gif", "z.mp4")],
+        ("x.tiff", ".tiff files are not read", "convert"),
+        ("y.gif", ".gif files are not read", "convert"),
+        ("z.mp4", ".mp4 files are not read", "convert"),
+    ),
+    "caption without an image": bad(
+        stray("x.txt"), ("x.txt", "without an image of the same name", "rename it")
+    ),
+    "captions in another format": bad(
+        stray("metadata.csv"), ("metadata.csv", "captions are not read from this file", META)
+    ),
+    "unknown file": bad(
+        stray("weights.bin"), ("weights.bin", "neither an image nor a caption", "move it away")
+    ),
+    "two images of one stem": bad(
+        lambda folder: write_pair(folder, "good.jpg"),
+        ("good.png", "a second image with the stem of good.jpg", "rename one"),
+    ),
+    "link out of the set": bad(link_out, ("x.png", "leads out of the folder", "copy the file")),
+    "caption link out of the set": bad(
+        caption_link_out,
+        ("x.txt", "leads out of the folder", "copy the file"),
+    ),
+    "broken link": bad(
+        lambda folder: (folder / "x.png").symlink_to("gone.png"), ("x.png", "leads nowhere", "remove it")
+    ),
+    "link in a circle": bad(
+        lambda folder: (folder / "x.png").symlink_to("x.png"), ("x.png", "leads nowhere", "remove it")
+    ),
+    "pipe": bad(lambda folder: os.mkfifo(folder / "x.png"), ("x.png", "not a regular file", "move it away")),
+    "name that is not UTF-8": bad(
+        lambda folder: (folder / os.fsdecode(b"caf\xe9.png")).write_bytes(PNG),
+        ("caf\\udce9.png", "not valid UTF-8", "rename it"),
+    ),
+    # captions
+    "no caption": bad(image_only, ("x.png", "no caption", "write x.txt beside it")),
+    "empty caption": bad(caption(b""), ("x.txt", "the caption is empty", "describe")),
+    "blank caption": bad(caption(b" \n\t\r\n"), ("x.txt", "the caption is empty", "describe")),
+    "latin-1 caption": bad(caption(b"caf\xe9"), ("x.txt", "not UTF-8 (byte 3)", "save it as UTF-8")),
+    "utf-16 caption": bad(caption("a cat".encode("utf-16")), ("x.txt", "UTF-16", "save it as UTF-8")),
+    "huge caption": bad(
+        caption(b"a" * (MAX_CAPTION_BYTES + 1)), ("x.txt", f"{MAX_CAPTION_BYTES + 1} bytes", "shorten it")
+    ),
+    "binary caption": bad(caption(b"a\x00b"), ("x.txt", "a NUL character", "remove it")),
+    # metadata.jsonl
+    "caption in both places": bad(
+        lambda folder: write_rows(folder, [{"file_name": "good.png", "text": "again"}]),
+        ("good.png", f"a caption in good.txt and in {{folder}}/{META}:1", "remove one"),
+    ),
+    "image not in the metadata": bad(
+        lambda folder: (image_only(folder, "y.png"), rows(GOOD_ROW)(folder)),
+        ("y.png", "not named in metadata.jsonl", "add a line"),
+    ),
+    "metadata names a missing file": bad(
+        rows(GOOD_ROW, {"file_name": "z.png", "text": "a"}),
+        (f"{META}:2", "z.png is not in the folder", "correct"),
+    ),
+    "metadata names something else": bad(
+        rows(GOOD_ROW, {"file_name": ".hidden.png", "text": "a"}),
+        (f"{META}:2", ".hidden.png is not in the folder", "correct"),
+    ),
+    "metadata names a caption": bad(
+        rows(GOOD_ROW, {"file_name": "good.txt", "text": "a"}),
+        (f"{META}:2", "good.txt is not an image", "correct"),
+    ),
+    "named twice": bad(
+        rows(GOOD_ROW, "", GOOD_ROW), (f"{META}:3", "a second time, first on line 1", "keep one")
+    ),
+    "invalid JSON": bad(
+        rows(GOOD_ROW, '{"file_name": "y.png",}'), (f"{META}:2", "not valid JSON", '{"file_name": "cat.png"')
+    ),
+    "one JSON list": bad(rows_only("[]"), (f"{META}:1", "not a JSON object", '{"file_name"')),
+    "endless brackets": bad(rows_only("[" * 100_000), (f"{META}:1", "not valid JSON", '{"file_name"')),
+    "endless number": bad(rows_only("1" * 10_000), (f"{META}:1", "not valid JSON", '{"file_name"')),
+    "a key twice in one line": bad(
+        rows_only('{"file_name": "x.png", "text": "a", "text": "b"}'),
+        (f"{META}:1", "a key is there twice", "keep one"),
+    ),
+    "no text": bad(rows({"file_name": "x.png"}), (f"{META}:1", "`text` is missing", '"text": "a cat"')),
+    "no file name": bad(rows_only({"text": "a"}), (f"{META}:1", "`file_name` is missing", "cat.png")),
+    "text is a number": bad(rows({"file_name": "x.png", "text": 3}), (f"{META}:1", "not a text: 3", "")),
+    "empty text": bad(
+        rows({"file_name": "x.png", "text": " "}), (f"{META}:1", "caption is empty", "describe")
+    ),
+    "half a character": bad(
+        rows({"file_name": "x.png", "text": "\ud83d"}), (f"{META}:1", "surrogate", "write the character")
+    ),
+    "huge text": bad(
+        rows({"file_name": "x.png", "text": "a" * 20_000}), (f"{META}:1", "20000", "shorten it")
+    ),
+    "unknown key": bad(
+        rows_only({"file_name": "x.png", "caption": "a"}),
+        (f"{META}:1", "unknown key 'caption'", "did you mean `text`?"),
+    ),
+    "misspelt key": bad(
+        rows_only({"filename": "x.png", "text": "a"}),
+        (f"{META}:1", "unknown key 'filename'", "did you mean `file_name`?"),
+    ),
+    "path into a sub-folder": bad(
+        rows_only({"file_name": "train/x.png", "text": "a"}),
+        (f"{META}:1", "'train/x.png' points", "bare name"),
+    ),
+    "path out of the set": bad(
+        rows_only({"file_name": "../x.png", "text": "a"}), (f"{META}:1", "'../x.png' points out", "bare name")
+    ),
+    "absolute path": bad(
+        rows_only({"file_name": "/etc/passwd", "text": "a"}), (f"{META}:1", "points out", "bare name")
+    ),
+    "metadata in latin-1": bad(
+        lambda folder: (folder / META).write_bytes(b'{"file_name": "x.png", "text": "caf\xe9"}\n'),
+        (f"{META}:1", "not UTF-8", "save it as UTF-8"),
+    ),
+    # image contents
+    "zero bytes": bad(content("x.png", b""), ("x.png", "empty (0 bytes)", "copy it again")),
+    "cut png": bad(content("x.png", PNG[:-200]), ("x.png", "damaged or cut off", "download it again")),
+    "cut jpg": bad(content("x.jpg", JPG[:-100]), ("x.jpg", "damaged or cut off", "download it again")),
+    "cut webp": bad(content("x.webp", WEBP[:-100]), ("x.webp", "damaged or cut off", "download it again")),
+    "text as png": bad(content("x.png", b"hello " * 9), ("x.png", "not a picture", "download it again")),
+    "web page as jpg": bad(content("x.jpg", b"<!DOCTYPE html>"), ("x.jpg", "holds a web page", "remove it")),
+    "gif as png": bad(
+        content("x.png", encoded(picture(), "GIF")),
+        ("x.png", f"holds a GIF image; {FORMATS}", "convert it to png"),
+    ),
+    "heic as jpg": bad(
+        content("x.jpg", b"\0\0\0\x18ftypheic" + bytes(40)),
+        ("x.jpg", "holds a HEIC image", "convert it to png"),
+    ),
+    "git lfs pointer": bad(
+        content("x.png", b"version https://git-lfs.github.com/spec/v1\noid"), ("x.png", "Git LFS pointer", "")
+    ),
+    "animated webp": bad(animated("x.webp", "WEBP"), ("x.webp", "animated", "save the frame")),
+    "animated png": bad(animated("x.png", "PNG"), ("x.png", "animated", "save the frame")),
+    "decompression bomb": bad(content("x.png", bomb()), ("x.png", "decompression bomb", "scale it down")),
+    "too small": bad(
+        content("x.png", encoded(picture(15, 300))),
+        ("x.png", "15x300 pixels, less than 16", "a larger picture"),
+    ),
+    "too long": bad(
+        content("x.png", encoded(picture(20, 70))), ("x.png", "20x70 pixels, more than 3 times", "crop it")
+    ),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_problem_its_place_and_its_remedy_are_told(tmp_path: Path, name: str) -> None:
+    case, folder = CASES[name], tmp_path / "set"
+    folder.mkdir()
+    write_pair(folder, "good.png")
+    assert len(scan(folder)) == 1
+    case.spoil(folder)
+    with pytest.raises(DataError) as caught:
+        scan(folder)
+    error = caught.value
+    assert error.exit_code == ExitCode.BAD_DATA == 65
+    assert [problem.where for problem in error.problems] == [
+        f"{folder}/{place}".rstrip("/") for place, _, _ in case.problems
+    ], str(error)
+    for problem, (_, what, remedy) in zip(error.problems, case.problems, strict=True):
+        assert what.replace("{folder}", str(folder)) in problem.what
+        assert problem.remedy and remedy in problem.remedy
+    str(error).encode("utf-8")
+
+
+def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # tests may run as root, whom no permission stops
+    def refuse(folder: Path) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(listing.os, "scandir", refuse)
+    with pytest.raises(DataError, match=r"cannot be read: Permission denied\n.*readable for its user"):
+        scan(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["good.png", "good.txt", "metadata.jsonl"])
+def test_a_file_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    write_pair(tmp_path, "good.png")
+    write_rows(tmp_path, [])
+    read_bytes = Path.read_bytes
+
+    def refuse(path: Path) -> bytes:
+        if path.name == name:
+            raise PermissionError(13, "Permission denied")
+        return read_bytes(path)
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    with pytest.raises(DataError) as caught:
+        scan(tmp_path)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.what[-17:]) == (str(tmp_path / name), "Permission denied")
+    assert "permissions" in problem.remedy

@@ -1,0 +1,196 @@
+"""Good sets become records; the order, captions and identifiers are what a run builds on."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from PIL import Image
+
+from tests.unit.data.pictures import encoded, picture, scan, write_pair, write_rows
+from trainer.data.captions import clean_caption, with_trigger_word
+from trainer.data.scan import MAX_PROBLEMS_SHOWN
+from trainer.errors import DataError, StoppedError
+
+EXAMPLES = Path(__file__).parents[3] / "examples" / "emoji"
+
+
+def test_the_example_set_is_sound() -> None:
+    records = scan(EXAMPLES, resolution=256)
+    assert len(records) == 20
+    assert {(record.width, record.height) for record in records} == {(256, 256)}
+    assert len({record.content_sha256 for record in records}) == 20
+    assert all(record.caption.endswith(", 3d emoji style") for record in records)
+    assert sum(path.stat().st_size for path in EXAMPLES.parent.rglob("*") if path.is_file()) < 2_000_000
+
+
+def test_records_of_two_sets(tmp_path: Path) -> None:
+    first, second = tmp_path / "one", tmp_path / "two"
+    first.mkdir()
+    second.mkdir()
+    write_pair(first, "b.png", "a bee")
+    path = write_pair(first, "a.JPG", "an\tant\r\n on  a leaf\n")
+    write_pair(second, "a.webp", "\ufeffan ape")
+    records = scan(first, second, trigger_word="zwx")
+    assert [(record.identifier, record.caption, record.repeats) for record in records] == [
+        ("0/a.JPG", "zwx, an ant on a leaf", 1),
+        ("0/b.png", "zwx, a bee", 1),
+        ("1/a.webp", "zwx, an ape", 2),
+    ]
+    assert records[0].path == path
+    assert records[0].content_sha256 == hashlib.sha256(path.read_bytes()).hexdigest()
+    assert (records[0].width, records[0].height) == (40, 30)
+    assert (records[0].bucket_width, records[0].bucket_height) == (80, 48)
+
+
+def test_metadata_and_sidecars_may_share_a_folder(tmp_path: Path) -> None:
+    write_pair(tmp_path, "a.png", "from the sidecar")
+    (tmp_path / "b.png").write_bytes(encoded(picture()))
+    (tmp_path / "c d.png").write_bytes(encoded(picture()))
+    rows = [{"file_name": "b.png", "text": "from the metadata"}, "", '{"text": "é", "file_name": "c d.png"}']
+    write_rows(tmp_path, rows)
+    assert [record.caption for record in scan(tmp_path)] == ["from the sidecar", "from the metadata", "é"]
+
+
+def test_metadata_may_start_with_a_byte_order_mark_and_end_lines_as_windows_does(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(encoded(picture()))
+    line = b'\xef\xbb\xbf{"file_name": "a.png", "text": "a"}\r\n\r\n'
+    (tmp_path / "metadata.jsonl").write_bytes(line)
+    assert scan(tmp_path)[0].caption == "a"
+
+
+def test_clutter_is_passed_over(tmp_path: Path) -> None:
+    write_pair(tmp_path, "a.png")
+    for name in (".DS_Store", "Thumbs.db", "README.md", "readme.txt", "LICENSE", ".hidden.png", "a_flux.npz"):
+        (tmp_path / name).write_bytes(b"x")
+    (tmp_path / ".ipynb_checkpoints").mkdir()
+    assert len(scan(tmp_path)) == 1
+
+
+def test_a_picture_named_readme_keeps_its_caption(tmp_path: Path) -> None:
+    write_pair(tmp_path, "readme.png", "a sheet of paper")
+    assert scan(tmp_path)[0].caption == "a sheet of paper"
+
+
+def test_links_within_the_set_are_followed(tmp_path: Path) -> None:
+    # as Kubernetes mounts a ConfigMap
+    (tmp_path / "..2026").mkdir()
+    write_pair(tmp_path / "..2026", "a.png")
+    for name in ("a.png", "a.txt"):
+        (tmp_path / name).symlink_to(Path("..2026") / name)
+    assert len(scan(tmp_path)) == 1
+
+
+def test_a_linked_set_folder_is_a_set_folder(tmp_path: Path) -> None:
+    (tmp_path / "real").mkdir()
+    write_pair(tmp_path / "real", "a.png")
+    (tmp_path / "link").symlink_to("real")
+    assert len(scan(tmp_path / "link")) == 1
+
+
+def test_the_size_is_the_upright_one(tmp_path: Path) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(40, 30).save(tmp_path / "a.jpg", exif=exif.tobytes())
+    (tmp_path / "a.txt").write_text("a")
+    record = scan(tmp_path)[0]
+    assert (record.width, record.height) == (30, 40)
+    assert record.bucket_width < record.bucket_height
+
+
+def test_progress_counts_every_image_and_may_stop_the_scan(tmp_path: Path) -> None:
+    for index in range(6):
+        write_pair(tmp_path, f"{index}.png", seed=index)
+    seen: list[tuple[int, int]] = []
+    scan(tmp_path, progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(index, 6) for index in range(1, 7)]
+
+    def stop(done: int, total: int) -> None:
+        raise StoppedError("asked to stop")
+
+    with pytest.raises(StoppedError):
+        scan(tmp_path, progress=stop)
+
+
+def test_every_problem_of_every_set_is_told_at_once(tmp_path: Path) -> None:
+    first, second = tmp_path / "one", tmp_path / "two"
+    first.mkdir()
+    second.mkdir()
+    write_pair(first, "a.png", "")
+    write_pair(first, "b.png").write_bytes(b"")
+    write_pair(second, "c.png")
+    (second / "d.gif").write_bytes(b"GIF89a")
+    with pytest.raises(DataError) as caught:
+        scan(first, second, tmp_path / "three")
+    assert {Path(problem.where).name for problem in caught.value.problems} == {
+        "a.txt",
+        "b.png",
+        "d.gif",
+        "three",
+    }
+    assert all(problem.remedy for problem in caught.value.problems)
+
+
+def test_a_long_list_is_cut_and_counted(tmp_path: Path) -> None:
+    for index in range(MAX_PROBLEMS_SHOWN + 7):
+        (tmp_path / f"{index}.bmp").touch()
+    with pytest.raises(DataError) as caught:
+        scan(tmp_path)
+    assert len(caught.value.problems) == MAX_PROBLEMS_SHOWN + 1
+    assert "... and 7 more problems" in str(caught.value)
+
+
+def test_small_images_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_pair(tmp_path, "a.png")
+    write_pair(tmp_path, "b.png")
+    with caplog.at_level(logging.WARNING):
+        scan(tmp_path, resolution=64)
+    assert len(caplog.records) == 1
+    assert "2 of 2 images have fewer pixels" in caplog.text and "40x30" in caplog.text
+    caplog.clear()
+    scan(tmp_path, resolution=32)
+    assert not caplog.records
+
+
+def test_moving_a_set_changes_no_identifier(tmp_path: Path) -> None:
+    (tmp_path / "here").mkdir()
+    write_pair(tmp_path / "here", "a.png")
+    before = scan(tmp_path / "here")[0]
+    shutil.move(tmp_path / "here", tmp_path / "there")
+    after = scan(tmp_path / "there")[0]
+    assert (before.identifier, before.content_sha256) == (after.identifier, after.content_sha256)
+
+
+@pytest.mark.parametrize(
+    ("caption", "expected"),
+    [
+        ("a cat", "sks, a cat"),
+        ("a sks cat", "a sks cat"),
+        ("sks", "sks"),
+        ("masks, a cat", "sks, masks, a cat"),
+        ("(sks) cat", "(sks) cat"),
+    ],
+)
+def test_the_trigger_word_is_put_before_captions_without_it(caption: str, expected: str) -> None:
+    assert with_trigger_word(caption, "sks") == expected
+    assert with_trigger_word(caption, None) == caption
+
+
+def test_a_trigger_word_is_no_pattern() -> None:
+    assert with_trigger_word("a cat", "a.cat (x") == "a.cat (x, a cat"
+
+
+@given(st.text(min_size=1).filter(lambda text: text.split() and "\x00" not in text))
+def test_captions_become_one_line(text: str) -> None:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return
+    caption = clean_caption(text)
+    assert caption == caption.strip() and len(caption.splitlines()) == 1
+    assert caption.split() == text.split()
