@@ -1,8 +1,8 @@
-"""`make demo`: the whole path on a CPU in about a minute: plan, train, prove, draw, and verify the file once more.
+"""`make demo`: the whole path on a CPU within a minute: plan, train, prove, draw, verify the file again.
 
-The base model is a tiny one with random weights, built on the spot, so the pictures cannot be good. What the demo shows
-is that a LoRA is learned, saved, loaded from its file and changes what the model draws. Nothing is downloaded and no
-port is opened; everything is written to build/demo.
+The base model is a tiny one with random weights, built on the spot, so the pictures cannot be good. What the
+demo shows is that a LoRA is learned, saved, loaded from its file and changes what the model draws. Nothing is
+downloaded and no port is opened; everything is written to build/demo.
 """
 
 from __future__ import annotations

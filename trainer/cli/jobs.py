@@ -57,6 +57,19 @@ def run_job(
     )
 
 
+def stop_before_start() -> None:
+    """From now on SIGTERM ends with 75, as it does later when the supervisor has taken over."""
+    import signal
+    from types import FrameType
+
+    from trainer.errors import StoppedError
+
+    def stop(signum: int, frame: FrameType | None) -> None:
+        raise StoppedError("stopped by SIGTERM before anything was started", remedy="start it again")
+
+    signal.signal(signal.SIGTERM, stop)
+
+
 def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
     """This machine's facts and the run's plan; with `probe`, kernels without a verdict are measured first."""
     from trainer.engine.planning import machine_facts, plan_run, requested_profile

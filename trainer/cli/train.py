@@ -29,8 +29,10 @@ def train(
     no_probe: bool,
 ) -> int:
     """Train, prove and save: a LoRA or a full fine-tune, as the configuration says."""
-    from trainer.cli.jobs import planned, print_plan, run_job
+    from trainer.cli.jobs import planned, print_plan, run_job, stop_before_start
     from trainer.config import environment
+
+    stop_before_start()
 
     loaded = load_config(configs, overrides, dataset, output)
     facts, plan = planned(loaded, probe=not no_probe)
@@ -55,8 +57,9 @@ def cache(
     configs: tuple[Path, ...], overrides: tuple[str, ...], dataset: Path | None, output: Path | None
 ) -> int:
     """Encode images and captions ahead of a run; `train` then starts at once."""
-    from trainer.cli.jobs import planned, run_job
+    from trainer.cli.jobs import planned, run_job, stop_before_start
 
+    stop_before_start()
     loaded = load_config(configs, overrides, dataset, output)
     facts, plan = planned(loaded, probe=False)
     return run_job(loaded, plan, "cache", unified_memory=any(gpu.integrated for gpu in facts.gpus))

@@ -17,7 +17,7 @@ from trainer.errors import ExitCode, TrainerError
 from trainer.families import get, names
 from trainer.hardware.render import plan_from_json
 from trainer.telemetry import log
-from trainer.telemetry.progress import progress
+from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
 
@@ -49,7 +49,7 @@ def main(spec_path: str) -> int:
 def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> tuple[ImageRecord, ...]:
     if spec.mode not in ("train", "cache"):
         return ()
-    bars = []
+    bars: list[Progress] = []
 
     def on_image(done: int, total: int) -> None:
         stop.raise_if_requested()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -36,7 +36,9 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
     )
 
 
-def feed(context: Context, entries: Entries, settings: Any, start: int, stop: int) -> Iterator[Fed]:
+def feed(
+    context: Context, entries: Entries, settings: Any, start: int, stop: int
+) -> Generator[Fed, None, None]:
     """Micro-batches `start` to `stop` (not included); reading and drawing run on one thread beside the
     device.
     """

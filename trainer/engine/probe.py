@@ -105,7 +105,8 @@ def measure(kernel: str, dtype: str, shape: AttentionShape) -> dict[str, float]:
     upstream = torch.randn(size[0], size[1], size[2] * size[3], device=device, dtype=kind)
 
     def once(tensors: Sequence[torch.Tensor], name: str, gradient: torch.Tensor) -> list[torch.Tensor]:
-        output = attention(*tensors, kernel=name, contiguous=name == "cudnn").flatten(2, 3)
+        query, key, value = tensors
+        output = attention(query, key, value, name, contiguous=name == "cudnn").flatten(2, 3)
         return [output, *torch.autograd.grad(output, tensors, gradient)]
 
     results = once(inputs, kernel, upstream)

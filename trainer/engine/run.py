@@ -32,15 +32,15 @@ _GIB = 1024**3
 
 def quiet_libraries() -> None:
     """Keep the libraries' notices and bars out of the run's output; what concerns a run is ours to say."""
-    import transformers
+    from transformers.utils import logging as transformers_logging
 
     # before diffusers is imported: it makes transformers speak
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    import diffusers
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    from diffusers.utils import logging as diffusers_logging
 
-    diffusers.logging.set_verbosity_error()
-    diffusers.logging.disable_progress_bar()
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
 
 
 def cache_only(context: Context, records: Sequence[ImageRecord]) -> None:

@@ -105,7 +105,7 @@ def run_pipeline(
     request: PreviewRequest,
     on_step: Callable[[], None],
 ) -> list[Image]:
-    """One image for each of `inputs` (arguments of a diffusers pipeline call), each from its own seeded generator.
+    """One image for each of `inputs` (arguments of a pipeline call), each from its own seeded generator.
 
     `on_step` runs after every denoising step; what it raises ends the call.
     """

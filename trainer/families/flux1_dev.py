@@ -70,7 +70,7 @@ class Flux1Dev:
     ) -> Any:
         """CLIP and T5 behind the pipeline's own prompt encoding, or the VAE."""
         from diffusers import AutoencoderKL, FluxPipeline
-        from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5TokenizerFast
+        from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
         from trainer.modeling.load import load_component as load
 
@@ -86,7 +86,7 @@ class Flux1Dev:
             text_encoder=load(CLIPTextModel, source, "text_encoder", device=device, dtype=dtype),
             text_encoder_2=load(T5EncoderModel, source, "text_encoder_2", device=device, dtype=dtype),
             tokenizer=CLIPTokenizer.from_pretrained(source.component("tokenizer")),
-            tokenizer_2=T5TokenizerFast.from_pretrained(source.component("tokenizer_2")),
+            tokenizer_2=T5Tokenizer.from_pretrained(source.component("tokenizer_2")),
         )
 
     def encode_text(
@@ -123,7 +123,7 @@ class Flux1Dev:
         """Noise of one micro-batch; the VAE's own sampling is drawn here too."""
         return flow.draw_samples(settings, positions, latents["mean"])
 
-    def model_class(self) -> type[torch.nn.Module]:
+    def model_class(self) -> Any:
         """diffusers' FluxTransformer2DModel."""
         from diffusers import FluxTransformer2DModel
 

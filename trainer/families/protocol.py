@@ -130,7 +130,7 @@ class Family(Protocol):
     def draw(self, settings: Any, positions: Sequence[int], latents: Header) -> Draw | None:
         """Randomness of one micro-batch from (seed, sample position) alone, on the CPU."""
 
-    def model_class(self) -> type[torch.nn.Module]:
+    def model_class(self) -> Any:
         """Class of the trained component."""
 
     def predict(self, model: torch.nn.Module, batch: Batch, draw: Draw | None, settings: Any) -> torch.Tensor:

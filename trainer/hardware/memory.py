@@ -103,17 +103,17 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
 def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[MemoryRow, ...]]:
     """Rows of the two stages of caching: all text encoders together, and after them the VAE."""
     vae_peak = geometry.vae_bytes_peak_tiled if storage.tiling else geometry.vae_bytes_peak
-    stages: dict[str, tuple[Role, int]] = {
-        "text encoders": ("text_encoder", geometry.text_bytes_peak),
-        "VAE": ("vae", vae_peak),
+    # latents are encoded in fp32 whatever the run computes in; the geometry's peak is that of the run's type
+    vae_peak = vae_peak * VALUE_BYTES["fp32"] // storage.value_bytes
+    stages: dict[str, tuple[Role, int, str]] = {
+        "text encoders": ("text_encoder", geometry.text_bytes_peak, storage.dtype),
+        "VAE": ("vae", vae_peak, "fp32"),
     }
     result = {}
-    for name, (role, peak) in stages.items():
+    for name, (role, peak, dtype) in stages.items():
         count = parameters(geometry, role)
         rows = [
-            MemoryRow(
-                name=name, bytes=count * storage.value_bytes, detail=f"{_count(count)}, {storage.dtype}"
-            ),
+            MemoryRow(name=name, bytes=count * VALUE_BYTES[dtype], detail=f"{_count(count)}, {dtype}"),
             MemoryRow(name=f"{name}: activations", bytes=peak, detail="one sample"),
         ]
         result[name] = (*rows, *_overhead(storage, rows))

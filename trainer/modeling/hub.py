@@ -45,7 +45,7 @@ def is_offline() -> bool:
 def is_repository_id(name: str) -> bool:
     """Whether `name` can be a repository: OWNER/NAME. Anything else was meant as a path."""
     from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
 
     try:
         validate_repo_id(name)
@@ -83,9 +83,9 @@ def download(
 ) -> Path:
     """Download the files that match `patterns` and return their folder, whose name is the commit.
 
-    `on_start` hears the sizes first; `on_bytes(done, total)` runs as bytes arrive, in any thread but never in two
-    at once, and may raise to stop. Raises AccessError (gated, not found, no network) and NoSpaceError (before any
-    byte when the disk is too small).
+    `on_start` hears the sizes first; `on_bytes(done, total)` runs as bytes arrive, in any thread but never in
+    two at once, and may raise to stop. Raises AccessError (gated, not found, no network) and NoSpaceError
+    (before any byte when the disk is too small).
     """
     import httpx2
     from huggingface_hub import constants, snapshot_download
@@ -115,7 +115,12 @@ def _measure(repository: str, revision: str | None, patterns: Sequence[str], cac
     from huggingface_hub import snapshot_download
 
     files = snapshot_download(
-        repository, revision=revision, cache_dir=cache, allow_patterns=list(patterns), dry_run=True
+        repository,
+        revision=revision,
+        cache_dir=cache,
+        allow_patterns=list(patterns),
+        tqdm_class=_bar_class(0, None),
+        dry_run=True,
     )
     missing = sum(file.file_size or 0 for file in files if file.will_download)
     return Download(
@@ -185,8 +190,8 @@ def _told(repository: str, revision: str | None, error: Exception) -> TrainerErr
     return AccessError(
         f"{repository} could not be downloaded ({type(cause).__name__}: {cause})",
         where=_KEY,
-        remedy="check network and proxy, then try again: what was downloaded is kept; without network, copy the"
-        " model to this machine and name its folder",
+        remedy="check network and proxy, then try again: what was downloaded is kept; without network, copy"
+        " the model to this machine and name its folder",
     )
 
 

@@ -22,7 +22,7 @@ there.
 
 def load_component(
     component_class: Any, source: ModelSource, name: str, *, device: str, dtype: torch.dtype
-) -> torch.nn.Module:
+) -> Any:
     """One component through its own library's `from_pretrained`, or built from its config with seeded
     weights.
     """

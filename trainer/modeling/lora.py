@@ -65,7 +65,12 @@ def add_lora(model: Any, *, rank: int, alpha: float, pattern: str, seed: int, de
     if not targets:
         raise ConfigError("the LoRA targets match no layer of this model", where="lora.target_modules")
     model.requires_grad_(False)
-    config = LoraConfig(r=rank, lora_alpha=alpha, target_modules=targets, init_lora_weights="gaussian")
+    config = LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]  # peft only divides it by the rank
+        target_modules=targets,
+        init_lora_weights="gaussian",
+    )
     with seeded(f"{seed}/lora", device):
         model.add_adapter(config, adapter_name=ADAPTER)
     for name, parameter in model.named_parameters():

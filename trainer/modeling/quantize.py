@@ -23,7 +23,7 @@ def int8_replacer(high_precision: Sequence[str]) -> Callable[[str, torch.nn.Modu
     def replace(name: str, module: torch.nn.Module) -> torch.nn.Module | None:
         if keep.fullmatch(name):
             return None
-        quantized: torch.nn.Module = QLinear.from_module(module, weights=qint8)
+        quantized = QLinear.from_module(module, weights=qint8)
         quantized.freeze()
         return quantized
 

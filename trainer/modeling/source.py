@@ -1,4 +1,4 @@
-"""Floor 4: where a run's base model comes from: a folder on this disk, or a repository of the hub. No torch."""
+"""Floor 4: where a run's base model comes from: a folder, or a repository of the hub. Imports no torch."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def local_folder(config: RunConfig) -> Path | None:
     Asks nobody and checks nothing inside. Raises ConfigError for a path that does not exist.
     """
     name = config.model.pretrained_model_name_or_path
-    path = Path(name).expanduser()
+    path = Path(name)
     if path.is_dir():
         return path
     if not hub.is_repository_id(name):
@@ -81,13 +81,13 @@ def resolve_source(
 ) -> ModelSource:
     """The base model with all `components`, complete on this disk; downloads what is missing.
 
-    A repository that is here already is used without asking the hub, so that a resumed run finds the commit that
-    it began with; `update` asks for the newest one. `on_start` and `on_bytes` are those of `hub.download`.
+    A repository that is here already is used without asking the hub, so that a resumed run finds the commit
+    that it began with; `update` asks for the newest. `on_start` and `on_bytes` are those of `hub.download`.
     Raises ConfigError (no such folder), AccessError (incomplete, gated, not found, offline), NoSpaceError.
     """
     model = config.model
     folder = local_folder(config)
-    if Path(model.pretrained_model_name_or_path).expanduser().is_dir():
+    if Path(model.pretrained_model_name_or_path).is_dir():
         assert folder is not None
         _require_complete(folder, components, model.weights, remedy="copy the missing files into the folder")
         identity, revision = folder.resolve().name, _fingerprint(folder, components, model.weights)

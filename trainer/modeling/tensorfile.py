@@ -13,6 +13,7 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,7 +98,7 @@ def rewrite_sorted(path: Path) -> None:
     temporary.replace(path)
 
 
-def _raw_bytes(tensor: torch.Tensor) -> memoryview:
-    """The tensor's bytes in row-major order, on the CPU."""
+def _raw_bytes(tensor: torch.Tensor) -> Any:
+    """The tensor's bytes in row-major order, on the CPU, as a buffer."""
     flat = tensor.detach().to("cpu").contiguous().reshape(-1)
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data

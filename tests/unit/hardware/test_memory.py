@@ -111,7 +111,7 @@ def test_encoders_are_counted_one_stage_at_a_time(geometry: Geometry) -> None:
     assert list(stages) == ["text encoders", "VAE"]
     text, vae = (memory.total(found) / GIB for found in stages.values())
     assert text == pytest.approx(2.25 * 1.02 + 0.75, abs=0.01)
-    assert vae == pytest.approx(2.25 * 1.02 + 0.75, abs=0.01)
+    assert vae == pytest.approx(2 * 2.25 * 1.02 + 0.75, abs=0.01)  # in fp32, whatever the run computes in
 
 
 def test_disk(geometry: Geometry) -> None:

@@ -1,0 +1,95 @@
+"""Floor 7: `trainer fetch`: have the base model complete on this disk before a run."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from trainer.cli.options import config_arguments, load_config
+
+if TYPE_CHECKING:
+    from trainer.families.protocol import Family
+    from trainer.modeling.hub import Download
+
+_GB = 1e9
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  trainer fetch train_configs/flux1_dev_lora.yaml
+  HF_HOME=/models HF_TOKEN_PATH=/run/secrets/hf trainer fetch my.yaml
+  trainer fetch my.yaml --set model.revision=main
+
+\b
+Downloads land in HF_HOME, resume where they stopped, and ask the hub for the newest
+commit of `model.revision`; `trainer train` then uses what is here without asking.
+"""
+)
+@config_arguments
+def fetch(
+    configs: tuple[Path, ...], overrides: tuple[str, ...], dataset: Path | None, output: Path | None
+) -> None:
+    """Download what is missing of the base model, check that it is complete, and say where it is."""
+    from trainer import families
+    from trainer.modeling.source import resolve_source
+
+    config = load_config(configs, overrides, dataset, output).config
+    components = _components(families.get(config.family))
+    with contextlib.ExitStack() as stack:
+        start, advance = _reporter(stack)
+        source = resolve_source(config, components, update=True, on_start=start, on_bytes=advance)
+    files = (file for name in components for file in source.component(name).iterdir())
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    click.echo(f"base model  {source.identity}")
+    click.echo(f"revision    {source.revision}")
+    click.echo(f"size        {size / _GB:.2f} GB")
+    click.echo(f"folder      {source.folder}")
+    if source.weights == "random":
+        click.echo("weights     random: made from the configs when the run starts")
+
+
+def _components(family: Family) -> tuple[str, ...]:
+    """Everything of the base model that a run reads."""
+    encoders = (name for names in family.encoder_components.values() for name in names)
+    return (family.trained_component, *encoders, *family.support_components)
+
+
+def _reporter(
+    stack: contextlib.ExitStack,
+) -> tuple[Callable[[Download], None], Callable[[int, int], None]]:
+    """For `resolve_source`: a function that prints the sizes and opens a bar, and one that moves it."""
+    from trainer.telemetry.progress import Progress, progress
+
+    bar: Progress | None = None
+    shown = 0
+
+    def start(download: Download) -> None:
+        nonlocal bar
+        click.echo(
+            f"{download.repository} at {download.commit}: {download.total_bytes / _GB:.2f} GB", err=True
+        )
+        here = download.total_bytes - download.missing_bytes
+        click.echo(
+            f"  {here / _GB:.2f} GB are here, {download.missing_bytes / _GB:.2f} GB to download,"
+            f" {download.free_bytes / _GB:.2f} GB free in {download.folder}",
+            err=True,
+        )
+        if download.missing_bytes:
+            bar = stack.enter_context(progress(_megabytes(download.missing_bytes), "downloading (MB)"))
+
+    def advance(done: int, total: int) -> None:
+        nonlocal shown
+        if bar is not None and _megabytes(done) > shown:
+            bar.advance(_megabytes(done) - shown)
+            shown = _megabytes(done)
+
+    return start, advance
+
+
+def _megabytes(size: int) -> int:
+    return -(-size // 1_000_000)
