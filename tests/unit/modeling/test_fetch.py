@@ -1,0 +1,64 @@
+"""`trainer fetch`, through the command line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.unit.modeling.fake_hub import COMMIT, REPOSITORY, FakeHub
+from trainer.cli import main
+from trainer.errors import ExitCode
+
+
+@pytest.fixture
+def config_file(tmp_path: Path) -> Path:
+    (tmp_path / "images").mkdir()
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"family: flux1_dev\n"
+        f"data: {{sets: [{{img_dir: {tmp_path}/images}}]}}\n"
+        f"model: {{pretrained_model_name_or_path: {REPOSITORY}}}\n"
+        f"output_dir: {tmp_path}/run\n"
+    )
+    return path
+
+
+def test_download_is_announced_and_reported(
+    fake_hub: FakeHub, cache: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["fetch", str(config_file)]) == 0
+    out, err = capsys.readouterr()
+    assert f"{REPOSITORY} at {COMMIT}" in err
+    assert "GB to download" in err
+    assert "free in" in err
+    assert "downloading (MB) 3/3" in err
+    assert f"revision    {COMMIT}" in out
+    assert f"folder      {cache}" in out
+    assert "size        0.00 GB" in out
+
+    assert main(["fetch", str(config_file)]) == 0
+    assert "0.00 GB to download" in capsys.readouterr().err
+
+
+def test_a_folder_is_checked(
+    tiny_flux1_dev: Path, tmp_path: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    base = shutil.copytree(tiny_flux1_dev, tmp_path / "base")
+    arguments = ["fetch", str(config_file), "--set", f"model.pretrained_model_name_or_path={base}"]
+    assert main(arguments) == 0
+    assert "base model  base\n" in capsys.readouterr().out
+    (base / "vae/diffusion_pytorch_model.safetensors").unlink()
+    assert main(arguments) == ExitCode.NO_ACCESS
+    assert "no .safetensors file" in capsys.readouterr().err
+    assert main([*arguments, "--set", "model.weights=random"]) == 0
+    assert "made from the configs" in capsys.readouterr().out
+
+
+def test_gated(fake_hub: FakeHub, config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    fake_hub.refuse = (401, "GatedRepo")
+    assert main(["fetch", str(config_file)]) == ExitCode.NO_ACCESS
+    err = capsys.readouterr().err
+    assert err.startswith("error: no access to the base model (exit code 77)")
+    assert "Traceback" not in err
