@@ -188,15 +188,9 @@ class Flux1Dev:
         """One image a prompt through FluxPipeline, whose scheduler is a fresh one: a call rewrites it."""
         from diffusers import FlowMatchEulerDiscreteScheduler, FluxPipeline
 
-        pipeline = FluxPipeline(
-            scheduler=FlowMatchEulerDiscreteScheduler.from_pretrained(source.component("scheduler")),
-            vae=encoders,
-            transformer=model,
-            text_encoder=None,
-            text_encoder_2=None,
-            tokenizer=None,
-            tokenizer_2=None,
-        )
+        scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(source.component("scheduler"))
+        absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
+        pipeline = FluxPipeline(scheduler=scheduler, vae=encoders, transformer=model, **absent)
         to = {"device": model.device, "dtype": model.dtype}
         inputs = [{name: value[None].to(**to) for name, value in prompt.items()} for prompt in prompts]
         return flow.run_pipeline(pipeline, inputs, request, on_step)

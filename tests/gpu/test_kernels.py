@@ -1,0 +1,146 @@
+"""What only a GPU can show: kernels forward and backward through the model, int8, compensated updates, peaks."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from diffusers import FluxTransformer2DModel
+
+from trainer.config import environment
+from trainer.config.schema import FlowSection, TrainSection
+from trainer.engine.optimizer import Updater
+from trainer.engine.probe import CANDIDATES, probe_attention
+from trainer.families import flow
+from trainer.families.flux1_dev import FLUX1_DEV
+from trainer.families.protocol import AttentionShape, Batch, Draw, Shape
+from trainer.modeling import lora
+from trainer.modeling.attention import set_attention
+from trainer.modeling.quantize import int8_replacer
+
+pytestmark = pytest.mark.gpu
+
+CONFIG = {
+    "in_channels": 64,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "attention_head_dim": 128,
+    "num_attention_heads": 24,
+    "joint_attention_dim": 256,
+    "pooled_projection_dim": 128,
+    "guidance_embeds": True,
+    "axes_dims_rope": (16, 56, 56),
+}
+SETTINGS = flow.FlowSettings(sigmas=torch.linspace(1000, 1, 1000) / 1000, flow=FlowSection(), seed=0)
+
+
+def build(dtype: torch.dtype) -> FluxTransformer2DModel:
+    torch.manual_seed(0)
+    return FluxTransformer2DModel(**CONFIG).to("cuda", dtype)
+
+
+def inputs(dtype: torch.dtype, side: int = 1024) -> tuple[Batch, Draw]:
+    shape = Shape(batch_size=1, width=side, height=side, text_tokens=512, bytes_per_value=2)
+    batch = FLUX1_DEV.synthetic_batch(CONFIG, shape, seed=1)
+    header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
+    draw = FLUX1_DEV.draw(SETTINGS, [0], header)
+    moved = {name: tensor.cuda() for name, tensor in vars(draw).items()}
+    text = {name: tensor.to("cuda", dtype) for name, tensor in batch.text.items()}
+    latents = {name: tensor.cuda() for name, tensor in batch.latents.items()}
+    return Batch(latents=latents, text=text, size=1), Draw(**moved)
+
+
+def gradients(model: FluxTransformer2DModel, dtype: torch.dtype) -> torch.Tensor:
+    """Gradients of all trainable parameters of one step, one long vector."""
+    batch, draw = inputs(dtype)
+    FLUX1_DEV.loss(model, batch, draw, SETTINGS).mean().backward()
+    found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    return torch.cat([gradient.float().flatten() for gradient in found])
+
+
+def difference(left: torch.Tensor, right: torch.Tensor) -> float:
+    return float(((left - right).norm() / right.norm()).item())
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_gradients_through_the_model_agree_with_fp32(kernel: str) -> None:
+    """At 4,608 tokens, where diffusers' own layout crashes cuDNN's backward on torch 2.11."""
+    reference = build(torch.float32).requires_grad_(True)
+    set_attention(reference, "math")
+    wanted = gradients(reference, torch.float32)
+    del reference
+    model = build(torch.bfloat16).requires_grad_(True)
+    set_attention(model, kernel)
+    assert difference(gradients(model, torch.bfloat16), wanted) < 0.03
+
+
+def test_the_probe_finds_kernels_that_work() -> None:
+    shape = AttentionShape(batch_size=1, heads=24, head_width=128, tokens=4608)
+    verdicts = {v.kernel: v for v in probe_attention(shape, "bf16", CANDIDATES, environment.snapshot())}
+    assert verdicts["attention.flash"].works
+    assert verdicts["attention.math"].works
+    assert all(v.milliseconds is not None for v in verdicts.values() if v.works)
+
+
+def test_the_probe_reports_a_kernel_that_refuses_the_type() -> None:
+    shape = AttentionShape(batch_size=1, heads=4, head_width=64, tokens=256)
+    (verdict,) = probe_attention(shape, "fp32", ["flash"], environment.snapshot())
+    assert not verdict.works
+    assert verdict.reason
+
+
+def test_int8_base_gives_nearly_the_same_adapter_gradients() -> None:
+    found = []
+    for quantized in (False, True):
+        model = build(torch.bfloat16)
+        if quantized:
+            replace = int8_replacer(FLUX1_DEV.high_precision)
+            for name in lora.linear_names(model):
+                parent, _, attribute = name.rpartition(".")
+                new = replace(name, model.get_submodule(name))
+                if new is not None:
+                    model.get_submodule(parent).register_module(attribute, new)
+        pattern = FLUX1_DEV.lora_targets["attention"]
+        lora.add_lora(model, rank=4, alpha=4, pattern=pattern, seed=0, device="cuda:0")
+        set_attention(model, "flash")
+        found.append(gradients(model.train(), torch.bfloat16))
+    assert difference(found[1], found[0]) < 0.1
+
+
+def test_compensated_updates_on_the_gpu_move_what_bf16_cannot() -> None:
+    held = {"w": torch.nn.Parameter(torch.full((64, 64), 8.0, dtype=torch.bfloat16, device="cuda"))}
+    updater = Updater(held, TrainSection(weight_decay=0.0), "adamw_kahan_bf16")
+    for _ in range(1000):
+        held["w"].grad = torch.ones_like(held["w"])
+        updater.accumulate()
+        updater.step(1e-3, torch.tensor(1.0, device="cuda"))
+    assert held["w"].float().mean().item() == pytest.approx(7.0, abs=0.07)
+
+
+def test_a_bad_step_changes_nothing_on_the_gpu() -> None:
+    held = {"w": torch.nn.Parameter(torch.ones(8, dtype=torch.bfloat16, device="cuda"))}
+    updater = Updater(held, TrainSection(), "adamw_fused_fp32")
+    held["w"].grad = torch.full_like(held["w"], float("nan"))
+    updater.accumulate()
+    _, bad = updater.step(1e-3, torch.tensor(1.0, device="cuda"))
+    assert bad.item() == 1.0
+    assert torch.equal(held["w"], torch.ones_like(held["w"]))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_peak_memory_is_what_the_family_predicts(checkpointing: bool) -> None:
+    """Activations of three blocks at the real width and 1024 px, within 25 %: the ends weigh at this depth."""
+    model = build(torch.bfloat16)
+    lora.add_lora(
+        model, rank=16, alpha=16, pattern=FLUX1_DEV.lora_targets["attention"], seed=0, device="cuda:0"
+    )
+    set_attention(model, "flash")
+    if checkpointing:
+        model.enable_gradient_checkpointing()
+    gradients(model.train(), torch.bfloat16)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    gradients(model, torch.bfloat16)
+    measured = torch.cuda.max_memory_allocated() - before
+    shape = Shape(batch_size=1, width=1024, height=1024, text_tokens=512, bytes_per_value=2)
+    predicted = FLUX1_DEV.activations(CONFIG, shape, checkpointing=checkpointing)
+    assert measured == pytest.approx(predicted, rel=0.25)
