@@ -1,0 +1,62 @@
+"""Pins, make targets and the tables of the documents agree with the code."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import tomllib
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.unit.house.sources import ROOT
+from trainer.errors import MEANING
+
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+DIRECT = [Requirement(text) for text in PROJECT["dependencies"]]
+DEVELOPMENT = [Requirement(text) for text in PROJECT["optional-dependencies"]["dev"]]
+MAKE_TARGETS = [
+    "help", "setup", "demo", "test", "test-container", "test-gpu", "lint", "type", "docs", "golden", "clean",
+]  # fmt: skip
+
+
+def pins() -> dict[str, tuple[str, str]]:
+    """Version and reason by package name."""
+    found = {}
+    for line in (ROOT / "constraints.txt").read_text().splitlines():
+        if line and not line.startswith("#"):
+            match = re.fullmatch(r"([a-z0-9.-]+)==([\w.]+)(?: +# (.+))?", line)
+            assert match, f"not NAME==VERSION  # reason: {line}"
+            found[match[1]] = (match[2], match[3] or "")
+    return found
+
+
+@pytest.mark.parametrize("requirement", DIRECT + DEVELOPMENT, ids=lambda requirement: requirement.name)
+def test_direct_dependencies_are_pinned_with_a_reason(requirement: Requirement) -> None:
+    version, reason = pins()[canonicalize_name(requirement.name)]
+    assert requirement.specifier.contains(version), f"{requirement} does not admit the pinned {version}"
+    assert reason
+
+
+def test_make_help_lists_every_target() -> None:
+    printed = subprocess.run(["make", "help"], cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert [line.split()[0] for line in printed.splitlines()] == MAKE_TARGETS
+
+
+def test_readme_lists_every_exit_code() -> None:
+    rows = re.findall(r"^\| (\d+) \| ([^|]+) \|", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [(int(code), meaning.strip()) for code, meaning in rows] == [
+        (code.value, meaning) for code, meaning in MEANING.items()
+    ]
+
+
+def test_documents_link_to_files_that_exist() -> None:
+    for document in ROOT.glob("*.md"):
+        for target in re.findall(r"\]\(([^)#:]+)\)", document.read_text()):
+            assert (ROOT / target).exists(), f"{document.name} links to {target}"
+
+
+def test_scripts_are_executable_where_they_are_run_directly() -> None:
+    assert (ROOT / ".ci/run").stat().st_mode & 0o111 == 0o111
