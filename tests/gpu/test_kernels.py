@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels forward and backward through the model, int8, compensated updates, peaks."""
+"""What only a GPU can show: kernels through the model, int8, compensated updates, peaks."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_a_bad_step_changes_nothing_on_the_gpu() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_peak_memory_is_what_the_family_predicts(checkpointing: bool) -> None:
-    """Activations of three blocks at the real width and 1024 px, within 25 %: the ends weigh at this depth."""
+    """Activations of three blocks at the real width and 1024 px; the ends weigh much at this depth."""
     model = build(torch.bfloat16)
     lora.add_lora(
         model, rank=16, alpha=16, pattern=FLUX1_DEV.lora_targets["attention"], seed=0, device="cuda:0"

@@ -227,8 +227,8 @@ class Flux1Dev:
         double, single = (20.5, 19.4) if linear_inputs else (15.4, 14.3)
         doubles, singles = config["num_layers"], config["num_single_layers"]
         units = doubles * double + singles * single
-        if checkpointing:  # each block keeps its input, and one block at a time is recomputed
-            units = doubles + singles + max(double, single)
+        if checkpointing:  # inputs of all blocks, one block recomputed, 9 units of gradients
+            units = doubles + singles + max(double, single) + 9
         return int(units * tokens * width * shape.bytes_per_value)
 
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
