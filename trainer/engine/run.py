@@ -85,7 +85,6 @@ def _train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None
     report = fill_cache(context, list_entries(context, records))
     caching_peak = take_peak(context.device)
     built = build(context)
-    take_peak(context.device)
     before = proof.fixed_outputs(context, built.model) if context.config.method == "full" else None
     state = loop.State()
     if found is not None:
@@ -126,7 +125,7 @@ def _say_peaks(context: Context, caching: int, training: int) -> None:
         return
     rows = (
         ("caching", caching, context.plan.cache_memory),
-        ("training", training, context.plan.train_memory),
+        ("loading and training", training, context.plan.train_memory),
     )
     parts = [
         f"{name} {measured / _GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / _GIB:.1f})"
