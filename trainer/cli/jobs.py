@@ -21,6 +21,8 @@ def run_job(
     *,
     lora_file: str = "",
     output_file: str = "",
+    verify: bool = False,
+    prune: bool = False,
     port: int | None = None,
     unified_memory: bool = False,
 ) -> int:
@@ -46,6 +48,8 @@ def run_job(
         cache_dir=str(environment.cache_dir(loaded.config)),
         lora_file=lora_file,
         output_file=output_file,
+        verify=verify,
+        prune=prune,
     )
     write_spec(spec, folder / "spec.json")
     return supervise(

@@ -50,11 +50,19 @@ def train(
     epilog="""\b
 Examples:
   trainer cache my.yaml
+  trainer cache my.yaml --verify --prune
 """
 )
 @config_arguments
+@click.option("--verify", is_flag=True, help="Read every entry and encode damaged ones again.")
+@click.option("--prune", is_flag=True, help="Then remove the family's entries that this run does not use.")
 def cache(
-    configs: tuple[Path, ...], overrides: tuple[str, ...], dataset: Path | None, output: Path | None
+    configs: tuple[Path, ...],
+    overrides: tuple[str, ...],
+    dataset: Path | None,
+    output: Path | None,
+    verify: bool,
+    prune: bool,
 ) -> int:
     """Encode images and captions ahead of a run; `train` then starts at once."""
     from trainer.cli.jobs import planned, run_job, stop_before_start
@@ -62,4 +70,5 @@ def cache(
     stop_before_start()
     loaded = load_config(configs, overrides, dataset, output)
     facts, plan = planned(loaded, probe=False)
-    return run_job(loaded, plan, "cache", unified_memory=any(gpu.integrated for gpu in facts.gpus))
+    unified_memory = any(gpu.integrated for gpu in facts.gpus)
+    return run_job(loaded, plan, "cache", verify=verify, prune=prune, unified_memory=unified_memory)

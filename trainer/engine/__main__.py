@@ -102,7 +102,7 @@ def _work(
         if spec.mode == "train":
             run.train(context, records, spec)
         elif spec.mode == "cache":
-            run.cache_only(context, records)
+            run.cache_only(context, records, spec)
         elif spec.mode == "sample":
             run.sample_once(context, spec)
         else:

@@ -38,6 +38,10 @@ class Entries:
         text_key = self.empty_key if dropped else self.text_keys[record]
         return self.cache.header("latents", self.latent_keys[record]), self.cache.header("text", text_key)
 
+    def keys(self) -> set[str]:
+        """Keys of all entries."""
+        return {*self.text_keys, *self.latent_keys, self.empty_key, *self.prompt_keys}
+
     def prompts(self) -> list[dict[str, torch.Tensor]]:
         """Text entries of the validation prompts."""
         return [self.cache.read("text", key) for key in self.prompt_keys]
@@ -78,10 +82,11 @@ def _latent_parts(context: Context) -> dict[str, str]:
     return _encoder_parts(context, "latents", torch.float32) | {"tiling": str(context.plan.vae_tiling)}
 
 
-def fill_cache(context: Context, entries: Entries) -> FillReport:
+def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> FillReport:
     """Encode what is missing. A stop request raises between two samples; what is written by then stays valid.
 
-    Text encoders and VAE are never in memory together. The VAE runs in fp32: latents are made once and kept.
+    With `verify` the entries that are there are read and compared with their checksums. Text encoders and VAE
+    are never in memory together. The VAE runs in fp32: latents are made once and kept.
     """
     text, latents = _text_parts(context), _latent_parts(context)
     captions = [record.caption for record in entries.records]
@@ -104,6 +109,7 @@ def fill_cache(context: Context, entries: Entries) -> FillReport:
             lambda kind: _encoders(context, kind),
             stop_check=context.stop.raise_if_requested,
             on_progress=on_progress,
+            verify=verify,
         )
     context.say(f"cache: {report.reused} entries were there, {report.encoded} encoded")
     return report
@@ -126,7 +132,8 @@ def _encoders(context: Context, kind: str) -> Iterator[Encode]:
             length = context.config.data.max_sequence_length
             return family.encode_text(loaded[0], entry.caption, max_sequence_length=length)
         record = entry.record
-        image = fit(read_image(record.path), record.bucket_width, record.bucket_height)
+        picture = read_image(record.path, content_sha256=record.content_sha256)
+        image = fit(picture, record.bucket_width, record.bucket_height)
         return family.encode_pixels(loaded[0], to_pixels(image))
 
     context.status.beat(Phase.CACHE)

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.data.cache import prune
 from trainer.data.records import ImageRecord
 from trainer.data.sampler import held_out_split
 from trainer.engine import checkpoint, loop, proof
@@ -43,10 +44,14 @@ def quiet_libraries() -> None:
     diffusers_logging.disable_progress_bar()
 
 
-def cache_only(context: Context, records: Sequence[ImageRecord]) -> None:
-    """Encode everything that `train` would, and stop."""
+def cache_only(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None:
+    """Encode everything that `train` would; then remove what this configuration does not use, if asked to."""
     apply_backend_settings(context.plan)
-    report = fill_cache(context, list_entries(context, records))
+    entries = list_entries(context, records)
+    report = fill_cache(context, entries, verify=spec.verify)
+    if spec.prune:
+        files, size = prune(entries.cache.folder, entries.keys())
+        context.say(f"pruned {files} files, {size / _GIB:.2f} GiB")
     context.say(f"cache complete in {context.cache_dir}: {report.reused + report.encoded} entries")
 
 

@@ -26,6 +26,10 @@ class Spec:
     lora_file: str = ""
     """For `sample` and `verify`: the adapter; empty for the base model alone."""
     output_file: str = ""
+    verify: bool = False
+    """For `cache`: compare entries with their checksums."""
+    prune: bool = False
+    """For `cache`: remove the family's entries that this configuration does not use."""
 
 
 def write_spec(spec: Spec, path: Path) -> None:
