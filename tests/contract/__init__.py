@@ -1,0 +1,1 @@
+"""What holds for every family and method: tests that name none."""

@@ -1,0 +1,52 @@
+"""Runs that several tests look at are made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.contract.runs import Case, Job, Workshop, record_samples, small_pictures
+from trainer.data.sampler import SampleRef
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished:
+    """An uninterrupted run."""
+
+    job: Job
+    samples: list[tuple[SampleRef, ...]]
+    """By micro-batch."""
+
+    @property
+    def folder(self) -> Path:
+        return self.job.folder
+
+
+@pytest.fixture(scope="session")
+def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Bases, pictures and cache of all small runs."""
+    from trainer.engine.run import quiet_libraries
+
+    quiet_libraries()
+    folder = tmp_path_factory.mktemp("workshop")
+    return Workshop(base=tiny_base, pictures=small_pictures(folder / "pictures"), cache=folder / "cache")
+
+
+@pytest.fixture(scope="session")
+def finished(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Finished]:
+    """The small run of a case from start to end. Read only."""
+    made: dict[Case, Finished] = {}
+
+    def run(case: Case) -> Finished:
+        if case not in made:
+            with pytest.MonkeyPatch.context() as monkeypatch:
+                samples = record_samples(monkeypatch)
+                job = workshop.job(case, tmp_path_factory.mktemp("finished"))
+                job.train()
+            made[case] = Finished(job=job, samples=samples)
+        return made[case]
+
+    return run

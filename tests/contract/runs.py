@@ -1,0 +1,248 @@
+"""Whole runs on tiny bases inside the test's process, and what they leave behind."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+import yaml
+from PIL import Image
+
+from tests.tiny import TINY_MODELS
+from trainer import families
+from trainer.config.load import dump, load
+from trainer.data.records import ImageRecord
+from trainer.data.sampler import SampleRef
+from trainer.engine import feed, loop, run
+from trainer.engine.context import Context
+from trainer.engine.planning import plan_run
+from trainer.engine.spec import Spec
+from trainer.hardware.machine import read_recorded
+from trainer.hardware.render import plan_to_json
+from trainer.modeling.source import resolve_source
+from trainer.telemetry.status import Phase, StatusWriter
+from trainer.telemetry.stop import StopFlag
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+CPU_FACTS = ROOT / "tests" / "golden" / "machines" / "cpu.json"
+STEPS = 10
+CHECKPOINT_STEP = 5
+
+SMALL_RUN: dict[str, Any] = {
+    "data": {"resolution": 64, "caption_dropout_rate": 0.3, "max_sequence_length": 16},
+    "train": {
+        "max_train_steps": STEPS,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 1e-3,
+        "log_every_steps": 3,  # an interval of the log spans the checkpoint
+        "seed": 3,
+    },
+    "validation": {
+        "prompts": ["an apple", "a red car"],
+        "every_steps": 3,
+        "num_inference_steps": 2,
+        "held_out": 1,
+    },
+    "checkpoint": {"checkpointing_steps": CHECKPOINT_STEP, "checkpoints_total_limit": 2},
+}
+"""Ten steps that cross everything a resume has to get right: accumulation, dropout, half a log interval."""
+
+SECTIONS_OF_METHOD: dict[str, dict[str, Any]] = {"lora": {"lora": {"rank": 4, "alpha": 8}}, "full": {}}
+"""An alpha that is not the rank, so that a file that forgets the scale is found out."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One row of the table that these tests walk."""
+
+    family: str
+    method: Literal["lora", "full"]
+
+    def __str__(self) -> str:
+        return f"{self.family}-{self.method}"
+
+
+CASES = tuple(Case(family=family, method=method) for family in TINY_MODELS for method in ("lora", "full"))
+LORA_CASES = tuple(case for case in CASES if case.method == "lora")
+FULL_CASES = tuple(case for case in CASES if case.method == "full")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """A run that is ready to start."""
+
+    context: Context
+    records: tuple[ImageRecord, ...]
+    spec: Spec
+    said: list[str]
+
+    @property
+    def folder(self) -> Path:
+        return self.context.run_dir
+
+    def train(self) -> None:
+        run.train(self.context, self.records, self.spec)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workshop:
+    """What all runs share: bases, pictures, and one cache, so that a picture is encoded once."""
+
+    base: Callable[[str], Path]
+    pictures: Path
+    cache: Path
+
+    def write_config(self, case: Case, folder: Path, pictures: Path | None = None) -> Path:
+        """The small run's YAML in `folder`, which will also hold the run."""
+        content = {
+            "family": case.family,
+            "method": case.method,
+            "output_dir": str(folder / "run"),
+            **SMALL_RUN,
+            **SECTIONS_OF_METHOD[case.method],
+            "model": {"pretrained_model_name_or_path": str(self.base(case.family)), "download": "never"},
+        }
+        content["data"] = {**SMALL_RUN["data"], "sets": [{"img_dir": str(pictures or self.pictures)}]}
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / "config.yaml"
+        path.write_text(yaml.safe_dump(content))
+        return path
+
+    def job(
+        self,
+        case: Case,
+        folder: Path,
+        *overrides: str,
+        pictures: Path | None = None,
+        cache: Path | None = None,
+        status: StatusWriter | None = None,
+    ) -> Job:
+        """The run of `folder`: a new one, or the resumed one when it was started before."""
+        known = {name: families.get(name) for name in families.names()}
+        loaded = load(
+            [self.write_config(case, folder, pictures)],
+            overrides=overrides,
+            family_defaults={name: family.defaults for name, family in known.items()},
+            environ={},
+        )
+        plan = plan_run(loaded, read_recorded(CPU_FACTS))
+        config, family, said = loaded.config, known[case.family], []
+        resolved = folder / "resolved.yaml"
+        resolved.write_text(dump(config))
+        spec = Spec(
+            mode="train",
+            config_file=str(resolved),
+            plan_text=plan_to_json(plan),
+            runtime_dir=str(folder / "runtime"),
+            cache_dir=str(cache or self.cache),
+        )
+        components = (
+            family.trained_component,
+            *(name for names in family.encoder_components.values() for name in names),
+            *family.support_components,
+        )
+        context = Context(
+            config=config,
+            plan=plan,
+            family=family,
+            source=resolve_source(config, components),
+            cache_dir=Path(spec.cache_dir),
+            status=status or StatusWriter(Path(spec.runtime_dir)),
+            stop=StopFlag(),
+            say=said.append,
+        )
+        return Job(context=context, records=family.scan(config, None), spec=spec, said=said)
+
+
+def small_pictures(folder: Path) -> Path:
+    """Seven of the example pictures with captions, one of them cut to another bucket."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in sorted((ROOT / "examples" / "emoji").glob("*.png"))[:7]:
+        shutil.copy(path, folder)
+        shutil.copy(path.with_suffix(".txt"), folder)
+    wide = folder / path.name
+    picture = Image.open(wide)
+    picture.crop((0, 0, picture.width, picture.height // 2)).save(wide)
+    return folder
+
+
+def square_pictures(source: Path, folder: Path) -> Path:
+    """Those of `source` that share one bucket."""
+    folder.mkdir(parents=True)
+    for path in sorted(source.glob("*.png")):
+        with Image.open(path) as picture:
+            if picture.width == picture.height:
+                shutil.copy(path, folder)
+                shutil.copy(path.with_suffix(".txt"), folder)
+    return folder
+
+
+class KilledError(Exception):
+    """Stands for the end of the process: nothing in the trainer catches it."""
+
+
+class DyingStatus(StatusWriter):
+    """A heartbeat that ends the run, as a kill would, when step `last_step` is complete."""
+
+    def __init__(self, folder: Path, *, last_step: int) -> None:
+        super().__init__(folder / "runtime")
+        self._last_step = last_step
+
+    def beat(
+        self,
+        phase: Phase,
+        *,
+        step: int | None = None,
+        total: int | None = None,
+        item_done: bool = False,
+        median_step_seconds: float | None = None,
+    ) -> None:
+        super().beat(phase, step=step, total=total, item_done=item_done)
+        if phase is Phase.TRAIN and item_done and step == self._last_step:
+            raise KilledError
+
+
+def record_samples(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SampleRef, ...]]:
+    """Samples of every micro-batch that runs take from now on, in their order."""
+    taken: list[tuple[SampleRef, ...]] = []
+
+    def recorded(*arguments: Any) -> Iterator[Any]:
+        for fed in feed.feed(*arguments):
+            taken.append(fed.micro_batch.samples)
+            yield fed
+
+    monkeypatch.setattr(loop, "feed", recorded)
+    return taken
+
+
+def numbers(folder: Path) -> list[dict[str, float]]:
+    """Rows of the run's metrics.jsonl without what a clock measured."""
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    names = ("step", "loss", "learning_rate", "grad_norm", "validation_loss")
+    return [{name: row[name] for name in names if name in row} for row in rows]
+
+
+def products(folder: Path) -> dict[str, bytes]:
+    """Bytes of everything that a run made, by its path: LoRA or model, proofs, and pictures."""
+    return files(folder, "lora/*", "model/**/*", "samples/*")
+
+
+def files(folder: Path, *patterns: str) -> dict[str, bytes]:
+    """Bytes of the files that match, by path."""
+    found = {path for pattern in patterns for path in folder.glob(pattern) if path.is_file()}
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(found)}
+
+
+def steps_saved(folder: Path) -> list[str]:
+    """Names of what lies in the run's folder of checkpoints."""
+    return sorted(path.name for path in (folder / "checkpoints").glob("*"))
+
+
+def different(left: dict[str, bytes], right: dict[str, bytes]) -> Sequence[str]:
+    """Paths that one of the two lacks or that differ; a message that bytes would not make readable."""
+    return sorted(name for name in {*left, *right} if left.get(name) != right.get(name))

@@ -1,0 +1,99 @@
+"""A value that is not finite ends the run before it can spoil anything."""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.conftest import Finished
+from tests.contract.runs import CASES, Case, Workshop, numbers, steps_saved
+from trainer.data.sampler import held_out_split
+from trainer.engine import checkpoint, run
+from trainer.engine.build import Built, build
+from trainer.engine.entries import Entries, list_entries
+from trainer.errors import DivergedError, ExitCode
+
+ACCUMULATION = 2
+
+
+def poison(entries: Entries, record: int) -> None:
+    """Put NaN into one picture's cached latents, with a checksum that is right."""
+    key = entries.latent_keys[record]
+    tensors = entries.cache.read("latents", key)
+    for tensor in tensors.values():
+        tensor.view(-1)[0] = float("nan")
+    entries.cache.write("latents", key, tensors)
+
+
+def late_record(samples: list[tuple[Any, ...]]) -> tuple[int, int]:
+    """(record, step) of the record that the run meets for the first time as late as possible."""
+    first: dict[int, int] = {}
+    for number, micro in enumerate(samples):
+        for sample in micro:
+            first.setdefault(sample.record, number // ACCUMULATION + 1)
+    return max(first.items(), key=lambda item: item[1])
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_nan_in_one_picture_is_named_and_changes_nothing(
+    case: Case,
+    workshop: Workshop,
+    finished: Callable[[Case], Finished],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    record, step = late_record(finished(case).samples)
+    assert step > 1
+    cache = Path(shutil.copytree(workshop.cache, tmp_path / "cache"))
+    options = ("checkpoint.checkpointing_steps=1", "train.log_every_steps=1", "validation.prompts=[]")
+    job = workshop.job(case, tmp_path, *options, cache=cache)
+    config = job.context.config
+    training, _ = held_out_split(job.records, config.validation.held_out, config.validation.seed)
+    poison(list_entries(job.context, training), record)
+    built: list[Built] = []
+
+    def keep(context: Any) -> Built:
+        built.append(build(context))
+        return built[0]
+
+    monkeypatch.setattr(run, "build", keep)
+    with pytest.raises(DivergedError) as caught:
+        job.train()
+    assert caught.value.exit_code is ExitCode.DIVERGED
+    assert str(training[record].path) in caught.value.problems[0].where
+    assert f"step {step}: " in str(caught.value)
+    assert f"the checkpoint of step {step - 1} is intact" in str(caught.value)
+    last = f"step-{step - 1:06d}"
+    assert steps_saved(job.folder)[-1] == last
+    saved = checkpoint.read_group(job.folder / "checkpoints" / last, "weights", "cpu")
+    now = built[0].updater.weights()
+    assert now.keys() == saved.keys()
+    assert all(torch.equal(now[name], saved[name]) for name in saved)
+    assert not (job.folder / "lora").exists()
+    assert not (job.folder / "model").exists()
+    rows = numbers(job.folder)
+    assert [row["step"] for row in rows] == list(range(1, step))
+    assert all(math.isfinite(row["loss"]) for row in rows)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_run_that_diverged_goes_on_when_the_picture_is_repaired(
+    case: Case, workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
+) -> None:
+    cache = Path(shutil.copytree(workshop.cache, tmp_path / "cache"))
+    job = workshop.job(case, tmp_path, cache=cache)
+    config = job.context.config
+    training, _ = held_out_split(job.records, config.validation.held_out, config.validation.seed)
+    entries = list_entries(job.context, training)
+    poison(entries, late_record(finished(case).samples)[0])
+    with pytest.raises(DivergedError):
+        job.train()
+    shutil.rmtree(cache)
+    workshop.job(case, tmp_path, cache=cache).train()
+    assert numbers(job.folder) == numbers(finished(case).folder)

@@ -1,0 +1,289 @@
+"""The LoRA files: what diffusers and ComfyUI make of them, and that a wrong one is found out."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from diffusers import DiffusionPipeline
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.contract.comfyui import unknown_keys
+from tests.contract.conftest import Finished
+from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop
+from trainer.engine import checkpoint, proof, run
+from trainer.engine.build import Built, build
+from trainer.engine.full import export_full, prove_full
+from trainer.errors import ConfigError, DataError, DivergedError, ExitCode
+from trainer.modeling.lora import effective_change
+
+Change = Callable[[dict[str, torch.Tensor]], None]
+
+
+@pytest.fixture(params=LORA_CASES, ids=str)
+def lora_case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+@pytest.fixture(params=FULL_CASES, ids=str)
+def full_case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+def lora_file(done: Finished) -> Path:
+    return done.folder / "lora" / "run.safetensors"
+
+
+def adapter_metadata(path: Path) -> dict[str, Any]:
+    """The peft configuration that diffusers keeps in a file's metadata, for the trained component."""
+    with safe_open(path, framework="pt") as file:
+        rows = json.loads(file.metadata()["lora_adapter_metadata"])
+    return {key.partition(".")[2]: value for key, value in rows.items()}
+
+
+def changes_of_comfyui(path: Path, component: str) -> dict[str, torch.Tensor]:
+    """The change of every weight as ComfyUI computes it, by module."""
+    tensors = load_file(path)
+    changes = {}
+    for key, alpha in tensors.items():
+        if key.endswith(".alpha"):
+            name = key.removesuffix(".alpha")
+            down, up = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
+            changes[name.removeprefix(f"{component}.")] = effective_change(down, up, alpha / down.shape[0])
+    return changes
+
+
+def draw(pipeline: Any, job: Any) -> torch.Tensor:
+    """One picture at a fixed seed."""
+    images = pipeline(
+        prompt="an apple",
+        width=64,
+        height=64,
+        num_inference_steps=2,
+        guidance_scale=job.context.config.validation.guidance_scale,
+        max_sequence_length=job.context.config.data.max_sequence_length,
+        generator=torch.Generator().manual_seed(0),
+        output_type="pt",
+    ).images
+    return torch.as_tensor(images[0])
+
+
+def test_the_real_pipeline_loads_the_lora_and_comfyui_changes_the_weights_alike(
+    lora_case: Case, finished: Callable[[Case], Finished]
+) -> None:
+    done = finished(lora_case)
+    context = done.job.context
+    component = context.family.trained_component
+    pipeline = DiffusionPipeline.from_pretrained(context.source.folder)
+    pipeline.set_progress_bar_config(disable=True)
+    model = pipeline.components[component]
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    without = draw(pipeline, done.job)
+    pipeline.load_lora_weights(lora_file(done))
+    assert not torch.equal(draw(pipeline, done.job), without)
+    pipeline.fuse_lora(components=[component])
+    pipeline.unload_lora_weights()
+
+    changes = changes_of_comfyui(lora_file(done).with_suffix(".comfyui.safetensors"), component)
+    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, base[name])}
+    assert changed == {f"{module}.weight" for module in changes}
+    for module, change in changes.items():
+        by_diffusers = model.state_dict()[f"{module}.weight"] - base[f"{module}.weight"]
+        assert torch.allclose(by_diffusers, change, rtol=1e-4, atol=1e-6), module
+
+
+def test_both_files_say_the_same_alpha_and_rank(
+    lora_case: Case, finished: Callable[[Case], Finished]
+) -> None:
+    done = finished(lora_case)
+    config, component = done.job.context.config, done.job.context.family.trained_component
+    metadata = adapter_metadata(lora_file(done))
+    assert config.lora.alpha != config.lora.rank
+    assert (metadata["r"], metadata["lora_alpha"]) == (config.lora.rank, config.lora.alpha)
+    ours = load_file(lora_file(done))
+    theirs = load_file(lora_file(done).with_suffix(".comfyui.safetensors"))
+    alphas = {name: value for name, value in theirs.items() if name.endswith(".alpha")}
+    assert {value.item() for value in alphas.values()} == {config.lora.alpha}
+    scale = metadata["lora_alpha"] / metadata["r"]
+    changes = changes_of_comfyui(lora_file(done).with_suffix(".comfyui.safetensors"), component)
+    assert len(changes) == len(alphas) == len(ours) // 2
+    for module, change in changes.items():
+        down, up = (ours[f"{component}.{module}.lora_{part}.weight"] for part in "AB")
+        assert torch.equal(effective_change(down, up, scale), change)
+
+
+def test_comfyui_knows_every_key_of_every_preset(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    family = workshop.job(lora_case, tmp_path).context.family
+    for preset in family.lora_targets:
+        job = workshop.job(lora_case, tmp_path / preset, f"lora.target_modules={preset}")
+        _, comfyui = proof.export_lora(job.context, build(job.context).model)
+        keys = set(load_file(comfyui))
+        assert keys
+        assert not unknown_keys(lora_case.family, keys)
+
+
+def test_a_target_that_comfyui_does_not_know_is_found_by_this_table(lora_case: Case) -> None:
+    assert unknown_keys(lora_case.family, {"transformer.nowhere.lora_A.weight"})
+
+
+def test_verify_lora_repeats_the_proof_on_a_fresh_base(
+    lora_case: Case, finished: Callable[[Case], Finished]
+) -> None:
+    done = finished(lora_case)
+    spec = dataclasses.replace(done.job.spec, mode="verify", lora_file=str(lora_file(done)))
+    done.job.said.clear()
+    run.verify_file(done.job.context, spec)
+    told = json.loads((done.folder / "lora" / "run.proof.json").read_text())
+    assert done.job.said[-1].startswith("verified: ")
+    assert f"changes the model's output by {100 * told['effect']:.3g} %" in done.job.said[-1]
+
+
+def trained(case: Case, workshop: Workshop, done: Finished, folder: Path) -> tuple[Any, Built]:
+    """Context and model of a finished run, in a folder where files may be spoilt."""
+    context = workshop.job(case, folder).context
+    built = build(context)
+    last = done.folder / "checkpoints" / "step-000010"
+    weights, state = (checkpoint.read_group(last, group, "cpu") for group in ("weights", "optimizer"))
+    built.updater.load(weights, state, 10)
+    return context, built
+
+
+def spoil(path: Path, change: Change) -> None:
+    """Rewrite a safetensors file validly with other values."""
+    with safe_open(path, framework="pt") as file:
+        metadata = file.metadata()
+    tensors = load_file(path)
+    change(tensors)
+    save_file(tensors, path, metadata)
+
+
+def zero_ups(tensors: dict[str, torch.Tensor]) -> None:
+    for name in tensors:
+        if ".lora_B" in name:
+            tensors[name].zero_()
+
+
+def put_nan(tensors: dict[str, torch.Tensor]) -> None:
+    next(iter(tensors.values())).view(-1)[0] = float("nan")
+
+
+def change_one_value(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in sorted(tensors) if ".lora_B" in name)
+    tensors[name].view(-1)[0] += 0.1
+
+
+def drop_a_layer(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in sorted(tensors) if ".lora_B" in name)
+    del tensors[name], tensors[name.replace(".lora_B", ".lora_A")]
+
+
+def drop_one_half(tensors: dict[str, torch.Tensor]) -> None:
+    del tensors[next(name for name in sorted(tensors) if ".lora_A" in name)]
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (zero_ups, "every lora_B is zero"),
+        (put_nan, "is not finite"),
+        (change_one_value, "gives other outputs"),
+        (drop_a_layer, "gives other outputs"),
+        (drop_one_half, "has no partner lora_A"),
+    ],
+)
+def test_a_spoilt_lora_file_fails_the_proof(
+    change: Change,
+    words: str,
+    lora_case: Case,
+    workshop: Workshop,
+    finished: Callable[[Case], Finished],
+    tmp_path: Path,
+) -> None:
+    context, built = trained(lora_case, workshop, finished(lora_case), tmp_path)
+    path, _ = proof.export_lora(context, built.model)
+    assert path.read_bytes() == lora_file(finished(lora_case)).read_bytes()
+    spoil(path, change)
+    with pytest.raises(DataError, match=words) as caught:
+        proof.prove_lora(context, built.model, path)
+    assert caught.value.exit_code is ExitCode.BAD_DATA
+    assert str(path) in str(caught.value)
+
+
+def test_a_lora_that_learned_nan_is_never_called_proved(
+    lora_case: Case, workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
+) -> None:
+    context, built = trained(lora_case, workshop, finished(lora_case), tmp_path)
+    with torch.no_grad():
+        next(iter(built.updater.parameters.values())).view(-1)[0] = float("nan")
+    with pytest.raises(DivergedError):
+        run._finish_lora(context, built.model)
+    assert not (context.run_dir / "lora" / "run.proof.json").exists()
+
+
+def test_an_untrained_lora_is_no_result(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    context = workshop.job(lora_case, tmp_path).context
+    with pytest.raises(DataError, match="every lora_B is zero"):
+        run._finish_lora(context, build(context).model)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        (put_nan, DivergedError, "is not finite"),
+        (lambda t: next(iter(t.values())).view(-1)[0].add_(1e-3), DataError, "is not what was trained"),
+        (lambda t: t.pop(next(iter(t))), DataError, "1 tensors are missing"),
+        (lambda t: t.update(extra=torch.zeros(1)), DataError, "extra on disk is not what was trained"),
+    ],
+    ids=["nan", "changed", "missing", "extra"],
+)
+def test_a_spoilt_model_fails_the_proof(
+    change: Change,
+    error: type[Exception],
+    words: str,
+    full_case: Case,
+    workshop: Workshop,
+    finished: Callable[[Case], Finished],
+    tmp_path: Path,
+) -> None:
+    context, built = trained(full_case, workshop, finished(full_case), tmp_path)
+    folder = export_full(context, built.model)
+    spoil(next(folder.glob("*.safetensors")), change)
+    with pytest.raises(error, match=words):
+        prove_full(context, built.model, folder)
+
+
+def test_the_real_pipeline_loads_the_trained_model(
+    full_case: Case, finished: Callable[[Case], Finished]
+) -> None:
+    done = finished(full_case)
+    context = done.job.context
+    component = context.family.trained_component
+    model_class: Any = context.family.model_class()
+    model = model_class.from_pretrained(done.folder / "model" / component)
+    weights = checkpoint.read_group(done.folder / "checkpoints" / "step-000010", "weights", "cpu")
+    assert all(torch.equal(value, weights[name]) for name, value in model.named_parameters())
+    pipeline = DiffusionPipeline.from_pretrained(context.source.folder)
+    pipeline.set_progress_bar_config(disable=True)
+    before = draw(pipeline, done.job)
+    pipeline.register_modules(**{component: model})
+    assert not torch.equal(draw(pipeline, done.job), before)
+
+
+@pytest.mark.parametrize("targets", ["atention", '["to_qq", "to_k"]'])
+def test_unknown_lora_targets_fail_and_list_the_known(
+    targets: str, lora_case: Case, workshop: Workshop, tmp_path: Path
+) -> None:
+    job = workshop.job(lora_case, tmp_path, f"lora.target_modules={targets}")
+    with pytest.raises(ConfigError) as caught:
+        job.train()
+    assert caught.value.exit_code is ExitCode.BAD_CONFIG
+    text = str(caught.value)
+    assert "lora.target_modules" in text
+    known = sorted(job.context.family.lora_targets) if "[" not in targets else ["did you mean 'to_q'", "to_v"]
+    assert all(word in text for word in known), text

@@ -1,0 +1,41 @@
+"""Every family and method can be planned on every recorded machine, or is refused with a reason."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.contract.runs import CASES, Case, Workshop
+from tests.golden import plans
+from trainer import families
+from trainer.config.load import load
+from trainer.engine.planning import plan_run
+from trainer.errors import ExitCode, HardwareError
+from trainer.hardware.machine import read_recorded
+from trainer.hardware.render import plan_from_json, plan_text, plan_to_json
+
+REFUSED = frozenset({"cpu-torch-on-gpu", "driver-550-cuda-13-torch", "too-old-gpu"})
+"""Machines whose GPU this torch cannot use: training on their CPU unasked would be no help."""
+
+
+@pytest.mark.parametrize("machine", plans.machines())
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_plan(case: Case, machine: str, workshop: Workshop, tmp_path: Path) -> None:
+    defaults = {name: families.get(name).defaults for name in families.names()}
+    loaded = load([workshop.write_config(case, tmp_path)], family_defaults=defaults, environ={})
+    facts = read_recorded(plans.MACHINES / f"{machine}.json")
+    if machine in REFUSED:
+        with pytest.raises(HardwareError) as caught:
+            plan_run(loaded, facts)
+        assert caught.value.exit_code is ExitCode.HARDWARE
+        assert all(problem.what and problem.remedy for problem in caught.value.problems)
+        return
+    plan = plan_run(loaded, facts)
+    assert plan.train_memory
+    assert plan.peak_bytes > 0
+    assert plan.disk_bytes > 0
+    assert all(row.value and row.source and row.reason for row in plan.decisions)
+    assert plan_from_json(plan_to_json(plan)) == plan
+    assert machine.startswith(("cpu", "no-gpu")) == (plan.device == "cpu")
+    assert plan_text(plan)

@@ -1,0 +1,168 @@
+"""Training itself: what learns, what a resume and another batch shape must not change."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.contract.conftest import Finished
+from tests.contract.runs import (
+    CASES,
+    CHECKPOINT_STEP,
+    LORA_CASES,
+    STEPS,
+    Case,
+    DyingStatus,
+    KilledError,
+    Workshop,
+    different,
+    files,
+    numbers,
+    products,
+    record_samples,
+    square_pictures,
+    steps_saved,
+)
+from trainer.engine.build import build
+from trainer.engine.entries import fill_cache, list_entries
+from trainer.engine.feed import feed
+from trainer.engine.proof import to_device
+
+ACCUMULATION = 2
+QUIET = ("validation.prompts=[]", "validation.held_out=0")
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_cached_batch_gives_finite_losses_and_gradients_where_they_belong(
+    case: Case, workshop: Workshop, tmp_path: Path
+) -> None:
+    job = workshop.job(case, tmp_path, "train.train_batch_size=2")
+    context = job.context
+    entries = list_entries(context, job.records)
+    fill_cache(context, entries)
+    settings = context.family.settings(context.source, context.config)
+    built = build(context)
+    fed = next(iter(feed(context, entries, settings, 0, 1)))
+    batch, draw = to_device(fed.batch, fed.draw, context.device, context.dtype)
+    losses = context.family.loss(built.model, batch, draw, settings)
+    assert losses.shape == (2,)
+    assert losses.dtype == torch.float32
+    assert torch.isfinite(losses).all()
+    losses.mean().backward()
+    with_gradient = {name for name, value in built.model.named_parameters() if value.grad is not None}
+    intended = {
+        name
+        for name, _ in built.model.named_parameters()
+        if case.method == "full" or name.endswith((".lora_A.default.weight", ".lora_B.default.weight"))
+    }
+    assert with_gradient == intended == set(built.updater.parameters)
+    assert any(value.grad.any() for value in built.model.parameters() if value.grad is not None)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_run_leaves_what_it_promises(case: Case, finished: Callable[[Case], Finished]) -> None:
+    done = finished(case)
+    for name in ("config.resolved.yaml", "plan.json", "metrics.jsonl"):
+        assert (done.folder / name).stat().st_size > 0
+    assert steps_saved(done.folder) == ["step-000005", "step-000010"]
+    pictures = sorted(path.name for path in (done.folder / "samples").iterdir())
+    assert pictures == ["step-000000.png", *(f"step-{n:06d}.png" for n in (3, 6, 9, 10)), "strip.png"]
+    assert list((done.folder / "tensorboard").iterdir())
+    rows = numbers(done.folder)
+    assert [row["step"] for row in rows] == [3, 6, 9, 10]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    assert all("validation_loss" in row for row in rows)
+    assert "Proved: " in "\n".join(done.job.said)
+    before, after = ((done.folder / "samples" / pictures[n]).read_bytes() for n in (0, 4))
+    assert before != after
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_five_steps_a_kill_and_a_resume_equal_ten(
+    case: Case,
+    workshop: Workshop,
+    finished: Callable[[Case], Finished],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    straight = finished(case)
+    taken = record_samples(monkeypatch)
+    with pytest.raises(KilledError):  # two steps later than the checkpoint
+        workshop.job(case, tmp_path, status=DyingStatus(tmp_path, last_step=CHECKPOINT_STEP + 2)).train()
+    assert steps_saved(tmp_path / "run") == ["step-000005"]
+    assert (tmp_path / "run" / "samples" / "step-000006.png").exists()
+    before = taken[: CHECKPOINT_STEP * ACCUMULATION]
+    taken.clear()
+    job = workshop.job(case, tmp_path)
+    job.train()
+    assert "resumed from step-000005" in job.said
+    assert before + taken == straight.samples
+    assert len(straight.samples) == STEPS * ACCUMULATION
+    assert any(sample.dropped for micro in straight.samples for sample in micro)
+    assert numbers(job.folder) == numbers(straight.folder)
+    assert not different(products(job.folder), products(straight.folder))
+    assert not different(files(job.folder, "checkpoints/*/*"), files(straight.folder, "checkpoints/*/*"))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_previews_and_validation_change_nothing_and_bytes_repeat(
+    case: Case, workshop: Workshop, tmp_path: Path
+) -> None:
+    looking = workshop.job(case, tmp_path / "a", "validation.held_out=0")
+    looking.train()
+    blind = workshop.job(case, tmp_path / "b", *QUIET)
+    blind.train()
+    made = files(looking.folder, "lora/*", "model/**/*")
+    assert made
+    assert not different(made, files(blind.folder, "lora/*", "model/**/*"))
+    assert numbers(looking.folder)[-1]["step"] == numbers(blind.folder)[-1]["step"] == STEPS
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_batch_of_four_equals_four_batches_of_one(
+    case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same samples in the same order; sums in another order differ by rounding only."""
+    pictures = square_pictures(workshop.pictures, tmp_path / "squares")
+    common = (*QUIET, "train.max_train_steps=5", "train.log_every_steps=1", "train.learning_rate=1e-4")
+    taken = record_samples(monkeypatch)
+    seen, losses, weights = [], [], []
+    for batch_size, accumulation in ((4, 1), (1, 4)):
+        shape = (
+            f"train.train_batch_size={batch_size}",
+            f"train.gradient_accumulation_steps={accumulation}",
+        )
+        job = workshop.job(
+            case, tmp_path / f"{batch_size}x{accumulation}", *common, *shape, pictures=pictures
+        )
+        job.train()
+        seen.append([sample for micro in taken for sample in micro])
+        taken.clear()
+        losses.append([row["loss"] for row in numbers(job.folder)])
+        folder = job.folder / "checkpoints" / "step-000005"
+        weights.append(load_file(next(folder.glob("weights-*"))))
+    assert len(seen[0]) == 20
+    assert seen[0] == seen[1]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    assert weights[0].keys() == weights[1].keys()
+    worst = {name: (weights[0][name] - weights[1][name]).abs().max().item() for name in weights[0]}
+    assert max(worst.values()) < 1e-6, max(worst, key=worst.__getitem__)
+
+
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_an_int8_base_trains_and_its_lora_is_proved(case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    job = workshop.job(case, tmp_path, *QUIET, "features.weights=int8", "train.max_train_steps=4")
+    assert job.context.plan.weights == "int8"
+    job.train()
+    text = "\n".join(job.said)
+    assert "int8 base: " in text
+    assert "Proved: " in text
+    proof = json.loads((job.folder / "lora" / "run.proof.json").read_text())
+    assert proof["effect"] > 100 * proof["reload_error"]
+    assert all(math.isfinite(row["loss"]) for row in numbers(job.folder))
