@@ -229,7 +229,7 @@ def _write_model(
     model.save_pretrained(folder)
     for path in folder.glob("*.safetensors"):
         if weights:
-            rewrite_sorted(path)
+            rewrite_sorted(path, {})
         else:
             path.unlink()
 

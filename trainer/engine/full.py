@@ -14,6 +14,7 @@ from safetensors import safe_open
 
 from trainer.engine.checkpoint import SHARD_BYTES
 from trainer.engine.context import Context
+from trainer.engine.proof import file_metadata
 from trainer.errors import DataError, DivergedError
 from trainer.modeling.tensorfile import split_shards, write_tensors
 from trainer.telemetry import atomic
@@ -41,7 +42,7 @@ def export_full(context: Context, model: Any) -> Path:
     for number, shard in enumerate(shards, start=1):
         suffix = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
         name = f"{_STEM}{suffix}.safetensors"
-        write_tensors(temporary / name, shard, {"format": "pt"}, beat)
+        write_tensors(temporary / name, shard, {"format": "pt", **file_metadata(context)}, beat)
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())

@@ -18,10 +18,10 @@ from trainer.engine.context import Context
 from trainer.engine.entries import Entries, load_batch
 from trainer.engine.feed import Fed, feed
 from trainer.engine.journal import Journal
-from trainer.engine.optimizer import learning_rate
+from trainer.engine.optimizer import HostFlag, learning_rate
 from trainer.engine.preview import draw_previews, write_strip
 from trainer.engine.proof import to_device
-from trainer.errors import DivergedError, OutOfMemoryError, StoppedError
+from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.status import Phase
 
@@ -39,7 +39,7 @@ class State:
     device_loss: torch.Tensor | None = None
     """Sum of the step losses that have not been read from the device."""
     grad_norm: torch.Tensor | None = None
-    flag: torch.Tensor | None = None
+    flag: HostFlag | None = None
     """1.0 where the last step was not finite; read one step later."""
     suspects: Sequence[MicroBatch] = field(default_factory=tuple)
     saved_step: int = 0
@@ -77,7 +77,7 @@ def train(run: Run, state: State) -> None:
                 _one_step(run, state, batches)
                 _after_step(run, state, bar)
         _check_finite(run, state)
-    except (StoppedError, OutOfMemoryError):
+    except (StoppedError, OutOfMemoryError, DataError):
         run.built.updater.drop_gradients()
         if state.step > 0:
             _check_finite(run, state)
@@ -111,7 +111,8 @@ def _one_step(run: Run, state: State, batches: Any) -> None:
         context.status.beat(phase, step=state.step, total=config.train.max_train_steps)
     _check_finite(run, state)
     rate = learning_rate(config.train, state.step + 1)
-    state.grad_norm, state.flag = built.updater.step(rate, step_loss)
+    state.grad_norm, bad = built.updater.step(rate, step_loss)
+    state.flag = HostFlag(bad, pinned=context.plan.pin_memory)
     state.suspects = tuple(used)
     state.device_loss = step_loss if state.device_loss is None else state.device_loss + step_loss
     state.step += 1
@@ -121,7 +122,7 @@ def _one_step(run: Run, state: State, batches: Any) -> None:
 
 def _check_finite(run: Run, state: State) -> None:
     """Read the last step's flag; raise DivergedError naming the files that were in it."""
-    if state.flag is None or state.flag.item() == 0.0:
+    if state.flag is None or state.flag.read() == 0.0:
         return
     records = run.entries.records
     files = sorted({str(records[sample.record].path) for micro in state.suspects for sample in micro.samples})

@@ -26,6 +26,24 @@ def learning_rate(train: TrainSection, step: int) -> float:
     return train.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
+class HostFlag:
+    """A device scalar on its way to the host: reading it waits for the step that made it, nothing later."""
+
+    def __init__(self, value: torch.Tensor, *, pinned: bool) -> None:
+        self._value, self._event = value, None
+        if pinned and value.device.type == "cuda":
+            self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
+            self._value.copy_(value, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def read(self) -> float:
+        """The value."""
+        if self._event is not None:
+            self._event.synchronize()
+        return float(self._value.item())
+
+
 class Updater:
     """Owns gradients, masters and optimizer state of the trainable parameters, by name.
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trainer import __version__
 from trainer.engine.context import Context
 from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.protocol import Batch, Draw, Shape
@@ -99,10 +100,28 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path]:
     name = context.run_dir.resolve().name
     state = lora.adapter_state(model)
     path = context.family.save_adapter(state, lora.adapter_config(model), folder, f"{name}.safetensors")
-    rewrite_sorted(path)
+    metadata = file_metadata(context)
+    rewrite_sorted(path, metadata)
     comfyui = folder / f"{name}.comfyui.safetensors"
-    lora.write_comfyui(state, comfyui, alpha=context.config.lora.alpha, key_of=context.family.comfyui_keys)
+    lora.write_comfyui(
+        state, comfyui, metadata, alpha=context.config.lora.alpha, key_of=context.family.comfyui_keys
+    )
     return path, comfyui
+
+
+def file_metadata(context: Context) -> dict[str, str]:
+    """What a saved file says of itself: its base model and how it was trained. No path, time or host."""
+    config, source = context.config, context.source
+    metadata = {
+        "family": config.family,
+        "base_model": source.identity,
+        "base_revision": source.revision or "",
+        "base_weights": source.weights,
+        "max_train_steps": str(config.train.max_train_steps),
+        "seed": str(config.train.seed),
+        "trainer_version": __version__,
+    }
+    return metadata | ({"trigger_word": config.data.trigger_word} if config.data.trigger_word else {})
 
 
 def is_finite_adapter(model: Any) -> bool:

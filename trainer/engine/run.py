@@ -25,7 +25,7 @@ from trainer.engine.spec import Spec
 from trainer.errors import ConfigError, DivergedError, NoSpaceError
 from trainer.families.protocol import PreviewRequest
 from trainer.modeling import lora
-from trainer.telemetry import atomic
+from trainer.telemetry import atomic, log
 from trainer.telemetry.status import Phase
 
 _GIB = 1024**3
@@ -215,6 +215,8 @@ def _resume(context: Context, updater: Any, folder: Path, snapshot: checkpoint.S
 def _write_run_files(context: Context, spec: Spec) -> None:
     atomic.write_text(context.run_dir / "config.resolved.yaml", Path(spec.config_file).read_text())
     atomic.write_text(context.run_dir / "plan.json", spec.plan_text)
+    decisions: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
+    log.get("run").info("run folder %s", context.run_dir, extra={"fields": {"plan": decisions}})
 
 
 def _require_space(context: Context) -> None:

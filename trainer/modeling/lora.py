@@ -97,7 +97,12 @@ def adapter_config(model: Any) -> dict[str, Any]:
 
 
 def write_comfyui(
-    state: Mapping[str, torch.Tensor], path: Path, *, alpha: float, key_of: Callable[[str], str | None]
+    state: Mapping[str, torch.Tensor],
+    path: Path,
+    metadata: Mapping[str, str],
+    *,
+    alpha: float,
+    key_of: Callable[[str], str | None],
 ) -> None:
     """Write the same adapter with ComfyUI's keys and an alpha tensor per layer; see `Family.comfyui_keys`.
 
@@ -113,7 +118,7 @@ def write_comfyui(
             raise DataError(f"ComfyUI does not know the layer {module}", where="lora.target_modules")
         tensors[f"{prefix}.lora_{part}"] = tensor
         tensors[f"{prefix}.alpha"] = torch.tensor(float(alpha), dtype=torch.float32)
-    write_tensors(path, tensors, {"format": "pt"}, None)
+    write_tensors(path, tensors, {"format": "pt", **metadata}, None)
 
 
 def effective_change(down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:

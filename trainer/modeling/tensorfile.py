@@ -82,12 +82,12 @@ def split_shards(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> list[
     return shards
 
 
-def rewrite_sorted(path: Path) -> None:
-    """Rewrite a safetensors file that a library wrote so that equal tensors give equal bytes."""
+def rewrite_sorted(path: Path, metadata: Mapping[str, str]) -> None:
+    """Rewrite a file that a library wrote so that equal tensors give equal bytes, with more metadata."""
     from safetensors import safe_open
 
     with safe_open(path, framework="pt") as file:
-        metadata = dict(file.metadata() or {})
+        metadata = {**(file.metadata() or {}), **metadata}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     temporary = path.with_name(path.name + ".tmp")
     try:

@@ -47,7 +47,7 @@ def test_rewriting_a_library_file_keeps_content_and_fixes_bytes(tmp_path: Path) 
     for number in range(4):  # the library's header order changes from call to call
         path = tmp_path / f"{number}.safetensors"
         save_file({k: v.contiguous() for k, v in tensors().items()}, path, {"format": "pt", "k": "v"})
-        tensorfile.rewrite_sorted(path)
+        tensorfile.rewrite_sorted(path, {"added": "1"})
         contents.append(path.read_bytes())
     assert len(set(contents)) == 1
     assert torch.equal(load_file(tmp_path / "0.safetensors")["b.weight"], tensors()["b.weight"])
@@ -81,7 +81,7 @@ def adapter(rank: int) -> dict[str, torch.Tensor]:
 
 def test_comfyui_file_has_its_keys_and_one_alpha_a_layer(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    lora.write_comfyui(adapter(4), path, alpha=2.0, key_of=lambda module: f"transformer.{module}")
+    lora.write_comfyui(adapter(4), path, {}, alpha=2.0, key_of=lambda module: f"transformer.{module}")
     loaded = load_file(path)
     assert sorted(loaded) == [
         f"transformer.{module}.{part}"
@@ -93,4 +93,4 @@ def test_comfyui_file_has_its_keys_and_one_alpha_a_layer(tmp_path: Path) -> None
 
 def test_a_layer_that_comfyui_does_not_know_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"transformer_blocks\.0\.attn\.to_q"):
-        lora.write_comfyui(adapter(4), tmp_path / "x", alpha=2.0, key_of=lambda _: None)
+        lora.write_comfyui(adapter(4), tmp_path / "x", {}, alpha=2.0, key_of=lambda _: None)
