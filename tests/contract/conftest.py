@@ -28,9 +28,13 @@ class Finished:
 @pytest.fixture(scope="session")
 def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Bases, pictures and cache of all small runs."""
+    import torch
+
     from trainer.engine.run import quiet_libraries
 
     quiet_libraries()
+    # tiny tensors gain nothing from more, and idle threads of two test processes spin against each other
+    torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("workshop")
     return Workshop(base=tiny_base, pictures=small_pictures(folder / "pictures"), cache=folder / "cache")
 

@@ -128,6 +128,7 @@ class Workshop:
             [self.write_config(case, folder, pictures)],
             overrides=overrides,
             family_defaults={name: family.defaults for name, family in known.items()},
+            lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
             environ={},
         )
         plan = plan_run(loaded, read_recorded(CPU_FACTS))

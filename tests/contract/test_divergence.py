@@ -86,12 +86,13 @@ def test_nan_in_one_picture_is_named_and_changes_nothing(
 def test_a_run_that_diverged_goes_on_when_the_picture_is_repaired(
     case: Case, workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
 ) -> None:
+    record, _ = late_record(finished(case).samples)
     cache = Path(shutil.copytree(workshop.cache, tmp_path / "cache"))
     job = workshop.job(case, tmp_path, cache=cache)
     config = job.context.config
     training, _ = held_out_split(job.records, config.validation.held_out, config.validation.seed)
     entries = list_entries(job.context, training)
-    poison(entries, late_record(finished(case).samples)[0])
+    poison(entries, record)
     with pytest.raises(DivergedError):
         job.train()
     shutil.rmtree(cache)

@@ -17,11 +17,12 @@ from safetensors.torch import load_file, save_file
 from tests.contract.comfyui import unknown_keys
 from tests.contract.conftest import Finished
 from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop
+from trainer import families
 from trainer.engine import checkpoint, proof, run
-from trainer.engine.build import Built, build
+from trainer.engine.build import Built, build, load_base
 from trainer.engine.full import export_full, prove_full
 from trainer.errors import ConfigError, DataError, DivergedError, ExitCode
-from trainer.modeling.lora import effective_change
+from trainer.modeling.lora import effective_change, linear_names
 
 Change = Callable[[dict[str, torch.Tensor]], None]
 
@@ -136,12 +137,12 @@ def test_verify_lora_repeats_the_proof_on_a_fresh_base(
     lora_case: Case, finished: Callable[[Case], Finished]
 ) -> None:
     done = finished(lora_case)
+    said: list[str] = []
     spec = dataclasses.replace(done.job.spec, mode="verify", lora_file=str(lora_file(done)))
-    done.job.said.clear()
-    run.verify_file(done.job.context, spec)
+    run.verify_file(dataclasses.replace(done.job.context, say=said.append), spec)
     told = json.loads((done.folder / "lora" / "run.proof.json").read_text())
-    assert done.job.said[-1].startswith("verified: ")
-    assert f"changes the model's output by {100 * told['effect']:.3g} %" in done.job.said[-1]
+    assert said[-1].startswith("verified: ")
+    assert f"changes the model's output by {100 * told['effect']:.3g} %" in said[-1]
 
 
 def trained(case: Case, workshop: Workshop, done: Finished, folder: Path) -> tuple[Any, Built]:
@@ -275,15 +276,30 @@ def test_the_real_pipeline_loads_the_trained_model(
     assert not torch.equal(draw(pipeline, done.job), before)
 
 
-@pytest.mark.parametrize("targets", ["atention", '["to_qq", "to_k"]'])
-def test_unknown_lora_targets_fail_and_list_the_known(
-    targets: str, lora_case: Case, workshop: Workshop, tmp_path: Path
+def test_an_unknown_preset_fails_and_lists_the_known(
+    lora_case: Case, workshop: Workshop, tmp_path: Path
 ) -> None:
-    job = workshop.job(lora_case, tmp_path, f"lora.target_modules={targets}")
+    with pytest.raises(ConfigError) as caught:
+        workshop.job(lora_case, tmp_path, "lora.target_modules=zzz")
+    assert caught.value.exit_code is ExitCode.BAD_CONFIG
+    assert "--set lora.target_modules" in str(caught.value)
+    assert all(name in str(caught.value) for name in families.get(lora_case.family).lora_targets)
+
+
+def test_unknown_modules_fail_and_list_the_known(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    known = {name.rpartition(".")[2] for name in linear_names(build_model(lora_case, workshop, tmp_path))}
+    known = {name for name in known if not name.isdigit()}
+    typo = f"{min(known)}q"
+    job = workshop.job(lora_case, tmp_path, f'lora.target_modules=["{typo}", "{max(known)}"]')
     with pytest.raises(ConfigError) as caught:
         job.train()
     assert caught.value.exit_code is ExitCode.BAD_CONFIG
     text = str(caught.value)
-    assert "lora.target_modules" in text
-    known = sorted(job.context.family.lora_targets) if "[" not in targets else ["did you mean 'to_q'", "to_v"]
-    assert all(word in text for word in known), text
+    assert len(caught.value.problems) == 1
+    assert f"lora.target_modules: no linear layer is called '{typo}'" in text
+    assert f"did you mean '{min(known)}'" in text
+    assert all(name in text for name in known)
+
+
+def build_model(case: Case, workshop: Workshop, folder: Path) -> Any:
+    return load_base(workshop.job(case, folder).context)

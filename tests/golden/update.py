@@ -6,18 +6,21 @@ import os
 import tempfile
 from pathlib import Path
 
-from tests.golden import plans
+from tests.golden import losses, plans
 from tests.tiny import build_tiny
 
 
 def main() -> None:
-    """Rewrite every golden plan."""
+    """Rewrite every golden plan and the golden losses."""
     os.chdir(plans.ROOT)
     with tempfile.TemporaryDirectory() as folder:
         demo_base = build_tiny("flux1_dev", Path(folder) / "base")
         for machine in plans.machines():
             path = plans.PLANS / f"{machine}.txt"
             path.write_text(plans.machine_text(machine, demo_base))
+            print(path.relative_to(plans.ROOT))
+        work = Path(folder)
+        for path in losses.write_losses(lambda family: build_tiny(family, work / "tiny" / family), work):
             print(path.relative_to(plans.ROOT))
 
 
