@@ -31,10 +31,11 @@ def target_pattern(requested: str | Sequence[str], presets: Mapping[str, str], l
             )
         return presets[requested]
     suffixes = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in linears})
+    endings = sorted({name.partition(".")[2] for name in suffixes if "." in name})
     problems = []
     for suffix in requested:
         if not any(name == suffix or name.endswith(f".{suffix}") for name in linears):
-            close = difflib.get_close_matches(suffix, suffixes, n=1)
+            close = difflib.get_close_matches(suffix, [*endings, *suffixes], n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             problems.append(
                 Problem(
