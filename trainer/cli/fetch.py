@@ -12,7 +12,6 @@ import click
 from trainer.cli.options import config_arguments, load_config
 
 if TYPE_CHECKING:
-    from trainer.families.protocol import Family
     from trainer.modeling.hub import Download
 
 _GB = 1e9
@@ -39,7 +38,7 @@ def fetch(
     from trainer.modeling.source import resolve_source
 
     config = load_config(configs, overrides, dataset, output).config
-    components = _components(families.get(config.family))
+    components = families.components(families.get(config.family))
     with contextlib.ExitStack() as stack:
         start, advance = _reporter(stack)
         source = resolve_source(config, components, update=True, on_start=start, on_bytes=advance)
@@ -51,12 +50,6 @@ def fetch(
     click.echo(f"folder      {source.folder}")
     if source.weights == "random":
         click.echo("weights     random: made from the configs when the run starts")
-
-
-def _components(family: Family) -> tuple[str, ...]:
-    """Everything of the base model that a run reads."""
-    encoders = (name for names in family.encoder_components.values() for name in names)
-    return (family.trained_component, *encoders, *family.support_components)
 
 
 def _reporter(

@@ -14,7 +14,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.records import ImageRecord
 from trainer.engine.spec import Spec, read_spec
 from trainer.errors import ExitCode, TrainerError
-from trainer.families import get, names
+from trainer.families import components, get, names
 from trainer.hardware.render import plan_from_json
 from trainer.telemetry import log
 from trainer.telemetry.progress import Progress, progress
@@ -83,16 +83,16 @@ def _work(
 
     run.quiet_libraries()
     family = get(config.family)
-    components = (
-        family.trained_component,
-        *(name for names in family.encoder_components.values() for name in names),
-        *family.support_components,
-    )
+
+    def on_bytes(done: int, total: int) -> None:
+        stop.raise_if_requested()
+        status.beat(Phase.LOAD)
+
     context = Context(
         config=config,
         plan=plan_from_json(spec.plan_text),
         family=family,
-        source=resolve_source(config, components),
+        source=resolve_source(config, components(family), on_bytes=on_bytes),
         cache_dir=Path(spec.cache_dir),
         status=status,
         stop=stop,

@@ -10,7 +10,6 @@ from trainer.config import environment
 from trainer.config.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.engine.geometry import component_config, run_geometry, run_shape
-from trainer.errors import AccessError
 from trainer.families.protocol import AttentionShape
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
@@ -18,6 +17,7 @@ from trainer.hardware.machine import read_facts
 from trainer.hardware.plan import Decision, Plan
 from trainer.hardware.profiles import select
 from trainer.hardware.resolve import dtype_of, resolve
+from trainer.modeling.source import local_folder
 
 
 def plan_run(
@@ -68,33 +68,6 @@ def machine_facts(facts_file: Path | None = None) -> Facts:
 def requested_profile() -> str:
     """TRAINER_PROFILE, or `auto`."""
     return environment.read("TRAINER_PROFILE") or "auto"
-
-
-def local_folder(config: RunConfig) -> Path | None:
-    """The base model's folder on this disk; None for a repository of the hub that is not downloaded yet.
-
-    Raises AccessError for a path that does not exist.
-    """
-    name = config.model.pretrained_model_name_or_path
-    path = Path(name).expanduser()
-    if path.is_dir():
-        return path
-    # a repository id is OWNER/NAME; anything else was meant as a path
-    if name.startswith(("/", ".", "~")) or name.count("/") != 1:
-        raise AccessError(
-            f"the base model's folder {name} does not exist",
-            where="model.pretrained_model_name_or_path",
-            remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME); the tiny"
-            " base of the quickstart is built by `make demo`",
-        )
-    return _downloaded(name, config.model.revision)
-
-
-def _downloaded(repository: str, revision: str | None) -> Path | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    found = try_to_load_from_cache(repository, "model_index.json", revision=revision)
-    return Path(found).parent if isinstance(found, str) else None
 
 
 def run_attention(loaded: Loaded) -> AttentionShape:

@@ -18,6 +18,12 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(_TABLE))
 
 
+def components(family: Family) -> tuple[str, ...]:
+    """Folders of the base model that a run reads, the trained one first."""
+    encoders = (name for names in family.encoder_components.values() for name in names)
+    return (family.trained_component, *encoders, *family.support_components)
+
+
 def get(name: str) -> Family:
     """The family called `name`; a KeyError is our bug, because configurations are checked against `names`."""
     module, _, attribute = _TABLE[name].partition(":")

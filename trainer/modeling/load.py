@@ -55,6 +55,7 @@ def load_streamed(
         if replace is not None:
             for linear_name, linear in _linears(module):
                 _swap(module, linear_name, replace(linear_name, linear))
+                del linear
         return module.requires_grad_(False)
     from accelerate import init_empty_weights
 
@@ -136,9 +137,12 @@ def _swap(module: torch.nn.Module, name: str, replacement: torch.nn.Module | Non
 
 
 def _linears(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
-    for name, child in list(module.named_modules()):
-        if type(child) is torch.nn.Linear:
-            yield name, child
+    # by name: a list of the modules would keep every replaced one in memory
+    names = [name for name, child in module.named_modules() if type(child) is torch.nn.Linear]
+    for name in names:
+        child = module.get_submodule(name)
+        assert isinstance(child, torch.nn.Linear)
+        yield name, child
 
 
 def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> torch.nn.Module:

@@ -19,7 +19,7 @@ from trainer.config.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.engine.geometry import CONFIGS, run_geometry, target_pattern
 from trainer.engine.planning import local_folder, plan_run, run_attention
-from trainer.errors import AccessError, HardwareError
+from trainer.errors import AccessError, ConfigError, HardwareError
 from trainer.families import get
 from trainer.hardware.geometry import TABLES, header_shapes
 from trainer.hardware.render import plan_from_json
@@ -108,7 +108,7 @@ def test_a_folder_that_does_not_exist_is_no_repository(
 
     assert folder(str(tmp_path)) == tmp_path
     for missing in ("/no/such", "./base", "build/demo/base", "base"):
-        with pytest.raises(AccessError, match="does not exist"):
+        with pytest.raises(ConfigError, match="does not exist"):
             folder(missing)
 
 
