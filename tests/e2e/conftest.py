@@ -1,0 +1,221 @@
+"""Real runs in real processes: `trainer train`, its supervisor and the process that trains."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+import pytest
+
+from tests.contract.runs import CPU_FACTS, ROOT, Case, Workshop, small_pictures
+from trainer.telemetry.status import Phase, Status, read_status
+
+PATIENCE_SECONDS = 120.0
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Process:
+    """A `trainer` that was started."""
+
+    popen: subprocess.Popen[str]
+    run_dir: Path
+    runtime: Path
+    cache: Path
+    port: int
+    answers: list[str] = field(default_factory=list)
+    """What /metrics said, one text a look."""
+
+    def status(self) -> Status | None:
+        return read_status(self.runtime)
+
+    def child(self) -> int:
+        """The pid of the process that trains."""
+
+        def beating() -> int | None:
+            status = self.status()
+            return status.pid if status is not None and status.pid != self.popen.pid else None
+
+        return self.wait_for(beating)
+
+    def wait_for(self, look: Callable[[], T | None]) -> T:
+        """The first answer of `look` that is not None; fails when the run ends before."""
+        end = time.monotonic() + PATIENCE_SECONDS
+        while time.monotonic() < end:
+            answer = look()
+            if answer is not None:
+                return answer
+            if self.popen.poll() is not None:
+                raise AssertionError(f"ended with {self.popen.returncode}: {self.popen.communicate()[1]}")
+            time.sleep(0.005)
+        raise AssertionError("waited in vain")
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        self.wait_for(lambda: True if condition() else None)
+
+    def wait_for_phase(self, phase: Phase, *, step: int = 0) -> None:
+        def there() -> bool:
+            status = self.status()
+            return status is not None and status.phase is phase and (status.step or 0) >= step
+
+        self.wait_until(there)
+
+    def get(self, path: str) -> tuple[int, str]:
+        """Status and body of an HTTP answer; (0, "") where there is no server yet or any more."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=10) as answer:
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            return error.code, error.read().decode()
+        except (urllib.error.URLError, ConnectionError):
+            return 0, ""
+
+    def end(self) -> tuple[int, str]:
+        """Exit code and everything that was printed."""
+        _, errors = self.popen.communicate(timeout=PATIENCE_SECONDS)
+        return self.popen.returncode, errors
+
+
+class Start(Protocol):
+    def __call__(
+        self,
+        case: Case,
+        folder: Path,
+        *overrides: str,
+        knobs: dict[str, Any] | None = None,
+        cache: Path | None = None,
+    ) -> Process: ...
+
+
+def _command(arguments: Sequence[str], knobs: dict[str, Any] | None) -> list[str]:
+    if knobs is None:
+        return [sys.executable, "-m", "trainer", *arguments]
+    return [sys.executable, "-m", "tests.e2e.harness", json.dumps(knobs), *arguments]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environment(folder: Path, port: int, cache: Path) -> dict[str, str]:
+    """This process's environment without what concerns another run."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")}
+    return kept | {
+        "TRAINER_FACTS": str(CPU_FACTS),
+        "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
+        "TRAINER_CACHE_DIR": str(cache),
+        "TRAINER_METRICS_PORT": str(port),
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+@contextlib.contextmanager
+def starting(workshop: Workshop) -> Iterator[Start]:
+    """Starts runs; whatever is left of them at the end is killed."""
+    started: list[Process] = []
+
+    def start(
+        case: Case,
+        folder: Path,
+        *overrides: str,
+        knobs: dict[str, Any] | None = None,
+        cache: Path | None = None,
+    ) -> Process:
+        port = free_port()
+        cache = cache or workshop.cache
+        config = workshop.write_config(case, folder)
+        arguments = ["train", str(config), *(word for text in overrides for word in ("--set", text))]
+        popen = subprocess.Popen(
+            _command(arguments, knobs),
+            cwd=ROOT,
+            env=environment(folder, port, cache),
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        runtime = folder / "runtime"
+        process = Process(popen=popen, run_dir=folder / "run", runtime=runtime, cache=cache, port=port)
+        started.append(process)
+        return process
+
+    try:
+        yield start
+    finally:
+        for process in started:
+            status = process.status()
+            if process.popen.poll() is None:
+                process.popen.kill()
+                if status is not None and status.pid != process.popen.pid:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.killpg(status.pid, signal.SIGKILL)
+            process.popen.communicate()
+
+
+@pytest.fixture(scope="session")
+def yard(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    """Bases, pictures and cache of all real runs."""
+    folder = tmp_path_factory.mktemp("yard")
+    return Workshop(base=tiny_base, pictures=small_pictures(folder / "pictures"), cache=folder / "cache")
+
+
+@pytest.fixture
+def start(yard: Workshop) -> Iterator[Start]:
+    """Start a run of a case in a folder; the same folder again resumes it."""
+    with starting(yard) as starter:
+        yield starter
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(
+    yard: Workshop, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Callable[[Case], Process]]:
+    """The run of a case from start to end, with its metrics and health read all the while. Read only."""
+    made: dict[Case, Process] = {}
+    with starting(yard) as starter:
+
+        def run(case: Case) -> Process:
+            if case not in made:
+                process = starter(case, tmp_path_factory.mktemp("uninterrupted"))
+                while process.popen.poll() is None:
+                    code, text = process.get("/metrics")
+                    if code:
+                        assert code == 200
+                        process.answers.append(text)
+                    time.sleep(0.05)
+                code, errors = process.end()
+                assert code == 0, errors
+                made[case] = process
+            return made[case]
+
+        yield run
+
+
+@pytest.fixture(scope="session")
+def finished_here(yard: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[Case], Path]:
+    """The run folder of a case that was trained in this process."""
+    import torch
+
+    torch.set_num_threads(1)
+
+    def run(case: Case) -> Path:
+        job = yard.job(case, tmp_path_factory.mktemp("here"))
+        job.train()
+        return job.folder
+
+    return run

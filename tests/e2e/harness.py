@@ -1,0 +1,94 @@
+"""`trainer` with a supervisor whose limits a test shrinks, and a training process that is slow where asked.
+
+    python -m tests.e2e.harness '{"limits": {...}, "meminfo": "...", "slow": "save"}' train CONFIG...
+
+The knobs exist only here: the trainer has no options for them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+SLOW_SECONDS = 0.2
+
+
+def parent(knobs: dict[str, Any], arguments: Sequence[str]) -> int:
+    """The command line, with its supervisor's arguments changed as `knobs` say."""
+    from trainer.cli import main
+    from trainer.telemetry import supervisor
+
+    real = supervisor.supervise
+
+    def supervise(command: Sequence[str], **rest: Any) -> int:
+        if "slow" in knobs:
+            command = [sys.executable, "-m", "tests.e2e.harness", "--child", knobs["slow"], command[-1]]
+        if "meminfo" in knobs:
+            rest |= {"unified_memory": True, "meminfo_path": Path(knobs["meminfo"])}
+        return real(command, **rest, limits=supervisor.Limits(**knobs.get("limits", {})))
+
+    supervisor.supervise = supervise
+    return main(list(arguments))
+
+
+def slow_save() -> None:
+    """A checkpoint that takes long between its tensors."""
+    from trainer.engine import checkpoint
+
+    _slow_tensors(checkpoint)
+
+
+def slow_export() -> None:
+    """Final files that take long: those of a LoRA and those of a model."""
+    from trainer.engine import full
+    from trainer.modeling import lora
+
+    _slow_tensors(full)
+    _slow_tensors(lora)
+
+
+def _slow_tensors(module: Any) -> None:
+    real = module.write_tensors
+
+    def write_tensors(path: Path, tensors: Any, metadata: Any, on_tensor: Callable[[], None] | None) -> None:
+        def later() -> None:
+            time.sleep(SLOW_SECONDS)
+            if on_tensor is not None:
+                on_tensor()
+
+        real(path, tensors, metadata, later)
+
+    module.write_tensors = write_tensors
+
+
+def slow_cache() -> None:
+    """An encoder that takes long for each entry."""
+    from trainer.data.cache import Cache
+
+    real = Cache.write
+
+    def write(self: Cache, kind: str, key: str, tensors: Any) -> None:
+        time.sleep(SLOW_SECONDS)
+        real(self, kind, key, tensors)
+
+    Cache.write = write  # type: ignore[method-assign]
+
+
+SLOW: dict[str, Callable[[], None]] = {"save": slow_save, "export": slow_export, "cache": slow_cache}
+
+
+def main() -> int:
+    if sys.argv[1] == "--child":
+        SLOW[sys.argv[2]]()
+        from trainer.engine.__main__ import main as train
+
+        return train(sys.argv[3])
+    return parent(json.loads(sys.argv[1]), sys.argv[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,146 @@
+"""Runs that are stopped or killed and started again end as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.contract.runs import CASES, LORA_CASES, Case, different, files, numbers, products, steps_saved
+from tests.e2e.conftest import Process, Start
+from trainer.errors import ExitCode
+from trainer.telemetry.status import Phase
+
+KILLED = 128 + signal.SIGKILL
+FIRST_CASES = CASES[:1]
+"""Enough for what does not depend on family and method."""
+
+
+def kill_child(process: Process) -> str:
+    """Kill the process that trains, at once; gives what the supervisor says."""
+    os.kill(process.child(), signal.SIGKILL)
+    code, errors = process.end()
+    assert code == KILLED, errors
+    assert "SIGKILL: killed from outside" in errors
+    assert "Traceback" not in errors
+    return errors
+
+
+def require_equal(run_dir: Path, straight: Path) -> None:
+    """Losses, checkpoints, final files and pictures, byte for byte."""
+    assert numbers(run_dir) == numbers(straight)
+    assert not different(products(run_dir), products(straight))
+    assert not different(files(run_dir, "checkpoints/*/*"), files(straight, "checkpoints/*/*"))
+    assert not list(run_dir.glob("**/*.tmp"))
+
+
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_a_stop_a_kill_and_two_resumes_equal_one_run(
+    case: Case, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    straight = uninterrupted(case)
+    process = start(case, tmp_path)
+    process.wait_for_phase(Phase.TRAIN)  # status.json is written at the change of phase: step 1
+    process.popen.send_signal(signal.SIGTERM)
+    code, errors = process.end()
+    assert code == ExitCode.STOPPED, errors
+    assert "stopped by SIGTERM" in errors
+    (saved,) = steps_saved(process.run_dir)
+    assert saved < "step-000005"
+    assert not (process.run_dir / "lora").exists()
+
+    process = start(case, tmp_path)
+    process.wait_until((process.run_dir / "checkpoints" / "step-000005").is_dir)
+    errors = kill_child(process)
+    assert f"resumed from {saved}" in errors
+    assert not (process.run_dir / "lora").exists()
+
+    process = start(case, tmp_path)
+    code, errors = process.end()
+    assert code == 0, errors
+    assert "resumed from step-000005" in errors
+    require_equal(process.run_dir, straight.run_dir)
+
+
+@pytest.mark.parametrize("case", FIRST_CASES, ids=str)
+def test_a_stop_while_caching_saves_nothing_but_the_cache(case: Case, start: Start, tmp_path: Path) -> None:
+    process = start(case, tmp_path, knobs={"slow": "cache"}, cache=tmp_path / "cache")
+    process.wait_until(lambda: any(process.cache.rglob("*.safetensors")))
+    process.popen.send_signal(signal.SIGTERM)
+    code, errors = process.end()
+    assert code == ExitCode.STOPPED, errors
+    assert "stopped by SIGTERM" in errors
+    assert "Traceback" not in errors
+    assert not steps_saved(process.run_dir)
+    assert not (process.run_dir / "metrics.jsonl").exists()
+    assert len(list(process.cache.rglob("*.safetensors"))) < 10
+    assert not list(process.cache.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize("case", FIRST_CASES, ids=str)
+def test_a_stop_before_the_first_step_saves_nothing(case: Case, start: Start, tmp_path: Path) -> None:
+    process = start(case, tmp_path, "validation.num_inference_steps=500")
+    process.wait_for_phase(Phase.PREVIEW)
+    process.popen.send_signal(signal.SIGTERM)
+    code, errors = process.end()
+    assert code == ExitCode.STOPPED, errors
+    assert "stopped by SIGTERM" in errors
+    assert "Traceback" not in errors
+    assert not steps_saved(process.run_dir)
+    assert not (process.run_dir / "lora").exists()
+
+
+def save_has_begun(process: Process) -> bool:
+    return any((process.run_dir / "checkpoints").glob("*.tmp/*"))
+
+
+def second_save_has_begun(process: Process) -> bool:
+    return any((process.run_dir / "checkpoints").glob("step-000010.tmp/*"))
+
+
+def entries_were_cached(process: Process) -> bool:
+    return len(list(process.cache.rglob("*.safetensors"))) >= 3
+
+
+def export_has_begun(process: Process) -> bool:
+    return any(path.is_file() for name in ("lora", "model") for path in (process.run_dir / name).rglob("*"))
+
+
+def preview_is_due(process: Process) -> bool:
+    return (process.run_dir / "samples" / "step-000006.png").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("slow", "reached"),
+    [
+        ("save", save_has_begun),
+        ("save", second_save_has_begun),
+        ("cache", entries_were_cached),
+        ("export", export_has_begun),
+        (None, preview_is_due),
+    ],
+    ids=["first-save", "second-save", "caching", "export", "preview"],
+)
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_kill_anywhere_and_a_resume_equal_one_run(
+    slow: str | None,
+    reached: Callable[[Process], bool],
+    case: Case,
+    start: Start,
+    uninterrupted: Callable[[Case], Process],
+    tmp_path: Path,
+) -> None:
+    straight = uninterrupted(case)
+    cache = tmp_path / "cache" if slow == "cache" else None
+    knobs = None if slow is None else {"slow": slow}
+    process = start(case, tmp_path, knobs=knobs, cache=cache)
+    process.wait_until(lambda: reached(process))
+    kill_child(process)
+    process = start(case, tmp_path, cache=cache)
+    code, errors = process.end()
+    assert code == 0, errors
+    require_equal(process.run_dir, straight.run_dir)

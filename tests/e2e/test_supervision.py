@@ -1,0 +1,101 @@
+"""What the outside sees of a real run: metrics, health, hangs, low memory."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.contract.runs import CASES, ROOT, STEPS, Case, different, products, steps_saved
+from tests.e2e.conftest import Process, Start
+from tests.e2e.test_interruptions import FIRST_CASES
+from trainer.errors import ExitCode
+from trainer.telemetry.status import Phase
+
+ENDLESS = ("train.max_train_steps=100000", "checkpoint.checkpointing_steps=100000", "validation.prompts=[]")
+
+
+def samples(text: str) -> dict[str, float]:
+    families = text_string_to_metric_families(text)
+    return {sample.name: sample.value for family in families for sample in family.samples}
+
+
+@pytest.mark.parametrize("case", FIRST_CASES, ids=str)
+def test_metrics_answer_throughout_and_can_be_read(
+    case: Case, uninterrupted: Callable[[Case], Process]
+) -> None:
+    answers = uninterrupted(case).answers
+    assert len(answers) > 20
+    read = [samples(text) for text in answers]
+    assert all(values["trainer_child_up"] in (0.0, 1.0) for values in read)
+    assert all(values["trainer_healthy"] == 1.0 for values in read)
+    steps = [values["trainer_step"] for values in read if "trainer_step" in values]
+    assert steps == sorted(steps)
+    assert any(f'phase="{Phase.SAVE}"' in text for text in answers)
+    if shutil.which("promtool"):
+        checked = subprocess.run(
+            ["promtool", "check", "metrics"], input=answers[-1], text=True, capture_output=True
+        )
+        assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@pytest.mark.parametrize("case", CASES[:1], ids=str)
+def test_two_processes_give_equal_bytes(
+    case: Case, uninterrupted: Callable[[Case], Process], finished_here: Callable[[Case], Path]
+) -> None:
+    assert not different(products(uninterrupted(case).run_dir), products(finished_here(case)))
+
+
+@pytest.mark.parametrize("case", FIRST_CASES, ids=str)
+def test_low_host_memory_gives_a_checkpoint_and_71(case: Case, start: Start, tmp_path: Path) -> None:
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text(f"MemAvailable: {64 * 1024**2} kB\n")
+    limits = {"interval_seconds": 0.1, "soft_samples": 3}
+    process = start(case, tmp_path, *ENDLESS, knobs={"meminfo": str(meminfo), "limits": limits})
+    process.wait_for_phase(Phase.TRAIN)
+    assert process.popen.poll() is None
+    low = meminfo.with_suffix(".new")
+    low.write_text(f"MemAvailable: {8 * 1024**2} kB\n")  # between the two floors
+    low.replace(meminfo)
+    code, errors = process.end()
+    assert code == ExitCode.OUT_OF_MEMORY, errors
+    assert "8.0 GiB of host memory are left, the soft floor is 10.0 GiB" in errors
+    assert len(steps_saved(process.run_dir)) == 1
+    assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", FIRST_CASES, ids=str)
+def test_a_frozen_run_is_unhealthy_and_then_killed(case: Case, start: Start, tmp_path: Path) -> None:
+    # load may be silent for 36 s, training for 6 s
+    process = start(case, tmp_path, *ENDLESS, knobs={"limits": {"budget_scale": 0.02}})
+    process.wait_for_phase(Phase.TRAIN)
+    assert process.get("/healthz")[0] == 200
+    assert process.get("/readyz")[0] == 200
+    os.kill(process.child(), signal.SIGSTOP)
+    process.wait_until(lambda: process.get("/healthz")[0] == 503)
+    assert samples(process.get("/metrics")[1])["trainer_healthy"] == 0.0
+    code, errors = process.end()
+    assert code == ExitCode.HUNG, errors
+    assert "killed as hung" in errors
+    health = [sys.executable, "-m", "trainer", "health", "--runtime-dir", str(process.runtime)]
+    asked = subprocess.run(health, cwd=ROOT, text=True, capture_output=True)
+    assert asked.returncode == 1
+    assert "killed as hung" in asked.stdout
+
+
+@pytest.mark.parametrize("case", FIRST_CASES, ids=str)
+def test_the_run_said_where_its_result_is(case: Case, uninterrupted: Callable[[Case], Process]) -> None:
+    process = uninterrupted(case)
+    log = (process.run_dir / "log.jsonl").read_text()
+    assert str(process.run_dir / "lora" / "run.safetensors") in log
+    assert "Proved: " in log
+    assert process.status() is not None
+    assert f"step-{STEPS:06d}" in steps_saved(process.run_dir)
