@@ -19,7 +19,7 @@ from trainer.engine.entries import Entries, load_batch
 from trainer.engine.feed import Fed, feed
 from trainer.engine.journal import Journal
 from trainer.engine.optimizer import HostFlag, learning_rate
-from trainer.engine.preview import draw_previews, write_strip
+from trainer.engine.preview import draw_previews, preview_path, write_strip
 from trainer.engine.proof import to_device
 from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError
 from trainer.telemetry.progress import Progress, progress
@@ -69,7 +69,7 @@ def train(run: Run, state: State) -> None:
     run.context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
     run.journal.phase(Phase.FIRST_STEP)
     try:
-        if state.step == 0:
+        if state.step == 0 or _owes_preview(run, state):
             _preview(run, state)
         with progress(total, "training", start=state.step) as bar:
             run.journal.start_clock()
@@ -148,12 +148,22 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
         bar.advance(1, text=_log(run, state, values))
     else:
         bar.advance(1)
-    # a run that ends here draws its last preview with the LoRA loaded from its file
-    if state.step % config.validation.every_steps == 0 and not last:
+    if _preview_is_due(run, state):
         _untimed(run, lambda: _preview(run, state))
     if state.step % config.checkpoint.checkpointing_steps == 0:
         _check_finite(run, state)
         _untimed(run, lambda: save(run, state))
+
+
+def _preview_is_due(run: Run, state: State) -> bool:
+    """A run that ends at this step draws its last preview with the LoRA loaded from its file."""
+    config = run.context.config
+    return state.step % config.validation.every_steps == 0 and state.step < config.train.max_train_steps
+
+
+def _owes_preview(run: Run, state: State) -> bool:
+    """Whether the run was stopped while it drew the preview of its checkpoint's step."""
+    return _preview_is_due(run, state) and not preview_path(run.context, state.step).exists()
 
 
 def _untimed(run: Run, work: Callable[[], _T]) -> _T:
@@ -205,7 +215,7 @@ def validation_loss(run: Run) -> float:
     settings = context.family.settings(context.source, config)
     total = torch.zeros((), device=context.device)
     for record in range(len(entries.records)):
-        context.stop.raise_if_requested()
+        # no stop here: the row of this step is written once, and needs the loss of all samples
         loaded = load_batch(entries, [(record, False)], dtype=context.dtype, pin_memory=False)
         header, _ = entries.headers(record, dropped=False)
         for number in range(_VALIDATION_DRAWS):

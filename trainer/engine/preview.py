@@ -44,9 +44,14 @@ def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> 
         seed=validation.seed,
     )
     images = sample(context, model, entries.prompts(), request, on_step)
-    path = context.run_dir / "samples" / f"step-{step:06d}.png"
+    path = preview_path(context, step)
     write_png(row(images, validation.prompts, f"step {step}"), path)
     return path
+
+
+def preview_path(context: Context, step: int) -> Path:
+    """Where the previews of a step are kept."""
+    return context.run_dir / "samples" / f"step-{step:06d}.png"
 
 
 def sample(
