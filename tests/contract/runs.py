@@ -187,12 +187,12 @@ class KilledError(Exception):
     """Stands for the end of the process: nothing in the trainer catches it."""
 
 
-class DyingStatus(StatusWriter):
-    """A heartbeat that ends the run, as a kill would, when step `last_step` is complete."""
+class ToldStatus(StatusWriter):
+    """A heartbeat that calls `on_beat(phase, step, item_done)` after each beat: tests act at that moment."""
 
-    def __init__(self, folder: Path, *, last_step: int) -> None:
+    def __init__(self, folder: Path, on_beat: Callable[[Phase, int | None, bool], None]) -> None:
         super().__init__(folder / "runtime")
-        self._last_step = last_step
+        self._on_beat = on_beat
 
     def beat(
         self,
@@ -204,8 +204,17 @@ class DyingStatus(StatusWriter):
         median_step_seconds: float | None = None,
     ) -> None:
         super().beat(phase, step=step, total=total, item_done=item_done)
-        if phase is Phase.TRAIN and item_done and step == self._last_step:
+        self._on_beat(phase, step, item_done)
+
+
+def dying_after(folder: Path, last_step: int) -> ToldStatus:
+    """Ends the run, as a kill would, when step `last_step` is complete."""
+
+    def on_beat(phase: Phase, step: int | None, item_done: bool) -> None:
+        if phase is Phase.TRAIN and item_done and step == last_step:
             raise KilledError
+
+    return ToldStatus(folder, on_beat)
 
 
 def record_samples(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SampleRef, ...]]:

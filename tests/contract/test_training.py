@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+import os
+import signal
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,10 +20,11 @@ from tests.contract.runs import (
     LORA_CASES,
     STEPS,
     Case,
-    DyingStatus,
     KilledError,
+    ToldStatus,
     Workshop,
     different,
+    dying_after,
     files,
     numbers,
     products,
@@ -33,6 +36,8 @@ from trainer.engine.build import build
 from trainer.engine.entries import fill_cache, list_entries
 from trainer.engine.feed import feed
 from trainer.engine.proof import to_device
+from trainer.errors import ExitCode, StoppedError
+from trainer.telemetry.status import Phase
 
 ACCUMULATION = 2
 QUIET = ("validation.prompts=[]", "validation.held_out=0")
@@ -94,7 +99,7 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(
     straight = finished(case)
     taken = record_samples(monkeypatch)
     with pytest.raises(KilledError):  # two steps later than the checkpoint
-        workshop.job(case, tmp_path, status=DyingStatus(tmp_path, last_step=CHECKPOINT_STEP + 2)).train()
+        workshop.job(case, tmp_path, status=dying_after(tmp_path, CHECKPOINT_STEP + 2)).train()
     assert steps_saved(tmp_path / "run") == ["step-000005"]
     assert (tmp_path / "run" / "samples" / "step-000006.png").exists()
     before = taken[: CHECKPOINT_STEP * ACCUMULATION]
@@ -108,6 +113,49 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(
     assert numbers(job.folder) == numbers(straight.folder)
     assert not different(products(job.folder), products(straight.folder))
     assert not different(files(job.folder, "checkpoints/*/*"), files(straight.folder, "checkpoints/*/*"))
+
+
+@pytest.fixture
+def signals_put_back() -> Iterator[None]:
+    """Handlers as they were, after a test that installs a run's own."""
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.usefixtures("signals_put_back")
+@pytest.mark.parametrize("moment", ["preview", "validation", "micro-batch"])
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_a_stop_at_a_step_that_previews_and_validates_loses_neither(
+    moment: str, case: Case, workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
+) -> None:
+    """Step 6 draws previews, validates and logs; the stop comes in between."""
+    begins = {
+        "preview": lambda phase, step, item_done: phase is Phase.PREVIEW,
+        "validation": lambda phase, step, item_done: phase is Phase.TRAIN and step is None,
+        "micro-batch": lambda phase, step, item_done: phase is Phase.TRAIN and not item_done and step == 6,
+    }
+    reached: list[int] = []
+
+    def on_beat(phase: Phase, step: int | None, item_done: bool) -> None:
+        if phase is Phase.TRAIN and item_done and step == 6:
+            reached.append(step)
+        if reached and begins[moment](phase, step, item_done):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    job = workshop.job(case, tmp_path, status=ToldStatus(tmp_path, on_beat))
+    job.context.stop.install()
+    with pytest.raises(StoppedError) as caught:
+        job.train()
+    assert caught.value.exit_code is ExitCode.STOPPED
+    assert steps_saved(job.folder) == ["step-000005", "step-000006"]
+    again = workshop.job(case, tmp_path)
+    again.train()
+    assert "resumed from step-000006" in again.said
+    straight = finished(case)
+    assert numbers(job.folder) == numbers(straight.folder)
+    assert not different(products(job.folder), products(straight.folder))
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
