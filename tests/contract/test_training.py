@@ -133,7 +133,7 @@ def test_a_stop_at_a_step_that_previews_and_validates_loses_neither(
     """Step 6 draws previews, validates and logs; the stop comes in between."""
     begins = {
         "preview": lambda phase, step, item_done: phase is Phase.PREVIEW,
-        "validation": lambda phase, step, item_done: phase is Phase.TRAIN and step is None,
+        "validation": lambda phase, step, item_done: item_done and step == 6,
         "micro-batch": lambda phase, step, item_done: phase is Phase.TRAIN and not item_done and step == 6,
     }
     reached: list[int] = []

@@ -14,7 +14,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-SLOW_SECONDS = 0.2
+TENSOR_SECONDS = 0.05
+ENTRY_SECONDS = 0.2
 
 
 def parent(knobs: dict[str, Any], arguments: Sequence[str]) -> int:
@@ -56,7 +57,7 @@ def _slow_tensors(module: Any) -> None:
 
     def write_tensors(path: Path, tensors: Any, metadata: Any, on_tensor: Callable[[], None] | None) -> None:
         def later() -> None:
-            time.sleep(SLOW_SECONDS)
+            time.sleep(TENSOR_SECONDS)
             if on_tensor is not None:
                 on_tensor()
 
@@ -72,7 +73,7 @@ def slow_cache() -> None:
     real = Cache.write
 
     def write(self: Cache, kind: str, key: str, tensors: Any) -> None:
-        time.sleep(SLOW_SECONDS)
+        time.sleep(ENTRY_SECONDS)
         real(self, kind, key, tensors)
 
     Cache.write = write  # type: ignore[method-assign]
