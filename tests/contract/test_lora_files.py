@@ -123,7 +123,9 @@ def test_comfyui_knows_every_key_of_every_preset(lora_case: Case, workshop: Work
     family = workshop.job(lora_case, tmp_path).context.family
     for preset in family.lora_targets:
         job = workshop.job(lora_case, tmp_path / preset, f"lora.target_modules={preset}")
-        _, comfyui = proof.export_lora(job.context, build(job.context).model)
+        folder = job.context.run_dir / "lora"
+        folder.mkdir(parents=True)
+        _, comfyui = proof.write_lora_files(job.context, build(job.context).model, folder)
         keys = set(load_file(comfyui))
         assert keys
         assert not unknown_keys(lora_case.family, keys)
@@ -207,7 +209,9 @@ def test_a_spoilt_lora_file_fails_the_proof(
     tmp_path: Path,
 ) -> None:
     context, built = trained(lora_case, workshop, finished(lora_case), tmp_path)
-    path, _ = proof.export_lora(context, built.model)
+    folder = context.run_dir / "lora"
+    folder.mkdir(parents=True, exist_ok=True)
+    path, _ = proof.write_lora_files(context, built.model, folder)
     assert path.read_bytes() == lora_file(finished(lora_case)).read_bytes()
     spoil(path, change)
     with pytest.raises(DataError, match=words) as caught:

@@ -13,13 +13,16 @@ from trainer.config.load import load
 from trainer.config.schema import RunConfig
 from trainer.data.records import ImageRecord
 from trainer.engine.spec import Spec, read_spec
-from trainer.errors import ExitCode, TrainerError
+from trainer.errors import ConfigError, ExitCode, TrainerError
 from trainer.families import components, get, names
 from trainer.hardware.render import plan_from_json
 from trainer.telemetry import log
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
+
+# CUDA's allocator, the CPU's, and cuBLAS: torch has a class of its own for the first only
+_ALLOCATION_FAILED = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def main(spec_path: str) -> int:
@@ -34,9 +37,10 @@ def main(spec_path: str) -> int:
     status.beat(Phase.LOAD)
     # the file is the sum of all layers already: variables must not be laid over it again
     config = load([Path(spec.config_file)], family_defaults={name: {} for name in names()}, environ={}).config
-    log.setup(config.output_dir if spec.mode == "train" else None)
+    log.setup(None)
     logger = log.get("run")
     try:
+        _open_log(config, spec)
         records = _scan(config, spec, status, stop)
         _work(config, spec, status, stop, records, logger.info)
     except TrainerError as error:
@@ -44,6 +48,21 @@ def main(spec_path: str) -> int:
         return int(error.exit_code)
     status.beat(Phase.DONE)
     return int(ExitCode.OK)
+
+
+def _open_log(config: RunConfig, spec: Spec) -> None:
+    """Keep the run's log in its folder; raises ConfigError where that cannot be written."""
+    if spec.mode != "train":
+        return
+    try:
+        config.output_dir.mkdir(parents=True, exist_ok=True)
+        log.setup(config.output_dir)
+    except OSError as error:
+        raise ConfigError(
+            f"the output folder cannot be written: {error.strerror}",
+            where=str(config.output_dir),
+            remedy="set output_dir, or --output, to a folder that this user may write",
+        ) from error
 
 
 def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> tuple[ImageRecord, ...]:
@@ -74,15 +93,19 @@ def _work(
     say: Callable[[str], None],
 ) -> None:
     """Everything that needs torch."""
-    import torch
-
     from trainer.engine import run
     from trainer.engine.context import Context
     from trainer.errors import OutOfMemoryError
+    from trainer.modeling.hub import Download
     from trainer.modeling.source import resolve_source
 
     run.quiet_libraries()
     family = get(config.family)
+
+    def on_start(download: Download) -> None:
+        size, total = download.missing_bytes / 1e9, download.total_bytes / 1e9
+        free = download.free_bytes / 1e9
+        say(f"downloading {download.repository}: {size:.1f} of {total:.1f} GB, {free:.1f} GB free")
 
     def on_bytes(done: int, total: int) -> None:
         stop.raise_if_requested()
@@ -92,7 +115,7 @@ def _work(
         config=config,
         plan=plan_from_json(spec.plan_text),
         family=family,
-        source=resolve_source(config, components(family), on_bytes=on_bytes),
+        source=resolve_source(config, components(family), on_start=on_start, on_bytes=on_bytes),
         cache_dir=Path(spec.cache_dir),
         status=status,
         stop=stop,
@@ -107,9 +130,11 @@ def _work(
             run.sample_once(context, spec)
         else:
             run.verify_file(context, spec)
-    except torch.OutOfMemoryError as error:
+    except (MemoryError, RuntimeError) as error:
+        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _ALLOCATION_FAILED):
+            raise
         raise OutOfMemoryError(
-            f"the device ran out of memory ({error})",
+            f"memory ran out ({error})",
             where=f"phase {status.phase}",
             remedy="use features.activation_checkpointing: true, features.weights: int8, or a lower "
             "data.resolution; the last checkpoint is intact",

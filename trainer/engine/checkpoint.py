@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from trainer.telemetry.atomic import sync_directory, write_text
 FORMAT_VERSION = 1
 SHARD_BYTES = 10 * 10**9
 _STATE = "state.json"
+_NAME = re.compile(r"step-\d{6,}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +78,7 @@ def save(
         shutil.rmtree(target)
     temporary.replace(target)
     sync_directory(root)
-    _prune(root, keep)
+    _prune(root, keep, snapshot.step)
     return target
 
 
@@ -92,17 +94,28 @@ def _write_group(
     return sizes
 
 
-def _prune(root: Path, keep: int) -> None:
-    """Remove all but the newest `keep` checkpoints, and what an interrupted save left."""
-    for folder in steps_on_disk(root)[:-keep]:
+def _prune(root: Path, keep: int, newest_step: int) -> None:
+    """Remove all but the newest `keep` checkpoints up to `newest_step`, and what an interrupted save left.
+
+    Later ones are damaged, since the run went on from an earlier one; they are replaced when it gets there.
+    """
+    ours = [folder for folder in steps_on_disk(root) if step_of(folder) <= newest_step]
+    for folder in ours[:-keep]:
         shutil.rmtree(folder)
     for leftover in root.glob("step-*.tmp"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if _NAME.fullmatch(leftover.stem):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(folder.name.removeprefix("step-"))
 
 
 def steps_on_disk(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(path for path in root.glob("step-*") if path.is_dir() and not path.name.endswith(".tmp"))
+    """Complete checkpoints, oldest first; folders that somebody renamed are not among them."""
+    found = [path for path in root.glob("step-*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of)
 
 
 def newest_valid(root: Path, say: Callable[[str], None]) -> tuple[Path, Snapshot] | None:
@@ -123,6 +136,8 @@ def damage(folder: Path) -> str | None:
         state = json.loads((folder / _STATE).read_text())
     except (OSError, ValueError) as error:
         return f"{_STATE} cannot be read ({error})"
+    if not isinstance(state, dict) or not isinstance(state.get("files"), dict):
+        return f"{_STATE} is not one of ours"
     if state.get("version") != FORMAT_VERSION:
         return f"format version {state.get('version')}, this trainer reads {FORMAT_VERSION}"
     for name, size in state["files"].items():

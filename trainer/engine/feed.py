@@ -50,6 +50,8 @@ def feed(
         header, _ = entries.headers(samples[0][0], dropped=False)
         positions = [sample.position for sample in micro_batch.samples]
         draw = context.family.draw(settings, positions, header)
+        if draw is not None and context.plan.pin_memory:
+            draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
         batch = load_batch(entries, samples, dtype=context.dtype, pin_memory=context.plan.pin_memory)
         return Fed(micro_batch=micro_batch, batch=batch, draw=draw)
 

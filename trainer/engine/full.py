@@ -31,7 +31,20 @@ def export_full(context: Context, model: Any) -> Path:
     target = context.run_dir / "model" / component
     temporary = target.with_name(f"{component}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir(parents=True)
+    try:
+        with atomic.no_space_told(temporary):
+            temporary.mkdir(parents=True)
+        _write_shards(context, model, temporary)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.replace(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    atomic.sync_directory(target.parent)
+    return target
+
+
+def _write_shards(context: Context, model: Any, temporary: Path) -> None:
+    component = context.family.trained_component
     state = model.state_dict()
     shards = split_shards(state, SHARD_BYTES)
     weight_map: dict[str, str] = {}
@@ -52,10 +65,6 @@ def export_full(context: Context, model: Any) -> Path:
         )
     config = json.dumps(context.source.component_config(component), indent=1, sort_keys=True)
     atomic.write_text(temporary / "config.json", config)
-    shutil.rmtree(target, ignore_errors=True)
-    temporary.replace(target)
-    atomic.sync_directory(target.parent)
-    return target
 
 
 def prove_full(context: Context, model: Any, folder: Path) -> int:

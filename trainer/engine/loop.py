@@ -77,6 +77,8 @@ def train(run: Run, state: State) -> None:
                 _one_step(run, state, batches)
                 _after_step(run, state, bar)
         _check_finite(run, state)
+        if _keeps_last_step(run):
+            save(run, state)
     except (StoppedError, OutOfMemoryError, DataError):
         run.built.updater.drop_gradients()
         if state.step > 0:
@@ -112,7 +114,7 @@ def _one_step(run: Run, state: State, batches: Any) -> None:
     _check_finite(run, state)
     rate = learning_rate(config.train, state.step + 1)
     state.grad_norm, bad = built.updater.step(rate, step_loss)
-    state.flag = HostFlag(bad, pinned=context.plan.pin_memory)
+    state.flag = HostFlag(bad)
     state.suspects = tuple(used)
     state.device_loss = step_loss if state.device_loss is None else state.device_loss + step_loss
     state.step += 1
@@ -148,11 +150,21 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
         bar.advance(1, text=_log(run, state, values))
     else:
         bar.advance(1)
-    if _preview_is_due(run, state):
-        _untimed(run, lambda: _preview(run, state))
+    # saved first: what goes wrong in a preview loses nothing, and a resumed run draws the one it owes
     if state.step % config.checkpoint.checkpointing_steps == 0:
         _check_finite(run, state)
         _untimed(run, lambda: save(run, state))
+    if _preview_is_due(run, state):
+        _untimed(run, lambda: _preview(run, state))
+
+
+def _keeps_last_step(run: Run) -> bool:
+    """Whether the last step is saved before the export, so that a failing export loses nothing.
+
+    Not for a full fine-tune that was told to write no checkpoints: they are four times the model's size.
+    """
+    config = run.context.config
+    return config.method == "lora" or config.checkpoint.checkpointing_steps <= config.train.max_train_steps
 
 
 def _preview_is_due(run: Run, state: State) -> bool:

@@ -5,7 +5,7 @@ fine-tunes.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -29,9 +29,10 @@ def learning_rate(train: TrainSection, step: int) -> float:
 class HostFlag:
     """A device scalar on its way to the host: reading it waits for the step that made it, nothing later."""
 
-    def __init__(self, value: torch.Tensor, *, pinned: bool) -> None:
+    def __init__(self, value: torch.Tensor) -> None:
         self._value, self._event = value, None
-        if pinned and value.device.type == "cuda":
+        if value.device.type == "cuda":
+            # four pinned bytes, also where the plan pins nothing: a plain copy would wait for all queued work
             self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
             self._value.copy_(value, non_blocking=True)
             self._event = torch.cuda.Event()
@@ -42,6 +43,17 @@ class HostFlag:
         if self._event is not None:
             self._event.synchronize()
         return float(self._value.item())
+
+
+@torch.no_grad()
+def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+    """Scale gradients to a joint norm of at most `max_norm`; gives the norm before, in fp32 for any type."""
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+    norm = torch.linalg.vector_norm(torch.stack(norms))
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_(gradients, factor)
+    return norm
 
 
 class Updater:
@@ -122,7 +134,7 @@ class Updater:
         both fp32.
         """
         masters = [master for master in self.masters.values() if master.grad is not None]
-        norm = torch.nn.utils.clip_grad_norm_(masters, self.train.max_grad_norm)
+        norm = clip_gradients(masters, self.train.max_grad_norm)
         bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(loss)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -137,7 +149,7 @@ class Updater:
         self.steps_taken += 1
         self._publish()
         self.drop_gradients()
-        return norm.float(), bad
+        return norm, bad
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -19,6 +19,7 @@ from trainer.telemetry.status import Phase
 _CELL_MINIMUM = 192
 _MARGIN = 8
 _TEXT_LINES = 2
+_STRIP_WIDTH, _STRIP_HEIGHT = 2048, 16384
 
 
 def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> Path | None:
@@ -100,7 +101,10 @@ def row(images: Sequence[Image.Image], captions: Sequence[str], title: str) -> I
 
 
 def write_strip(samples: Path, *, up_to_step: int) -> Path | None:
-    """Stack the pictures of all times into `samples/strip.png`, oldest on top; None where there is none."""
+    """Stack the pictures of all times into `samples/strip.png`, oldest on top; None where there is none.
+
+    Large ones are made smaller, and of very many an even choice with the first and the last is taken.
+    """
     paths = [
         path
         for path in sorted(samples.glob("step-*.png"))
@@ -108,12 +112,20 @@ def write_strip(samples: Path, *, up_to_step: int) -> Path | None:
     ]
     if not paths:
         return None
-    pictures = [Image.open(path).convert("RGB") for path in paths]
-    strip = Image.new("RGB", (max(p.width for p in pictures), sum(p.height for p in pictures)), "white")
+    sizes = []
+    for path in paths:
+        with Image.open(path) as picture:
+            sizes.append(picture.size)
+    scale = min(1.0, _STRIP_WIDTH / max(width for width, _ in sizes))
+    rows = [(max(1, round(width * scale)), max(1, round(height * scale))) for width, height in sizes]
+    count = min(len(paths), max(2, _STRIP_HEIGHT // max(height for _, height in rows)))
+    chosen = [round(i * (len(paths) - 1) / max(1, count - 1)) for i in range(count)]
+    strip = Image.new("RGB", (max(rows[i][0] for i in chosen), sum(rows[i][1] for i in chosen)), "white")
     top = 0
-    for picture in pictures:
-        strip.paste(picture, (0, top))
-        top += picture.height
+    for i in chosen:
+        with Image.open(paths[i]) as picture:
+            strip.paste(picture.convert("RGB").resize(rows[i], Image.Resampling.LANCZOS), (0, top))
+        top += rows[i][1]
     target = samples / "strip.png"
     write_png(strip, target)
     return target

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,10 +17,11 @@ from safetensors import SafetensorError, safe_open
 
 from trainer import __version__
 from trainer.engine.context import Context
-from trainer.errors import DataError, DivergedError, Problem
+from trainer.errors import DataError, DivergedError, NoSpaceError, Problem
 from trainer.families.protocol import Batch, Draw, Shape
 from trainer.modeling import lora
 from trainer.modeling.tensorfile import rewrite_sorted
+from trainer.telemetry import atomic
 
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
 """Largest relative difference between the trained model and the one loaded from the file."""
@@ -70,10 +72,10 @@ def fixed_outputs(context: Context, model: Any) -> list[torch.Tensor]:
 
 
 def to_device(batch: Batch, draw: Draw | None, device: str, dtype: torch.dtype) -> tuple[Batch, Draw | None]:
-    """Move a batch (text in the model's dtype) and its draw (fp32) to the device."""
+    """Move a batch (text in the model's dtype) and its draw (fp32); waits only where memory is not pinned."""
     batch = Batch(
-        latents={name: tensor.to(device) for name, tensor in batch.latents.items()},
-        text={name: tensor.to(device, dtype) for name, tensor in batch.text.items()},
+        latents={name: tensor.to(device, non_blocking=True) for name, tensor in batch.latents.items()},
+        text={name: tensor.to(device, dtype, non_blocking=True) for name, tensor in batch.text.items()},
         size=batch.size,
     )
     if draw is None:
@@ -93,19 +95,46 @@ def relative_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tens
     return worst
 
 
-def export_lora(context: Context, model: Any) -> tuple[Path, Path]:
-    """Write `lora/<name>.safetensors` through the family's pipeline and `lora/<name>.comfyui.safetensors`."""
+def export_lora(context: Context, model: Any) -> tuple[Path, Path, Proof]:
+    """Write `lora/<name>.safetensors` through the family's pipeline and its ComfyUI twin, proved first.
+
+    Files of an earlier run stay until the new ones are proved. Raises as `prove_lora`, and NoSpaceError.
+    """
     folder = context.run_dir / "lora"
-    folder.mkdir(parents=True, exist_ok=True)
+    temporary = context.run_dir / "lora.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with atomic.no_space_told(folder):
+            temporary.mkdir(parents=True)
+            folder.mkdir(exist_ok=True)
+        path, comfyui = write_lora_files(context, model, temporary)
+        proof = prove_lora(context, model, path)
+        proved = write_proof(path, proof)
+        for file in (path, comfyui, proved):
+            file.replace(folder / file.name)
+        atomic.sync_directory(folder)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder / path.name, folder / comfyui.name, proof
+
+
+def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, Path]:
+    """Write both files into `folder`, not proved. Raises NoSpaceError."""
     name = context.run_dir.resolve().name
-    state = lora.adapter_state(model)
-    path = context.family.save_adapter(state, lora.adapter_config(model), folder, f"{name}.safetensors")
-    metadata = file_metadata(context)
+    state, metadata = lora.adapter_state(model), file_metadata(context)
+    try:
+        path = context.family.save_adapter(state, lora.adapter_config(model), folder, f"{name}.safetensors")
+    except SafetensorError as error:
+        # the library has no error class for it
+        if "os error 28" not in str(error):
+            raise
+        raise NoSpaceError(
+            str(error), where=str(folder), remedy="free space; the last step is saved"
+        ) from error
     rewrite_sorted(path, metadata)
     comfyui = folder / f"{name}.comfyui.safetensors"
-    lora.write_comfyui(
-        state, comfyui, metadata, alpha=context.config.lora.alpha, key_of=context.family.comfyui_keys
-    )
+    alpha = context.config.lora.alpha
+    lora.write_comfyui(state, comfyui, metadata, alpha=alpha, key_of=context.family.comfyui_keys)
     return path, comfyui
 
 
@@ -216,8 +245,6 @@ def _require(proof: Proof, path: Path, tolerance: float) -> None:
 
 def write_proof(path: Path, proof: Proof) -> Path:
     """Write the figures beside the file as `<name>.proof.json`."""
-    from trainer.telemetry.atomic import write_text
-
     target = path.with_suffix(".proof.json")
-    write_text(target, json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n")
+    atomic.write_text(target, json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n")
     return target

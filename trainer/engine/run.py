@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import shutil
+import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,15 +14,15 @@ import torch
 from trainer.data.cache import prune
 from trainer.data.records import ImageRecord
 from trainer.data.sampler import held_out_split
-from trainer.engine import checkpoint, loop, proof
+from trainer.engine import checkpoint, loop, proof, resume
 from trainer.engine.build import build, load_base
 from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
-from trainer.engine.entries import Entries, data_fingerprint, fill_cache, list_entries
+from trainer.engine.entries import Entries, fill_cache, list_entries
 from trainer.engine.full import export_full, prove_full
 from trainer.engine.journal import Journal
 from trainer.engine.preview import draw_previews, row, sample, write_png, write_strip
 from trainer.engine.spec import Spec
-from trainer.errors import ConfigError, DivergedError, NoSpaceError
+from trainer.errors import ConfigError, DivergedError
 from trainer.families.protocol import PreviewRequest
 from trainer.modeling import lora
 from trainer.telemetry import atomic, log
@@ -81,10 +81,12 @@ def _train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None
     training, held_out = held_out_split(
         records, context.config.validation.held_out, context.config.validation.seed
     )
-    fingerprint = run_fingerprint(context, training)
-    found = _find_checkpoint(context, fingerprint)
-    _write_run_files(context, spec)
-    _require_space(context)
+    fingerprint = resume.run_fingerprint(context, training)
+    found = resume.find_checkpoint(context, fingerprint)
+    if found is None:
+        resume.require_free_folder(context, fingerprint)
+    resume.require_space(context)
+    _write_run_files(context, spec, fingerprint)
     entries = list_entries(context, training)
     held_entries = list_entries(context, held_out) if held_out else None
     report = fill_cache(context, list_entries(context, records))
@@ -139,66 +141,6 @@ def _say_peaks(context: Context, caching: int, training: int) -> None:
     context.say(f"device memory at its peak: {', '.join(parts)}")
 
 
-def run_fingerprint(context: Context, records: Sequence[ImageRecord]) -> dict[str, str]:
-    """What a checkpoint and the run that continues it must have in common."""
-    config, source = context.config, context.source
-    fingerprint = {
-        "family": config.family,
-        "method": config.method,
-        "base": source.identity,
-        "revision": source.revision or "",
-        "weights": f"{source.weights} {context.plan.weights}",
-        "dtype": context.plan.dtype,
-        "seed": str(config.train.seed),
-        "train_batch_size": str(config.train.train_batch_size),
-        "gradient_accumulation_steps": str(config.train.gradient_accumulation_steps),
-        "caption_dropout_rate": str(config.data.caption_dropout_rate),
-        "optimizer": context.plan.optimizer,
-        "data": data_fingerprint(records),
-    }
-    if config.method == "lora":
-        targets = config.lora.target_modules
-        fingerprint |= {
-            "lora.rank": str(config.lora.rank),
-            "lora.alpha": str(config.lora.alpha),
-            "lora.target_modules": targets if isinstance(targets, str) else ",".join(sorted(targets)),
-        }
-    return fingerprint
-
-
-def _find_checkpoint(
-    context: Context, fingerprint: dict[str, str]
-) -> tuple[Path, checkpoint.Snapshot] | None:
-    """The checkpoint to continue from, as `checkpoint.resume_from_checkpoint` says; before anything is
-    loaded.
-    """
-    wanted = context.config.checkpoint.resume_from_checkpoint
-    root = context.run_dir / "checkpoints"
-    where = "checkpoint.resume_from_checkpoint"
-    if isinstance(wanted, Path):
-        problem = checkpoint.damage(wanted)
-        if problem is not None:
-            raise ConfigError(f"{wanted} is no usable checkpoint: {problem}", where=where)
-        found: tuple[Path, checkpoint.Snapshot] | None = (wanted, checkpoint.read_snapshot(wanted))
-    else:
-        found = checkpoint.newest_valid(root, context.say)
-        if found is not None and wanted == "never":
-            remedy = "set it to auto to continue, or choose another output_dir"
-            raise ConfigError(f"{found[0]} exists and resuming is forbidden", where=where, remedy=remedy)
-    if found is None:
-        return None
-    folder, snapshot = found
-    checkpoint.require_same_run(folder, snapshot.fingerprint, fingerprint)
-    total = context.config.train.max_train_steps
-    if snapshot.step > total:
-        raise ConfigError(
-            f"the newest checkpoint is of step {snapshot.step}, beyond max_train_steps {total}",
-            where=str(folder),
-            remedy="raise train.max_train_steps, or choose another output_dir",
-        )
-    return found
-
-
 def _resume(context: Context, updater: Any, folder: Path, snapshot: checkpoint.Snapshot) -> loop.State:
     context.status.beat(Phase.LOAD)
     weights = checkpoint.read_group(folder, "weights", context.device)
@@ -212,23 +154,14 @@ def _resume(context: Context, updater: Any, folder: Path, snapshot: checkpoint.S
     )
 
 
-def _write_run_files(context: Context, spec: Spec) -> None:
+def _write_run_files(context: Context, spec: Spec, fingerprint: dict[str, str]) -> None:
+    atomic.write_text(
+        context.run_dir / resume.RUN_FILE, json.dumps(fingerprint, indent=1, sort_keys=True) + "\n"
+    )
     atomic.write_text(context.run_dir / "config.resolved.yaml", Path(spec.config_file).read_text())
     atomic.write_text(context.run_dir / "plan.json", spec.plan_text)
     decisions: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
     log.get("run").info("run folder %s", context.run_dir, extra={"fields": {"plan": decisions}})
-
-
-def _require_space(context: Context) -> None:
-    """Raise NoSpaceError now rather than at the first checkpoint."""
-    free = shutil.disk_usage(context.run_dir).free
-    needed = context.plan.disk_bytes
-    if free < needed:
-        raise NoSpaceError(
-            f"{free / _GIB:.1f} GiB free, checkpoints and final files need {needed / _GIB:.1f} GiB",
-            where=str(context.run_dir),
-            remedy="free space, lower checkpoint.checkpoints_total_limit, or use --output on another disk",
-        )
 
 
 def _drop_samples(context: Context, step: int) -> None:
@@ -241,9 +174,7 @@ def _drop_samples(context: Context, step: int) -> None:
 def _finish_lora(context: Context, model: Any) -> str:
     if not proof.is_finite_adapter(model):
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
-    path, comfyui = proof.export_lora(context, model)
-    result = proof.prove_lora(context, model, path)
-    proof.write_proof(path, result)
+    path, comfyui, result = proof.export_lora(context, model)
     return f"LoRA: {path} (diffusers), {comfyui} (ComfyUI). Proved: {result}."
 
 

@@ -4,8 +4,9 @@ inside.
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -84,6 +85,12 @@ def draw_samples(settings: FlowSettings, positions: Sequence[int], noise_shape: 
     return Draw(
         sigma=sigmas, noise=torch.stack(noise), vae_noise=torch.stack(vae_noise), weight=weight.float()
     )
+
+
+@functools.lru_cache(maxsize=64)
+def kept_on_device(make: Callable[..., torch.Tensor], *arguments: Hashable) -> torch.Tensor:
+    """The result of `make(*arguments)`, made once: position ids made each step would wait for the device."""
+    return make(*arguments)
 
 
 def interpolate(clean: torch.Tensor, draw: Draw) -> torch.Tensor:

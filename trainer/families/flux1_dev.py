@@ -140,7 +140,7 @@ class Flux1Dev:
         guidance = None
         if model.config.guidance_embeds:
             guidance = torch.full((count,), settings.flow.guidance_scale, device=noised.device)
-        image_ids = FluxPipeline._prepare_latent_image_ids
+        size = (count, height // 2, width // 2, text.device, text.dtype)
         packed = model(
             hidden_states=FluxPipeline._pack_latents(noised.to(text.dtype), count, channels, height, width),
             timestep=draw.sigma.to(text.dtype),
@@ -148,7 +148,7 @@ class Flux1Dev:
             pooled_projections=batch.text["pooled_prompt_embeds"],
             encoder_hidden_states=text,
             txt_ids=torch.zeros(text.shape[1], 3, device=text.device, dtype=text.dtype),
-            img_ids=image_ids(count, height // 2, width // 2, text.device, text.dtype),
+            img_ids=flow.kept_on_device(FluxPipeline._prepare_latent_image_ids, *size),
             return_dict=False,
         )[0]
         # the scale factor 1 makes the pipeline's helper count in latent pixels

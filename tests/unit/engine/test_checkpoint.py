@@ -92,3 +92,23 @@ def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
     assert "seed: the checkpoint has '0', this run '1'" in text
     assert "lora.rank: the checkpoint has '8', this run '16'" in text
     assert "output_dir" in text
+
+
+def test_a_renamed_checkpoint_is_kept_and_not_offered(tmp_path: Path) -> None:
+    save(tmp_path, 1).rename(tmp_path / "step-000001-best")
+    for step in (2, 3):
+        save(tmp_path, step, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000001-best", "step-000003"]
+    assert [checkpoint.step_of(path) for path in checkpoint.steps_on_disk(tmp_path)] == [3]
+
+
+def test_later_checkpoints_do_not_push_out_the_new_one(tmp_path: Path) -> None:
+    for step in (55, 60, 35):
+        save(tmp_path, step, keep=2)
+    assert "step-000035" in {path.name for path in tmp_path.iterdir()}
+
+
+def test_steps_sort_as_numbers(tmp_path: Path) -> None:
+    for step in (1_000_000, 999_999):
+        save(tmp_path, step, keep=9)
+    assert [checkpoint.step_of(path) for path in checkpoint.steps_on_disk(tmp_path)] == [999_999, 1_000_000]

@@ -1,0 +1,68 @@
+"""What a run folder may be used for."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer.engine import resume
+from trainer.errors import ConfigError, NoSpaceError
+
+FINGERPRINT = {"seed": "0"}
+
+
+def context(run_dir: Path, *, wanted: str = "auto", disk_bytes: int = 0) -> Any:
+    config = SimpleNamespace(
+        checkpoint=SimpleNamespace(resume_from_checkpoint=wanted),
+        train=SimpleNamespace(max_train_steps=10),
+    )
+    plan = SimpleNamespace(disk_bytes=disk_bytes)
+    return SimpleNamespace(run_dir=run_dir, config=config, plan=plan, say=lambda text: None)
+
+
+def finished(run_dir: Path, fingerprint: str) -> None:
+    (run_dir / "lora").mkdir(parents=True)
+    (run_dir / "lora" / "x.safetensors").write_bytes(b"precious")
+    (run_dir / resume.RUN_FILE).write_text(fingerprint)
+
+
+def test_an_empty_folder_is_free(tmp_path: Path) -> None:
+    resume.require_free_folder(context(tmp_path), FINGERPRINT)
+
+
+def test_another_run_is_refused_where_results_are(tmp_path: Path) -> None:
+    finished(tmp_path, '{"seed": "1"}')
+    with pytest.raises(ConfigError, match="seed: the checkpoint has '1', this run '0'"):
+        resume.require_free_folder(context(tmp_path), FINGERPRINT)
+
+
+def test_the_same_run_may_start_again(tmp_path: Path) -> None:
+    finished(tmp_path, '{"seed": "0"}')
+    resume.require_free_folder(context(tmp_path), FINGERPRINT)
+
+
+def test_never_refuses_results_of_the_same_run_too(tmp_path: Path) -> None:
+    finished(tmp_path, '{"seed": "0"}')
+    with pytest.raises(ConfigError, match="resuming is forbidden"):
+        resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT)
+
+
+def test_a_folder_without_a_usable_checkpoint_is_not_started_over(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints" / "step-000005"
+    folder.mkdir(parents=True)
+    (folder / "state.json").write_text("[]")
+    with pytest.raises(ConfigError, match="none of the checkpoints here can be used"):
+        resume.find_checkpoint(context(tmp_path), FINGERPRINT)
+
+
+def test_space_that_the_run_holds_already_counts(tmp_path: Path) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    with pytest.raises(NoSpaceError, match="GiB free"):
+        resume.require_space(context(tmp_path, disk_bytes=1 << 60))
+    held = tmp_path / "checkpoints" / "big"
+    with held.open("wb") as file:
+        file.truncate(1 << 43)  # sparse: eight TiB that take no room
+    resume.require_space(context(tmp_path, disk_bytes=1 << 43))
