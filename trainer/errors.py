@@ -26,7 +26,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.OK: "finished",
     ExitCode.BAD_DATA: "bad data",
     ExitCode.HARDWARE: "this hardware cannot do it",
-    ExitCode.DIVERGED: "the loss or a gradient became NaN or infinite",
+    ExitCode.DIVERGED: "the loss or a gradient became NaN or infinite, or the result changes nothing",
     ExitCode.OUT_OF_MEMORY: "out of memory, or a memory floor was reached",
     ExitCode.NO_SPACE: "no space left on a disk",
     ExitCode.HUNG: "no progress within the phase's budget",

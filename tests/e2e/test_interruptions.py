@@ -47,7 +47,7 @@ def test_a_stop_a_kill_and_two_resumes_equal_one_run(
     process.popen.send_signal(signal.SIGTERM)
     code, errors = process.end()
     assert code == ExitCode.STOPPED, errors
-    assert "stopped by SIGTERM" in errors
+    assert "stopped on request" in errors
     (saved,) = steps_saved(process.run_dir)
     assert saved < "step-000005"
     assert not (process.run_dir / "lora").exists()
@@ -72,7 +72,7 @@ def test_a_stop_while_caching_saves_nothing_but_the_cache(case: Case, start: Sta
     process.popen.send_signal(signal.SIGTERM)
     code, errors = process.end()
     assert code == ExitCode.STOPPED, errors
-    assert "stopped by SIGTERM" in errors
+    assert "stopped on request" in errors
     assert "Traceback" not in errors
     assert not steps_saved(process.run_dir)
     assert not (process.run_dir / "metrics.jsonl").exists()
@@ -87,7 +87,7 @@ def test_a_stop_before_the_first_step_saves_nothing(case: Case, start: Start, tm
     process.popen.send_signal(signal.SIGTERM)
     code, errors = process.end()
     assert code == ExitCode.STOPPED, errors
-    assert "stopped by SIGTERM" in errors
+    assert "stopped on request" in errors
     assert "Traceback" not in errors
     assert not steps_saved(process.run_dir)
     assert not (process.run_dir / "lora").exists()

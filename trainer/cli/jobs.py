@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import sys
+import tempfile
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -12,6 +15,10 @@ if TYPE_CHECKING:
     from trainer.engine.spec import Mode
     from trainer.hardware.facts import Facts
     from trainer.hardware.plan import Plan
+
+
+_SHARED_MODES: frozenset[Mode] = frozenset({"train", "cache"})
+"""Jobs that take the user's runtime folder, of which there is one at a time; the others get their own."""
 
 
 def run_job(
@@ -26,7 +33,10 @@ def run_job(
     port: int | None = None,
     unified_memory: bool = False,
 ) -> int:
-    """Hand one job to the training process, watch over it, and return its exit code."""
+    """Hand one job to the training process, watch over it, and return its exit code.
+
+    The job's files are its own: a second command must not change what the first one is about to read.
+    """
     from trainer.config import environment
     from trainer.config.load import dump
     from trainer.engine.spec import Spec, write_spec
@@ -34,44 +44,46 @@ def run_job(
     from trainer.telemetry import atomic
     from trainer.telemetry.supervisor import supervise
 
-    runtime_dir = environment.runtime_dir()
-    runtime_dir.mkdir(parents=True, exist_ok=True)
-    folder = runtime_dir / mode
-    folder.mkdir(exist_ok=True)
-    config_file = folder / "config.yaml"
-    atomic.write_text(config_file, dump(loaded.config))
-    spec = Spec(
-        mode=mode,
-        config_file=str(config_file),
-        plan_text=plan_to_json(plan),
-        runtime_dir=str(runtime_dir),
-        cache_dir=str(environment.cache_dir(loaded.config)),
-        lora_file=lora_file,
-        output_file=output_file,
-        verify=verify,
-        prune=prune,
-    )
-    write_spec(spec, folder / "spec.json")
-    return supervise(
-        [sys.executable, "-m", "trainer.engine", str(folder / "spec.json")],
-        environment={**environment.snapshot(), **plan.environment},
-        runtime_dir=runtime_dir,
-        port=port,
-        unified_memory=unified_memory,
-    )
+    shared = environment.make_runtime_dir()
+    with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=shared, ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        # `trainer health` asks about the run of this machine; a picture drawn beside it has no say in that
+        runtime_dir = shared if mode in _SHARED_MODES else folder
+        atomic.write_text(folder / "config.yaml", dump(loaded.config))
+        spec = Spec(
+            mode=mode,
+            config_file=str(folder / "config.yaml"),
+            plan_text=plan_to_json(plan),
+            runtime_dir=str(runtime_dir),
+            cache_dir=str(environment.cache_dir(loaded.config)),
+            supervisor_pid=os.getpid(),
+            lora_file=lora_file,
+            output_file=output_file,
+            verify=verify,
+            prune=prune,
+        )
+        write_spec(spec, folder / "spec.json")
+        return supervise(
+            [sys.executable, "-m", "trainer.engine", str(folder / "spec.json")],
+            environment={**environment.snapshot(), **plan.environment},
+            runtime_dir=runtime_dir,
+            port=port,
+            unified_memory=unified_memory,
+        )
 
 
 def stop_before_start() -> None:
-    """From now on SIGTERM ends with 75, as it does later when the supervisor has taken over."""
+    """From now on SIGTERM and Ctrl-C end with 75, as they do later when the supervisor has taken over."""
     import signal
     from types import FrameType
 
     from trainer.errors import StoppedError
 
     def stop(signum: int, frame: FrameType | None) -> None:
-        raise StoppedError("stopped by SIGTERM before anything was started", remedy="start it again")
+        raise StoppedError("stopped before anything was started", remedy="start it again")
 
-    signal.signal(signal.SIGTERM, stop)
+    for signum in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(signum, stop)
 
 
 def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:

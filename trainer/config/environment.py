@@ -7,15 +7,17 @@ Cheap to import: `trainer health` runs it every few seconds.
 from __future__ import annotations
 
 import difflib
+import errno
 import os
 import re
+import stat
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.errors import ConfigError, Problem
+from trainer.errors import ConfigError, NoSpaceError, Problem
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
@@ -93,6 +95,38 @@ def runtime_dir() -> Path:
     """Folder of status.json and metrics.prom, one for each user; it need not exist yet."""
     value = read("TRAINER_RUNTIME_DIR")
     return Path(value).expanduser() if value else Path(tempfile.gettempdir()) / f"trainer-{os.getuid()}"
+
+
+def make_runtime_dir() -> Path:
+    """`runtime_dir()`, created where it is missing and known to take files.
+
+    Raises ConfigError when it cannot be used, or is the default one and somebody else's: the folder for
+    temporary files is open to all users. Raises NoSpaceError when its disk is full.
+    """
+    folder = runtime_dir()
+    remedy = "set TRAINER_RUNTIME_DIR to a folder that this user can write"
+    try:
+        if read("TRAINER_RUNTIME_DIR"):
+            folder.mkdir(parents=True, exist_ok=True)
+        else:
+            folder.mkdir(mode=0o700, exist_ok=True)
+            _require_own(folder, remedy)
+        # permission bits do not tell of read-only mounts or of what root may do: ask by writing
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        what = f"{folder} cannot be used: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise NoSpaceError(what, where="TRAINER_RUNTIME_DIR", remedy="free space on that disk") from error
+        raise ConfigError(what, where="TRAINER_RUNTIME_DIR", remedy=remedy) from error
+    return folder
+
+
+def _require_own(folder: Path, remedy: str) -> None:
+    """Refuse a link, and a folder that another user made in our place."""
+    found = folder.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"{folder} belongs to another user", where="TRAINER_RUNTIME_DIR", remedy=remedy)
 
 
 def user_cache_dir(environ: Mapping[str, str] | None = None) -> Path:

@@ -6,8 +6,9 @@ The data set is checked before torch is imported, so that a bad one is told with
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trainer.config.load import load
 from trainer.config.schema import RunConfig
@@ -21,6 +22,10 @@ from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
 
+if TYPE_CHECKING:
+    from trainer.modeling.hub import Download
+    from trainer.modeling.source import ModelSource
+
 # CUDA's allocator, the CPU's, and cuBLAS: torch has a class of its own for the first only
 _ALLOCATION_FAILED = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -31,8 +36,8 @@ def main(spec_path: str) -> int:
     """
     stop = StopFlag()
     stop.install()
-    die_with_parent()
     spec = read_spec(Path(spec_path))
+    die_with_parent(spec.supervisor_pid)
     status = StatusWriter(Path(spec.runtime_dir))
     status.beat(Phase.LOAD)
     # the file is the sum of all layers already: variables must not be laid over it again
@@ -96,26 +101,14 @@ def _work(
     from trainer.engine import run
     from trainer.engine.context import Context
     from trainer.errors import OutOfMemoryError
-    from trainer.modeling.hub import Download
-    from trainer.modeling.source import resolve_source
 
     run.quiet_libraries()
     family = get(config.family)
-
-    def on_start(download: Download) -> None:
-        size, total = download.missing_bytes / 1e9, download.total_bytes / 1e9
-        free = download.free_bytes / 1e9
-        say(f"downloading {download.repository}: {size:.1f} of {total:.1f} GB, {free:.1f} GB free")
-
-    def on_bytes(done: int, total: int) -> None:
-        stop.raise_if_requested()
-        status.beat(Phase.LOAD)
-
     context = Context(
         config=config,
         plan=plan_from_json(spec.plan_text),
         family=family,
-        source=resolve_source(config, components(family), on_start=on_start, on_bytes=on_bytes),
+        source=_source(config, components(family), status, stop, say),
         cache_dir=Path(spec.cache_dir),
         status=status,
         stop=stop,
@@ -139,6 +132,28 @@ def _work(
             remedy="use features.activation_checkpointing: true, features.weights: int8, or a lower "
             "data.resolution; the last checkpoint is intact",
         ) from error
+
+
+def _source(
+    config: RunConfig,
+    wanted: Sequence[str],
+    status: StatusWriter,
+    stop: StopFlag,
+    say: Callable[[str], None],
+) -> ModelSource:
+    """The base model; a download says its size first, beats while it runs and can be stopped."""
+    from trainer.modeling.source import resolve_source
+
+    def on_start(download: Download) -> None:
+        size, total = download.missing_bytes / 1e9, download.total_bytes / 1e9
+        free = download.free_bytes / 1e9
+        say(f"downloading {download.repository}: {size:.1f} of {total:.1f} GB, {free:.1f} GB free")
+
+    def on_bytes(done: int, total: int) -> None:
+        stop.raise_if_requested()
+        status.beat(Phase.LOAD)
+
+    return resolve_source(config, wanted, on_start=on_start, on_bytes=on_bytes)
 
 
 if __name__ == "__main__":

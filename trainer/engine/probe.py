@@ -9,6 +9,7 @@ import json
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 
@@ -31,12 +32,21 @@ def shape_class(shape: AttentionShape) -> str:
 def probe_attention(
     shape: AttentionShape, dtype: str, candidates: Sequence[str], environment: Mapping[str, str]
 ) -> tuple[KernelVerdict, ...]:
-    """Verdicts of `candidates` at one shape; `dtype` is `bf16` or `fp32`. Takes seconds a kernel."""
-    return tuple(_probe_one(kernel, shape, dtype, environment) for kernel in candidates)
+    """Verdicts of `candidates` at one shape; `dtype` is `bf16` or `fp32`. Takes seconds a kernel.
+
+    All of them share TIMEOUT_SECONDS; a kernel that no time is left for gets no verdict.
+    """
+    deadline = time.monotonic() + TIMEOUT_SECONDS
+    verdicts = []
+    for kernel in candidates:
+        left = deadline - time.monotonic()
+        if left > 0:
+            verdicts.append(_probe_one(kernel, shape, dtype, environment, left))
+    return tuple(verdicts)
 
 
 def _probe_one(
-    kernel: str, shape: AttentionShape, dtype: str, environment: Mapping[str, str]
+    kernel: str, shape: AttentionShape, dtype: str, environment: Mapping[str, str], seconds: float
 ) -> KernelVerdict:
     request = json.dumps({"kernel": kernel, "dtype": dtype, "shape": asdict(shape)})
     command = [sys.executable, "-m", "trainer.engine.probe", request]
@@ -45,12 +55,12 @@ def _probe_one(
             command,
             capture_output=True,
             text=True,
-            timeout=TIMEOUT_SECONDS,
+            timeout=seconds,
             env=dict(environment),
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return _verdict(kernel, shape, reason=f"no result within {TIMEOUT_SECONDS:.0f} s")
+        return _verdict(kernel, shape, reason=f"no result within {seconds:.0f} s")
     if done.returncode != 0:
         return _verdict(kernel, shape, reason=_death(done.returncode, done.stderr))
     measured = json.loads(done.stdout.splitlines()[-1])
@@ -124,7 +134,6 @@ def measure(kernel: str, dtype: str, shape: AttentionShape) -> dict[str, float]:
 def _time(work: object, device: str) -> float:
     """Median milliseconds of a callable."""
     import statistics
-    import time
 
     import torch
 

@@ -23,6 +23,8 @@ class Spec:
     """The plan as JSON."""
     runtime_dir: str
     cache_dir: str
+    supervisor_pid: int | None = None
+    """The process that watches; the job ends when it is gone."""
     lora_file: str = ""
     """For `sample` and `verify`: the adapter; empty for the base model alone."""
     output_file: str = ""

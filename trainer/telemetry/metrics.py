@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from trainer.errors import NoSpaceError
 from trainer.telemetry import atomic
 from trainer.telemetry.records import StepRecord
 from trainer.telemetry.status import Phase
@@ -238,8 +240,9 @@ class RunMetrics:
         self._gauge("trainer_checkpoint_step").set(step)
 
     def write(self) -> None:
-        """Publish all values at once for the supervisor to serve."""
-        atomic.write_text(self._path, self._registry.text(), sync=False)
+        """Publish all values at once for the supervisor to serve; a full folder keeps the last ones."""
+        with contextlib.suppress(NoSpaceError):  # the heartbeat, written to the same folder, has told it
+            atomic.write_text(self._path, self._registry.text(), sync=False)
 
     def _gauge(self, name: str) -> Gauge:
         return self._registry.gauges[name]

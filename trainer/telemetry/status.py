@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import json
+import logging
 import os
 import statistics
 import time
@@ -16,10 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.errors import MEANING, ExitCode
+from trainer.errors import MEANING, ExitCode, NoSpaceError
 from trainer.telemetry import atomic
 
 STATUS_FILE = "status.json"
+_log = logging.getLogger("trainer.status")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -109,6 +111,7 @@ class StatusWriter:
         self._item_started = 0.0
         self._step_seconds: deque[float] = deque(maxlen=51)
         self._median: float | None = None
+        self._told = False
 
     @property
     def phase(self) -> Phase | None:
@@ -153,7 +156,13 @@ class StatusWriter:
             total=total,
             median_step_seconds=self._median,
         )
-        _write(self._path, status)
+        try:
+            _write(self._path, status)
+        except NoSpaceError as error:
+            # a full folder for status must not end a run whose results go elsewhere
+            if not self._told:
+                _log.warning("the heartbeat cannot be written: %s", error)
+            self._told = True
 
 
 def read_status(directory: Path) -> Status | None:

@@ -56,14 +56,15 @@ class StopFlag:
                 "stopped because the host's available memory fell below the soft floor",
                 remedy="end other processes or lower data.resolution, then start again to resume",
             )
-        raise StoppedError(f"stopped by {self._signal.name}", remedy="start the same command again to resume")
+        raise StoppedError("stopped on request", remedy="start the same command again to resume")
 
 
-def die_with_parent() -> None:
+def die_with_parent(parent: int | None = None) -> None:
     """Have the kernel send this process SIGTERM when its parent ends; no effect outside Linux.
 
     Call it first thing in the training process, after `StopFlag.install`: then a supervisor that was killed
-    leaves no run behind, and the run still saves. The parent is the thread that started this process.
+    leaves no run behind, and the run still saves. The parent is the thread that started this process;
+    with its pid in `parent` one that was gone before this call is noticed too.
     Source: prctl(2), PR_SET_PDEATHSIG.
     """
     if sys.platform != "linux":
@@ -72,3 +73,5 @@ def die_with_parent() -> None:
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0) != 0:
         error = ctypes.get_errno()
         raise OSError(error, f"prctl(PR_SET_PDEATHSIG): {os.strerror(error)}")
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGTERM)

@@ -70,3 +70,43 @@ def test_metrics_port_that_is_none(monkeypatch: pytest.MonkeyPatch, value: str) 
     monkeypatch.setenv("TRAINER_METRICS_PORT", value)
     with pytest.raises(ConfigError, match="TRAINER_METRICS_PORT"):
         environment.metrics_port()
+
+
+def test_make_runtime_dir_makes_one_that_only_its_user_enters(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TRAINER_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    folder = environment.make_runtime_dir()
+    assert folder.parent == tmp_path
+    assert folder.stat().st_mode & 0o777 == 0o700
+    assert environment.make_runtime_dir() == folder
+
+
+def test_a_default_runtime_dir_of_somebody_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.delenv("TRAINER_RUNTIME_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: str(tmp_path))
+    (tmp_path / "elsewhere").mkdir()
+    link = environment.runtime_dir()
+    link.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="TRAINER_RUNTIME_DIR"):
+        environment.make_runtime_dir()
+    link.unlink()
+    link.mkdir()
+    uid = os.getuid()
+    monkeypatch.setattr(environment, "runtime_dir", lambda: link)
+    monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(ConfigError, match="another user"):
+        environment.make_runtime_dir()
+
+
+@pytest.mark.parametrize("value", ["file", "file/below", "/proc", "/proc/nothing"])
+def test_a_runtime_dir_that_cannot_be_used_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: str
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / value))
+    with pytest.raises(ConfigError, match=r"TRAINER_RUNTIME_DIR: .* cannot be used"):
+        environment.make_runtime_dir()

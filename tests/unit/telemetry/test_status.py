@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import ExitCode
+from trainer.errors import ExitCode, NoSpaceError
+from trainer.telemetry import atomic
 from trainer.telemetry import status as module
 from trainer.telemetry.status import (
     BUDGET_SECONDS,
@@ -185,3 +186,18 @@ def test_the_end_is_recorded_beside_the_last_beat(tmp_path: Path) -> None:
     status = read_status(tmp_path)
     assert status is not None
     assert status.phase is Phase.DONE
+
+
+def test_a_full_folder_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    writer = StatusWriter(tmp_path, interval_seconds=0.0)
+
+    def full(path: Path, text: str, *, sync: bool = True) -> None:
+        raise NoSpaceError("full", where=str(path))
+
+    monkeypatch.setattr(atomic, "write_text", full)
+    writer.beat(Phase.TRAIN, step=1)
+    monkeypatch.undo()
+    writer.beat(Phase.TRAIN, step=2)
+    status = read_status(tmp_path)
+    assert status is not None
+    assert status.step == 2

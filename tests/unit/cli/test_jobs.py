@@ -1,0 +1,96 @@
+"""What a job gets from the command that starts it, and what is left of that afterwards."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from trainer.cli import jobs
+from trainer.cli.options import load_config
+from trainer.engine.planning import plan_run
+from trainer.engine.spec import Mode
+from trainer.errors import StoppedError
+from trainer.hardware.machine import read_recorded
+from trainer.telemetry import supervisor
+
+MACHINE = Path(__file__).parents[2] / "golden" / "machines" / "h200.json"
+TEXT = """\
+family: flux1_dev
+data: {sets: [{img_dir: images}]}
+output_dir: out
+"""
+
+
+@dataclass
+class Seen:
+    """What the supervisor was asked for."""
+
+    runtime_dirs: list[Path] = field(default_factory=list)
+    specs: list[dict[str, object]] = field(default_factory=list)
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
+    """A supervisor that only reads what its child would, with a second command run meanwhile."""
+    seen = Seen()
+
+    def supervise(command: Sequence[str], *, runtime_dir: Path, **_: object) -> int:
+        seen.runtime_dirs.append(runtime_dir)
+        assert runtime_dir.is_dir()
+        if len(seen.runtime_dirs) == 1:
+            start("train", "other")
+        spec = json.loads(Path(command[-1]).read_text())
+        assert spec["runtime_dir"] == str(runtime_dir)
+        seen.specs.append({**spec, "config": Path(spec["config_file"]).read_text()})
+        return 75
+
+    monkeypatch.setattr(supervisor, "supervise", supervise)
+    monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(TEXT, encoding="utf-8")
+    return seen
+
+
+def start(mode: Mode, output: str) -> int:
+    loaded = load_config([Path("c.yaml")], ["model.weights=random"], None, Path(output))
+    return jobs.run_job(loaded, plan_run(loaded, read_recorded(MACHINE)), mode)
+
+
+def test_a_second_command_leaves_the_first_ones_job_alone(seen: Seen, tmp_path: Path) -> None:
+    assert start("train", "mine") == 75
+    second, first = seen.specs
+    assert "output_dir: mine" in str(first["config"])
+    assert "output_dir: other" in str(second["config"])
+    assert not list((tmp_path / "runtime").iterdir())
+
+
+@pytest.mark.parametrize(
+    ("mode", "shared"), [("train", True), ("cache", True), ("sample", False), ("verify", False)]
+)
+def test_only_runs_take_the_users_runtime_folder(
+    seen: Seen, tmp_path: Path, mode: Mode, shared: bool
+) -> None:
+    start(mode, "mine")
+    assert (seen.runtime_dirs[0] == tmp_path / "runtime") is shared
+    assert not list((tmp_path / "runtime").iterdir())
+
+
+@pytest.fixture
+def handlers() -> Iterator[None]:
+    before = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for signum, handler in before.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_before_the_start_ends_with_75(handlers: None, signum: signal.Signals) -> None:
+    jobs.stop_before_start()
+    with pytest.raises(StoppedError, match="before anything was started"):
+        os.kill(os.getpid(), signum)
