@@ -37,17 +37,22 @@ def probe_attention(
     All of them share TIMEOUT_SECONDS; a kernel that no time is left for gets no verdict.
     """
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    verdicts = []
+    verdicts: list[KernelVerdict] = []
     for kernel in candidates:
-        left = deadline - time.monotonic()
-        if left > 0:
-            verdicts.append(_probe_one(kernel, shape, dtype, environment, left))
+        verdict = _probe_one(kernel, shape, dtype, environment, deadline - time.monotonic())
+        # only a kernel that had all of the time has failed by not using it
+        if verdict is None and not verdicts:
+            verdict = _verdict(kernel, shape, reason=f"no result within {TIMEOUT_SECONDS:.0f} s")
+        if verdict is None:
+            break
+        verdicts.append(verdict)
     return tuple(verdicts)
 
 
 def _probe_one(
     kernel: str, shape: AttentionShape, dtype: str, environment: Mapping[str, str], seconds: float
-) -> KernelVerdict:
+) -> KernelVerdict | None:
+    """The verdict on one kernel; None where `seconds` did not suffice."""
     request = json.dumps({"kernel": kernel, "dtype": dtype, "shape": asdict(shape)})
     command = [sys.executable, "-m", "trainer.engine.probe", request]
     try:
@@ -55,12 +60,12 @@ def _probe_one(
             command,
             capture_output=True,
             text=True,
-            timeout=seconds,
+            timeout=max(seconds, 0.0),
             env=dict(environment),
             check=False,
         )
     except subprocess.TimeoutExpired:
-        return _verdict(kernel, shape, reason=f"no result within {seconds:.0f} s")
+        return None
     if done.returncode != 0:
         return _verdict(kernel, shape, reason=_death(done.returncode, done.stderr))
     measured = json.loads(done.stdout.splitlines()[-1])

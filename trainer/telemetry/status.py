@@ -5,6 +5,7 @@ The training process beats into `status.json`; `trainer health`, the server and 
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import enum
 import json
@@ -161,8 +162,9 @@ class StatusWriter:
         except NoSpaceError as error:
             # a full folder for status must not end a run whose results go elsewhere
             if not self._told:
-                _log.warning("the heartbeat cannot be written: %s", error)
+                _log.warning("the heartbeat's folder is full: %s", error)
             self._told = True
+            _overwrite(self._path, status)
 
 
 def read_status(directory: Path) -> Status | None:
@@ -237,6 +239,13 @@ def _ended_text(status: Status) -> str:
 def _write(path: Path, status: Status) -> None:
     # No fsync: a status that a power cut swallows describes a process that the power cut ended.
     atomic.write_text(path, json.dumps(dataclasses.asdict(status)), sync=False)
+
+
+def _overwrite(path: Path, status: Status) -> None:
+    """Write over the old status in its own room, so that a run in a full folder is not taken for hung."""
+    text = json.dumps(dataclasses.asdict(status)).encode()
+    with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
+        file.write(text.ljust(path.stat().st_size))
 
 
 def _boot_id() -> str:

@@ -195,9 +195,12 @@ def test_a_full_folder_does_not_end_the_run(tmp_path: Path, monkeypatch: pytest.
         raise NoSpaceError("full", where=str(path))
 
     monkeypatch.setattr(atomic, "write_text", full)
-    writer.beat(Phase.TRAIN, step=1)
+    writer.beat(Phase.TRAIN, step=1)  # nothing is there yet to write over
+    assert read_status(tmp_path) is None
     monkeypatch.undo()
     writer.beat(Phase.TRAIN, step=2)
+    monkeypatch.setattr(atomic, "write_text", full)
+    writer.beat(Phase.TRAIN, step=3)
     status = read_status(tmp_path)
     assert status is not None
-    assert status.step == 2
+    assert status.step == 3
