@@ -6,7 +6,6 @@ Imports no torch: `trainer plan` answers at once.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from trainer.hardware.geometry import (
     quantizable,
 )
 from trainer.hardware.memory import VALUE_BYTES
+from trainer.modeling.targets import suffix_pattern
 
 CONFIGS = Path(__file__).parent.parent / "families" / "configs"
 _ATTENTION_PRESET = "attention"
@@ -134,7 +134,7 @@ def target_pattern(requested: str | Sequence[str], presets: Mapping[str, str]) -
     """Regular expression over whole module names for a checked preset, or for name suffixes."""
     if isinstance(requested, str):
         return presets[requested]
-    return rf"(?:.*\.)?(?:{'|'.join(re.escape(suffix) for suffix in requested)})"
+    return suffix_pattern(requested)
 
 
 def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) -> int:

@@ -59,8 +59,9 @@ class Run:
 
 
 def train(run: Run, state: State) -> None:
-    """Train from `state` to max_train_steps. On a stop request the last complete step is saved before it
-    raises.
+    """Train from `state` to max_train_steps and save the last step.
+
+    On a stop request, low memory or a damaged cache entry the last complete step is saved before it raises.
     """
     config = run.context.config
     accumulation = config.train.gradient_accumulation_steps

@@ -12,6 +12,7 @@ import torch
 
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.modeling.seeds import seeded
+from trainer.modeling.targets import suffix_pattern
 from trainer.modeling.tensorfile import write_tensors
 
 ADAPTER = "default"
@@ -46,7 +47,7 @@ def target_pattern(requested: str | Sequence[str], presets: Mapping[str, str], l
             )
     if problems:
         raise ConfigError(problems)
-    return rf"(?:.*\.)?(?:{'|'.join(re.escape(suffix) for suffix in requested)})"
+    return suffix_pattern(requested)
 
 
 def linear_names(model: torch.nn.Module) -> list[str]:
