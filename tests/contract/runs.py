@@ -142,16 +142,12 @@ class Workshop:
             runtime_dir=str(folder / "runtime"),
             cache_dir=str(cache or self.cache),
         )
-        components = (
-            family.trained_component,
-            *(name for names in family.encoder_components.values() for name in names),
-            *family.support_components,
-        )
+        components = families.components(family)
         context = Context(
             config=config,
             plan=plan,
             family=family,
-            source=resolve_source(config, components),
+            source=resolve_source(config, components, trained=family.trained_component),
             cache_dir=Path(spec.cache_dir),
             status=status or StatusWriter(Path(spec.runtime_dir)),
             stop=StopFlag(),

@@ -35,21 +35,28 @@ def fetch(
 ) -> None:
     """Download what is missing of the base model, check that it is complete, and say where it is."""
     from trainer import families
-    from trainer.modeling.source import resolve_source
+    from trainer.modeling.source import resolve_source, weights_line
 
     config = load_config(configs, overrides, dataset, output).config
-    components = families.components(families.get(config.family))
+    family = families.get(config.family)
+    components = families.components(family)
     with contextlib.ExitStack() as stack:
         start, advance = _reporter(stack)
-        source = resolve_source(config, components, update=True, on_start=start, on_bytes=advance)
+        source = resolve_source(
+            config,
+            components,
+            trained=family.trained_component,
+            update=True,
+            on_start=start,
+            on_bytes=advance,
+        )
     files = (file for name in components for file in source.component(name).iterdir())
     size = sum(file.stat().st_size for file in files if file.is_file())
     click.echo(f"base model  {source.identity}")
     click.echo(f"revision    {source.revision}")
     click.echo(f"size        {size / _GB:.2f} GB")
     click.echo(f"folder      {source.folder}")
-    if source.weights == "random":
-        click.echo("weights     random: made from the configs when the run starts")
+    click.echo(f"weights     {weights_line(source, components)}")
 
 
 def _reporter(

@@ -58,7 +58,8 @@ class ModelSection(Section):
     revision: Text | None = None
     """Branch, tag or commit of the repository; the commit that was used is recorded in the run."""
     weights: Literal["pretrained", "random"] = "pretrained"
-    """`random` builds every component from its config.json, seeded: for benchmarks, or training from zero."""
+    """`random` trains from zero: what trains is built from its config.json, seeded; the other components are
+    loaded where the folder holds their weights, and built too where it holds none."""
     download: Literal["auto", "never"] = "auto"
     """`never` uses only what is on disk already."""
     dtype: Literal["auto", "bf16", "fp32"] = "auto"

@@ -6,7 +6,7 @@ The data set is checked before torch is imported, so that a bad one is told with
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
 
 if TYPE_CHECKING:
+    from trainer.families.protocol import Family
     from trainer.modeling.hub import Download
     from trainer.modeling.source import ModelSource
 
@@ -108,7 +109,7 @@ def _work(
         config=config,
         plan=plan_from_json(spec.plan_text),
         family=family,
-        source=_source(config, components(family), status, stop, say),
+        source=_source(config, family, status, stop, say),
         cache_dir=Path(spec.cache_dir),
         status=status,
         stop=stop,
@@ -136,13 +137,13 @@ def _work(
 
 def _source(
     config: RunConfig,
-    wanted: Sequence[str],
+    family: Family,
     status: StatusWriter,
     stop: StopFlag,
     say: Callable[[str], None],
 ) -> ModelSource:
     """The base model; a download says its size first, beats while it runs and can be stopped."""
-    from trainer.modeling.source import resolve_source
+    from trainer.modeling.source import resolve_source, weights_line
 
     def on_start(download: Download) -> None:
         size, total = download.missing_bytes / 1e9, download.total_bytes / 1e9
@@ -153,7 +154,11 @@ def _source(
         stop.raise_if_requested()
         status.beat(Phase.LOAD)
 
-    return resolve_source(config, wanted, on_start=on_start, on_bytes=on_bytes)
+    wanted, trained = components(family), family.trained_component
+    source = resolve_source(config, wanted, trained=trained, on_start=on_start, on_bytes=on_bytes)
+    if source.random_components:
+        say(f"weights: {weights_line(source, wanted)}")
+    return source
 
 
 if __name__ == "__main__":

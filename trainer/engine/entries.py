@@ -61,16 +61,18 @@ def list_entries(context: Context, records: Sequence[ImageRecord]) -> Entries:
 
 
 def _encoder_parts(context: Context, kind: EntryKind, dtype: torch.dtype) -> dict[str, str]:
-    source = context.source
+    source, components = context.source, context.family.encoder_components[kind]
+    built = [name for name in components if name in source.random_components]
     parts = {
         "cache_version": str(context.family.cache_version),
         "model": source.identity,
         "revision": source.revision or "",
-        "weights": source.weights,
-        "components": ",".join(context.family.encoder_components[kind]),
+        # a snapshot of the hub keeps its revision when learned weights join the configs
+        "weights": f"random {','.join(built)}" if built else "pretrained",
+        "components": ",".join(components),
         "dtype": str(dtype),
     }
-    return parts | ({"seed": str(source.seed)} if source.weights == "random" else {})
+    return parts | ({"seed": str(source.seed)} if built else {})
 
 
 def _text_parts(context: Context) -> dict[str, str]:

@@ -26,7 +26,7 @@ def load_component(
     """One component through its own library's `from_pretrained`, or built from its config with seeded
     weights.
     """
-    if source.weights == "random":
+    if name in source.random_components:
         module = _random_module(component_class, source, name, device=device, dtype=dtype)
     else:
         module = _from_pretrained(component_class, source.component(name), dtype)
@@ -49,7 +49,7 @@ def load_streamed(
     runs
     after each shard and may raise to stop. Raises AccessError where the files do not match the model.
     """
-    if source.weights == "random":
+    if name in source.random_components:
         module = _random_module(component_class, source, name, device=device, dtype=dtype)
         on_shard(1, 1)
         if replace is not None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from trainer.errors import AccessError, ConfigError, Problem
 from trainer.modeling import hub
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 _KEY = "model.pretrained_model_name_or_path"
 _CONFIG_FILES = ("*.json", "*.txt", "*.model")
-_WEIGHT_FILES = ("*.safetensors",)
+_WEIGHT_FILE = "*.safetensors"
 _PICKLED_FILES = ("*.bin", "*.pt", "*.ckpt", "*.msgpack")
 # other weights differ in these blocks; reading tens of gigabytes at every start would take minutes
 _SAMPLED_BLOCKS = 16
@@ -33,9 +33,16 @@ class ModelSource:
     """Repository id, or the folder's name without the path to it."""
     revision: str | None
     """Commit of the repository, or a fingerprint of the folder's files."""
-    weights: Literal["pretrained", "random"]
+    random_components: frozenset[str]
+    """Those that are built from their config.json with seeded weights; all others are loaded."""
     seed: int
     """Seed of random weights."""
+
+    @property
+    def weights(self) -> str:
+        """`pretrained`, or `random` with the components that are: for records and comparisons."""
+        built = ", ".join(sorted(self.random_components))
+        return f"random ({built})" if built else "pretrained"
 
     def component(self, name: str) -> Path:
         """Folder of one component. Raises AccessError when the model has none of that name."""
@@ -75,34 +82,70 @@ def resolve_source(
     config: RunConfig,
     components: Sequence[str],
     *,
+    trained: str,
     update: bool = False,
     on_start: Callable[[hub.Download], None] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> ModelSource:
     """The base model with all `components`, complete on this disk; downloads what is missing.
 
+    With `model.weights: random` the component `trained` is always built, the others where the folder holds no
+    .safetensors of theirs; nothing but configs is downloaded then.
     A repository that is here already is used without asking the hub, so that a resumed run finds the commit
     that it began with; `update` asks for the newest. `on_start` and `on_bytes` are those of `hub.download`.
     Raises ConfigError (no such folder), AccessError (incomplete, gated, not found, offline), NoSpaceError.
     """
-    model = config.model
+    identity = config.model.pretrained_model_name_or_path
     folder = local_folder(config)
-    if Path(model.pretrained_model_name_or_path).is_dir():
+    if Path(identity).is_dir():
         assert folder is not None
-        _require_complete(folder, components, model.weights, remedy="copy the missing files into the folder")
-        identity, revision = folder.resolve().name, _fingerprint(folder, components, model.weights)
+        built = _random_components(config, folder, components, trained)
+        _require_complete(folder, components, built, remedy="copy the missing files into the folder")
+        identity, revision = folder.resolve().name, _fingerprint(folder, components, built)
     else:
-        identity = model.pretrained_model_name_or_path
-        folder = _from_hub(config, components, update=update, on_start=on_start, on_bytes=on_bytes)
-        revision = folder.name
+        folder = _from_hub(config, components, trained, update=update, on_start=on_start, on_bytes=on_bytes)
+        built, revision = _random_components(config, folder, components, trained), folder.name
     return ModelSource(
-        folder=folder, identity=identity, revision=revision, weights=model.weights, seed=config.train.seed
+        folder=folder,
+        identity=identity,
+        revision=revision,
+        random_components=built,
+        seed=config.train.seed,
     )
+
+
+def weights_line(source: ModelSource, components: Sequence[str]) -> str:
+    """One line for people: which of the components with weights are built, and which are loaded."""
+    built = [name for name in components if name in source.random_components]
+    loaded = [name for name in components if name not in built and _has_config(source.folder / name)]
+    made = f"built from config.json with seed {source.seed}: {', '.join(built)}; " if built else ""
+    return f"{made}loaded: {', '.join(loaded) or 'none'}"
+
+
+def _random_components(
+    config: RunConfig, folder: Path, components: Sequence[str], trained: str
+) -> frozenset[str]:
+    """The components that `model.weights` has built in place of loaded."""
+    if config.model.weights == "pretrained":
+        return frozenset()
+    bare = (
+        name
+        for name in components
+        if _has_config(folder / name)
+        and not any(file.exists() for file in (folder / name).glob(_WEIGHT_FILE))
+    )
+    return frozenset({trained, *bare})
+
+
+def _has_config(path: Path) -> bool:
+    """Whether a component has weights: tokenizers and schedulers have a config of another name."""
+    return (path / "config.json").exists()
 
 
 def _from_hub(
     config: RunConfig,
     components: Sequence[str],
+    trained: str,
     *,
     update: bool,
     on_start: Callable[[hub.Download], None] | None,
@@ -115,8 +158,10 @@ def _from_hub(
     forbidden = "model.download: never" if model.download == "never" else "HF_HUB_OFFLINE"
     offline = model.download == "never" or hub.is_offline()
     folder = hub.cached(name, model.revision, patterns)
-    if folder is not None and (offline or not update) and not _missing(folder, components, model.weights):
-        return folder
+    if folder is not None and (offline or not update):
+        built = _random_components(config, folder, components, trained)
+        if not _missing(folder, components, built):
+            return folder
     if offline:
         at = f" at revision {model.revision}" if model.revision else ""
         raise AccessError(
@@ -126,18 +171,23 @@ def _from_hub(
         )
     folder = hub.download(name, model.revision, patterns, on_start=on_start, on_bytes=on_bytes)
     remedy = "is this a repository in diffusers' layout, and the right one for the family?"
-    _require_complete(folder, components, model.weights, remedy=remedy)
+    if model.weights == "random":
+        remedy += " `trainer fetch --set model.weights=pretrained` completes weights that were cut off"
+    built = _random_components(config, folder, components, trained)
+    _require_complete(folder, components, built, remedy=remedy)
     return folder
 
 
 def _patterns(components: Sequence[str], weights: str) -> list[str]:
     """Files to download: never pickled weights, and none at all for random ones."""
-    kinds = _CONFIG_FILES if weights == "random" else _CONFIG_FILES + _WEIGHT_FILES
+    kinds = _CONFIG_FILES if weights == "random" else (*_CONFIG_FILES, _WEIGHT_FILE)
     return ["model_index.json", *(f"{component}/{kind}" for component in components for kind in kinds)]
 
 
-def _require_complete(folder: Path, components: Sequence[str], weights: str, *, remedy: str) -> None:
-    missing = _missing(folder, components, weights)
+def _require_complete(
+    folder: Path, components: Sequence[str], built: Collection[str], *, remedy: str
+) -> None:
+    missing = _missing(folder, components, built)
     if missing:
         raise AccessError(
             [Problem(what=what, where=str(path), remedy="") for path, what in missing[:-1]]
@@ -145,8 +195,8 @@ def _require_complete(folder: Path, components: Sequence[str], weights: str, *, 
         )
 
 
-def _missing(folder: Path, components: Sequence[str], weights: str) -> list[tuple[Path, str]]:
-    """What keeps the components from loading, as (path, what is wrong)."""
+def _missing(folder: Path, components: Sequence[str], built: Collection[str]) -> list[tuple[Path, str]]:
+    """What keeps the components from loading, as (path, what is wrong); those in `built` need no weights."""
     found: list[tuple[Path, str]] = []
     for component in components:
         path = folder / component
@@ -154,8 +204,7 @@ def _missing(folder: Path, components: Sequence[str], weights: str) -> list[tupl
             found.append((path, f"the base model has no component {component!r}"))
         elif not any(file.exists() for file in path.glob("*config.json")):
             found.append((path, "no config file"))
-        # tokenizers and schedulers have a config of another name, and no weights
-        elif weights == "pretrained" and (path / "config.json").exists():
+        elif component not in built and _has_config(path):
             found.extend(_missing_weights(path))
     return found
 
@@ -171,17 +220,17 @@ def _missing_weights(path: Path) -> Iterator[tuple[Path, str]]:
                 path,
                 f"{len(absent)} of {len(shards)} weight files are missing, first {', '.join(absent[:1])}",
             )
-    elif not any(file.exists() for file in path.glob("*.safetensors")):
+    elif not any(file.exists() for file in path.glob(_WEIGHT_FILE)):
         pickled = any(file for kind in _PICKLED_FILES for file in path.glob(kind))
         hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
         yield path, f"no .safetensors file{hint}"
 
 
-def _fingerprint(folder: Path, components: Sequence[str], weights: str) -> str:
-    """sha256 over names, sizes, config bytes and evenly spaced blocks of the weight files."""
+def _fingerprint(folder: Path, components: Sequence[str], built: Collection[str]) -> str:
+    """sha256 over names, sizes, config bytes and evenly spaced blocks of the weight files that are loaded."""
     digest = hashlib.sha256()
     for component in sorted(components):
-        kinds = _CONFIG_FILES if weights == "random" else _CONFIG_FILES + _WEIGHT_FILES
+        kinds = _CONFIG_FILES if component in built else (*_CONFIG_FILES, _WEIGHT_FILE)
         for file in sorted(file for kind in kinds for file in (folder / component).glob(kind)):
             size = file.stat().st_size
             digest.update(f"{component}/{file.name} {size}\n".encode())

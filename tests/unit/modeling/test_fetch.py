@@ -53,7 +53,8 @@ def test_a_folder_is_checked(
     assert main(arguments) == ExitCode.NO_ACCESS
     assert "no .safetensors file" in capsys.readouterr().err
     assert main([*arguments, "--set", "model.weights=random"]) == 0
-    assert "made from the configs" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "weights     built from config.json with seed 0: transformer, vae; loaded: text_encoder, " in shown
 
 
 def test_gated(fake_hub: FakeHub, config_file: Path, capsys: pytest.CaptureFixture[str]) -> None:

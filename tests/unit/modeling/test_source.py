@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from tests.unit.modeling.fake_hub import COMMIT, REPOSITORY, FakeHub
 from trainer.config.schema import RunConfig
 from trainer.errors import AccessError, ConfigError, ExitCode, NoSpaceError, StoppedError, TrainerError
 from trainer.modeling.hub import Download
-from trainer.modeling.source import local_folder, resolve_source
+from trainer.modeling.source import ModelSource, local_folder, resolve_source, weights_line
 
 COMPONENTS = ("transformer", "text_encoder", "text_encoder_2", "vae", "tokenizer", "tokenizer_2", "scheduler")
 Make = Callable[..., RunConfig]
@@ -30,9 +31,13 @@ def copy(tiny_flux1_dev: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(tiny_flux1_dev, tmp_path / "my-base"))
 
 
+def resolved(config: RunConfig, **options: Any) -> ModelSource:
+    return resolve_source(config, COMPONENTS, trained="transformer", **options)
+
+
 def refused(kind: type[TrainerError], code: ExitCode, config: RunConfig, **options: Any) -> str:
     with pytest.raises(kind) as caught:
-        resolve_source(config, COMPONENTS, **options)
+        resolved(config, **options)
     assert caught.value.exit_code == code
     return str(caught.value)
 
@@ -41,7 +46,7 @@ def refused(kind: type[TrainerError], code: ExitCode, config: RunConfig, **optio
 
 
 def test_a_folder_is_used_as_it_is(tiny_flux1_dev: Path, run_config: Make) -> None:
-    source = resolve_source(run_config(pretrained_model_name_or_path=str(tiny_flux1_dev)), COMPONENTS)
+    source = resolved(run_config(pretrained_model_name_or_path=str(tiny_flux1_dev)))
     assert source.folder == tiny_flux1_dev
     assert source.identity == "flux1_dev"
     assert source.component("vae") == tiny_flux1_dev / "vae"
@@ -51,9 +56,9 @@ def test_a_folder_is_used_as_it_is(tiny_flux1_dev: Path, run_config: Make) -> No
 def test_identity_and_fingerprint_do_not_depend_on_the_place(
     copy: Path, tmp_path: Path, run_config: Make
 ) -> None:
-    here = resolve_source(run_config(pretrained_model_name_or_path=str(copy)), COMPONENTS)
+    here = resolved(run_config(pretrained_model_name_or_path=str(copy)))
     moved = Path(shutil.copytree(copy, tmp_path / "elsewhere" / "my-base"))
-    there = resolve_source(run_config(pretrained_model_name_or_path=str(moved)), COMPONENTS)
+    there = resolved(run_config(pretrained_model_name_or_path=str(moved)))
     assert (here.identity, here.revision) == (there.identity, there.revision)
 
 
@@ -62,12 +67,12 @@ def test_other_weights_of_equal_size_have_another_fingerprint(
     copy: Path, run_config: Make, position: int
 ) -> None:
     config = run_config(pretrained_model_name_or_path=str(copy))
-    before = resolve_source(config, COMPONENTS).revision
+    before = resolved(config).revision
     path = copy / "text_encoder/model.safetensors"
     content = bytearray(path.read_bytes())
     content[position] ^= 1
     path.write_bytes(bytes(content))
-    assert resolve_source(config, COMPONENTS).revision != before
+    assert resolved(config).revision != before
 
 
 def test_large_files_are_sampled_from_end_to_end(copy: Path, run_config: Make) -> None:
@@ -75,11 +80,11 @@ def test_large_files_are_sampled_from_end_to_end(copy: Path, run_config: Make) -
     path = copy / "vae/diffusion_pytorch_model.safetensors"
     with path.open("r+b") as stream:
         stream.truncate(50_000_000)
-    before = resolve_source(config, COMPONENTS).revision
+    before = resolved(config).revision
     with path.open("r+b") as stream:
         stream.seek(-1, 2)
         stream.write(b"x")
-    assert resolve_source(config, COMPONENTS).revision != before
+    assert resolved(config).revision != before
 
 
 @pytest.mark.parametrize("name", ["/no/such/base", "./base", "models/flux/dev", "base"])
@@ -143,15 +148,53 @@ def test_everything_missing_is_told_at_once(copy: Path, run_config: Make) -> Non
     _no_vae(copy)
     _no_config(copy)
     with pytest.raises(AccessError) as caught:
-        resolve_source(run_config(pretrained_model_name_or_path=str(copy)), COMPONENTS)
+        resolved(run_config(pretrained_model_name_or_path=str(copy)))
     assert len(caught.value.problems) == 2
+
+
+LEARNED = ("text_encoder", "text_encoder_2", "transformer", "vae")
 
 
 def test_random_weights_need_configs_alone(copy: Path, run_config: Make) -> None:
     for path in copy.rglob("*.safetensors"):
         path.unlink()
-    source = resolve_source(run_config(pretrained_model_name_or_path=str(copy), weights="random"), COMPONENTS)
-    assert (source.weights, source.seed) == ("random", 0)
+    source = resolved(run_config(pretrained_model_name_or_path=str(copy), weights="random"))
+    assert (source.random_components, source.seed) == (frozenset(LEARNED), 0)
+    assert weights_line(source, COMPONENTS) == (
+        "built from config.json with seed 0: transformer, text_encoder, text_encoder_2, vae; loaded: none"
+    )
+
+
+def test_random_weights_leave_learned_components_learned(copy: Path, run_config: Make) -> None:
+    """What trains is built even where its weights are there; a component without weights is built too."""
+    (copy / "text_encoder/model.safetensors").unlink()
+    config = run_config(pretrained_model_name_or_path=str(copy), weights="random")
+    source = resolved(config)
+    assert source.random_components == {"transformer", "text_encoder"}
+    assert source.weights == "random (text_encoder, transformer)"
+    assert weights_line(source, COMPONENTS).endswith("transformer, text_encoder; loaded: text_encoder_2, vae")
+
+
+def test_random_weights_are_identified_by_what_is_loaded(copy: Path, run_config: Make) -> None:
+    config = run_config(pretrained_model_name_or_path=str(copy), weights="random")
+
+    def changed(component: str) -> bool:
+        before = resolved(config).revision
+        (path,) = (copy / component).glob("*.safetensors")
+        path.write_bytes(path.read_bytes()[:-1] + b"x")
+        return resolved(config).revision != before
+
+    assert changed("vae")
+    assert not changed("transformer"), "its weights are not read"
+
+
+def test_random_weights_do_not_stand_in_for_a_missing_shard(copy: Path, run_config: Make) -> None:
+    weights = copy / "vae/diffusion_pytorch_model.safetensors"
+    weights.rename(copy / "vae/model-00001-of-00002.safetensors")
+    shards = {"a": "model-00001-of-00002.safetensors", "b": "model-00002-of-00002.safetensors"}
+    (copy / "vae/model.safetensors.index.json").write_text(json.dumps({"weight_map": shards}))
+    config = run_config(pretrained_model_name_or_path=str(copy), weights="random")
+    assert "1 of 2 weight files are missing" in refused(AccessError, ExitCode.NO_ACCESS, config)
 
 
 # ---- the hub
@@ -162,9 +205,7 @@ def test_download_then_offline(fake_hub: FakeHub, cache: Path, run_config: Make)
     done: list[tuple[int, int]] = []
     config = run_config(pretrained_model_name_or_path=REPOSITORY)
     assert local_folder(config) is None
-    source = resolve_source(
-        config, COMPONENTS, on_start=starts.append, on_bytes=lambda now, total: done.append((now, total))
-    )
+    source = resolved(config, on_start=starts.append, on_bytes=lambda now, total: done.append((now, total)))
     assert (source.identity, source.revision) == (REPOSITORY, COMMIT)
     assert source.folder.is_relative_to(cache)
     needed = sum(path.stat().st_size for path in fake_hub.files())
@@ -173,11 +214,11 @@ def test_download_then_offline(fake_hub: FakeHub, cache: Path, run_config: Make)
     assert [now for now, _ in done] == sorted(now for now, _ in done)
 
     fake_hub.requests.clear()
-    again = resolve_source(config, COMPONENTS)
+    again = resolved(config)
     assert again == source
     assert local_folder(config) == source.folder
     assert fake_hub.requests == [], "what is here is used without asking"
-    resolve_source(config, COMPONENTS, update=True, on_start=starts.append)
+    resolved(config, update=True, on_start=starts.append)
     assert fake_hub.requests, "an update asks"
     assert starts[-1].missing_bytes == 0
     assert not [path for method, path in fake_hub.requests if method == "GET" and "/resolve/" in path]
@@ -189,7 +230,7 @@ def test_only_what_the_run_needs_is_downloaded(fake_hub: FakeHub, copy: Path, ru
     (copy / "vae/diffusion_pytorch_model.bin").write_bytes(b"x")
     (copy / "safety_checker").mkdir()
     (copy / "safety_checker/config.json").write_text("{}")
-    source = resolve_source(run_config(pretrained_model_name_or_path=REPOSITORY), COMPONENTS)
+    source = resolved(run_config(pretrained_model_name_or_path=REPOSITORY))
     ours = {path.relative_to(copy) for path in copy.rglob("*") if path.is_file()}
     theirs = {path.relative_to(source.folder) for path in source.folder.rglob("*") if path.is_file()}
     assert {str(path) for path in ours - theirs} == {
@@ -201,12 +242,14 @@ def test_only_what_the_run_needs_is_downloaded(fake_hub: FakeHub, copy: Path, ru
 
 def test_random_weights_download_no_weights(fake_hub: FakeHub, run_config: Make) -> None:
     config = run_config(pretrained_model_name_or_path=REPOSITORY, weights="random")
-    source = resolve_source(config, COMPONENTS)
+    source = resolved(config)
     assert not list(source.folder.rglob("*.safetensors"))
+    assert source.random_components == set(LEARNED)
     # the same snapshot is not complete for a run with the real weights
-    real = resolve_source(run_config(pretrained_model_name_or_path=REPOSITORY), COMPONENTS)
+    real = resolved(run_config(pretrained_model_name_or_path=REPOSITORY))
     assert real.folder == source.folder
     assert list(real.folder.rglob("*.safetensors"))
+    assert resolved(config).random_components == {"transformer"}, "the learned ones are here now"
 
 
 def test_an_interrupted_download_continues(fake_hub: FakeHub, cache: Path, run_config: Make) -> None:
@@ -219,7 +262,7 @@ def test_an_interrupted_download_continues(fake_hub: FakeHub, cache: Path, run_c
 
     fake_hub.cut_after = None
     starts: list[Download] = []
-    source = resolve_source(config, COMPONENTS, on_start=starts.append)
+    source = resolved(config, on_start=starts.append)
     assert starts[0].missing_bytes < starts[0].total_bytes
     for file in fake_hub.files():
         assert (source.folder / file.relative_to(fake_hub.folder)).read_bytes() == file.read_bytes()
@@ -231,7 +274,7 @@ def test_a_stop_request_ends_the_download(fake_hub: FakeHub, run_config: Make) -
 
     config = run_config(pretrained_model_name_or_path=REPOSITORY)
     with pytest.raises(StoppedError):
-        resolve_source(config, COMPONENTS, on_bytes=stop)
+        resolved(config, on_bytes=stop)
 
 
 @pytest.mark.parametrize("status", [401, 403])
@@ -313,7 +356,7 @@ def test_offline_without_the_model(
     fake_hub: FakeHub, run_config: Make, monkeypatch: pytest.MonkeyPatch, how: str, partial: bool
 ) -> None:
     if partial:
-        resolve_source(run_config(pretrained_model_name_or_path=REPOSITORY, weights="random"), COMPONENTS)
+        resolved(run_config(pretrained_model_name_or_path=REPOSITORY, weights="random"))
         fake_hub.requests.clear()
     if how == "HF_HUB_OFFLINE":
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
@@ -327,9 +370,9 @@ def test_offline_without_the_model(
 
 def test_offline_with_the_model(fake_hub: FakeHub, run_config: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     config = run_config(pretrained_model_name_or_path=REPOSITORY)
-    online = resolve_source(config, COMPONENTS)
+    online = resolved(config)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert resolve_source(config, COMPONENTS, update=True) == online
+    assert resolved(config, update=True) == online
 
 
 def test_no_model_library_is_imported() -> None:
