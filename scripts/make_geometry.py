@@ -7,11 +7,11 @@ python scripts/make_geometry.py flux1_dev --base DIR --output FILE
 from __future__ import annotations
 
 import argparse
-import importlib
 import json
 from pathlib import Path
 from typing import Any
 
+from trainer.engine.meta_shapes import meta_shapes
 from trainer.hardware.geometry import TABLES, compact
 
 CONFIGS = Path(__file__).parent.parent / "trainer" / "families" / "configs"
@@ -43,21 +43,6 @@ def table_text(base: Path) -> str:
             rows = ",\n   ".join(json.dumps(row) for row in compact(meta_shapes(base / name, *entry)))
             components.append(f"  {json.dumps(name)}: [\n   {rows}\n  ]")
     return '{\n "components": {\n' + ",\n".join(components) + "\n }\n}\n"
-
-
-def meta_shapes(folder: Path, library: str, class_name: str) -> dict[str, tuple[int, ...]]:
-    """Shapes of the tensors that the component's files would hold; tied weights count once."""
-    import torch
-
-    component_class = getattr(importlib.import_module(library), class_name)
-    # shapes only: that some rope tables stay on meta, which forbids this for training, does not matter here
-    with torch.device("meta"):
-        if library == "transformers":
-            module = component_class(component_class.config_class.from_pretrained(folder))
-        else:
-            module = component_class.from_config(component_class.load_config(folder))
-    # named_parameters() leaves repeated (tied) tensors out, state_dict() does not
-    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from tests.contract.runs import CASES, FULL_CASES, Case, Job, Workshop
 from trainer import families
 from trainer.engine.build import load_base
 from trainer.engine.entries import Entries, fill_cache, list_entries
+from trainer.hardware.render import plan_text
 from trainer.modeling.source import resolve_source
 
 RANDOM = "model.weights=random"
@@ -66,10 +67,17 @@ def test_encoders_are_the_learned_ones_and_what_trains_is_not(
 
 
 @pytest.mark.parametrize("case", FULL_CASES, ids=str)
-def test_a_run_from_nothing_reads_no_weights_of_what_trains(
-    case: Case, workshop: Workshop, tmp_path: Path
+def test_a_run_from_nothing_needs_no_weights_of_what_trains(
+    case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    job = workshop.job(case, tmp_path, *QUIET, RANDOM, "train.max_train_steps=2")
+    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
+    base = Path(shutil.copytree(workshop.base(case.family), tmp_path / "base"))
+    trained = families.get(case.family).trained_component
+    for path in (base / trained).glob("*.safetensors"):
+        path.unlink()
+    bare = dataclasses.replace(workshop, base=lambda family: base)
+    job = bare.job(case, tmp_path, *QUIET, RANDOM, "train.max_train_steps=2")
+    assert "meta device" in plan_text(job.context.plan)
     job.train()
     assert "Proved: " in "\n".join(job.said)
-    assert job.context.source.random_components == {job.context.family.trained_component}
+    assert job.context.source.random_components == {trained}

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainer.config import environment
 from trainer.config.schema import RunConfig
+from trainer.engine.meta_shapes import SOURCE, built_shapes
 from trainer.engine.probe import shape_class
 from trainer.errors import AccessError
 from trainer.families.protocol import Family, Shape
@@ -87,12 +89,12 @@ def roles(family: Family) -> dict[str, Role]:
     return found
 
 
-def component_config(family: Family, model_folder: Path | None, component: str) -> Mapping[str, Any]:
+def component_config(family: Family, model_folder: Path | None, component: str) -> dict[str, Any]:
     """A component's config.json from the base model, else the family's committed one."""
     folder = CONFIGS / family.name if model_folder is None else model_folder
     path = folder / component / "config.json"
     try:
-        config: Mapping[str, Any] = json.loads(path.read_text())
+        config: dict[str, Any] = json.loads(path.read_text())
     except (OSError, ValueError) as error:
         raise AccessError(
             f"the component's config cannot be read ({error})",
@@ -105,22 +107,39 @@ def component_config(family: Family, model_folder: Path | None, component: str) 
 def _components(
     family: Family, config: RunConfig, model_folder: Path | None
 ) -> tuple[ComponentGeometry, ...]:
-    """Headers of the folder's files; a folder of configs alone must be the full-size model."""
+    """Every component with weights; without a folder all are the full-size model's."""
     wanted = roles(family)
-    if model_folder is None or any((model_folder / family.trained_component).glob("*.safetensors")):
-        name = config.model.pretrained_model_name_or_path
-        return component_shapes(model_folder, family.name, wanted, name=name)
-    ours = component_config(family, None, family.trained_component)
-    theirs = component_config(family, model_folder, family.trained_component)
-    differing = [key for key in ours if not key.startswith("_") and theirs.get(key) != ours[key]]
-    if differing:
+    if model_folder is None:
+        return component_shapes(None, family.name, wanted)
+    return tuple(_component(family, config, model_folder, name, role) for name, role in wanted.items())
+
+
+def _component(
+    family: Family, config: RunConfig, model_folder: Path, name: str, role: Role
+) -> ComponentGeometry:
+    """One component: headers of the files that are loaded, else what its config says."""
+    scratch = config.model.weights == "random"
+    folder = model_folder / name
+    # files of what trains from nothing are not read, and need not fit its config
+    if any(folder.glob("*.safetensors")) and not (scratch and role == "trained"):
+        source = config.model.pretrained_model_name_or_path
+        return component_shapes(model_folder, family.name, {name: role}, name=source)[0]
+    ours = component_config(family, None, name)
+    theirs = component_config(family, model_folder, name)
+    # a key that ours leaves to the class' default changes shapes too
+    keys = [key for key in (ours | theirs if scratch else ours) if not key.startswith("_")]
+    differing = [key for key in keys if theirs.get(key) != ours.get(key)]
+    if not differing:
+        return component_shapes(None, family.name, {name: role})[0]
+    if not scratch:
         raise AccessError(
             f"no .safetensors file to read sizes from, and the config differs from {family.title}'s in"
             f" {', '.join(differing)}",
-            where=str(model_folder / family.trained_component),
-            remedy="name a folder with weights",
+            where=str(folder),
+            remedy="name a folder with weights; model.weights: random trains from nothing",
         )
-    return component_shapes(None, family.name, wanted)
+    shapes = built_shapes(model_folder, name, environment.user_cache_dir())
+    return ComponentGeometry(name=name, role=role, shapes=shapes, source=f"{name} {SOURCE}")
 
 
 def _lora_parameters(family: Family, config: RunConfig, trained: ComponentGeometry) -> int:

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,7 +25,7 @@ class ComponentGeometry:
     role: Role
     shapes: Shapes
     source: str
-    """Where the shapes came from: safetensors headers of a folder, or the committed table."""
+    """Where the shapes came from: safetensors headers, the committed table, or the meta device."""
 
     @property
     def parameters(self) -> int:
@@ -106,18 +106,21 @@ def header_shapes(folder: Path) -> Shapes:
 
 def read_table(path: Path) -> dict[str, Shapes]:
     """Shapes by component from a compact table: rows of (name with {i}, shape, count)."""
-    components: dict[str, Shapes] = {}
-    for component, rows in json.loads(path.read_text())["components"].items():
-        components[component] = {
-            pattern.replace("{i}", str(index)): tuple(shape)
-            for pattern, shape, count in rows
-            for index in range(count)
-        }
-    return components
+    components = json.loads(path.read_text())["components"]
+    return {component: expand(rows) for component, rows in components.items()}
+
+
+def expand(rows: Iterable[tuple[str, list[int], int]]) -> Shapes:
+    """Shapes from rows of (name with {i}, shape, count)."""
+    return {
+        pattern.replace("{i}", str(index)): tuple(shape)
+        for pattern, shape, count in rows
+        for index in range(count)
+    }
 
 
 def compact(shapes: Shapes) -> list[tuple[str, list[int], int]]:
-    """The rows that `read_table` expands to `shapes`: equal shapes under indices 0..n-1 become one row."""
+    """The rows that `expand` makes `shapes` of again: equal shapes under indices 0..n-1 become one row."""
     groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
     for name, shape in shapes.items():
         found = re.search(r"(?<=\.)\d+(?=\.)", name)

@@ -17,6 +17,7 @@ from tests.unit.hardware.conftest import MACHINES, machine
 from trainer.cli import main
 from trainer.config.load import Loaded
 from trainer.config.schema import RunConfig
+from trainer.engine import meta_shapes
 from trainer.engine.geometry import CONFIGS, run_geometry, target_pattern
 from trainer.engine.planning import local_folder, plan_run, run_attention
 from trainer.errors import AccessError, ConfigError, HardwareError
@@ -96,6 +97,63 @@ def test_configs_alone_are_enough_for_the_full_size_model(config: Config, tmp_pa
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 5}))
     with pytest.raises(AccessError, match=r"differs from FLUX\.1-dev's in num_layers"):
         run_geometry(FLUX, config(), model_folder=base, dtype="bf16")
+
+
+@pytest.fixture
+def scratch(tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The tiny base without the transformer's weights, and an empty cache folder."""
+    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
+    base = Path(shutil.copytree(tiny_flux1_dev, tmp_path / "base"))
+    (base / "transformer/diffusion_pytorch_model.safetensors").unlink()
+    return base
+
+
+def test_what_trains_from_nothing_is_planned_from_its_config(
+    config: Config, scratch: Path, tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = config(model__weights="random", data__resolution=64)
+    planned = run_geometry(FLUX, asked, model_folder=scratch, dtype="fp32")
+    measured = run_geometry(FLUX, config(data__resolution=64), model_folder=tiny_flux1_dev, dtype="fp32")
+    found, expected = (
+        {part.name: dict(part.shapes) for part in geometry.components} for geometry in (planned, measured)
+    )
+    assert found == expected
+    sources = {part.name: part.source for part in planned.components}
+    assert sources["transformer"] == "transformer built on the meta device from config.json"
+    assert sources["vae"].startswith("safetensors headers of")
+    assert len(list((tmp_path / "cache/shapes").iterdir())) == 1
+
+    meta_shapes._kept.cache_clear()
+    monkeypatch.setattr(meta_shapes, "_ask_child", lambda *arguments: pytest.fail("it was kept"))
+    assert run_geometry(FLUX, asked, model_folder=scratch, dtype="fp32") == planned
+
+
+def test_a_config_that_its_class_refuses_is_told(config: Config, scratch: Path) -> None:
+    asked = config(model__weights="random")
+    path = scratch / "transformer/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_attention_heads": "many"}))
+    with pytest.raises(
+        AccessError, match=r"FluxTransformer2DModel cannot be built from this config \(\w+Error"
+    ):
+        run_geometry(FLUX, asked, model_folder=scratch, dtype="fp32")
+    (scratch / "model_index.json").write_text('{"transformer": ["os", "system"]}')
+    with pytest.raises(AccessError, match=r"model_index\.json: no class to build transformer with"):
+        run_geometry(FLUX, asked, model_folder=scratch, dtype="fp32")
+
+
+def test_weights_that_are_not_read_are_not_measured(
+    config: Config, scratch: Path, tiny_flux1_dev: Path
+) -> None:
+    path = scratch / "transformer/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 1}))
+    shutil.copy(tiny_flux1_dev / "transformer/diffusion_pytorch_model.safetensors", scratch / "transformer")
+
+    def blocks(weights: str) -> int:
+        asked = config(model__weights=weights)
+        part = run_geometry(FLUX, asked, model_folder=scratch, dtype="fp32").components[0]
+        return len({name.split(".")[1] for name in part.shapes if name.startswith("transformer_blocks.")})
+
+    assert (blocks("pretrained"), blocks("random")) == (2, 1)
 
 
 def test_a_folder_that_does_not_exist_is_no_repository(

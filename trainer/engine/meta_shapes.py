@@ -1,0 +1,91 @@
+"""Floor 6: shapes of a component that has a config.json and no weights: its class, built on the meta device.
+
+The parent imports no torch: a child builds (`python -m trainer.engine.meta_shapes FOLDER LIBRARY CLASS`), and
+its answer is kept by class, config and version.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.metadata
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from trainer.errors import AccessError
+from trainer.hardware.cachefile import read_entries, write_entries
+from trainer.hardware.geometry import Shapes, compact, expand
+
+SOURCE = "built on the meta device from config.json"
+LIBRARIES = ("diffusers", "transformers")
+_TIMEOUT_SECONDS = 300.0
+
+
+def built_shapes(folder: Path, component: str, cache_dir: Path) -> Shapes:
+    """Shapes of the tensors that the component's files would hold; takes seconds the first time.
+
+    Raises AccessError where model_index.json names no class for it, or the class refuses the config.
+    """
+    try:
+        entry = json.loads((folder / "model_index.json").read_text())[component]
+        config = (folder / component / "config.json").read_text()
+        library, class_name = entry
+        if library not in LIBRARIES or not isinstance(class_name, str):
+            raise ValueError(f"{component} is {entry}")
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise AccessError(
+            f"no class to build {component} with ({type(error).__name__}: {error})",
+            where=str(folder / "model_index.json"),
+            remedy=f'write "{component}": [LIBRARY, CLASS], with a library out of {", ".join(LIBRARIES)}',
+        ) from error
+    version = importlib.metadata.version(library)
+    key = hashlib.sha256("\0".join((library, class_name, version, config)).encode()).hexdigest()
+    return _kept(folder / component, library, class_name, cache_dir / "shapes" / f"{key}.json")
+
+
+@functools.lru_cache(maxsize=16)  # a cache folder that cannot be written costs one child, not one a question
+def _kept(folder: Path, library: str, class_name: str, path: Path) -> Shapes:
+    """The shapes from the file at `path`, else from a child, whose answer is written there."""
+    rows = read_entries(path).get("rows")
+    if rows is None:
+        rows = _ask_child(folder, library, class_name)
+        write_entries(path, {"class": f"{library}.{class_name}", "rows": rows})
+    return expand(rows)
+
+
+def _ask_child(folder: Path, library: str, class_name: str) -> list[tuple[str, list[int], int]]:
+    command = [sys.executable, "-m", "trainer.engine.meta_shapes", str(folder), library, class_name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        # the last line of a traceback is the error itself
+        lines = str(error.stderr).strip().splitlines() if error.stderr else [str(error)]
+        raise AccessError(
+            f"{library}.{class_name} cannot be built from this config ({lines[-1][:300]})",
+            where=str(folder / "config.json"),
+            remedy="correct the config, or name a folder with weights",
+        ) from error
+    rows: list[tuple[str, list[int], int]] = json.loads(done.stdout.splitlines()[-1])
+    return rows
+
+
+def meta_shapes(folder: Path, library: str, class_name: str) -> dict[str, tuple[int, ...]]:
+    """Shapes of the tensors that the component's files would hold; tied weights count once. Imports torch."""
+    import torch
+
+    component_class = getattr(importlib.import_module(library), class_name)
+    # shapes only: that some rope tables stay on meta, which forbids this for training, does not matter here
+    with torch.device("meta"):
+        if library == "transformers":
+            module = component_class(component_class.config_class.from_pretrained(folder))
+        else:
+            module = component_class.from_config(component_class.load_config(folder))
+    # named_parameters() leaves repeated (tied) tensors out, state_dict() does not
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+
+
+if __name__ == "__main__":
+    print(json.dumps(compact(meta_shapes(Path(sys.argv[1]), sys.argv[2], sys.argv[3]))))
