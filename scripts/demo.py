@@ -63,7 +63,9 @@ def step(title: str, arguments: Sequence[str], settings: Mapping[str, str]) -> i
 
 
 def print_summary(seconds: float) -> None:
-    """Say where everything is."""
+    """Say where everything is, and what training did to the loss on images that it did not see."""
+    from trainer.telemetry.records import METRICS_LOG, held_out_line, read_metrics
+
     print(f"\nDone in {seconds:.0f} s.")
     for what, path in (
         ("picture over time", RUN / "samples" / "strip.png"),
@@ -72,6 +74,9 @@ def print_summary(seconds: float) -> None:
         ("losses", RUN / "metrics.jsonl"),
     ):
         print(f"  {what:18} {path}")
+    line = held_out_line(read_metrics(REPOSITORY / RUN / METRICS_LOG))
+    if line is not None:
+        print(f"  {line}")
     print("Now yours: trainer plan train_configs/flux1_dev_lora.yaml --dataset YOUR_FOLDER")
 
 

@@ -21,6 +21,7 @@ from trainer.data.sampler import SampleRef
 from trainer.engine import feed, loop, run
 from trainer.engine.context import Context
 from trainer.engine.planning import plan_run
+from trainer.engine.samples import Samples, scan_samples
 from trainer.engine.spec import Spec
 from trainer.hardware.machine import read_recorded
 from trainer.hardware.render import plan_to_json
@@ -77,7 +78,7 @@ class Job:
     """A run that is ready to start."""
 
     context: Context
-    records: tuple[ImageRecord, ...]
+    samples: Samples
     spec: Spec
     said: list[str]
 
@@ -85,8 +86,12 @@ class Job:
     def folder(self) -> Path:
         return self.context.run_dir
 
+    @property
+    def records(self) -> tuple[ImageRecord, ...]:
+        return self.samples.all
+
     def train(self) -> None:
-        run.train(self.context, self.records, self.spec)
+        run.train(self.context, self.samples, self.spec)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,7 +158,7 @@ class Workshop:
             stop=StopFlag(),
             say=said.append,
         )
-        return Job(context=context, records=family.scan(config, None), spec=spec, said=said)
+        return Job(context=context, samples=scan_samples(family, config), spec=spec, said=said)
 
 
 def small_pictures(folder: Path) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from tests.contract.conftest import Finished
 from tests.contract.runs import (
@@ -80,10 +82,13 @@ def test_a_run_leaves_what_it_promises(case: Case, finished: Callable[[Case], Fi
     assert pictures == ["step-000000.png", *(f"step-{n:06d}.png" for n in (3, 6, 9, 10)), "strip.png"]
     assert list((done.folder / "tensorboard").iterdir())
     rows = numbers(done.folder)
-    assert [row["step"] for row in rows] == [3, 6, 9, 10]
+    assert [row["step"] for row in rows] == [0, 3, 6, 9, 10]
     assert all(math.isfinite(value) for row in rows for value in row.values())
     assert all("validation_loss" in row for row in rows)
-    assert "Proved: " in "\n".join(done.job.said)
+    said = "\n".join(done.job.said)
+    assert "Proved: " in said
+    first, last = rows[0]["validation_loss"], rows[-1]["validation_loss"]
+    assert f"held-out loss {first:.3g} -> {last:.3g} (" in said
     before, after = ((done.folder / "samples" / pictures[n]).read_bytes() for n in (0, 4))
     assert before != after
 
@@ -115,6 +120,63 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(
     assert not different(files(job.folder, "checkpoints/*/*"), files(straight.folder, "checkpoints/*/*"))
 
 
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_kills_before_the_first_checkpoint_leave_one_loss_before_training(
+    case: Case, workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
+) -> None:
+    """Killed after the row of step 0, then between that and the checkpoint, then after the checkpoint."""
+
+    def in_preview(phase: Phase, step: int | None, item_done: bool) -> None:
+        if phase is Phase.PREVIEW:
+            raise KilledError
+
+    deaths = (ToldStatus(tmp_path, in_preview), dying_after(tmp_path, 2), dying_after(tmp_path, 6))
+    for status in deaths:
+        with pytest.raises(KilledError):
+            workshop.job(case, tmp_path, status=status).train()
+        assert numbers(tmp_path / "run")[0]["step"] == 0
+    job = workshop.job(case, tmp_path)
+    job.train()
+    assert "resumed from step-000005" in job.said
+    straight = finished(case)
+    assert numbers(job.folder) == numbers(straight.folder)
+    assert [line for line in job.said if line.startswith("held-out")] == [
+        line for line in straight.job.said if line.startswith("held-out loss") and "->" in line
+    ]
+    events = EventAccumulator(str(job.folder / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("validation/loss")] == [0, 3, 6, 9, 10]
+
+
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_a_folder_is_held_out_and_may_change_between_stop_and_resume(
+    case: Case, workshop: Workshop, tmp_path: Path
+) -> None:
+    pictures = sorted(workshop.pictures.glob("*.png"))
+    parts = {"train": pictures[:4], "first": pictures[4:5], "second": pictures[5:]}
+    for name, chosen in parts.items():
+        (tmp_path / name).mkdir()
+        for path in chosen:
+            shutil.copy(path, tmp_path / name)
+            shutil.copy(path.with_suffix(".txt"), tmp_path / name)
+    quiet = ("validation.prompts=[]", "validation.held_out=0", f"validation.img_dir={tmp_path / 'first'}")
+    straight = workshop.job(case, tmp_path / "a", *quiet, pictures=tmp_path / "train")
+    straight.train()
+    first, last = (numbers(straight.folder)[n]["validation_loss"] for n in (0, -1))
+    assert any(line.startswith(f"held-out loss {first:.3g} -> {last:.3g} (") for line in straight.said)
+    with pytest.raises(KilledError):
+        workshop.job(
+            case, tmp_path / "b", *quiet, pictures=tmp_path / "train", status=dying_after(tmp_path / "b", 7)
+        ).train()
+    changed = (*quiet[:2], f"validation.img_dir={tmp_path / 'second'}")
+    job = workshop.job(case, tmp_path / "b", *changed, pictures=tmp_path / "train")
+    job.train()
+    assert "resumed from step-000005" in job.said
+    assert any("does not compare with that of step 3 and before" in line for line in job.said)
+    assert any(line.startswith("held-out loss") and line.endswith("since step 6") for line in job.said)
+    assert not different(files(job.folder, "lora/*"), files(straight.folder, "lora/*"))
+
+
 @pytest.fixture
 def signals_put_back() -> Iterator[None]:
     """Handlers as they were, after a test that installs a run's own."""
@@ -122,6 +184,24 @@ def signals_put_back() -> Iterator[None]:
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
+
+
+@pytest.mark.usefixtures("signals_put_back")
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_a_stop_in_the_validation_before_the_first_step_leaves_nothing(
+    case: Case, workshop: Workshop, tmp_path: Path
+) -> None:
+    def on_beat(phase: Phase, step: int | None, item_done: bool) -> None:
+        if phase is Phase.FIRST_STEP:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    job = workshop.job(case, tmp_path, status=ToldStatus(tmp_path, on_beat))
+    job.context.stop.install()
+    with pytest.raises(StoppedError):
+        job.train()
+    assert not steps_saved(job.folder)
+    assert numbers(job.folder) == []
+    assert not list((job.folder / "samples").glob("*"))
 
 
 @pytest.mark.usefixtures("signals_put_back")

@@ -166,11 +166,33 @@ def _same_set_twice(context: Context) -> Found:
             yield context.source(key), what, "remove it, and write `repeats: 2` in the other"
 
 
+def _held_out_two_ways(context: Context) -> Found:
+    key, validation = "validation.img_dir", context.config.validation
+    if validation.img_dir is not None and validation.held_out:
+        other = f"`validation.held_out: {validation.held_out}` ({context.source('validation.held_out')})"
+        what = f"`{key}` and {other} both say what is held out"
+        yield context.source(key), what, "choose one: remove the other, or write `held_out: 0`"
+
+
+def _held_out_trained(context: Context) -> Found:
+    key, folder = "validation.img_dir", context.config.validation.img_dir
+    for index, one in enumerate(context.config.data.sets):
+        if folder is not None and _real(folder) == _real(one.img_dir):
+            what = f"`{key}`: {folder} is a training set ({context.source(f'data.sets.{index}.img_dir')})"
+            remedy = "name a folder of other images, or write `held_out: 2` to keep two of these out"
+            yield context.source(key), what, remedy
+
+
+def _image_folders(config: RunConfig) -> list[Path]:
+    held_out = config.validation.img_dir
+    return [*(one.img_dir for one in config.data.sets), *([] if held_out is None else [held_out])]
+
+
 def _output_among_images(context: Context) -> Found:
     output, where = context.config.output_dir, context.source("output_dir")
-    for one in context.config.data.sets:
-        if _inside(output, one.img_dir):
-            what = f"`output_dir` {output} lies in the image folder {one.img_dir}"
+    for folder in _image_folders(context.config):
+        if _inside(output, folder):
+            what = f"`output_dir` {output} lies in the image folder {folder}"
             yield where, what, "previews would become training data: write a folder outside it"
 
 
@@ -178,9 +200,9 @@ def _cache_among_images(context: Context) -> Found:
     cache = environment.cache_dir(context.config, context.environ)
     key = "data.cache_dir"
     where = context.source(key) if context.config.data.cache_dir is not None else "TRAINER_CACHE_DIR"
-    for one in context.config.data.sets:
-        if _inside(cache, one.img_dir):
-            what = f"the cache {cache} lies in the image folder {one.img_dir}"
+    for folder in _image_folders(context.config):
+        if _inside(cache, folder):
+            what = f"the cache {cache} lies in the image folder {folder}"
             yield where, what, f"write a folder outside it in `{key}` or TRAINER_CACHE_DIR"
 
 
@@ -218,8 +240,10 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
     (("model.pretrained_model_name_or_path", "model.revision"), _model_name),
     (("family", "method", "lora.target_modules"), _target_preset),
     (("data.sets",), _same_set_twice),
-    (("data.sets", "output_dir"), _output_among_images),
-    (("data.sets", "data.cache_dir"), _cache_among_images),
+    (("validation.img_dir", "validation.held_out"), _held_out_two_ways),
+    (("validation.img_dir", "data.sets"), _held_out_trained),
+    (("data.sets", "validation.img_dir", "output_dir"), _output_among_images),
+    (("data.sets", "validation.img_dir", "data.cache_dir"), _cache_among_images),
     (("model.pretrained_model_name_or_path", "output_dir"), _output_in_model),
     (("output_dir", "data.cache_dir"), _folders_are_files),
     (("checkpoint.resume_from_checkpoint",), _resume_word),

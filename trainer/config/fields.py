@@ -137,7 +137,7 @@ def suggest_key(path: KeyPath) -> str:
     """Remedy for an unknown key: what may have been meant, else what exists beside it."""
     parent, key = path[:-1], path[-1].lower().replace("-", "_")
     siblings = _keys_below(parent)
-    everywhere = {name.rpartition(".")[2]: name for name in reversed(dotted_keys())}
+    everywhere = {name.rpartition(".")[2]: name for name in reversed(dotted_keys())} | _keys_of_items()
     if path[-1] in dotted_keys():
         section, _, leaf = path[-1].partition(".")
         return f"nest it: `{section}:` on one line, `  {leaf}: ...` indented below it"
@@ -153,6 +153,16 @@ def suggest_key(path: KeyPath) -> str:
     if far is not None:
         return f"did you mean `{everywhere[far]}`?"
     return f"known here: {', '.join(siblings)}"
+
+
+def _keys_of_items() -> dict[str, str]:
+    """Keys of what a list holds -> the list: `img_dir` of a set, misplaced, means `data.sets`."""
+    found: dict[str, str] = {}
+    for name in dotted_keys():
+        item = field_at((*name.split("."), "0"))
+        section = None if item is None else section_of(item.annotation)
+        found |= {} if section is None else dict.fromkeys(section.model_fields, name)
+    return found
 
 
 def _keys_below(path: KeyPath) -> tuple[str, ...]:

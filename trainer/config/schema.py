@@ -183,6 +183,8 @@ class ValidationSection(Section):
     """Side of the square previews in pixels; `data.resolution` when not given."""
     held_out: Annotated[int, Field(ge=0)] = 0
     """Images kept out of training and used for the validation loss."""
+    img_dir: UserPath | None = None
+    """Folder of images with captions for the validation loss, in place of `held_out`; never trained on."""
 
 
 class CheckpointSection(Section):

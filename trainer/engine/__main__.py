@@ -5,6 +5,7 @@ The data set is checked before torch is imported, so that a bad one is told with
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.load import load
 from trainer.config.schema import RunConfig
-from trainer.data.records import ImageRecord
+from trainer.engine.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
 from trainer.errors import ConfigError, ExitCode, TrainerError
 from trainer.families import components, get, names
@@ -47,8 +48,8 @@ def main(spec_path: str) -> int:
     logger = log.get("run")
     try:
         _open_log(config, spec)
-        records = _scan(config, spec, status, stop)
-        _work(config, spec, status, stop, records, logger.info)
+        samples = _scan(config, spec, status, stop)
+        _work(config, spec, status, stop, samples, logger.info)
     except TrainerError as error:
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
         return int(error.exit_code)
@@ -71,23 +72,20 @@ def _open_log(config: RunConfig, spec: Spec) -> None:
         ) from error
 
 
-def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> tuple[ImageRecord, ...]:
+def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> Samples:
     if spec.mode not in ("train", "cache"):
-        return ()
-    bars: list[Progress] = []
+        return Samples()
+    bars: dict[str, Progress] = {}
+    with contextlib.ExitStack() as open_bars:
 
-    def on_image(done: int, total: int) -> None:
-        stop.raise_if_requested()
-        status.beat(Phase.LOAD, step=done, total=total)
-        if not bars:
-            bars.append(progress(total, "checking images").__enter__())
-        bars[0].advance(1)
+        def on_image(what: str, done: int, total: int) -> None:
+            stop.raise_if_requested()
+            status.beat(Phase.LOAD, step=done, total=total)
+            if what not in bars:
+                bars[what] = open_bars.enter_context(progress(total, what))
+            bars[what].advance()
 
-    try:
-        return get(config.family).scan(config, on_image)
-    finally:
-        for bar in bars:
-            bar.__exit__(None, None, None)
+        return scan_samples(get(config.family), config, on_image)
 
 
 def _work(
@@ -95,7 +93,7 @@ def _work(
     spec: Spec,
     status: StatusWriter,
     stop: StopFlag,
-    records: tuple[ImageRecord, ...],
+    samples: Samples,
     say: Callable[[str], None],
 ) -> None:
     """Everything that needs torch."""
@@ -117,9 +115,9 @@ def _work(
     )
     try:
         if spec.mode == "train":
-            run.train(context, records, spec)
+            run.train(context, samples, spec)
         elif spec.mode == "cache":
-            run.cache_only(context, records, spec)
+            run.cache_only(context, samples, spec)
         elif spec.mode == "sample":
             run.sample_once(context, spec)
         else:

@@ -13,7 +13,7 @@ from trainer.engine.context import Context, peak_memory_bytes
 from trainer.telemetry.events import EventLog
 from trainer.telemetry.log import step_line
 from trainer.telemetry.metrics import RunMetrics
-from trainer.telemetry.records import MetricsLog, StepRecord
+from trainer.telemetry.records import METRICS_LOG, MetricsLog, StepRecord, ValidationRecord
 from trainer.telemetry.status import Phase
 
 
@@ -22,7 +22,7 @@ class Journal:
 
     def __init__(self, context: Context, runtime_dir: Path) -> None:
         self.context = context
-        self.metrics_log = MetricsLog(context.run_dir / "metrics.jsonl")
+        self.metrics_log = MetricsLog(context.run_dir / METRICS_LOG)
         self.events = EventLog(context.run_dir / "tensorboard")
         self.metrics = RunMetrics(runtime_dir)
         config = context.config
@@ -34,9 +34,10 @@ class Journal:
         self._marked = time.monotonic()
 
     def cut_back(self, step: int) -> None:
-        """Forget everything after `step`."""
-        self.metrics_log.truncate_after(step)
-        self.events.truncate_after(step)
+        """Forget everything after `step`; at 0 everything, because a fresh start measures that step again."""
+        last_kept = step if step > 0 else -1
+        self.metrics_log.truncate_after(last_kept)
+        self.events.truncate_after(last_kept)
 
     def start_clock(self) -> None:
         """Start timing the steps up to the next log step; previews and saves in between are not steps."""
@@ -51,10 +52,25 @@ class Journal:
         self.metrics.phase(phase)
         self.metrics.write()
 
-    def log_step(self, values: Mapping[str, float], *, step: int, steps: int, samples: int) -> str:
+    def log_validation(self, record: ValidationRecord) -> None:
+        """Record the held-out loss before the first step."""
+        self.metrics_log.append(record)
+        self.events.validation(record)
+        self.metrics.validation(record.validation_loss)
+        self.metrics.write()
+
+    def log_step(
+        self,
+        values: Mapping[str, float],
+        *,
+        step: int,
+        steps: int,
+        samples: int,
+        validation: ValidationRecord | None,
+    ) -> str:
         """Record `steps` steps that ended with `step`, and give the line for people.
 
-        `values` has loss, learning_rate, grad_norm and, where it was measured, validation_loss.
+        `values` has loss, learning_rate and grad_norm; `validation` is what was measured at this step.
         """
         now = time.monotonic()
         seconds = max(now - self._marked, 1e-9)
@@ -68,7 +84,8 @@ class Journal:
             samples_per_second=samples / seconds,
             device_memory_peak_bytes=peak_memory_bytes(device),
             device_memory_reserved_bytes=torch.cuda.memory_reserved(device) if device != "cpu" else 0,
-            validation_loss=values.get("validation_loss"),
+            validation_loss=None if validation is None else validation.validation_loss,
+            validation_data=None if validation is None else validation.validation_data,
         )
         total = self.context.config.train.max_train_steps
         self.metrics_log.append(record)

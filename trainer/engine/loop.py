@@ -15,17 +15,18 @@ from trainer.data.sampler import MicroBatch
 from trainer.engine import checkpoint
 from trainer.engine.build import Built
 from trainer.engine.context import Context
-from trainer.engine.entries import Entries, load_batch
+from trainer.engine.entries import Entries
 from trainer.engine.feed import Fed, feed
 from trainer.engine.journal import Journal
 from trainer.engine.optimizer import HostFlag, learning_rate
 from trainer.engine.preview import draw_previews, preview_path, write_strip
 from trainer.engine.proof import to_device
+from trainer.engine.validation import HeldOut, measure
 from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError
 from trainer.telemetry.progress import Progress, progress
+from trainer.telemetry.records import ValidationRecord
 from trainer.telemetry.status import Phase
 
-_VALIDATION_DRAWS = 4
 _T = TypeVar("_T")
 
 
@@ -52,7 +53,7 @@ class Run:
     context: Context
     built: Built
     entries: Entries
-    held_out: Entries | None
+    held_out: HeldOut | None
     journal: Journal
     settings: Any
     fingerprint: Mapping[str, str]
@@ -70,6 +71,8 @@ def train(run: Run, state: State) -> None:
     run.context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
     run.journal.phase(Phase.FIRST_STEP)
     try:
+        if state.step == 0:
+            _validate_before_training(run)
         if state.step == 0 or _owes_preview(run, state):
             _preview(run, state)
         with progress(total, "training", start=state.step) as bar:
@@ -144,11 +147,9 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
     config = run.context.config
     last = state.step == config.train.max_train_steps
     due_validation = state.step % config.validation.every_steps == 0 or last
-    values: dict[str, float] = {}
-    if due_validation and run.held_out is not None:
-        values["validation_loss"] = _untimed(run, lambda: validation_loss(run))
-    if state.step % config.train.log_every_steps == 0 or last or values:
-        bar.advance(1, text=_log(run, state, values))
+    validation = _untimed(run, lambda: _validate(run, state.step)) if due_validation else None
+    if state.step % config.train.log_every_steps == 0 or last or validation is not None:
+        bar.advance(1, text=_log(run, state, validation))
     else:
         bar.advance(1)
     # saved first: what goes wrong in a preview loses nothing, and a resumed run draws the one it owes
@@ -157,6 +158,21 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
         _untimed(run, lambda: save(run, state))
     if _preview_is_due(run, state):
         _untimed(run, lambda: _preview(run, state))
+
+
+def _validate(run: Run, step: int) -> ValidationRecord | None:
+    """The held-out loss; None where nothing is held out."""
+    if run.held_out is None:
+        return None
+    return measure(run.context, run.built.model, run.held_out, step=step)
+
+
+def _validate_before_training(run: Run) -> None:
+    """The held-out loss of the base model, which the later ones are compared with."""
+    record = _validate(run, 0)
+    if record is not None:
+        run.journal.log_validation(record)
+        run.context.say(f"held-out loss before the first step: {record.validation_loss:.4f}")
 
 
 def _keeps_last_step(run: Run) -> bool:
@@ -194,7 +210,7 @@ def _collect_loss(state: State) -> None:
         state.device_loss = None
 
 
-def _log(run: Run, state: State, values: Mapping[str, float]) -> str:
+def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
     train = run.context.config.train
     _collect_loss(state)
     _check_finite(run, state)
@@ -203,10 +219,11 @@ def _log(run: Run, state: State, values: Mapping[str, float]) -> str:
         "loss": state.interval_loss / state.interval_steps,
         "learning_rate": learning_rate(train, state.step),
         "grad_norm": float(state.grad_norm.item()),
-        **values,
     }
     samples = state.interval_steps * train.train_batch_size * train.gradient_accumulation_steps
-    line = run.journal.log_step(row, step=state.step, steps=state.interval_steps, samples=samples)
+    line = run.journal.log_step(
+        row, step=state.step, steps=state.interval_steps, samples=samples, validation=validation
+    )
     state.interval_loss, state.interval_steps = 0.0, 0
     return line
 
@@ -216,28 +233,6 @@ def _preview(run: Run, state: State) -> None:
     if path is not None:
         write_strip(path.parent, up_to_step=state.step)
         run.journal.picture("previews", path, state.step)
-
-
-def validation_loss(run: Run) -> float:
-    """Mean loss over the held-out samples at fixed draws."""
-    context, entries = run.context, run.held_out
-    assert entries is not None
-    config = context.config.model_copy(
-        update={"train": context.config.train.model_copy(update={"seed": context.config.validation.seed})}
-    )
-    settings = context.family.settings(context.source, config)
-    total = torch.zeros((), device=context.device)
-    for record in range(len(entries.records)):
-        # no stop here: the row of this step is written once, and needs the loss of all samples
-        loaded = load_batch(entries, [(record, False)], dtype=context.dtype, pin_memory=False)
-        header, _ = entries.headers(record, dropped=False)
-        for number in range(_VALIDATION_DRAWS):
-            draw = context.family.draw(settings, [record * _VALIDATION_DRAWS + number], header)
-            batch, moved = to_device(loaded, draw, context.device, context.dtype)
-            with torch.no_grad():
-                total += context.family.loss(run.built.model, batch, moved, settings).sum()
-        context.status.beat(Phase.TRAIN)
-    return float(total.item()) / (len(entries.records) * _VALIDATION_DRAWS)
 
 
 def save(run: Run, state: State) -> None:

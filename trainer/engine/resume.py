@@ -12,6 +12,7 @@ from trainer.engine import checkpoint
 from trainer.engine.context import Context
 from trainer.engine.entries import data_fingerprint
 from trainer.errors import ConfigError, NoSpaceError
+from trainer.telemetry.records import METRICS_LOG, read_metrics
 
 RUN_FILE = "run.json"
 _GIB = 1024**3
@@ -86,11 +87,12 @@ def find_checkpoint(context: Context, fingerprint: dict[str, str]) -> tuple[Path
 def require_free_folder(context: Context, fingerprint: dict[str, str]) -> None:
     """Without a checkpoint to continue, only the same run may start again in a folder that holds results."""
     run_dir = context.run_dir
-    metrics = run_dir / "metrics.jsonl"
+    metrics = run_dir / METRICS_LOG
     results = [
         path for path in (run_dir / "lora", run_dir / "model") if path.is_dir() and any(path.iterdir())
     ]
-    results += [metrics] if metrics.is_file() and metrics.stat().st_size else []
+    # what was measured before the first step is no result
+    results += [metrics] if any(row["step"] for row in read_metrics(metrics)) else []
     if not results:
         return
     remedy = "choose another output_dir, or remove this one"

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.data.cache import prune
-from trainer.data.records import ImageRecord
-from trainer.data.sampler import held_out_split
 from trainer.engine import checkpoint, loop, proof, resume
 from trainer.engine.build import build, load_base
 from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
@@ -21,11 +19,14 @@ from trainer.engine.entries import Entries, fill_cache, list_entries
 from trainer.engine.full import export_full, prove_full
 from trainer.engine.journal import Journal
 from trainer.engine.preview import draw_previews, row, sample, write_png, write_strip
+from trainer.engine.samples import Samples
 from trainer.engine.spec import Spec
+from trainer.engine.validation import HeldOut, held_out_entries
 from trainer.errors import ConfigError, DivergedError
 from trainer.families.protocol import PreviewRequest
 from trainer.modeling import lora
 from trainer.telemetry import atomic, log
+from trainer.telemetry.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.status import Phase
 
 _GIB = 1024**3
@@ -44,10 +45,10 @@ def quiet_libraries() -> None:
     diffusers_logging.disable_progress_bar()
 
 
-def cache_only(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None:
+def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     """Encode everything that `train` would; then remove what this configuration does not use, if asked to."""
     apply_backend_settings(context.plan)
-    entries = list_entries(context, records)
+    entries = list_entries(context, samples.all)
     report = fill_cache(context, entries, verify=spec.verify)
     if spec.prune:
         files, size = prune(entries.cache.folder, entries.keys())
@@ -55,11 +56,11 @@ def cache_only(context: Context, records: Sequence[ImageRecord], spec: Spec) -> 
     context.say(f"cache complete in {context.cache_dir}: {report.reused + report.encoded} entries")
 
 
-def train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None:
+def train(context: Context, samples: Samples, spec: Spec) -> None:
     """Cache, build, resume, train, export and prove."""
     apply_backend_settings(context.plan)
     with _only_run(context.run_dir):
-        _train(context, records, spec)
+        _train(context, samples, spec)
 
 
 @contextlib.contextmanager
@@ -77,19 +78,16 @@ def _only_run(run_dir: Path) -> Iterator[None]:
         yield
 
 
-def _train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None:
-    training, held_out = held_out_split(
-        records, context.config.validation.held_out, context.config.validation.seed
-    )
-    fingerprint = resume.run_fingerprint(context, training)
+def _train(context: Context, samples: Samples, spec: Spec) -> None:
+    fingerprint = resume.run_fingerprint(context, samples.training)
     found = resume.find_checkpoint(context, fingerprint)
     if found is None:
         resume.require_free_folder(context, fingerprint)
     resume.require_space(context)
     _write_run_files(context, spec, fingerprint)
-    entries = list_entries(context, training)
-    held_entries = list_entries(context, held_out) if held_out else None
-    report = fill_cache(context, list_entries(context, records))
+    entries = list_entries(context, samples.training)
+    held_out = held_out_entries(context, samples.held_out)
+    report = fill_cache(context, list_entries(context, samples.all))
     caching_peak = take_peak(context.device)
     built = build(context)
     before = proof.fixed_outputs(context, built.model) if context.config.method == "full" else None
@@ -99,12 +97,13 @@ def _train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None
     journal = Journal(context, Path(spec.runtime_dir))
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
     journal.cut_back(state.step)
+    _tell_changed_held_out(context, held_out)
     _drop_samples(context, state.step)
     run = loop.Run(
         context=context,
         built=built,
         entries=entries,
-        held_out=held_entries,
+        held_out=held_out,
         journal=journal,
         settings=context.family.settings(context.source, context.config),
         fingerprint=fingerprint,
@@ -119,11 +118,29 @@ def _train(context: Context, records: Sequence[ImageRecord], spec: Spec) -> None
             summary = _finish_full(context, built.model, before)
         _last_preview(run, state)
         _say_peaks(context, caching_peak, peak_memory_bytes(context.device))
+        _say_held_out(run)
         journal.phase(Phase.DONE)
         context.say(summary)
     finally:
         journal.sync()
         journal.close()
+
+
+def _tell_changed_held_out(context: Context, held_out: HeldOut | None) -> None:
+    """Say on resume that the loss will jump for another reason than training; the run may go on."""
+    rows = [row for row in read_metrics(context.run_dir / METRICS_LOG) if "validation_loss" in row]
+    if held_out is not None and rows and rows[-1].get("validation_data") != held_out.data:
+        context.say(
+            f"the held-out images or settings changed: from here on the held-out loss does not compare with "
+            f"that of step {rows[-1]['step']} and before"
+        )
+
+
+def _say_held_out(run: loop.Run) -> None:
+    """What training did to the held-out loss, from the file so that it holds for resumed runs too."""
+    line = held_out_line(read_metrics(run.context.run_dir / METRICS_LOG))
+    if run.held_out is not None and line is not None:
+        run.context.say(line)
 
 
 def _say_peaks(context: Context, caching: int, training: int) -> None:

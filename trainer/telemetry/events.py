@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from trainer.telemetry import atomic
-from trainer.telemetry.records import StepRecord
+from trainer.telemetry.records import StepRecord, ValidationRecord
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -51,6 +51,10 @@ class EventLog:
             values["validation/loss"] = record.validation_loss
         self._write(record.step, scalars_summary(values))
 
+    def validation(self, record: ValidationRecord) -> None:
+        """Write a held-out loss that was measured between no steps."""
+        self._write(record.step, scalars_summary({"validation/loss": record.validation_loss}))
+
     def image(self, tag: str, png: bytes, *, step: int) -> None:
         """Write a PNG picture (the file's bytes) under `tag`."""
         from tensorboard.compat.proto.summary_pb2 import Summary
@@ -67,7 +71,7 @@ class EventLog:
                 os.fsync(self._file.fileno())
 
     def truncate_after(self, step: int) -> None:
-        """Gather the events up to `step` in one new file, without torn records and duplicates.
+        """Gather the events up to `step` in one new file, without torn records and duplicates; -1 keeps none.
 
         A crash on the way leaves the old files, or old and new ones: then the next call finds every event
         twice and keeps one, so the outcome is the same.
@@ -82,7 +86,8 @@ class EventLog:
                 pair for path in old if not path.name.startswith(".") for pair in _frames(path)
             ):
                 digest = hashlib.sha256(frame).digest()
-                if event.step <= step and digest not in seen:
+                kept = event.step <= step or event.HasField("file_version")
+                if kept and digest not in seen:
                     seen.add(digest)
                     file.write(frame)
         for path in old:

@@ -235,6 +235,10 @@ class RunMetrics:
         for _ in range(steps):
             self._registry.histograms["trainer_step_seconds"].observe(record.seconds_per_step)
 
+    def validation(self, loss: float) -> None:
+        """Take over a held-out loss that was measured between no steps."""
+        self._gauge("trainer_validation_loss").set(loss)
+
     def checkpoint(self, step: int) -> None:
         """Say that a checkpoint of `step` became valid."""
         self._gauge("trainer_checkpoint_step").set(step)

@@ -6,14 +6,25 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainer.telemetry import atomic
 
+METRICS_LOG = "metrics.jsonl"
 _CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRecord:
+    """A held-out loss. The one before the first step is a line of its own: nothing was trained by then."""
+
+    step: int
+    validation_loss: float
+    validation_data: str
+    """Hash of what it was measured on and how; losses with unequal ones do not compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +45,8 @@ class StepRecord:
     """Held by the allocator now; 0 on a CPU."""
     validation_loss: float | None = None
     """Only at steps that validate."""
+    validation_data: str | None = None
+    """As in ValidationRecord."""
 
 
 class MetricsLog:
@@ -45,11 +58,10 @@ class MetricsLog:
         cut_torn_line(path)
         self._file = path.open("ab")
 
-    def append(self, record: StepRecord) -> None:
+    def append(self, record: StepRecord | ValidationRecord) -> None:
         """Write one line, readable at once. A value that is not finite becomes null: JSON has no NaN."""
-        row = {key: _json_value(value) for key, value in dataclasses.asdict(record).items()}
-        if record.validation_loss is None:
-            del row["validation_loss"]
+        values = dataclasses.asdict(record).items()
+        row = {key: _json_value(value) for key, value in values if value is not None}
         with atomic.no_space_told(self._path):
             self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
             self._file.flush()
@@ -75,6 +87,28 @@ class MetricsLog:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, oldest first, without a half-written last one."""
     return [row for _, row in _rows(path)] if path.exists() else []
+
+
+def held_out_line(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """`held-out loss 0.412 -> 0.171 (-58 %)` from a run's rows; None where nothing was measured.
+
+    The first value is the oldest that was measured on what the last one was measured on; `since step N` where
+    that was not before training.
+    """
+    measured = [row for row in rows if "validation_loss" in row]
+    if not measured:
+        return None
+    last = measured[-1]
+    first = next(row for row in measured if row.get("validation_data") == last.get("validation_data"))
+    before, after = first["validation_loss"], last["validation_loss"]
+    if first is last:
+        return f"held-out loss {_short(after)}"
+    since = f" since step {first['step']}" if first["step"] else ""
+    if not before or after is None:
+        return f"held-out loss {_short(before)} -> {_short(after)}{since}"
+    change = 100 * (after / before - 1)
+    percent = f"{change:+.0f}" if abs(change) >= 10 else f"{change:+.1f}"
+    return f"held-out loss {_short(before)} -> {_short(after)} ({percent} %){since}"
 
 
 def cut_torn_line(path: Path) -> None:
@@ -103,5 +137,9 @@ def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
                 yield line, json.loads(line)
 
 
-def _json_value(value: float | int | None) -> float | int | None:
+def _short(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
+
+
+def _json_value(value: float | int | str) -> float | int | str | None:
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -114,6 +114,9 @@ KEYS: dict[str, Bad] = {
         "trian:\n  seed: 1\n", ("c.yaml:8", "unknown key `trian`", "did you mean `train`?")
     ),
     "key like nothing": added("lora:\n  xyzzy: 1\n", ("c.yaml:9", "unknown key", "known here: rank, alpha")),
+    "key of a set beside the sets": changed(
+        "  sets:", "  img_dir: images\n  sets:", ("c.yaml:5", "unknown key `data.img_dir`", "`data.sets`?")
+    ),
     "key in a set": changed(
         "    - img_dir: images",
         "    - img_dirs: images",
@@ -245,6 +248,18 @@ MEANING: dict[str, Bad] = {
         "    - img_dir: images",
         "    - img_dir: images\n    - img_dir: ./images/../images",
         ("c.yaml:7", "is a set already (c.yaml:6)", "`repeats: 2`"),
+    ),
+    "held out two ways": added(
+        "validation:\n  held_out: 2\n  img_dir: others\n",
+        ("c.yaml:10", "`validation.held_out: 2` (c.yaml:9) both say what is held out", "choose one"),
+    ),
+    "held-out folder is trained on": added(
+        "validation:\n  img_dir: ./images\n",
+        ("c.yaml:9", "images is a training set (c.yaml:6)", "other images"),
+    ),
+    "output among the held-out images": added(
+        "validation:\n  img_dir: .\n",
+        ("c.yaml:7", "`output_dir` out lies in the image folder .", "outside it"),
     ),
     "output among the images": changed(
         "output_dir: out",

@@ -44,6 +44,15 @@ def test_the_same_run_may_start_again(tmp_path: Path) -> None:
     resume.require_free_folder(context(tmp_path), FINGERPRINT)
 
 
+def test_a_loss_before_the_first_step_is_no_result(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text('{"step": 0, "validation_loss": 1.0}\n')
+    resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT)
+    metrics.write_text('{"step": 0, "validation_loss": 1.0}\n{"step": 1, "loss": 1.0}\n')
+    with pytest.raises(ConfigError, match=r"metrics\.jsonl of an earlier run is here"):
+        resume.require_free_folder(context(tmp_path, wanted="never"), FINGERPRINT)
+
+
 def test_never_refuses_results_of_the_same_run_too(tmp_path: Path) -> None:
     finished(tmp_path, '{"seed": "0"}')
     with pytest.raises(ConfigError, match="resuming is forbidden"):

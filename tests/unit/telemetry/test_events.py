@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from trainer.telemetry.events import EventLog
+from trainer.telemetry.records import ValidationRecord
 
 from .test_records import record
 
@@ -47,12 +48,16 @@ def read(directory: Path) -> tuple[list[tuple[int, float]], list[int]]:
 
 def test_tensorboard_reads_scalars_and_pictures(tmp_path: Path) -> None:
     log = written(tmp_path, range(3))
+    log.validation(ValidationRecord(step=0, validation_loss=0.75, validation_data="a"))
     log.scalars(record(3, validation_loss=0.5))
     log.flush_and_sync()
     log.close()
     accumulator = EventAccumulator(str(tmp_path))
     accumulator.Reload()
-    assert [(event.step, event.value) for event in accumulator.Scalars("validation/loss")] == [(3, 0.5)]
+    assert [(event.step, event.value) for event in accumulator.Scalars("validation/loss")] == [
+        (0, 0.75),
+        (3, 0.5),
+    ]
     assert accumulator.Scalars("train/learning_rate")[0].value == pytest.approx(1e-4)
     pictures = [
         (image.width, image.height, image.encoded_image_string) for image in accumulator.Images("samples")
@@ -98,6 +103,15 @@ def test_a_cut_that_a_crash_interrupted_is_completed(tmp_path: Path) -> None:
     assert read(tmp_path) == ([(0, 0.0), (1, 0.125), (2, 0.25)], [0, 1, 2])
 
 
+def test_a_fresh_start_keeps_nothing_and_can_be_read(tmp_path: Path) -> None:
+    log = written(tmp_path, range(2))
+    log.truncate_after(-1)
+    assert read(tmp_path) == ([], [])
+    log.scalars(record(0, loss=0.5))
+    log.close()
+    assert read(tmp_path) == ([(0, 0.5)], [])
+
+
 def test_nothing_to_cut(tmp_path: Path) -> None:
     EventLog(tmp_path / "new").truncate_after(3)
     assert list((tmp_path / "new").iterdir()) == []
@@ -108,6 +122,7 @@ def test_neither_torch_nor_tensorflow_is_imported(tmp_path: Path) -> None:
 import sys
 from pathlib import Path
 from trainer.telemetry.events import EventLog
+from trainer.telemetry.records import ValidationRecord
 from trainer.telemetry.records import StepRecord
 assert "tensorboard" not in sys.modules
 log = EventLog(Path({str(tmp_path)!r}))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trainer.telemetry.metrics import METRICS, RunMetrics, build_registry, metrics_markdown
+from trainer.telemetry.metrics import METRICS, METRICS_FILE, RunMetrics, build_registry, metrics_markdown
 from trainer.telemetry.server import metrics_text
 from trainer.telemetry.status import Phase, verdict
 
@@ -31,6 +31,13 @@ def full_text(directory: Path) -> str:
     return metrics_text(
         directory, version="0.1.0", child_up=True, verdict=verdict(None, 0.0), status=None, available=5
     )
+
+
+def test_a_held_out_loss_before_the_first_step_is_served(tmp_path: Path) -> None:
+    metrics = RunMetrics(tmp_path)
+    metrics.validation(0.875)
+    metrics.write()
+    assert "trainer_validation_loss 0.875\n" in (tmp_path / METRICS_FILE).read_text()
 
 
 def test_every_metric_of_the_table_is_served_with_its_value(tmp_path: Path) -> None:

@@ -7,7 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from trainer.telemetry.records import MetricsLog, StepRecord, cut_torn_line, read_metrics
+from trainer.telemetry.records import (
+    MetricsLog,
+    StepRecord,
+    ValidationRecord,
+    cut_torn_line,
+    held_out_line,
+    read_metrics,
+)
 
 
 def record(step: int, *, loss: float = 0.5, validation_loss: float | None = None) -> StepRecord:
@@ -75,6 +82,50 @@ def test_truncation_to_nothing(tmp_path: Path) -> None:
     log.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
     assert read_metrics(tmp_path / "absent.jsonl") == []
+
+
+def test_what_was_measured_before_the_first_step_is_a_line_too(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.append(ValidationRecord(step=0, validation_loss=float("inf"), validation_data="a"))
+    log.append(record(1))
+    log.truncate_after(0)
+    assert read_metrics(path) == [{"step": 0, "validation_loss": None, "validation_data": "a"}]
+    log.truncate_after(-1)
+    log.close()
+    assert read_metrics(path) == []
+
+
+def measured(step: int, loss: float | None, data: str | None = "a") -> dict[str, object]:
+    row: dict[str, object] = {"step": step, "validation_loss": loss}
+    return row | ({} if data is None else {"validation_data": data})
+
+
+@pytest.mark.parametrize(
+    ("rows", "line"),
+    [
+        ([], None),
+        ([{"step": 10, "loss": 0.5}], None),
+        (
+            [measured(0, 0.4123), {"step": 5}, measured(10, 0.3), measured(20, 0.1712)],
+            "held-out loss 0.412 -> 0.171 (-58 %)",
+        ),
+        ([measured(0, 0.4), measured(20, 0.402)], "held-out loss 0.4 -> 0.402 (+0.5 %)"),
+        ([measured(0, 0.4, None), measured(20, 0.2, None)], "held-out loss 0.4 -> 0.2 (-50 %)"),
+        ([measured(10, 0.4), measured(20, 0.2)], "held-out loss 0.4 -> 0.2 (-50 %) since step 10"),
+        (
+            [measured(0, 0.9, "b"), measured(10, 0.4), measured(20, 0.2)],
+            "held-out loss 0.4 -> 0.2 (-50 %) since step 10",
+        ),
+        ([measured(0, 0.9, "b"), measured(20, 0.2)], "held-out loss 0.2"),
+        ([measured(0, None), measured(20, 0.2)], "held-out loss not finite -> 0.2"),
+        ([measured(0, 0.2), measured(20, None)], "held-out loss 0.2 -> not finite"),
+    ],
+)
+def test_the_held_out_loss_is_compared_with_what_was_measured_alike(
+    rows: list[dict[str, object]], line: str | None
+) -> None:
+    assert held_out_line(rows) == line
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,69 @@
+"""Floor 6: the loss on images that are not trained on, at draws that are the same each time."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trainer.data.records import ImageRecord
+from trainer.engine.context import Context
+from trainer.engine.entries import Entries, data_fingerprint, list_entries, load_batch
+from trainer.engine.proof import to_device
+from trainer.telemetry.records import ValidationRecord
+from trainer.telemetry.status import Phase
+
+_DRAWS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The samples to measure on."""
+
+    entries: Entries
+    settings: Any
+    """The family's, with validation.seed for train.seed."""
+    data: str
+    """Hash of what the loss depends on besides the weights."""
+
+
+def held_out_entries(context: Context, records: Sequence[ImageRecord]) -> HeldOut | None:
+    """What `measure` needs; None without records."""
+    if not records:
+        return None
+    config = context.config
+    seeded = config.train.model_copy(update={"seed": config.validation.seed})
+    parts = (data_fingerprint(records), str(config.validation.seed), config.flow.model_dump_json())
+    return HeldOut(
+        entries=list_entries(context, records),
+        settings=context.family.settings(context.source, config.model_copy(update={"train": seeded})),
+        data=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
+    )
+
+
+def measure(context: Context, model: Any, held_out: HeldOut, *, step: int) -> ValidationRecord:
+    """Mean loss over all samples and draws.
+
+    Before the first step a stop request ends it. Later none does: the row of a step is written once, and
+    needs the loss of all samples.
+    """
+    entries, settings = held_out.entries, held_out.settings
+    total = torch.zeros((), device=context.device)
+    for record in range(len(entries.records)):
+        if step == 0:
+            context.stop.raise_if_requested()
+        loaded = load_batch(entries, [(record, False)], dtype=context.dtype, pin_memory=False)
+        header, _ = entries.headers(record, dropped=False)
+        for number in range(_DRAWS):
+            draw = context.family.draw(settings, [record * _DRAWS + number], header)
+            batch, moved = to_device(loaded, draw, context.device, context.dtype)
+            with torch.no_grad():
+                total += context.family.loss(model, batch, moved, settings).sum()
+        context.status.beat(
+            Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=context.config.train.max_train_steps
+        )
+    loss = float(total.item()) / (len(entries.records) * _DRAWS)
+    return ValidationRecord(step=step, validation_loss=loss, validation_data=held_out.data)
