@@ -68,6 +68,7 @@ def print_summary(seconds: float) -> None:
 
     print(f"\nDone in {seconds:.0f} s.")
     for what, path in (
+        ("before and after", RUN / "before_after.png"),
         ("picture over time", RUN / "samples" / "strip.png"),
         ("LoRA (diffusers)", RUN / "lora" / "run.safetensors"),
         ("LoRA (ComfyUI)", RUN / "lora" / "run.comfyui.safetensors"),

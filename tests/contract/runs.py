@@ -240,7 +240,7 @@ def numbers(folder: Path) -> list[dict[str, float]]:
 
 def products(folder: Path) -> dict[str, bytes]:
     """Bytes of everything that a run made, by its path: LoRA or model, proofs, and pictures."""
-    return files(folder, "lora/*", "model/**/*", "samples/*")
+    return files(folder, "lora/*", "model/**/*", "samples/**/*", "before_after.png")
 
 
 def files(folder: Path, *patterns: str) -> dict[str, bytes]:

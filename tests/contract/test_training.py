@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 from safetensors.torch import load_file
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -42,6 +43,7 @@ from trainer.errors import ExitCode, StoppedError
 from trainer.telemetry.status import Phase
 
 ACCUMULATION = 2
+PREVIEWED = (0, 3, 6, 9, 10)
 QUIET = ("validation.prompts=[]", "validation.held_out=0")
 
 
@@ -78,8 +80,17 @@ def test_a_run_leaves_what_it_promises(case: Case, finished: Callable[[Case], Fi
     for name in ("config.resolved.yaml", "plan.json", "metrics.jsonl"):
         assert (done.folder / name).stat().st_size > 0
     assert steps_saved(done.folder) == ["step-000005", "step-000010"]
-    pictures = sorted(path.name for path in (done.folder / "samples").iterdir())
-    assert pictures == ["step-000000.png", *(f"step-{n:06d}.png" for n in (3, 6, 9, 10)), "strip.png"]
+    pictures = sorted(path.name for path in (done.folder / "samples").glob("*.png"))
+    assert pictures == [*(f"step-{n:06d}.png" for n in PREVIEWED), "strip.png"]
+    singles = sorted(done.folder.glob("samples/step-*/*"))
+    assert [path.relative_to(done.folder / "samples") for path in singles] == [
+        Path(f"step-{n:06d}") / name for n in PREVIEWED for name in ("00.png", "01.png")
+    ]
+    with Image.open(singles[1]) as picture:
+        assert picture.size == (64, 64)
+        assert (picture.info["prompt"], picture.info["seed"]) == ("a red car", "1")
+    with Image.open(done.folder / "before_after.png") as picture:
+        assert picture.width > 2 * 192
     assert list((done.folder / "tensorboard").iterdir())
     rows = numbers(done.folder)
     assert [row["step"] for row in rows] == [0, 3, 6, 9, 10]
@@ -89,6 +100,7 @@ def test_a_run_leaves_what_it_promises(case: Case, finished: Callable[[Case], Fi
     assert "Proved: " in said
     first, last = rows[0]["validation_loss"], rows[-1]["validation_loss"]
     assert f"held-out loss {first:.3g} -> {last:.3g} (" in said
+    assert f"before and after: {done.folder / 'before_after.png'}" in said
     before, after = ((done.folder / "samples" / pictures[n]).read_bytes() for n in (0, 4))
     assert before != after
 
@@ -146,6 +158,25 @@ def test_kills_before_the_first_checkpoint_leave_one_loss_before_training(
     events = EventAccumulator(str(job.folder / "tensorboard"))
     events.Reload()
     assert [event.step for event in events.Scalars("validation/loss")] == [0, 3, 6, 9, 10]
+
+
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_prompts_that_changed_before_a_resume_have_no_before(
+    case: Case, workshop: Workshop, tmp_path: Path
+) -> None:
+    quick = ("train.max_train_steps=6", "validation.every_steps=100", "validation.held_out=0")
+    with pytest.raises(KilledError):
+        workshop.job(case, tmp_path, *quick, status=dying_after(tmp_path, 6)).train()
+    (tmp_path / "run" / "before_after.png").write_bytes(b"of an earlier end")
+    job = workshop.job(case, tmp_path, *quick, "validation.prompts=[an apple, a blue car]")
+    job.train()
+    reason = "shows another prompt, or was drawn with other settings"
+    assert f"no before_after.png: samples/step-000000/01.png {reason}" in job.said
+    assert not (job.folder / "before_after.png").exists()
+    shutil.rmtree(job.folder / "samples" / "step-000000")
+    again = workshop.job(case, tmp_path, *quick)
+    again.train()
+    assert "no before_after.png: samples/step-000000/00.png is missing" in again.said
 
 
 @pytest.mark.parametrize("case", LORA_CASES, ids=str)

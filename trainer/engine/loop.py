@@ -19,7 +19,8 @@ from trainer.engine.entries import Entries
 from trainer.engine.feed import Fed, feed
 from trainer.engine.journal import Journal
 from trainer.engine.optimizer import HostFlag, learning_rate
-from trainer.engine.preview import draw_previews, preview_path, write_strip
+from trainer.engine.pictures import write_strip
+from trainer.engine.preview import draw_previews, preview_path
 from trainer.engine.proof import to_device
 from trainer.engine.validation import HeldOut, measure
 from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError

@@ -1,65 +1,120 @@
-"""Floor 6: previews: one picture a time with all prompts, and a strip over time."""
+"""Floor 6: previews of the model as it is, kept by step, and base model and result in one picture."""
 
 from __future__ import annotations
 
-import io
-import textwrap
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image
 
 from trainer.engine.context import Context, free_memory
 from trainer.engine.entries import Entries
+from trainer.engine.pictures import before_after, read_png, row, write_png
 from trainer.families.protocol import PreviewRequest
-from trainer.telemetry import atomic
 from trainer.telemetry.status import Phase
 
-_CELL_MINIMUM = 192
-_MARGIN = 8
-_TEXT_LINES = 2
-_STRIP_WIDTH, _STRIP_HEIGHT = 2048, 16384
+BEFORE_AFTER = "before_after.png"
+_RESULT = {"lora": "with the LoRA", "full": "fine-tuned"}
 
 
 def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> Path | None:
-    """Sample every validation prompt and write `samples/step-NNNNNN.png`; None where there are no prompts.
+    """Sample every validation prompt; None where there are no prompts, else the row of all of them.
 
-    The VAE is loaded for the time of the previews only. A stop request raises between two denoising steps.
+    `samples/step-NNNNNN/00.png, ...` are the images as they are, `samples/step-NNNNNN.png` is the row. It is
+    written last, so that a row means that its images are complete.
     """
     validation = context.config.validation
     if not validation.prompts:
         return None
-    context.status.beat(Phase.PREVIEW)
-
-    def on_step() -> None:
-        context.stop.raise_if_requested()
-        context.status.beat(Phase.PREVIEW, item_done=True)
-
-    side = validation.resolution or context.config.data.resolution
-    request = PreviewRequest(
-        width=side,
-        height=side,
-        num_inference_steps=validation.num_inference_steps,
-        guidance_scale=validation.guidance_scale,
-        seed=validation.seed,
-    )
-    images = sample(context, model, entries.prompts(), request, on_step)
+    images = sample(context, model, entries)
     path = preview_path(context, step)
+    drop_previews(path)
+    for number, image in enumerate(images):
+        write_png(image, _image_path(path, number), _drawn_as(context, number))
     write_png(row(images, validation.prompts, f"step {step}"), path)
     return path
 
 
 def preview_path(context: Context, step: int) -> Path:
-    """Where the previews of a step are kept."""
+    """The row of a step; its images are in the folder of the same stem."""
     return context.run_dir / "samples" / f"step-{step:06d}.png"
 
 
-def sample(
-    context: Context, model: Any, prompts: Sequence[Any], request: PreviewRequest, on_step: Any
-) -> list[Image.Image]:
-    """Draw one image a prompt; the model's training mode is put back."""
+def drop_previews(path: Path) -> None:
+    """Remove a row and its images, the row first."""
+    path.unlink(missing_ok=True)
+    if path.with_suffix("").is_dir():
+        shutil.rmtree(path.with_suffix(""))
+
+
+def drop_previews_after(context: Context, step: int) -> None:
+    """Remove the previews of steps that this run is going to draw again."""
+    for path in list((context.run_dir / "samples").glob("step-*")):
+        if int(path.stem.removeprefix("step-")) > step:
+            drop_previews(path.with_suffix(".png"))
+
+
+def _image_path(row_path: Path, number: int) -> Path:
+    return row_path.with_suffix("") / f"{number:02d}.png"
+
+
+def _drawn_as(context: Context, number: int) -> dict[str, str]:
+    """What an image shows and how it was drawn, kept inside it."""
+    request = _request(context)
+    values = {**vars(request), "seed": request.seed + number}
+    settings = {name: str(value) for name, value in values.items()}
+    return {"prompt": context.config.validation.prompts[number], **settings}
+
+
+def write_before_after(context: Context, step: int) -> Path | None:
+    """Put the previews of the base model over those of `step`; None where there are no prompts.
+
+    Says why where it cannot: previews of step 0 that are missing, or that were drawn otherwise.
+    """
+    validation = context.config.validation
+    if not validation.prompts:
+        return None
+    target = context.run_dir / BEFORE_AFTER
+    rows: list[list[Image.Image]] = [[], []]
+    for number in range(len(validation.prompts)):
+        for images, of_step in zip(rows, (0, step), strict=True):
+            path = _image_path(preview_path(context, of_step), number)
+            image = _read_image(path, _drawn_as(context, number))
+            if isinstance(image, str):
+                target.unlink(missing_ok=True)
+                context.say(f"no {BEFORE_AFTER}: {path.relative_to(context.run_dir)} {image}")
+                return None
+            images.append(image)
+    titles = ("base model", f"{_RESULT[context.config.method]}, step {step}")
+    write_png(before_after(rows, validation.prompts, titles), target)
+    return target
+
+
+def _read_image(path: Path, wanted: dict[str, str]) -> Image.Image | str:
+    """A kept image, or why it is none of those that are `wanted`."""
+    try:
+        image, text = read_png(path)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error})"
+    return image if text == wanted else "shows another prompt, or was drawn with other settings"
+
+
+def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image]:
+    """Draw one image a validation prompt; the model's training mode is put back.
+
+    The VAE is loaded for the time of the previews only. A stop request raises between two denoising steps.
+    """
     import torch
+
+    context.status.beat(Phase.PREVIEW)
+
+    def on_step() -> None:
+        context.stop.raise_if_requested()
+        context.status.beat(Phase.PREVIEW, item_done=True)
 
     vae = context.family.load_encoders(
         "latents",
@@ -72,68 +127,21 @@ def sample(
     model.eval()
     try:
         with torch.no_grad():
-            return context.family.preview(model, context.source, vae, prompts, request, on_step)
+            prompts: Sequence[Any] = entries.prompts()
+            return context.family.preview(model, context.source, vae, prompts, _request(context), on_step)
     finally:
         model.train(was_training)
         del vae
         free_memory(context.device)
 
 
-def row(images: Sequence[Image.Image], captions: Sequence[str], title: str) -> Image.Image:
-    """Pictures side by side under a title, each with its caption below; small pictures are enlarged to be
-    seen.
-    """
-    enlarge = max(1, -(-_CELL_MINIMUM // images[0].width))
-    width, height = images[0].width * enlarge, images[0].height * enlarge
-    font_size = max(12, width // 22)
-    font = ImageFont.load_default(size=font_size)
-    line = font_size + 4
-    total_width = (width + _MARGIN) * len(images) + _MARGIN
-    picture = Image.new("RGB", (total_width, line + height + line * _TEXT_LINES + 3 * _MARGIN), "white")
-    draw = ImageDraw.Draw(picture)
-    draw.text((_MARGIN, _MARGIN // 2), title, fill="black", font=font)
-    for number, (image, caption) in enumerate(zip(images, captions, strict=True)):
-        left = _MARGIN + number * (width + _MARGIN)
-        picture.paste(image.resize((width, height), Image.Resampling.NEAREST), (left, line + _MARGIN))
-        wrapped = textwrap.wrap(caption, width=max(8, int(width / (font_size * 0.5))), max_lines=_TEXT_LINES)
-        draw.multiline_text((left, line + height + 2 * _MARGIN), "\n".join(wrapped), fill="black", font=font)
-    return picture
-
-
-def write_strip(samples: Path, *, up_to_step: int) -> Path | None:
-    """Stack the pictures of all times into `samples/strip.png`, oldest on top; None where there is none.
-
-    Large ones are made smaller, and of very many an even choice with the first and the last is taken.
-    """
-    paths = [
-        path
-        for path in sorted(samples.glob("step-*.png"))
-        if int(path.stem.removeprefix("step-")) <= up_to_step
-    ]
-    if not paths:
-        return None
-    sizes = []
-    for path in paths:
-        with Image.open(path) as picture:
-            sizes.append(picture.size)
-    scale = min(1.0, _STRIP_WIDTH / max(width for width, _ in sizes))
-    rows = [(max(1, round(width * scale)), max(1, round(height * scale))) for width, height in sizes]
-    count = min(len(paths), max(2, _STRIP_HEIGHT // max(height for _, height in rows)))
-    chosen = [round(i * (len(paths) - 1) / max(1, count - 1)) for i in range(count)]
-    strip = Image.new("RGB", (max(rows[i][0] for i in chosen), sum(rows[i][1] for i in chosen)), "white")
-    top = 0
-    for i in chosen:
-        with Image.open(paths[i]) as picture:
-            strip.paste(picture.convert("RGB").resize(rows[i], Image.Resampling.LANCZOS), (0, top))
-        top += rows[i][1]
-    target = samples / "strip.png"
-    write_png(strip, target)
-    return target
-
-
-def write_png(picture: Image.Image, path: Path) -> None:
-    """Write a PNG so that nobody sees half of one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()
-    picture.save(buffer, format="PNG")
-    atomic.write_bytes(path, buffer.getvalue())
+def _request(context: Context) -> PreviewRequest:
+    validation = context.config.validation
+    side = validation.resolution or context.config.data.resolution
+    return PreviewRequest(
+        width=side,
+        height=side,
+        num_inference_steps=validation.num_inference_steps,
+        guidance_scale=validation.guidance_scale,
+        seed=validation.seed,
+    )

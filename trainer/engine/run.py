@@ -18,12 +18,12 @@ from trainer.engine.context import Context, apply_backend_settings, peak_memory_
 from trainer.engine.entries import Entries, fill_cache, list_entries
 from trainer.engine.full import export_full, prove_full
 from trainer.engine.journal import Journal
-from trainer.engine.preview import draw_previews, row, sample, write_png, write_strip
+from trainer.engine.pictures import row, write_png, write_strip
+from trainer.engine.preview import draw_previews, drop_previews_after, sample, write_before_after
 from trainer.engine.samples import Samples
 from trainer.engine.spec import Spec
 from trainer.engine.validation import HeldOut, held_out_entries
 from trainer.errors import ConfigError, DivergedError
-from trainer.families.protocol import PreviewRequest
 from trainer.modeling import lora
 from trainer.telemetry import atomic, log
 from trainer.telemetry.records import METRICS_LOG, held_out_line, read_metrics
@@ -98,7 +98,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
     journal.cut_back(state.step)
     _tell_changed_held_out(context, held_out)
-    _drop_samples(context, state.step)
+    drop_previews_after(context, state.step)
     run = loop.Run(
         context=context,
         built=built,
@@ -181,13 +181,6 @@ def _write_run_files(context: Context, spec: Spec, fingerprint: dict[str, str]) 
     log.get("run").info("run folder %s", context.run_dir, extra={"fields": {"plan": decisions}})
 
 
-def _drop_samples(context: Context, step: int) -> None:
-    """Remove previews of steps that this run is going to draw again."""
-    for path in (context.run_dir / "samples").glob("step-*.png"):
-        if int(path.stem.removeprefix("step-")) > step:
-            path.unlink()
-
-
 def _finish_lora(context: Context, model: Any) -> str:
     if not proof.is_finite_adapter(model):
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
@@ -215,6 +208,9 @@ def _last_preview(run: loop.Run, state: loop.State) -> None:
         strip = write_strip(path.parent, up_to_step=state.step)
         run.journal.picture("previews", path, state.step)
         run.context.say(f"previews: {strip}")
+        before_after = write_before_after(run.context, state.step)
+        if before_after is not None:
+            run.context.say(f"before and after: {before_after}")
 
 
 def sample_once(context: Context, spec: Spec) -> None:
@@ -226,23 +222,9 @@ def sample_once(context: Context, spec: Spec) -> None:
     if spec.lora_file:
         proof.check_file(Path(spec.lora_file))
         context.family.load_adapter(model, Path(spec.lora_file), adapter_name=lora.ADAPTER)
-    validation = context.config.validation
-    side = validation.resolution or context.config.data.resolution
-    request = PreviewRequest(
-        width=side,
-        height=side,
-        num_inference_steps=validation.num_inference_steps,
-        guidance_scale=validation.guidance_scale,
-        seed=validation.seed,
-    )
-
-    def on_step() -> None:
-        context.stop.raise_if_requested()
-        context.status.beat(Phase.PREVIEW, item_done=True)
-
-    images = sample(context, model, entries.prompts(), request, on_step)
     title = Path(spec.lora_file).name if spec.lora_file else "base model"
-    write_png(row(images, validation.prompts, title), Path(spec.output_file))
+    images = sample(context, model, entries)
+    write_png(row(images, context.config.validation.prompts, title), Path(spec.output_file))
     context.say(f"picture: {spec.output_file}")
 
 

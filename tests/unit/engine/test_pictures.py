@@ -1,0 +1,145 @@
+"""Before-and-after pictures: every image where it belongs, readable at every size and number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image, ImageFont
+
+from trainer.engine import pictures
+from trainer.engine.pictures import before_after, read_png, write_png
+
+WHITE = (255, 255, 255)
+TITLES = ("base model", "with the LoRA, step 300")
+MARGIN, GAP = 20, 12
+
+
+def colour(row: int, number: int) -> tuple[int, int, int]:
+    return (40 + 150 * row, 10 + 18 * number, 90)
+
+
+def plain(count: int, width: int, height: int) -> list[list[Image.Image]]:
+    """Two rows of images of one colour each."""
+    return [[Image.new("RGB", (width, height), colour(row, n)) for n in range(count)] for row in (0, 1)]
+
+
+def rectangles(picture: Image.Image, count: int) -> dict[tuple[int, int], tuple[int, int, int, int]]:
+    """Left, top, right, bottom of each image of `plain` by row and number, all of it in its colour."""
+    found: dict[tuple[int, int], tuple[int, int, int, int]] = {}
+    pixels = np.asarray(picture)
+    for row in (0, 1):
+        for number in range(count):
+            ys, xs = np.nonzero((pixels == colour(row, number)).all(axis=2))
+            box = (xs.min(), ys.min(), xs.max() + 1, ys.max() + 1)
+            assert len(xs) == (box[2] - box[0]) * (box[3] - box[1]), "torn apart or painted over"
+            found[row, number] = box
+    return found
+
+
+def test_two_rows_one_over_the_other() -> None:
+    rows = plain(3, 64, 64)
+    picture = before_after(rows, ["a", "b", "c"], TITLES)
+    boxes = rectangles(picture, 3)
+    assert {(right - left, bottom - top) for left, top, right, bottom in boxes.values()} == {(192, 192)}
+    for number in range(3):
+        before, after = boxes[0, number], boxes[1, number]
+        assert before[0] == after[0] == MARGIN + number * (192 + GAP)
+        assert after[1] > before[3]
+    assert boxes[0, 0][1] == boxes[0, 2][1]
+    assert picture.width == 2 * MARGIN + 3 * 192 + 2 * GAP
+    corners = [picture.getpixel((x, y)) for x in (0, picture.width - 1) for y in (0, picture.height - 1)]
+    assert corners == [WHITE] * 4
+    assert picture.tobytes() == before_after(plain(3, 64, 64), ["a", "b", "c"], TITLES).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("count", "columns"), [(1, 1), (8, 8), (9, 5), (10, 5), (12, 6)], ids=lambda number: str(number)
+)
+def test_many_prompts_become_blocks_of_equal_width(count: int, columns: int) -> None:
+    picture = before_after(plain(count, 64, 64), [str(n) for n in range(count)], TITLES)
+    assert picture.width <= 1700
+    boxes = rectangles(picture, count)
+    for number in range(count):
+        assert boxes[0, number][0] == MARGIN + number % columns * (192 + GAP)
+        block = number // columns
+        assert boxes[0, number][1] == boxes[0, block * columns][1]
+        if block:
+            assert boxes[0, number][1] > boxes[1, number - columns][3]
+
+
+@pytest.mark.parametrize(
+    ("size", "cell"),
+    [
+        ((64, 64), (192, 192)),
+        ((128, 128), (256, 256)),
+        ((256, 256), (256, 256)),
+        ((512, 512), (384, 384)),
+        ((1024, 512), (384, 192)),
+    ],
+)
+def test_cells_can_be_seen_and_fit(size: tuple[int, int], cell: tuple[int, int]) -> None:
+    picture = before_after(plain(2, *size), ["a", "b"], TITLES)
+    left, top, right, bottom = rectangles(picture, 2)[1, 1]
+    assert (right - left, bottom - top) == cell
+
+
+def test_enlarged_pictures_are_smooth() -> None:
+    image = Image.new("RGB", (64, 64), "white")
+    image.paste("black", (0, 0, 32, 64))
+    picture = before_after([[image], [image]], ["half"], TITLES)
+    middle = picture.height // 4
+    levels = {picture.getpixel((x, middle)) for x in range(MARGIN + 80, MARGIN + 112)}
+    assert len(levels) > 2
+
+
+def test_a_caption_stands_once_below_its_column_and_a_long_title_has_room() -> None:
+    rows = plain(2, 64, 64)
+    short = before_after(rows, ["word", "word"], TITLES)
+    long = before_after(rows, ["word", "word " * 12], TITLES)
+    assert long.height > short.height
+    below = rectangles(long, 2)[1, 1][3] + 2
+    ink = [
+        x for x in range(long.width) if any(long.getpixel((x, y)) != WHITE for y in range(below, long.height))
+    ]
+    assert {x for x in ink if x < MARGIN + 192} and {x for x in ink if x >= MARGIN + 192 + GAP}
+    assert max(ink) <= 2 * MARGIN + 2 * 192 + GAP
+    wide = before_after(plain(1, 64, 64), ["a"], ("base", "with " + "a-long-file-name-" * 5))
+    assert wide.width > 500
+
+
+@pytest.mark.parametrize(
+    ("text", "lines"),
+    [
+        ("", []),
+        ("one", ["one"]),
+        ("one two", ["one two"]),
+        ("one two three", ["one two", "three"]),
+    ],
+)
+def test_lines_break_between_words(text: str, lines: list[str]) -> None:
+    font = ImageFont.load_default(size=15)
+    assert pictures._wrapped(text, font, round(font.getlength("one two th"))) == lines
+
+
+def test_long_words_are_cut_and_long_texts_end_in_dots() -> None:
+    font = ImageFont.load_default(size=15)
+    cut = pictures._wrapped("abcdefgh" * 5, font, 100)
+    assert "".join(cut) == "abcdefgh" * 5
+    ended = pictures._wrapped("some words " * 30, font, 100)
+    assert len(ended) == 4
+    assert ended[-1].endswith("...")
+    assert all(font.getlength(line) <= 100 for line in (*cut, *ended))
+    assert pictures._wrapped("ab", font, 1) == ["a", "b"]
+
+
+def test_text_inside_a_png_is_read_back(tmp_path: Path) -> None:
+    text = {"prompt": "a caf\u00e9, \u65e5\u672c", "seed": "3"}
+    path = tmp_path / "new" / "00.png"
+    write_png(Image.new("RGB", (4, 3), "red"), path, text)
+    first = path.read_bytes()
+    image, read = read_png(path)
+    assert (image.size, image.getpixel((0, 0)), read) == ((4, 3), (255, 0, 0), text)
+    write_png(Image.new("RGB", (4, 3), "red"), path, text)
+    assert path.read_bytes() == first
