@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import re
+import threading
 import time
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -27,6 +28,8 @@ _SUFFIX = ".safetensors"
 _ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _STALE_NAME = re.compile(r"\.[0-9a-f]{64}\.safetensors\..*\.tmp")
 _STALE_AFTER_SECONDS = 3600.0
+# Python's own objects for one entry of two tensors
+_OBJECT_BYTES = 2048
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
 
 
@@ -41,11 +44,18 @@ def entry_key(kind: str, parts: Mapping[str, str]) -> str:
 
 
 class Cache:
-    """The entries of one family in a cache directory."""
+    """The entries of one family in a cache directory, and as many of those read as `keep_bytes` has room for.
 
-    def __init__(self, directory: Path, family_name: str) -> None:
+    What was read first is kept: a shuffled epoch reads every entry once, so making room for the newest would
+    throw out what comes next. `read` may be called from several threads.
+    """
+
+    def __init__(self, directory: Path, family_name: str, *, keep_bytes: int = 0) -> None:
         self.directory = directory
         self.folder = directory / family_name
+        self._kept: dict[tuple[str, str], Mapping[str, torch.Tensor]] = {}
+        self._room_bytes = keep_bytes
+        self._lock = threading.Lock()
 
     def path(self, kind: str, key: str) -> Path:
         """Where an entry is kept."""
@@ -78,12 +88,24 @@ class Cache:
         except (DamagedFileError, FileNotFoundError) as error:
             raise self._damaged(kind, key, error) from error
 
-    def read(self, kind: str, key: str) -> dict[str, torch.Tensor]:
-        """The entry's tensors on the CPU, compared with their checksum. Raises DamagedEntryError."""
+    def read(self, kind: str, key: str) -> Mapping[str, torch.Tensor]:
+        """The entry's tensors on the CPU, compared with their checksum: not to be changed, they may be kept.
+
+        Raises DamagedEntryError.
+        """
+        kept = self._kept.get((kind, key))
+        if kept is not None:
+            return kept
         try:
-            return read_safetensors(self.path(kind, key))
+            tensors = read_safetensors(self.path(kind, key))
         except (DamagedFileError, FileNotFoundError) as error:
             raise self._damaged(kind, key, error) from error
+        size = _OBJECT_BYTES + sum(tensor.nbytes for tensor in tensors.values())
+        with self._lock:
+            if size <= self._room_bytes and (kind, key) not in self._kept:
+                self._room_bytes -= size
+                self._kept[kind, key] = tensors
+        return tensors
 
     def write(self, kind: str, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write an entry atomically; equal tensors give equal bytes. Raises NoSpaceError, ConfigError."""

@@ -42,7 +42,7 @@ class Entries:
         """Keys of all entries."""
         return {*self.text_keys, *self.latent_keys, self.empty_key, *self.prompt_keys}
 
-    def prompts(self) -> list[dict[str, torch.Tensor]]:
+    def prompts(self) -> list[Mapping[str, torch.Tensor]]:
         """Text entries of the validation prompts."""
         return [self.cache.read("text", key) for key in self.prompt_keys]
 
@@ -155,10 +155,18 @@ def load_batch(
     latents = [cache.read("latents", entries.latent_keys[i]) for i, _ in samples]
 
     def stack(rows: Sequence[Mapping[str, torch.Tensor]], to: torch.dtype) -> dict[str, torch.Tensor]:
-        stacked = {name: torch.stack([row[name] for row in rows]).to(to) for name in rows[0]}
-        return {name: tensor.pin_memory() for name, tensor in stacked.items()} if pin_memory else stacked
+        stacked = {}
+        for name, first in rows[0].items():
+            whole = torch.empty((len(rows), *first.shape), dtype=first.dtype, pin_memory=pin_memory)
+            torch.stack([row[name] for row in rows], out=whole)
+            stacked[name] = whole if first.dtype == to else _pinned(whole.to(to), pin_memory)
+        return stacked
 
     return Batch(latents=stack(latents, torch.float32), text=stack(text, dtype), size=len(samples))
+
+
+def _pinned(tensor: torch.Tensor, pin_memory: bool) -> torch.Tensor:
+    return tensor.pin_memory() if pin_memory else tensor
 
 
 def data_fingerprint(records: Sequence[ImageRecord]) -> str:

@@ -1,16 +1,27 @@
-"""Floor 6: micro-batches in the run's order, read one ahead of the device."""
+"""Floor 6: micro-batches in the run's order, made some ahead of the device."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections import deque
 from collections.abc import Generator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from trainer.data.cache import Cache
 from trainer.data.sampler import MicroBatch, Sampler
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries, load_batch
 from trainer.families.protocol import Batch, Draw
+from trainer.hardware.host import read_memory
+
+# reading, random numbers and copies leave the interpreter to others: two threads make nearly twice as much
+_THREADS = 2
+_AHEAD = 4
+# entries of a run on which reading takes a large part of a step are small: this share holds them many times
+_KEPT_SHARE = 1 / 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,11 +35,13 @@ class Fed:
 
 def make_sampler(context: Context, entries: Entries) -> Sampler:
     """The run's sample stream, grouped by the family's batch key with and without the caption."""
-    family, config = context.family, context.config
-    samples = range(len(entries.records))
+    family, config, cache = context.family, context.config, entries.cache
+    latents = [cache.header("latents", key) for key in entries.latent_keys]
+    headers = {key: cache.header("text", key) for key in {*entries.text_keys, entries.empty_key}}
+    empty, texts = headers[entries.empty_key], [headers[key] for key in entries.text_keys]
     return Sampler(
-        keys=[family.batch_key(*entries.headers(index, dropped=False)) for index in samples],
-        dropped_keys=[family.batch_key(*entries.headers(index, dropped=True)) for index in samples],
+        keys=[family.batch_key(*pair) for pair in zip(latents, texts, strict=True)],
+        dropped_keys=[family.batch_key(header, empty) for header in latents],
         repeats=[record.repeats for record in entries.records],
         batch_size=config.train.train_batch_size,
         caption_dropout_rate=config.data.caption_dropout_rate,
@@ -36,29 +49,46 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
     )
 
 
+def keep_bytes(context: Context) -> int:
+    """Room for entries that stay in memory: a share of what is available now and the plan does not claim.
+
+    The plan's claim is the device's memory. It counts everywhere, because on some machines that is the
+    host's; where it is large, steps are so slow that reading costs nothing.
+    """
+    memory = read_memory(Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
+    return int(max(0, memory.available_bytes - context.plan.peak_bytes) * _KEPT_SHARE)
+
+
 def feed(
     context: Context, entries: Entries, settings: Any, start: int, stop: int
 ) -> Generator[Fed, None, None]:
-    """Micro-batches `start` to `stop` (not included); reading and drawing run on one thread beside the
-    device.
+    """Micro-batches `start` to `stop` (not included); reading and drawing run on threads beside the device.
+
+    An entry that is read stays in memory while there is room. What reading raises is raised in its
+    micro-batch's turn.
     """
     sampler = make_sampler(context, entries)
+    cache = Cache(entries.cache.directory, context.family.name, keep_bytes=keep_bytes(context))
+    kept, pin_memory = dataclasses.replace(entries, cache=cache), context.plan.pin_memory
 
-    def prepare(number: int) -> Fed:
-        micro_batch = sampler.micro_batch(number)
+    def prepare(micro_batch: MicroBatch) -> Fed:
         samples = [(sample.record, sample.dropped) for sample in micro_batch.samples]
-        header, _ = entries.headers(samples[0][0], dropped=False)
-        positions = [sample.position for sample in micro_batch.samples]
-        draw = context.family.draw(settings, positions, header)
-        if draw is not None and context.plan.pin_memory:
+        batch = load_batch(kept, samples, dtype=context.dtype, pin_memory=pin_memory)
+        header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
+        draw = context.family.draw(settings, [sample.position for sample in micro_batch.samples], header)
+        if draw is not None and pin_memory:
             draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
-        batch = load_batch(entries, samples, dtype=context.dtype, pin_memory=context.plan.pin_memory)
         return Fed(micro_batch=micro_batch, batch=batch, draw=draw)
 
-    with ThreadPoolExecutor(max_workers=1, thread_name_prefix="feed") as pool:
-        ahead = pool.submit(prepare, start) if start < stop else None
+    ahead: deque[Future[Fed]] = deque()
+    pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="feed")
+    try:
         for number in range(start, stop):
-            assert ahead is not None
-            current = ahead.result()
-            ahead = pool.submit(prepare, number + 1) if number + 1 < stop else None
-            yield current
+            # the sampler is asked here, in order: it replays from the start for a number it has passed
+            ahead.append(pool.submit(prepare, sampler.micro_batch(number)))
+            if len(ahead) > _AHEAD:
+                yield ahead.popleft().result()
+        while ahead:
+            yield ahead.popleft().result()
+    finally:
+        pool.shutdown(cancel_futures=True)

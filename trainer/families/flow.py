@@ -62,10 +62,12 @@ def draw_samples(settings: FlowSettings, positions: Sequence[int], noise_shape: 
     import torch
     from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
-    flow = settings.flow
-    sigma, noise, vae_noise = [], [], []
-    for position in positions:
-        generator = torch.Generator().manual_seed(sample_seed(settings.seed, position))
+    flow, steps = settings.flow, len(settings.sigmas)
+    noise = torch.empty((len(positions), *noise_shape))
+    vae_noise = torch.empty_like(noise)
+    generator, rows = torch.Generator(), []
+    for position, one_noise, one_vae_noise in zip(positions, noise.unbind(), vae_noise.unbind(), strict=True):
+        generator.manual_seed(sample_seed(settings.seed, position))
         density = compute_density_for_timestep_sampling(
             weighting_scheme=flow.weighting_scheme,
             batch_size=1,
@@ -74,17 +76,13 @@ def draw_samples(settings: FlowSettings, positions: Sequence[int], noise_shape: 
             mode_scale=flow.mode_scale,
             generator=generator,
         )
-        steps = len(settings.sigmas)
         # the mode scheme can reach 1.0 exactly, one past the table's end
-        index = min(int(density.item() * steps), steps - 1)
-        sigma.append(settings.sigmas[index])
-        noise.append(torch.randn(noise_shape, generator=generator))
-        vae_noise.append(torch.randn(noise_shape, generator=generator))
-    sigmas = torch.stack(sigma)
+        rows.append(min(int(density.item() * steps), steps - 1))
+        one_noise.normal_(generator=generator)
+        one_vae_noise.normal_(generator=generator)
+    sigmas = settings.sigmas[rows]
     weight = compute_loss_weighting_for_sd3(flow.weighting_scheme, sigmas)
-    return Draw(
-        sigma=sigmas, noise=torch.stack(noise), vae_noise=torch.stack(vae_noise), weight=weight.float()
-    )
+    return Draw(sigma=sigmas, noise=noise, vae_noise=vae_noise, weight=weight.float())
 
 
 @functools.lru_cache(maxsize=64)

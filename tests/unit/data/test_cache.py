@@ -135,6 +135,20 @@ def test_a_damaged_entry_is_named_and_removed(cache: Cache) -> None:
         cache.read("text", KEY)
 
 
+def test_entries_are_kept_as_long_as_there_is_room(cache: Cache) -> None:
+    keys = [entry_key("text", {"caption": str(number)}) for number in range(3)]
+    for key in keys:
+        cache.write("text", key, tensors())
+    one = 2048 + sum(tensor.nbytes for tensor in tensors().values())
+    keeping = Cache(cache.directory, "flux1_dev", keep_bytes=2 * one + 1)
+    first = [keeping.read("text", key) for key in keys]
+    for key in keys:
+        cache.path("text", key).unlink()
+    assert keeping.read("text", keys[0]) is first[0] and keeping.read("text", keys[1]) is first[1]
+    with pytest.raises(DamagedEntryError, match="is gone"):
+        keeping.read("text", keys[2])
+
+
 def test_an_entry_under_another_name_is_damaged(cache: Cache) -> None:
     cache.write("text", KEY, tensors())
     other = cache.path("text", "f" * 64)

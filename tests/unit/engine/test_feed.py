@@ -1,0 +1,144 @@
+"""The feed: what threads and memory make faster must change neither batches nor draws nor errors."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from diffusers.training_utils import compute_density_for_timestep_sampling
+
+from trainer.config.schema import FlowSection
+from trainer.data.cache import Cache, DamagedEntryError, entry_key
+from trainer.engine import feed
+from trainer.engine.entries import Entries, load_batch
+from trainer.families import get
+from trainer.families.flow import FlowSettings, draw_samples, sample_seed
+
+SAMPLES, BATCH = 23, 4
+SETTINGS = FlowSettings(sigmas=torch.linspace(1.0, 0.001, 1001), flow=FlowSection(), seed=5)
+
+
+def key(kind: str, name: object) -> str:
+    return entry_key(kind, {"name": str(name)})
+
+
+@pytest.fixture
+def entries(tmp_path: Path) -> Entries:
+    cache = Cache(tmp_path, "flux1_dev")
+    for number in range(SAMPLES):
+        mean, std = torch.randn(2, 4, 6, 8).unbind()
+        cache.write("latents", key("latents", number), {"mean": mean, "std": std})
+    for name in [*range(SAMPLES), ""]:
+        text = {"prompt_embeds": torch.randn(3, 5), "pooled_prompt_embeds": torch.randn(7)}
+        cache.write("text", key("text", name), text)
+    record: Any = SimpleNamespace(repeats=1)
+    return Entries(
+        cache=cache,
+        records=(record,) * SAMPLES,
+        text_keys=tuple(key("text", number) for number in range(SAMPLES)),
+        latent_keys=tuple(key("latents", number) for number in range(SAMPLES)),
+        empty_key=key("text", ""),
+        prompt_keys=(),
+    )
+
+
+@pytest.fixture
+def context() -> Any:
+    train = SimpleNamespace(train_batch_size=BATCH, seed=5)
+    return SimpleNamespace(
+        family=get("flux1_dev"),
+        dtype=torch.bfloat16,
+        config=SimpleNamespace(train=train, data=SimpleNamespace(caption_dropout_rate=0.3)),
+        plan=SimpleNamespace(pin_memory=False, peak_bytes=0),
+    )
+
+
+def values(batch: Any, draw: Any) -> dict[str, torch.Tensor]:
+    return {**batch.latents, **batch.text, **vars(draw)}
+
+
+def one_by_one(context: Any, entries: Entries, start: int, stop: int) -> Iterator[dict[str, torch.Tensor]]:
+    """What the feed must give, without threads and memory."""
+    sampler = feed.make_sampler(context, entries)
+    for number in range(start, stop):
+        samples = sampler.micro_batch(number).samples
+        pairs = [(sample.record, sample.dropped) for sample in samples]
+        batch = load_batch(entries, pairs, dtype=context.dtype, pin_memory=False)
+        yield values(batch, draw_samples(SETTINGS, [sample.position for sample in samples], (4, 6, 8)))
+
+
+@pytest.mark.parametrize("room", [0, 20_000, 10**9])
+@pytest.mark.parametrize("start", [0, 3])
+def test_batches_are_those_of_the_stream(
+    context: Any, entries: Entries, start: int, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In its order, over several epochs, however much room there is for entries."""
+    monkeypatch.setattr(feed, "keep_bytes", lambda context: room)
+    expected = list(one_by_one(context, entries, start, 25))
+    found = [values(fed.batch, fed.draw) for fed in feed.feed(context, entries, SETTINGS, start, 25)]
+    assert len(found) == len(expected)
+    for got, want in zip(found, expected, strict=True):
+        assert got.keys() == want.keys()
+        assert all(torch.equal(got[name], want[name]) and got[name].dtype == want[name].dtype for name in got)
+
+
+def test_entries_with_room_are_read_once(context: Any, entries: Entries) -> None:
+    batches = feed.feed(context, entries, SETTINGS, 0, 100)
+    for _ in range(50):
+        next(batches)
+    for number in range(SAMPLES):
+        entries.cache.path("latents", key("latents", number)).unlink()
+    assert len(list(batches)) == 50
+
+
+def test_an_error_is_raised_in_its_batchs_turn(context: Any, entries: Entries) -> None:
+    sampler = feed.make_sampler(context, entries)
+    firsts = {sample.record: n for n in reversed(range(5)) for sample in sampler.micro_batch(n).samples}
+    record = max(firsts, key=firsts.__getitem__)
+    path = entries.cache.path("latents", entries.latent_keys[record])
+    path.write_bytes(path.read_bytes()[:-1] + b"x")
+    taken = 0
+    with pytest.raises(DamagedEntryError):
+        for _ in feed.feed(context, entries, SETTINGS, 0, 20):
+            taken += 1
+    assert taken == firsts[record] > 0
+    assert not feeding()
+
+
+def test_closing_ends_the_threads(context: Any, entries: Entries) -> None:
+    batches = feed.feed(context, entries, SETTINGS, 0, 10_000)
+    next(batches)
+    assert feeding()
+    batches.close()
+    assert not feeding()
+
+
+def feeding() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
+
+
+def test_room_is_a_share_of_what_the_plan_leaves(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(feed, "read_memory", lambda *paths: SimpleNamespace(available_bytes=9000))
+    for claimed, room in ((0, 1125), (1000, 1000), (9000, 0), (50_000, 0)):
+        context.plan.peak_bytes = claimed
+        assert feed.keep_bytes(context) == room
+
+
+@pytest.mark.parametrize("shape", [(4, 4, 4), (3, 5, 7), (1, 1, 3)])
+@pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"])
+def test_a_draw_is_that_of_the_samples_own_generator(scheme: Any, shape: tuple[int, ...]) -> None:
+    settings = FlowSettings(sigmas=SETTINGS.sigmas, flow=FlowSection(weighting_scheme=scheme), seed=9)
+    positions = [7, 0, 1_000_003]
+    draw = draw_samples(settings, positions, shape)
+    for row, position in enumerate(positions):
+        generator = torch.Generator().manual_seed(sample_seed(9, position))
+        options = {"weighting_scheme": scheme, "batch_size": 1, "logit_mean": 0.0, "logit_std": 1.0}
+        density = compute_density_for_timestep_sampling(**options, mode_scale=1.29, generator=generator)
+        assert draw.sigma[row] == settings.sigmas[int(density.item() * 1001)]
+        assert torch.equal(draw.noise[row], torch.randn(shape, generator=generator))
+        assert torch.equal(draw.vae_noise[row], torch.randn(shape, generator=generator))
