@@ -28,6 +28,7 @@ def run_job(
     *,
     lora_file: str = "",
     output_file: str = "",
+    before_after: bool = False,
     verify: bool = False,
     prune: bool = False,
     port: int | None = None,
@@ -59,6 +60,7 @@ def run_job(
             supervisor_pid=os.getpid(),
             lora_file=lora_file,
             output_file=output_file,
+            before_after=before_after,
             verify=verify,
             prune=prune,
         )

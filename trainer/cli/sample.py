@@ -15,11 +15,13 @@ _FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
     epilog="""\b
 Examples:
   trainer sample my.yaml --lora runs/my-lora/lora/my-lora.safetensors --prompt "a red apple"
+  trainer sample my.yaml --lora my-lora.safetensors --before-after
   trainer sample my.yaml --prompt "a red apple" --prompt "a dog" --picture base.png
 """
 )
 @config_arguments
 @click.option("--lora", type=_FILE, help="LoRA file to load; the base model alone when not given.")
+@click.option("--before-after", is_flag=True, help="Draw each prompt with the base model alone too.")
 @click.option("--prompt", "prompts", multiple=True, help="Text to draw; the configuration's when not given.")
 @click.option("--picture", type=click.Path(path_type=Path), default=Path("sample.png"), show_default=True)
 def sample(
@@ -28,6 +30,7 @@ def sample(
     dataset: Path | None,
     output: Path | None,
     lora: Path | None,
+    before_after: bool,
     prompts: tuple[str, ...],
     picture: Path,
 ) -> int:
@@ -40,9 +43,19 @@ def sample(
         loaded = with_prompts(loaded, prompts)
     if not loaded.config.validation.prompts:
         raise ConfigError("nothing to draw", where="validation.prompts", remedy="give --prompt TEXT")
+    if before_after and lora is None:
+        raise ConfigError(
+            "there is no after without a LoRA", where="--before-after", remedy="give --lora FILE"
+        )
     _, plan = planned(loaded, probe=False)
-    lora_file = str(lora.resolve()) if lora else ""
-    return run_job(loaded, plan, "sample", lora_file=lora_file, output_file=str(picture.resolve()))
+    return run_job(
+        loaded,
+        plan,
+        "sample",
+        lora_file=str(lora.resolve()) if lora else "",
+        output_file=str(picture.resolve()),
+        before_after=before_after,
+    )
 
 
 @click.command(

@@ -18,7 +18,7 @@ from trainer.engine.context import Context, apply_backend_settings, peak_memory_
 from trainer.engine.entries import Entries, fill_cache, list_entries
 from trainer.engine.full import export_full, prove_full
 from trainer.engine.journal import Journal
-from trainer.engine.pictures import row, write_png, write_strip
+from trainer.engine.pictures import before_after, row, write_png, write_strip
 from trainer.engine.preview import draw_previews, drop_previews_after, sample, write_before_after
 from trainer.engine.samples import Samples
 from trainer.engine.spec import Spec
@@ -208,9 +208,9 @@ def _last_preview(run: loop.Run, state: loop.State) -> None:
         strip = write_strip(path.parent, up_to_step=state.step)
         run.journal.picture("previews", path, state.step)
         run.context.say(f"previews: {strip}")
-        before_after = write_before_after(run.context, state.step)
-        if before_after is not None:
-            run.context.say(f"before and after: {before_after}")
+        together = write_before_after(run.context, state.step)
+        if together is not None:
+            run.context.say(f"before and after: {together}")
 
 
 def sample_once(context: Context, spec: Spec) -> None:
@@ -218,13 +218,20 @@ def sample_once(context: Context, spec: Spec) -> None:
     apply_backend_settings(context.plan)
     entries: Entries = list_entries(context, ())
     fill_cache(context, entries)
-    model = load_base(context)
     if spec.lora_file:
         proof.check_file(Path(spec.lora_file))
+    model = load_base(context)
+    rows, titles = [], []
+    if spec.before_after or not spec.lora_file:
+        rows.append(sample(context, model, entries))
+        titles.append("base model")
+    if spec.lora_file:
         context.family.load_adapter(model, Path(spec.lora_file), adapter_name=lora.ADAPTER)
-    title = Path(spec.lora_file).name if spec.lora_file else "base model"
-    images = sample(context, model, entries)
-    write_png(row(images, context.config.validation.prompts, title), Path(spec.output_file))
+        rows.append(sample(context, model, entries))
+        titles.append(Path(spec.lora_file).name)
+    captions = context.config.validation.prompts
+    picture = before_after(rows, captions, titles) if spec.before_after else row(rows[0], captions, titles[0])
+    write_png(picture, Path(spec.output_file))
     context.say(f"picture: {spec.output_file}")
 
 

@@ -28,6 +28,8 @@ class Spec:
     lora_file: str = ""
     """For `sample` and `verify`: the adapter; empty for the base model alone."""
     output_file: str = ""
+    before_after: bool = False
+    """For `sample`: the base model's pictures above those with the adapter."""
     verify: bool = False
     """For `cache`: compare entries with their checksums."""
     prune: bool = False

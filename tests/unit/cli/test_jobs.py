@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli import jobs
+from trainer.cli import jobs, main
 from trainer.cli.options import load_config
 from trainer.engine.planning import plan_run
 from trainer.engine.spec import Mode
@@ -94,3 +94,9 @@ def test_a_stop_before_the_start_ends_with_75(handlers: None, signum: signal.Sig
     jobs.stop_before_start()
     with pytest.raises(StoppedError, match="before anything was started"):
         os.kill(os.getpid(), signum)
+
+
+def test_no_after_without_a_lora(seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["sample", "c.yaml", "--prompt", "a cat", "--before-after"]) == 78
+    assert "no after without a LoRA" in capsys.readouterr().err
+    assert not seen.specs
