@@ -138,6 +138,14 @@ def _component(
             where=str(folder),
             remedy="name a folder with weights; model.weights: random trains from nothing",
         )
+    absent = [key for key in differing if key not in theirs]
+    if absent and role == "trained":
+        # the class has defaults, but the family's arithmetic reads the file
+        raise AccessError(
+            f"the config leaves out {', '.join(absent)}",
+            where=str(folder / "config.json"),
+            remedy="write every key out, as the library's save_config does",
+        )
     shapes = built_shapes(model_folder, name, environment.user_cache_dir())
     return ComponentGeometry(name=name, role=role, shapes=shapes, source=f"{name} {SOURCE}")
 

@@ -136,6 +136,11 @@ def test_a_config_that_its_class_refuses_is_told(config: Config, scratch: Path) 
         AccessError, match=r"FluxTransformer2DModel cannot be built from this config \(\w+Error"
     ):
         run_geometry(FLUX, asked, model_folder=scratch, dtype="fp32")
+    path.write_text('{"num_layers": 1}')
+    with pytest.raises(AccessError, match=r"config\.json: the config leaves out .*num_attention_heads"):
+        run_geometry(FLUX, asked, model_folder=scratch, dtype="fp32")
+    shutil.copy(CONFIGS / "flux1_dev/transformer/config.json", path)
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 1}))
     (scratch / "model_index.json").write_text('{"transformer": ["os", "system"]}')
     with pytest.raises(AccessError, match=r"model_index\.json: no class to build transformer with"):
         run_geometry(FLUX, asked, model_folder=scratch, dtype="fp32")
