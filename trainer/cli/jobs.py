@@ -18,7 +18,10 @@ if TYPE_CHECKING:
 
 
 _SHARED_MODES: frozenset[Mode] = frozenset({"train", "cache"})
-"""Jobs that take the user's runtime folder, of which there is one at a time; the others get their own."""
+"""Jobs that take the user's runtime folder, of which there is one at a time; the others get their own.
+
+`trainer health` asks about the run of this machine; a picture drawn beside it has no say in that.
+"""
 
 
 def run_job(
@@ -48,7 +51,6 @@ def run_job(
     shared = environment.make_runtime_dir()
     with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=shared, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        # `trainer health` asks about the run of this machine; a picture drawn beside it has no say in that
         runtime_dir = shared if mode in _SHARED_MODES else folder
         atomic.write_text(folder / "config.yaml", dump(loaded.config))
         spec = Spec(
