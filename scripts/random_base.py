@@ -50,16 +50,20 @@ class Base:
 
 
 def clip_tokenizer() -> Any:
+    """A CLIPTokenizer that joins the corpus' words."""
+    return make_clip_tokenizer(_words(), merges=240)
+
+
+def make_clip_tokenizer(words: Counter[str], *, merges: int) -> Any:
     """A CLIPTokenizer for any text, by its bytes; <|endoftext|> has the highest id, as in the original."""
     from tokenizers.pre_tokenizers import ByteLevel
     from transformers import CLIPTokenizer
 
-    merges = _merges(_words(), count=240)
+    pairs: Any = _merges(words, count=merges)  # annotated as lists of texts, documented as pairs
     alphabet = sorted(ByteLevel.alphabet())
-    tokens = alphabet + [letter + "</w>" for letter in alphabet] + [left + right for left, right in merges]
+    tokens = alphabet + [letter + "</w>" for letter in alphabet] + [left + right for left, right in pairs]
     tokens += ["<|startoftext|>", "<|endoftext|>"]
     vocab = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
-    pairs: Any = merges  # annotated as lists of texts, documented as pairs
     return CLIPTokenizer(vocab=vocab, merges=pairs, model_max_length=77)
 
 
@@ -68,7 +72,7 @@ def _words() -> Counter[str]:
 
 
 def _merges(words: Mapping[str, int], count: int) -> list[tuple[str, str]]:
-    """The `count` most frequent pairs, as byte pair encoding finds them, ties in alphabetical order.
+    """The `count` most frequent pairs, or all, as byte pair encoding finds them; ties in alphabetical order.
 
     The trainer of the tokenizers library breaks ties by chance.
     """
@@ -79,6 +83,8 @@ def _merges(words: Mapping[str, int], count: int) -> list[tuple[str, str]]:
         for word, parts in splits.items():
             for pair in itertools.pairwise(parts):
                 pairs[pair] += words[word]
+        if not pairs:
+            break
         best = min(pairs, key=lambda pair: (-pairs[pair], pair))
         merges.append(best)
         for word, parts in splits.items():
@@ -98,10 +104,14 @@ def _joined(parts: list[str], pair: tuple[str, str]) -> list[str]:
 
 
 def t5_tokenizer() -> Any:
-    """A T5Tokenizer: the corpus' words, and every printable ASCII character for all other words."""
+    """A T5Tokenizer of the corpus' words."""
+    return make_t5_tokenizer(_words())
+
+
+def make_t5_tokenizer(words: Counter[str]) -> Any:
+    """A T5Tokenizer: `words`, and every printable ASCII character for all other words."""
     from transformers import T5Tokenizer
 
-    words = _words()
     total = sum(words.values())
     pieces = {f"▁{word}": math.log(count / total) for word, count in sorted(words.items())}
     # single characters cost more than any word, so that a known word is one piece
