@@ -51,7 +51,8 @@ def train(
 
     torch.manual_seed(seed)
     torch.backends.cudnn.benchmark = True
-    model: Any = AutoencoderKL(**CONFIG).to(device, memory_format=torch.channels_last)
+    model: Any = AutoencoderKL(**CONFIG)
+    model.to(device, memory_format=torch.channels_last)
     optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), weight_decay=1e-3)
     warmup = max(1, steps // 40)
     schedule = torch.optim.lr_scheduler.LambdaLR(

@@ -17,7 +17,9 @@ from trainer.errors import MEANING
 
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DIRECT = [Requirement(text) for text in PROJECT["dependencies"]]
-DEVELOPMENT = [Requirement(text) for text in PROJECT["optional-dependencies"]["dev"]]
+OPTIONAL = [
+    Requirement(text) for extra in ("dev", "tiny-base") for text in PROJECT["optional-dependencies"][extra]
+]
 MAKE_TARGETS = [
     "help", "setup", "demo", "test", "test-container", "test-gpu", "lint", "type", "docs", "golden", "clean",
 ]  # fmt: skip
@@ -34,7 +36,7 @@ def pins() -> dict[str, tuple[str, str]]:
     return found
 
 
-@pytest.mark.parametrize("requirement", DIRECT + DEVELOPMENT, ids=lambda requirement: requirement.name)
+@pytest.mark.parametrize("requirement", DIRECT + OPTIONAL, ids=lambda requirement: requirement.name)
 def test_direct_dependencies_are_pinned_with_a_reason(requirement: Requirement) -> None:
     version, reason = pins()[canonicalize_name(requirement.name)]
     assert requirement.specifier.contains(version), f"{requirement} does not admit the pinned {version}"
