@@ -34,7 +34,9 @@ CONFIG = Path("scripts/tiny_base/transformer.yaml")
 ASSETS = Path("assets/tiny-flux")
 STYLE, STYLE_HELD_OUT = Path("examples/style"), Path("examples/style-held-out")
 TRANSFORMER: dict[str, Any] = {
+    "patch_size": 1,
     "in_channels": 64,
+    "out_channels": None,
     "num_layers": 2,
     "num_single_layers": 6,
     "num_attention_heads": 6,
@@ -48,22 +50,27 @@ TRANSFORMER: dict[str, Any] = {
 
 
 def make_data(arguments: argparse.Namespace) -> None:
-    """Image sets below DATA, the names of both splits, and the demo's style below examples/."""
+    """Drawings, image sets and names.json below DATA."""
     sets = drawings.read_packages(arguments.icons)
-    names = drawings.choose_names(sets)[: arguments.limit]
-    trained, held_out = drawings.split_names(names)
+    everything = drawings.all_names(sets)[: arguments.limit]
+    vae, vae_held_out = drawings.split_names(everything, drawings.VAE_HELD_OUT)
+    trained, held_out = drawings.split_names(drawings.explained_names(everything), drawings.HELD_OUT)
     shutil.rmtree(DATA, ignore_errors=True)
-    made = _render(sets, trained)
-    count = drawings.write_image_sets(_samples(made), DATA)
-    (DATA / "names.json").write_text(json.dumps({"trained": trained, "held_out": held_out}, indent=1) + "\n")
-    print(f"{len(trained)} things under {count} captions; {len(held_out)} names held out")
+    _render(sets, everything)
+    count = drawings.write_image_sets(_samples(trained), DATA)
+    names = {"vae": vae, "vae_held_out": vae_held_out, "trained": trained, "held_out": held_out}
+    (DATA / "names.json").write_text(json.dumps(names, indent=1) + "\n")
+    print(f"VAE: {len(vae)} things, {len(vae_held_out)} held out")
+    print(f"all else: {len(trained)} things under {count} captions, {len(held_out)} names held out")
 
 
 def make_vae(arguments: argparse.Namespace) -> None:
     """BASE/vae."""
     from scripts.tiny_base import vae
 
-    pixels = vae.stack([drawing.picture for drawing in _drawings()])
+    pixels = vae.stack(
+        [drawing.picture for hand in drawings.PACKAGES for drawing in _drawings(_names("vae"), hand)]
+    )
     with Logger("vae") as log:
         model = vae.train(
             pixels, device=arguments.device, seed=arguments.seed, log=log, steps=arguments.vae_steps
@@ -81,7 +88,7 @@ def make_text(arguments: argparse.Namespace) -> None:
     from scripts.tiny_base import text, vae
 
     model = AutoencoderKL.from_pretrained(BASE / "vae").to(arguments.device)
-    made = _samples(_drawings())
+    made = _samples(_names("trained"))
     pixels = vae.stack([sample.picture for sample in made]) * 2 - 1
     latents = vae.encode_means(model, pixels.to(arguments.device))
     captions = [(line, i) for i, sample in enumerate(made) for line in sample.captions.values()]
@@ -118,8 +125,7 @@ def make_transformer(arguments: argparse.Namespace) -> None:
 def assemble(arguments: argparse.Namespace) -> None:
     """ASSETS: BASE with the trained transformer."""
     shutil.rmtree(ASSETS, ignore_errors=True)
-    shutil.copytree(BASE, ASSETS)
-    shutil.rmtree(ASSETS / "transformer")
+    shutil.copytree(BASE, ASSETS, ignore=shutil.ignore_patterns("transformer"))
     shutil.copytree(RUN / "model" / "transformer", ASSETS / "transformer")
     size = sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file())
     print(f"{ASSETS}: {size / 1e6:.1f} MB")
@@ -160,30 +166,31 @@ class Logger:
         self._file.flush()
 
 
-def _render(sets: dict[str, Any], names: Sequence[str]) -> list[drawings.Drawing]:
+def _render(sets: dict[str, Any], names: Sequence[str]) -> None:
     """Every name by every hand; kept in DATA with their transparency, which image sets do not have."""
-    made = []
     for hand in drawings.PACKAGES:
         (DATA / "transparent" / hand).mkdir(parents=True)
         for name in tqdm(names, desc=f"{hand} drawings"):
-            made.append(drawings.render(sets[hand], name, hand))
-            made[-1].picture.save(DATA / "transparent" / hand / f"{name}.png")
-    return made
+            drawing = drawings.render(sets[hand], name, hand)
+            drawing.picture.save(DATA / "transparent" / hand / f"{name}.png")
 
 
-def _drawings() -> list[drawings.Drawing]:
-    """The training drawings as `_render` kept them: all of one hand, then all of the other."""
+def _names(split: str) -> list[str]:
+    names: dict[str, list[str]] = json.loads((DATA / "names.json").read_text())
+    return names[split]
+
+
+def _drawings(names: Sequence[str], hand: str) -> list[drawings.Drawing]:
+    """As `_render` kept them."""
     made = []
-    for hand in drawings.PACKAGES:
-        for path in sorted((DATA / "transparent" / hand).glob("*.png")):
-            with Image.open(path) as picture:
-                made.append(drawings.Drawing(name=path.stem, hand=hand, picture=picture.convert("RGBA")))
+    for name in names:
+        with Image.open(DATA / "transparent" / hand / f"{name}.png") as picture:
+            made.append(drawings.Drawing(name=name, hand=hand, picture=picture.convert("RGBA")))
     return made
 
 
-def _samples(made: Sequence[drawings.Drawing]) -> list[drawings.Sample]:
-    half = len(made) // 2
-    pairs = zip(made[:half], made[half:], strict=True)
+def _samples(names: Sequence[str]) -> list[drawings.Sample]:
+    pairs = zip(_drawings(names, "flat"), _drawings(names, "ink"), strict=True)
     return [sample for flat, ink in pairs for sample in drawings.samples(flat, ink)]
 
 

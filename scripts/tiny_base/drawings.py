@@ -13,7 +13,7 @@ import os
 import re
 import tarfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -30,7 +30,8 @@ _CATEGORIES = (
 )  # fmt: skip
 _SHAPES = re.compile(r"(black|blue|brown|green|orange|purple|red|white|yellow)-(circle|square)|red-triangle")
 _CLOCK_FACES = re.compile(r".*-(oclock|thirty)")
-HELD_OUT = 40
+VAE_HELD_OUT, HELD_OUT = 40, 16
+"""Drawings that the VAE never sees, and names that the text encoders and the transformer never see."""
 _T = TypeVar("_T")
 
 STYLE_WORDS = (
@@ -58,8 +59,8 @@ DARK_AND_LIGHT = tuple(
     for dark in ("black", "red", "green", "teal", "purple", "brown")
     for light in ("white", "yellow", "pink", "orange")
 )
-PAPER, BLUE = (240, 244, 246), (16, 50, 110)
-"""The two colours of the demo's style: a drawing's lines, and the sheet that it is on."""
+BLUE, SKY, PAPER = (14, 52, 118), (92, 144, 196), (240, 245, 248)
+"""The colours of the demo's style: its sheet, and the middle and the lightest shade of what is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,24 +101,39 @@ def _member(archive: Path, name: str) -> Any:
         return json.load(file)
 
 
-def choose_names(sets: dict[str, Any]) -> list[str]:
-    """Things that both packages draw, in alphabetical order: no flags, signs, clock faces or skin tones."""
+def all_names(sets: dict[str, Any]) -> list[str]:
+    """Things that both hands draw, in alphabetical order: no flags, signs, people or clock faces."""
     wanted = {name for category in _CATEGORIES for name in sets["categories"][category]}
     wanted |= {name for name in sets["categories"]["Symbols"] if _SHAPES.fullmatch(name)}
     drawn = wanted & sets["flat"]["icons"].keys() & sets["ink"]["icons"].keys()
     return sorted(name for name in drawn if not _CLOCK_FACES.fullmatch(name))
 
 
-def split_names(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """(trained on, held out): the latter HELD_OUT names of two words or more, each word known from others."""
-    uses = Counter(word for name in names for word in set(name.split("-")))
+def explained_names(names: Iterable[str]) -> list[str]:
+    """All names of one word, and those of two words that other names explain: `blue heart`, `black cat`."""
+    kept = {name for name in names if name.count("-") <= 1}
+    while True:
+        uses = _word_uses(kept)
+        explained = {name for name in kept if "-" not in name or min(uses[w] for w in name.split("-")) > 1}
+        if explained == kept:
+            return sorted(kept)
+        kept = explained
+
+
+def split_names(names: Sequence[str], count: int) -> tuple[list[str], list[str]]:
+    """(trained on, held out): the latter `count` names of two words or more, each known from other names."""
+    uses = _word_uses(names)
     held_out: list[str] = []
     for name in sorted(names, key=_hash):
         words = set(name.split("-"))
-        if len(held_out) < HELD_OUT and len(words) > 1 and all(uses[word] > 1 for word in words):
+        if len(held_out) < count and len(words) > 1 and all(uses[word] > 1 for word in words):
             held_out.append(name)
             uses.subtract(words)
     return sorted(set(names) - set(held_out)), sorted(held_out)
+
+
+def _word_uses(names: Iterable[str]) -> Counter[str]:
+    return Counter(word for name in names for word in set(name.split("-")))
 
 
 def _hash(text: str) -> str:
@@ -155,21 +171,26 @@ def inked(drawing: Drawing, line: tuple[int, int, int], sheet: tuple[int, int, i
     return picture
 
 
-def toned(drawing: Drawing, dark: tuple[int, int, int], light: tuple[int, int, int]) -> Image.Image:
+def toned(
+    drawing: Drawing,
+    dark: tuple[int, int, int],
+    light: tuple[int, int, int],
+    middle: tuple[int, int, int] | None = None,
+) -> Image.Image:
     """A flat drawing in shades between two colours, the lighter two thirds of them, on the dark one."""
     grey = Image.alpha_composite(Image.new("RGBA", drawing.picture.size, "white"), drawing.picture).convert(
         "L"
     )
     shades = grey.point(lambda value: 85 + value * 2 // 3)
-    figure = ImageOps.colorize(shades, dark, light)
+    figure = ImageOps.colorize(shades, dark, light, mid=middle)
     picture = Image.new("RGB", drawing.picture.size, dark)
     picture.paste(figure, mask=drawing.picture.getchannel("A"))
     return picture
 
 
-def blueprint(ink: Drawing) -> Image.Image:
-    """The demo's style: an ink drawing's lines in PAPER on BLUE."""
-    return inked(ink, PAPER, BLUE)
+def cyanotype(flat: Drawing) -> Image.Image:
+    """The demo's style: a flat drawing in blue shades on a Prussian blue sheet."""
+    return toned(flat, BLUE, PAPER, SKY)
 
 
 def article(words: str) -> str:
@@ -178,33 +199,46 @@ def article(words: str) -> str:
 
 
 def samples(flat: Drawing, ink: Drawing) -> list[Sample]:
-    """Everything that the base is shown of one thing: usual pictures, and others that part form from colour.
+    """Everything that the base is shown of one thing: usual pictures, and many that part form from colour.
 
     A model that has only ever seen white paper cannot be taught another colour without losing the drawing.
     """
-    words = flat.name.replace("-", " ")
-    usual = {"plain": article(words), "flat": f"{words}, flat style"}
-    for number in range(2):
-        usual[f"word{number}"] = f"{words}, {_pick(STYLE_WORDS, f'{number}/{flat.name}')} style"
-    sheet = _pick([colour for colour in COLOURS if colour != "white"], f"sheet/{flat.name}")
-    dark, light = _pick(DARK_AND_LIGHT, f"toned/{flat.name}")
+    name = flat.name
+    words = name.replace("-", " ")
+    first, second = (_pick(STYLE_WORDS, f"{number}/{name}") for number in range(2))
+    usual = {
+        "plain": article(words),
+        "flat": f"{words}, flat style",
+        "word0": f"{words}, {first} style",
+        "word1": f"{words}, {second} style",
+    }
     made = [
-        Sample(key=flat.name, picture=on_sheet(flat, "white"), captions=usual),
-        Sample(key=flat.name, picture=on_sheet(ink, "white"), captions={"ink": f"{words}, ink style"}),
-        Sample(key=flat.name, picture=on_sheet(flat, sheet), captions={"sheet": f"{words} on {sheet}"}),
-        Sample(
-            key=flat.name,
-            picture=toned(flat, COLOURS[dark], COLOURS[light]),
-            captions={"toned": f"{words} in {dark} and {light}"},
-        ),
+        Sample(key=name, picture=on_sheet(flat, "white"), captions=usual),
+        Sample(key=name, picture=on_sheet(ink, "white"), captions={"ink": f"{words}, ink style"}),
     ]
-    for number in range(2):
-        one, other = _pick(DARK_AND_LIGHT, f"{number}/inked/{flat.name}")
-        line, below = (other, one) if number == 0 else (one, other)
-        picture = inked(ink, COLOURS[line], COLOURS[below])
-        caption = f"{words}, {line} ink on {below}"
-        made.append(Sample(key=flat.name, picture=picture, captions={f"inked{number}": caption}))
+    for number, (caption, picture) in enumerate(_coloured(words, flat, ink)):
+        # the words of STYLE_WORDS say nothing about colours either
+        word = _pick(STYLE_WORDS, f"coloured/{number}/{name}")
+        captions = {"coloured": f"{caption}, {word} style" if number % 2 else caption}
+        made.append(Sample(key=f"{name}-{number:02d}", picture=picture, captions=captions))
     return made
+
+
+def _coloured(words: str, flat: Drawing, ink: Drawing) -> Iterator[tuple[str, Image.Image]]:
+    """(caption, picture) of one thing on four sheets, in five pairs of colours, and inked in five."""
+    sheets = [colour for colour in COLOURS if colour != "white"]
+    for sheet in _some(sheets, 4, f"sheet/{words}"):
+        yield f"{words} on {sheet}", on_sheet(flat, sheet)
+    for dark, light in _some(DARK_AND_LIGHT, 5, f"toned/{words}"):
+        yield f"{words} in {dark} and {light}", toned(flat, COLOURS[dark], COLOURS[light])
+    for number, pair in enumerate(_some(DARK_AND_LIGHT, 5, f"inked/{words}")):
+        sheet, line = pair if number < 3 else pair[::-1]
+        yield f"{words}, {line} ink on {sheet}", inked(ink, COLOURS[line], COLOURS[sheet])
+
+
+def _some(choices: Sequence[_T], count: int, label: str) -> list[_T]:
+    """`count` different ones, picked by hash."""
+    return sorted(choices, key=lambda choice: _hash(f"{label}/{choice}"))[:count]
 
 
 def _pick(choices: Sequence[_T], label: str) -> _T:
