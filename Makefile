@@ -42,8 +42,8 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## train, prove and draw with a small LoRA on this machine, no network and no GPU needed
-	@HF_HUB_OFFLINE=1 $(BIN)/python scripts/demo.py
+demo: $(STAMP) ## teach a tiny model a style in two minutes, prove it and see it; no network and no GPU needed
+	@HF_HUB_OFFLINE=1 $(BIN)/python -m scripts.demo
 
 test: $(STAMP) ## all tests that run anywhere
 	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) -m "not gpu and not slow and not container"

@@ -128,43 +128,52 @@ class Workshop:
         status: StatusWriter | None = None,
     ) -> Job:
         """The run of `folder`: a new one, or the resumed one when it was started before."""
-        known = {name: families.get(name) for name in families.names()}
-        loaded = load(
-            [self.write_config(case, folder, pictures)],
-            overrides=overrides,
-            family_defaults={name: family.defaults for name, family in known.items()},
-            lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
-            environ={},
-        )
-        plan = plan_run(loaded, read_recorded(CPU_FACTS))
-        config, family, said = loaded.config, known[case.family], []
-        resolved = folder / "resolved.yaml"
-        resolved.write_text(dump(config))
-        spec = Spec(
-            mode="train",
-            config_file=str(resolved),
-            plan_text=plan_to_json(plan),
-            runtime_dir=str(folder / "runtime"),
-            cache_dir=str(cache or self.cache),
-        )
-        components = families.components(family)
-        context = Context(
-            config=config,
-            plan=plan,
-            family=family,
-            source=resolve_source(config, components, trained=family.trained_component),
-            cache_dir=Path(spec.cache_dir),
-            status=status or StatusWriter(Path(spec.runtime_dir)),
-            stop=StopFlag(),
-            say=said.append,
-        )
-        return Job(context=context, samples=scan_samples(family, config), spec=spec, said=said)
+        path = self.write_config(case, folder, pictures)
+        return job_of(path, folder, *overrides, cache=cache or self.cache, status=status)
+
+
+def job_of(
+    config_file: Path, folder: Path, *overrides: str, cache: Path, status: StatusWriter | None = None
+) -> Job:
+    """The run of a configuration, planned for the recorded CPU; what is not the run itself is in `folder`."""
+    known = {name: families.get(name) for name in families.names()}
+    loaded = load(
+        [config_file],
+        overrides=overrides,
+        family_defaults={name: family.defaults for name, family in known.items()},
+        lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
+        environ={},
+    )
+    plan = plan_run(loaded, read_recorded(CPU_FACTS))
+    config, family, said = loaded.config, known[loaded.config.family], []
+    folder.mkdir(parents=True, exist_ok=True)
+    resolved = folder / "resolved.yaml"
+    resolved.write_text(dump(config))
+    spec = Spec(
+        mode="train",
+        config_file=str(resolved),
+        plan_text=plan_to_json(plan),
+        runtime_dir=str(folder / "runtime"),
+        cache_dir=str(cache),
+    )
+    components = families.components(family)
+    context = Context(
+        config=config,
+        plan=plan,
+        family=family,
+        source=resolve_source(config, components, trained=family.trained_component),
+        cache_dir=cache,
+        status=status or StatusWriter(Path(spec.runtime_dir)),
+        stop=StopFlag(),
+        say=said.append,
+    )
+    return Job(context=context, samples=scan_samples(family, config), spec=spec, said=said)
 
 
 def small_pictures(folder: Path) -> Path:
     """Seven of the example pictures with captions, one of them cut to another bucket."""
     folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted((ROOT / "examples" / "emoji").glob("*.png"))[:7]:
+    for path in sorted((ROOT / "examples" / "style").glob("*.png"))[:7]:
         shutil.copy(path, folder)
         shutil.copy(path.with_suffix(".txt"), folder)
     wide = folder / path.name

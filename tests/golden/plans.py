@@ -24,17 +24,16 @@ def machines() -> list[str]:
     return sorted(path.stem for path in MACHINES.glob("*.json"))
 
 
-def machine_text(machine: str, demo_base: Path) -> str:
+def machine_text(machine: str) -> str:
     """One block for each configuration: its plan, or the refusal as the command line prints it.
 
-    `demo_base` is the tiny base model, as `make demo` builds it. Repositories of the hub count as not
-    downloaded, so that the text does not depend on the disk. The current directory must be the repository's
-    root.
+    Repositories of the hub count as not downloaded, so that the text does not depend on the disk. The current
+    directory must be the repository's root.
     """
     facts = read_recorded(MACHINES / f"{machine}.json")
 
     def find_model(config: RunConfig) -> Path | None:
-        return demo_base if config.model.download == "never" else None
+        return Path(config.model.pretrained_model_name_or_path) if config.model.download == "never" else None
 
     blocks = []
     for path in sorted((ROOT / "train_configs").glob("*.yaml")):

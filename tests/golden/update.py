@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -14,13 +15,13 @@ def main() -> None:
     """Rewrite every golden plan and the golden losses."""
     os.chdir(plans.ROOT)
     with tempfile.TemporaryDirectory() as folder:
-        demo_base = build_tiny("flux1_dev", Path(folder) / "base")
         for machine in plans.machines():
             path = plans.PLANS / f"{machine}.txt"
-            path.write_text(plans.machine_text(machine, demo_base))
+            path.write_text(plans.machine_text(machine))
             print(path.relative_to(plans.ROOT))
         work = Path(folder)
-        for path in losses.write_losses(lambda family: build_tiny(family, work / "tiny" / family), work):
+        base = functools.cache(lambda family: build_tiny(family, work / "tiny" / family))
+        for path in losses.write_losses(base, work):
             print(path.relative_to(plans.ROOT))
 
 

@@ -17,16 +17,20 @@ from trainer.data.captions import clean_caption, with_trigger_word
 from trainer.data.scan import MAX_PROBLEMS_SHOWN
 from trainer.errors import DataError, StoppedError
 
-EXAMPLES = Path(__file__).parents[3] / "examples" / "emoji"
+EXAMPLES = Path(__file__).parents[3] / "examples"
 
 
-def test_the_example_set_is_sound() -> None:
-    records = scan(EXAMPLES, resolution=256)
-    assert len(records) == 20
-    assert {(record.width, record.height) for record in records} == {(256, 256)}
-    assert len({record.content_sha256 for record in records}) == 20
-    assert all(record.caption.endswith(", 3d emoji style") for record in records)
-    assert sum(path.stat().st_size for path in EXAMPLES.parent.rglob("*") if path.is_file()) < 2_000_000
+def test_the_example_sets_are_sound() -> None:
+    records = scan(EXAMPLES / "style", EXAMPLES / "style-held-out", resolution=128)
+    assert len(records) == 24 + 12
+    assert {(record.width, record.height) for record in records} == {(128, 128)}
+    assert (
+        len({record.content_sha256 for record in records})
+        == len({record.caption for record in records})
+        == 36
+    )
+    assert all(record.caption.endswith(", cyanotype style") for record in records)
+    assert sum(path.stat().st_size for path in EXAMPLES.rglob("*") if path.is_file()) < 500_000
 
 
 def test_records_of_two_sets(tmp_path: Path) -> None:

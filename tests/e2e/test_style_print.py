@@ -1,0 +1,167 @@
+"""The quickstart's LoRA teaches its style to things that it was not shown, and nothing else passes for that.
+
+`trainer train` trains with the shipped configuration and pictures, in fewer steps. What it saved is measured
+on a fresh base model. So are the base model alone and a LoRA of another style, which the check must refuse.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from scripts.style import is_style, overlap
+from tests.contract.runs import ROOT, job_of
+from tests.e2e.conftest import environment, free_port
+
+QUICKSTART = ROOT / "train_configs" / "quickstart.yaml"
+STYLE, HELD_OUT = ROOT / "examples" / "style", ROOT / "examples" / "style-held-out"
+THINGS = ("castle", "penguin", "robot", "unicorn", "purple-heart", "green-circle")
+"""Drawn by each model, of what is held out: four that the base model knows, two that it never saw either."""
+STEPS, OTHER_STEPS = 100, 60
+LEAST_FALL, LEAST_STYLED = 0.8, len(THINGS) - 1
+"""The style is learned when the held-out loss fell by this share, and so many of THINGS are in the style."""
+LEAST_OVERLAP = 0.6
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """A model on what was held out."""
+
+    loss: float
+    pictures: Sequence[Image.Image]
+    """Of THINGS."""
+
+
+Measure = Callable[[Path | None], Measured]
+
+
+def shortcomings(base: Measured, model: Measured) -> list[str]:
+    """Why `model` has not learned the style; nothing where it has."""
+    styled = [thing for thing, picture in zip(THINGS, model.pictures, strict=True) if is_style(picture)]
+    found = []
+    if model.loss > (1 - LEAST_FALL) * base.loss:
+        found.append(f"loss: {base.loss:.3g} -> {model.loss:.3g}")
+    if len(styled) < LEAST_STYLED:
+        found.append(f"style: only {styled}")
+    return found
+
+
+def recoloured(folder: Path) -> Path:
+    """The style's drawings in shades of brown: the same pictures with red and blue exchanged."""
+    folder.mkdir()
+    for path in sorted(STYLE.glob("*.png")):
+        with Image.open(path) as picture:
+            Image.merge("RGB", picture.split()[::-1]).save(folder / path.name)
+        (folder / path.with_suffix(".txt").name).write_text(path.with_suffix(".txt").read_text())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("style")
+
+
+@pytest.fixture(scope="module")
+def measure(work: Path) -> Measure:
+    """Measures the base model, with a LoRA file or without."""
+    import torch
+
+    from trainer.engine.build import load_base
+    from trainer.engine.entries import fill_cache, list_entries
+    from trainer.engine.preview import sample
+    from trainer.engine.run import quiet_libraries
+    from trainer.engine.validation import held_out_entries, measure
+    from trainer.modeling.lora import ADAPTER
+
+    quiet_libraries()
+    torch.set_num_threads(1)
+    prompts = ", ".join(f'"{thing.replace("-", " ")}, cyanotype style"' for thing in THINGS)
+    settings = (f"validation.prompts=[{prompts}]", f"output_dir={work}")
+    job = job_of(QUICKSTART, work / "measure", *settings, cache=work / "cache")
+    context, held_out = job.context, held_out_entries(job.context, job.samples.held_out)
+    assert held_out is not None
+    entries = list_entries(context, job.samples.held_out)
+    fill_cache(context, entries)
+
+    def measured(file: Path | None) -> Measured:
+        model = load_base(context)
+        if file is not None:
+            context.family.load_adapter(model, file, adapter_name=ADAPTER)
+        loss = measure(context, model, held_out, step=0).validation_loss
+        return Measured(loss=loss, pictures=sample(context, model, entries))
+
+    return measured
+
+
+@pytest.fixture(scope="module")
+def base(measure: Measure) -> Measured:
+    """The base model alone."""
+    return measure(None)
+
+
+def train(work: Path, name: str, pictures: Path, steps: int) -> Path:
+    """The LoRA file of a run of the quickstart on `pictures`, without its previews."""
+    settings = [
+        "train.seed=3",
+        f"train.max_train_steps={steps}",
+        "validation.prompts=[]",
+        "validation.img_dir=null",
+    ]
+    arguments = ["--dataset", str(pictures), "--output", str(work / name)]
+    command = [sys.executable, "-m", "trainer", "train", str(QUICKSTART), *arguments]
+    command += [word for setting in settings for word in ("--set", setting)]
+    environ = environment(work, free_port(), work / "cache")
+    subprocess.run(command, cwd=ROOT, env=environ, check=True, capture_output=True)
+    return work / name / "lora" / f"{name}.safetensors"
+
+
+@pytest.fixture(scope="module")
+def styled(work: Path, measure: Measure) -> Measured:
+    """With a LoRA of the style."""
+    return measure(train(work, "styled", STYLE, STEPS))
+
+
+@pytest.fixture(scope="module")
+def brown(work: Path, measure: Measure) -> Measured:
+    """With a LoRA of another style."""
+    return measure(train(work, "brown", recoloured(work / "pictures"), OTHER_STEPS))
+
+
+def test_print(base: Measured, styled: Measured, brown: Measured) -> None:
+    from scripts.style import score
+
+    print("BASE", base.loss, [round(score(p), 2) for p in base.pictures])
+    for n, m in (("STYLED", styled), ("BROWN", brown)):
+        print(
+            n,
+            round(m.loss, 3),
+            [round(score(p), 2) for p in m.pictures],
+            [round(overlap(p, Image.open(HELD_OUT / f"{t}.png")), 2) for t, p in zip(THINGS, m.pictures)],
+        )
+
+
+def test_the_lora_teaches_the_style(base: Measured, styled: Measured) -> None:
+    assert shortcomings(base, styled) == []
+
+
+def test_things_keep_their_shape(styled: Measured) -> None:
+    for thing, picture in zip(THINGS, styled.pictures, strict=True):
+        with Image.open(HELD_OUT / f"{thing}.png") as real:
+            assert overlap(picture, real) > LEAST_OVERLAP, thing
+
+
+def test_the_base_model_alone_does_not_pass(base: Measured) -> None:
+    assert not any(map(is_style, base.pictures))
+    assert len(shortcomings(base, base)) == 2
+
+
+def test_a_lora_of_another_style_does_not_pass(base: Measured, brown: Measured) -> None:
+    assert brown.loss < base.loss, "it learned something"
+    assert not any(map(is_style, brown.pictures))
+    assert len(shortcomings(base, brown)) == 2
