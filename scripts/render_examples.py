@@ -34,7 +34,7 @@ STYLE_HELD_OUT = (
     "castle", "penguin", "robot", "rocket", "snail", "sunflower", "teapot", "unicorn", "purple-heart",
     "green-book", "green-circle", "pouting-face",
 )  # fmt: skip
-"""What it measures the loss on: ten things that the base model knows, and four that it never saw either."""
+"""What it measures the loss on: eight things that the base model knows, and four that it never saw either."""
 
 
 def image_sets(flat: Mapping[str, Any]) -> dict[str, list[tuple[str, Image.Image]]]:

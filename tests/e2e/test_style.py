@@ -24,9 +24,13 @@ STYLE, HELD_OUT = ROOT / "examples" / "style", ROOT / "examples" / "style-held-o
 THINGS = ("castle", "penguin", "robot", "unicorn", "purple-heart", "green-circle")
 """Drawn by each model, of what is held out: four that the base model knows, two that it never saw either."""
 STEPS, OTHER_STEPS = 100, 60
-LEAST_FALL, LEAST_STYLED = 0.9, len(THINGS) - 1
-"""The style is learned when the held-out loss fell by this share, and so many of THINGS are in the style."""
+LEAST_FALL, LEAST_STYLED = 0.9, len(THINGS) - 2
+"""The style is learned when the held-out loss fell by this share, and so many of THINGS are in the style.
+
+Four seeds gave 95 to 96 % and five or six of six; a LoRA of another style 74 to 76 % and none.
+"""
 LEAST_OVERLAP = 0.6
+"""Of the same four seeds the least was 0.79."""
 
 
 @dataclass(frozen=True, kw_only=True)
