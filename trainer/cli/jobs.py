@@ -69,7 +69,7 @@ def run_job(
         write_spec(spec, folder / "spec.json")
         return supervise(
             [sys.executable, "-m", "trainer.engine", str(folder / "spec.json")],
-            environment={**environment.snapshot(), **plan.environment},
+            environment=plan.child_environment(environment.snapshot()),
             runtime_dir=runtime_dir,
             port=port,
             unified_memory=unified_memory,
@@ -119,7 +119,7 @@ def probe_kernels(loaded: Loaded, facts: Facts) -> Facts:
         return facts
     plan = plan_run(loaded, facts, requested_profile())
     click.echo(f"measuring attention kernels once for {shape_class(shape)}: {', '.join(missing)}", err=True)
-    verdicts = probe_attention(shape, plan.dtype, missing, {**environment.snapshot(), **plan.environment})
+    verdicts = probe_attention(shape, plan.dtype, missing, plan.child_environment(environment.snapshot()))
     for row in verdicts:
         speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"
         click.echo(f"  {row.kernel}: {'works' if row.works else 'fails'}, {speed}, {row.reason}", err=True)

@@ -56,6 +56,15 @@ class Plan:
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...] = ()
 
+    def child_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """`environ` with what the training process needs; the user's own `OMP_*` values stay."""
+        needed = {
+            name: value
+            for name, value in self.environment.items()
+            if not (name.startswith("OMP_") and name in environ)
+        }
+        return {**environ, **needed}
+
     @property
     def peak_bytes(self) -> int:
         """Predicted peak of device memory over caching and training."""

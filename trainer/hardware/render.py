@@ -38,10 +38,15 @@ def plan_from_json(text: str, where: str = "plan.json") -> Plan:
 
 
 def environment_exports(plan: Plan) -> str:
-    """One `export NAME='value'` a line for a shell, quoted so that no value is ever executed."""
-    return "".join(
-        f"export {name}={shlex.quote(value)}\n" for name, value in sorted(plan.environment.items())
-    )
+    """One `export NAME='value'` a line for a shell, quoted so that no value is ever executed.
+
+    As in `Plan.child_environment`, an `OMP_*` value that the shell has already stays.
+    """
+    lines = []
+    for name, value in sorted(plan.environment.items()):
+        kept = f'[ -n "${{{name}+set}}" ] || ' if name.startswith("OMP_") else ""
+        lines.append(f"{kept}export {name}={shlex.quote(value)}\n")
+    return "".join(lines)
 
 
 def _table(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:

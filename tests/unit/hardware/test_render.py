@@ -14,7 +14,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.plan import Plan
-from trainer.hardware.profiles import select
+from trainer.hardware.profiles import PROFILES, select
 from trainer.hardware.render import environment_exports, plan_from_json, plan_text, plan_to_json
 from trainer.hardware.resolve import resolve
 
@@ -50,6 +50,23 @@ def test_a_foreign_key_in_plan_json_is_refused(plan: Plan) -> None:
     tree = json.loads(plan_to_json(plan)) | {"atention": "flash"}
     with pytest.raises(HardwareError, match=r"runs/x/plan\.json: atention"):
         plan_from_json(json.dumps(tree), "runs/x/plan.json")
+
+
+@pytest.mark.parametrize(
+    ("own", "kept"),
+    [
+        pytest.param({}, "PASSIVE", id="not-set"),
+        pytest.param({"OMP_WAIT_POLICY": "ACTIVE"}, "ACTIVE", id="the-user's"),
+    ],
+)
+def test_sleeping_threads_on_a_cpu_unless_the_user_says_otherwise(
+    plan: Plan, own: dict[str, str], kept: str
+) -> None:
+    plan = dataclasses.replace(plan, environment=PROFILES["cpu"].environment)
+    assert plan.child_environment({"HOME": "/", **own}) == {"HOME": "/", "OMP_WAIT_POLICY": kept}
+    script = environment_exports(plan) + 'printf %s "$OMP_WAIT_POLICY"'
+    shown = subprocess.run(["sh", "-euc", script], env=own, capture_output=True, text=True, check=True)
+    assert shown.stdout == kept
 
 
 def test_exports_are_never_executed(plan: Plan) -> None:
