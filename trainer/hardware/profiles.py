@@ -129,7 +129,7 @@ _TABLE: tuple[Profile, ...] = (
         attention=("native",),
         prefer_checkpointing=False,
         pin_memory=False,
-        # waiting threads sleep: spinning (OpenMP's default) made steps 5 times slower beside one other program
+        # waiting threads sleep: spinning, OpenMP's default, slows steps 5 times beside another program
         environment={"OMP_WAIT_POLICY": "PASSIVE"},
     ),
 )
