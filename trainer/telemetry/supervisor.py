@@ -83,9 +83,15 @@ def supervise(
             limits=limits,
             console=sys.stderr if console is None else console,
         )
-        with server.serving(port, metrics=watch.metrics_text, health=watch.verdict):
-            # The first beat is ours: a child that cannot even import its modules is found out as well.
-            StatusWriter(runtime_dir).beat(Phase.LOAD)
+        # The first beat is ours, and comes before the first question: a child that cannot even import its modules
+        # is found out as well.
+        StatusWriter(runtime_dir).beat(Phase.LOAD)
+        with contextlib.ExitStack() as stack:
+            try:
+                stack.enter_context(server.serving(port, metrics=watch.metrics_text, health=watch.verdict))
+            except ConfigError:
+                (runtime_dir / STATUS_FILE).unlink()  # nothing runs
+                raise
             watch.child = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
