@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.engine.meta_shapes import meta_shapes
+from trainer.engine.meta_shapes import component_class, meta_shapes
 from trainer.hardware.geometry import TABLES, compact
 
 CONFIGS = Path(__file__).parent.parent / "trainer" / "families" / "configs"
@@ -35,11 +35,13 @@ def main() -> None:
 
 
 def table_text(base: Path) -> str:
-    """The table of all components with weights in the base's model_index.json, one row a line."""
-    index: dict[str, Any] = json.loads((base / "model_index.json").read_text())
+    """The table of all components with weights, one row a line."""
+    index_file = base / "model_index.json"
+    index: dict[str, Any] = json.loads(index_file.read_text()) if index_file.exists() else {"": []}
     components = []
-    for name, entry in sorted(index.items()):
-        if isinstance(entry, list) and (base / name / "config.json").exists():
+    for name, listed in sorted(index.items()):
+        if isinstance(listed, list) and (base / name / "config.json").exists():
+            entry = component_class(base, name)
             rows = ",\n   ".join(json.dumps(row) for row in compact(meta_shapes(base / name, *entry)))
             components.append(f"  {json.dumps(name)}: [\n   {rows}\n  ]")
     return '{\n "components": {\n' + ",\n".join(components) + "\n }\n}\n"

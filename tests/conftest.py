@@ -7,6 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer.modeling.vision import make_torchvision_importable
+
+make_torchvision_importable()  # before any test module imports diffusers
+
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:

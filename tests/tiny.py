@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts import random_base
+from scripts import random_base, random_bases
 
-TINY_MODELS: tuple[str, ...] = tuple(sorted(random_base.FAMILIES))
+TINY_MODELS: tuple[str, ...] = tuple(sorted(random_bases.FAMILIES))
 """Families that have a tiny base; a house test holds it equal to the table of families."""
 
 

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from scripts.random_base import make_clip_tokenizer, make_t5_tokenizer
+from scripts.random_bases.common import make_clip_tokenizer, make_t5_tokenizer
 
 WIDTH = 96
 TOKENS = 16

@@ -11,14 +11,29 @@ from __future__ import annotations
 
 import re
 
+_FLUX = (
+    r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|add_q_proj|add_k_proj|add_v_proj)",
+    r"transformer_blocks\.\d+\.attn\.(to_out\.0|to_add_out)",
+    r"transformer_blocks\.\d+\.(ff|ff_context)\.net\.(0\.proj|2)",
+    r"transformer_blocks\.\d+\.(norm1|norm1_context)\.linear",
+    r"single_transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v)",
+    r"single_transformer_blocks\.\d+\.(proj_mlp|proj_out|norm\.linear)",
+)
+_QWEN = (
+    r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|add_q_proj|add_k_proj|add_v_proj)",
+    r"transformer_blocks\.\d+\.attn\.(to_out\.0|to_add_out)",
+    r"transformer_blocks\.\d+\.(img_mlp|txt_mlp)\.net\.(0\.proj|2)",
+)
 KNOWN_MODULES: dict[str, tuple[str, ...]] = {
-    "flux1_dev": (
+    "flux1_dev": _FLUX,
+    "flux1_kontext": _FLUX,
+    "qwen_image": _QWEN,
+    "qwen_image_edit": _QWEN,
+    "flux2_dev": (
         r"transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v|add_q_proj|add_k_proj|add_v_proj)",
         r"transformer_blocks\.\d+\.attn\.(to_out\.0|to_add_out)",
-        r"transformer_blocks\.\d+\.(ff|ff_context)\.net\.(0\.proj|2)",
-        r"transformer_blocks\.\d+\.(norm1|norm1_context)\.linear",
-        r"single_transformer_blocks\.\d+\.attn\.(to_q|to_k|to_v)",
-        r"single_transformer_blocks\.\d+\.(proj_mlp|proj_out|norm\.linear)",
+        r"transformer_blocks\.\d+\.(ff|ff_context)\.(linear_in|linear_out)",
+        r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)",
     ),
 }
 """Regular expressions over whole module names in diffusers' spelling."""
@@ -27,5 +42,7 @@ KNOWN_MODULES: dict[str, tuple[str, ...]] = {
 def unknown_keys(family: str, keys: set[str]) -> set[str]:
     """Keys of a file that ComfyUI would not load for this family."""
     modules = "|".join(f"(?:{pattern})" for pattern in KNOWN_MODULES[family])
-    known = re.compile(rf"transformer\.(?:{modules})\.(lora_A\.weight|lora_B\.weight|alpha)")
+    known = re.compile(
+        rf"(?:transformer|diffusion_model)\.(?:{modules})\.(lora_A\.weight|lora_B\.weight|alpha)"
+    )
     return {key for key in keys if not known.fullmatch(key)}

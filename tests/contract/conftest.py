@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.runs import Case, Job, Workshop, record_samples, small_pictures
+from tests.contract.runs import Case, Job, Workshop, keep_edits_small, record_samples, small_samples
 from trainer.data.sampler import SampleRef
 
 
@@ -25,6 +25,11 @@ class Finished:
         return self.job.folder
 
 
+@pytest.fixture(autouse=True)
+def small_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    keep_edits_small(monkeypatch.setattr)
+
+
 @pytest.fixture(scope="session")
 def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Bases, pictures and cache of all small runs."""
@@ -36,7 +41,7 @@ def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     # tiny tensors gain nothing from more, and idle threads of two test processes spin against each other
     torch.set_num_threads(1)
     folder = tmp_path_factory.mktemp("workshop")
-    return Workshop(base=tiny_base, pictures=small_pictures(folder / "pictures"), cache=folder / "cache")
+    return Workshop(base=tiny_base, samples=small_samples(folder / "samples"), cache=folder / "cache")
 
 
 @pytest.fixture(scope="session")

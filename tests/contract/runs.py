@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any, Literal
 
 import pytest
 import yaml
-from PIL import Image
+from PIL import Image, ImageOps
 
 from tests.tiny import TINY_MODELS
 from trainer import families
@@ -40,6 +39,7 @@ SMALL_RUN: dict[str, Any] = {
         "max_train_steps": STEPS,
         "gradient_accumulation_steps": 2,
         "learning_rate": 1e-3,
+        "lr_warmup_steps": 0,
         "log_every_steps": 3,  # an interval of the log spans the checkpoint
         "seed": 3,
     },
@@ -70,6 +70,8 @@ class Case:
 
 CASES = tuple(Case(family=family, method=method) for family in TINY_MODELS for method in ("lora", "full"))
 LORA_CASES = tuple(case for case in CASES if case.method == "lora")
+BATCHED_CASES = tuple(case for case in CASES if families.get(case.family).packed_by is None)
+"""Those whose batches have a number of samples; the others have a number of tokens."""
 FULL_CASES = tuple(case for case in CASES if case.method == "full")
 
 
@@ -96,14 +98,15 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """What all runs share: bases, pictures, and one cache, so that a picture is encoded once."""
+    """What all runs share: bases, samples, and one cache, so that a picture is encoded once."""
 
     base: Callable[[str], Path]
-    pictures: Path
+    samples: Path
+    """Folder that `small_samples` wrote."""
     cache: Path
 
-    def write_config(self, case: Case, folder: Path, pictures: Path | None = None) -> Path:
-        """The small run's YAML in `folder`, which will also hold the run."""
+    def write_config(self, case: Case, folder: Path, samples: Path | None = None) -> Path:
+        """The small run's YAML in `folder`, which will also hold the run; `samples` as in `one_set`."""
         content = {
             "family": case.family,
             "method": case.method,
@@ -112,7 +115,12 @@ class Workshop:
             **SECTIONS_OF_METHOD[case.method],
             "model": {"pretrained_model_name_or_path": str(self.base(case.family)), "download": "never"},
         }
-        content["data"] = {**SMALL_RUN["data"], "sets": [{"img_dir": str(pictures or self.pictures)}]}
+        own = {} if draws(case.family) else {"caption_dropout_rate": 0.0, "max_sequence_length": 192}
+        content["data"] = {
+            **SMALL_RUN["data"],
+            **own,
+            "sets": [one_set(case.family, samples or self.samples)],
+        }
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / "config.yaml"
         path.write_text(yaml.safe_dump(content))
@@ -123,12 +131,12 @@ class Workshop:
         case: Case,
         folder: Path,
         *overrides: str,
-        pictures: Path | None = None,
+        samples: Path | None = None,
         cache: Path | None = None,
         status: StatusWriter | None = None,
     ) -> Job:
         """The run of `folder`: a new one, or the resumed one when it was started before."""
-        path = self.write_config(case, folder, pictures)
+        path = self.write_config(case, folder, samples)
         return job_of(path, folder, *overrides, cache=cache or self.cache, status=status)
 
 
@@ -170,26 +178,66 @@ def job_of(
     return Job(context=context, samples=scan_samples(family, config), spec=spec, said=said)
 
 
-def small_pictures(folder: Path) -> Path:
-    """Seven of the example pictures with captions, one of them cut to another bucket."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in sorted((ROOT / "examples" / "style").glob("*.png"))[:7]:
-        shutil.copy(path, folder)
-        shutil.copy(path.with_suffix(".txt"), folder)
-    wide = folder / path.name
-    picture = Image.open(wide)
-    picture.crop((0, 0, picture.width, picture.height // 2)).save(wide)
-    return folder
+def draws(family: str) -> bool:
+    """Whether a family makes pictures; else it writes."""
+    return families.get(family).sample_kind == "image"
 
 
-def square_pictures(source: Path, folder: Path) -> Path:
-    """Those of `source` that share one bucket."""
-    folder.mkdir(parents=True)
-    for path in sorted(source.glob("*.png")):
-        with Image.open(path) as picture:
-            if picture.width == picture.height:
-                shutil.copy(path, folder)
-                shutil.copy(path.with_suffix(".txt"), folder)
+def edits(family: str) -> bool:
+    """Whether a family's samples have control images."""
+    return families.get(family).control_counts[0] > 0
+
+
+def one_set(family: str, samples: Path) -> dict[str, str]:
+    """The item of `data.sets`, or what `validation` names, for a folder that `small_samples` wrote."""
+    if not draws(family):
+        return {"chat_file": str(samples / "chats.jsonl")}
+    controls = {"control_dir": str(samples / "controls")} if edits(family) else {}
+    return {"img_dir": str(samples / "pictures"), **controls}
+
+
+def held_out_options(family: str, samples: Path) -> list[str]:
+    """`--set` values that measure the validation loss on these samples."""
+    return [f"validation.{key}={value}" for key, value in one_set(family, samples).items()]
+
+
+def keep_edits_small(set_attribute: Callable[[Any, str, Any], None]) -> None:
+    """Have a pipeline that scales every picture before the edit to a megapixel scale it to a few instead."""
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
+
+    set_attribute(plus, "VAE_IMAGE_SIZE", 64 * 64)
+
+
+def small_samples(folder: Path, chosen: Sequence[int] = range(7), *, alike: bool = False) -> Path:
+    """Example pictures with a control image each, and as many conversations.
+
+    One picture is cut to another bucket; with `alike` it is left out and all captions are the same.
+    """
+    pictures, controls = folder / "pictures", folder / "controls"
+    for made in (pictures, controls):
+        made.mkdir(parents=True)
+    found = sorted((ROOT / "examples" / "style").glob("*.png"))[:7]
+    for number in chosen:
+        path = found[number]
+        picture = Image.open(path).convert("RGB")
+        if number == len(found) - 1:
+            if alike:
+                continue
+            picture = picture.crop((0, 0, picture.width, picture.height // 2))
+        picture.save(pictures / path.name)
+        ImageOps.invert(picture).save(controls / path.name)
+        caption = "a thing" if alike else path.with_suffix(".txt").read_text()
+        (pictures / path.name).with_suffix(".txt").write_text(caption)
+    rows = [
+        {
+            "messages": [
+                {"role": "user", "content": f"How many are {number} and {number}?"},
+                {"role": "assistant", "content": " and ".join(["one"] * (number + 1))},
+            ]
+        }
+        for number in chosen
+    ]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
 
 

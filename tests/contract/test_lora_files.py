@@ -10,20 +10,21 @@ from typing import Any
 
 import pytest
 import torch
-from diffusers import DiffusionPipeline
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from tests.contract.comfyui import unknown_keys
 from tests.contract.conftest import Finished
+from tests.contract.loaders import adapter_config, changes_of_comfyui, changes_of_file, lora_file, own
 from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop
 from trainer import families
 from trainer.engine import checkpoint, proof, run
 from trainer.engine.build import Built, build, load_base
 from trainer.engine.full import export_full, prove_full
 from trainer.errors import ConfigError, DataError, DivergedError, ExitCode
-from trainer.modeling.lora import effective_change, linear_names
+from trainer.modeling.lora import linear_names
 
+COMFYUI_CASES = tuple(case for case in LORA_CASES if families.get(case.family).comfyui is not None)
 Change = Callable[[dict[str, torch.Tensor]], None]
 
 
@@ -37,66 +38,31 @@ def full_case(request: pytest.FixtureRequest) -> Case:
     return request.param
 
 
-def lora_file(done: Finished) -> Path:
-    return done.folder / "lora" / "run.safetensors"
+def comfyui_file(path: Path) -> Path:
+    return path.with_suffix(".comfyui.safetensors")
 
 
-def adapter_metadata(path: Path) -> dict[str, Any]:
-    """The peft configuration that diffusers keeps in a file's metadata, for the trained component."""
-    with safe_open(path, framework="pt") as file:
-        rows = json.loads(file.metadata()["lora_adapter_metadata"])
-    return {key.partition(".")[2]: value for key, value in rows.items()}
-
-
-def changes_of_comfyui(path: Path, component: str) -> dict[str, torch.Tensor]:
-    """The change of every weight as ComfyUI computes it, by module."""
-    tensors = load_file(path)
-    changes = {}
-    for key, alpha in tensors.items():
-        if key.endswith(".alpha"):
-            name = key.removesuffix(".alpha")
-            down, up = tensors[f"{name}.lora_A.weight"], tensors[f"{name}.lora_B.weight"]
-            changes[name.removeprefix(f"{component}.")] = effective_change(down, up, alpha / down.shape[0])
-    return changes
-
-
-def draw(pipeline: Any, job: Any) -> torch.Tensor:
-    """One picture at a fixed seed."""
-    images = pipeline(
-        prompt="an apple",
-        width=64,
-        height=64,
-        num_inference_steps=2,
-        guidance_scale=job.context.config.validation.guidance_scale,
-        max_sequence_length=job.context.config.data.max_sequence_length,
-        generator=torch.Generator().manual_seed(0),
-        output_type="pt",
-    ).images
-    return torch.as_tensor(images[0])
-
-
-def test_the_real_pipeline_loads_the_lora_and_comfyui_changes_the_weights_alike(
+def test_the_real_loader_takes_the_lora_and_comfyui_changes_the_weights_alike(
     lora_case: Case, finished: Callable[[Case], Finished]
 ) -> None:
     done = finished(lora_case)
-    context = done.job.context
-    component = context.family.trained_component
-    pipeline = DiffusionPipeline.from_pretrained(context.source.folder)
-    pipeline.set_progress_bar_config(disable=True)
-    model = pipeline.components[component]
-    base = {name: value.clone() for name, value in model.state_dict().items()}
-    without = draw(pipeline, done.job)
-    pipeline.load_lora_weights(lora_file(done))
-    assert not torch.equal(draw(pipeline, done.job), without)
-    pipeline.fuse_lora(components=[component])
-    pipeline.unload_lora_weights()
-
-    changes = changes_of_comfyui(lora_file(done).with_suffix(".comfyui.safetensors"), component)
-    changed = {name for name, value in model.state_dict().items() if not torch.equal(value, base[name])}
-    assert changed == {f"{module}.weight" for module in changes}
+    component, file = done.job.context.family.trained_component, lora_file(done)
+    loaded = own(done.job)
+    base = {name: value.clone() for name, value in loaded.model.state_dict().items()}
+    without = loaded.output()
+    loaded.load(file)
+    assert not torch.equal(loaded.output(), without)
+    loaded.fuse()
+    changes = changes_of_file(file, component)
+    changed = {
+        name for name, value in loaded.model.state_dict().items() if not torch.equal(value, base[name])
+    }
+    # a layer whose output the model does not use learns nothing
+    assert changed == {f"{module}.weight" for module, change in changes.items() if change.any()}
     for module, change in changes.items():
-        by_diffusers = model.state_dict()[f"{module}.weight"] - base[f"{module}.weight"]
-        assert torch.allclose(by_diffusers, change, rtol=1e-4, atol=1e-6), module
+        by_loader = loaded.model.state_dict()[f"{module}.weight"] - base[f"{module}.weight"]
+        assert torch.allclose(by_loader, change, rtol=1e-4, atol=1e-6), module
+    assert comfyui_file(file).exists() == (done.job.context.family.comfyui is not None)
 
 
 def test_both_files_say_the_same_alpha_and_rank(
@@ -104,21 +70,23 @@ def test_both_files_say_the_same_alpha_and_rank(
 ) -> None:
     done = finished(lora_case)
     config, component = done.job.context.config, done.job.context.family.trained_component
-    metadata = adapter_metadata(lora_file(done))
+    path = lora_file(done)
+    metadata = adapter_config(path)
     assert config.lora.alpha != config.lora.rank
     assert (metadata["r"], metadata["lora_alpha"]) == (config.lora.rank, config.lora.alpha)
-    ours = load_file(lora_file(done))
-    theirs = load_file(lora_file(done).with_suffix(".comfyui.safetensors"))
-    alphas = {name: value for name, value in theirs.items() if name.endswith(".alpha")}
-    assert {value.item() for value in alphas.values()} == {config.lora.alpha}
-    scale = metadata["lora_alpha"] / metadata["r"]
-    changes = changes_of_comfyui(lora_file(done).with_suffix(".comfyui.safetensors"), component)
-    assert len(changes) == len(alphas) == len(ours) // 2
-    for module, change in changes.items():
-        down, up = (ours[f"{component}.{module}.lora_{part}.weight"] for part in "AB")
-        assert torch.equal(effective_change(down, up, scale), change)
+    ours = changes_of_file(path, component)
+    assert len(ours) == len(load_file(path)) // 2
+    if done.job.context.family.comfyui is None:
+        return
+    theirs = load_file(comfyui_file(path))
+    alphas = {value.item() for name, value in theirs.items() if name.endswith(".alpha")}
+    assert alphas == {config.lora.alpha}
+    changes = changes_of_comfyui(comfyui_file(path), component)
+    assert changes.keys() == ours.keys()
+    assert all(torch.equal(changes[module], ours[module]) for module in ours)
 
 
+@pytest.mark.parametrize("lora_case", COMFYUI_CASES, ids=str, indirect=True)
 def test_comfyui_knows_every_key_of_every_preset(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:
     family = workshop.job(lora_case, tmp_path).context.family
     for preset in family.lora_targets:
@@ -126,11 +94,13 @@ def test_comfyui_knows_every_key_of_every_preset(lora_case: Case, workshop: Work
         folder = job.context.run_dir / "lora"
         folder.mkdir(parents=True)
         _, comfyui = proof.write_lora_files(job.context, build(job.context).model, folder)
+        assert comfyui is not None
         keys = set(load_file(comfyui))
         assert keys
         assert not unknown_keys(lora_case.family, keys)
 
 
+@pytest.mark.parametrize("lora_case", COMFYUI_CASES, ids=str, indirect=True)
 def test_a_target_that_comfyui_does_not_know_is_found_by_this_table(lora_case: Case) -> None:
     assert unknown_keys(lora_case.family, {"transformer.nowhere.lora_A.weight"})
 
@@ -142,7 +112,7 @@ def test_verify_lora_repeats_the_proof_on_a_fresh_base(
     said: list[str] = []
     spec = dataclasses.replace(done.job.spec, mode="verify", lora_file=str(lora_file(done)))
     run.verify_file(dataclasses.replace(done.job.context, say=said.append), spec)
-    told = json.loads((done.folder / "lora" / "run.proof.json").read_text())
+    told = json.loads(lora_file(done).with_suffix(".proof.json").read_text())
     assert said[-1].startswith("verified: ")
     assert f"changes the model's output by {100 * told['effect']:.3g} %" in said[-1]
 
@@ -196,7 +166,7 @@ def drop_one_half(tensors: dict[str, torch.Tensor]) -> None:
         (zero_ups, "every lora_B is zero"),
         (put_nan, "is not finite"),
         (change_one_value, "gives other outputs"),
-        (drop_a_layer, "gives other outputs"),
+        (drop_a_layer, "gives other outputs|does not fit the model"),
         (drop_one_half, "has no partner lora_A"),
     ],
 )
@@ -228,7 +198,7 @@ def test_a_lora_that_learned_nan_is_never_called_proved(
         next(iter(built.updater.parameters.values())).view(-1)[0] = float("nan")
     with pytest.raises(DivergedError):
         run._finish_lora(context, built.model)
-    assert not (context.run_dir / "lora" / "run.proof.json").exists()
+    assert not list(context.run_dir.glob("lora/*.proof.json"))
 
 
 def test_an_untrained_lora_is_no_result(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:
@@ -269,15 +239,14 @@ def test_the_real_pipeline_loads_the_trained_model(
     done = finished(full_case)
     context = done.job.context
     component = context.family.trained_component
-    model_class: Any = context.family.model_class()
+    model_class: Any = context.family.model_class(context.source)
     model = model_class.from_pretrained(done.folder / "model" / component)
     weights = checkpoint.read_group(done.folder / "checkpoints" / "step-000010", "weights", "cpu")
     assert all(torch.equal(value, weights[name]) for name, value in model.named_parameters())
-    pipeline = DiffusionPipeline.from_pretrained(context.source.folder)
-    pipeline.set_progress_bar_config(disable=True)
-    before = draw(pipeline, done.job)
-    pipeline.register_modules(**{component: model})
-    assert not torch.equal(draw(pipeline, done.job), before)
+    loaded = own(done.job)
+    before = loaded.output()
+    loaded.replace(model.eval())
+    assert not torch.equal(loaded.output(), before)
 
 
 def test_an_unknown_preset_fails_and_lists_the_known(

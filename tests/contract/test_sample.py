@@ -9,9 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.contract.conftest import Finished
+from tests.contract.loaders import lora_file
 from tests.contract.runs import LORA_CASES, STEPS, Case
 from trainer.engine import run
+from trainer.engine.context import Context
 from trainer.engine.pictures import before_after, read_png, row
+
+
+def with_controls(done: Finished) -> Context:
+    """The run's context with its prompts' control images named."""
+    config = done.job.context.config
+    named = tuple(tuple(one.path for one in controls) for controls in done.job.samples.prompt_controls)
+    validation = config.validation.model_copy(update={"control_images": named})
+    return dataclasses.replace(done.job.context, config=config.model_copy(update={"validation": validation}))
 
 
 @pytest.mark.parametrize("case", LORA_CASES, ids=str)
@@ -19,25 +29,27 @@ def test_base_and_lora_alone_and_in_one_picture(
     case: Case, finished: Callable[[Case], Finished], tmp_path: Path
 ) -> None:
     done = finished(case)
-    path = str(done.folder / "lora" / "run.safetensors")
+    file = lora_file(done)
+    path = str(file)
     captions = done.job.context.config.validation.prompts
     base, result = (
-        [read_png(image)[0] for image in sorted((done.folder / "samples" / f"step-{step:06d}").iterdir())]
+        [read_png(image)[0] for image in sorted(done.folder.glob(f"samples/step-{step:06d}/*.png"))]
         for step in (0, STEPS)
     )
-    both = ("base model", "run.safetensors")
+    both = ("base model", file.name)
     expected = {
         ("", False): row(base, captions, "base model"),
-        (path, False): row(result, captions, "run.safetensors"),
+        (path, False): row(result, captions, file.name),
         (path, True): before_after((base, result), captions, both),
     }
-    for (lora_file, together), picture in expected.items():
+    for (lora, together), picture in expected.items():
         spec = dataclasses.replace(
             done.job.spec,
             mode="sample",
-            lora_file=lora_file,
+            lora_file=lora,
             before_after=together,
             output_file=str(tmp_path / "out.png"),
         )
-        run.sample_once(done.job.context, spec)
+        # a family that edits is told which pictures: no samples are read here
+        run.sample_once(with_controls(done), spec)
         assert read_png(tmp_path / "out.png")[0].tobytes() == picture.tobytes()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 import signal
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.contract.conftest import Finished
 from tests.contract.runs import (
+    BATCHED_CASES,
     CASES,
     CHECKPOINT_STEP,
     LORA_CASES,
@@ -27,12 +29,14 @@ from tests.contract.runs import (
     ToldStatus,
     Workshop,
     different,
+    draws,
     dying_after,
     files,
+    held_out_options,
     numbers,
     products,
     record_samples,
-    square_pictures,
+    small_samples,
     steps_saved,
 )
 from trainer.engine.build import build
@@ -53,14 +57,15 @@ def test_a_cached_batch_gives_finite_losses_and_gradients_where_they_belong(
 ) -> None:
     job = workshop.job(case, tmp_path, "train.train_batch_size=2")
     context = job.context
-    entries = list_entries(context, job.records)
+    entries = list_entries(context, job.records, job.samples.prompt_controls)
     fill_cache(context, entries)
     settings = context.family.settings(context.source, context.config)
     built = build(context)
     fed = next(iter(feed(context, entries, settings, 0, 1)))
     batch, draw = to_device(fed.batch, fed.draw, context.device, context.dtype)
     losses = context.family.loss(built.model, batch, draw, settings)
-    assert losses.shape == (2,)
+    assert fed.batch.size >= 2
+    assert losses.shape == (fed.batch.size,)
     assert losses.dtype == torch.float32
     assert torch.isfinite(losses).all()
     losses.mean().backward()
@@ -70,7 +75,11 @@ def test_a_cached_batch_gives_finite_losses_and_gradients_where_they_belong(
         for name, _ in built.model.named_parameters()
         if case.method == "full" or name.endswith((".lora_A.default.weight", ".lora_B.default.weight"))
     }
-    assert with_gradient == intended == set(built.updater.parameters)
+    assert with_gradient <= intended == set(built.updater.parameters)
+    # some models do not use the text that their last block puts out
+    last = max(map(int, re.findall(r"blocks\.(\d+)\.", " ".join(intended))), default=None)
+    assert all(f"blocks.{last}." in name for name in intended - with_gradient)
+    assert len(intended - with_gradient) < len(intended) / 4
     assert any(value.grad.any() for value in built.model.parameters() if value.grad is not None)
 
 
@@ -83,11 +92,12 @@ def test_a_run_leaves_what_it_promises(case: Case, finished: Callable[[Case], Fi
     pictures = sorted(path.name for path in (done.folder / "samples").glob("*.png"))
     assert pictures == [*(f"step-{n:06d}.png" for n in PREVIEWED), "strip.png"]
     singles = sorted(done.folder.glob("samples/step-*/*"))
+    kinds = (".png",) if draws(case.family) else (".png", ".txt")
     assert [path.relative_to(done.folder / "samples") for path in singles] == [
-        Path(f"step-{n:06d}") / name for n in PREVIEWED for name in ("00.png", "01.png")
+        Path(f"step-{n:06d}") / f"{name}{kind}" for n in PREVIEWED for name in ("00", "01") for kind in kinds
     ]
-    with Image.open(singles[1]) as picture:
-        assert picture.size == (64, 64)
+    with Image.open(singles[len(kinds)]) as picture:
+        assert picture.size == (64, 64) or not draws(case.family)
         assert (picture.info["prompt"], picture.info["seed"]) == ("a red car", "1")
     with Image.open(done.folder / "before_after.png") as picture:
         assert picture.width > 2 * 192
@@ -126,7 +136,8 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(
     assert "resumed from step-000005" in job.said
     assert before + taken == straight.samples
     assert len(straight.samples) == STEPS * ACCUMULATION
-    assert any(sample.dropped for micro in straight.samples for sample in micro)
+    dropped = any(sample.dropped for micro in straight.samples for sample in micro)
+    assert dropped == draws(case.family)
     assert numbers(job.folder) == numbers(straight.folder)
     assert not different(products(job.folder), products(straight.folder))
     assert not different(files(job.folder, "checkpoints/*/*"), files(straight.folder, "checkpoints/*/*"))
@@ -183,24 +194,20 @@ def test_prompts_that_changed_before_a_resume_have_no_before(
 def test_a_folder_is_held_out_and_may_change_between_stop_and_resume(
     case: Case, workshop: Workshop, tmp_path: Path
 ) -> None:
-    pictures = sorted(workshop.pictures.glob("*.png"))
-    parts = {"train": pictures[:4], "first": pictures[4:5], "second": pictures[5:]}
-    for name, chosen in parts.items():
-        (tmp_path / name).mkdir()
-        for path in chosen:
-            shutil.copy(path, tmp_path / name)
-            shutil.copy(path.with_suffix(".txt"), tmp_path / name)
-    quiet = ("validation.prompts=[]", "validation.held_out=0", f"validation.img_dir={tmp_path / 'first'}")
-    straight = workshop.job(case, tmp_path / "a", *quiet, pictures=tmp_path / "train")
+    for name, chosen in {"train": range(4), "first": range(4, 5), "second": range(5, 7)}.items():
+        small_samples(tmp_path / name, chosen)
+    off = ("validation.prompts=[]", "validation.held_out=0")
+    quiet = (*off, *held_out_options(case.family, tmp_path / "first"))
+    straight = workshop.job(case, tmp_path / "a", *quiet, samples=tmp_path / "train")
     straight.train()
     first, last = (numbers(straight.folder)[n]["validation_loss"] for n in (0, -1))
     assert any(line.startswith(f"held-out loss {first:.3g} -> {last:.3g} (") for line in straight.said)
     with pytest.raises(KilledError):
         workshop.job(
-            case, tmp_path / "b", *quiet, pictures=tmp_path / "train", status=dying_after(tmp_path / "b", 7)
+            case, tmp_path / "b", *quiet, samples=tmp_path / "train", status=dying_after(tmp_path / "b", 7)
         ).train()
-    changed = (*quiet[:2], f"validation.img_dir={tmp_path / 'second'}")
-    job = workshop.job(case, tmp_path / "b", *changed, pictures=tmp_path / "train")
+    changed = (*off, *held_out_options(case.family, tmp_path / "second"))
+    job = workshop.job(case, tmp_path / "b", *changed, samples=tmp_path / "train")
     job.train()
     assert "resumed from step-000005" in job.said
     assert any("does not compare with that of step 3 and before" in line for line in job.said)
@@ -236,8 +243,14 @@ def test_a_stop_in_the_validation_before_the_first_step_leaves_nothing(
 
 
 @pytest.mark.usefixtures("signals_put_back")
-@pytest.mark.parametrize("moment", ["preview", "validation", "micro-batch"])
-@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "moment"),
+    [
+        *((case, "preview") for case in LORA_CASES),
+        *((LORA_CASES[0], moment) for moment in ("validation", "micro-batch")),
+    ],
+    ids=str,
+)
 def test_a_stop_at_a_step_that_previews_and_validates_loses_neither(
     moment: str, case: Case, workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
 ) -> None:
@@ -283,13 +296,20 @@ def test_previews_and_validation_change_nothing_and_bytes_repeat(
     assert numbers(looking.folder)[-1]["step"] == numbers(blind.folder)[-1]["step"] == STEPS
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", BATCHED_CASES, ids=str)
 def test_a_batch_of_four_equals_four_batches_of_one(
     case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same samples in the same order; sums in another order differ by rounding only."""
-    pictures = square_pictures(workshop.pictures, tmp_path / "squares")
-    common = (*QUIET, "train.max_train_steps=5", "train.log_every_steps=1", "train.learning_rate=1e-4")
+    samples = small_samples(tmp_path / "squares", alike=True)
+    # batches are of samples that are equal inside: with other captions their order would depend on the size
+    common = (
+        *QUIET,
+        "data.caption_dropout_rate=0",
+        "train.max_train_steps=5",
+        "train.log_every_steps=1",
+        "train.learning_rate=1e-4",
+    )
     taken = record_samples(monkeypatch)
     seen, losses, weights = [], [], []
     for batch_size, accumulation in ((4, 1), (1, 4)):
@@ -297,9 +317,7 @@ def test_a_batch_of_four_equals_four_batches_of_one(
             f"train.train_batch_size={batch_size}",
             f"train.gradient_accumulation_steps={accumulation}",
         )
-        job = workshop.job(
-            case, tmp_path / f"{batch_size}x{accumulation}", *common, *shape, pictures=pictures
-        )
+        job = workshop.job(case, tmp_path / f"{batch_size}x{accumulation}", *common, *shape, samples=samples)
         job.train()
         seen.append([sample for micro in taken for sample in micro])
         taken.clear()
@@ -311,17 +329,20 @@ def test_a_batch_of_four_equals_four_batches_of_one(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
     assert weights[0].keys() == weights[1].keys()
     worst = {name: (weights[0][name] - weights[1][name]).abs().max().item() for name in weights[0]}
-    assert max(worst.values()) < 1e-6, max(worst, key=worst.__getitem__)
+    assert max(worst.values()) < 1e-5, max(worst, key=worst.__getitem__)
 
 
+@pytest.mark.parametrize("weights", ["int8", "nf4"])
 @pytest.mark.parametrize("case", LORA_CASES, ids=str)
-def test_an_int8_base_trains_and_its_lora_is_proved(case: Case, workshop: Workshop, tmp_path: Path) -> None:
-    job = workshop.job(case, tmp_path, *QUIET, "features.weights=int8", "train.max_train_steps=4")
-    assert job.context.plan.weights == "int8"
+def test_a_quantised_base_trains_and_its_lora_is_proved(
+    weights: str, case: Case, workshop: Workshop, tmp_path: Path
+) -> None:
+    job = workshop.job(case, tmp_path, *QUIET, f"features.weights={weights}", "train.max_train_steps=4")
+    assert job.context.plan.weights == weights
     job.train()
     text = "\n".join(job.said)
-    assert "int8 base: " in text
+    assert f"{weights} base: " in text
     assert "Proved: " in text
-    proof = json.loads((job.folder / "lora" / "run.proof.json").read_text())
+    proof = json.loads(next(job.folder.glob("lora/*.proof.json")).read_text())
     assert proof["effect"] > 100 * proof["reload_error"]
     assert all(math.isfinite(row["loss"]) for row in numbers(job.folder))

@@ -19,7 +19,7 @@ from typing import Any, Protocol, TypeVar
 
 import pytest
 
-from tests.contract.runs import CPU_FACTS, ROOT, Case, Workshop, small_pictures
+from tests.contract.runs import CPU_FACTS, ROOT, Case, Workshop, small_samples
 from trainer.telemetry.status import Phase, Status, read_status
 
 PATIENCE_SECONDS = 120.0
@@ -171,7 +171,7 @@ def starting(workshop: Workshop) -> Iterator[Start]:
 def yard(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Workshop:
     """Bases, pictures and cache of all real runs."""
     folder = tmp_path_factory.mktemp("yard")
-    return Workshop(base=tiny_base, pictures=small_pictures(folder / "pictures"), cache=folder / "cache")
+    return Workshop(base=tiny_base, samples=small_samples(folder / "samples"), cache=folder / "cache")
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.contract.runs import CASES, Case, Workshop, numbers, small_pictures
+from tests.contract.runs import CASES, Case, Workshop, keep_edits_small, numbers, small_samples
 
 LOSSES = Path(__file__).parent / "losses"
 _PLAIN = ("validation.prompts=[]", "validation.held_out=0", "train.log_every_steps=1")
@@ -26,7 +26,8 @@ def golden_path(case: Case) -> Path:
 
 def write_losses(base: Callable[[str], Path], folder: Path) -> list[Path]:
     """Rewrite every golden file, working in the empty `folder`; gives the files."""
-    workshop = Workshop(base=base, pictures=small_pictures(folder / "pictures"), cache=folder / "cache")
+    workshop = Workshop(base=base, samples=small_samples(folder / "samples"), cache=folder / "cache")
+    keep_edits_small(setattr)
     LOSSES.mkdir(exist_ok=True)
     written = []
     for case in CASES:

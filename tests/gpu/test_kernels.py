@@ -14,8 +14,9 @@ from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import AttentionShape, Batch, Draw, Shape
 from trainer.modeling import lora
-from trainer.modeling.attention import set_attention
-from trainer.modeling.quantize import int8_replacer
+from trainer.modeling.attention import attention, set_attention
+from trainer.modeling.packed import packed_attention
+from trainer.modeling.quantize import replacer
 
 pytestmark = pytest.mark.gpu
 
@@ -30,7 +31,12 @@ CONFIG = {
     "guidance_embeds": True,
     "axes_dims_rope": (16, 56, 56),
 }
-SETTINGS = flow.FlowSettings(sigmas=torch.linspace(1000, 1, 1000) / 1000, flow=FlowSection(), seed=0)
+SETTINGS = flow.FlowSettings(
+    sigmas=torch.linspace(1000, 1, 1000) / 1000,
+    flow=FlowSection(),
+    seed=0,
+    scheduler={"use_dynamic_shifting": False},
+)
 
 
 def build(dtype: torch.dtype) -> FluxTransformer2DModel:
@@ -46,7 +52,7 @@ def inputs(dtype: torch.dtype, side: int = 1024) -> tuple[Batch, Draw]:
     moved = {name: tensor.cuda() for name, tensor in vars(draw).items()}
     text = {name: tensor.to("cuda", dtype) for name, tensor in batch.text.items()}
     latents = {name: tensor.cuda() for name, tensor in batch.latents.items()}
-    return Batch(latents=latents, text=text, size=1), Draw(**moved)
+    return Batch(latents=latents, text=text, size=1, weight=1.0), Draw(**moved)
 
 
 def gradients(model: FluxTransformer2DModel, dtype: torch.dtype) -> torch.Tensor:
@@ -73,6 +79,29 @@ def test_gradients_through_the_model_agree_with_fp32(kernel: str) -> None:
     assert difference(gradients(model, torch.bfloat16), wanted) < 0.03
 
 
+@pytest.mark.parametrize("kernel", ["flash", "cudnn", "efficient"])
+def test_packed_attention_agrees_with_fp32(kernel: str) -> None:
+    """Two conversations in one row, eight key heads for 32 query heads."""
+    torch.manual_seed(0)
+    shapes = ((1, 32, 640, 128), (1, 8, 640, 128), (1, 8, 640, 128))
+    tensors = [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for shape in shapes]
+    results = []
+    for name, dtype in (("math", torch.float32), (kernel, torch.bfloat16)):
+        inputs = [tensor.detach().to(dtype).requires_grad_(True) for tensor in tensors]
+        output = packed_attention(*inputs, name, segments=(384, 256))
+        output.sin().sum().backward()
+        results.append([output, *(one.grad for one in inputs)])
+    for wanted, found in zip(*results, strict=True):
+        assert difference(found.float(), wanted) < 0.02
+
+
+def test_one_key_is_the_answer_to_every_query() -> None:
+    query, key = (torch.randn(1, tokens, 4, 64, device="cuda", dtype=torch.bfloat16) for tokens in (9, 1))
+    value = torch.randn_like(key)
+    found = attention(query, key, value, "cudnn", contiguous=True)
+    assert difference(found.float(), attention(query, key, value, "math", contiguous=True).float()) < 0.01
+
+
 def test_the_probe_finds_kernels_that_work() -> None:
     shape = AttentionShape(batch_size=1, heads=24, head_width=128, tokens=4608)
     verdicts = {v.kernel: v for v in probe_attention(shape, "bf16", CANDIDATES, environment.snapshot())}
@@ -93,7 +122,7 @@ def test_int8_base_gives_nearly_the_same_adapter_gradients() -> None:
     for quantized in (False, True):
         model = build(torch.bfloat16)
         if quantized:
-            replace = int8_replacer(FLUX1_DEV.high_precision)
+            replace = replacer("int8", FLUX1_DEV.high_precision, torch.bfloat16)
             for name in lora.linear_names(model):
                 parent, _, attribute = name.rpartition(".")
                 new = replace(name, model.get_submodule(name))

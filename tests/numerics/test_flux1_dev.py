@@ -34,7 +34,9 @@ def build(**changes: int) -> FluxTransformer2DModel:
 
 def settings(**values: object) -> flow.FlowSettings:
     sigmas = torch.linspace(1000, 1, 1000) / 1000
-    return flow.FlowSettings(sigmas=sigmas, flow=FlowSection(**values), seed=3)
+    return flow.FlowSettings(
+        sigmas=sigmas, flow=FlowSection(**values), seed=3, scheduler={"use_dynamic_shifting": False}
+    )
 
 
 def example(height: int = 128, width: int = 64, count: int = 2) -> Batch:
@@ -115,7 +117,9 @@ def saved_bytes(depth: int, preset: str, checkpointing: bool) -> int:
     if checkpointing:
         model.enable_gradient_checkpointing()
     batch, run = example(512, 512, 1), settings()
-    batch = Batch(latents=batch.latents, text={k: v.bfloat16() for k, v in batch.text.items()}, size=1)
+    batch = Batch(
+        latents=batch.latents, text={k: v.bfloat16() for k, v in batch.text.items()}, size=1, weight=1.0
+    )
     draw = FLUX1_DEV.draw(run, [0], header(batch))
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     kept: dict[int, torch.Tensor] = {}

@@ -2,21 +2,92 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import click
+
+if TYPE_CHECKING:
+    from trainer.families.protocol import Family
 
 
 @click.command(
     epilog="""\b
 Examples:
   trainer families
+  trainer families --markdown > docs/families.md
 """
 )
-def families() -> None:
+@click.option("--markdown", is_flag=True, help="The table of docs/families.md.")
+def families(markdown: bool) -> None:
     """List the model families, with their licences and presets of `lora.target_modules`."""
     from trainer.families import get, names
 
+    if markdown:
+        click.echo(_markdown([get(name) for name in names()]), nl=False)
+        return
     for name in names():
         family = get(name)
         click.echo(f"{name}: {family.title}")
         click.echo(f"  licence of the base model: {family.licence}")
+        click.echo(f"  trains on: {_samples(family)}")
         click.echo(f"  lora.target_modules: {', '.join(family.lora_targets)}")
+
+
+def _markdown(families: list[Family]) -> str:
+    """docs/families.md: one row a family."""
+    columns = {
+        "family": lambda one: f"`{one.name}`",
+        "base model": lambda one: one.defaults["model"]["pretrained_model_name_or_path"],
+        "its licence": lambda one: one.licence,
+        "trained part": _size,
+        "trains on": _samples,
+        "text tokens, at most": lambda one: f"{one.max_sequence_length:,}",
+        "`lora.target_modules`": lambda one: ", ".join(f"`{preset}`" for preset in one.lora_targets),
+        "full fine-tune in bf16": _full,
+        "LoRA file": lambda one: "diffusers" if one.sample_kind == "image" else "PEFT",
+        "ComfyUI": lambda one: f"yes: {one.comfyui}" if one.comfyui else "no",
+    }
+    lines = [_HEAD, "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    lines += ["| " + " | ".join(cell(one) for cell in columns.values()) + " |" for one in families]
+    return "\n".join(lines) + "\n" + _FOOT
+
+
+_HEAD = """# Model families
+
+Written by `make docs` from the families themselves. Every family trains by `method: lora` and `method: full`;
+a LoRA also trains over a base in int8 (optimum-quanto) or nf4 (bitsandbytes, `pip install 'trainer[nf4]'`),
+and over a base that is stored in nf4 already. "At least" is the weights, gradients and optimizer state alone,
+without activations.
+"""
+_FOOT = """
+ComfyUI: where its own source maps the names of the file's layers; a ComfyUI was not run. How to add a family:
+[adding-a-family.md](adding-a-family.md).
+"""
+
+
+def _samples(family: Family) -> str:
+    """What a data set holds."""
+    least, most = family.control_counts
+    if most == 0:
+        return "conversations" if family.sample_kind == "conversation" else "images with captions"
+    count = str(least) if least == most else f"{least} to {most}"
+    return f"images with captions and {count} control image{'s' if most > 1 else ''} each"
+
+
+def _parameters(family: Family) -> int:
+    """Size of the component that trains, from the committed table of the full-size model."""
+    from trainer.hardware.geometry import TABLES, ComponentGeometry, read_table
+
+    shapes = read_table(TABLES / f"{family.name}.json")[family.trained_component]
+    return ComponentGeometry(name="", role="trained", shapes=shapes, source="").parameters
+
+
+def _size(family: Family) -> str:
+    return f"{_parameters(family) / 1e9:.1f} B parameters"
+
+
+def _full(family: Family) -> str:
+    """What a full fine-tune keeps on one device."""
+    from trainer.hardware.memory import GIB, state_bytes
+
+    return f"{_parameters(family) * state_bytes('full', 'bf16') / GIB:.0f} GiB at least"

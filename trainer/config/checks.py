@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import environment, fields
-from trainer.config.schema import RunConfig
+from trainer.config.schema import DataSet, RunConfig, ValidationSection
 from trainer.errors import Problem
 
 Found = Iterator[tuple[str, str, str]]
@@ -98,8 +98,11 @@ def _unused(context: Context) -> Found:
 
 
 def _int8_full(context: Context) -> Found:
-    if context.config.method == "full" and context.config.features.weights == "int8":
-        what = "`features.weights: int8` cannot be trained by `method: full`: int8 weights are frozen"
+    if context.config.method == "full" and context.config.features.weights in ("int8", "nf4"):
+        weights = context.config.features.weights
+        what = (
+            f"`features.weights: {weights}` cannot be trained by `method: full`: {weights} weights are frozen"
+        )
         where = context.blame("features.weights", "method")
         yield where, what, "write `method: lora`, or leave features.weights out"
 
@@ -156,36 +159,74 @@ def _target_preset(context: Context) -> Found:
     yield where, what, f"{hint} Module name suffixes are written as a list: [to_q, to_v]"
 
 
-def _same_set_twice(context: Context) -> Found:
-    seen: dict[str, int] = {}
+def _set_of_nothing(context: Context) -> Found:
     for index, one in enumerate(context.config.data.sets):
-        first = seen.setdefault(_real(one.img_dir), index)
+        key = f"data.sets.{index}"
+        if one.img_dir is None and one.chat_file is None:
+            where = context.blame(
+                *(name for name in context.sources if name.startswith(f"{key}.")), "data.sets"
+            )
+            yield where, f"`{key}.img_dir` is missing", "add `img_dir: DIR`"
+        elif one.img_dir is not None and one.chat_file is not None:
+            what = f"`{key}` has both `img_dir` and `chat_file`"
+            yield context.source(f"{key}.chat_file"), what, "make it two sets, or remove one of them"
+
+
+def _set_path(one: DataSet) -> Path | None:
+    return one.chat_file if one.img_dir is None else one.img_dir
+
+
+def _set_key(index: int, one: DataSet) -> str:
+    return f"data.sets.{index}.{'chat_file' if one.img_dir is None else 'img_dir'}"
+
+
+def _same_set_twice(context: Context) -> Found:
+    seen: dict[str, tuple[int, DataSet]] = {}
+    for index, one in enumerate(context.config.data.sets):
+        path = _set_path(one)
+        if path is None:
+            continue
+        first, other = seen.setdefault(_real(path), (index, one))
         if first != index:
-            key, where_first = f"data.sets.{index}.img_dir", context.source(f"data.sets.{first}.img_dir")
-            what = f"`{key}`: {one.img_dir} is a set already ({where_first})"
+            key, where_first = _set_key(index, one), context.source(_set_key(first, other))
+            what = f"`{key}`: {path} is a set already ({where_first})"
             yield context.source(key), what, "remove it, and write `repeats: 2` in the other"
 
 
+def _held_out_path(validation: ValidationSection) -> tuple[str, Path | None]:
+    if validation.img_dir is None and validation.chat_file is not None:
+        return "validation.chat_file", validation.chat_file
+    return "validation.img_dir", validation.img_dir
+
+
 def _held_out_two_ways(context: Context) -> Found:
-    key, validation = "validation.img_dir", context.config.validation
-    if validation.img_dir is not None and validation.held_out:
+    validation = context.config.validation
+    key, path = _held_out_path(validation)
+    if path is not None and validation.held_out:
         other = f"`validation.held_out: {validation.held_out}` ({context.source('validation.held_out')})"
         what = f"`{key}` and {other} both say what is held out"
         yield context.source(key), what, "choose one: remove the other, or write `held_out: 0`"
 
 
 def _held_out_trained(context: Context) -> Found:
-    key, folder = "validation.img_dir", context.config.validation.img_dir
+    key, held_out = _held_out_path(context.config.validation)
     for index, one in enumerate(context.config.data.sets):
-        if folder is not None and _real(folder) == _real(one.img_dir):
-            what = f"`{key}`: {folder} is a training set ({context.source(f'data.sets.{index}.img_dir')})"
-            remedy = "name a folder of other images, or write `held_out: 2` to keep two of these out"
+        path = _set_path(one)
+        if held_out is not None and path is not None and _real(held_out) == _real(path):
+            what = f"`{key}`: {held_out} is a training set ({context.source(_set_key(index, one))})"
+            things = "conversations" if one.img_dir is None else "images"
+            kind = "file" if one.img_dir is None else "folder"
+            remedy = f"name a {kind} of other {things}, or write `held_out: 2` to keep two of these out"
             yield context.source(key), what, remedy
 
 
 def _image_folders(config: RunConfig) -> list[Path]:
-    held_out = config.validation.img_dir
-    return [*(one.img_dir for one in config.data.sets), *([] if held_out is None else [held_out])]
+    held_out = config.validation
+    named: list[Path | tuple[Path, ...] | None] = [held_out.img_dir, held_out.control_dir]
+    for one in config.data.sets:
+        named += [one.img_dir, one.control_dir]
+    folders = [named_one if isinstance(named_one, tuple) else (named_one,) for named_one in named]
+    return [folder for group in folders for folder in group if folder is not None]
 
 
 def _output_among_images(context: Context) -> Found:
@@ -239,6 +280,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
     (("data.trigger_word", "data.caption_dropout_rate"), _trigger_dropped),
     (("model.pretrained_model_name_or_path", "model.revision"), _model_name),
     (("family", "method", "lora.target_modules"), _target_preset),
+    (("data.sets",), _set_of_nothing),
     (("data.sets",), _same_set_twice),
     (("validation.img_dir", "validation.held_out"), _held_out_two_ways),
     (("validation.img_dir", "data.sets"), _held_out_trained),

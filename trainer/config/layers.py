@@ -10,6 +10,8 @@ from trainer.config.environment import CONFIG_PREFIX
 from trainer.config.tree import KeyPath, Node, at, from_plain
 from trainer.errors import Problem
 
+CHAT_SUFFIXES = (".jsonl", ".parquet")
+"""Files of conversations; any other `--dataset` is a folder of images."""
 Layer = tuple[Node | None, list[Problem]]
 
 
@@ -48,10 +50,11 @@ def from_overrides(overrides: Sequence[str]) -> list[Layer]:
 
 
 def from_options(dataset: Path | None, output: Path | None) -> list[Layer]:
-    """`--dataset` replaces all data sets by one folder, `--output` names the run's folder."""
+    """`--dataset` replaces all data sets by one folder or file, `--output` names the run's folder."""
     layers: list[Layer] = []
     if dataset is not None:
-        layers.append((at(("data", "sets"), from_plain([{"img_dir": str(dataset)}], "--dataset")), []))
+        key = "chat_file" if dataset.suffix in CHAT_SUFFIXES else "img_dir"
+        layers.append((at(("data", "sets"), from_plain([{key: str(dataset)}], "--dataset")), []))
     if output is not None:
         layers.append((at(("output_dir",), from_plain(str(output), "--output")), []))
     return layers

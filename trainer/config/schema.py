@@ -66,11 +66,16 @@ class ModelSection(Section):
     """Compute and storage type of the frozen base; `auto` is bf16 on a GPU and fp32 on a CPU."""
 
 
-class ImageSet(Section):
-    """One folder of images with captions."""
+class DataSet(Section):
+    """One folder of images with captions, or of conversations."""
 
-    img_dir: UserPath
+    img_dir: UserPath | None = None
     """Folder with png, jpg or webp files, each with a .txt of the same stem, or one metadata.jsonl."""
+    control_dir: UserPath | Annotated[tuple[UserPath, ...], Field(min_length=1)] | None = None
+    """For families that edit: folder of the images before the edit, with the stems of those in `img_dir`; a
+    list of folders for several a sample. Without it, metadata.jsonl names them as `control_file_name`."""
+    chat_file: UserPath | None = None
+    """For language models: a .jsonl or .parquet file whose rows hold conversations as `messages`."""
     repeats: Positive = 1
     """How often every image counts in one epoch."""
 
@@ -78,16 +83,16 @@ class ImageSet(Section):
 class DataSection(Section):
     """Images and captions."""
 
-    sets: Annotated[tuple[ImageSet, ...], Field(min_length=1)]
-    """Folders to train on; `--dataset DIR` replaces them all by one."""
+    sets: Annotated[tuple[DataSet, ...], Field(min_length=1)]
+    """What to train on; `--dataset PATH` replaces all of it by one folder or file."""
     resolution: Annotated[int, Field(ge=32, le=4096)] = 1024
     """Side in pixels of the square whose area every bucket keeps to."""
     caption_dropout_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
     """Share of samples that are trained with an empty caption."""
     trigger_word: Text | None = None
     """Put before every caption that does not contain it already."""
-    max_sequence_length: Annotated[int, Field(ge=8, le=512)] = 512
-    """Tokens that captions are padded or cut to."""
+    max_sequence_length: Annotated[int, Field(ge=8, le=1_048_576)] = 512
+    """Tokens that captions are padded or cut to; for conversations the length of a packed row."""
     cache_dir: UserPath | None = None
     """Where encoded samples are kept; TRAINER_CACHE_DIR, else the user's cache folder, when not given."""
 
@@ -149,6 +154,9 @@ class FlowSection(Section):
     """Strength of the mode; only with `mode`."""
     guidance_scale: Annotated[float, Field(ge=0)] = 1.0
     """Guidance value that a guidance-distilled model is told while it trains."""
+    shift: Literal["auto", "resolution"] | Annotated[float, Field(gt=0)] = "auto"
+    """Moves noise levels up: `auto` keeps the base model's training levels, `resolution` shifts them as its
+    pipeline does at the image's size, a number s gives s sigma / (1 + (s - 1) sigma)."""
 
 
 class FeaturesSection(Section):
@@ -156,8 +164,8 @@ class FeaturesSection(Section):
 
     attention: Literal["auto", "flash", "cudnn", "efficient", "math", "native"] = "auto"
     """Attention kernel, forward and backward."""
-    weights: Literal["auto", "bf16", "fp32", "int8"] = "auto"
-    """Storage of the base model's weights; int8 is for `method: lora` only."""
+    weights: Literal["auto", "bf16", "fp32", "int8", "nf4"] = "auto"
+    """Storage of the base model's weights; int8 and nf4 (4 bits) are for `method: lora` only."""
     activation_checkpointing: Toggle = "auto"
     """Recompute activations in the backward pass: less memory, a slower step."""
     vae_tiling: Toggle = "auto"
@@ -181,10 +189,19 @@ class ValidationSection(Section):
     """Guidance of a preview."""
     resolution: Annotated[int, Field(ge=32, le=4096)] | None = None
     """Side of the square previews in pixels; `data.resolution` when not given."""
+    max_new_tokens: Positive = 128
+    """Longest answer of a language model's preview, in tokens."""
     held_out: Annotated[int, Field(ge=0)] = 0
-    """Images kept out of training and used for the validation loss."""
+    """Samples kept out of training and used for the validation loss."""
     img_dir: UserPath | None = None
     """Folder of images with captions for the validation loss, in place of `held_out`; never trained on."""
+    chat_file: UserPath | None = None
+    """File of conversations for the validation loss, in place of `held_out`; never trained on."""
+    control_dir: UserPath | Annotated[tuple[UserPath, ...], Field(min_length=1)] | None = None
+    """What `data.sets.control_dir` is, for the images in `validation.img_dir`."""
+    control_images: tuple[UserPath | tuple[UserPath, ...], ...] = ()
+    """For families that edit: the image, or list of images, that each of `prompts` edits; those of the first
+    samples when not given."""
 
 
 class CheckpointSection(Section):

@@ -15,8 +15,10 @@ def json_schema(family_names: Sequence[str]) -> dict[str, Any]:
     schema = RunConfig.model_json_schema(ref_template="#/definitions/{model}")
     schema["definitions"] = schema.pop("$defs")
     for name, section in schema["definitions"].items():
-        if name != "ImageSet":  # lists are not merged, so an item is complete
+        if name != "DataSet":  # lists are not merged, so an item is complete
             section.pop("required", None)
+        if name == "DataSet":
+            section["oneOf"] = [{"required": [key]} for key in ("img_dir", "chat_file")]
         _tidy(section["properties"])
     schema.pop("required")
     _tidy(schema["properties"])

@@ -15,7 +15,7 @@ from trainer.errors import DataError, Problem
 
 METADATA_NAME = "metadata.jsonl"
 MAX_CAPTION_BYTES = 16 * 1024
-_KEYS = ("file_name", "text")
+_KEYS = ("file_name", "text", "control_file_name")
 _LINE_SHAPE = '{"file_name": "cat.png", "text": "a cat"}'
 
 
@@ -27,6 +27,8 @@ class Metadata:
     """Captions by file name."""
     named: Mapping[str, str] = field(default_factory=dict)
     """Where each name stands, as `folder/metadata.jsonl:3`; also of rows whose caption is bad."""
+    controls: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    """Names of the images before the edit, of the rows that have any."""
 
 
 class _RowError(Exception):
@@ -70,6 +72,7 @@ def read_metadata(path: Path) -> tuple[Metadata, list[Problem]]:
         return Metadata(), [Problem(what=what, where=str(path), remedy="check its permissions")]
     rows: dict[str, str] = {}
     named: dict[str, str] = {}
+    controls: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -85,9 +88,11 @@ def read_metadata(path: Path) -> tuple[Metadata, list[Problem]]:
                 )
             named[name] = where
             rows[name] = _text(value)
+            if "control_file_name" in value:
+                controls[name] = _control_names(value["control_file_name"])
         except _RowError as error:
             problems.append(Problem(what=error.what, where=where, remedy=error.remedy))
-    return Metadata(rows=rows, named=named), problems
+    return Metadata(rows=rows, named=named, controls=controls), problems
 
 
 def with_trigger_word(caption: str, trigger_word: str | None) -> str:
@@ -138,7 +143,8 @@ def _parse(line: bytes) -> dict[str, Any]:
             close = difflib.get_close_matches(key, [*_KEYS, "caption"], n=1)
             hint = {"caption": "text"}.get(close[0], close[0]) if close else ""
             guess = f"did you mean `{hint}`? " if hint else ""
-            raise _RowError(f"unknown key {key!r}", f"{guess}only `file_name` and `text` are read")
+            known = ", ".join(f"`{known}`" for known in _KEYS)
+            raise _RowError(f"unknown key {key!r}", f"{guess}only {known} are read")
     return value
 
 
@@ -154,13 +160,25 @@ def _file_name(value: dict[str, Any]) -> str:
     """The row's `file_name`, a plain name within the folder."""
     if "file_name" not in value:
         raise _RowError("`file_name` is missing", f"write {_LINE_SHAPE}")
-    name = value["file_name"]
+    return _plain_name(value["file_name"], "file_name", "beside metadata.jsonl")
+
+
+def _control_names(value: object) -> tuple[str, ...]:
+    """The row's `control_file_name`: one plain name, or a list of them."""
+    names = value if isinstance(value, list) else [value]
+    if not names:
+        raise _RowError("`control_file_name` is an empty list", "name an image, or leave the key out")
+    return tuple(_plain_name(name, "control_file_name", "into the control folder") for name in names)
+
+
+def _plain_name(name: object, key: str, place: str) -> str:
+    """A file name within its folder."""
     if not isinstance(name, str) or not name or not _encodable(name):
-        raise _RowError(f"`file_name` is not a name: {name!r}", f"write {_LINE_SHAPE}")
+        raise _RowError(f"`{key}` is not a name: {name!r}", f"write {_LINE_SHAPE}")
     if "/" in name or "\\" in name or "\x00" in name or name in {".", ".."}:
         raise _RowError(
-            f"`file_name` {name!r} points out of the folder or into a sub-folder",
-            "put the picture beside metadata.jsonl and write its bare name",
+            f"`{key}` {name!r} points out of the folder or into a sub-folder",
+            f"put the picture {place} and write its bare name",
         )
     return name
 

@@ -6,16 +6,17 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from trainer.data.cache import Cache, entry_key
 from trainer.data.images import CROP_VERSION
+from trainer.data.records import ImageRecord, Record
 from trainer.errors import DivergedError
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer.data.records import ImageRecord
 
 KINDS = ("text", "latents")
 """Order in which kinds are encoded: each one's encoders are gone before the next ones load."""
@@ -23,11 +24,45 @@ _log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
+class ControlView:
+    """A control image as an entry sees it."""
+
+    path: Path
+    content_sha256: str
+    crop: tuple[int, int] | None
+    """Width and height of the bucket that it is cut to as the target is; None: whole, of its own aspect."""
+
+    @property
+    def key(self) -> str:
+        """What identifies its pixels."""
+        return self.content_sha256 + ("" if self.crop is None else f" {self.crop[0]}x{self.crop[1]}")
+
+
+def control_views(record: Record) -> tuple[ControlView, ...]:
+    """The control images of a sample: those of the target's size are cut as the target is."""
+    if not isinstance(record, ImageRecord):
+        return ()
+    bucket = (record.bucket_width, record.bucket_height)
+    return tuple(
+        ControlView(
+            path=control.path,
+            content_sha256=control.content_sha256,
+            crop=bucket if record.crops_alike(control) else None,
+        )
+        for control in record.controls
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
 class TextEntry:
-    """A caption to encode. The empty caption is an entry like any other."""
+    """A caption or conversation to encode. The empty caption is an entry like any other."""
 
     key: str
     caption: str
+    controls: tuple[ControlView, ...] = ()
+    """Those that the text encoder is shown."""
+    prompt: bool = False
+    """Of a preview, where that is encoded in another way."""
     kind: str = "text"
 
     @property
@@ -75,13 +110,18 @@ class FillReport:
     """How many of the encoded ones replaced a damaged entry."""
 
 
-def text_entry(caption: str, parts: Mapping[str, str]) -> TextEntry:
+def text_entry(
+    caption: str, parts: Mapping[str, str], controls: Sequence[ControlView] = (), *, prompt: bool = False
+) -> TextEntry:
     """The text entry of a caption.
 
     `parts` names what else the tensors depend on: encoder identity, revision and precision,
     max_sequence_length, the family's cache_version.
     """
-    return TextEntry(key=entry_key("text", {**parts, "caption": caption}), caption=caption)
+    own = {"caption": caption} | ({"prompt": "yes"} if prompt else {})
+    own |= {f"control {number}": view.key for number, view in enumerate(controls)}
+    key = entry_key("text", {**parts, **own})
+    return TextEntry(key=key, caption=caption, controls=tuple(controls), prompt=prompt)
 
 
 def latents_entry(record: ImageRecord, parts: Mapping[str, str]) -> LatentsEntry:
@@ -95,6 +135,7 @@ def latents_entry(record: ImageRecord, parts: Mapping[str, str]) -> LatentsEntry
         "size": f"{record.bucket_width}x{record.bucket_height}",
         "crop_version": str(CROP_VERSION),
     }
+    own |= {f"control {number}": view.key for number, view in enumerate(control_views(record))}
     return LatentsEntry(key=entry_key("latents", {**parts, **own}), record=record)
 
 

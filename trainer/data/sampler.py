@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from trainer.data.records import ImageRecord
+from trainer.data.records import Record
 from trainer.errors import DataError
 
 
@@ -29,12 +29,25 @@ class MicroBatch:
     samples: tuple[SampleRef, ...]
 
 
+@dataclass(eq=False)
+class _Queue:
+    """Samples of one key that wait, and the sum of their sizes."""
+
+    samples: list[SampleRef] = field(default_factory=list)
+    size: int = 0
+
+
+_OPEN_QUEUES = 8
+"""Queues of one key that wait for samples that fill them: more fill better, and keep samples longer."""
+
+
 class Sampler:
     """An endless stream of samples, grouped into micro-batches of equal key.
 
     The stream is one shuffled epoch after another; an epoch holds record i `repeats[i]` times. Samples wait
-    in a queue per key, across epochs, and a queue that reaches `batch_size` is the next micro-batch: nothing
-    is left out or padded. `keys[i]` is record i's key, `dropped_keys[i]` the one it has with the empty
+    in queues per key, across epochs, and a queue whose `sizes` reach `capacity` is the next micro-batch:
+    nothing is left out or padded. A sample that fits into no queue opens another; of too many the fullest
+    is the next micro-batch. `keys[i]` is record i's key, `dropped_keys[i]` the one it has with the empty
     caption.
     """
 
@@ -44,17 +57,19 @@ class Sampler:
         dropped_keys: Sequence[Hashable],
         repeats: Sequence[int],
         *,
-        batch_size: int,
+        sizes: Sequence[int],
+        capacity: int,
         caption_dropout_rate: float,
         seed: int,
     ) -> None:
-        assert len(keys) == len(dropped_keys) == len(repeats), (
-            "one key, dropped key and repeat count per record"
+        assert len(keys) == len(dropped_keys) == len(repeats) == len(sizes), (
+            "one key, dropped key, repeat count and size per record"
         )
-        assert batch_size >= 1 and sum(repeats) >= 1 and min(repeats) >= 0, "nothing to sample"
+        assert min(sizes) >= 1 and max(sizes) <= capacity, "a sample that fits in no micro-batch"
+        assert sum(repeats) >= 1 and min(repeats) >= 0, "nothing to sample"
         self._keys = tuple(keys)
         self._dropped_keys = tuple(dropped_keys)
-        self._batch_size = batch_size
+        self._sizes, self._capacity = tuple(sizes), capacity
         self._caption_dropout_rate = caption_dropout_rate
         self._seed = seed
         self._slots = tuple(record for record, count in enumerate(repeats) for _ in range(count))
@@ -92,7 +107,7 @@ class Sampler:
     def _start_over(self) -> None:
         """Go back to before the first sample."""
         self._next = 0
-        self._queues: dict[Hashable, list[SampleRef]] = {}
+        self._queues: dict[Hashable, list[_Queue]] = {}
         self._stream = self._samples()
 
     def _samples(self) -> Iterator[SampleRef]:
@@ -108,19 +123,33 @@ class Sampler:
         """Read the stream until a queue is full, and empty that one."""
         for sample in self._stream:
             key = self._dropped_keys[sample.record] if sample.dropped else self._keys[sample.record]
-            queue = self._queues.setdefault(key, [])
-            queue.append(sample)
-            if len(queue) == self._batch_size:
-                del self._queues[key]
+            done = self._put(self._queues.setdefault(key, []), sample)
+            if done is not None:
                 self._next += 1
-                return MicroBatch(samples=tuple(queue))
+                return MicroBatch(samples=tuple(done.samples))
         raise AssertionError("the stream has no end")
+
+    def _put(self, queues: list[_Queue], sample: SampleRef) -> _Queue | None:
+        """Add a sample to the fullest queue that has room; gives the queue that is complete, if any."""
+        size = self._sizes[sample.record]
+        fitting = [queue for queue in queues if queue.size + size <= self._capacity]
+        chosen = max(fitting, key=lambda queue: queue.size) if fitting else _Queue()
+        if not fitting:
+            queues.append(chosen)
+        chosen.samples.append(sample)
+        chosen.size += size
+        done = chosen if chosen.size == self._capacity else None
+        if done is None and len(queues) > _OPEN_QUEUES:
+            done = max(queues, key=lambda queue: queue.size)
+        if done is not None:
+            queues.remove(done)
+        return done
 
 
 def held_out_split(
-    records: Sequence[ImageRecord], count: int, seed: int
-) -> tuple[tuple[ImageRecord, ...], tuple[ImageRecord, ...]]:
-    """Split into (train, held out), the latter with `count` images picked by the hash of seed and content.
+    records: Sequence[Record], count: int, seed: int
+) -> tuple[tuple[Record, ...], tuple[Record, ...]]:
+    """Split into (train, held out), the latter with `count` samples picked by the hash of seed and content.
 
     The pick does not depend on names, folders or the order of sets. Files of equal content stay together, so
     that nothing held out is trained on. Both parts keep the records' order. Raises DataError when impossible.
@@ -138,9 +167,9 @@ def held_out_split(
         copies = len(records) - len(twins)
         because = f", {copies} of them copies of others" if copies else ""
         raise DataError(
-            f"{count} images cannot be held out: the sets hold {len(records)}{because}, and one must train",
+            f"{count} samples cannot be held out: the sets hold {len(records)}{because}, and one must train",
             where="validation.held_out",
-            remedy="hold out fewer images, or add some",
+            remedy="hold out fewer, or add some",
         )
     train = tuple(record for record in records if record.content_sha256 not in held_out)
     return train, tuple(record for record in records if record.content_sha256 in held_out)

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,13 +16,14 @@ from PIL import Image
 
 from trainer.data.buckets import buckets, nearest_bucket
 from trainer.data.captions import METADATA_NAME, Metadata, read_metadata, read_sidecar, with_trigger_word
+from trainer.data.controls import control_folders, pair_controls, without_controls
 from trainer.data.images import measure, read_bytes
 from trainer.data.listing import Listing, list_folder
-from trainer.data.records import ImageRecord
+from trainer.data.records import Control, ImageRecord
 from trainer.errors import DataError, Problem
 
 if TYPE_CHECKING:
-    from trainer.config.schema import ImageSet
+    from trainer.config.schema import DataSet
 
 MAX_PROBLEMS_SHOWN = 50
 MIN_SIDE_PIXELS = 16
@@ -42,6 +43,7 @@ class _Captioned:
     repeats: int
     path: Path
     caption: str
+    controls: tuple[Path, ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,49 +56,72 @@ class _Measured:
 
 
 def scan_images(
-    sets: Sequence[ImageSet],
+    sets: Sequence[DataSet],
     *,
     resolution: int,
     multiple: int,
     trigger_word: str | None,
+    controls: tuple[int, int] = (0, 0),
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[ImageRecord, ...]:
     """Records of all images of all sets, in order of set and file name, each decoded to its last byte.
 
-    `progress(done, total)` runs in the calling thread, once per image, and may raise to stop. Raises one
-    DataError with all problems of all sets.
+    `controls` are the least and most control images of a sample. `progress(done, total)` runs in the calling
+    thread, once per image, and may raise to stop. Raises one DataError with all problems of all sets.
     """
     sizes = buckets(resolution, multiple)
     problems: list[Problem] = []
     found: list[_Captioned] = []
-    for set_index, image_set in enumerate(sets):
-        listing = list_folder(image_set.img_dir)
-        problems += listing.problems
-        captions, caption_problems = _captions(listing)
-        problems += caption_problems
-        found += [
-            _Captioned(
-                set_index=set_index, repeats=image_set.repeats, path=path, caption=captions.get(path, "")
-            )
-            for path in listing.images
-        ]
-    records: list[ImageRecord] = []
-    for done, (item, measured) in enumerate(_measure_all(found), start=1):
-        if isinstance(measured, _Measured):
-            records.append(_record(item, measured, sizes, trigger_word))
-        else:
-            problems += measured
-        if progress is not None:
-            progress(done, len(found))
+    for set_index, one in enumerate(sets):
+        assert one.img_dir is not None, "the configuration was checked"
+        found += _list_set(set_index, one, one.img_dir, controls, problems)
+    measured = _measure_all({path: None for item in found for path in (item.path, *item.controls)}, progress)
+    problems += [problem for one in measured.values() if isinstance(one, list) for problem in one]
     if problems:
         raise DataError(_capped(problems))
+    good = {path: one for path, one in measured.items() if isinstance(one, _Measured)}
+    records = [_record(item, good, sizes, trigger_word) for item in found]
     _tell_enlarged(records)
     return tuple(records)
 
 
-def _captions(listing: Listing) -> tuple[dict[Path, str], list[Problem]]:
+def measure_controls(paths: Sequence[Path]) -> tuple[Control, ...]:
+    """Control images that are named by themselves. Raises one DataError with every problem."""
+    measured = _measure_all({path: None for path in paths}, None)
+    problems = [problem for one in measured.values() if isinstance(one, list) for problem in one]
+    if problems:
+        raise DataError(_capped(problems))
+    return tuple(_control(path, one) for path in paths if isinstance(one := measured[path], _Measured))
+
+
+def _list_set(
+    set_index: int, one: DataSet, folder: Path, counts: tuple[int, int], problems: list[Problem]
+) -> list[_Captioned]:
+    """The images of one set with captions and control images; what is wrong goes to `problems`."""
+    listing = list_folder(folder)
+    metadata, metadata_problems = read_metadata(listing.metadata) if listing.metadata else (Metadata(), [])
+    folders = control_folders(one.control_dir)
+    beside, listing = listing, listing if folders else without_controls(listing, metadata)
+    pairs = pair_controls(listing, metadata, folders, counts, beside=beside)
+    captions, caption_problems = _captions(listing, metadata)
+    problems += [*listing.problems, *metadata_problems, *caption_problems]
+    seen = {(problem.what, problem.where) for problem in problems}
+    problems += [problem for problem in pairs.problems if (problem.what, problem.where) not in seen]
+    return [
+        _Captioned(
+            set_index=set_index,
+            repeats=one.repeats,
+            path=path,
+            caption=captions.get(path, ""),
+            controls=pairs.controls.get(path, ()),
+        )
+        for path in listing.images
+    ]
+
+
+def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], list[Problem]]:
     """The caption of every image that has exactly one, and a problem for every other one."""
-    metadata, problems = read_metadata(listing.metadata) if listing.metadata else (Metadata(), [])
+    problems: list[Problem] = []
     sidecars = {path.stem: path for path in listing.captions}
     captions: dict[Path, str] = {}
     for image in listing.images:
@@ -132,16 +157,23 @@ def _no_caption(image: Path, metadata: Path | None) -> Problem:
     return Problem(what=f"the image is not named in {METADATA_NAME}", where=str(image), remedy=remedy)
 
 
-def _measure_all(items: Sequence[_Captioned]) -> Iterator[tuple[_Captioned, _Measured | list[Problem]]]:
-    """Open all images in a few threads; results come in order."""
+def _measure_all(
+    paths: Mapping[Path, None], progress: Callable[[int, int], None] | None
+) -> dict[Path, _Measured | list[Problem]]:
+    """Open all images in a few threads."""
+    measured: dict[Path, _Measured | list[Problem]] = {}
     executor = ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1))
     try:
         # Pillow warns from 89 million pixels on and refuses at twice that; large photos are no reason to warn
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
-            yield from zip(items, executor.map(_measured, [item.path for item in items]), strict=True)
+            for path, one in zip(paths, executor.map(_measured, paths), strict=True):
+                measured[path] = one
+                if progress is not None:
+                    progress(len(measured), len(paths))
     finally:
         executor.shutdown(cancel_futures=True)
+    return measured
 
 
 def _measured(path: Path) -> _Measured | list[Problem]:
@@ -162,9 +194,13 @@ def _measured(path: Path) -> _Measured | list[Problem]:
 
 
 def _record(
-    item: _Captioned, measured: _Measured, sizes: Sequence[tuple[int, int]], trigger_word: str | None
+    item: _Captioned,
+    good: Mapping[Path, _Measured],
+    sizes: Sequence[tuple[int, int]],
+    trigger_word: str | None,
 ) -> ImageRecord:
     """One finished record."""
+    measured = good[item.path]
     bucket_width, bucket_height = nearest_bucket(measured.width, measured.height, sizes)
     return ImageRecord(
         path=item.path,
@@ -175,6 +211,16 @@ def _record(
         bucket_width=bucket_width,
         bucket_height=bucket_height,
         repeats=item.repeats,
+        content_sha256=measured.content_sha256,
+        controls=tuple(_control(path, good[path]) for path in item.controls),
+    )
+
+
+def _control(path: Path, measured: _Measured) -> Control:
+    return Control(
+        path=path,
+        width=measured.width,
+        height=measured.height,
         content_sha256=measured.content_sha256,
     )
 

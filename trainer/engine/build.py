@@ -1,6 +1,6 @@
 """Floor 6: from files to a model that can train, in the one order that is right.
 
-build on meta -> int8 linears while shards stream in -> LoRA -> activation checkpointing -> attention ->
+build on meta -> quantised linears while shards stream in -> LoRA -> activation checkpointing -> attention ->
 distribute
 -> optimizer. Resume comes after all of it.
 """
@@ -15,10 +15,11 @@ from accelerate import Accelerator
 from trainer.engine.context import Context
 from trainer.engine.optimizer import Updater
 from trainer.errors import ConfigError, HardwareError
+from trainer.hardware.memory import QUANTIZED
 from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
 from trainer.modeling.load import load_streamed
-from trainer.modeling.quantize import int8_replacer, require_quantized
+from trainer.modeling.quantize import replacer, require_quantized
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
 
@@ -35,7 +36,6 @@ class Built:
 def load_base(context: Context) -> Any:
     """The trained component with the plan's storage and attention kernel, frozen."""
     plan, family = context.plan, context.family
-    replace = int8_replacer(family.high_precision) if plan.weights == "int8" else None
     context.status.beat(Phase.LOAD)
     with progress(1, f"loading {family.trained_component}") as bar:
 
@@ -46,16 +46,18 @@ def load_base(context: Context) -> Any:
                 bar.advance(1)
 
         model = load_streamed(
-            family.model_class(),
+            family.model_class(context.source),
             context.source,
             family.trained_component,
             device=context.device,
             dtype=context.dtype,
-            replace=replace,
+            replace=replacer(plan.weights, family.high_precision, context.dtype),
             on_shard=on_shard,
+            fill_zeros=context.config.method == "lora",
         )
-    if replace is not None:
-        context.say(f"int8 base: {require_quantized(model)} linear layers quantised")
+    if plan.weights in QUANTIZED:
+        count = require_quantized(model, plan.weights)
+        context.say(f"{plan.weights} base: {count} linear layers quantised")
     set_attention(model, plan.attention)
     return model
 
@@ -98,10 +100,19 @@ def enable_activation_checkpointing(model: Any) -> None:
 
     Raises ConfigError where the class does not support it: asking would otherwise change nothing.
     """
-    if not type(model)._supports_gradient_checkpointing:
+    from transformers import PreTrainedModel
+
+    of_transformers = isinstance(model, PreTrainedModel)
+    kind = type(model)
+    if not (
+        kind.supports_gradient_checkpointing if of_transformers else kind._supports_gradient_checkpointing
+    ):
         raise ConfigError(
-            f"{type(model).__name__} does not support activation checkpointing",
+            f"{kind.__name__} does not support activation checkpointing",
             where="features.activation_checkpointing",
             remedy="set it to false, or use a smaller resolution or batch",
         )
-    model.enable_gradient_checkpointing()
+    if of_transformers:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+    else:
+        model.enable_gradient_checkpointing()

@@ -5,63 +5,124 @@ at a time.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import cast
 
 import torch
+from PIL import Image
 
 from trainer.data.cache import Cache
-from trainer.data.fill import Encode, FillReport, LatentsEntry, TextEntry, fill, latents_entry, text_entry
+from trainer.data.fill import (
+    ControlView,
+    Encode,
+    FillReport,
+    LatentsEntry,
+    TextEntry,
+    control_views,
+    fill,
+    latents_entry,
+    text_entry,
+)
 from trainer.data.images import fit, read_image, to_pixels
-from trainer.data.records import ImageRecord
+from trainer.data.records import Control, ImageRecord, Record
 from trainer.engine.context import Context, free_memory
-from trainer.families.protocol import Batch, EntryKind, Header
+from trainer.families.protocol import Batch, EntryKind, Family, Header
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.status import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
+class Prompt:
+    """What one preview is drawn from."""
+
+    entry: TextEntry
+    empty: TextEntry | None
+    """Of the empty caption; None where a family has none."""
+    controls: tuple[Control, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
 class Entries:
-    """Keys of every cache entry of a run; samples by position in `records`."""
+    """Every cache entry of a run; samples by position in `records`."""
 
     cache: Cache
-    records: tuple[ImageRecord, ...]
-    text_keys: tuple[str, ...]
-    latent_keys: tuple[str, ...]
-    empty_key: str
-    prompt_keys: tuple[str, ...]
+    records: tuple[Record, ...]
+    texts: tuple[TextEntry, ...]
+    empties: tuple[TextEntry, ...]
+    """Of the empty caption, for every sample; none where captions are not dropped and nothing is drawn."""
+    latents: tuple[LatentsEntry, ...]
+    """None where samples have no images."""
+    prompts: tuple[Prompt, ...]
+
+    @property
+    def text_keys(self) -> tuple[str, ...]:
+        """Text entries by sample."""
+        return tuple(entry.key for entry in self.texts)
+
+    @property
+    def latent_keys(self) -> tuple[str, ...]:
+        """Latents entries by sample."""
+        return tuple(entry.key for entry in self.latents)
 
     def headers(self, record: int, *, dropped: bool) -> tuple[Header, Header]:
         """Shapes of one sample's latents and text."""
-        text_key = self.empty_key if dropped else self.text_keys[record]
-        return self.cache.header("latents", self.latent_keys[record]), self.cache.header("text", text_key)
+        text = self.empties[record] if dropped else self.texts[record]
+        latents = self.cache.header("latents", self.latents[record].key) if self.latents else {}
+        return latents, self.cache.header("text", text.key)
+
+    def all(self) -> list[TextEntry | LatentsEntry]:
+        """Every entry, some more than once."""
+        prompts = [entry for one in self.prompts for entry in (one.entry, one.empty) if entry is not None]
+        return [*self.empties, *self.texts, *prompts, *self.latents]
 
     def keys(self) -> set[str]:
         """Keys of all entries."""
-        return {*self.text_keys, *self.latent_keys, self.empty_key, *self.prompt_keys}
-
-    def prompts(self) -> list[Mapping[str, torch.Tensor]]:
-        """Text entries of the validation prompts."""
-        return [self.cache.read("text", key) for key in self.prompt_keys]
+        return {entry.key for entry in self.all()}
 
 
-def list_entries(context: Context, records: Sequence[ImageRecord]) -> Entries:
-    """Keys for all samples, the empty caption and the validation prompts."""
-    text, latents = _text_parts(context), _latent_parts(context)
+def list_entries(
+    context: Context, records: Sequence[Record], prompt_controls: Sequence[tuple[Control, ...]] = ()
+) -> Entries:
+    """Entries of all samples, the empty caption and the validation prompts.
+
+    `prompt_controls` are the control images of each prompt; none where the family takes none.
+    """
+    family, text, latents = context.family, _text_parts(context), _latent_parts(context)
+    drawn = "latents" in family.encoder_components
+    seen = [control_views(record) if family.text_sees_controls else () for record in records]
     return Entries(
-        cache=Cache(context.cache_dir, context.family.name),
+        cache=Cache(context.cache_dir, family.name),
         records=tuple(records),
-        text_keys=tuple(text_entry(record.caption, text).key for record in records),
-        latent_keys=tuple(latents_entry(record, latents).key for record in records),
-        empty_key=text_entry("", text).key,
-        prompt_keys=tuple(text_entry(prompt, text).key for prompt in context.config.validation.prompts),
+        texts=tuple(
+            text_entry(record.caption, text, views) for record, views in zip(records, seen, strict=True)
+        ),
+        empties=tuple(text_entry("", text, views) for views in seen) if drawn else (),
+        latents=tuple(latents_entry(record, latents) for record in records if isinstance(record, ImageRecord))
+        if drawn
+        else (),
+        prompts=_prompts(context, text, prompt_controls, drawn=drawn),
     )
 
 
+def _prompts(
+    context: Context, parts: Mapping[str, str], controls: Sequence[tuple[Control, ...]], *, drawn: bool
+) -> tuple[Prompt, ...]:
+    prompts = context.config.validation.prompts
+    found = []
+    for caption, own in zip(prompts, controls or [()] * len(prompts), strict=True):
+        shown = own if context.family.text_sees_controls else ()
+        views = [ControlView(path=one.path, content_sha256=one.content_sha256, crop=None) for one in shown]
+        entry = text_entry(caption, parts, views, prompt=not drawn)
+        empty = text_entry("", parts, views) if drawn else None
+        found.append(Prompt(entry=entry, empty=empty, controls=own))
+    return tuple(found)
+
+
 def _encoder_parts(context: Context, kind: EntryKind, dtype: torch.dtype) -> dict[str, str]:
-    source, components = context.source, context.family.encoder_components[kind]
+    source, components = context.source, context.family.encoder_components.get(kind, ())
     built = [name for name in components if name in source.random_components]
     parts = {
         "cache_version": str(context.family.cache_version),
@@ -90,12 +151,6 @@ def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> F
     With `verify` the entries that are there are read and compared with their checksums. Text encoders and VAE
     are never in memory together. The VAE runs in fp32: latents are made once and kept.
     """
-    text, latents = _text_parts(context), _latent_parts(context)
-    captions = [record.caption for record in entries.records]
-    wanted: list[TextEntry | LatentsEntry] = [
-        text_entry(caption, text) for caption in ("", *captions, *context.config.validation.prompts)
-    ]
-    wanted += [latents_entry(record, latents) for record in entries.records]
     bars: dict[str, Progress] = {}
     with contextlib.ExitStack() as open_bars:
 
@@ -107,7 +162,7 @@ def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> F
 
         report = fill(
             entries.cache,
-            wanted,
+            entries.all(),
             lambda kind: _encoders(context, kind),
             stop_check=context.stop.raise_if_requested,
             on_progress=on_progress,
@@ -131,12 +186,18 @@ def _encoders(context: Context, kind: str) -> Iterator[Encode]:
 
     def encode(entry: TextEntry | LatentsEntry) -> Mapping[str, torch.Tensor]:
         if isinstance(entry, TextEntry):
-            length = context.config.data.max_sequence_length
-            return family.encode_text(loaded[0], entry.caption, max_sequence_length=length)
+            return family.encode_text(
+                loaded[0],
+                entry.caption,
+                [_control_image(view) for view in entry.controls],
+                prompt=entry.prompt,
+                max_sequence_length=context.config.data.max_sequence_length,
+            )
         record = entry.record
         picture = read_image(record.path, content_sha256=record.content_sha256)
         image = fit(picture, record.bucket_width, record.bucket_height)
-        return family.encode_pixels(loaded[0], to_pixels(image))
+        controls = [_control_pixels(family, view) for view in control_views(record)]
+        return family.encode_pixels(loaded[0], to_pixels(image), controls)
 
     context.status.beat(Phase.CACHE)
     try:
@@ -146,34 +207,45 @@ def _encoders(context: Context, kind: str) -> Iterator[Encode]:
         free_memory(context.device)
 
 
+def _control_image(view: ControlView) -> Image.Image:
+    """A control image as the encoders see it: cut as its target is, or whole."""
+    picture = read_image(view.path, content_sha256=view.content_sha256)
+    return picture if view.crop is None else fit(picture, *view.crop)
+
+
+def _control_pixels(family: Family, view: ControlView) -> torch.Tensor:
+    """Pixels of a control image; a whole one has the size that the family's pipeline gives it."""
+    picture = _control_image(view)
+    if view.crop is None:
+        picture = picture.resize(family.control_size(*picture.size), Image.Resampling.LANCZOS)
+    return to_pixels(picture)
+
+
 def load_batch(
-    entries: Entries, samples: Sequence[tuple[int, bool]], *, dtype: torch.dtype, pin_memory: bool
+    context: Context, entries: Entries, samples: Sequence[tuple[int, bool]], *, pin_memory: bool
 ) -> Batch:
-    """Stack samples (record, caption dropped) of one batch key on the CPU; text in the model's dtype."""
+    """One batch of samples (record, caption dropped) on the CPU; text values in the model's type."""
     cache = entries.cache
-    text = [cache.read("text", entries.empty_key if drop else entries.text_keys[i]) for i, drop in samples]
-    latents = [cache.read("latents", entries.latent_keys[i]) for i, _ in samples]
+    text = [cache.read("text", (entries.empties if drop else entries.texts)[i].key) for i, drop in samples]
+    latents = [cache.read("latents", entries.latents[i].key) for i, _ in samples] if entries.latents else []
+    batch = context.family.collate(text, latents)
 
-    def stack(rows: Sequence[Mapping[str, torch.Tensor]], to: torch.dtype) -> dict[str, torch.Tensor]:
-        stacked = {}
-        for name, first in rows[0].items():
-            whole = torch.empty((len(rows), *first.shape), dtype=first.dtype, pin_memory=pin_memory)
-            torch.stack([row[name] for row in rows], out=whole)
-            stacked[name] = whole if first.dtype == to else _pinned(whole.to(to), pin_memory)
-        return stacked
+    def ready(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+        cast = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
+        return {name: one.pin_memory() if pin_memory else one for name, one in cast.items()}
 
-    return Batch(latents=stack(latents, torch.float32), text=stack(text, dtype), size=len(samples))
-
-
-def _pinned(tensor: torch.Tensor, pin_memory: bool) -> torch.Tensor:
-    return tensor.pin_memory() if pin_memory else tensor
+    return dataclasses.replace(
+        batch, latents=ready(batch.latents, torch.float32), text=ready(batch.text, context.dtype)
+    )
 
 
-def data_fingerprint(records: Sequence[ImageRecord]) -> str:
+def data_fingerprint(records: Sequence[Record]) -> str:
     """Hash over everything about the samples that training depends on, in order."""
     digest = hashlib.sha256()
     for record in records:
-        row = (record.identifier, record.content_sha256, record.caption, str(record.repeats))
-        bucket = f"{record.bucket_width}x{record.bucket_height}"
-        digest.update("\0".join((*row, bucket)).encode() + b"\n")
+        row = [record.identifier, record.content_sha256, record.caption, str(record.repeats)]
+        if isinstance(record, ImageRecord):
+            row.append(f"{record.bucket_width}x{record.bucket_height}")
+        row += [view.key for view in control_views(record)]
+        digest.update("\0".join(row).encode() + b"\n")
     return digest.hexdigest()[:16]

@@ -36,14 +36,21 @@ class Fed:
 def make_sampler(context: Context, entries: Entries) -> Sampler:
     """The run's sample stream, grouped by the family's batch key with and without the caption."""
     family, config, cache = context.family, context.config, entries.cache
-    latents = [cache.header("latents", key) for key in entries.latent_keys]
-    headers = {key: cache.header("text", key) for key in {*entries.text_keys, entries.empty_key}}
-    empty, texts = headers[entries.empty_key], [headers[key] for key in entries.text_keys]
+    count = len(entries.records)
+    latents = [cache.header("latents", one.key) for one in entries.latents] or [{}] * count
+    headers = {one.key: cache.header("text", one.key) for one in {*entries.texts, *entries.empties}}
+    texts = [headers[one.key] for one in entries.texts]
+    empties = [headers[one.key] for one in entries.empties] or texts
+    sizes, capacity = [1] * count, config.train.train_batch_size
+    if family.packed_by is not None:
+        sizes = [header[family.packed_by][0] for header in texts]
+        capacity *= config.data.max_sequence_length
     return Sampler(
         keys=[family.batch_key(*pair) for pair in zip(latents, texts, strict=True)],
-        dropped_keys=[family.batch_key(header, empty) for header in latents],
+        dropped_keys=[family.batch_key(*pair) for pair in zip(latents, empties, strict=True)],
         repeats=[record.repeats for record in entries.records],
-        batch_size=config.train.train_batch_size,
+        sizes=sizes,
+        capacity=capacity,
         caption_dropout_rate=config.data.caption_dropout_rate,
         seed=config.train.seed,
     )
@@ -73,7 +80,7 @@ def feed(
 
     def prepare(micro_batch: MicroBatch) -> Fed:
         samples = [(sample.record, sample.dropped) for sample in micro_batch.samples]
-        batch = load_batch(kept, samples, dtype=context.dtype, pin_memory=pin_memory)
+        batch = load_batch(context, kept, samples, pin_memory=pin_memory)
         header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
         draw = context.family.draw(settings, [sample.position for sample in micro_batch.samples], header)
         if draw is not None and pin_memory:

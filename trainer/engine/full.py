@@ -16,11 +16,10 @@ from trainer.engine.checkpoint import SHARD_BYTES
 from trainer.engine.context import Context
 from trainer.engine.proof import file_metadata
 from trainer.errors import DataError, DivergedError
+from trainer.modeling.source import tokenizer_files
 from trainer.modeling.tensorfile import split_shards, write_tensors
 from trainer.telemetry import atomic
 from trainer.telemetry.status import Phase
-
-_STEM = "diffusion_pytorch_model"
 
 
 def export_full(context: Context, model: Any) -> Path:
@@ -29,7 +28,7 @@ def export_full(context: Context, model: Any) -> Path:
     """
     component = context.family.trained_component
     target = context.run_dir / "model" / component
-    temporary = target.with_name(f"{component}.tmp")
+    temporary = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with atomic.no_space_told(temporary):
@@ -45,7 +44,7 @@ def export_full(context: Context, model: Any) -> Path:
 
 def _write_shards(context: Context, model: Any, temporary: Path) -> None:
     component = context.family.trained_component
-    state = model.state_dict()
+    stem, state = _stem(model), saved_state(model)
     shards = split_shards(state, SHARD_BYTES)
     weight_map: dict[str, str] = {}
 
@@ -54,17 +53,37 @@ def _write_shards(context: Context, model: Any, temporary: Path) -> None:
 
     for number, shard in enumerate(shards, start=1):
         suffix = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
-        name = f"{_STEM}{suffix}.safetensors"
+        name = f"{stem}{suffix}.safetensors"
         write_tensors(temporary / name, shard, {"format": "pt", **file_metadata(context)}, beat)
         weight_map |= dict.fromkeys(shard, name)
     if len(shards) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         atomic.write_text(
-            temporary / f"{_STEM}.safetensors.index.json", json.dumps(index, indent=1, sort_keys=True)
+            temporary / f"{stem}.safetensors.index.json", json.dumps(index, indent=1, sort_keys=True)
         )
     config = json.dumps(context.source.component_config(component), indent=1, sort_keys=True)
     atomic.write_text(temporary / "config.json", config)
+    if not component:
+        # the folder is the whole model: with its tokenizer it loads by itself
+        for file in tokenizer_files(context.source.folder):
+            shutil.copyfile(file, temporary / file.name)
+
+
+def saved_state(model: Any) -> dict[str, torch.Tensor]:
+    """The model's tensors, tied ones once, as its library's files hold them."""
+    state: dict[str, torch.Tensor] = model.state_dict()
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        name for name, _ in model.named_parameters()
+    }
+    return {name: tensor for name, tensor in state.items() if name not in tied}
+
+
+def _stem(model: Any) -> str:
+    """How the library of the model's class calls its weight files."""
+    from transformers import PreTrainedModel
+
+    return "model" if isinstance(model, PreTrainedModel) else "diffusion_pytorch_model"
 
 
 def prove_full(context: Context, model: Any, folder: Path) -> int:
@@ -72,7 +91,7 @@ def prove_full(context: Context, model: Any, folder: Path) -> int:
 
     Raises DivergedError for a value that is not finite, DataError for one that differs or is missing.
     """
-    state = model.state_dict()
+    state = saved_state(model)
     seen = 0
     for path in sorted(folder.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:

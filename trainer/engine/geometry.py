@@ -6,12 +6,14 @@ Imports no torch: `trainer plan` answers at once.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from trainer.config import environment
 from trainer.config.schema import RunConfig
+from trainer.data.controls import control_folders
 from trainer.engine.meta_shapes import SOURCE, built_shapes
 from trainer.engine.probe import shape_class
 from trainer.errors import AccessError
@@ -22,7 +24,9 @@ from trainer.hardware.geometry import (
     Role,
     component_shapes,
     lora_parameters,
+    packed_size,
     quantizable,
+    stored_as,
 )
 from trainer.hardware.memory import VALUE_BYTES
 from trainer.modeling.targets import suffix_pattern
@@ -34,6 +38,7 @@ _ATTENTION_PRESET = "attention"
 # 44.6 of (tokens x ff)
 _VAE_UNITS = 3.25
 _TEXT_UNITS = 48
+_OVER_THE_VOCABULARY = re.compile("embed|shared|lm_head")
 
 
 def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None, dtype: str) -> Geometry:
@@ -49,6 +54,12 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
     shape = run_shape(config, bytes_per_value=size)
     linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
     quantized, rows = quantizable(trained.shapes, family.high_precision)
+    stored, stored_bytes = "", 0
+    if model_folder is not None and config.model.weights != "random":
+        folder = model_folder / family.trained_component
+        stored = stored_as(folder)
+        if stored and any(folder.glob("*.safetensors")):
+            quantized, stored_bytes = packed_size(folder)
 
     def activations(*, checkpointing: bool, every_input: bool) -> int:
         return family.activations(model_config, shape, checkpointing=checkpointing, linear_inputs=every_input)
@@ -59,6 +70,8 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
         lora_parameters=_lora_parameters(family, config, trained),
         quantized_parameters=quantized,
         quantized_rows=rows,
+        stored_as=stored,
+        stored_bytes=stored_bytes,
         activation_bytes=activations(checkpointing=False, every_input=linear_inputs),
         activation_bytes_checkpointed=activations(checkpointing=True, every_input=linear_inputs),
         activation_bytes_int8=activations(checkpointing=False, every_input=True),
@@ -78,14 +91,20 @@ def run_shape(config: RunConfig, *, bytes_per_value: int) -> Shape:
         height=config.data.resolution,
         text_tokens=config.data.max_sequence_length,
         bytes_per_value=bytes_per_value,
+        controls=_controls(config),
     )
+
+
+def _controls(config: RunConfig) -> int:
+    """Control images of a sample, as far as the configuration tells: one for each folder of them."""
+    return max(len(control_folders(one.control_dir)) for one in config.data.sets)
 
 
 def roles(family: Family) -> dict[str, Role]:
     """What each component with weights is for."""
     found: dict[str, Role] = {family.trained_component: "trained"}
-    found.update({name: "text_encoder" for name in family.encoder_components["text"]})
-    found.update({name: "vae" for name in family.encoder_components["latents"]})
+    found.update({name: "text_encoder" for name in family.encoder_components.get("text", ())})
+    found.update({name: "vae" for name in family.encoder_components.get("latents", ())})
     return found
 
 
@@ -139,8 +158,9 @@ def _component(
             remedy="name a folder with weights; model.weights: random trains from nothing",
         )
     absent = [key for key in differing if key not in theirs]
-    if absent and role == "trained":
-        # the class has defaults, but the family's arithmetic reads the file
+    if absent and role == "trained" and name:
+        # the class has defaults, but the family's arithmetic reads the file; configs of language models have
+        # several spellings of what does not matter here
         raise AccessError(
             f"the config leaves out {', '.join(absent)}",
             where=str(folder / "config.json"),
@@ -166,22 +186,23 @@ def target_pattern(requested: str | Sequence[str], presets: Mapping[str, str]) -
 
 def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) -> int:
     """Activations of one caption in the widest text encoder."""
-    widest = max(
+    widths = [
         shape[0]
         for part in components
         if part.role == "text_encoder"
         for name, shape in part.shapes.items()
-        if len(shape) == 2 and "embed" not in name and "shared" not in name
-    )
-    return _TEXT_UNITS * tokens * widest * size
+        if len(shape) == 2 and not _OVER_THE_VOCABULARY.search(name)
+    ]
+    return _TEXT_UNITS * tokens * max(widths, default=0) * size
 
 
 def _vae_peaks(family: Family, config: RunConfig, model_folder: Path | None, size: int) -> tuple[int, int]:
     """Activations of the VAE for the largest image of the run, whole and in tiles of its own sample size."""
     side = max(config.data.resolution, config.validation.resolution or 0)
-    (name,) = family.encoder_components["latents"]
-    vae = component_config(family, model_folder, name)
-    channels = vae["block_out_channels"]
-    unit = _VAE_UNITS * channels[min(1, len(channels) - 1)] * size
-    tile = min(side, vae["sample_size"])
+    names = family.encoder_components.get("latents", ())
+    if not names:
+        return 0, 0
+    channels, tile = family.vae_shape(component_config(family, model_folder, names[0]))
+    unit = _VAE_UNITS * channels * size
+    tile = min(side, tile)
     return int(unit * side * side), int(unit * tile * tile)

@@ -66,6 +66,7 @@ class Journal:
         step: int,
         steps: int,
         samples: int,
+        tokens: int,
         validation: ValidationRecord | None,
     ) -> str:
         """Record `steps` steps that ended with `step`, and give the line for people.
@@ -82,6 +83,7 @@ class Journal:
             grad_norm=values["grad_norm"],
             seconds_per_step=seconds / steps,
             samples_per_second=samples / seconds,
+            tokens_per_second=tokens / seconds if tokens else None,
             device_memory_peak_bytes=peak_memory_bytes(device),
             device_memory_reserved_bytes=torch.cuda.memory_reserved(device) if device != "cpu" else 0,
             validation_loss=None if validation is None else validation.validation_loss,

@@ -5,7 +5,7 @@ run.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -38,6 +38,9 @@ class State:
     step: int = 0
     interval_loss: float = 0.0
     interval_steps: int = 0
+    interval_samples: int = 0
+    """Since the last line of the log, or since this process started."""
+    interval_tokens: int = 0
     device_loss: torch.Tensor | None = None
     """Sum of the step losses that have not been read from the device."""
     grad_norm: torch.Tensor | None = None
@@ -94,37 +97,38 @@ def train(run: Run, state: State) -> None:
         batches.close()
 
 
-def _one_step(run: Run, state: State, batches: Any) -> None:
+def _one_step(run: Run, state: State, batches: Iterator[Fed]) -> None:
     """One optimizer step over its micro-batches; nothing here waits for the device but the previous step's
     flag.
     """
     context, built = run.context, run.built
-    config = context.config
-    accumulation = config.train.gradient_accumulation_steps
+    total = context.config.train.max_train_steps
+    # all of the step's batches first: a mean over the step needs what each of them weighs
+    step = [next(batches) for _ in range(context.config.train.gradient_accumulation_steps)]
+    weight = sum(fed.batch.weight for fed in step)
     # float64: sums do not depend on where a resume cut them
     step_loss = torch.zeros((), device=context.device, dtype=torch.float64)
-    used: list[MicroBatch] = []
-    for _ in range(accumulation):
+    for fed in step:
         context.stop.raise_if_requested()
-        fed: Fed = next(batches)
         batch, draw = to_device(fed.batch, fed.draw, context.device, context.dtype)
         losses = context.family.loss(built.model, batch, draw, run.settings)
-        loss = losses.mean() / accumulation
+        loss = losses.sum() / weight
         built.accelerator.backward(loss)
         built.updater.accumulate()
         step_loss += loss.detach()
-        used.append(fed.micro_batch)
         phase = Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
-        context.status.beat(phase, step=state.step, total=config.train.max_train_steps)
+        context.status.beat(phase, step=state.step, total=total)
     _check_finite(run, state)
-    rate = learning_rate(config.train, state.step + 1)
+    rate = learning_rate(context.config.train, state.step + 1)
     state.grad_norm, bad = built.updater.step(rate, step_loss)
     state.flag = HostFlag(bad)
-    state.suspects = tuple(used)
+    state.suspects = tuple(fed.micro_batch for fed in step)
     state.device_loss = step_loss if state.device_loss is None else state.device_loss + step_loss
     state.step += 1
     state.interval_steps += 1
-    context.status.beat(Phase.TRAIN, step=state.step, total=config.train.max_train_steps, item_done=True)
+    state.interval_samples += sum(fed.batch.size for fed in step)
+    state.interval_tokens += sum(fed.batch.tokens for fed in step)
+    context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
 
 
 def _check_finite(run: Run, state: State) -> None:
@@ -221,11 +225,16 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
         "learning_rate": learning_rate(train, state.step),
         "grad_norm": float(state.grad_norm.item()),
     }
-    samples = state.interval_steps * train.train_batch_size * train.gradient_accumulation_steps
     line = run.journal.log_step(
-        row, step=state.step, steps=state.interval_steps, samples=samples, validation=validation
+        row,
+        step=state.step,
+        steps=state.interval_steps,
+        samples=state.interval_samples,
+        tokens=state.interval_tokens,
+        validation=validation,
     )
     state.interval_loss, state.interval_steps = 0.0, 0
+    state.interval_samples, state.interval_tokens = 0, 0
     return line
 
 

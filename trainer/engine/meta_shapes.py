@@ -18,6 +18,7 @@ from pathlib import Path
 from trainer.errors import AccessError
 from trainer.hardware.cachefile import read_entries, write_entries
 from trainer.hardware.geometry import Shapes, compact, expand
+from trainer.modeling.vision import make_torchvision_importable
 
 SOURCE = "built on the meta device from config.json"
 LIBRARIES = ("diffusers", "transformers")
@@ -27,12 +28,11 @@ _TIMEOUT_SECONDS = 300.0
 def built_shapes(folder: Path, component: str, cache_dir: Path) -> Shapes:
     """Shapes of the tensors that the component's files would hold; takes seconds the first time.
 
-    Raises AccessError where model_index.json names no class for it, or the class refuses the config.
+    Raises AccessError where no class is named for it, or the class refuses the config.
     """
     try:
-        entry = json.loads((folder / "model_index.json").read_text())[component]
         config = (folder / component / "config.json").read_text()
-        library, class_name = entry
+        library, class_name = entry = component_class(folder, component)
         if library not in LIBRARIES or not isinstance(class_name, str):
             raise ValueError(f"{component} is {entry}")
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -44,6 +44,18 @@ def built_shapes(folder: Path, component: str, cache_dir: Path) -> Shapes:
     version = importlib.metadata.version(library)
     key = hashlib.sha256("\0".join((library, class_name, version, config)).encode()).hexdigest()
     return _kept(folder / component, library, class_name, cache_dir / "shapes" / f"{key}.json")
+
+
+def component_class(folder: Path, component: str) -> tuple[str, str]:
+    """(library, class) of a component: from model_index.json, or from the config of a language model.
+
+    Raises OSError, ValueError, KeyError or TypeError where none is named.
+    """
+    if not component:
+        (architecture,) = json.loads((folder / "config.json").read_text())["architectures"]
+        return "transformers", architecture
+    library, class_name = json.loads((folder / "model_index.json").read_text())[component]
+    return library, class_name
 
 
 @functools.lru_cache(maxsize=16)  # a cache folder that cannot be written costs one child, not one a question
@@ -74,15 +86,16 @@ def _ask_child(folder: Path, library: str, class_name: str) -> list[tuple[str, l
 
 def meta_shapes(folder: Path, library: str, class_name: str) -> dict[str, tuple[int, ...]]:
     """Shapes of the tensors that the component's files would hold; tied weights count once. Imports torch."""
+    make_torchvision_importable()
     import torch
 
-    component_class = getattr(importlib.import_module(library), class_name)
+    model_class = getattr(importlib.import_module(library), class_name)
     # shapes only: that some rope tables stay on meta, which forbids this for training, does not matter here
     with torch.device("meta"):
         if library == "transformers":
-            module = component_class(component_class.config_class.from_pretrained(folder))
+            module = model_class(model_class.config_class.from_pretrained(folder))
         else:
-            module = component_class.from_config(component_class.load_config(folder))
+            module = model_class.from_config(model_class.load_config(folder))
     # named_parameters() leaves repeated (tied) tensors out, state_dict() does not
     return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 

@@ -21,6 +21,7 @@ _STRIP_WIDTH, _STRIP_HEIGHT = 2048, 16384
 _PAGE_WIDTH, _PAGE_COLUMNS = 1700, 8
 _PAGE_MARGIN, _PAGE_GAP, _ROW_GAP, _BLOCK_GAP = 20, 12, 16, 28
 _CAPTION_LINES = 4
+_CARD_PIXELS, _CARD_TEXT_SIZE, _CARD_LINES = 512, 18, 20
 _TITLE_COLOUR, _CAPTION_COLOUR, _FRAME_COLOUR = "#1f2328", "#59636e", "#d1d9e0"
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
@@ -29,6 +30,7 @@ def row(images: Sequence[Image.Image], captions: Sequence[str], title: str) -> I
     """Pictures side by side under a title, each with its caption below; small pictures are enlarged to be
     seen.
     """
+    images = _same_size(images)
     enlarge = max(1, -(-_CELL_MINIMUM // images[0].width))
     width, height = images[0].width * enlarge, images[0].height * enlarge
     font_size = max(12, width // 22)
@@ -44,6 +46,31 @@ def row(images: Sequence[Image.Image], captions: Sequence[str], title: str) -> I
         wrapped = textwrap.wrap(caption, width=max(8, int(width / (font_size * 0.5))), max_lines=_TEXT_LINES)
         draw.multiline_text((left, line + height + 2 * _MARGIN), "\n".join(wrapped), fill="black", font=font)
     return picture
+
+
+def shown(drawn: Image.Image | str) -> Image.Image:
+    """A picture as it is; a text as a card to read."""
+    if isinstance(drawn, Image.Image):
+        return drawn
+    font = ImageFont.load_default(size=_CARD_TEXT_SIZE)
+    lines = []
+    for paragraph in drawn.splitlines() or [""]:
+        lines += _wrapped(paragraph, font, _CARD_PIXELS - 2 * _PAGE_MARGIN, most=_CARD_LINES) or [""]
+    card = Image.new("RGB", (_CARD_PIXELS, _CARD_PIXELS), "white")
+    text = "\n".join(lines[:_CARD_LINES])
+    ImageDraw.Draw(card).multiline_text((_PAGE_MARGIN, _PAGE_MARGIN), text, fill=_TITLE_COLOUR, font=font)
+    return card
+
+
+def _same_size(images: Sequence[Image.Image]) -> list[Image.Image]:
+    """Pictures on white sheets of one size, where they differ."""
+    width, height = (max(image.size[axis] for image in images) for axis in (0, 1))
+    sheets = []
+    for image in images:
+        sheet = Image.new("RGB", (width, height), "white")
+        sheet.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
+        sheets.append(sheet if image.size != (width, height) else image)
+    return sheets
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,9 +123,10 @@ def before_after(
 ) -> Image.Image:
     """Two rows of pictures of the same captions, one over the other, each under its title.
 
-    rows: before and after, all of one size. More columns than fit become further blocks below.
+    rows: before and after. More columns than fit become further blocks below.
     """
-    before, after = rows
+    both = _same_size([image for images in rows for image in images])
+    before, after = both[: len(captions)], both[len(captions) :]
     page = _page(before[0].width, before[0].height, len(captions))
     title_font = ImageFont.load_default(size=page.title_size)
     caption_font = ImageFont.load_default(size=page.caption_size)
@@ -133,8 +161,8 @@ def before_after(
     return picture
 
 
-def _wrapped(text: str, font: _Font, width: int) -> list[str]:
-    """The text in lines that fit; a word that is too long is cut, a text that is too long ends in dots."""
+def _wrapped(text: str, font: _Font, width: int, *, most: int = _CAPTION_LINES) -> list[str]:
+    """At most `most` lines that fit; a word that is too long is cut, a text that is too long ends in dots."""
     lines: list[str] = []
     for word in text.split():
         if lines and font.getlength(f"{lines[-1]} {word}") <= width:
@@ -144,10 +172,10 @@ def _wrapped(text: str, font: _Font, width: int) -> list[str]:
         while rest:
             lines.append(_head(rest, font, width))
             rest = rest[len(lines[-1]) :]
-    if len(lines) > _CAPTION_LINES:
+    if len(lines) > most:
         dots = "..."
-        last = _head(lines[_CAPTION_LINES - 1], font, width - round(font.getlength(dots)))
-        lines[_CAPTION_LINES - 1 :] = [last.rstrip() + dots]
+        last = _head(lines[most - 1], font, width - round(font.getlength(dots)))
+        lines[most - 1 :] = [last.rstrip() + dots]
     return lines
 
 

@@ -9,6 +9,7 @@ from trainer import families
 from trainer.config import environment
 from trainer.config.load import Loaded
 from trainer.config.schema import RunConfig
+from trainer.engine.agreement import check_family
 from trainer.engine.geometry import component_config, run_geometry, run_shape
 from trainer.families.protocol import AttentionShape
 from trainer.hardware.facts import Facts
@@ -35,6 +36,7 @@ def plan_run(
     """
     config, sources = loaded.config, loaded.sources
     family = families.get(config.family)
+    check_family(family, loaded)
     folder = (find_model or local_folder)(config)
     profile, reason = select(facts, requested_profile)
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from PIL import Image
 
+from trainer.data.buckets import buckets, nearest_bucket
+from trainer.data.images import read_image
 from trainer.engine.context import Context, free_memory
-from trainer.engine.entries import Entries
-from trainer.engine.pictures import before_after, read_png, row, write_png
-from trainer.families.protocol import PreviewRequest
+from trainer.engine.entries import Entries, Prompt
+from trainer.engine.pictures import before_after, read_png, row, shown, write_png
+from trainer.families.protocol import PreviewPrompt, PreviewRequest
+from trainer.telemetry import atomic
 from trainer.telemetry.status import Phase
 
 BEFORE_AFTER = "before_after.png"
@@ -28,11 +30,15 @@ def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> 
     validation = context.config.validation
     if not validation.prompts:
         return None
-    images = sample(context, model, entries)
+    drawn = sample(context, model, entries)
     path = preview_path(context, step)
     drop_previews(path)
-    for number, image in enumerate(images):
-        write_png(image, _image_path(path, number), _drawn_as(context, number))
+    images = [shown(one) for one in drawn]
+    for number, (one, image) in enumerate(zip(drawn, images, strict=True)):
+        target = _image_path(path, number)
+        write_png(image, target, _drawn_as(context, number))
+        if isinstance(one, str):
+            atomic.write_text(target.with_suffix(".txt"), one + "\n")
     write_png(row(images, validation.prompts, f"step {step}"), path)
     return path
 
@@ -63,7 +69,8 @@ def _image_path(row_path: Path, number: int) -> Path:
 def _drawn_as(context: Context, number: int) -> dict[str, str]:
     """What an image shows and how it was drawn, kept inside it."""
     request = _request(context)
-    values = {**vars(request), "seed": request.seed + number}
+    side = context.config.validation.resolution or context.config.data.resolution
+    values = {**vars(request), "seed": request.seed + number, "resolution": side}
     settings = {name: str(value) for name, value in values.items()}
     return {"prompt": context.config.validation.prompts[number], **settings}
 
@@ -103,8 +110,8 @@ def _read_image(path: Path, wanted: dict[str, str]) -> Image.Image | str:
     return image if text == wanted else "shows another prompt, or was drawn with other settings"
 
 
-def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image]:
-    """Draw one image a validation prompt; the model's training mode is put back.
+def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] | list[str]:
+    """Draw one image, or write one answer, a validation prompt; the model's training mode is put back.
 
     The VAE is loaded for the time of the previews only. A stop request raises between two denoising steps.
     """
@@ -116,8 +123,8 @@ def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image]:
         context.stop.raise_if_requested()
         context.status.beat(Phase.PREVIEW, item_done=True)
 
-    vae = context.family.load_encoders(
-        "latents",
+    encoders = context.family.load_encoders(
+        "latents" if "latents" in context.family.encoder_components else "text",
         context.source,
         device=context.device,
         dtype=context.dtype,
@@ -127,21 +134,38 @@ def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image]:
     model.eval()
     try:
         with torch.no_grad():
-            prompts: Sequence[Any] = entries.prompts()
-            return context.family.preview(model, context.source, vae, prompts, _request(context), on_step)
+            prompts = [_prompt(context, entries, one) for one in entries.prompts]
+            request = _request(context)
+            return context.family.preview(model, context.source, encoders, prompts, request, on_step)
     finally:
         model.train(was_training)
-        del vae
+        del encoders
         free_memory(context.device)
+
+
+def _prompt(context: Context, entries: Entries, prompt: Prompt) -> PreviewPrompt:
+    """A prompt's entries and its size: that of its first control image's aspect, else a square."""
+    side = context.config.validation.resolution or context.config.data.resolution
+    width = height = side
+    if prompt.controls:
+        first = prompt.controls[0]
+        sizes = buckets(side, context.family.pixel_multiple)
+        width, height = nearest_bucket(first.width, first.height, sizes)
+    cache, empty = entries.cache, prompt.empty
+    return PreviewPrompt(
+        text=cache.read("text", prompt.entry.key),
+        empty=None if empty is None else cache.read("text", empty.key),
+        controls=tuple(read_image(one.path, content_sha256=one.content_sha256) for one in prompt.controls),
+        width=width,
+        height=height,
+    )
 
 
 def _request(context: Context) -> PreviewRequest:
     validation = context.config.validation
-    side = validation.resolution or context.config.data.resolution
     return PreviewRequest(
-        width=side,
-        height=side,
         num_inference_steps=validation.num_inference_steps,
         guidance_scale=validation.guidance_scale,
+        max_new_tokens=validation.max_new_tokens,
         seed=validation.seed,
     )

@@ -4,6 +4,7 @@ outputs.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import shutil
@@ -18,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from trainer import __version__
 from trainer.engine.context import Context
 from trainer.errors import DataError, DivergedError, NoSpaceError, Problem
-from trainer.families.protocol import Batch, Draw, Shape
+from trainer.families.protocol import ON_HOST, Batch, Draw, Shape
 from trainer.modeling import lora
 from trainer.modeling.tensorfile import rewrite_sorted
 from trainer.telemetry import atomic
@@ -27,6 +28,8 @@ TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3
 """Largest relative difference between the trained model and the one loaded from the file."""
 _SEED = 20_240_801
 _INPUTS = 2
+_MOST_TOKENS = 512
+"""A language model's output is tokens x vocabulary: a full row would be gigabytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +58,7 @@ def fixed_outputs(context: Context, model: Any) -> list[torch.Tensor]:
         // context.family.pixel_multiple
         * context.family.pixel_multiple
     )
-    tokens = context.config.data.max_sequence_length
+    tokens = min(context.config.data.max_sequence_length, _MOST_TOKENS)
     shape = Shape(batch_size=1, width=side, height=side, text_tokens=tokens, bytes_per_value=4)
     outputs = []
     was_training = model.training
@@ -73,10 +76,17 @@ def fixed_outputs(context: Context, model: Any) -> list[torch.Tensor]:
 
 def to_device(batch: Batch, draw: Draw | None, device: str, dtype: torch.dtype) -> tuple[Batch, Draw | None]:
     """Move a batch (text in the model's dtype) and its draw (fp32); waits only where memory is not pinned."""
-    batch = Batch(
+    batch = dataclasses.replace(
+        batch,
         latents={name: tensor.to(device, non_blocking=True) for name, tensor in batch.latents.items()},
-        text={name: tensor.to(device, dtype, non_blocking=True) for name, tensor in batch.text.items()},
-        size=batch.size,
+        text={
+            name: tensor.to(
+                "cpu" if name in ON_HOST else device,
+                dtype if tensor.is_floating_point() else tensor.dtype,
+                non_blocking=True,
+            )
+            for name, tensor in batch.text.items()
+        },
     )
     if draw is None:
         return batch, None
@@ -95,8 +105,8 @@ def relative_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tens
     return worst
 
 
-def export_lora(context: Context, model: Any) -> tuple[Path, Path, Proof]:
-    """Write `lora/<name>.safetensors` through the family's pipeline and its ComfyUI twin, proved first.
+def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]:
+    """Write the LoRA into `lora/` through the family's pipeline, and its ComfyUI twin if any, proved first.
 
     Files of an earlier run stay until the new ones are proved. Raises as `prove_lora`, and NoSpaceError.
     """
@@ -109,17 +119,20 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path, Proof]:
             folder.mkdir(exist_ok=True)
         path, comfyui = write_lora_files(context, model, temporary)
         proof = prove_lora(context, model, path)
-        proved = write_proof(path, proof)
-        for file in (path, comfyui, proved):
+        write_proof(path, proof)
+        for file in sorted(temporary.iterdir()):
             file.replace(folder / file.name)
         atomic.sync_directory(folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return folder / path.name, folder / comfyui.name, proof
+    return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
 
 
-def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, Path]:
-    """Write both files into `folder`, not proved. Raises NoSpaceError."""
+def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, Path | None]:
+    """Write both files into `folder`, not proved; None where ComfyUI does not take them.
+
+    Raises NoSpaceError.
+    """
     name = context.run_dir.resolve().name
     state, metadata = lora.adapter_state(model), file_metadata(context)
     try:
@@ -132,6 +145,8 @@ def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, 
             str(error), where=str(folder), remedy="free space; the last step is saved"
         ) from error
     rewrite_sorted(path, metadata)
+    if context.family.comfyui is None:
+        return path, None
     comfyui = folder / f"{name}.comfyui.safetensors"
     alpha = context.config.lora.alpha
     lora.write_comfyui(state, comfyui, metadata, alpha=alpha, key_of=context.family.comfyui_keys)
@@ -165,7 +180,7 @@ def prove_lora(context: Context, model: Any, path: Path) -> Proof:
     """
     layers = check_file(path)
     trained = fixed_outputs(context, model)
-    model.delete_adapters(lora.ADAPTER)
+    lora.remove_lora(model)
     base = fixed_outputs(context, model)
     context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
     loaded = fixed_outputs(context, model)
@@ -186,7 +201,7 @@ def verify_on_fresh_base(context: Context, model: Any, path: Path) -> Proof:
     base = fixed_outputs(context, model)
     context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
     first = fixed_outputs(context, model)
-    model.delete_adapters(lora.ADAPTER)
+    lora.remove_lora(model)
     restored = relative_difference(fixed_outputs(context, model), base)
     context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
     again = relative_difference(fixed_outputs(context, model), first)

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
-from trainer.data.records import ImageRecord
+from trainer.data.records import Record
 from trainer.engine import checkpoint
 from trainer.engine.context import Context
 from trainer.engine.entries import data_fingerprint
@@ -18,7 +18,7 @@ RUN_FILE = "run.json"
 _GIB = 1024**3
 
 
-def run_fingerprint(context: Context, records: Sequence[ImageRecord]) -> dict[str, str]:
+def run_fingerprint(context: Context, records: Sequence[Record]) -> dict[str, str]:
     """What a checkpoint and the run that continues it must have in common."""
     config, source = context.config, context.source
     fingerprint = {

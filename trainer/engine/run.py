@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -18,13 +19,14 @@ from trainer.engine.context import Context, apply_backend_settings, peak_memory_
 from trainer.engine.entries import Entries, fill_cache, list_entries
 from trainer.engine.full import export_full, prove_full
 from trainer.engine.journal import Journal
-from trainer.engine.pictures import before_after, row, write_png, write_strip
+from trainer.engine.pictures import before_after, row, shown, write_png, write_strip
 from trainer.engine.preview import draw_previews, drop_previews_after, sample, write_before_after
-from trainer.engine.samples import Samples
+from trainer.engine.samples import Samples, prompt_controls
 from trainer.engine.spec import Spec
 from trainer.engine.validation import HeldOut, held_out_entries
 from trainer.errors import ConfigError, DivergedError
 from trainer.modeling import lora
+from trainer.modeling.vision import make_torchvision_importable
 from trainer.telemetry import atomic, log
 from trainer.telemetry.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.status import Phase
@@ -34,10 +36,13 @@ _GIB = 1024**3
 
 def quiet_libraries() -> None:
     """Keep the libraries' notices and bars out of the run's output; what concerns a run is ours to say."""
+    make_torchvision_importable()
     from transformers.utils import logging as transformers_logging
 
     # before diffusers is imported: it makes transformers speak
     transformers_logging.set_verbosity_error()
+    # tells of a package that would be faster on some CPUs
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     transformers_logging.disable_progress_bar()
     from diffusers.utils import logging as diffusers_logging
 
@@ -48,7 +53,7 @@ def quiet_libraries() -> None:
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     """Encode everything that `train` would; then remove what this configuration does not use, if asked to."""
     apply_backend_settings(context.plan)
-    entries = list_entries(context, samples.all)
+    entries = list_entries(context, samples.all, samples.prompt_controls)
     report = fill_cache(context, entries, verify=spec.verify)
     if spec.prune:
         files, size = prune(entries.cache.folder, entries.keys())
@@ -85,9 +90,9 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         resume.require_free_folder(context, fingerprint)
     resume.require_space(context)
     _write_run_files(context, spec, fingerprint)
-    entries = list_entries(context, samples.training)
+    entries = list_entries(context, samples.training, samples.prompt_controls)
     held_out = held_out_entries(context, samples.held_out)
-    report = fill_cache(context, list_entries(context, samples.all))
+    report = fill_cache(context, list_entries(context, samples.all, samples.prompt_controls))
     caching_peak = take_peak(context.device)
     built = build(context)
     before = proof.fixed_outputs(context, built.model) if context.config.method == "full" else None
@@ -185,6 +190,8 @@ def _finish_lora(context: Context, model: Any) -> str:
     if not proof.is_finite_adapter(model):
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
     path, comfyui, result = proof.export_lora(context, model)
+    if comfyui is None:
+        return f"LoRA: {path}. Proved: {result}."
     return f"LoRA: {path} (diffusers), {comfyui} (ComfyUI). Proved: {result}."
 
 
@@ -216,18 +223,18 @@ def _last_preview(run: loop.Run, state: loop.State) -> None:
 def sample_once(context: Context, spec: Spec) -> None:
     """Draw prompts with the base model and a LoRA file into one PNG."""
     apply_backend_settings(context.plan)
-    entries: Entries = list_entries(context, ())
+    entries: Entries = list_entries(context, (), prompt_controls(context.family, context.config, ()))
     fill_cache(context, entries)
     if spec.lora_file:
         proof.check_file(Path(spec.lora_file))
     model = load_base(context)
     rows, titles = [], []
     if spec.before_after or not spec.lora_file:
-        rows.append(sample(context, model, entries))
+        rows.append([shown(one) for one in sample(context, model, entries)])
         titles.append("base model")
     if spec.lora_file:
         context.family.load_adapter(model, Path(spec.lora_file), adapter_name=lora.ADAPTER)
-        rows.append(sample(context, model, entries))
+        rows.append([shown(one) for one in sample(context, model, entries)])
         titles.append(Path(spec.lora_file).name)
     captions = context.config.validation.prompts
     picture = before_after(rows, captions, titles) if spec.before_after else row(rows[0], captions, titles[0])

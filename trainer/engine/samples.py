@@ -1,15 +1,15 @@
-"""Floor 6: which images a run trains on and which it is measured on. Imports no torch."""
+"""Floor 6: which samples a run trains on, which it is measured on and which it edits. Imports no torch."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from trainer.config.schema import ImageSet, RunConfig
-from trainer.data.records import ImageRecord
+from trainer.config.schema import DataSet, RunConfig
+from trainer.data.records import Control, Record
 from trainer.data.sampler import held_out_split
-from trainer.data.scan import MAX_PROBLEMS_SHOWN
-from trainer.errors import DataError, Problem
+from trainer.data.scan import MAX_PROBLEMS_SHOWN, measure_controls
+from trainer.errors import ConfigError, DataError, Problem
 from trainer.families.protocol import Family
 
 
@@ -17,11 +17,13 @@ from trainer.families.protocol import Family
 class Samples:
     """All samples of a run; no file of `held_out` has the content of one in `training`."""
 
-    training: tuple[ImageRecord, ...] = ()
-    held_out: tuple[ImageRecord, ...] = ()
+    training: tuple[Record, ...] = ()
+    held_out: tuple[Record, ...] = ()
+    prompt_controls: tuple[tuple[Control, ...], ...] = ()
+    """Images that each validation prompt edits; none where the family takes none."""
 
     @property
-    def all(self) -> tuple[ImageRecord, ...]:
+    def all(self) -> tuple[Record, ...]:
         """Everything that has to be encoded."""
         return (*self.training, *self.held_out)
 
@@ -34,13 +36,18 @@ def scan_samples(
     `progress(what, done, total)` runs once per image and may raise to stop. Raises one DataError with all
     problems of all folders.
     """
-    scans = {"checking images": config}
-    if config.validation.img_dir is not None:
-        sets = (ImageSet(img_dir=config.validation.img_dir),)
+    noun = f"{family.sample_kind}s"
+    scans = {f"checking {noun}": config}
+    validation = config.validation
+    separate = validation.img_dir is not None or validation.chat_file is not None
+    if separate:
+        held_out_set = DataSet(
+            img_dir=validation.img_dir, control_dir=validation.control_dir, chat_file=validation.chat_file
+        )
         # captions, sizes and trigger word as in training
-        data = config.data.model_copy(update={"sets": sets})
-        scans["checking held-out images"] = config.model_copy(update={"data": data})
-    found: list[tuple[ImageRecord, ...]] = []
+        data = config.data.model_copy(update={"sets": (held_out_set,)})
+        scans[f"checking held-out {noun}"] = config.model_copy(update={"data": data})
+    found: list[tuple[Record, ...]] = []
     problems: list[Problem] = []
     for what, scanned in scans.items():
         try:
@@ -49,26 +56,60 @@ def scan_samples(
             problems += error.problems
     if problems:
         raise DataError(problems)
-    if config.validation.img_dir is None:
-        training, held_out = held_out_split(found[0], config.validation.held_out, config.validation.seed)
-    else:
+    if separate:
         training, held_out = found
         _require_untrained(training, held_out)
-    return Samples(training=training, held_out=held_out)
+    else:
+        training, held_out = held_out_split(found[0], validation.held_out, validation.seed)
+    return Samples(
+        training=training,
+        held_out=held_out,
+        prompt_controls=prompt_controls(family, config, (*held_out, *training)),
+    )
+
+
+def prompt_controls(
+    family: Family, config: RunConfig, records: Sequence[Record]
+) -> tuple[tuple[Control, ...], ...]:
+    """The images that each validation prompt edits: those that are named, else those of the first records.
+
+    Empty where the family takes none. Raises ConfigError where they cannot be told, DataError for images that
+    cannot be read.
+    """
+    validation, (least, most) = config.validation, family.control_counts
+    if not validation.prompts or most == 0:
+        return ()
+    named = [one if isinstance(one, tuple) else (one,) for one in validation.control_images]
+    if named and len(named) != len(validation.prompts):
+        raise ConfigError(
+            f"{len(named)} control images for {len(validation.prompts)} prompts",
+            where="validation.control_images",
+            remedy="name one image, or a list of images, for each of validation.prompts",
+        )
+    wrong = [paths for paths in named if not least <= len(paths) <= most]
+    if wrong or not (named or records):
+        raise ConfigError(
+            f"{family.title} edits {least} image{'s' if least > 1 else ''} at least and {most} at most",
+            where="validation.control_images",
+            remedy="name that many for each of validation.prompts",
+        )
+    if named:
+        return tuple(measure_controls(paths) for paths in named)
+    return tuple(records[number % len(records)].controls for number in range(len(validation.prompts)))
 
 
 def _told(progress: Callable[[str, int, int], None] | None, what: str) -> Callable[[int, int], None] | None:
     return None if progress is None else lambda done, total: progress(what, done, total)
 
 
-def _require_untrained(training: Sequence[ImageRecord], held_out: Sequence[ImageRecord]) -> None:
+def _require_untrained(training: Sequence[Record], held_out: Sequence[Record]) -> None:
     """Raise DataError listing every held-out image whose content is trained on too."""
     trained = {record.content_sha256: record.path for record in training}
     problems = [
         Problem(
-            what=f"this held-out image is also a training image: {trained[record.content_sha256]}",
+            what=f"this held-out sample is also trained on: {trained[record.content_sha256]}",
             where=str(record.path),
-            remedy="remove it from one of the two folders",
+            remedy="remove it from one of the two",
         )
         for record in held_out
         if record.content_sha256 in trained
@@ -76,7 +117,7 @@ def _require_untrained(training: Sequence[ImageRecord], held_out: Sequence[Image
     hidden = len(problems) - MAX_PROBLEMS_SHOWN
     if hidden > 0:
         problems[MAX_PROBLEMS_SHOWN:] = [
-            Problem(what=f"... and {hidden} more", remedy="is validation.img_dir a folder of other images?")
+            Problem(what=f"... and {hidden} more", remedy="does validation name other samples?")
         ]
     if problems:
         raise DataError(problems)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from trainer.data.records import ImageRecord
+from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries, data_fingerprint, list_entries, load_batch
 from trainer.engine.proof import to_device
@@ -30,7 +30,7 @@ class HeldOut:
     """Hash of what the loss depends on besides the weights."""
 
 
-def held_out_entries(context: Context, records: Sequence[ImageRecord]) -> HeldOut | None:
+def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | None:
     """What `measure` needs; None without records."""
     if not records:
         return None
@@ -51,19 +51,22 @@ def measure(context: Context, model: Any, held_out: HeldOut, *, step: int) -> Va
     needs the loss of all samples.
     """
     entries, settings = held_out.entries, held_out.settings
-    total = torch.zeros((), device=context.device)
+    total, weight = torch.zeros((), device=context.device), 0.0
     for record in range(len(entries.records)):
         if step == 0:
             context.stop.raise_if_requested()
-        loaded = load_batch(entries, [(record, False)], dtype=context.dtype, pin_memory=False)
+        loaded = load_batch(context, entries, [(record, False)], pin_memory=False)
         header, _ = entries.headers(record, dropped=False)
         for number in range(_DRAWS):
             draw = context.family.draw(settings, [record * _DRAWS + number], header)
+            weight += loaded.weight
             batch, moved = to_device(loaded, draw, context.device, context.dtype)
             with torch.no_grad():
                 total += context.family.loss(model, batch, moved, settings).sum()
+            if draw is None:  # nothing is drawn: once is enough
+                break
         context.status.beat(
             Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=context.config.train.max_train_steps
         )
-    loss = float(total.item()) / (len(entries.records) * _DRAWS)
+    loss = float(total.item()) / weight
     return ValidationRecord(step=step, validation_loss=loss, validation_data=held_out.data)

@@ -10,6 +10,11 @@ from trainer.families.protocol import Family
 
 _TABLE: dict[str, str] = {
     "flux1_dev": "trainer.families.flux1_dev:FLUX1_DEV",
+    "flux1_kontext": "trainer.families.flux1_kontext:FLUX1_KONTEXT",
+    "flux2_dev": "trainer.families.flux2_dev:FLUX2_DEV",
+    "llama": "trainer.families.llama:LLAMA",
+    "qwen_image": "trainer.families.qwen_image:QWEN_IMAGE",
+    "qwen_image_edit": "trainer.families.qwen_image_edit:QWEN_IMAGE_EDIT",
 }
 
 
@@ -21,7 +26,7 @@ def names() -> tuple[str, ...]:
 def components(family: Family) -> tuple[str, ...]:
     """Folders of the base model that a run reads, the trained one first."""
     encoders = (name for names in family.encoder_components.values() for name in names)
-    return (family.trained_component, *encoders, *family.support_components)
+    return tuple(dict.fromkeys((family.trained_component, *encoders, *family.support_components)))
 
 
 def get(name: str) -> Family:

@@ -6,18 +6,21 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.families.protocol import Draw, PreviewRequest
+from trainer.errors import ConfigError
+from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Rows
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from trainer.config.schema import FlowSection
+    from trainer.config.schema import FlowSection, RunConfig
+    from trainer.data.records import ImageRecord
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,6 +32,50 @@ class FlowSettings:
     sigmas: torch.Tensor
     flow: FlowSection
     seed: int
+    scheduler: Mapping[str, Any]
+    """The scheduler's configuration."""
+
+
+def scan(
+    config: RunConfig,
+    progress: Callable[[int, int], None] | None,
+    *,
+    multiple: int,
+    controls: tuple[int, int] = (0, 0),
+) -> tuple[ImageRecord, ...]:
+    """All captioned images of the run's sets; `controls` are the least and most control images of each."""
+    from trainer.data.scan import scan_images
+
+    data = config.data
+    return scan_images(
+        data.sets,
+        resolution=data.resolution,
+        multiple=multiple,
+        controls=controls,
+        trigger_word=data.trigger_word,
+        progress=progress,
+    )
+
+
+def collate(text: Rows, latents: Rows) -> Batch:
+    """Stack the entries of samples that are equal inside."""
+    import torch
+
+    def stacked(rows: Rows) -> dict[str, torch.Tensor]:
+        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+    return Batch(latents=stacked(latents), text=stacked(text), size=len(latents), weight=float(len(latents)))
+
+
+def autoencoder_kl_shape(config: Mapping[str, Any]) -> tuple[int, int]:
+    """`Family.vae_shape` of diffusers' AutoencoderKL and those built like it."""
+    channels: Sequence[int] = config["block_out_channels"]
+    return channels[min(1, len(channels) - 1)], config["sample_size"]
+
+
+def unchanged_size(width: int, height: int) -> tuple[int, int]:
+    """`Family.control_size` of families without control images."""
+    return width, height
 
 
 def read_settings(scheduler_folder: Path, flow: FlowSection, seed: int) -> FlowSettings:
@@ -41,7 +88,24 @@ def read_settings(scheduler_folder: Path, flow: FlowSection, seed: int) -> FlowS
     from diffusers import FlowMatchEulerDiscreteScheduler
 
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(scheduler_folder)
-    return FlowSettings(sigmas=scheduler.sigmas.clone(), flow=flow, seed=seed)
+    return FlowSettings(
+        sigmas=scheduler.sigmas.clone(), flow=flow, seed=seed, scheduler=dict(scheduler.config)
+    )
+
+
+def dynamic_mu(settings: FlowSettings, tokens: int) -> float | None:
+    """The shift that FLUX.1's and Qwen-Image's pipelines give the scheduler for so many image tokens.
+
+    None where the scheduler's configuration has no dynamic shift.
+    """
+    from diffusers.pipelines.flux.pipeline_flux import calculate_shift
+
+    config = settings.scheduler
+    if not config["use_dynamic_shifting"]:
+        return None
+    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+    mu: float = calculate_shift(tokens, *(config[name] for name in names))
+    return mu
 
 
 def sample_seed(seed: int, position: int) -> int:
@@ -52,12 +116,14 @@ def sample_seed(seed: int, position: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def draw_samples(settings: FlowSettings, positions: Sequence[int], noise_shape: tuple[int, ...]) -> Draw:
+def draw_samples(
+    settings: FlowSettings, positions: Sequence[int], noise_shape: tuple[int, ...], *, mu: float | None = None
+) -> Draw:
     """Draw noise level, noise and VAE noise for each sample from its own generator, on the CPU in fp32.
 
-    Noise levels are drawn with diffusers' `compute_density_for_timestep_sampling` and looked up in the
-    scheduler's
-    table; weights are those of `compute_loss_weighting_for_sd3`. `noise_shape` is one sample's (C, H, W).
+    Noise levels are drawn with diffusers' `compute_density_for_timestep_sampling`, looked up in the
+    scheduler's table and shifted as `flow.shift` says; weights are those of `compute_loss_weighting_for_sd3`.
+    `noise_shape` is one sample's (C, H, W), `mu` the dynamic shift at its size.
     """
     import torch
     from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
@@ -80,9 +146,30 @@ def draw_samples(settings: FlowSettings, positions: Sequence[int], noise_shape: 
         rows.append(min(int(density.item() * steps), steps - 1))
         one_noise.normal_(generator=generator)
         one_vae_noise.normal_(generator=generator)
-    sigmas = settings.sigmas[rows]
+    sigmas = _shifted(settings.sigmas[rows], flow, mu)
     weight = compute_loss_weighting_for_sd3(flow.weighting_scheme, sigmas)
     return Draw(sigma=sigmas, noise=noise, vae_noise=vae_noise, weight=weight.float())
+
+
+def _shifted(sigmas: torch.Tensor, flow: FlowSection, mu: float | None) -> torch.Tensor:
+    """Noise levels after `flow.shift`: sigma' = s sigma / (1 + (s - 1) sigma), s being exp(mu) or a number.
+
+    Source: FlowMatchEulerDiscreteScheduler's exponential `time_shift`. Raises ConfigError where the base
+    model has no dynamic shift.
+    """
+    if flow.shift == "auto":
+        return sigmas
+    if flow.shift != "resolution":
+        factor = float(flow.shift)
+    elif mu is not None:
+        factor = math.exp(mu)
+    else:
+        raise ConfigError(
+            "the base model's scheduler has no shift that depends on the resolution",
+            where="flow.shift",
+            remedy="use auto, or a number",
+        )
+    return factor * sigmas / (1.0 + (factor - 1.0) * sigmas)
 
 
 @functools.lru_cache(maxsize=64)
@@ -106,13 +193,17 @@ def velocity_loss(prediction: torch.Tensor, clean: torch.Tensor, draw: Draw) -> 
 
 def run_pipeline(
     pipeline: Any,
-    inputs: Sequence[Mapping[str, torch.Tensor]],
+    inputs: Sequence[Mapping[str, Any]],
+    prompts: Sequence[PreviewPrompt],
     request: PreviewRequest,
     on_step: Callable[[], None],
+    *,
+    guidance: str = "guidance_scale",
 ) -> list[Image]:
     """One image for each of `inputs` (arguments of a pipeline call), each from its own seeded generator.
 
-    `on_step` runs after every denoising step; what it raises ends the call.
+    `on_step` runs after every denoising step; what it raises ends the call. `guidance` is how the pipeline
+    calls `request.guidance_scale`.
     """
     import torch
 
@@ -122,15 +213,43 @@ def run_pipeline(
 
     pipeline.set_progress_bar_config(disable=True)
     images: list[Image] = []
-    for number, arguments in enumerate(inputs):
-        result = pipeline(
+    for number, (arguments, prompt) in enumerate(zip(inputs, prompts, strict=True)):
+        drawn = pipeline(
             **arguments,
-            width=request.width,
-            height=request.height,
+            **{guidance: request.guidance_scale},
+            width=prompt.width,
+            height=prompt.height,
             num_inference_steps=request.num_inference_steps,
-            guidance_scale=request.guidance_scale,
             generator=torch.Generator().manual_seed(request.seed + number),
             callback_on_step_end=step_end,
+            return_dict=False,  # some pipelines call their result otherwise
         )
-        images.extend(result.images)
+        images.extend(drawn[0])
     return images
+
+
+def on_device(text: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
+    """A text entry as a batch of one, on the model's device; floating values in its type."""
+    return {
+        name: value[None].to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+        for name, value in text.items()
+    }
+
+
+def save_pipeline_lora(
+    pipeline_class: Any, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str
+) -> Path:
+    """Write with the pipeline's save_lora_weights, metadata included: without it alpha is lost."""
+    pipeline_class.save_lora_weights(
+        folder,
+        transformer_lora_layers=dict(state),
+        weight_name=name,
+        transformer_lora_adapter_metadata=dict(config),
+    )
+    return folder / name
+
+
+def load_pipeline_lora(model: Any, path: Path, *, adapter_name: str) -> None:
+    """Load as diffusers' pipelines do; `load_lora_adapter` also takes a quantised transformer."""
+    options = {"weight_name": path.name, "prefix": "transformer", "adapter_name": adapter_name}
+    model.load_lora_adapter(path.parent, **options)

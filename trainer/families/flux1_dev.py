@@ -5,12 +5,22 @@ Numerics follow diffusers' `train_dreambooth_lora_flux.py` and `FluxPipeline`; t
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.families import flow
-from trainer.families.protocol import AttentionShape, Batch, Draw, EntryKind, Header, PreviewRequest, Shape
+from trainer.families.protocol import (
+    AttentionShape,
+    Batch,
+    Draw,
+    EntryKind,
+    Header,
+    PreviewPrompt,
+    PreviewRequest,
+    Shape,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +43,12 @@ class Flux1Dev:
     licence = "FLUX.1 [dev] Non-Commercial License"
     cache_version = 1
     pixel_multiple = 16
+    sample_kind = "image"
+    control_counts = (0, 0)
+    text_sees_controls = False
+    max_sequence_length = 512
+    packed_by = None
+    comfyui = "comfy/lora.py maps `transformer.<diffusers name>` by `flux_to_diffusers` of comfy/utils.py"
     defaults: Mapping[str, Mapping[str, Any]] = {
         "model": {"pretrained_model_name_or_path": "black-forest-labs/FLUX.1-dev"},
         "flow": {"guidance_scale": 1.0},
@@ -51,19 +67,14 @@ class Flux1Dev:
         "latents": ("vae",),
     }
     support_components = ("tokenizer", "tokenizer_2", "scheduler")
+    vae_shape = staticmethod(flow.autoencoder_kl_shape)
+    collate = staticmethod(flow.collate)
+    control_size = staticmethod(flow.unchanged_size)
+    load_adapter = staticmethod(flow.load_pipeline_lora)
 
     def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[ImageRecord, ...]:
         """All captioned images of the run's sets."""
-        from trainer.data.scan import scan_images
-
-        data = config.data
-        return scan_images(
-            data.sets,
-            resolution=data.resolution,
-            multiple=self.pixel_multiple,
-            trigger_word=data.trigger_word,
-            progress=progress,
-        )
+        return flow.scan(config, progress, multiple=self.pixel_multiple)
 
     def load_encoders(
         self, kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
@@ -90,18 +101,20 @@ class Flux1Dev:
         )
 
     def encode_text(
-        self, encoders: Any, caption: str, *, max_sequence_length: int
+        self, encoders: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
     ) -> dict[str, torch.Tensor]:
         """`prompt_embeds` (L, D) from T5, padded to one length, `pooled_prompt_embeds` (P,) from CLIP."""
         import torch
 
         with torch.no_grad():
             prompt_embeds, pooled, _ = encoders.encode_prompt(
-                prompt=caption, prompt_2=None, max_sequence_length=max_sequence_length
+                prompt=text, prompt_2=None, max_sequence_length=max_sequence_length
             )
         return {"prompt_embeds": prompt_embeds[0].cpu(), "pooled_prompt_embeds": pooled[0].cpu()}
 
-    def encode_pixels(self, encoders: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def encode_pixels(
+        self, encoders: Any, pixels: torch.Tensor, controls: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """`mean` and `std` (C, h, w) fp32 of the latents, already shifted and scaled for training."""
         import torch
 
@@ -121,9 +134,11 @@ class Flux1Dev:
 
     def draw(self, settings: flow.FlowSettings, positions: Sequence[int], latents: Header) -> Draw:
         """Noise of one micro-batch; the VAE's own sampling is drawn here too."""
-        return flow.draw_samples(settings, positions, latents["mean"])
+        _, height, width = latents["mean"]
+        mu = flow.dynamic_mu(settings, height * width // 4)
+        return flow.draw_samples(settings, positions, latents["mean"], mu=mu)
 
-    def model_class(self) -> Any:
+    def model_class(self, source: ModelSource) -> Any:
         """diffusers' FluxTransformer2DModel."""
         from diffusers import FluxTransformer2DModel
 
@@ -163,17 +178,15 @@ class Flux1Dev:
         """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""
         import torch
 
-        generator = torch.Generator().manual_seed(seed)
+        normal = functools.partial(torch.randn, generator=torch.Generator().manual_seed(seed))
         size = (shape.batch_size, config["in_channels"] // 4, shape.height // 8, shape.width // 8)
         text = (shape.batch_size, shape.text_tokens, config["joint_attention_dim"])
         pooled = (shape.batch_size, config["pooled_projection_dim"])
         return Batch(
-            latents={"mean": torch.randn(size, generator=generator), "std": torch.full(size, 0.1)},
-            text={
-                "prompt_embeds": torch.randn(text, generator=generator),
-                "pooled_prompt_embeds": torch.randn(pooled, generator=generator),
-            },
+            latents={"mean": normal(size), "std": torch.full(size, 0.1)},
+            text={"prompt_embeds": normal(text), "pooled_prompt_embeds": normal(pooled)},
             size=shape.batch_size,
+            weight=float(shape.batch_size),
         )
 
     def preview(
@@ -181,7 +194,7 @@ class Flux1Dev:
         model: Any,
         source: ModelSource,
         encoders: Any,
-        prompts: Sequence[Mapping[str, torch.Tensor]],
+        prompts: Sequence[PreviewPrompt],
         request: PreviewRequest,
         on_step: Callable[[], None],
     ) -> list[Image]:
@@ -191,28 +204,16 @@ class Flux1Dev:
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(source.component("scheduler"))
         absent = dict.fromkeys(("text_encoder", "text_encoder_2", "tokenizer", "tokenizer_2"))
         pipeline = FluxPipeline(scheduler=scheduler, vae=encoders, transformer=model, **absent)
-        to = {"device": model.device, "dtype": model.dtype}
-        inputs = [{name: value[None].to(**to) for name, value in prompt.items()} for prompt in prompts]
-        return flow.run_pipeline(pipeline, inputs, request, on_step)
+        inputs = [flow.on_device(prompt.text, model) for prompt in prompts]
+        return flow.run_pipeline(pipeline, inputs, prompts, request, on_step)
 
     def save_adapter(
         self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str
     ) -> Path:
-        """Write with FluxPipeline.save_lora_weights, metadata included: without it alpha is lost."""
+        """Write with FluxPipeline.save_lora_weights."""
         from diffusers import FluxPipeline
 
-        FluxPipeline.save_lora_weights(
-            folder,
-            transformer_lora_layers=dict(state),
-            weight_name=name,
-            transformer_lora_adapter_metadata=dict(config),
-        )
-        return folder / name
-
-    def load_adapter(self, model: Any, path: Path, *, adapter_name: str) -> None:
-        """Load as FluxPipeline does; `load_lora_adapter` also takes a quantised transformer."""
-        options = {"weight_name": path.name, "prefix": "transformer", "adapter_name": adapter_name}
-        model.load_lora_adapter(path.parent, **options)
+        return flow.save_pipeline_lora(FluxPipeline, state, config, folder, name)
 
     def comfyui_keys(self, module: str) -> str | None:
         """ComfyUI's comfy/lora.py maps `transformer.<diffusers name>` for FLUX by `flux_to_diffusers`."""

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from trainer.config.schema import RunConfig
-    from trainer.data.records import ImageRecord
+    from trainer.data.records import Record
     from trainer.modeling.source import ModelSource
 
 EntryKind = Literal["text", "latents"]
@@ -20,13 +20,24 @@ Header = Mapping[str, tuple[int, ...]]
 """Shapes of one cache entry's tensors, by name."""
 
 
+ON_HOST = ("lengths",)
+"""Text tensors of a batch that stay on the CPU: reading them from the device would wait for it."""
+Rows = Sequence[Mapping[str, "torch.Tensor"]]
+"""Cache entries of one kind, one a sample."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Stacked cache entries of samples that are equal inside: same shapes, no padding mask anywhere."""
+    """Cache entries of samples that are equal inside, or packed into one row: no padding mask anywhere."""
 
     latents: Mapping[str, torch.Tensor]
     text: Mapping[str, torch.Tensor]
     size: int
+    """Samples."""
+    weight: float
+    """What the sum of `Family.loss` is divided by: samples, or the tokens that are learned from."""
+    tokens: int = 0
+    """Text tokens that the model reads, where speed is counted in them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +63,8 @@ class Shape:
     height: int
     text_tokens: int
     bytes_per_value: int
+    controls: int = 0
+    """Control images of a sample, each taken to be as large as the target."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,15 +78,25 @@ class AttentionShape:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreviewRequest:
-    """How previews are drawn; sizes in pixels. `seed` is that of the first prompt, the next one has seed +
-    1.
-    """
+class PreviewPrompt:
+    """One preview: its text entry, the pictures it edits, and its size in pixels."""
 
+    text: Mapping[str, torch.Tensor]
+    empty: Mapping[str, torch.Tensor] | None
+    """Text entry of the empty caption with the same controls, for guidance; None where there is none."""
+    controls: tuple[Image, ...]
     width: int
     height: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreviewRequest:
+    """How previews are drawn. `seed` is that of the first prompt, the next one has seed + 1."""
+
     num_inference_steps: int
     guidance_scale: float
+    max_new_tokens: int
+    """Longest answer of a language model."""
     seed: int
 
 
@@ -90,6 +113,19 @@ class Family(Protocol):
     """Part of every cache key: raise it when encoding changes."""
     pixel_multiple: int
     """Image sides are multiples of this."""
+    sample_kind: Literal["image", "conversation"]
+    """What a data set holds."""
+    control_counts: tuple[int, int]
+    """Least and most control images of a sample; (0, 0) for text to image."""
+    text_sees_controls: bool
+    """Whether the text encoder is shown the control images: then captions are encoded once a sample."""
+    max_sequence_length: int
+    """Most text tokens that the family's model takes."""
+    packed_by: str | None
+    """Text tensor whose first axis counts against `data.max_sequence_length`, for families that pack several
+    samples into one row; None where equal samples are batched."""
+    comfyui: str | None
+    """Where ComfyUI's key mapping is stated; None where ComfyUI does not take the family's LoRAs."""
     defaults: Mapping[str, Mapping[str, Any]]
     """The family's layer of the configuration, above the schema and below the user's files."""
     lora_targets: Mapping[str, str]
@@ -99,13 +135,14 @@ class Family(Protocol):
     blocks: tuple[str, ...]
     """Class names of the repeated blocks."""
     trained_component: str
-    """Name of the component that trains: a folder of the base model."""
+    """Name of the component that trains: a folder of the base model, empty where the model is the folder."""
     encoder_components: Mapping[EntryKind, tuple[str, ...]]
-    """Folders that must be loaded to write each kind of cache entry; written in this order."""
+    """Folders that must be loaded to write each kind of cache entry; written in this order. A family without
+    `latents` has no images."""
     support_components: tuple[str, ...]
     """Folders without weights that are needed besides: tokenizers, scheduler."""
 
-    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[ImageRecord, ...]:
+    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[Record, ...]:
         """All samples of the run, checked; raises DataError with every problem found."""
 
     def load_encoders(
@@ -114,15 +151,32 @@ class Family(Protocol):
         """The encoders that write entries of one kind, on the device, frozen."""
 
     def encode_text(
-        self, encoders: Any, caption: str, *, max_sequence_length: int
+        self, encoders: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
     ) -> dict[str, torch.Tensor]:
-        """One text entry on the CPU, without a batch axis."""
+        """One text entry on the CPU, without a batch axis.
 
-    def encode_pixels(self, encoders: Any, pixels: torch.Tensor) -> dict[str, torch.Tensor]:
-        """One latents entry on the CPU, without a batch axis, from pixels (3, H, W) fp32 in [-1, 1]."""
+        `controls` are RGB, empty unless `text_sees_controls`. `prompt`: of a preview, where that differs.
+        """
+
+    def encode_pixels(
+        self, encoders: Any, pixels: torch.Tensor, controls: Sequence[torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """One latents entry on the CPU, without a batch axis.
+
+        Pixels (3, H, W) fp32 in [-1, 1]; so are `controls`, each of its own size.
+        """
+
+    def control_size(self, width: int, height: int) -> tuple[int, int]:
+        """Size that the family's pipeline gives a control image of this size, in pixels."""
+
+    def vae_shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
+        """Widest channels of the VAE at full resolution, and the side of its tiles in pixels."""
 
     def batch_key(self, latents: Header, text: Header) -> tuple[Any, ...]:
         """Equal for samples that may share a batch."""
+
+    def collate(self, text: Rows, latents: Rows) -> Batch:
+        """One batch on the CPU of samples of one key."""
 
     def settings(self, source: ModelSource, config: RunConfig) -> Any:
         """What draws and loss depend on besides the batch."""
@@ -130,14 +184,14 @@ class Family(Protocol):
     def draw(self, settings: Any, positions: Sequence[int], latents: Header) -> Draw | None:
         """Randomness of one micro-batch from (seed, sample position) alone, on the CPU."""
 
-    def model_class(self) -> Any:
+    def model_class(self, source: ModelSource) -> Any:
         """Class of the trained component."""
 
     def predict(self, model: torch.nn.Module, batch: Batch, draw: Draw | None, settings: Any) -> torch.Tensor:
         """The model's output for one noised batch; the LoRA proof compares these."""
 
     def loss(self, model: torch.nn.Module, batch: Batch, draw: Draw | None, settings: Any) -> torch.Tensor:
-        """One fp32 loss a sample: (B,)."""
+        """One fp32 loss a sample: (B,). Their sum over `Batch.weight` is the mean that is minimised."""
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """A random batch with the shapes of a real one, from the trained component's config.json."""
@@ -147,19 +201,19 @@ class Family(Protocol):
         model: torch.nn.Module,
         source: ModelSource,
         encoders: Any,
-        prompts: Sequence[Mapping[str, torch.Tensor]],
+        prompts: Sequence[PreviewPrompt],
         request: PreviewRequest,
         on_step: Callable[[], None],
-    ) -> list[Image]:
-        """One image a prompt through the real pipeline; `on_step` runs after every denoising step and may
-        raise.
+    ) -> list[Image] | list[str]:
+        """One image or text a prompt through the real pipeline; `on_step` runs after every denoising step,
+        or token, and may raise. `encoders` are those of `latents`, else of `text`.
         """
 
     def save_adapter(
         self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str
     ) -> Path:
         """Write the adapter as the family's pipeline loads it; `state` is peft's, `config` the LoraConfig
-        as a dict.
+        as a dict. Returns the file with the tensors; others may lie beside it.
         """
 
     def load_adapter(self, model: torch.nn.Module, path: Path, *, adapter_name: str) -> None:

@@ -9,10 +9,12 @@ from trainer.errors import HardwareError
 from trainer.hardware import memory
 from trainer.hardware.choices import Situation, on_off
 from trainer.hardware.geometry import Geometry
-from trainer.hardware.memory import GIB, Storage
+from trainer.hardware.memory import GIB, QUANTIZED, Storage
 from trainer.hardware.plan import Decision, MemoryRow
 
-INT8_PACKAGE = "optimum-quanto"
+PACKAGES = {"int8": "optimum-quanto", "nf4": "bitsandbytes"}
+"""What each quantised storage of the base needs."""
+_INSTALL = {"int8": "pip install optimum-quanto", "nf4": "pip install 'trainer[nf4]'"}
 
 
 class DoesNotFitError(HardwareError):
@@ -70,9 +72,9 @@ def choose(
 
     Raises DoesNotFitError with the smallest need where nothing fits.
     """
-    weights, no_int8 = _weights(situation, dtype)
+    weights, no_more = _weights(situation, dtype, geometry)
     skipped: list[Outcome] = []
-    for storage in _candidates(situation, dtype, weights):
+    for storage in _candidates(situation, dtype, weights, stored=bool(geometry.stored_as)):
         outcome = evaluate(storage, geometry)
         if outcome.peak_bytes <= limit.bytes:
             return outcome, skipped
@@ -83,7 +85,7 @@ def choose(
         if memory.total(least.train) >= memory.total(least.cache)
         else "encoding captions and images"
     )
-    hint = f"; {no_int8}" if no_int8 else ""
+    hint = f"; {no_more}" if no_more else ""
     raise DoesNotFitError(
         f"the run does not fit: {phase} needs {gib(least.peak_bytes)} at least"
         f" ({least.storage.weights} weights, activation checkpointing {on_off(least.storage.checkpointing)}),"
@@ -101,7 +103,7 @@ def evaluate(storage: Storage, geometry: Geometry) -> Outcome:
         storage=storage,
         train=memory.train_rows(storage, geometry),
         cache=largest,
-        cache_note=f"{figures}; each is freed before the next",
+        cache_note=f"{figures}; each is freed before the next" if len(stages) > 1 else figures,
     )
 
 
@@ -109,7 +111,7 @@ def decisions(situation: Situation, chosen: Outcome, skipped: Sequence[Outcome])
     """Rows for weights, activation checkpointing and tiling, with what was skipped and why."""
     features, storage, profile = situation.config.features, chosen.storage, situation.profile
     others = _distinct(skipped)
-    fits = f"fits: {gib(chosen.peak_bytes)}"
+    fits = "the checkpoint is stored so" if storage.stored else f"fits: {gib(chosen.peak_bytes)}"
     larger = "; ".join(str(outcome) for outcome in others if outcome.storage.weights != storage.weights)
     stored = "; ".join(str(outcome) for outcome in others if outcome.storage.weights == storage.weights)
     rows = [_row(situation, "weights", storage.weights, features.weights, larger or fits)]
@@ -149,30 +151,64 @@ def _row(situation: Situation, feature: str, value: str, asked: str | bool, reas
     )
 
 
-def _weights(situation: Situation, dtype: str) -> tuple[list[str], str]:
-    """Storages to try in order, and why int8 is not among them."""
+def _weights(situation: Situation, dtype: str, geometry: Geometry) -> tuple[list[str], str]:
+    """Storages to try in order, and why there are no smaller ones."""
     asked = situation.config.features.weights
-    missing = INT8_PACKAGE not in situation.facts.packages
-    if asked == "int8" and situation.config.method == "full":
-        raise situation.refuse(
-            "features.weights", "an int8 base cannot be trained", "use method: lora, or bf16"
-        )
-    if asked == "int8" and missing:
-        raise situation.refuse(
-            "features.weights",
-            f"int8 needs {INT8_PACKAGE}, which is not installed",
-            f"pip install {INT8_PACKAGE}",
-        )
+    if geometry.stored_as:
+        return [_stored(situation, geometry)], f"the checkpoint is stored in {geometry.stored_as}"
+    if asked in QUANTIZED:
+        _require_quantizable(situation, asked)
     if asked != "auto":
         return [asked], f"features.weights is {asked} ({situation.source('features.weights')})"
     if situation.config.method == "full":
-        return [dtype], "int8 is for method: lora only"
+        return [dtype], "int8 and nf4 are for method: lora only"
+    missing = {kind: _missing(situation, kind) for kind in QUANTIZED}
+    usable = [kind for kind in QUANTIZED if not missing[kind]]
+    return [dtype, *usable], "; ".join(reason for reason in missing.values() if reason)
+
+
+def _stored(situation: Situation, geometry: Geometry) -> str:
+    """The storage of a checkpoint that is quantised already; only it or `auto` may be asked for."""
+    asked, kind = situation.config.features.weights, geometry.stored_as
+    component = next(part.name for part in geometry.components if part.role == "trained")
+    folder = situation.config.model.pretrained_model_name_or_path
+    config = "/".join(filter(None, (folder, component, "config.json")))
+    if asked not in ("auto", kind):
+        raise situation.refuse(
+            "features.weights",
+            f"{config} says that the weights are stored in {kind}, so they cannot be had in {asked}",
+            "leave features.weights out, or use the model's full-precision files",
+        )
+    if situation.config.method == "full":
+        raise situation.refuse(
+            "method",
+            f"{config} says that the weights are stored in {kind}, which cannot be trained",
+            "use method: lora, or the model's full-precision files",
+        )
+    missing = _missing(situation, kind)
     if missing:
-        return [dtype], f"int8 needs {INT8_PACKAGE}, which is not installed"
-    return [dtype, "int8"], ""
+        raise situation.refuse("features.weights", f"{config}: {missing}", _INSTALL[kind])
+    return kind
 
 
-def _candidates(situation: Situation, dtype: str, weights: Sequence[str]) -> Iterator[Storage]:
+def _require_quantizable(situation: Situation, kind: str) -> None:
+    if situation.config.method == "full":
+        what = f"an {kind} base cannot be trained"
+        raise situation.refuse("features.weights", what, "use method: lora, or bf16")
+    missing = _missing(situation, kind)
+    if missing:
+        raise situation.refuse("features.weights", missing, _INSTALL[kind])
+
+
+def _missing(situation: Situation, kind: str) -> str:
+    """Why a quantised storage cannot be had on this machine; empty where it can."""
+    package = PACKAGES[kind]
+    return "" if package in situation.facts.packages else f"{kind} needs {package}, which is not installed"
+
+
+def _candidates(
+    situation: Situation, dtype: str, weights: Sequence[str], *, stored: bool
+) -> Iterator[Storage]:
     """All combinations that were not excluded by the user, the fastest first."""
     config, features = situation.config, situation.config.features
     checkpointing = [True] if situation.profile.prefer_checkpointing else [False, True]
@@ -191,6 +227,7 @@ def _candidates(situation: Situation, dtype: str, weights: Sequence[str]) -> Ite
                     tiling=tiled,
                     previews=bool(config.validation.prompts),
                     random_weights=config.model.weights == "random",
+                    stored=stored,
                 )
 
 

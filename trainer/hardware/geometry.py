@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trainer.errors import AccessError
+from trainer.errors import AccessError, ConfigError
 
 Shapes = Mapping[str, tuple[int, ...]]
 Role = Literal["trained", "text_encoder", "vae"]
@@ -44,9 +44,9 @@ class Geometry:
     lora_parameters: int
     """Parameters that the adapter adds for the run's rank and targets; 0 for `method: full`."""
     quantized_parameters: int
-    """Parameters of linear weights that an int8 base would store in one byte."""
+    """Parameters of linear weights that an int8 or nf4 base would hold quantised, or that are stored so."""
     quantized_rows: int
-    """Output rows of those weights: one scale each."""
+    """Output rows of those weights: one scale each in int8."""
     activation_bytes: int
     """Saved for backward in one micro-batch without activation checkpointing."""
     activation_bytes_checkpointed: int
@@ -63,11 +63,25 @@ class Geometry:
     """The same with tiling."""
     attention_shape_class: str = ""
     """Key of the probe's verdicts: heads, head width and tokens of the run."""
+    stored_as: str = ""
+    """`nf4` where the checkpoint of the trained component is quantised already; nothing else can be read."""
+    stored_bytes: int = 0
+    """Bytes of its quantised weights with their scales, as they are in the files."""
 
 
 TABLES = Path(__file__).parent / "tables"
 # a header of a real model has some 100 kB; safetensors itself refuses more than this
 _MAX_HEADER_BYTES = 100_000_000
+# bitsandbytes' names: `<layer>.weight` is packed, these lie beside it, the last as JSON with the true shape
+_NF4_STATE = ".quant_state.bitsandbytes__nf4"
+_NF4_BESIDE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _NF4_STATE)
+# what a component's config.json must say to be read; older files leave the last out
+_NF4_CONFIG: dict[str, Any] = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": "uint8",
+}
 
 
 def component_shapes(
@@ -97,11 +111,82 @@ def component_shapes(
 
 
 def header_shapes(folder: Path) -> Shapes:
-    """Name and shape of every tensor in the folder's .safetensors files; no tensor data is read."""
-    shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        shapes.update({name: tuple(entry["shape"]) for name, entry in _header(file).items()})
+    """Name and shape of every tensor in the folder's .safetensors files.
+
+    Weights that are packed in nf4 have their true shape, which some bytes of each file's data state; no other
+    data is read.
+    """
+    files = _headers(folder)
+    shapes = {name: tuple(entry["shape"]) for header in files.values() for name, entry in header.items()}
+    for file, header in files.items():
+        for name, entry in header.items():
+            if name.endswith(_NF4_STATE):
+                weight = name.removesuffix(_NF4_STATE)
+                for ending in _NF4_BESIDE:
+                    shapes.pop(weight + ending, None)
+                shapes[weight] = _packed_shape(file, entry)
     return shapes
+
+
+def stored_as(folder: Path) -> str:
+    """`nf4` where the component's config.json says that its files hold 4-bit weights, else empty.
+
+    Raises ConfigError for any other quantisation: such weights cannot be trained on.
+    """
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text()).get("quantization_config")
+    except (OSError, ValueError) as error:
+        raise AccessError(f"the component's config cannot be read ({error})", where=str(path)) from error
+    if not found:
+        return ""
+    said = {"bnb_4bit_quant_storage": "uint8", **found}
+    differing = [key for key, value in _NF4_CONFIG.items() if said.get(key) != value]
+    if differing:
+        kind = ", ".join(f"{key} {said.get(key, 'missing')}" for key in differing)
+        raise ConfigError(
+            f"the weights are stored quantised in a way that cannot be trained on ({kind})",
+            where=str(path),
+            remedy="use the model's full-precision files, or nf4 ones of bitsandbytes",
+        )
+    return "nf4"
+
+
+def packed_tensors(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Names of the tensors that each linear's nf4 weight is stored in, by the linear's name.
+
+    Raises AccessError where there are none, or a packed weight without its scales.
+    """
+    names = {name for header in _headers(folder).values() for name in header}
+    weights = sorted(name.removesuffix(_NF4_STATE) for name in names if name.endswith(_NF4_STATE))
+    needed = [weight + ending for weight in weights for ending in ("", ".absmax", ".quant_map")]
+    missing = [name for name in needed or [f"*{_NF4_STATE}"] if name not in names]
+    if missing:
+        raise AccessError(
+            f"weights are said to be stored in nf4, but there is no tensor {missing[0]}",
+            where=str(folder),
+            remedy="the download may be incomplete: run `trainer fetch` again",
+        )
+    return {
+        weight.removesuffix(".weight"): (
+            weight,
+            *(weight + ending for ending in _NF4_BESIDE if weight + ending in names),
+        )
+        for weight in weights
+    }
+
+
+def packed_size(folder: Path) -> tuple[int, int]:
+    """(parameters, bytes with scales and tables) of the weights that the folder's files hold in nf4."""
+    shapes = header_shapes(folder)
+    sizes = {
+        name: entry["data_offsets"][1] - entry["data_offsets"][0]
+        for header in _headers(folder).values()
+        for name, entry in header.items()
+    }
+    stored = packed_tensors(folder)
+    parameters = sum(math.prod(shapes[f"{linear}.weight"]) for linear in stored)
+    return parameters, sum(sizes[name] for names in stored.values() for name in names)
 
 
 def read_table(path: Path) -> dict[str, Shapes]:
@@ -158,7 +243,7 @@ def lora_parameters(shapes: Shapes, pattern: str, rank: int) -> int:
 
 
 def quantizable(shapes: Shapes, high_precision: Sequence[str]) -> tuple[int, int]:
-    """(parameters, output rows) of the linear weights that an int8 base stores in one byte."""
+    """(parameters, output rows) of the linear weights that an int8 or nf4 base holds quantised."""
     keep = [re.compile(pattern) for pattern in high_precision]
     sizes = [
         size
@@ -166,6 +251,10 @@ def quantizable(shapes: Shapes, high_precision: Sequence[str]) -> tuple[int, int
         if not any(pattern.fullmatch(name) for pattern in keep)
     ]
     return sum(rows * columns for rows, columns in sizes), sum(rows for rows, _ in sizes)
+
+
+def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
+    return {file: _header(file) for file in sorted(folder.glob("*.safetensors"))}
 
 
 def _header(file: Path) -> dict[str, Any]:
@@ -184,3 +273,19 @@ def _header(file: Path) -> dict[str, Any]:
         ) from error
     header.pop("__metadata__", None)
     return header
+
+
+def _packed_shape(file: Path, entry: Mapping[str, Any]) -> tuple[int, ...]:
+    """The true shape of a packed weight, from the JSON that bitsandbytes stores as a tensor."""
+    begin, end = entry["data_offsets"]
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            stream.seek(8 + length + begin)
+            return tuple(json.loads(stream.read(end - begin))["shape"])
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise AccessError(
+            f"the shape of a packed weight cannot be read ({error})",
+            where=str(file),
+            remedy="delete it and run `trainer fetch`",
+        ) from error

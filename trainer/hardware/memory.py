@@ -10,11 +10,17 @@ from trainer.hardware.plan import MemoryRow
 
 GIB = 1024**3
 VALUE_BYTES = {"bf16": 2, "fp32": 4}
+QUANTIZED = ("int8", "nf4")
+"""Storages of a frozen base, the more precise first."""
 # CUDA context with its loaded kernels, and workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond
 # torch's own
 _CUDA_OVERHEAD_BYTES = int(0.75 * GIB)
 # share of all else that the caching allocator holds in blocks it cannot hand out
 _FRAGMENTATION = 0.02
+# nf4 has one byte of scale a block of values, and one fp32 scale a block of those; code tables and offset of
+# each weight are tiny, but the allocator gives out 512 bytes at least
+_NF4_BLOCK, _NF4_OUTER_BLOCK = 64, 256
+_NF4_TABLE_BYTES = 2048
 # resident size of Python with torch, diffusers and transformers imported
 _PROCESS_BYTES = 1 * GIB
 
@@ -32,6 +38,8 @@ class Storage:
     previews: bool
     random_weights: bool
     """A random base is built in `dtype` on the device before it is quantised."""
+    stored: bool = False
+    """The checkpoint holds `weights` as they are: no choice."""
 
     @property
     def value_bytes(self) -> int:
@@ -76,6 +84,12 @@ _STATE: dict[tuple[str, str], StateBytes] = {
 }
 
 
+def state_bytes(method: str, dtype: str) -> int:
+    """Bytes that one trained parameter takes: its weights, gradients and the optimizer's state."""
+    state = _STATE[method, dtype]
+    return state.weights + state.gradients + state.optimizer
+
+
 def total(rows: Sequence[MemoryRow]) -> int:
     """Sum of the rows in bytes."""
     return sum(row.bytes for row in rows)
@@ -95,13 +109,18 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     ]
     if storage.method == "lora":
         rows.insert(0, _base_row(storage, geometry, trained))
-    if storage.weights == "int8":
-        rows += _int8_extra(storage, geometry, trained, rows)
+    if storage.weights in QUANTIZED:
+        rows += _quantized_extra(storage, geometry, trained, rows)
     return (*rows, *_overhead(storage, rows))
 
 
 def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[MemoryRow, ...]]:
-    """Rows of the two stages of caching: all text encoders together, and after them the VAE."""
+    """Rows of the stages of caching: all text encoders together, and after them the VAE.
+
+    A language model has neither, and one stage that makes tokens of text.
+    """
+    if not any(component.role != "trained" for component in geometry.components):
+        return {"tokens": _overhead(storage, ())}
     vae_peak = geometry.vae_bytes_peak_tiled if storage.tiling else geometry.vae_bytes_peak
     # latents are encoded in fp32 whatever the run computes in; the geometry's peak is that of the run's type
     vae_peak = vae_peak * VALUE_BYTES["fp32"] // storage.value_bytes
@@ -141,16 +160,31 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int) -> int
 
 def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
     size = storage.value_bytes
-    if storage.weights != "int8":
+    if storage.weights not in QUANTIZED:
         return MemoryRow(
             name="base weights", bytes=trained * size, detail=f"{_count(trained)}, {storage.weights}"
         )
-    kept = trained - geometry.quantized_parameters
+    packed, kept = geometry.quantized_parameters, trained - geometry.quantized_parameters
+    quantized = packed + geometry.quantized_rows * size if storage.weights == "int8" else _nf4_bytes(geometry)
     return MemoryRow(
         name="base weights",
-        bytes=geometry.quantized_parameters + (geometry.quantized_rows + kept) * size,
-        detail=f"{_count(geometry.quantized_parameters)} in int8, {_count(kept)} in {storage.dtype}",
+        bytes=quantized + kept * size,
+        detail=f"{_count(packed)} in {storage.weights}, {_count(kept)} in {storage.dtype}",
     )
+
+
+def _nf4_bytes(geometry: Geometry) -> int:
+    """Half a byte a value, with double quantised scales; or what the checkpoint's files hold."""
+    tables = sum(len(sizes) for sizes in _trained_matrices(geometry)) * _NF4_TABLE_BYTES
+    if geometry.stored_bytes:
+        return geometry.stored_bytes + tables
+    count = geometry.quantized_parameters
+    scales = count // _NF4_BLOCK
+    return count // 2 + scales + scales // _NF4_OUTER_BLOCK * 4 + tables
+
+
+def _trained_matrices(geometry: Geometry) -> list[dict[str, tuple[int, int]]]:
+    return [linear_weights(part.shapes) for part in geometry.components if part.role == "trained"]
 
 
 def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
@@ -170,16 +204,20 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
     return MemoryRow(name="activations", bytes=training, detail=f"{detail}; previews need less")
 
 
-def _int8_extra(
+def _quantized_extra(
     storage: Storage, geometry: Geometry, trained: int, rows: Sequence[MemoryRow]
 ) -> list[MemoryRow]:
-    """quanto multiplies with an unpacked copy of one weight; a random base exists in full before that."""
-    weights = [linear_weights(part.shapes) for part in geometry.components if part.role == "trained"]
-    largest = max((out * into for sizes in weights for out, into in sizes.values()), default=0)
+    """Both libraries multiply with an unpacked copy of one weight; a random base exists in full before that.
+
+    nf4's scales are unpacked to fp32 beside it. Its layers keep no inputs for backward, those of int8 do.
+    """
+    matrices = _trained_matrices(geometry)
+    largest = max((out * into for sizes in matrices for out, into in sizes.values()), default=0)
+    scales = largest // _NF4_BLOCK * 4 if storage.weights == "nf4" else 0
     extra = [
         MemoryRow(
-            name="int8 unpacked",
-            bytes=largest * storage.value_bytes,
+            name=f"{storage.weights} unpacked",
+            bytes=largest * storage.value_bytes + scales,
             detail="one weight at a time, transient",
         )
     ]

@@ -7,31 +7,38 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
+from trainer.hardware.fit import DoesNotFitError
+from trainer.hardware.memory import QUANTIZED
 
 Change = tuple[str, Any]
 """Dotted key and the value to write."""
 _RESOLUTIONS = (1024, 768, 512)
+_SMALLER = {"fp32": QUANTIZED, "bf16": QUANTIZED, "int8": ("nf4",)}
 
 
 def nearest_fit(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str:
     """One sentence: the changes that make the run fit, or that none of those tried does.
 
-    `peak_of` plans a changed configuration, returns its peak in words, and raises HardwareError where it
-    does not fit either. Single changes come first, then the same ones added up.
+    `peak_of` plans a changed configuration, returns its peak in words, and raises DoesNotFitError where it
+    does not fit either. Single changes come first, then the same ones added up; one that this machine refuses
+    for another reason is in no sum.
     """
-    changes = list(_changes(config))
-    fitting = []
-    for change in changes:
-        peak = _try(_apply(config, (change,)), peak_of)
-        if peak is not None:
-            fitting.append(f"{_text((change,))} ({peak})")
+    changes, fitting = [], []
+    for change in _changes(config):
+        try:
+            fitting.append(f"{_text((change,))} ({peak_of(_apply(config, (change,)))})")
+        except DoesNotFitError:
+            changes.append(change)
+        except HardwareError:
+            continue
     if fitting:
         return "fits with " + ", or ".join(fitting)
     for count in range(2, len(changes) + 1):
         together = _latest(changes[:count])
-        peak = _try(_apply(config, together), peak_of)
-        if peak is not None:
-            return f"fits with {_text(together)} ({peak})"
+        try:
+            return f"fits with {_text(together)} ({peak_of(_apply(config, together))})"
+        except HardwareError:
+            continue
     return "no batch size, resolution or storage that was tried fits: use a machine with more memory"
 
 
@@ -39,8 +46,9 @@ def _changes(config: RunConfig) -> Iterator[Change]:
     """Changes to try, from the least to the most painful."""
     if config.features.activation_checkpointing is False:
         yield "features.activation_checkpointing", True
-    if config.method == "lora" and config.features.weights in ("bf16", "fp32"):
-        yield "features.weights", "int8"
+    if config.method == "lora":
+        for storage in _SMALLER.get(config.features.weights, ()):
+            yield "features.weights", storage
     if config.train.train_batch_size > 1:
         yield "train.train_batch_size", 1
     if config.features.vae_tiling is False:
@@ -66,13 +74,6 @@ def _apply(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
         changed = vars(config)[section].model_copy(update={field: value})
         config = config.model_copy(update={section: changed})
     return config
-
-
-def _try(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str | None:
-    try:
-        return peak_of(config)
-    except HardwareError:
-        return None
 
 
 def _text(changes: tuple[Change, ...]) -> str:

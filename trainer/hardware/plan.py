@@ -34,9 +34,9 @@ class Plan:
     device: str
     """`cuda` or `cpu`."""
     dtype: str
-    """`bf16` or `fp32`: compute type, and storage of the base unless `weights` says int8."""
+    """`bf16` or `fp32`: compute type, and storage of the base unless `weights` says int8 or nf4."""
     weights: str
-    """`bf16`, `fp32` or `int8`."""
+    """`bf16`, `fp32`, `int8` or `nf4`."""
     attention: str
     """`flash`, `cudnn`, `efficient`, `math` or `native`."""
     activation_checkpointing: bool

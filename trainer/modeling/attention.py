@@ -51,6 +51,9 @@ def attention(
     `contiguous` lays tensors and the output's gradient out as (B, heads, tokens, width) in memory. Raises
     RuntimeError when the kernel does not take the inputs.
     """
+    if kernel == "cudnn" and key.shape[1] == 1:
+        # cuDNN takes no single key: all weight is on it, as in a caption of one token
+        return value.expand(-1, query.shape[1], -1, -1)
     query, key, value = (tensor.permute(0, 2, 1, 3) for tensor in (query, key, value))
     if contiguous:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
@@ -62,7 +65,14 @@ def attention(
 
 
 def set_attention(model: Any, kernel: str) -> None:
-    """Make every attention layer of a diffusers model use the plan's kernel."""
+    """Make every attention layer use the plan's kernel; language models read several samples in one row."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        from trainer.modeling.packed import set_packed_attention
+
+        set_packed_attention(model, kernel)
+        return
     if kernel == "cudnn":
         _make_cudnn_safe()
     model.set_attention_backend(BACKENDS[kernel])

@@ -81,6 +81,16 @@ def add_lora(model: Any, *, rank: int, alpha: float, pattern: str, seed: int, de
             assert parameter.requires_grad, name
 
 
+def remove_lora(model: Any) -> None:
+    """Take the adapter off; the two libraries call it differently."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        model.delete_adapter(ADAPTER)
+    else:
+        model.delete_adapters(ADAPTER)
+
+
 def adapter_state(model: Any) -> dict[str, torch.Tensor]:
     """peft's adapter tensors by name (`<module>.lora_A.weight`), contiguous, on the CPU."""
     from peft import get_peft_model_state_dict

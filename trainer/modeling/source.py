@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
 
 _KEY = "model.pretrained_model_name_or_path"
-_CONFIG_FILES = ("*.json", "*.txt", "*.model")
+_CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 _WEIGHT_FILE = "*.safetensors"
 _PICKLED_FILES = ("*.bin", "*.pt", "*.ckpt", "*.msgpack")
 # other weights differ in these blocks; reading tens of gigabytes at every start would take minutes
@@ -75,7 +75,18 @@ def local_folder(config: RunConfig) -> Path | None:
             where=_KEY,
             remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME)",
         )
-    return hub.cached(name, config.model.revision, ["model_index.json"])
+    # a language model's folder has a config.json in place of the index of its parts
+    for index in ("model_index.json", "config.json"):
+        folder = hub.cached(name, config.model.revision, [index])
+        if folder is not None:
+            return folder
+    return None
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Files of a language model's folder that belong to its tokenizer and to generation."""
+    found = sorted(path for kind in _CONFIG_FILES for path in folder.glob(kind))
+    return [path for path in found if path.name != "config.json" and not path.name.endswith(".index.json")]
 
 
 def resolve_source(
@@ -181,7 +192,12 @@ def _from_hub(
 def _patterns(components: Sequence[str], weights: str) -> list[str]:
     """Files to download: never pickled weights, and none at all for random ones."""
     kinds = _CONFIG_FILES if weights == "random" else (*_CONFIG_FILES, _WEIGHT_FILE)
-    return ["model_index.json", *(f"{component}/{kind}" for component in components for kind in kinds)]
+    return ["model_index.json", *(_inside(component, kind) for component in components for kind in kinds)]
+
+
+def _inside(component: str, name: str) -> str:
+    """A path in the repository; the component of an empty name is the repository itself."""
+    return f"{component}/{name}" if component else name
 
 
 def _require_complete(

@@ -47,6 +47,8 @@ class EventLog:
             "speed/samples_per_second": record.samples_per_second,
             "memory/device_peak_gib": record.device_memory_peak_bytes / 1024**3,
         }
+        if record.tokens_per_second is not None:
+            values["speed/tokens_per_second"] = record.tokens_per_second
         if record.validation_loss is not None:
             values["validation/loss"] = record.validation_loss
         self._write(record.step, scalars_summary(values))

@@ -54,7 +54,9 @@ def step_line(record: StepRecord, *, total: int) -> str:
         f"lr {record.learning_rate:.2e}",
         f"grad {record.grad_norm:.3f}",
         f"{record.seconds_per_step:.3f} s/step",
-        f"{record.samples_per_second:.2f} samples/s",
+        f"{record.samples_per_second:.2f} samples/s"
+        if record.tokens_per_second is None
+        else f"{record.tokens_per_second:.0f} tokens/s",
     ]
     if record.device_memory_peak_bytes:
         parts.append(f"peak {record.device_memory_peak_bytes / _GIB:.1f} GiB")

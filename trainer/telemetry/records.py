@@ -39,6 +39,8 @@ class StepRecord:
     """Before clipping."""
     seconds_per_step: float
     samples_per_second: float
+    tokens_per_second: float | None = None
+    """Only for language models."""
     device_memory_peak_bytes: int = 0
     """Highest allocation so far; 0 on a CPU."""
     device_memory_reserved_bytes: int = 0

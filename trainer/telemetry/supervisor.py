@@ -83,8 +83,7 @@ def supervise(
             limits=limits,
             console=sys.stderr if console is None else console,
         )
-        # The first beat is ours, and comes before the first question: a child that cannot even import its modules
-        # is found out as well.
+        # The first beat is ours, before the first question: a child that cannot even import is found out too.
         StatusWriter(runtime_dir).beat(Phase.LOAD)
         with contextlib.ExitStack() as stack:
             try:

@@ -120,8 +120,17 @@ KEYS: dict[str, Bad] = {
     "key in a set": changed(
         "    - img_dir: images",
         "    - img_dirs: images",
-        ("c.yaml:6", "`data.sets.0.img_dir` is missing", "add `img_dir"),
         ("c.yaml:6", "unknown key `data.sets.0.img_dirs`", "did you mean `img_dir`?"),
+    ),
+    "set of nothing": changed(
+        "    - img_dir: images",
+        "    - repeats: 2",
+        ("c.yaml:6", "`data.sets.0.img_dir` is missing", "add `img_dir"),
+    ),
+    "set of two kinds": changed(
+        "    - img_dir: images",
+        "    - img_dir: images\n      chat_file: chats.jsonl",
+        ("c.yaml:7", "`data.sets.0` has both `img_dir` and `chat_file`", "make it two sets"),
     ),
     "no family": changed(
         "family: flux1_dev", "method: lora", ("c.yaml", "`family` is missing", "trainer families")
@@ -360,7 +369,7 @@ def test_place_and_remedy(
 def test_all_mistakes_of_all_layers_come_together(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = GOOD.replace("flux1_dev", "flux2_dev") + "train:\n  sed: 1\n  lr_warmup_steps: 9999\n  seed: x\n"
+    text = GOOD.replace("flux1_dev", "flux9_dev") + "train:\n  sed: 1\n  lr_warmup_steps: 9999\n  seed: x\n"
     case = Bad(
         text=text, arguments=("--set", "lora.rnk=1"), environ={"TRAINER__LORA__RANK": "0"}, problems=()
     )

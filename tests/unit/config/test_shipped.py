@@ -73,6 +73,12 @@ def test_schema_json_is_current(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == current, "run: make docs"
 
 
+def test_table_of_families_is_current(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["families", "--markdown"]) == 0
+    current = (FOLDER.parent / "docs" / "families.md").read_text(encoding="utf-8")
+    assert capsys.readouterr().out == current, "run: make docs"
+
+
 def _as_editors_read(text: str) -> object:
     """YAML 1.2, where 1e-4 is a number."""
     loader = type("Loader", (yaml.SafeLoader,), {})

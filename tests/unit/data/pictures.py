@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from trainer.config.schema import ImageSet
+from trainer.config.schema import DataSet
 from trainer.data.records import ImageRecord
 from trainer.data.scan import scan_images
 
@@ -52,7 +52,7 @@ def scan(
     progress: Callable[[int, int], None] | None = None,
 ) -> tuple[ImageRecord, ...]:
     """Scan folders as sets of one run; the first set has one repeat, the next one two."""
-    sets = [ImageSet(img_dir=folder, repeats=index + 1) for index, folder in enumerate(folders)]
+    sets = [DataSet(img_dir=folder, repeats=index + 1) for index, folder in enumerate(folders)]
     return scan_images(sets, resolution=resolution, multiple=16, trigger_word=trigger_word, progress=progress)
 
 

@@ -27,7 +27,8 @@ def sampler(
         list(map(str, keys)),
         list(map(str, dropped_keys or keys)),
         repeats or [1] * len(keys),
-        batch_size=batch_size,
+        sizes=[1] * len(keys),
+        capacity=batch_size,
         caption_dropout_rate=rate,
         seed=seed,
     )

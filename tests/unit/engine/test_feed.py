@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,13 +15,19 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from trainer.config.schema import FlowSection
 from trainer.data.cache import Cache, DamagedEntryError, entry_key
+from trainer.data.fill import LatentsEntry, TextEntry
 from trainer.engine import feed
 from trainer.engine.entries import Entries, load_batch
 from trainer.families import get
 from trainer.families.flow import FlowSettings, draw_samples, sample_seed
 
 SAMPLES, BATCH = 23, 4
-SETTINGS = FlowSettings(sigmas=torch.linspace(1.0, 0.001, 1001), flow=FlowSection(), seed=5)
+SETTINGS = FlowSettings(
+    sigmas=torch.linspace(1.0, 0.001, 1001),
+    flow=FlowSection(),
+    seed=5,
+    scheduler={"use_dynamic_shifting": False},
+)
 
 
 def key(kind: str, name: object) -> str:
@@ -40,10 +47,10 @@ def entries(tmp_path: Path) -> Entries:
     return Entries(
         cache=cache,
         records=(record,) * SAMPLES,
-        text_keys=tuple(key("text", number) for number in range(SAMPLES)),
-        latent_keys=tuple(key("latents", number) for number in range(SAMPLES)),
-        empty_key=key("text", ""),
-        prompt_keys=(),
+        texts=tuple(TextEntry(key=key("text", n), caption=str(n)) for n in range(SAMPLES)),
+        empties=(TextEntry(key=key("text", ""), caption=""),) * SAMPLES,
+        latents=tuple(LatentsEntry(key=key("latents", n), record=record) for n in range(SAMPLES)),
+        prompts=(),
     )
 
 
@@ -68,7 +75,7 @@ def one_by_one(context: Any, entries: Entries, start: int, stop: int) -> Iterato
     for number in range(start, stop):
         samples = sampler.micro_batch(number).samples
         pairs = [(sample.record, sample.dropped) for sample in samples]
-        batch = load_batch(entries, pairs, dtype=context.dtype, pin_memory=False)
+        batch = load_batch(context, entries, pairs, pin_memory=False)
         yield values(batch, draw_samples(SETTINGS, [sample.position for sample in samples], (4, 6, 8)))
 
 
@@ -132,7 +139,7 @@ def test_room_is_a_share_of_what_the_plan_leaves(context: Any, monkeypatch: pyte
 @pytest.mark.parametrize("shape", [(4, 4, 4), (3, 5, 7), (1, 1, 3)])
 @pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"])
 def test_a_draw_is_that_of_the_samples_own_generator(scheme: Any, shape: tuple[int, ...]) -> None:
-    settings = FlowSettings(sigmas=SETTINGS.sigmas, flow=FlowSection(weighting_scheme=scheme), seed=9)
+    settings = dataclasses.replace(SETTINGS, flow=FlowSection(weighting_scheme=scheme), seed=9)
     positions = [7, 0, 1_000_003]
     draw = draw_samples(settings, positions, shape)
     for row, position in enumerate(positions):

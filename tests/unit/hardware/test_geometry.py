@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.errors import AccessError
+from trainer.errors import AccessError, ConfigError
 from trainer.families import get
 from trainer.hardware.geometry import (
     TABLES,
@@ -18,8 +18,11 @@ from trainer.hardware.geometry import (
     component_shapes,
     header_shapes,
     lora_parameters,
+    packed_size,
+    packed_tensors,
     quantizable,
     read_table,
+    stored_as,
 )
 
 ROLES: dict[str, Role] = {
@@ -103,3 +106,80 @@ def test_compact_tables_lose_nothing(tmp_path: Path) -> None:
     assert ("blocks.{i}.to_q.weight", [4, 4], 3) in rows
     (tmp_path / "t.json").write_text(json.dumps({"components": {"x": rows}}))
     assert read_table(tmp_path / "t.json")["x"] == shapes
+
+
+def write_packed(folder: Path) -> None:
+    """A linear of (6, 4) and its bias as bitsandbytes packs them, in two shards; one norm."""
+    import torch
+    from safetensors.torch import save_file
+
+    from trainer.modeling.quantize import replacer
+
+    replace = replacer("nf4", (), torch.bfloat16)
+    assert replace is not None
+    layer = replace("a", torch.nn.Linear(64, 6, dtype=torch.bfloat16))
+    assert layer is not None
+    state = {f"a.{name}": value.contiguous() for name, value in layer.state_dict().items()}
+    first = {name: state.pop(name) for name in ("a.weight", "a.bias", "a.weight.absmax")}
+    folder.mkdir()
+    save_file({**first, "norm.weight": torch.zeros(4)}, folder / "m-1.safetensors")
+    save_file(state, folder / "m-2.safetensors")
+
+
+def test_packed_weights_have_their_true_shape(tmp_path: Path) -> None:
+    folder = tmp_path / "transformer"
+    write_packed(folder)
+    assert header_shapes(folder) == {"a.weight": (6, 64), "a.bias": (6,), "norm.weight": (4,)}
+    assert {name.removeprefix("a.weight") for name in packed_tensors(folder)["a"]} == {
+        "",
+        ".absmax",
+        ".quant_map",
+        ".nested_absmax",
+        ".nested_quant_map",
+        ".quant_state.bitsandbytes__nf4",
+    }
+    parameters, size = packed_size(folder)
+    assert parameters == 6 * 64
+    # packed values, scales, scale of the scales, two tables, and the text that states the shape
+    assert 6 * 32 + 6 + 4 + 16 * 4 + 256 * 4 < size < 6 * 32 + 6 + 4 + 16 * 4 + 256 * 4 + 250
+
+
+def test_packed_weights_that_are_incomplete_are_named(tmp_path: Path) -> None:
+    folder = tmp_path / "transformer"
+    write_packed(folder)
+    (folder / "m-1.safetensors").unlink()
+    with pytest.raises(AccessError, match=r"no tensor a\.weight"):
+        packed_tensors(folder)
+    (folder / "m-2.safetensors").unlink()
+    with pytest.raises(AccessError, match=r"no tensor \*\.quant_state\.bitsandbytes__nf4"):
+        packed_tensors(folder)
+
+
+NF4 = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+
+
+@pytest.mark.parametrize(
+    ("quantization", "reason"),
+    [
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True, "load_in_4bit": False}, "load_in_4bit False"),
+        ({**NF4, "bnb_4bit_quant_type": "fp4"}, "bnb_4bit_quant_type fp4"),
+        ({**NF4, "bnb_4bit_quant_storage": "bfloat16"}, "bnb_4bit_quant_storage bfloat16"),
+        ({"quant_method": "torchao"}, "quant_method torchao"),
+    ],
+)
+def test_other_quantisations_are_refused(tmp_path: Path, quantization: object, reason: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": quantization}))
+    with pytest.raises(ConfigError, match=rf"config\.json: .*{reason}"):
+        stored_as(tmp_path)
+
+
+def test_nf4_and_full_precision_are_told_apart(tmp_path: Path) -> None:
+    from diffusers import BitsAndBytesConfig
+
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    assert stored_as(tmp_path) == ""
+    written = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4").to_dict()
+    for quantization in (NF4, written):
+        path.write_text(json.dumps({"quantization_config": quantization}))
+        assert stored_as(tmp_path) == "nf4"

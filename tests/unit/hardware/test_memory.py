@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from tests.unit.hardware.conftest import GIB
@@ -89,6 +91,50 @@ def test_int8_halves_what_can_be_quantised(geometry: Geometry) -> None:
     found = rows(storage(weights="int8", checkpointing=True), geometry)
     assert found["base weights"] == GIB + 2 * GIB
     assert "while building" not in found
+
+
+def test_nf4_takes_half_a_byte_and_its_scales(geometry: Geometry) -> None:
+    found = rows(storage(weights="nf4", checkpointing=True), geometry)
+    scales = GIB // 64 + GIB // 64 // 256 * 4
+    assert found["base weights"] == GIB // 2 + scales + 2 * GIB
+    assert found["activations"] == geometry.activation_bytes_checkpointed
+    assert "while building" not in found
+
+
+def test_nf4_layers_keep_no_inputs_for_backward(geometry: Geometry) -> None:
+    assert rows(storage(weights="nf4"), geometry)["activations"] == geometry.activation_bytes
+    assert rows(storage(weights="int8"), geometry)["activations"] == geometry.activation_bytes_int8
+
+
+def test_nf4_bytes_are_those_of_a_real_layer() -> None:
+    import torch
+
+    from trainer.hardware.geometry import ComponentGeometry
+    from trainer.modeling.quantize import replacer
+
+    replace = replacer("nf4", (), torch.bfloat16)
+    assert replace is not None
+    layer = replace("layer", torch.nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16))
+    assert layer is not None
+    tensors = {name: value for name, value in layer.state_dict().items() if "quant_state" not in name}
+    real = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    part = ComponentGeometry(name="t", role="trained", shapes={"layer.weight": (1024, 512)}, source="test")
+    geometry = Geometry(
+        components=(part,),
+        lora_parameters=0,
+        quantized_parameters=1024 * 512,
+        quantized_rows=1024,
+        activation_bytes=0,
+        activation_bytes_checkpointed=0,
+        activation_bytes_int8=0,
+        activation_bytes_checkpointed_int8=0,
+    )
+    assert real <= rows(storage(weights="nf4"), geometry)["base weights"] <= real + 2048
+
+
+def test_a_stored_base_has_the_bytes_of_its_files(geometry: Geometry) -> None:
+    stored = dataclasses.replace(geometry, stored_as="nf4", stored_bytes=GIB)
+    assert rows(storage(weights="nf4", stored=True), stored)["base weights"] == GIB + 2 * GIB
 
 
 def test_a_random_int8_base_peaks_while_it_is_built(geometry: Geometry) -> None:

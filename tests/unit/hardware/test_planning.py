@@ -62,11 +62,12 @@ def test_int8_parameters_are_those_that_quanto_quantises(config: Config, tiny_fl
     import torch
     from diffusers import FluxTransformer2DModel
 
-    from trainer.modeling.quantize import int8_replacer
+    from trainer.modeling.quantize import replacer
 
     geometry = run_geometry(FLUX, config(), model_folder=tiny_flux1_dev, dtype="fp32")
     model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
-    replace = int8_replacer(FLUX.high_precision)
+    replace = replacer("int8", FLUX.high_precision, torch.float32)
+    assert replace is not None
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     replaced = [module for name, module in linears if replace(name, module) is not None]
     assert geometry.quantized_parameters == sum(module.weight.numel() for module in replaced)

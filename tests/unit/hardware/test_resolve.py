@@ -22,8 +22,10 @@ Config = Callable[..., RunConfig]
 
 
 def small(gib: float) -> Facts:
-    """A generic GPU of this size: 93 % of it is the budget."""
-    return with_gpu(machine("a100-80gb"), total_memory_bytes=int(gib * GIB))
+    """A generic GPU of this size: 93 % of it is the budget. bitsandbytes is not installed."""
+    facts = with_gpu(machine("a100-80gb"), total_memory_bytes=int(gib * GIB))
+    packages = {name: version for name, version in facts.packages.items() if name != "bitsandbytes"}
+    return dataclasses.replace(facts, packages=packages)
 
 
 def plan(config: RunConfig, facts: Facts, geometry: Geometry, **options: Any) -> Plan:
@@ -112,6 +114,64 @@ def test_int8_needs_quanto_and_lora(config: Config, geometry: Geometry) -> None:
         plan(config(features__weights="int8"), without, geometry)
     with pytest.raises(HardwareError, match=r"my\.yaml:7: .*cannot be trained"):
         plan(config(method="full", features__weights="int8"), small(80), geometry)
+
+
+def with_bitsandbytes(facts: Facts) -> Facts:
+    return dataclasses.replace(facts, packages={**facts.packages, "bitsandbytes": "0.50.2"})
+
+
+def test_nf4_is_the_last_that_auto_takes(config: Config, geometry: Geometry) -> None:
+    # about 4.5 GiB; the VAE untiled needs more than that in caching
+    found = plan(config(), with_bitsandbytes(small(5.2)), geometry)
+    assert (found.weights, found.activation_checkpointing) == ("nf4", True)
+    reason = row(found, "weights").reason
+    assert "bf16 with activation checkpointing needs" in reason
+    assert "int8 with activation checkpointing needs" in reason
+    assert found.peak_bytes <= found.budget_bytes
+    assert plan(config(), with_bitsandbytes(small(5.9)), geometry).weights == "int8"
+    with pytest.raises(HardwareError, match="nf4 needs bitsandbytes, which is not installed"):
+        plan(config(), small(5.2), geometry)
+
+
+def test_nf4_needs_bitsandbytes_and_lora(config: Config, geometry: Geometry) -> None:
+    asked = config(features__weights="nf4")
+    with pytest.raises(
+        HardwareError, match=r"my\.yaml:7: features\.weights: nf4 needs bitsandbytes"
+    ) as caught:
+        plan(asked, small(80), geometry)
+    assert "pip install 'trainer[nf4]'" in str(caught.value)
+    assert plan(asked, with_bitsandbytes(small(80)), geometry).weights == "nf4"
+    with pytest.raises(HardwareError, match=r"my\.yaml:7: .*an nf4 base cannot be trained"):
+        plan(config(method="full", features__weights="nf4"), with_bitsandbytes(small(80)), geometry)
+
+
+def test_nf4_is_suggested_where_it_can_be_had(config: Config, geometry: Geometry) -> None:
+    def told(facts: Facts, **changes: Any) -> str:
+        with pytest.raises(HardwareError) as caught:
+            plan(config(**changes), facts, geometry, geometry_of=lambda changed, dtype: geometry)
+        return str(caught.value)
+
+    tight = small(5.2)
+    for asked in ("bf16", "int8"):
+        assert "fits with features.weights: nf4" in told(with_bitsandbytes(tight), features__weights=asked)
+    # what is refused alone does not spoil the sums of other changes
+    both = {"features__weights": "bf16", "features__activation_checkpointing": False}
+    assert "activation_checkpointing: true and features.weights: int8" in told(small(5.9), **both)
+
+
+def test_a_checkpoint_in_nf4_decides_the_storage(config: Config, geometry: Geometry) -> None:
+    stored = dataclasses.replace(geometry, stored_as="nf4", stored_bytes=GIB)
+    big = with_bitsandbytes(small(80))
+    found = plan(config(), big, stored)
+    assert found.weights == "nf4"
+    assert row(found, "weights").reason == "the checkpoint is stored so"
+    assert plan(config(features__weights="nf4"), big, stored).weights == "nf4"
+    with pytest.raises(HardwareError, match=r"my\.yaml:7: .*base/transformer/config\.json says .* in int8"):
+        plan(config(features__weights="int8"), big, stored)
+    with pytest.raises(HardwareError, match=r"base/transformer/config\.json .*cannot be trained"):
+        plan(config(method="full"), big, stored)
+    with pytest.raises(HardwareError, match="nf4 needs bitsandbytes"):
+        plan(config(), small(80), stored)
 
 
 def test_spark_prefers_checkpointing_unless_told_otherwise(config: Config, geometry: Geometry) -> None:

@@ -1,0 +1,232 @@
+"""Floor 4: files of conversations as records, every problem of every file found before anything is loaded.
+
+A row is {"messages": [{"role": "user", "content": "..."}, ...]}, or ShareGPT's {"conversations": [{"from":
+"human", "value": "..."}, ...]}; other keys of a row are passed over.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import importlib
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.data.records import ChatRecord
+from trainer.errors import ConfigError, DataError, Problem
+
+if TYPE_CHECKING:
+    from trainer.config.schema import DataSet, RunConfig
+
+MAX_PROBLEMS_SHOWN = 50
+ROLES = ("system", "user", "assistant")
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
+_SHAPE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
+# what a message may hold besides that would change what is learned, by the values that change nothing
+_UNREAD_KEYS: dict[str, tuple[object, ...]] = {
+    "tool_calls": (None, []),
+    "function_call": (None,),
+    "weight": (None, 1),
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Row:
+    """One row of a file, not yet checked: bytes of a line, or an object of a table."""
+
+    set_index: int
+    repeats: int
+    file: Path
+    number: int
+    content: object
+
+    @property
+    def where(self) -> str:
+        return f"{self.file}:{self.number}"
+
+
+class _RowError(Exception):
+    """One row that cannot be used: what is wrong, and what to do."""
+
+    def __init__(self, what: str, remedy: str) -> None:
+        super().__init__(what)
+        self.what = what
+        self.remedy = remedy
+
+
+def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[ChatRecord, ...]:
+    """Records of all conversations of all sets, in order of set and row.
+
+    `progress(done, total)` runs once a row and may raise to stop. Raises one DataError with all problems of
+    all files, and ConfigError for a .parquet file where pyarrow is not installed.
+    """
+    problems: list[Problem] = []
+    rows: list[_Row] = []
+    for index, one in enumerate(config.data.sets):
+        try:
+            rows += _rows(index, one)
+        except DataError as error:
+            problems += error.problems
+    records: list[ChatRecord] = []
+    for done, row in enumerate(rows, start=1):
+        try:
+            records.append(_record(row))
+        except _RowError as error:
+            problems.append(Problem(what=error.what, where=row.where, remedy=error.remedy))
+        if progress is not None:
+            progress(done, len(rows))
+    if problems:
+        hidden = len(problems) - MAX_PROBLEMS_SHOWN
+        more = Problem(
+            what=f"... and {hidden} more problems",
+            remedy="correct those above, then run again to see the rest",
+        )
+        raise DataError([*problems[:MAX_PROBLEMS_SHOWN], *([more] if hidden > 0 else [])])
+    return tuple(records)
+
+
+def _rows(index: int, one: DataSet) -> list[_Row]:
+    """All rows of a set's file; lines are counted from 1 with empty ones, which are passed over."""
+    file = one.chat_file
+    assert file is not None, "the configuration was checked"
+    readers: dict[str, Callable[[Path], Sequence[object]]] = {
+        ".jsonl": _read_lines,
+        ".parquet": _read_parquet,
+    }
+    if file.suffix not in readers:
+        raise DataError(
+            f"{file.name} is neither .jsonl nor .parquet", where=str(file), remedy="convert it to .jsonl"
+        )
+    rows = [
+        _Row(set_index=index, repeats=one.repeats, file=file, number=number, content=content)
+        for number, content in enumerate(readers[file.suffix](file), start=1)
+        if content is not None
+    ]
+    if not rows:
+        raise DataError(
+            "the file holds no conversation", where=str(file), remedy=f"write lines like {_SHAPE}"
+        )
+    return rows
+
+
+def _read_lines(file: Path) -> list[bytes | None]:
+    """The lines, None for an empty one."""
+    try:
+        data = file.read_bytes()
+    except OSError as error:
+        raise _unreadable(file, error) from error
+    if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+        raise DataError("the text is UTF-16, not UTF-8", where=str(file), remedy="save it as UTF-8")
+    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
+    return [line if line.strip() else None for line in lines]
+
+
+def _read_parquet(file: Path) -> list[object]:
+    """The rows as objects. Raises ConfigError where pyarrow is not installed."""
+    try:
+        parquet: Any = importlib.import_module("pyarrow.parquet")
+    except ImportError as error:
+        raise ConfigError(
+            "reading .parquet needs pyarrow, which is not installed",
+            where=str(file),
+            remedy="run `pip install pyarrow`, or convert the file to .jsonl",
+        ) from error
+    try:
+        table = parquet.read_table(file)
+    except FileNotFoundError as error:
+        raise _unreadable(file, error) from error
+    except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these two
+        raise DataError(
+            f"cannot be read as parquet ({error})",
+            where=str(file),
+            remedy="copy it again, or convert it to .jsonl",
+        ) from error
+    columns = [name for name in ("messages", "conversations") if name in table.column_names]
+    return list(table.select(columns).to_pylist())
+
+
+def _unreadable(file: Path, error: OSError) -> DataError:
+    if isinstance(error, FileNotFoundError):
+        return DataError("the file does not exist", where=str(file), remedy="correct `chat_file`")
+    what = f"the file cannot be read: {error.strerror or error}"
+    return DataError(what, where=str(file), remedy="name a file, and check its permissions")
+
+
+def _record(row: _Row) -> ChatRecord:
+    """One finished record."""
+    value = _parse(row.content) if isinstance(row.content, bytes) else row.content
+    if not isinstance(value, dict):
+        raise _RowError("the row is not a JSON object", f"write {_SHAPE}")
+    caption = json.dumps(_messages(value), ensure_ascii=False, separators=(",", ":"))
+    try:
+        data = caption.encode()
+    except UnicodeEncodeError:
+        what, remedy = "a content holds half of a surrogate pair", "write the character itself, or remove it"
+        raise _RowError(what, remedy) from None
+    return ChatRecord(
+        path=Path(row.where),
+        identifier=f"{row.set_index}/{row.number}",
+        caption=caption,
+        repeats=row.repeats,
+        content_sha256=hashlib.sha256(data).hexdigest(),
+    )
+
+
+def _parse(line: bytes) -> object:
+    try:
+        value: object = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError as error:
+        raise _RowError(f"the text is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
+    except json.JSONDecodeError as error:
+        what = f"not valid JSON: {error.msg} (column {error.colno})"
+        raise _RowError(what, f"write one conversation a line, as {_SHAPE}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
+        raise _RowError(f"not valid JSON: {error}", f"write {_SHAPE}") from error
+    return value
+
+
+def _messages(value: dict[str, Any]) -> list[dict[str, str]]:
+    """The conversation with our role names, checked; `messages` where a row has both."""
+    if value.get("messages") is not None:
+        found, keys, roles = value["messages"], ("role", "content"), {role: role for role in ROLES}
+    elif value.get("conversations") is not None:
+        found, keys, roles = value["conversations"], ("from", "value"), _SHAREGPT_ROLES
+    else:
+        raise _RowError("the row has no `messages`", f"write {_SHAPE}")
+    if not isinstance(found, list) or not found:
+        raise _RowError("the messages are no list, or an empty one", f"write {_SHAPE}")
+    messages = [_message(number, message, keys, roles) for number, message in enumerate(found, start=1)]
+    if messages[0]["role"] == "assistant":
+        what = "the first message is the assistant's, and nothing is asked before it"
+        raise _RowError(what, "remove it, or begin with a message of the user")
+    if all(message["role"] != "assistant" for message in messages):
+        raise _RowError("no message is the assistant's: there is nothing to learn", "add its answer")
+    if messages[-1]["role"] != "assistant":
+        what = f"the last message is the {messages[-1]['role']}'s, and nothing answers it"
+        raise _RowError(what, "add the assistant's answer, or remove the message")
+    return messages
+
+
+def _message(number: int, value: object, keys: tuple[str, str], roles: dict[str, str]) -> dict[str, str]:
+    """One message as {"role", "content"}."""
+    role_key, content_key = keys
+    if not isinstance(value, dict):
+        raise _RowError(f"message {number} is not a JSON object", f"write {_SHAPE}")
+    role, content = value.get(role_key), value.get(content_key)
+    if not isinstance(role, str) or role not in roles:
+        remedy = f"`{role_key}` is one of {', '.join(roles)}"
+        raise _RowError(f"message {number} has an unknown role: {role!r}", remedy)
+    for key, harmless in _UNREAD_KEYS.items():
+        if value.get(key) not in harmless:
+            what = f"message {number} has `{key}`, which is not read"
+            raise _RowError(what, "remove the key, or the conversation; only text is learned")
+    if not isinstance(content, str):
+        raise _RowError(
+            f"the content of message {number} is not a text", f"write `{content_key}` as one text"
+        )
+    if not content.strip():
+        raise _RowError(f"the content of message {number} is empty", "write it, or remove the conversation")
+    return {"role": roles[role], "content": content}

@@ -1,0 +1,259 @@
+"""Floor 5: what families of causal language models share, as functions: conversations as tokens, packed rows,
+their loss, answers. torch, transformers and peft are imported inside.
+
+Numerics follow transformers' `ForCausalLMLoss` with `num_items_in_batch`; tests hold them together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import AccessError, DataError
+from trainer.families.protocol import Batch, PreviewPrompt, PreviewRequest, Rows
+
+if TYPE_CHECKING:
+    import torch
+
+LOGITS_TOKENS = 512
+"""Tokens whose logits exist at one time while the loss is computed."""
+ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
+"""Names that PEFT prescribes."""
+_PEFT_PREFIX = "base_model.model."
+# templates that write today's date would make every day's tokens others; this is the date that Llama 3.1's
+# template writes where it is told none
+_DATE = "26 Jul 2024"
+
+
+def encode(tokenizer: Any, text: str, *, prompt: bool, max_sequence_length: int) -> dict[str, torch.Tensor]:
+    """`input_ids` (L,) int64 of a conversation (JSON) and `loss_weight` (L,) fp32: 1 for every token of the
+    assistant's messages and of what ends each of them, else 0. Of a prompt, a user's message, the ids alone.
+
+    Nothing is cut: raises DataError for more than `max_sequence_length` tokens, and for a template that does
+    not render a conversation's beginning as the beginning of the whole.
+    """
+    import torch
+
+    messages = [{"role": "user", "content": text}] if prompt else json.loads(text)
+    whole = _render(tokenizer, messages, opened=prompt)
+    # verbose would warn of lengths that are checked here
+    options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
+    encoding = tokenizer(whole, **options)
+    ids, weights = list(encoding["input_ids"]), [0.0] * len(encoding["input_ids"])
+    if not prompt:
+        learned = bytearray(len(whole) + 1)
+        for start, end in _answers(tokenizer, messages, whole):
+            learned[start:end] = b"\1" * (end - start)
+        # one character may be several tokens, and some tokens have no character
+        weights = [
+            float(any(learned[start : max(end, start + 1)])) for start, end in encoding["offset_mapping"]
+        ]
+        weights[0] = 0.0  # nothing predicts it
+        ids, weights = _ended(tokenizer, ids, weights)
+    if len(ids) > max_sequence_length:
+        raise DataError(
+            f"{_named(messages)} has {len(ids)} tokens, more than data.max_sequence_length "
+            f"({max_sequence_length})",
+            remedy="raise data.max_sequence_length, or shorten or remove the conversation; nothing is cut",
+        )
+    entry = {"input_ids": torch.tensor(ids)}
+    return entry if prompt else {**entry, "loss_weight": torch.tensor(weights)}
+
+
+def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
+    """The template's text; `opened` up to where the assistant begins to write."""
+    from jinja2 import TemplateError
+
+    if not tokenizer.chat_template:
+        raise DataError(
+            "the base model's tokenizer has no chat template",
+            where=tokenizer.name_or_path,
+            remedy="use a model that was made for chats, or put its chat_template.jinja into the folder",
+        )
+    try:
+        text: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=opened, date_string=_DATE
+        )
+    except TemplateError as error:
+        raise DataError(
+            f"the chat template refuses {_named(messages)}: {error}",
+            where=tokenizer.name_or_path,
+            remedy="correct or remove the conversation",
+        ) from error
+    return text
+
+
+def _named(messages: Sequence[Mapping[str, str]]) -> str:
+    """A conversation for people: many begin with the same system message."""
+    asked = next((message["content"] for message in messages if message["role"] == "user"), "")
+    return f"the conversation with {asked[:60]!r}"
+
+
+def _answers(tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str) -> list[tuple[int, int]]:
+    """Where each of the assistant's messages stands in the text, with what ends it and no blanks after."""
+    found = []
+    for index, message in enumerate(messages):
+        if message["role"] == "assistant":
+            before = _render(tokenizer, messages[:index], opened=True)
+            after = _render(tokenizer, messages[: index + 1], opened=False)
+            if not (after.startswith(before) and whole.startswith(after)):
+                raise DataError(
+                    f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
+                    f"{index + 1} cannot be found in it",
+                    where=tokenizer.name_or_path,
+                    remedy="use a template that only appends, as Llama 3's does",
+                )
+            found.append((len(before), len(after.rstrip())))
+    return found
+
+
+def _ended(tokenizer: Any, ids: list[int], weights: list[float]) -> tuple[list[int], list[float]]:
+    """With the tokenizer's end token appended where no special token ends the last answer."""
+    last = max(index for index, weight in enumerate(weights) if weight)
+    token = tokenizer.added_tokens_decoder.get(ids[last])
+    if token is not None and token.special:
+        return ids, weights
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the chat template does not end answers, and the tokenizer has no end token",
+            where=tokenizer.name_or_path,
+            remedy="give it an `eos_token`",
+        )
+    return [*ids, tokenizer.eos_token_id], [*weights, 1.0]
+
+
+def pack(text: Rows) -> Batch:
+    """One row of T tokens: ids, positions that restart with every conversation, `loss_weight`, all (1, T),
+    and `lengths` (n,) of the conversations. Its weight is the number of tokens that are learned.
+    """
+    import torch
+
+    lengths = [len(row["input_ids"]) for row in text]
+    weight = torch.cat([row["loss_weight"] for row in text])[None]
+    packed = {
+        "input_ids": torch.cat([row["input_ids"] for row in text])[None],
+        "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
+        "loss_weight": weight,
+        "lengths": torch.tensor(lengths),
+    }
+    learned = float(weight.sum())
+    return Batch(latents={}, text=packed, size=len(lengths), weight=learned, tokens=sum(lengths))
+
+
+def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
+    """What the model's head reads, (1, T, D), each conversation for itself."""
+    output = model.model(
+        input_ids=batch.text["input_ids"],
+        position_ids=batch.text["position_ids"],
+        use_cache=False,
+        segments=tuple(batch.text["lengths"].tolist()),
+    )
+    states: torch.Tensor = output.last_hidden_state
+    return states
+
+
+def losses(model: Any, batch: Batch) -> torch.Tensor:
+    """Cross entropy in fp32 summed over each conversation's learned tokens, (n,).
+
+    Logits exist for learned tokens only, `LOGITS_TOKENS` at a time, and again in the backward pass.
+    """
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    weight = batch.text["loss_weight"][0].float()
+    targets = weight.nonzero()[:, 0]
+    # the token before predicts; it is of the same conversation, because no first token is learned
+    states = hidden_states(model, batch)[0].index_select(0, targets - 1)
+    labels = batch.text["input_ids"][0].index_select(0, targets)
+    parts = [
+        checkpoint(_cross_entropy, model.lm_head, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(states.split(LOGITS_TOKENS), labels.split(LOGITS_TOKENS), strict=True)
+    ]
+    by_token = torch.zeros_like(weight).index_copy(0, targets, torch.cat(parts)) * weight
+    return torch.stack([part.sum() for part in by_token.split(batch.text["lengths"].tolist())])
+
+
+def _cross_entropy(head: Any, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    import torch
+
+    return torch.nn.functional.cross_entropy(head(states).float(), labels, reduction="none")
+
+
+def answers(
+    model: Any,
+    tokenizer: Any,
+    prompts: Sequence[PreviewPrompt],
+    request: PreviewRequest,
+    on_step: Callable[[], None],
+) -> list[str]:
+    """The most likely answer to each prompt, token by token, so that a seed changes nothing."""
+    import torch
+    from transformers import GenerationConfig, StoppingCriteriaList
+
+    def step(ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        on_step()
+        return torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+
+    ends = model.generation_config.eos_token_id
+    ends = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
+    config = GenerationConfig(
+        do_sample=False,
+        # published models set these for sampling, of which transformers would warn
+        temperature=1.0,
+        top_p=1.0,
+        max_new_tokens=request.max_new_tokens,
+        eos_token_id=sorted(ends),
+        pad_token_id=min(ends, default=0),
+    )
+    results = []
+    for prompt in prompts:
+        ids = prompt.text["input_ids"][None].to(model.device)
+        output = model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=config,
+            stopping_criteria=StoppingCriteriaList([step]),
+        )
+        results.append(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))
+    return results
+
+
+def save_adapter(state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path) -> Path:
+    """Write what `peft.PeftModel.from_pretrained(model, folder)` loads; returns the file with the tensors."""
+    from trainer.modeling.tensorfile import write_tensors
+
+    path = folder / ADAPTER_FILE
+    write_tensors(path, {_PEFT_PREFIX + name: value for name, value in state.items()}, {"format": "pt"}, None)
+    values = {**config, "base_model_name_or_path": None, "inference_mode": True, "task_type": "CAUSAL_LM"}
+    (folder / ADAPTER_CONFIG).write_text(
+        json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8"
+    )
+    return path
+
+
+def load_adapter(model: Any, path: Path, *, adapter_name: str) -> None:
+    """Add the adapter to a transformers model in place, in its dtype, from a file and the config beside it.
+
+    Raises AccessError where that config is missing, DataError where the file is another model's.
+    """
+    from peft import LoraConfig, set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    if not (path.parent / ADAPTER_CONFIG).is_file():
+        what = f"{ADAPTER_CONFIG} is not beside the adapter, which cannot be read without it"
+        raise AccessError(what, where=str(path), remedy="copy both files into one folder")
+    state = {name.removeprefix(_PEFT_PREFIX): value for name, value in load_file(path).items()}
+    model.add_adapter(LoraConfig.from_pretrained(str(path.parent)), adapter_name=adapter_name)
+    loaded: Any = set_peft_model_state_dict(model, state, adapter_name=adapter_name)
+    for name, parameter in model.named_parameters():
+        if ".lora_" in name:
+            parameter.data = parameter.data.to(model.dtype)
+    missing = [name for name in loaded.missing_keys if f".{adapter_name}." in name]
+    if loaded.unexpected_keys or missing:
+        raise DataError(
+            f"the adapter does not fit the model, first {[*loaded.unexpected_keys, *missing][0]}",
+            where=str(path),
+            remedy="is it a LoRA of this base model?",
+        )
