@@ -6,7 +6,7 @@ import importlib
 
 from scripts.random_bases.common import Base
 
-FAMILIES = ("flux1_dev", "flux1_kontext", "flux2_dev", "llama", "qwen_image", "qwen_image_edit")
+FAMILIES = ("flux1_dev", "flux1_kontext", "flux2_dev", "kandinsky5", "llama", "qwen_image", "qwen_image_edit")
 
 
 def get(family: str) -> Base:

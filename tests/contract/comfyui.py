@@ -27,6 +27,11 @@ _QWEN = (
 KNOWN_MODULES: dict[str, tuple[str, ...]] = {
     "flux1_dev": _FLUX,
     "flux1_kontext": _FLUX,
+    "kandinsky5": (
+        r"visual_transformer_blocks\.\d+\.(self_attention|cross_attention)\.(to_query|to_key|to_value|out_layer)",
+        r"text_transformer_blocks\.\d+\.self_attention\.(to_query|to_key|to_value|out_layer)",
+        r"(visual|text)_transformer_blocks\.\d+\.feed_forward\.(in_layer|out_layer)",
+    ),
     "qwen_image": _QWEN,
     "qwen_image_edit": _QWEN,
     "flux2_dev": (

@@ -12,6 +12,7 @@ _TABLE: dict[str, str] = {
     "flux1_dev": "trainer.families.flux1_dev:FLUX1_DEV",
     "flux1_kontext": "trainer.families.flux1_kontext:FLUX1_KONTEXT",
     "flux2_dev": "trainer.families.flux2_dev:FLUX2_DEV",
+    "kandinsky5": "trainer.families.kandinsky5:KANDINSKY5",
     "llama": "trainer.families.llama:LLAMA",
     "qwen_image": "trainer.families.qwen_image:QWEN_IMAGE",
     "qwen_image_edit": "trainer.families.qwen_image_edit:QWEN_IMAGE_EDIT",
