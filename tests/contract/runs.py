@@ -25,6 +25,7 @@ from trainer.engine.spec import Spec
 from trainer.hardware.machine import read_recorded
 from trainer.hardware.render import plan_to_json
 from trainer.modeling.source import resolve_source
+from trainer.modeling.vision import make_torchvision_importable
 from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag
 
@@ -203,6 +204,7 @@ def held_out_options(family: str, samples: Path) -> list[str]:
 
 def keep_edits_small(set_attribute: Callable[[Any, str, Any], None]) -> None:
     """Have a pipeline that scales every picture before the edit to a megapixel scale it to a few instead."""
+    make_torchvision_importable()
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 
     set_attribute(plus, "VAE_IMAGE_SIZE", 64 * 64)
