@@ -178,3 +178,28 @@ def test_holding_out_everything_is_refused(count: int) -> None:
     assert caught.value.exit_code == ExitCode.BAD_DATA
     assert caught.value.problems[0].where == "validation.held_out"
     assert caught.value.problems[0].remedy
+
+
+def packing(sizes: Sequence[int], capacity: int, seed: int = 0) -> Sampler:
+    keys = ["k"] * len(sizes)
+    ones = [1] * len(sizes)
+    return Sampler(keys, keys, ones, sizes=sizes, capacity=capacity, caption_dropout_rate=0.0, seed=seed)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 2**32 - 1))
+def test_rows_are_never_too_full_and_nobody_is_left_out(sizes: list[int], seed: int) -> None:
+    batches = take(packing(sizes, 40, seed), 120)
+    assert all(sum(sizes[sample.record] for sample in batch.samples) <= 40 for batch in batches)
+    positions = [sample.position for sample in flat(batches)]
+    assert len(set(positions)) == len(positions)
+    # what waits is in a few open rows
+    assert len(set(range(max(positions) + 1)) - set(positions)) <= 8 * 40
+    again = packing(sizes, 40, seed)
+    assert [again.micro_batch(n) for n in (70, 3, 100)] == [batches[n] for n in (70, 3, 100)]
+
+
+def test_rows_are_nearly_full() -> None:
+    sizes = [3, 5, 7, 11, 13, 17]
+    batches = take(packing(sizes, 40), 200)
+    filled = sum(sizes[sample.record] for sample in flat(batches))
+    assert filled / (200 * 40) > 0.95

@@ -18,8 +18,9 @@ from trainer.data.cache import Cache, DamagedEntryError, entry_key
 from trainer.data.fill import LatentsEntry, TextEntry
 from trainer.engine import feed
 from trainer.engine.entries import Entries, load_batch
+from trainer.errors import ConfigError
 from trainer.families import get
-from trainer.families.flow import FlowSettings, draw_samples, sample_seed
+from trainer.families.flow import FlowSettings, draw_samples, dynamic_mu, sample_seed
 
 SAMPLES, BATCH = 23, 4
 SETTINGS = FlowSettings(
@@ -149,3 +150,29 @@ def test_a_draw_is_that_of_the_samples_own_generator(scheme: Any, shape: tuple[i
         assert draw.sigma[row] == settings.sigmas[int(density.item() * 1001)]
         assert torch.equal(draw.noise[row], torch.randn(shape, generator=generator))
         assert torch.equal(draw.vae_noise[row], torch.randn(shape, generator=generator))
+
+
+@pytest.mark.parametrize("dynamic", [True, False])
+def test_shifted_noise_levels_are_the_schedulers(dynamic: bool) -> None:
+    """A static shift, and the dynamic one that the pipeline gives at 4,096 image tokens."""
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    plain = draw_samples(SETTINGS, range(8), (4, 6, 8)).sigma
+    if dynamic:
+        scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
+        mu = dynamic_mu(dataclasses.replace(SETTINGS, scheduler=dict(scheduler.config)), 4096)
+        assert mu == pytest.approx(1.15)
+        expected = scheduler.time_shift(mu, 1.0, plain)
+        section = FlowSection(shift="resolution")
+    else:
+        mu, section = None, FlowSection(shift=3.0)
+        expected = 3.0 * plain / (1 + 2.0 * plain)
+    shifted = draw_samples(dataclasses.replace(SETTINGS, flow=section), range(8), (4, 6, 8), mu=mu).sigma
+    assert torch.allclose(shifted, expected, rtol=1e-6)
+    assert (shifted > plain).all()
+
+
+def test_a_base_without_a_dynamic_shift_is_told() -> None:
+    assert dynamic_mu(SETTINGS, 4096) is None
+    with pytest.raises(ConfigError, match="no shift that depends on the resolution"):
+        draw_samples(dataclasses.replace(SETTINGS, flow=FlowSection(shift="resolution")), [0], (4, 6, 8))

@@ -1,0 +1,142 @@
+"""Control images find their targets, and everything without a partner is told before anything loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.data.pictures import encoded, picture, write_pair, write_rows
+from trainer.config.schema import DataSet
+from trainer.data.fill import control_views
+from trainer.data.records import ImageRecord
+from trainer.data.scan import scan_images
+from trainer.errors import DataError
+
+
+@pytest.fixture
+def targets(tmp_path: Path) -> Path:
+    """Two captioned images, `a.png` and `b.png`."""
+    folder = tmp_path / "after"
+    folder.mkdir()
+    for number, name in enumerate(("a.png", "b.png")):
+        write_pair(folder, name, f"make it {name}", seed=number)
+    return folder
+
+
+def controls(folder: Path, *names: str, width: int = 40) -> Path:
+    """A folder of images without captions."""
+    folder.mkdir(exist_ok=True)
+    for number, name in enumerate(names):
+        kind = "JPEG" if name.endswith(".jpg") else "PNG"
+        (folder / name).write_bytes(encoded(picture(width, 30, seed=50 + number), kind))
+    return folder
+
+
+def scan(one: DataSet, counts: tuple[int, int] = (1, 1)) -> tuple[ImageRecord, ...]:
+    return scan_images((one,), resolution=64, multiple=16, trigger_word=None, controls=counts)
+
+
+def told(one: DataSet, counts: tuple[int, int] = (1, 1)) -> list[str]:
+    with pytest.raises(DataError) as caught:
+        scan(one, counts)
+    return [str(problem) for problem in caught.value.problems]
+
+
+def names(record: ImageRecord) -> list[str]:
+    return [f"{one.path.parent.name}/{one.path.name}" for one in record.controls]
+
+
+def test_stems_match_whatever_the_format(targets: Path, tmp_path: Path) -> None:
+    before = controls(tmp_path / "before", "a.jpg", "b.png")
+    found = scan(DataSet(img_dir=targets, control_dir=before))
+    assert [names(record) for record in found] == [["before/a.jpg"], ["before/b.png"]]
+
+
+def test_several_folders_give_several_controls_in_their_order(targets: Path, tmp_path: Path) -> None:
+    first, second = (controls(tmp_path / name, "a.png", "b.png") for name in ("one", "two"))
+    found = scan(DataSet(img_dir=targets, control_dir=(second, first)), (1, 3))
+    assert names(found[0]) == ["two/a.png", "one/a.png"]
+
+
+def test_all_that_lack_a_partner_are_listed(targets: Path, tmp_path: Path) -> None:
+    before = controls(tmp_path / "before", "b.png", "c.png")
+    problems = told(DataSet(img_dir=targets, control_dir=before))
+    assert len(problems) == 2
+    assert any(str(targets / "a.png") in one and "no control image a.*" in one for one in problems)
+    assert any(
+        str(before / "c.png") in one and "without an image of the same stem" in one for one in problems
+    )
+
+
+def test_a_damaged_control_is_told_with_a_bad_target(targets: Path, tmp_path: Path) -> None:
+    before = controls(tmp_path / "before", "a.png", "b.png")
+    (before / "a.png").write_bytes(b"no picture")
+    (targets / "b.png").write_bytes(b"")
+    problems = told(DataSet(img_dir=targets, control_dir=before))
+    assert sorted(str(path) in one for one in problems for path in (before / "a.png", targets / "b.png")) == [
+        False, False, True, True,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [((1, 1), "has 2 control images, the family takes 1"), ((0, 0), "the family takes 0")],
+)
+def test_too_many_are_refused(counts: tuple[int, int], words: str, targets: Path, tmp_path: Path) -> None:
+    folders = tuple(controls(tmp_path / name, "a.png", "b.png") for name in ("one", "two"))
+    assert all(words in one for one in told(DataSet(img_dir=targets, control_dir=folders), counts))
+
+
+def test_none_at_all_is_told_with_what_to_do(targets: Path) -> None:
+    problems = told(DataSet(img_dir=targets))
+    assert len(problems) == 2
+    assert all("data.sets.control_dir" in one and "control_file_name" in one for one in problems)
+
+
+ROWS: list[dict[str, Any]] = [
+    {"file_name": "a.png", "text": "one", "control_file_name": "x.png"},
+    {"file_name": "b.png", "text": "two", "control_file_name": ["x.png", "y.png"]},
+]
+
+
+@pytest.mark.parametrize("beside", [True, False])
+def test_metadata_names_controls(beside: bool, tmp_path: Path) -> None:
+    """In the control folder, or beside the images, where they are no samples themselves."""
+    folder = controls(tmp_path / "set", "a.png", "b.png")
+    home = controls(folder if beside else tmp_path / "before", "x.png", "y.png")
+    write_rows(folder, ROWS)
+    found = scan(DataSet(img_dir=folder, control_dir=None if beside else home), (1, 3))
+    assert [record.path.name for record in found] == ["a.png", "b.png"]
+    assert [names(record) for record in found] == [
+        [f"{home.name}/x.png"],
+        [f"{home.name}/x.png", f"{home.name}/y.png"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("value", "words"),
+    [
+        ("../x.png", "points out of the folder"),
+        (["x.png", 7], "is not a name: 7"),
+        ([], "is an empty list"),
+        ("nowhere.png", "the control image nowhere.png is not there"),
+    ],
+)
+def test_bad_names_are_told_with_their_line(value: object, words: str, tmp_path: Path) -> None:
+    folder = controls(tmp_path / "set", "a.png")
+    controls(tmp_path / "before", "x.png")
+    path = write_rows(folder, [{"file_name": "a.png", "text": "one", "control_file_name": value}])
+    problems = told(DataSet(img_dir=folder, control_dir=tmp_path / "before"))
+    assert any(words in one and f"{path}:1" in one for one in problems)
+
+
+def test_controls_of_the_targets_size_are_cut_as_it_is(targets: Path, tmp_path: Path) -> None:
+    same = controls(tmp_path / "same", "a.png", "b.png")
+    other = controls(tmp_path / "other", "a.png", "b.png", width=60)
+    record = scan(DataSet(img_dir=targets, control_dir=(same, other)), (1, 2))[0]
+    first, second = control_views(record)
+    assert first.crop == (record.bucket_width, record.bucket_height)
+    assert second.crop is None
+    assert first.key != second.key
