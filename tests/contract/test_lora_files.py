@@ -243,6 +243,7 @@ def test_the_real_pipeline_loads_the_trained_model(
     model = model_class.from_pretrained(done.folder / "model" / component)
     weights = checkpoint.read_group(done.folder / "checkpoints" / "step-000010", "weights", "cpu")
     assert all(torch.equal(value, weights[name]) for name, value in model.named_parameters())
+    assert {value.dtype for value in model.parameters()} == {context.dtype}
     loaded = own(done.job)
     before = loaded.output()
     loaded.replace(model.eval())

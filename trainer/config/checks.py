@@ -68,6 +68,12 @@ _UNUSED: tuple[Unused, ...] = (
         reason="no effect without `flow.weighting_scheme: mode`",
         remedy="remove it, or write that scheme",
     ),
+    Unused(
+        keys=("validation.control_dir",),
+        applies=lambda config: config.validation.img_dir is None,
+        reason="no effect without `validation.img_dir`",
+        remedy="remove it, or write img_dir",
+    ),
 )
 
 
@@ -273,7 +279,7 @@ def _resume_word(context: Context) -> Found:
 
 
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
-    (("method", "flow.weighting_scheme"), _unused),
+    (("method", "flow.weighting_scheme", "validation.img_dir"), _unused),
     (("method", "features.weights"), _int8_full),
     (("model.dtype", "features.weights"), _weights_against_dtype),
     (("train.lr_warmup_steps", "train.max_train_steps"), _warmup),

@@ -60,6 +60,8 @@ def _entry(name: str, value: Any, key: str, indent: str) -> list[tuple[str, str]
 
 def _scalar(value: Any) -> str:
     """One value on one line."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(_quoted(one) for one in value)}]"
     if isinstance(value, Path):
         # a folder whose name begins with ~ is not somebody's home
         value = f"./{value}" if str(value).startswith("~") else str(value)
@@ -68,3 +70,10 @@ def _scalar(value: Any) -> str:
     style = '"' if broken else None
     text: str = yaml.safe_dump(value, default_style=style, allow_unicode=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _quoted(value: Any) -> str:
+    """A text inside brackets, where a bare comma or bracket would split it."""
+    text = f"./{value}" if isinstance(value, Path) and str(value).startswith("~") else str(value)
+    quoted: str = yaml.safe_dump(text, default_style='"', allow_unicode=True, width=float("inf"))
+    return quoted.strip()

@@ -43,6 +43,10 @@ def pair_controls(
     those lie in the first folder, or in `beside` where there is none.
     """
     problems: list[Problem] = []
+    if metadata.controls and len(folders) > 1:
+        what = f"{METADATA_NAME} names the control images, and there are {len(folders)} folders of them"
+        remedy = "name one folder, or remove `control_file_name`"
+        problems.append(Problem(what=what, where=str(listing.metadata), remedy=remedy))
     if metadata.controls:
         home = list_folder(folders[0]) if folders else beside
         found = _by_name(listing, metadata, home, problems)
@@ -51,6 +55,10 @@ def pair_controls(
         listings = [list_folder(folder) for folder in folders]
         problems += [problem for one in listings for problem in one.problems]
         found = _by_stem(listing, list(zip(folders, listings, strict=True)), problems)
+    for image, controls in found.items():
+        if any(image.samefile(control) for control in controls):
+            what, remedy = "the image is its own control", "name the image before the edit"
+            problems.append(Problem(what=what, where=str(image), remedy=remedy))
     known = {problem.where for problem in problems}
     problems += [problem for problem in _wrong_counts(found, counts) if problem.where not in known]
     return Pairs(controls=found, problems=tuple(problems))

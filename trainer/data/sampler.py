@@ -46,7 +46,7 @@ class Sampler:
 
     The stream is one shuffled epoch after another; an epoch holds record i `repeats[i]` times. Samples wait
     in queues per key, across epochs, and a queue whose `sizes` reach `capacity` is the next micro-batch:
-    nothing is left out or padded. A sample that fits into no queue opens another; of too many the fullest
+    nothing is left out or padded. A sample that fits into no queue opens another; of too many the oldest
     is the next micro-batch. `keys[i]` is record i's key, `dropped_keys[i]` the one it has with the empty
     caption.
     """
@@ -140,7 +140,7 @@ class Sampler:
         chosen.size += size
         done = chosen if chosen.size == self._capacity else None
         if done is None and len(queues) > _OPEN_QUEUES:
-            done = max(queues, key=lambda queue: queue.size)
+            done = queues[0]  # the oldest: of the fullest the others could wait for ever
         if done is not None:
             queues.remove(done)
         return done

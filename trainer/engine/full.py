@@ -62,12 +62,23 @@ def _write_shards(context: Context, model: Any, temporary: Path) -> None:
         atomic.write_text(
             temporary / f"{stem}.safetensors.index.json", json.dumps(index, indent=1, sort_keys=True)
         )
-    config = json.dumps(context.source.component_config(component), indent=1, sort_keys=True)
-    atomic.write_text(temporary / "config.json", config)
+    atomic.write_text(temporary / "config.json", json.dumps(_config(context), indent=1, sort_keys=True))
     if not component:
         # the folder is the whole model: with its tokenizer it loads by itself
         for file in tokenizer_files(context.source.folder):
             shutil.copyfile(file, temporary / file.name)
+
+
+def _config(context: Context) -> dict[str, Any]:
+    """The base's config.json for weights that are written whole, in the type that they trained in."""
+    component = context.family.trained_component
+    values = dict(context.source.component_config(component))
+    values.pop("quantization_config", None)
+    if not component:
+        # transformers loads in the type that the config names, and would round
+        values.pop("torch_dtype", None)
+        values["dtype"] = str(context.dtype).removeprefix("torch.")
+    return values
 
 
 def saved_state(model: Any) -> dict[str, torch.Tensor]:

@@ -38,6 +38,8 @@ _ATTENTION_PRESET = "attention"
 # 44.6 of (tokens x ff)
 _VAE_UNITS = 3.25
 _TEXT_UNITS = 48
+# what the pipelines scale control images of another size to, and their previews' too
+_CONTROL_SIDE = 1024
 _OVER_THE_VOCABULARY = re.compile("embed|shared|lm_head")
 
 
@@ -51,7 +53,7 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
     trained = next(part for part in components if part.role == "trained")
     model_config = component_config(family, model_folder, family.trained_component)
     size = VALUE_BYTES[dtype]
-    shape = run_shape(config, bytes_per_value=size)
+    shape = run_shape(config, family, bytes_per_value=size)
     linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
     quantized, rows = quantizable(trained.shapes, family.high_precision)
     stored, stored_bytes = "", 0
@@ -83,7 +85,7 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
     )
 
 
-def run_shape(config: RunConfig, *, bytes_per_value: int) -> Shape:
+def run_shape(config: RunConfig, family: Family, *, bytes_per_value: int) -> Shape:
     """One micro-batch of the run; buckets of other aspects have about the same area."""
     return Shape(
         batch_size=config.train.train_batch_size,
@@ -91,13 +93,14 @@ def run_shape(config: RunConfig, *, bytes_per_value: int) -> Shape:
         height=config.data.resolution,
         text_tokens=config.data.max_sequence_length,
         bytes_per_value=bytes_per_value,
-        controls=_controls(config),
+        controls=_controls(config, family),
     )
 
 
-def _controls(config: RunConfig) -> int:
-    """Control images of a sample, as far as the configuration tells: one for each folder of them."""
-    return max(len(control_folders(one.control_dir)) for one in config.data.sets)
+def _controls(config: RunConfig, family: Family) -> int:
+    """Most control images of a sample: one for each folder, else as many as metadata.jsonl may name."""
+    folders = (control_folders(one.control_dir) for one in config.data.sets)
+    return max(len(found) or family.control_counts[1] for found in folders)
 
 
 def roles(family: Family) -> dict[str, Role]:
@@ -199,6 +202,8 @@ def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) 
 def _vae_peaks(family: Family, config: RunConfig, model_folder: Path | None, size: int) -> tuple[int, int]:
     """Activations of the VAE for the largest image of the run, whole and in tiles of its own sample size."""
     side = max(config.data.resolution, config.validation.resolution or 0)
+    if family.control_counts[1]:
+        side = max(side, _CONTROL_SIDE)
     names = family.encoder_components.get("latents", ())
     if not names:
         return 0, 0

@@ -78,5 +78,5 @@ def run_attention(loaded: Loaded) -> AttentionShape:
     family = families.get(config.family)
     model_config = component_config(family, local_folder(config), family.trained_component)
     # which kernel runs depends on heads, width and tokens, not on the bytes of a value
-    shape = run_shape(config, bytes_per_value=2)
+    shape = run_shape(config, family, bytes_per_value=2)
     return family.attention_shape(model_config, shape)

@@ -36,7 +36,7 @@ def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> 
     images = [shown(one) for one in drawn]
     for number, (one, image) in enumerate(zip(drawn, images, strict=True)):
         target = _image_path(path, number)
-        write_png(image, target, _drawn_as(context, number))
+        write_png(image, target, _drawn_as(context, number, entries.prompts[number]))
         if isinstance(one, str):
             atomic.write_text(target.with_suffix(".txt"), one + "\n")
     write_png(row(images, validation.prompts, f"step {step}"), path)
@@ -66,16 +66,21 @@ def _image_path(row_path: Path, number: int) -> Path:
     return row_path.with_suffix("") / f"{number:02d}.png"
 
 
-def _drawn_as(context: Context, number: int) -> dict[str, str]:
+def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
     """What an image shows and how it was drawn, kept inside it."""
     request = _request(context)
     side = context.config.validation.resolution or context.config.data.resolution
-    values = {**vars(request), "seed": request.seed + number, "resolution": side}
+    values = {**vars(request), "seed": request.seed + number}
+    if "latents" in context.family.encoder_components:
+        del values["max_new_tokens"]
+        values |= {"width": side, "height": side}
+    if prompt.controls:
+        values["controls"] = " ".join(control.content_sha256 for control in prompt.controls)
     settings = {name: str(value) for name, value in values.items()}
-    return {"prompt": context.config.validation.prompts[number], **settings}
+    return {"prompt": prompt.entry.caption, **settings}
 
 
-def write_before_after(context: Context, step: int) -> Path | None:
+def write_before_after(context: Context, entries: Entries, step: int) -> Path | None:
     """Put the previews of the base model over those of `step`; None where there are no prompts.
 
     Says why where it cannot: previews of step 0 that are missing, or that were drawn otherwise.
@@ -88,7 +93,7 @@ def write_before_after(context: Context, step: int) -> Path | None:
     for number in range(len(validation.prompts)):
         for images, of_step in zip(rows, (0, step), strict=True):
             path = _image_path(preview_path(context, of_step), number)
-            image = _read_image(path, _drawn_as(context, number))
+            image = _read_image(path, _drawn_as(context, number, entries.prompts[number]))
             if isinstance(image, str):
                 target.unlink(missing_ok=True)
                 context.say(f"no {BEFORE_AFTER}: {path.relative_to(context.run_dir)} {image}")

@@ -35,6 +35,8 @@ def run_fingerprint(context: Context, records: Sequence[Record]) -> dict[str, st
         "optimizer": context.plan.optimizer,
         "data": data_fingerprint(records),
     }
+    if context.family.packed_by is not None:
+        fingerprint["max_sequence_length"] = str(config.data.max_sequence_length)
     if config.method == "lora":
         targets = config.lora.target_modules
         fingerprint |= {

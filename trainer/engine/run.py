@@ -215,7 +215,7 @@ def _last_preview(run: loop.Run, state: loop.State) -> None:
         strip = write_strip(path.parent, up_to_step=state.step)
         run.journal.picture("previews", path, state.step)
         run.context.say(f"previews: {strip}")
-        together = write_before_after(run.context, state.step)
+        together = write_before_after(run.context, run.entries, state.step)
         if together is not None:
             run.context.say(f"before and after: {together}")
 

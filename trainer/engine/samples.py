@@ -91,7 +91,7 @@ def prompt_controls(
         raise ConfigError(
             f"{family.title} edits {least} image{'s' if least > 1 else ''} at least and {most} at most",
             where="validation.control_images",
-            remedy="name that many for each of validation.prompts",
+            remedy="name that many for each of validation.prompts: --set 'validation.control_images=[IMAGE]'",
         )
     if named:
         return tuple(measure_controls(paths) for paths in named)

@@ -8,7 +8,6 @@ which it sees smaller, as "Picture 1", "Picture 2"). Numerics follow the pipelin
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +25,7 @@ from trainer.families.protocol import (
     Shape,
 )
 from trainer.families.qwen_image import QWEN_IMAGE
+from trainer.modeling.source import ModelSource, read_json
 
 if TYPE_CHECKING:
     import torch
@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.data.records import ImageRecord
-    from trainer.modeling.source import ModelSource
 
 
 class QwenImageEdit:
@@ -197,7 +196,7 @@ def _pipeline_class(source: ModelSource) -> Any:
     from diffusers import QwenImageEditPipeline, QwenImageEditPlusPipeline
 
     layouts = {kind.__name__: kind for kind in (QwenImageEditPipeline, QwenImageEditPlusPipeline)}
-    name = json.loads((source.folder / "model_index.json").read_text()).get("_class_name")
+    name = read_json(source.folder / "model_index.json").get("_class_name")
     if name not in layouts:
         raise ConfigError(
             f"the base model is for {name}, not for image editing",

@@ -41,7 +41,7 @@ class ModelSource:
     @property
     def weights(self) -> str:
         """`pretrained`, or `random` with the components that are: for records and comparisons."""
-        built = ", ".join(sorted(self.random_components))
+        built = ", ".join(sorted(map(_called, self.random_components)))
         return f"random ({built})" if built else "pretrained"
 
     def component(self, name: str) -> Path:
@@ -57,7 +57,7 @@ class ModelSource:
 
     def component_config(self, name: str) -> dict[str, Any]:
         """A component's config.json. Raises AccessError when it cannot be read."""
-        return _read_json(self.component(name) / "config.json")
+        return read_json(self.component(name) / "config.json")
 
 
 def local_folder(config: RunConfig) -> Path | None:
@@ -78,7 +78,7 @@ def local_folder(config: RunConfig) -> Path | None:
     # a language model's folder has a config.json in place of the index of its parts
     for index in ("model_index.json", "config.json"):
         folder = hub.cached(name, config.model.revision, [index])
-        if folder is not None:
+        if folder is not None and (folder / index).is_file():
             return folder
     return None
 
@@ -125,10 +125,16 @@ def resolve_source(
     )
 
 
+def _called(component: str) -> str:
+    """How a component is called; the one of a language model has no name."""
+    return component or "model"
+
+
 def weights_line(source: ModelSource, components: Sequence[str]) -> str:
     """One line for people: which of the components with weights are built, and which are loaded."""
-    built = [name for name in components if name in source.random_components]
-    loaded = [name for name in components if name not in built and _has_config(source.folder / name)]
+    built = [_called(name) for name in components if name in source.random_components]
+    others = [name for name in components if name not in source.random_components]
+    loaded = [_called(name) for name in others if _has_config(source.folder / name)]
     made = f"built from config.json with seed {source.seed}: {', '.join(built)}; " if built else ""
     return f"{made}loaded: {', '.join(loaded) or 'none'}"
 
@@ -220,6 +226,8 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
             found.append((path, f"the base model has no component {component!r}"))
         elif not any(file.exists() for file in path.glob("*config.json")):
             found.append((path, "no config file"))
+        elif not component and not _has_config(path):
+            found.append((path, "no config.json"))  # a tokenizer that was fetched by itself
         elif component not in built and _has_config(path):
             found.extend(_missing_weights(path))
     return found
@@ -228,7 +236,7 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
 def _missing_weights(path: Path) -> Iterator[tuple[Path, str]]:
     indexes = sorted(path.glob("*.safetensors.index.json"))
     if indexes:
-        shards = sorted(set(_read_json(indexes[0]).get("weight_map", {}).values()))
+        shards = sorted(set(read_json(indexes[0]).get("weight_map", {}).values()))
         # a link whose blob is not there does not exist
         absent = [shard for shard in shards if not (path / shard).exists()]
         if absent or not shards:
@@ -260,7 +268,7 @@ def _fingerprint(folder: Path, components: Sequence[str], built: Collection[str]
     return digest.hexdigest()
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text())
         if not isinstance(content, dict):

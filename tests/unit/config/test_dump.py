@@ -100,6 +100,16 @@ def test_round_trip(
         config(flow={"weighting_scheme": "mode", "mode_scale": -1e-7}),
         config(output_dir=Path("./~odd/x")),
         config(checkpoint={"resume_from_checkpoint": "a/b"}),
+        config(data={"sets": [{"img_dir": "/a", "control_dir": ["/b, c", "/d]"]}]}),
+        config(data={"sets": [{"chat_file": "/a.jsonl"}]}),
+        config(
+            validation={
+                "prompts": ["one", "two"],
+                "control_images": [["/a.png", "/b.png"], "/c.png"],
+                "img_dir": "/e",
+                "control_dir": "/f",
+            }
+        ),
     ],
 )
 def test_what_has_no_effect_is_left_out(file: Path, one: RunConfig) -> None:

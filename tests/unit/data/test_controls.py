@@ -140,3 +140,16 @@ def test_controls_of_the_targets_size_are_cut_as_it_is(targets: Path, tmp_path: 
     assert first.crop == (record.bucket_width, record.bucket_height)
     assert second.crop is None
     assert first.key != second.key
+
+
+def test_a_target_that_is_its_own_control_is_told(targets: Path) -> None:
+    problems = told(DataSet(img_dir=targets, control_dir=targets))
+    assert sum("is its own control" in one for one in problems) == 2
+
+
+def test_several_folders_and_names_in_metadata_contradict_each_other(tmp_path: Path) -> None:
+    folder = controls(tmp_path / "set", "a.png")
+    homes = tuple(controls(tmp_path / name, "x.png") for name in ("one", "two"))
+    write_rows(folder, [{"file_name": "a.png", "text": "one", "control_file_name": "x.png"}])
+    problems = told(DataSet(img_dir=folder, control_dir=homes), (1, 3))
+    assert any("there are 2 folders of them" in one and "metadata.jsonl" in one for one in problems)

@@ -198,6 +198,11 @@ def test_rows_are_never_too_full_and_nobody_is_left_out(sizes: list[int], seed: 
     assert [again.micro_batch(n) for n in (70, 3, 100)] == [batches[n] for n in (70, 3, 100)]
 
 
+def test_a_short_sample_among_long_ones_does_not_wait_for_ever() -> None:
+    batches = take(packing([4000] * 50 + [100], 4096), 120)
+    assert any(sample.record == 50 for sample in flat(batches))
+
+
 def test_rows_are_nearly_full() -> None:
     sizes = [3, 5, 7, 11, 13, 17]
     batches = take(packing(sizes, 40), 200)
