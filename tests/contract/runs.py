@@ -116,7 +116,7 @@ class Workshop:
             **SECTIONS_OF_METHOD[case.method],
             "model": {"pretrained_model_name_or_path": str(self.base(case.family)), "download": "never"},
         }
-        own = {} if draws(case.family) else {"caption_dropout_rate": 0.0, "max_sequence_length": 192}
+        own = {} if draws(case.family) else {"caption_dropout_rate": 0.0, "max_sequence_length": 112}
         content["data"] = {
             **SMALL_RUN["data"],
             **own,

@@ -27,7 +27,7 @@ def poison(entries: Entries, record: int) -> None:
     tensors = entries.cache.read(entry.kind, entry.key)
     for tensor in tensors.values():
         if tensor.is_floating_point():
-            tensor.view(-1)[0] = float("nan")
+            tensor.view(-1)[-1] = float("nan")
     entries.cache.write(entry.kind, entry.key, tensors)
 
 
