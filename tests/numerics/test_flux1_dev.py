@@ -7,6 +7,7 @@ import torch
 from diffusers import FluxPipeline, FluxTransformer2DModel
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
+from tests.numerics.saved import kept_bytes
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
@@ -121,18 +122,7 @@ def saved_bytes(depth: int, preset: str, checkpointing: bool) -> int:
         latents=batch.latents, text={k: v.bfloat16() for k, v in batch.text.items()}, size=1, weight=1.0
     )
     draw = FLUX1_DEV.draw(run, [0], header(batch))
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        FLUX1_DEV.loss(model.train(), batch, draw, run)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return kept_bytes(model, lambda: FLUX1_DEV.loss(model.train(), batch, draw, run))
 
 
 def predicted_bytes(depth: int, preset: str, checkpointing: bool) -> int:

@@ -21,6 +21,7 @@ from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RES
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from PIL import Image
 
+from tests.numerics.saved import kept_bytes
 from trainer.config.schema import FlowSection
 from trainer.data.images import fit, to_pixels
 from trainer.families import flow
@@ -316,18 +317,7 @@ def saved_bytes(depth: int, preset: str, checkpointing: bool) -> int:
     text = {name: value.bfloat16() for name, value in batch.text.items()}
     batch = Batch(latents=batch.latents, text=text, size=1, weight=1.0)
     draw = FLUX1_KONTEXT.draw(run, [0], header(batch))
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        FLUX1_KONTEXT.loss(model.train(), batch, draw, run)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return kept_bytes(model, lambda: FLUX1_KONTEXT.loss(model.train(), batch, draw, run))
 
 
 def predicted_bytes(depth: int, preset: str, checkpointing: bool) -> int:

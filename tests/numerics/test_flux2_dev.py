@@ -18,6 +18,7 @@ from diffusers.pipelines.flux2.pipeline_flux2 import SYSTEM_MESSAGE, compute_emp
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from scripts import random_base
+from tests.numerics.saved import kept_bytes
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.flux2_dev import FLUX2_DEV
@@ -122,18 +123,7 @@ def saved_bytes(preset: str, checkpointing: bool, **depth: int) -> int:
     text = {name: value.bfloat16() for name, value in batch.text.items()}
     batch = Batch(latents=batch.latents, text=text, size=1, weight=1.0)
     draw = FLUX2_DEV.draw(run, [0], header(batch))
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        FLUX2_DEV.loss(model.train(), batch, draw, run)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return kept_bytes(model, lambda: FLUX2_DEV.loss(model.train(), batch, draw, run))
 
 
 def predicted_bytes(preset: str, checkpointing: bool, **depth: int) -> int:

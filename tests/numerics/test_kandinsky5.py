@@ -21,6 +21,7 @@ from diffusers import (
 )
 
 from scripts import random_base
+from tests.numerics.saved import kept_bytes
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.kandinsky5 import KANDINSKY5
@@ -332,18 +333,7 @@ def saved_bytes(preset: str, checkpointing: bool, text_tokens: int, **depths: in
     batch, run = example(256, 1, text_tokens), settings()
     text = {name: value.bfloat16() for name, value in batch.text.items()}
     batch = Batch(latents=batch.latents, text=text, size=1, weight=1.0)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        KANDINSKY5.loss(model.train(), batch, drawn(batch, run), run)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return kept_bytes(model, lambda: KANDINSKY5.loss(model.train(), batch, drawn(batch, run), run))
 
 
 @pytest.mark.parametrize("preset", ["attention", "all-linear"])

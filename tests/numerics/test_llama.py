@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from scripts import random_base
 from scripts.random_bases.llama import tokenizer as make_tokenizer
+from tests.numerics.saved import kept_bytes
 from trainer.engine.meta_shapes import meta_shapes
 from trainer.errors import AccessError, DataError, StoppedError
 from trainer.families import language
@@ -287,18 +288,7 @@ def saved_bytes(depth: int, method: str, checkpointing: bool) -> int:
     if checkpointing:
         model.activation_checkpointing_enable()
     batch = LLAMA.synthetic_batch(WIDE, shape_of(256), seed=1)
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        LLAMA.loss(model, batch, None, None)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+    return kept_bytes(model, lambda: LLAMA.loss(model, batch, None, None))
 
 
 def shape_of(tokens: int) -> Shape:

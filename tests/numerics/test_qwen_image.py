@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from scripts import random_base
+from tests.numerics.saved import kept_bytes
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
@@ -277,19 +278,12 @@ def saved_bytes(depth: int, preset: str, checkpointing: bool, *, clean: int = 0)
     text = {name: value.bfloat16() for name, value in batch.text.items()}
     batch = Batch(latents=batch.latents, text=text, size=1, weight=1.0)
     draw = QWEN_IMAGE.draw(run, [0], header(batch))
-    parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-    kept: dict[int, torch.Tensor] = {}
 
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in parameters:
-            kept[storage.data_ptr()] = tensor
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    def forward() -> torch.Tensor:
         velocity = predict_velocity(model.train(), batch, draw, [draw.noise] * clean)
-        flow.velocity_loss(velocity, batch.latents["mean"], draw)
-    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+        return flow.velocity_loss(velocity, batch.latents["mean"], draw)
+
+    return kept_bytes(model, forward)
 
 
 def predicted_bytes(family: Any, depth: int, preset: str, checkpointing: bool, *, zero_cond_t: bool) -> int:

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.data.records import ChatRecord
+from trainer.data.scan import capped
 from trainer.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
     from trainer.config.schema import DataSet, RunConfig
 
-MAX_PROBLEMS_SHOWN = 50
 ROLES = ("system", "user", "assistant")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
 _SHAPE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
@@ -79,12 +79,7 @@ def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> tupl
         if progress is not None:
             progress(done, len(rows))
     if problems:
-        hidden = len(problems) - MAX_PROBLEMS_SHOWN
-        more = Problem(
-            what=f"... and {hidden} more problems",
-            remedy="correct those above, then run again to see the rest",
-        )
-        raise DataError([*problems[:MAX_PROBLEMS_SHOWN], *([more] if hidden > 0 else [])])
+        raise DataError(capped(problems))
     return tuple(records)
 
 

@@ -6,7 +6,7 @@ import hashlib
 import logging
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -75,10 +75,10 @@ def scan_images(
     for set_index, one in enumerate(sets):
         assert one.img_dir is not None, "the configuration was checked"
         found += _list_set(set_index, one, one.img_dir, controls, problems)
-    measured = _measure_all({path: None for item in found for path in (item.path, *item.controls)}, progress)
+    measured = _measure_all((path for item in found for path in (item.path, *item.controls)), progress)
     problems += [problem for one in measured.values() if isinstance(one, list) for problem in one]
     if problems:
-        raise DataError(_capped(problems))
+        raise DataError(capped(problems))
     good = {path: one for path, one in measured.items() if isinstance(one, _Measured)}
     records = [_record(item, good, sizes, trigger_word) for item in found]
     _tell_enlarged(records)
@@ -87,10 +87,10 @@ def scan_images(
 
 def measure_controls(paths: Sequence[Path]) -> tuple[Control, ...]:
     """Control images that are named by themselves. Raises one DataError with every problem."""
-    measured = _measure_all({path: None for path in paths}, None)
+    measured = _measure_all(paths, None)
     problems = [problem for one in measured.values() if isinstance(one, list) for problem in one]
     if problems:
-        raise DataError(_capped(problems))
+        raise DataError(capped(problems))
     return tuple(_control(path, one) for path in paths if isinstance(one := measured[path], _Measured))
 
 
@@ -158,9 +158,10 @@ def _no_caption(image: Path, metadata: Path | None) -> Problem:
 
 
 def _measure_all(
-    paths: Mapping[Path, None], progress: Callable[[int, int], None] | None
+    files: Iterable[Path], progress: Callable[[int, int], None] | None
 ) -> dict[Path, _Measured | list[Problem]]:
-    """Open all images in a few threads."""
+    """Open every image once, in a few threads."""
+    paths = tuple(dict.fromkeys(files))
     measured: dict[Path, _Measured | list[Problem]] = {}
     executor = ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1))
     try:
@@ -225,7 +226,7 @@ def _control(path: Path, measured: _Measured) -> Control:
     )
 
 
-def _capped(problems: Sequence[Problem]) -> list[Problem]:
+def capped(problems: Sequence[Problem]) -> list[Problem]:
     """The first problems, and how many more there are."""
     shown = list(problems[:MAX_PROBLEMS_SHOWN])
     hidden = len(problems) - len(shown)

@@ -57,16 +57,6 @@ class Entries:
     """None where samples have no images."""
     prompts: tuple[Prompt, ...]
 
-    @property
-    def text_keys(self) -> tuple[str, ...]:
-        """Text entries by sample."""
-        return tuple(entry.key for entry in self.texts)
-
-    @property
-    def latent_keys(self) -> tuple[str, ...]:
-        """Latents entries by sample."""
-        return tuple(entry.key for entry in self.latents)
-
     def headers(self, record: int, *, dropped: bool) -> tuple[Header, Header]:
         """Shapes of one sample's latents and text."""
         text = self.empties[record] if dropped else self.texts[record]
@@ -111,6 +101,8 @@ def _prompts(
     context: Context, parts: Mapping[str, str], controls: Sequence[tuple[Control, ...]], *, drawn: bool
 ) -> tuple[Prompt, ...]:
     prompts = context.config.validation.prompts
+    if context.family.control_counts[0] and not controls:
+        return ()  # nothing to edit, nothing to draw: a run's own entries come with them
     found = []
     for caption, own in zip(prompts, controls or [()] * len(prompts), strict=True):
         shown = own if context.family.text_sees_controls else ()

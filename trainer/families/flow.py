@@ -178,6 +178,11 @@ def kept_on_device(make: Callable[..., torch.Tensor], *arguments: Hashable) -> t
     return make(*arguments)
 
 
+def sample_latents(batch: Batch, draw: Draw) -> torch.Tensor:
+    """Latents (B, C, h, w) fp32: one sample of the distribution that a VAE gave as `mean` and `std`."""
+    return batch.latents["mean"] + batch.latents["std"] * draw.vae_noise
+
+
 def interpolate(clean: torch.Tensor, draw: Draw) -> torch.Tensor:
     """z_t = (1 - sigma) z + sigma noise; clean (B, C, H, W) fp32, result the same."""
     sigma = draw.sigma.view(-1, *[1] * (clean.ndim - 1))

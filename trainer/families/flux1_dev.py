@@ -149,7 +149,7 @@ class Flux1Dev:
         import torch
         from diffusers import FluxPipeline
 
-        noised = flow.interpolate(_sample_latents(batch, draw), draw)
+        noised = flow.interpolate(flow.sample_latents(batch, draw), draw)
         count, channels, height, width = noised.shape
         text = batch.text["prompt_embeds"]
         guidance = None
@@ -172,7 +172,7 @@ class Flux1Dev:
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
         prediction = self.predict(model, batch, draw, settings)
-        return flow.velocity_loss(prediction, _sample_latents(batch, draw), draw)
+        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""
@@ -240,11 +240,6 @@ class Flux1Dev:
             head_width=config["attention_head_dim"],
             tokens=shape.height * shape.width // 256 + shape.text_tokens,
         )
-
-
-def _sample_latents(batch: Batch, draw: Draw) -> torch.Tensor:
-    """Latents (B, C, h, w) fp32: one sample of the VAE's distribution."""
-    return batch.latents["mean"] + batch.latents["std"] * draw.vae_noise
 
 
 FLUX1_DEV = Flux1Dev()

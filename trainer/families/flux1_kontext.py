@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainer.families import flow, flux1_dev
+from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import (
     AttentionShape,
@@ -104,7 +104,7 @@ class Flux1Kontext:
         import torch
         from diffusers import FluxKontextPipeline
 
-        noised = flow.interpolate(flux1_dev._sample_latents(batch, draw), draw)
+        noised = flow.interpolate(flow.sample_latents(batch, draw), draw)
         control, text = batch.latents["control_0"], batch.text["prompt_embeds"]
         count, _, height, width = noised.shape
         guidance = None
@@ -128,7 +128,7 @@ class Flux1Kontext:
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
         prediction = self.predict(model, batch, draw, settings)
-        return flow.velocity_loss(prediction, flux1_dev._sample_latents(batch, draw), draw)
+        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """That of FLUX.1-dev with a control of the target's size."""

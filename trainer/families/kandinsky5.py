@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.families import flow
-from trainer.families.flux1_dev import FLUX1_DEV, _sample_latents
+from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import (
     AttentionShape,
     Batch,
@@ -138,7 +138,7 @@ class Kandinsky5:
         """Velocity (B, C, h, w) that the transformer predicts for the noised latents."""
         import torch
 
-        noised = flow.interpolate(_sample_latents(batch, draw), draw)
+        noised = flow.interpolate(flow.sample_latents(batch, draw), draw)
         text, (*_, height, width) = batch.text["prompt_embeds_qwen"], noised.shape
         velocity = model(
             hidden_states=noised.permute(0, 2, 3, 1)[:, None].to(text.dtype),  # (B, 1, h, w, C)
@@ -154,7 +154,7 @@ class Kandinsky5:
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
         prediction = self.predict(model, batch, draw, settings)
-        return flow.velocity_loss(prediction, _sample_latents(batch, draw), draw)
+        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""

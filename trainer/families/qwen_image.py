@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.families import flow
-from trainer.families.flux1_dev import FLUX1_DEV, _sample_latents
+from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import (
     Batch,
     Draw,
@@ -140,7 +140,7 @@ class QwenImage:
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
         prediction = self.predict(model, batch, draw, settings)
-        return flow.velocity_loss(prediction, _sample_latents(batch, draw), draw)
+        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""
@@ -206,7 +206,7 @@ def predict_velocity(model: Any, batch: Batch, draw: Draw, controls: Sequence[to
     import torch
     from diffusers import QwenImagePipeline
 
-    noised = flow.interpolate(_sample_latents(batch, draw), draw)
+    noised = flow.interpolate(flow.sample_latents(batch, draw), draw)
     text = batch.text["prompt_embeds"]
     count, channels, height, width = noised.shape
     images = [noised, *controls]

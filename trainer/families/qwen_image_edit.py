@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
 from trainer.families import flow, qwen_image
-from trainer.families.flux1_dev import _sample_latents
 from trainer.families.protocol import (
     AttentionShape,
     Batch,
@@ -134,7 +133,7 @@ class QwenImageEdit:
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
         prediction = self.predict(model, batch, draw, settings)
-        return flow.velocity_loss(prediction, _sample_latents(batch, draw), draw)
+        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """That of Qwen-Image with one control of the target's size."""

@@ -31,7 +31,7 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
 }
 
 
-class _ContiguousGradient(torch.autograd.Function):
+class ContiguousGradient(torch.autograd.Function):
     """Identity whose gradient is made contiguous."""
 
     @staticmethod
@@ -60,7 +60,7 @@ def attention(
     with sdpa_kernel(SDPA_BACKENDS[kernel]):
         output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
     if contiguous:
-        output = _ContiguousGradient.apply(output)
+        output = ContiguousGradient.apply(output)
     return output.permute(0, 2, 1, 3)
 
 

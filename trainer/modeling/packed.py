@@ -17,7 +17,7 @@ import torch
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer.modeling.attention import BACKENDS, SDPA_BACKENDS, _ContiguousGradient
+from trainer.modeling.attention import BACKENDS, SDPA_BACKENDS, ContiguousGradient
 
 
 def implementation(kernel: str) -> str:
@@ -76,7 +76,7 @@ def packed_attention(
                 enable_gqa=groups > 1,
             )
             if kernel == "cudnn":
-                output = _ContiguousGradient.apply(output)
+                output = ContiguousGradient.apply(output)
             outputs.append(output.transpose(1, 2))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 

@@ -13,6 +13,8 @@ _OPERATORS = (
     "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 )
+# for the life of the process: a library that is collected takes its operators with it
+_KEPT: list[object] = []
 
 
 @functools.cache
@@ -29,11 +31,7 @@ def make_torchvision_importable() -> None:
         return
     if torch.version.cuda is not None or "+cpu" in version:
         return
-    # kept for the life of the process: a library that is collected takes its operators with it
     library = torch.library.Library("torchvision", "FRAGMENT")
     for operator in _OPERATORS:
         library.define(operator)
     _KEPT.append(library)
-
-
-_KEPT: list[object] = []

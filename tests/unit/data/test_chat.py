@@ -15,6 +15,7 @@ import pytest
 from trainer.config.schema import DataSection, DataSet, ModelSection, RunConfig
 from trainer.data import chat
 from trainer.data.records import ChatRecord
+from trainer.data.scan import MAX_PROBLEMS_SHOWN
 from trainer.errors import ConfigError, DataError, ExitCode, StoppedError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "chat.jsonl"
@@ -172,9 +173,9 @@ def test_all_problems_of_all_files_are_told(tmp_path: Path) -> None:
 
 
 def test_many_problems_are_counted(tmp_path: Path) -> None:
-    path = write(tmp_path / "a.jsonl", *["{"] * (chat.MAX_PROBLEMS_SHOWN + 7))
+    path = write(tmp_path / "a.jsonl", *["{"] * (MAX_PROBLEMS_SHOWN + 7))
     found = problems(path)
-    assert len(found) == chat.MAX_PROBLEMS_SHOWN + 1
+    assert len(found) == MAX_PROBLEMS_SHOWN + 1
     assert found[-1][1] == "... and 7 more problems"
 
 

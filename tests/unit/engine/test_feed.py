@@ -108,7 +108,7 @@ def test_an_error_is_raised_in_its_batchs_turn(context: Any, entries: Entries) -
     sampler = feed.make_sampler(context, entries)
     firsts = {sample.record: n for n in reversed(range(5)) for sample in sampler.micro_batch(n).samples}
     record = max(firsts, key=firsts.__getitem__)
-    path = entries.cache.path("latents", entries.latent_keys[record])
+    path = entries.cache.path("latents", entries.latents[record].key)
     path.write_bytes(path.read_bytes()[:-1] + b"x")
     taken = 0
     with pytest.raises(DamagedEntryError):
