@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -69,11 +70,25 @@ def run_job(
         write_spec(spec, folder / "spec.json")
         return supervise(
             [sys.executable, "-m", "trainer.engine", str(folder / "spec.json")],
-            environment=plan.child_environment(environment.snapshot()),
+            environment=_with_compile_cache(plan, plan.child_environment(environment.snapshot())),
             runtime_dir=runtime_dir,
             port=port,
             unified_memory=unified_memory,
         )
+
+
+def _with_compile_cache(plan: Plan, environ: dict[str, str]) -> dict[str, str]:
+    """Compiled blocks stay in the user's cache folder, so that the next start finds them.
+
+    torch's own choice is a temporary folder, which a container loses.
+    """
+    from trainer.config import environment
+
+    if not plan.compile:
+        return environ
+    folder = environment.user_cache_dir() / "compile"
+    folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+    return {**{name: str(folder / part) for name, part in folders.items()}, **environ}
 
 
 def stop_before_start() -> None:
@@ -96,37 +111,43 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
 
     facts, profile = machine_facts(), requested_profile()
     plan = plan_run(loaded, facts, profile)
-    if probe and plan.device == "cuda" and loaded.config.features.attention == "auto":
-        measured = probe_kernels(loaded, facts)
+    features = loaded.config.features
+    asked = {"attention": features.attention, "matmul": features.compute}
+    if probe and plan.device == "cuda" and "auto" in asked.values():
+        kinds = [kind for kind, value in asked.items() if value == "auto"]
+        measured = probe_kernels(loaded, facts, kinds)
         if measured != facts:
             return measured, plan_run(loaded, measured, profile)
     return facts, plan
 
 
-def probe_kernels(loaded: Loaded, facts: Facts) -> Facts:
-    """The facts with a verdict for every attention kernel at the run's shape; verdicts are kept on disk."""
+def probe_kernels(loaded: Loaded, facts: Facts, kinds: Sequence[str] = ("attention", "matmul")) -> Facts:
+    """The facts with a verdict for every kernel at the run's shape; verdicts are kept on disk."""
     import dataclasses
 
     from trainer.config import environment
+    from trainer.engine import probe
     from trainer.engine.planning import plan_run, requested_profile, run_attention
-    from trainer.engine.probe import CANDIDATES, probe_attention, shape_class
     from trainer.hardware.verdicts import FILE_NAME, read_verdicts, write_verdicts
 
     shape = run_attention(loaded)
-    known = {row.kernel for row in facts.verdicts if row.shape_class == shape_class(shape)}
-    missing = [name for name in CANDIDATES if f"attention.{name}" not in known]
+    plan = plan_run(loaded, facts, requested_profile())
+    candidates = probe.kernels_for(facts, plan.device, plan.dtype)
+    wanted = [name for name in candidates if name.partition(".")[0] in kinds]
+    missing = probe.unmeasured(wanted, facts, shape)
     if not missing:
         return facts
-    plan = plan_run(loaded, facts, requested_profile())
-    click.echo(f"measuring attention kernels once for {shape_class(shape)}: {', '.join(missing)}", err=True)
-    verdicts = probe_attention(shape, plan.dtype, missing, plan.child_environment(environment.snapshot()))
+    names = ", ".join(missing)
+    click.echo(f"measuring kernels once for {probe.shape_class(shape)}: {names}", err=True)
+    verdicts = probe.probe(missing, shape, plan.dtype, plan.child_environment(environment.snapshot()))
     for row in verdicts:
         speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"
         click.echo(f"  {row.kernel}: {'works' if row.works else 'fails'}, {speed}, {row.reason}", err=True)
     path = environment.user_cache_dir() / FILE_NAME
     if not write_verdicts(path, facts, verdicts):
         click.echo(f"  {path} cannot be written: they will be measured again", err=True)
-        return dataclasses.replace(facts, verdicts=(*facts.verdicts, *verdicts))
+        found = {(row.kernel, row.shape_class): row for row in (*facts.verdicts, *verdicts)}
+        return dataclasses.replace(facts, verdicts=tuple(found.values()))
     return dataclasses.replace(facts, verdicts=read_verdicts(path, facts))
 
 

@@ -2,8 +2,9 @@
 
 @click.command()
 @config_arguments
-def plan(configs, overrides, dataset, output):
-    loaded = load_config(configs, overrides, dataset, output)
+@budget_option
+def plan(configs, overrides, dataset, output, budget):
+    loaded = load_config(configs, (*overrides, *budget), dataset, output)
 """
 
 from __future__ import annotations
@@ -27,6 +28,20 @@ def config_arguments(function: F) -> F:
         "configs", metavar="CONFIG...", nargs=-1, required=True, type=click.Path(path_type=Path)
     )
     return argument(layer_options(function))
+
+
+def budget_option(function: F) -> F:
+    """Add `--budget`: parameter budget, as overrides."""
+
+    def override(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
+        return () if value is None else (f"features.memory_budget={value}",)
+
+    return click.option(
+        "--budget",
+        metavar="SIZE",
+        callback=override,
+        help="Keep within this much device memory: 24GiB. Short for --set features.memory_budget=24GiB.",
+    )(function)
 
 
 def layer_options(function: F) -> F:

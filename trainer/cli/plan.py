@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import config_arguments, load_config
+from trainer.cli.options import budget_option, config_arguments, load_config
 
 
 @click.command(
@@ -18,11 +18,13 @@ What you write in the configuration is honoured or refused; only `auto` is decid
 Examples:
   trainer plan train_configs/flux1_dev_lora.yaml
   trainer plan train_configs/flux1_dev_lora.yaml --facts tests/golden/machines/dgx-spark.json
+  trainer plan train_configs/flux1_dev_lora.yaml --budget 24GiB
   trainer plan train_configs/flux1_dev_lora.yaml --set features.weights=int8 --json > plan.json
   trainer plan train_configs/flux1_dev_lora.yaml --export > plan.env && . ./plan.env
 """
 )
 @config_arguments
+@budget_option
 @click.option(
     "--facts",
     "facts_file",
@@ -39,6 +41,7 @@ def plan(
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
+    budget: tuple[str, ...],
     facts_file: Path | None,
     form: str | None,
 ) -> None:
@@ -46,7 +49,7 @@ def plan(
     from trainer.engine.planning import machine_facts, plan_run, requested_profile
     from trainer.hardware.render import environment_exports, plan_text, plan_to_json
 
-    loaded = load_config(configs, overrides, dataset, output)
+    loaded = load_config(configs, (*overrides, *budget), dataset, output)
     decided = plan_run(loaded, machine_facts(facts_file), requested_profile())
     if form == "json":
         click.echo(plan_to_json(decided), nl=False)

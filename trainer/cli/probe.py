@@ -1,12 +1,17 @@
-"""Floor 7: `trainer probe`: what this machine is and which attention kernels work on it."""
+"""Floor 7: `trainer probe`: what this machine is and which kernels work on it, how fast."""
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import click
 
 from trainer.cli.options import layer_options, load_config
+
+_NUMBERS = (2, 3)
 
 
 @click.command(
@@ -27,7 +32,7 @@ def probe(
     output: Path | None,
     as_json: bool,
 ) -> int:
-    """Measure this machine: facts, and with a configuration every attention kernel forward and backward."""
+    """Measure this machine: facts, and with a configuration every kernel forward and backward."""
     from trainer.cli.jobs import probe_kernels
     from trainer.engine.planning import machine_facts
     from trainer.hardware.facts import facts_to_json
@@ -44,15 +49,41 @@ def probe(
 
 
 def describe(text: str) -> list[str]:
-    """The facts as lines of `name: value` for people, verdicts last."""
+    """The facts as lines of `name: value` for people, then the verdicts as a table, fastest first."""
     import json
 
     facts = json.loads(text)
     verdicts = facts.pop("verdicts", [])
     lines = [f"{name}: {json.dumps(value)}" for name, value in facts.items()]
-    for verdict in verdicts:
-        speed = f"{verdict['milliseconds']} ms" if verdict["milliseconds"] is not None else "-"
-        state = "works" if verdict["works"] else "FAILS"
-        kernel, at = verdict["kernel"], verdict["shape_class"]
-        lines.append(f"{kernel:22} {state:6} {speed:>12}  {at}: {verdict['reason']}")
-    return lines
+    return [*lines, "", *_table(verdicts)] if verdicts else lines
+
+
+def _table(verdicts: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Aligned columns, numbers to the right; verdicts of one shape stay together."""
+    order = sorted(verdicts, key=_order)
+    rows = [("kernel", "verdict", "ms", "relative error", "at", "reason"), *(_row(one) for one in order)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(
+            cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ).rstrip()
+        for row in rows
+    ]
+
+
+def _order(verdict: Mapping[str, Any]) -> tuple[str, str, float]:
+    kind, speed = verdict["kernel"].partition(".")[0], verdict["milliseconds"]
+    return kind, verdict["shape_class"], math.inf if speed is None else speed
+
+
+def _row(verdict: Mapping[str, Any]) -> tuple[str, ...]:
+    speed, error = verdict["milliseconds"], verdict["relative_error"]
+    return (
+        verdict["kernel"],
+        "works" if verdict["works"] else "FAILS",
+        "-" if speed is None else f"{speed:.3f}",
+        "-" if error is None else f"{error:.1e}",
+        verdict["shape_class"],
+        verdict["reason"],
+    )

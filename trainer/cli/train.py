@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import config_arguments, load_config
+from trainer.cli.options import budget_option, config_arguments, load_config
 
 
 @click.command(
@@ -20,12 +20,14 @@ The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save f
 """
 )
 @config_arguments
+@budget_option
 @click.option("--no-probe", is_flag=True, help="Do not measure attention kernels that have no verdict yet.")
 def train(
     configs: tuple[Path, ...],
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
+    budget: tuple[str, ...],
     no_probe: bool,
 ) -> int:
     """Train, prove and save: a LoRA or a full fine-tune, as the configuration says."""
@@ -34,7 +36,7 @@ def train(
 
     stop_before_start()
 
-    loaded = load_config(configs, overrides, dataset, output)
+    loaded = load_config(configs, (*overrides, *budget), dataset, output)
     facts, plan = planned(loaded, probe=not no_probe)
     print_plan(plan)
     return run_job(
@@ -54,6 +56,7 @@ Examples:
 """
 )
 @config_arguments
+@budget_option
 @click.option("--verify", is_flag=True, help="Read every entry and encode damaged ones again.")
 @click.option("--prune", is_flag=True, help="Then remove the family's entries that this run does not use.")
 def cache(
@@ -61,6 +64,7 @@ def cache(
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
+    budget: tuple[str, ...],
     verify: bool,
     prune: bool,
 ) -> int:
@@ -68,7 +72,7 @@ def cache(
     from trainer.cli.jobs import planned, run_job, stop_before_start
 
     stop_before_start()
-    loaded = load_config(configs, overrides, dataset, output)
+    loaded = load_config(configs, (*overrides, *budget), dataset, output)
     facts, plan = planned(loaded, probe=False)
     unified_memory = any(gpu.integrated for gpu in facts.gpus)
     return run_job(loaded, plan, "cache", verify=verify, prune=prune, unified_memory=unified_memory)

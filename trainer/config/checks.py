@@ -103,14 +103,40 @@ def _unused(context: Context) -> Found:
                 yield context.source(key), f"`{key}` has {rule.reason}", rule.remedy
 
 
-def _int8_full(context: Context) -> Found:
-    if context.config.method == "full" and context.config.features.weights in ("int8", "nf4"):
+def _quantized_full(context: Context) -> Found:
+    if context.config.method == "full" and context.config.features.weights in ("int8", "nf4", "fp8"):
         weights = context.config.features.weights
         what = (
             f"`features.weights: {weights}` cannot be trained by `method: full`: {weights} weights are frozen"
         )
         where = context.blame("features.weights", "method")
         yield where, what, "write `method: lora`, or leave features.weights out"
+
+
+def _fp8_compute(context: Context) -> Found:
+    features, where = context.config.features, context.blame("features.compute", "features.weights", "method")
+    if features.compute != "fp8":
+        return
+    if features.weights not in ("auto", "fp8"):
+        other = f"`features.weights: {features.weights}` ({context.source('features.weights')})"
+        remedy = "leave features.weights out, or write fp8 there too"
+        yield where, f"`features.compute: fp8` multiplies FP8 weights, but {other}", remedy
+    elif context.config.method == "full":
+        what = "`features.compute: fp8` is for a frozen base, and `method: full` trains it"
+        yield where, what, "write `method: lora`, or leave features.compute out"
+
+
+def _budget_alone(context: Context) -> Found:
+    features, key = context.config.features, "features.activation_budget"
+    if features.activation_budget in ("auto", 1.0):
+        return
+    for other, value, why in (
+        ("compile", False, "only compiled blocks keep a share of their activations"),
+        ("activation_checkpointing", True, "checkpointing keeps none of them"),
+    ):
+        if vars(features)[other] is value:
+            written = f"`features.{other}: {str(value).lower()}` ({context.source(f'features.{other}')})"
+            yield context.source(key), f"`{key}` contradicts {written}: {why}", "remove one of them"
 
 
 def _weights_against_dtype(context: Context) -> Found:
@@ -280,7 +306,9 @@ def _resume_word(context: Context) -> Found:
 
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
     (("method", "flow.weighting_scheme", "validation.img_dir"), _unused),
-    (("method", "features.weights"), _int8_full),
+    (("method", "features.weights"), _quantized_full),
+    (("method", "features.weights", "features.compute"), _fp8_compute),
+    (("features.activation_budget", "features.compile", "features.activation_checkpointing"), _budget_alone),
     (("model.dtype", "features.weights"), _weights_against_dtype),
     (("train.lr_warmup_steps", "train.max_train_steps"), _warmup),
     (("data.trigger_word", "data.caption_dropout_rate"), _trigger_dropped),

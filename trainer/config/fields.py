@@ -13,7 +13,7 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, Words
 from trainer.config.tree import KeyPath
 
 ALIASES: dict[str, str] = {
@@ -41,6 +41,7 @@ ALIASES: dict[str, str] = {
     "network_alpha": "lora.alpha",
     "network_dim": "lora.rank",
     "output": "output_dir",
+    "max_memory": "features.memory_budget",
     "quantization": "features.weights",
     "quantize": "features.weights",
     "resume": "checkpoint.resume_from_checkpoint",
@@ -50,6 +51,7 @@ ALIASES: dict[str, str] = {
     "scheduler": "train.lr_scheduler",
     "steps": "train.max_train_steps",
     "target_layers": "lora.target_modules",
+    "torch_compile": "features.compile",
     "training_folder": "output_dir",
     "trigger": "data.trigger_word",
     "validation_prompt": "validation.prompts",
@@ -206,7 +208,8 @@ def _words(option: Any, metadata: Sequence[object]) -> list[str]:
         return ["a list with at least one item" if _constrained(metadata) else "a list"]
     if section_of(option) is not None:
         return [f"keys ({', '.join(option.model_fields)})"]
-    return ["a path" if option is Path else "a text that is not empty"]
+    told = [item.words for item in metadata if isinstance(item, Words)]
+    return told or ["a path" if option is Path else "a text that is not empty"]
 
 
 def _constrained(metadata: Sequence[object]) -> bool:

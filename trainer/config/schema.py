@@ -6,6 +6,8 @@ from the declared types, so a bound written here needs no second place.
 
 from __future__ import annotations
 
+import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,10 +31,36 @@ def _reject_empty(value: object) -> object:
     return value
 
 
+@dataclass(frozen=True)
+class Words:
+    """What a text takes, for messages, where its pattern says too little."""
+
+    words: str
+
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
+_SIZE_BYTES = {"gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}
+
+
+def size_bytes(text: str) -> int:
+    """Bytes of a size such as "24GiB" (24 * 1024^3) or "24 GB" (24 * 10^9); ValueError for another text."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) == 0:
+        raise ValueError(f"{text!r} is no size such as 24GiB or 24 GB")
+    return int(float(found[1]) * _SIZE_BYTES[found[2].lower()])
+
+
+def _require_size(value: object) -> object:
+    if isinstance(value, str):
+        size_bytes(value)
+    return value
+
+
 Positive = Annotated[int, Field(ge=1)]
 Toggle = Literal["auto"] | bool
 Text = Annotated[str, Field(pattern=r"\S")]
 """Text with at least one character that is not white space."""
+Size = Annotated[Text, BeforeValidator(_require_size), Words("a size such as 24GiB or 24 GB")]
 ModelName = Annotated[Text, BeforeValidator(_expand_home)]
 UserPath = Annotated[Path, BeforeValidator(_expand_home), BeforeValidator(_reject_empty)]
 """Relative paths start at the current directory, not at the file that names them."""
@@ -162,12 +190,35 @@ class FlowSection(Section):
 class FeaturesSection(Section):
     """What the hardware plan decides: `auto` unless written; what is written is honoured or refused."""
 
-    attention: Literal["auto", "flash", "cudnn", "efficient", "math", "native"] = "auto"
-    """Attention kernel, forward and backward."""
-    weights: Literal["auto", "bf16", "fp32", "int8", "nf4"] = "auto"
-    """Storage of the base model's weights; int8 and nf4 (4 bits) are for `method: lora` only."""
+    attention: Literal[
+        "auto",
+        "flash",
+        "cudnn",
+        "cudnn_strided",
+        "flash_attn_2",
+        "flash_attn_3",
+        "flash_attn_4",
+        "efficient",
+        "math",
+        "native",
+    ] = "auto"
+    """Attention kernel, forward and backward; flash_attn_2 to 4 are packages that are installed apart."""
+    weights: Literal["auto", "bf16", "fp32", "int8", "nf4", "fp8"] = "auto"
+    """Storage of the base model's weights; int8, nf4 (4 bits) and fp8 are for `method: lora` only."""
+    compute: Literal["auto", "bf16", "fp8"] = "auto"
+    """What the frozen base's linear layers multiply in; fp8 needs compute capability 8.9 and fp8 weights."""
+    compile: Toggle = "auto"
+    """Compile the repeated blocks with torch.compile: a faster step after a minute of compiling."""
+    cuda_graphs: Toggle = "auto"
+    """Replay a micro-batch as one CUDA graph: the host's speed does not matter; needs compiled blocks."""
     activation_checkpointing: Toggle = "auto"
     """Recompute activations in the backward pass: less memory, a slower step."""
+    activation_budget: Literal["auto"] | Annotated[float, Field(gt=0, le=1)] = "auto"
+    """Share of the activations that compiled blocks keep, the cheapest ones being recomputed; 1 keeps all."""
+    memory_budget: Literal["auto"] | Size = "auto"
+    """Device memory that the run may fill, such as 24GiB; `auto` is nearly all of it."""
+    loader: Literal["auto", "safetensors", "fastsafetensors"] = "auto"
+    """What reads the base model's files; `auto` goes by where their bytes are, page cache or disk."""
     vae_tiling: Toggle = "auto"
     """Encode and decode images in tiles: less memory at high resolution."""
     tf32: Toggle = "auto"

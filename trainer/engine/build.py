@@ -1,8 +1,7 @@
 """Floor 6: from files to a model that can train, in the one order that is right.
 
-build on meta -> quantised linears while shards stream in -> LoRA -> activation checkpointing -> attention ->
-distribute
--> optimizer. Resume comes after all of it.
+build on meta -> quantised linears while shards stream in -> attention -> LoRA -> activation checkpointing ->
+joined layers -> compile -> optimizer. Resume comes after all of it.
 """
 
 from __future__ import annotations
@@ -13,13 +12,13 @@ from typing import Any
 from accelerate import Accelerator
 
 from trainer.engine.context import Context
+from trainer.engine.fast import compile_model, prove_fp8
 from trainer.engine.optimizer import Updater
 from trainer.errors import ConfigError, HardwareError
-from trainer.hardware.memory import QUANTIZED
 from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
 from trainer.modeling.load import load_streamed
-from trainer.modeling.quantize import replacer, require_quantized
+from trainer.modeling.quantize import QUANTIZED, count_quantized, replacer
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
 
@@ -37,13 +36,23 @@ def load_base(context: Context) -> Any:
     """The trained component with the plan's storage and attention kernel, frozen."""
     plan, family = context.plan, context.family
     context.status.beat(Phase.LOAD)
-    with progress(1, f"loading {family.trained_component}") as bar:
+    shown = 0
+    with progress(100, f"loading {family.trained_component}, percent") as bar:
+
+        def show(percent: int) -> None:
+            nonlocal shown
+            bar.advance(percent - shown)
+            shown = percent
+
+        def on_bytes(done: int, total: int) -> None:
+            context.stop.raise_if_requested()
+            show(100 * done // total)
 
         def on_shard(done: int, total: int) -> None:
             context.stop.raise_if_requested()
             context.status.beat(Phase.LOAD, step=done, total=total, item_done=True)
             if done == total:
-                bar.advance(1)
+                show(100)
 
         model = load_streamed(
             family.model_class(context.source),
@@ -51,14 +60,25 @@ def load_base(context: Context) -> Any:
             family.trained_component,
             device=context.device,
             dtype=context.dtype,
-            replace=replacer(plan.weights, family.high_precision, context.dtype),
+            replace=replacer(
+                plan.weights,
+                family.high_precision,
+                context.dtype,
+                fp8_compute=plan.compute == "fp8",
+                copies=plan.weight_copies,
+            ),
             on_shard=on_shard,
             fill_zeros=context.config.method == "lora",
+            loader=plan.loader,
+            on_bytes=on_bytes,
+            say=context.say,
         )
     if plan.weights in QUANTIZED:
-        count = require_quantized(model, plan.weights)
-        context.say(f"{plan.weights} base: {count} linear layers quantised")
+        count, kept = count_quantized(model, plan.weights)
+        context.say(f"{plan.weights} base: {count} linear layers quantised, {kept} kept in {plan.dtype}")
     set_attention(model, plan.attention)
+    if plan.compute == "fp8":
+        context.say(prove_fp8(context, model))
     return model
 
 
@@ -82,6 +102,8 @@ def build(context: Context) -> Built:
     model.train()
     if context.plan.activation_checkpointing:
         enable_activation_checkpointing(model)
+    if context.plan.compile:
+        compile_model(context, model)
     accelerator = Accelerator(cpu=context.device == "cpu", mixed_precision="no")
     if accelerator.num_processes != 1:
         raise HardwareError(

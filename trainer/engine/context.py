@@ -11,6 +11,7 @@ import torch
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.families.protocol import Family
+from trainer.hardware.memory import CUDA_CONTEXT_BYTES
 from trainer.hardware.plan import Plan
 from trainer.modeling.source import ModelSource
 from trainer.telemetry.status import StatusWriter
@@ -49,11 +50,12 @@ class Context:
         return self.config.output_dir
 
 
-def apply_backend_settings(plan: Plan) -> None:
+def apply_backend_settings(context: Context) -> None:
     """Set what torch keeps globally: TF32 and the order of numerics.
 
     Raises HardwareError when the plan is for a GPU and this torch sees none.
     """
+    plan = context.plan
     if plan.device == "cuda" and not torch.cuda.is_available():
         raise HardwareError(
             "the plan is for a GPU, but torch sees none",
@@ -62,21 +64,35 @@ def apply_backend_settings(plan: Plan) -> None:
         )
     if plan.device == "cuda":
         torch.cuda.init()  # its statistics cannot be asked for before
+    if plan.device == "cuda" and context.config.features.memory_budget != "auto":
+        _cap_memory(plan)
     torch.backends.cuda.matmul.allow_tf32 = plan.tf32
     torch.backends.cudnn.allow_tf32 = plan.tf32
     # algorithm choice by timing would differ from run to run
     torch.backends.cudnn.benchmark = False
 
 
+def _cap_memory(plan: Plan) -> None:
+    """Let the allocator fail beyond the imposed budget, on a larger card too."""
+    _, total = torch.cuda.mem_get_info()
+    rest = plan.budget_bytes - CUDA_CONTEXT_BYTES
+    if rest < total:
+        torch.cuda.set_per_process_memory_fraction(rest / total)
+
+
 def peak_memory_bytes(device: str) -> int:
-    """Highest allocated device memory since `take_peak`, in bytes; 0 on a CPU."""
-    return torch.cuda.max_memory_allocated(device) if device.startswith("cuda") else 0
+    """Most device memory that the allocator held since `take_peak`, in bytes; 0 on a CPU.
+
+    Held, not handed out: what a CUDA graph will use again is handed out to nobody, and still taken.
+    """
+    return torch.cuda.max_memory_reserved(device) if device.startswith("cuda") else 0
 
 
 def take_peak(device: str) -> int:
-    """Highest allocated device memory since the last call, in bytes; the next phase counts from now."""
+    """Most device memory held since the last call, in bytes; the next phase counts from now."""
     peak = peak_memory_bytes(device)
     if device.startswith("cuda"):
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return peak
 

@@ -128,9 +128,17 @@ def _encoder_parts(context: Context, kind: EntryKind, dtype: torch.dtype) -> dic
     return parts | ({"seed": str(source.seed)} if built else {})
 
 
+def _quantized(context: Context) -> str | None:
+    """Storage of the text encoders' layers, where that is not the run's type."""
+    stored = context.plan.text_encoder_weights
+    return None if stored == context.plan.dtype else stored
+
+
 def _text_parts(context: Context) -> dict[str, str]:
-    length = str(context.config.data.max_sequence_length)
-    return _encoder_parts(context, "text", context.dtype) | {"max_sequence_length": length}
+    parts = _encoder_parts(context, "text", context.dtype)
+    parts["max_sequence_length"] = str(context.config.data.max_sequence_length)
+    quantized = _quantized(context)
+    return parts if quantized is None else parts | {"stored": quantized}
 
 
 def _latent_parts(context: Context) -> dict[str, str]:
@@ -170,11 +178,10 @@ def _encoders(context: Context, kind: str) -> Iterator[Encode]:
     family, which = context.family, cast(EntryKind, kind)
     dtype = context.dtype if kind == "text" else torch.float32
     context.status.beat(Phase.LOAD)
-    loaded = [
-        family.load_encoders(
-            which, context.source, device=context.device, dtype=dtype, vae_tiling=context.plan.vae_tiling
-        )
-    ]
+    quantized = _quantized(context) if kind == "text" else None
+    source = dataclasses.replace(context.source, quantized_to=quantized)
+    tiling = context.plan.vae_tiling
+    loaded = [family.load_encoders(which, source, device=context.device, dtype=dtype, vae_tiling=tiling)]
 
     def encode(entry: TextEntry | LatentsEntry) -> Mapping[str, torch.Tensor]:
         if isinstance(entry, TextEntry):

@@ -41,7 +41,7 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
     headers = {one.key: cache.header("text", one.key) for one in {*entries.texts, *entries.empties}}
     texts = [headers[one.key] for one in entries.texts]
     empties = [headers[one.key] for one in entries.empties] or texts
-    sizes, capacity = [1] * count, config.train.train_batch_size
+    sizes, capacity = [1] * count, context.plan.micro_batch_size
     if family.packed_by is not None:
         sizes = [header[family.packed_by][0] for header in texts]
         capacity *= config.data.max_sequence_length

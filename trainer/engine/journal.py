@@ -84,8 +84,9 @@ class Journal:
             seconds_per_step=seconds / steps,
             samples_per_second=samples / seconds,
             tokens_per_second=tokens / seconds if tokens else None,
-            device_memory_peak_bytes=peak_memory_bytes(device),
+            device_memory_peak_bytes=torch.cuda.max_memory_allocated(device) if device != "cpu" else 0,
             device_memory_reserved_bytes=torch.cuda.memory_reserved(device) if device != "cpu" else 0,
+            device_memory_reserved_peak_bytes=peak_memory_bytes(device),
             validation_loss=None if validation is None else validation.validation_loss,
             validation_data=None if validation is None else validation.validation_data,
         )
@@ -94,7 +95,8 @@ class Journal:
         self.events.scalars(record)
         self.metrics.step(record, planned_steps=total, steps=steps, samples=samples)
         self.metrics.write()
-        self._marked = time.monotonic()
+        # what writing took belongs to the next step: nothing that the run waits for is left out of its times
+        self._marked = now
         return step_line(record, total=total)
 
     def picture(self, tag: str, path: Path, step: int) -> None:

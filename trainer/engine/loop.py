@@ -4,8 +4,10 @@ run.
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -16,7 +18,9 @@ from trainer.engine import checkpoint
 from trainer.engine.build import Built
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries
+from trainer.engine.fast import uncompiled
 from trainer.engine.feed import Fed, feed
+from trainer.engine.graphs import Graphs
 from trainer.engine.journal import Journal
 from trainer.engine.optimizer import HostFlag, learning_rate
 from trainer.engine.pictures import write_strip
@@ -24,6 +28,7 @@ from trainer.engine.preview import draw_previews, preview_path
 from trainer.engine.proof import to_device
 from trainer.engine.validation import HeldOut, measure
 from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError
+from trainer.families.protocol import Batch, Draw
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.records import ValidationRecord
 from trainer.telemetry.status import Phase
@@ -62,6 +67,13 @@ class Run:
     settings: Any
     fingerprint: Mapping[str, str]
 
+    @functools.cached_property
+    def graphs(self) -> Graphs | None:
+        """Micro-batches as CUDA graphs, where the plan says so."""
+        if not self.context.plan.cuda_graphs:
+            return None
+        return Graphs(functools.partial(micro_batch, self))
+
 
 def train(run: Run, state: State) -> None:
     """Train from `state` to max_train_steps and save the last step.
@@ -69,7 +81,7 @@ def train(run: Run, state: State) -> None:
     On a stop request, low memory or a damaged cache entry the last complete step is saved before it raises.
     """
     config = run.context.config
-    accumulation = config.train.gradient_accumulation_steps
+    accumulation = run.context.plan.accumulation_steps
     total = config.train.max_train_steps
     batches = feed(run.context, run.entries, run.settings, state.step * accumulation, total * accumulation)
     run.context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
@@ -104,18 +116,17 @@ def _one_step(run: Run, state: State, batches: Iterator[Fed]) -> None:
     context, built = run.context, run.built
     total = context.config.train.max_train_steps
     # all of the step's batches first: a mean over the step needs what each of them weighs
-    step = [next(batches) for _ in range(context.config.train.gradient_accumulation_steps)]
+    step = [next(batches) for _ in range(context.plan.accumulation_steps)]
     weight = sum(fed.batch.weight for fed in step)
     # float64: sums do not depend on where a resume cut them
     step_loss = torch.zeros((), device=context.device, dtype=torch.float64)
     for fed in step:
         context.stop.raise_if_requested()
         batch, draw = to_device(fed.batch, fed.draw, context.device, context.dtype)
-        losses = context.family.loss(built.model, batch, draw, run.settings)
-        loss = losses.sum() / weight
-        built.accelerator.backward(loss)
-        built.updater.accumulate()
-        step_loss += loss.detach()
+        if run.graphs is None:
+            step_loss += micro_batch(run, batch, draw, weight)
+        else:
+            step_loss += run.graphs(batch, draw, torch.full((), weight, device=context.device))
         phase = Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
         context.status.beat(phase, step=state.step, total=total)
     _check_finite(run, state)
@@ -129,6 +140,15 @@ def _one_step(run: Run, state: State, batches: Iterator[Fed]) -> None:
     state.interval_samples += sum(fed.batch.size for fed in step)
     state.interval_tokens += sum(fed.batch.tokens for fed in step)
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
+
+
+def micro_batch(run: Run, batch: Batch, draw: Draw | None, weight: float | torch.Tensor) -> torch.Tensor:
+    """Forward and backward: adds the gradients to the optimizer's sums and returns the loss, a scalar."""
+    losses = run.context.family.loss(run.built.model, batch, draw, run.settings)
+    loss = losses.sum() / weight
+    run.built.accelerator.backward(loss)
+    run.built.updater.accumulate()
+    return loss.detach()
 
 
 def _check_finite(run: Run, state: State) -> None:
@@ -169,7 +189,8 @@ def _validate(run: Run, step: int) -> ValidationRecord | None:
     """The held-out loss; None where nothing is held out."""
     if run.held_out is None:
         return None
-    return measure(run.context, run.built.model, run.held_out, step=step)
+    with beside_training(run):
+        return measure(run.context, run.built.model, run.held_out, step=step)
 
 
 def _validate_before_training(run: Run) -> None:
@@ -208,6 +229,15 @@ def _untimed(run: Run, work: Callable[[], _T]) -> _T:
     return result
 
 
+@contextlib.contextmanager
+def beside_training(run: Run) -> Generator[None, None, None]:
+    """Room for what is not training: without the activations that graphs hold, and without compiling more."""
+    if run.graphs is not None:
+        run.graphs.drop()
+    with uncompiled(run.context):
+        yield
+
+
 def _collect_loss(state: State) -> None:
     """Read the losses that are still on the device."""
     if state.device_loss is not None:
@@ -239,7 +269,8 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
 
 
 def _preview(run: Run, state: State) -> None:
-    path = draw_previews(run.context, run.built.model, run.entries, state.step)
+    with beside_training(run):
+        path = draw_previews(run.context, run.built.model, run.entries, state.step)
     if path is not None:
         write_strip(path.parent, up_to_step=state.step)
         run.journal.picture("previews", path, state.step)

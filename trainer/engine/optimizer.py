@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer.config.schema import TrainSection
+from trainer.engine.masters import FlatMasters
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
@@ -60,29 +61,24 @@ class Updater:
     """Owns gradients, masters and optimizer state of the trainable parameters, by name.
 
     `adamw_fused_fp32`: bf16 parameters get fp32 masters, gradients accumulate in fp32, and a step with a
-    non-finite
-    gradient changes nothing without waiting for the device. `adamw_kahan_bf16`: optimi's AdamW with Kahan
-    summation,
-    all state in bf16; the flag is read before the step.
+    non-finite gradient changes nothing without waiting for the device. `adamw_kahan_bf16`: optimi's AdamW
+    with Kahan summation, all state in bf16; the flag is read before the step.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], train: TrainSection, kind: str) -> None:
         self.parameters = dict(parameters)
         self.train = train
         self.kahan = kind == "adamw_kahan_bf16"
-        self.masters: dict[str, torch.nn.Parameter] = {}
-        for name, parameter in self.parameters.items():
-            if self.kahan or parameter.dtype == torch.float32:
-                self.masters[name] = parameter
-            else:
-                self.masters[name] = torch.nn.Parameter(parameter.detach().float())
+        types = {parameter.dtype for parameter in self.parameters.values()}
+        # parameters in fp32 are their own masters, as are those of the compensated sums
+        self.flat = None if self.kahan or types == {torch.float32} else FlatMasters(self.parameters)
         self.optimizer = self._build()
         self.steps_taken = 0
 
     def _build(self) -> torch.optim.Optimizer:
         train = self.train
         betas = (train.adam_beta1, train.adam_beta2)
-        values = list(self.masters.values())
+        values = list(self.parameters.values()) if self.flat is None else [self.flat.flat]
         if not self.kahan:
             return torch.optim.AdamW(
                 values,
@@ -110,31 +106,21 @@ class Updater:
 
     def accumulate(self) -> None:
         """Add this micro-batch's gradients to the masters' and free them."""
-        pairs = [
-            (name, parameter) for name, parameter in self.parameters.items() if parameter.grad is not None
-        ]
-        for name, parameter in pairs:
-            master = self.masters[name]
-            if master is parameter:
-                continue
-            assert parameter.grad is not None
-            if master.grad is None:
-                master.grad = parameter.grad.float()
-            else:
-                master.grad += parameter.grad
-            parameter.grad = None
+        if self.flat is not None:
+            self.flat.accumulate()
 
     def drop_gradients(self) -> None:
         """Forget a partial accumulation."""
-        for parameter in (*self.parameters.values(), *self.masters.values()):
+        if self.flat is not None:
+            self.flat.drop_gradients()
+        for parameter in self.parameters.values():
             parameter.grad = None
 
     def step(self, rate: float, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Clip and update; returns (gradient norm before clipping, 1.0 where it or `loss` is not finite),
         both fp32.
         """
-        masters = [master for master in self.masters.values() if master.grad is not None]
-        norm = clip_gradients(masters, self.train.max_grad_norm)
+        norm = self._clip()
         bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(loss)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -147,43 +133,57 @@ class Updater:
             self.optimizer.found_inf = bad  # type: ignore[attr-defined]
             self.optimizer.step()
         self.steps_taken += 1
-        self._publish()
+        if self.flat is not None:
+            self.flat.publish()
         self.drop_gradients()
         return norm, bad
 
-    @torch.no_grad()
-    def _publish(self) -> None:
-        """Copy masters into the parameters that the model computes with."""
-        for name, parameter in self.parameters.items():
-            if self.masters[name] is not parameter:
-                parameter.copy_(self.masters[name])
+    def _clip(self) -> torch.Tensor:
+        if self.flat is None:
+            return clip_gradients(list(self.parameters.values()), self.train.max_grad_norm)
+        self.flat.flat.grad = self.flat.gradient
+        return clip_gradients([self.flat.flat], self.train.max_grad_norm)
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The masters by name, for a checkpoint."""
-        return {name: master.detach() for name, master in self.masters.items()}
+        if self.flat is not None:
+            return self.flat.views
+        return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
         """Optimizer state as `<parameter>/<key>`; the step count is `steps_taken`."""
         tensors: dict[str, torch.Tensor] = {}
-        for name, master in self.masters.items():
-            for key, value in self.optimizer.state[master].items():
-                if isinstance(value, torch.Tensor) and key != "step":
-                    tensors[f"{name}/{key}"] = value
+        if self.flat is not None:
+            for key, value in self._tensors(self.flat.flat).items():
+                views = self.flat.by_name(value)
+                tensors.update({f"{name}/{key}": view for name, view in views.items()})
+            return tensors
+        for name, parameter in self.parameters.items():
+            for key, value in self._tensors(parameter).items():
+                tensors[f"{name}/{key}"] = value
         return tensors
+
+    def _tensors(self, master: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+        state = self.optimizer.state[master]
+        return {key: value for key, value in state.items() if torch.is_tensor(value) and key != "step"}
 
     @torch.no_grad()
     def load(
         self, weights: Mapping[str, torch.Tensor], state: Mapping[str, torch.Tensor], steps_taken: int
     ) -> None:
         """Continue from a checkpoint's `weights`, `state` and step count, all of them on any device."""
-        names = list(self.masters)
-        for name, master in self.masters.items():
+        for name, master in self.weights().items():
             master.copy_(weights[name])
-        entries: dict[int, dict[str, Any]] = {index: {} for index in range(len(names))}
-        indices = {name: index for index, name in enumerate(names)}
+        by_key: dict[str, dict[str, torch.Tensor]] = {}
         for label, value in state.items():
             name, _, key = label.rpartition("/")
-            entries[indices[name]][key] = value
+            by_key.setdefault(name, {})[key] = value
+        # a parameter that never had a gradient has no state
+        entries: dict[int, dict[str, Any]] = {
+            index: {**by_key[name]} for index, name in enumerate(self.parameters) if name in by_key
+        }
+        if self.flat is not None:
+            entries = {0: self._joined(self.flat, by_key)}
         plain = self.optimizer.state_dict()
         if self.kahan:
             for group in plain["param_groups"]:
@@ -194,4 +194,16 @@ class Updater:
         plain["state"] = entries
         self.optimizer.load_state_dict(plain)
         self.steps_taken = steps_taken
-        self._publish()
+        if self.flat is not None:
+            self.flat.publish()
+
+    @staticmethod
+    def _joined(flat: FlatMasters, by_key: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
+        """Every key's tensors in one of the masters' size."""
+        keys = {key for entry in by_key.values() for key in entry}
+        joined = {}
+        for key in sorted(keys):
+            joined[key] = torch.zeros_like(flat.gradient)
+            for name, view in flat.by_name(joined[key]).items():
+                view.copy_(by_key[name][key])
+        return joined

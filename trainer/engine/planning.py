@@ -21,6 +21,17 @@ from trainer.hardware.resolve import dtype_of, resolve
 from trainer.modeling.source import local_folder
 
 
+def predict(config: RunConfig, facts: Facts, requested_profile: str = "auto") -> Plan:
+    """What a run needs and takes on a machine: the function to call from Python. No torch, a few ms a call.
+
+    `plan.train_memory`, `plan.cache_memory` and `plan.host_memory` are bytes by component,
+    `plan.step_milliseconds` is the predicted time of one micro-batch, and every choice that `config` leaves
+    `auto` is made, with its reason in `plan.decisions`. `facts` come from `machine_facts()`, or from a
+    recorded machine by `trainer.hardware.machine.read_recorded`. Raises as `plan_run`.
+    """
+    return plan_run(Loaded(config=config, sources={}), facts, requested_profile)
+
+
 def plan_run(
     loaded: Loaded,
     facts: Facts,

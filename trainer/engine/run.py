@@ -17,6 +17,7 @@ from trainer.engine import checkpoint, loop, proof, resume
 from trainer.engine.build import build, load_base
 from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
 from trainer.engine.entries import Entries, fill_cache, list_entries
+from trainer.engine.fast import uncompiled
 from trainer.engine.full import export_full, prove_full
 from trainer.engine.journal import Journal
 from trainer.engine.pictures import before_after, row, shown, write_png, write_strip
@@ -52,7 +53,7 @@ def quiet_libraries() -> None:
 
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     """Encode everything that `train` would; then remove what this configuration does not use, if asked to."""
-    apply_backend_settings(context.plan)
+    apply_backend_settings(context)
     entries = list_entries(context, samples.all, samples.prompt_controls)
     report = fill_cache(context, entries, verify=spec.verify)
     if spec.prune:
@@ -63,7 +64,7 @@ def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
 
 def train(context: Context, samples: Samples, spec: Spec) -> None:
     """Cache, build, resume, train, export and prove."""
-    apply_backend_settings(context.plan)
+    apply_backend_settings(context)
     with _only_run(context.run_dir):
         _train(context, samples, spec)
 
@@ -95,7 +96,10 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     report = fill_cache(context, list_entries(context, samples.all, samples.prompt_controls))
     caching_peak = take_peak(context.device)
     built = build(context)
-    before = proof.fixed_outputs(context, built.model) if context.config.method == "full" else None
+    before = None
+    if context.config.method == "full":
+        with uncompiled(context):
+            before = proof.fixed_outputs(context, built.model)
     state = loop.State()
     if found is not None:
         state = _resume(context, built.updater, *found)
@@ -117,11 +121,12 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         loop.train(run, state)
         context.status.beat(Phase.SAVE)
         journal.phase(Phase.SAVE)
-        if context.config.method == "lora":
-            summary = _finish_lora(context, built.model)
-        else:
-            summary = _finish_full(context, built.model, before)
-        _last_preview(run, state)
+        with loop.beside_training(run):
+            if context.config.method == "lora":
+                summary = _finish_lora(context, built.model)
+            else:
+                summary = _finish_full(context, built.model, before)
+            _last_preview(run, state)
         _say_peaks(context, caching_peak, peak_memory_bytes(context.device))
         _say_held_out(run)
         journal.phase(Phase.DONE)
@@ -189,6 +194,12 @@ def _write_run_files(context: Context, spec: Spec, fingerprint: dict[str, str]) 
 def _finish_lora(context: Context, model: Any) -> str:
     if not proof.is_finite_adapter(model):
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
+    if context.plan.compile:
+        # peft must not be imported before torchvision can be, see quiet_libraries
+        from trainer.modeling.siblings import part_siblings
+
+        # the proof is about the plain model that others load the file into
+        part_siblings(model)
     path, comfyui, result = proof.export_lora(context, model)
     if comfyui is None:
         return f"LoRA: {path}. Proved: {result}."
@@ -222,7 +233,7 @@ def _last_preview(run: loop.Run, state: loop.State) -> None:
 
 def sample_once(context: Context, spec: Spec) -> None:
     """Draw prompts with the base model and a LoRA file into one PNG."""
-    apply_backend_settings(context.plan)
+    apply_backend_settings(context)
     entries: Entries = list_entries(context, (), prompt_controls(context.family, context.config, ()))
     fill_cache(context, entries)
     if spec.lora_file:
@@ -244,7 +255,7 @@ def sample_once(context: Context, spec: Spec) -> None:
 
 def verify_file(context: Context, spec: Spec) -> None:
     """Repeat the LoRA proof on a fresh base."""
-    apply_backend_settings(context.plan)
+    apply_backend_settings(context)
     path = Path(spec.lora_file)
     layers = proof.check_file(path)
     context.say(f"file: {layers} layers, all finite, not zero")

@@ -206,6 +206,8 @@ class Llama:
             heads=config["num_attention_heads"],
             head_width=_head_width(config),
             tokens=shape.batch_size * shape.text_tokens,
+            key_heads=config.get("num_key_value_heads", 0),
+            causal=True,
         )
 
 

@@ -75,6 +75,10 @@ class AttentionShape:
     heads: int
     head_width: int
     tokens: int
+    key_heads: int = 0
+    """Heads of keys and values where they are fewer than those of queries, else 0."""
+    causal: bool = False
+    """Every token reads itself and those before it, as in a language model's rows."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,16 +1,27 @@
-"""Floor 2: decisions that do not depend on memory: compute type, attention kernel, TF32."""
+"""Floor 2: decisions that do not depend on memory: compute type, kernels, TF32, compiling, loading."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError, HardwareError
 from trainer.hardware.compatibility import BF16_CAPABILITY
 from trainer.hardware.facts import Facts, KernelVerdict, version_text
+from trainer.hardware.geometry import Geometry
+from trainer.hardware.memory import Storage
 from trainer.hardware.plan import Decision
 from trainer.hardware.profiles import Profile
+
+FP8_CAPABILITY = (8, 9)
+COMPILE_SECONDS = 60
+"""What compiling a model's blocks costs, about: a run that gains less stays eager."""
+NOT_INSTALLED = "not installed"
+"""The probe's reason where a kernel's package is missing: no failure that a plan needs to tell of."""
+_ANYWHERE = ("efficient", "math")
+"""Attention kernels that every GPU and type has."""
+_FLASH_3_CAPABILITY = (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +61,19 @@ class Situation:
 
 def dtype(situation: Situation) -> Decision:
     """`bf16` or `fp32`; raises HardwareError for bf16 that the GPU does not have."""
-    asked, weights = situation.config.model.dtype, situation.config.features.weights
+    features = situation.config.features
+    asked, weights = situation.config.model.dtype, features.weights
     key = "model.dtype"
-    if asked == "auto" and weights in ("bf16", "fp32"):
+    if features.compute == "bf16" and "fp32" in (asked, weights):
+        other = "model.dtype" if asked == "fp32" else "features.weights"
+        raise ConfigError(
+            f"features.compute is bf16, but {other} is fp32",
+            where=situation.source("features.compute"),
+            remedy="leave one of them out",
+        )
+    if asked == "auto" and features.compute == "bf16" and weights not in ("bf16", "fp32"):
+        key, asked = "features.compute", "bf16"
+    elif asked == "auto" and weights in ("bf16", "fp32"):
         # the storage that the user wrote decides the compute type too: one copy of the weights, no casts
         key, asked = "features.weights", weights
     elif weights in ("bf16", "fp32") and weights != asked:
@@ -97,7 +118,9 @@ def tf32(situation: Situation) -> Decision:
 def attention(situation: Situation, dtype: str, shape_class: str) -> Decision:
     """The attention kernel: the fastest that the probe saw working, else the profile's first safe one.
 
-    Raises HardwareError for a kernel that was asked for and cannot run, or that the probe saw failing.
+    Of cuDNN some versions crash in backward, and flash-attn's packages are built in many ways: they are taken
+    where they were measured only. Raises HardwareError for a kernel that was asked for and cannot run, or
+    that the probe saw failing.
     """
     asked = situation.config.features.attention
     verdicts = {v.kernel: v for v in situation.facts.verdicts if v.shape_class == shape_class}
@@ -106,7 +129,11 @@ def attention(situation: Situation, dtype: str, shape_class: str) -> Decision:
         return _explicit_attention(situation, asked, dtype, verdicts.get(f"attention.{asked}"))
     working = {name: v.milliseconds or 0.0 for name, v in measured.items() if v is not None and v.works}
     working = {name: ms for name, ms in working.items() if not _attention_obstacle(situation, name, dtype)}
-    skipped = [f"{name}: {v.reason}" for name, v in measured.items() if v is not None and not v.works]
+    skipped = [
+        f"{name}: {v.reason}"
+        for name, v in measured.items()
+        if v is not None and not v.works and v.reason != NOT_INSTALLED
+    ]
     if working:
         best = min(working, key=lambda name: working[name])
         times = ", ".join(
@@ -114,26 +141,33 @@ def attention(situation: Situation, dtype: str, shape_class: str) -> Decision:
         )
         reason = "; ".join((f"fastest measured at {shape_class}: {times}", *skipped))
         return Decision(feature="attention", value=best, source="auto (measured)", reason=reason)
-    for name in situation.profile.attention:
+    unmeasured = [name for name, verdict in measured.items() if verdict is None]
+    return _unmeasured_attention(situation, dtype, unmeasured, skipped)
+
+
+def _unmeasured_attention(
+    situation: Situation, dtype: str, names: Sequence[str], skipped: Sequence[str]
+) -> Decision:
+    """The first of `names` that is safe unseen; `skipped` are texts on kernels that were measured."""
+    passed: dict[str, list[str]] = {}
+    best = None
+    for name in names:
         obstacle = _attention_obstacle(situation, name, dtype)
-        if measured[name] is not None:
-            continue
-        if not obstacle and name == "cudnn":
-            obstacle = "not measured here (`trainer probe`), and some versions crash in its backward"
+        if not obstacle and name.startswith(("cudnn", "flash_attn")):
+            obstacle = "not measured here (`trainer probe`)"
         if not obstacle:
-            note = (
-                "first of the profile's order; not measured here"
-                if situation.on_gpu
-                else "torch's only kernel on CPUs"
-            )
-            reason = "; ".join((note, *skipped))
-            return Decision(
-                feature="attention", value=name, source=f"profile {situation.profile.name}", reason=reason
-            )
-        skipped.append(f"{name}: {obstacle}")
-    raise HardwareError(
-        "no attention kernel works here: " + "; ".join(skipped), remedy="run `trainer probe` again"
-    )
+            best = name
+            break
+        passed.setdefault(obstacle, []).append(name)
+    texts = [*skipped, *(f"{', '.join(group)}: {why}" for why, group in passed.items())]
+    if best is None:
+        what = "no attention kernel works here: " + "; ".join(texts)
+        raise HardwareError(what, remedy="run `trainer probe` again")
+    note = "first of the profile's order; not measured here"
+    if not situation.on_gpu:
+        note = "torch's only kernel on CPUs"
+    source = f"profile {situation.profile.name}"
+    return Decision(feature="attention", value=best, source=source, reason="; ".join((note, *texts)))
 
 
 def _explicit_attention(
@@ -141,6 +175,8 @@ def _explicit_attention(
 ) -> Decision:
     key = "features.attention"
     obstacle = _attention_obstacle(situation, asked, dtype)
+    if not obstacle and verdict is not None and verdict.reason == NOT_INSTALLED:
+        obstacle = "its package is not installed"
     if obstacle:
         raise situation.refuse(key, f"{asked} cannot run here: {obstacle}", f"leave {key} out")
     if verdict is not None and not verdict.works:
@@ -157,12 +193,129 @@ def _attention_obstacle(situation: Situation, name: str, dtype: str) -> str:
         return ""
     if not situation.on_gpu:
         return "" if name == "math" else "a CPU has native and math only"
-    if name in ("flash", "cudnn"):
-        if not situation.tensor_cores:
-            return f"needs compute capability 8.0, this is {situation.gpu}"
-        if dtype != "bf16":
-            return f"needs bf16, the run computes in {dtype}"
-    return ""
+    if name in _ANYWHERE:
+        return ""
+    if not situation.tensor_cores:
+        return f"needs compute capability 8.0, this is {situation.gpu}"
+    if name == "flash_attn_3" and situation.facts.gpus[0].capability != _FLASH_3_CAPABILITY:
+        return f"is for compute capability 9.0, this is {situation.gpu}"
+    return "" if dtype == "bf16" else f"needs bf16, the run computes in {dtype}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fp8Verdict:
+    """What the probe saw of products in FP8 at the run's shape."""
+
+    faster: bool = False
+    """It works, and takes less time than bf16."""
+    fails: bool = False
+    reason: str
+
+
+def fp8_verdict(situation: Situation, geometry: Geometry) -> Fp8Verdict:
+    """The probe's verdict on products in FP8; neither faster nor failing where there is none."""
+    found = {
+        row.kernel: row
+        for row in situation.facts.verdicts
+        if row.shape_class == geometry.matmul_shape_class and geometry.matmul_shape_class
+    }
+    fp8, bf16 = found.get("matmul.fp8"), found.get("matmul.bf16")
+    if fp8 is not None and not fp8.works:
+        return Fp8Verdict(fails=True, reason=fp8.reason)
+    if fp8 is None or bf16 is None or fp8.milliseconds is None or bf16.milliseconds is None:
+        return Fp8Verdict(reason="not measured here (`trainer probe`)")
+    faster = fp8.milliseconds < bf16.milliseconds
+    reason = f"measured at {fp8.shape_class}: {fp8.milliseconds:.2f} ms, bf16 {bf16.milliseconds:.2f} ms"
+    return Fp8Verdict(faster=faster, reason=reason)
+
+
+def compiling(situation: Situation, gain_milliseconds: float, micro_batches: int) -> Decision:
+    """Whether blocks are compiled, from the predicted gain a micro-batch; `auto` never does on a CPU.
+
+    Raises HardwareError where it, or what needs it, was asked for and cannot be had.
+    """
+    features, feature = situation.config.features, "compile"
+    obstacle = _compile_obstacle(situation)
+    share = features.activation_budget
+    if features.compile != "auto":
+        if features.compile and obstacle:
+            raise situation.refuse("features.compile", obstacle, "install it, or leave features.compile out")
+        source = situation.source("features.compile")
+        return Decision(feature=feature, value=on_off(features.compile), source=source, reason="as written")
+    if share not in ("auto", 1.0):
+        key = "features.activation_budget"
+        if obstacle:
+            raise situation.refuse(key, f"only compiled blocks have one: {obstacle}", f"leave {key} out")
+        return Decision(feature=feature, value="on", source="auto", reason=f"{key} needs it")
+    seconds = gain_milliseconds * micro_batches / 1000
+    gain = f"{_whole(micro_batches)} micro-batches would gain {_whole(seconds)} s (predicted)"
+    cost = f"compiling costs about {COMPILE_SECONDS} s"
+    if not situation.on_gpu:
+        value, reason = False, "for GPUs; true compiles here too"
+    elif obstacle:
+        value, reason = False, obstacle
+    else:
+        value, reason = seconds >= COMPILE_SECONDS, f"{gain}, {cost}"
+    return Decision(feature=feature, value=on_off(value), source="auto", reason=reason)
+
+
+def _compile_obstacle(situation: Situation) -> str:
+    """Why torch.compile cannot work here; empty where it can."""
+    if situation.on_gpu and "triton" not in situation.facts.packages:
+        return "it needs triton, which is not installed"
+    return "" if situation.facts.c_compiler else "it needs a C compiler (gcc or clang), and there is none"
+
+
+def cuda_graphs(situation: Situation, geometry: Geometry, storage: Storage) -> Decision:
+    """Whether a micro-batch is replayed as one CUDA graph; raises HardwareError where that cannot be had."""
+    asked, feature, key = situation.config.features.cuda_graphs, "cuda_graphs", "features.cuda_graphs"
+    obstacle = _graphs_obstacle(situation, geometry, storage)
+    if asked != "auto":
+        if asked and obstacle:
+            remedy = f"leave {key} out"
+            if situation.on_gpu and not geometry.packed:
+                remedy += ", or write features.compile: true"
+            raise situation.refuse(key, obstacle, remedy)
+        source = situation.source(key)
+        return Decision(feature=feature, value=on_off(asked), source=source, reason="as written")
+    if storage.checkpointing:
+        obstacle = obstacle or "not with recomputed blocks yet"
+    reason = obstacle or "thousands of launches become one: the host's speed does not matter"
+    return Decision(feature=feature, value=on_off(not obstacle), source="auto", reason=reason)
+
+
+def _graphs_obstacle(situation: Situation, geometry: Geometry, storage: Storage) -> str:
+    """Why micro-batches cannot be CUDA graphs; empty where they can."""
+    if not situation.on_gpu:
+        return "a CPU has no CUDA graphs"
+    if geometry.packed:
+        return "a graph is of one shape, and packed rows differ from one to the next"
+    if storage.method != "lora" or storage.dtype != "bf16":
+        return "only for a LoRA in bf16, whose gradients are summed inside the graph"
+    return "" if storage.compile else "only with compiled blocks"
+
+
+def _whole(number: float) -> str:
+    return f"{number:,.0f}".replace(",", " ")
+
+
+def loader(situation: Situation) -> Decision:
+    """What reads the base model; raises HardwareError for fastsafetensors that cannot be had."""
+    asked, package = situation.config.features.loader, "fastsafetensors"
+    obstacle = "" if package in situation.facts.packages else f"{package} is not installed"
+    if not situation.on_gpu:
+        obstacle = "it reads into GPU memory, and there is none"
+    if asked == package and obstacle:
+        raise situation.refuse("features.loader", obstacle, "leave features.loader out")
+    if asked != "auto":
+        source = situation.source("features.loader")
+        return Decision(feature="loader", value=asked, source=source, reason="as written")
+    if not situation.on_gpu:
+        return Decision(
+            feature="loader", value="safetensors", source="auto", reason="files are mapped into memory"
+        )
+    reason = "parallel reads, past the page cache for files that are not in it"
+    return Decision(feature="loader", value="auto", source="auto", reason=reason)
 
 
 def on_off(value: bool) -> str:

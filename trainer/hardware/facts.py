@@ -46,7 +46,7 @@ class KernelVerdict:
     """What the probe measured for one kernel at one shape class; a crash is a verdict."""
 
     kernel: str
-    """attention.flash, attention.cudnn, ..."""
+    """attention.flash, attention.cudnn, ..., matmul.fp8, matmul.bf16"""
     shape_class: str
     works: bool
     milliseconds: float | None
@@ -70,6 +70,8 @@ class Facts:
     """Why a loaded driver shows no GPU: its own error, and CUDA_VISIBLE_DEVICES where that is set."""
     torch: TorchBuild | None
     packages: Mapping[str, str] = field(default_factory=dict)
+    c_compiler: bool = False
+    """Whether cc, gcc or clang is on the path: torch.compile builds its launchers with it."""
     verdicts: tuple[KernelVerdict, ...] = ()
 
 

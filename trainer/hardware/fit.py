@@ -1,20 +1,21 @@
-"""Floor 2: how a run is made to fit: storage of the base, activation checkpointing, tiling."""
+"""Floor 2: how a run is made to fit: the fastest setting by prediction whose memory is within the budget."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trainer.config.schema import size_bytes
 from trainer.errors import HardwareError
-from trainer.hardware import memory
-from trainer.hardware.choices import Situation, on_off
+from trainer.hardware import candidates, encoding, memory, roofline
+from trainer.hardware.choices import Situation, fp8_verdict, on_off
 from trainer.hardware.geometry import Geometry
-from trainer.hardware.memory import GIB, QUANTIZED, Storage
+from trainer.hardware.memory import Storage, gib
 from trainer.hardware.plan import Decision, MemoryRow
 
-PACKAGES = {"int8": "optimum-quanto", "nf4": "bitsandbytes"}
-"""What each quantised storage of the base needs."""
-_INSTALL = {"int8": "pip install optimum-quanto", "nf4": "pip install 'trainer[nf4]'"}
+_MOST_NAMED = 3
+"""Settings that a reason names."""
 
 
 class DoesNotFitError(HardwareError):
@@ -26,14 +27,29 @@ class Budget:
     """Device memory that the run may fill, and where the figure comes from."""
 
     bytes: int
+    source: str
     reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
+class Speed:
+    """What times are predicted from."""
+
+    rates: roofline.Rates
+    known: bool
+    """False where `rates` stand in for those of a machine that is not known."""
+    seen: roofline.Measured
+    attention: str
+
+
+@dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """One combination with what it would need."""
+    """One setting with what it would need and take."""
 
     storage: Storage
+    tier: int
+    milliseconds: float
+    """Predicted for one micro-batch; only proportions count where the machine's rates are unknown."""
     train: tuple[MemoryRow, ...]
     cache: tuple[MemoryRow, ...]
     """Rows of the larger stage of caching."""
@@ -44,198 +60,223 @@ class Outcome:
         """The larger of training and caching."""
         return max(memory.total(self.train), memory.total(self.cache))
 
-    def __str__(self) -> str:
-        checkpointing = "with" if self.storage.checkpointing else "without"
-        return f"{self.storage.weights} {checkpointing} activation checkpointing needs {gib(self.peak_bytes)}"
+    @property
+    def kind(self) -> str:
+        """How the base is stored and multiplied, in words."""
+        storage = self.storage
+        if storage.weights != "fp8":
+            return storage.weights
+        if storage.compute != "fp8":
+            return "fp8 unpacked"
+        return "fp8 kept twice" if storage.weight_copies == 2 else "fp8"
 
 
 def budget(situation: Situation) -> Budget:
-    """The profile's share of the device's memory, or less where that is the host's and others use it."""
+    """What the user imposes, else the profile's share of the device's memory; less where that is the host's
+    and others use it. Raises HardwareError for an imposed budget that is not there.
+    """
     profile, host = situation.profile, situation.facts.memory
     total = situation.facts.gpus[0].total_memory_bytes if situation.on_gpu else host.total_bytes
-    share = int(total * profile.budget_share)
-    if profile.headroom_bytes is None:
-        return Budget(bytes=share, reason=f"{profile.budget_share:.0%} of {gib(total)}")
-    rest = max(0, host.available_bytes - profile.headroom_bytes)
+    rest = None if profile.headroom_bytes is None else max(0, host.available_bytes - profile.headroom_bytes)
+    asked, key = situation.config.features.memory_budget, "features.memory_budget"
+    if asked != "auto":
+        imposed, most = size_bytes(asked), total if rest is None else rest
+        if imposed > most:
+            what = f"{asked} is more than {situation.gpu} has to give, {gib(most)}"
+            raise situation.refuse(key, what, f"leave {key} out, or write less")
+        return Budget(bytes=imposed, source=situation.source(key), reason=f"imposed, of {gib(total)}")
+    share, source = int(total * profile.budget_share), f"profile {profile.name}"
+    if rest is None or profile.headroom_bytes is None:
+        return Budget(bytes=share, source=source, reason=f"{profile.budget_share:.0%} of {gib(total)}")
     if rest < share:
-        return Budget(
-            bytes=rest,
-            reason=f"{gib(host.available_bytes)} available now, less {gib(profile.headroom_bytes)} headroom",
-        )
-    return Budget(bytes=share, reason=f"{profile.budget_share:.0%} of {gib(total)}, the allocator's cap")
+        reason = f"{gib(host.available_bytes)} available now, less {gib(profile.headroom_bytes)} headroom"
+        return Budget(bytes=rest, source=source, reason=reason)
+    reason = f"{profile.budget_share:.0%} of {gib(total)}, the allocator's cap"
+    return Budget(bytes=share, source=source, reason=reason)
+
+
+def speed(situation: Situation, geometry: Geometry, attention: str) -> Speed:
+    """The machine's rates, or generic ones that put settings in order."""
+    known = roofline.rates(situation.facts.gpus[0]) if situation.on_gpu else None
+    return Speed(
+        rates=known or roofline.GENERIC,
+        known=known is not None,
+        seen=roofline.measured(situation.facts.verdicts, geometry, attention),
+        attention=attention,
+    )
+
+
+def predicted(storage: Storage, geometry: Geometry, speed: Speed) -> float:
+    """Milliseconds of one micro-batch."""
+    return roofline.milliseconds(storage, geometry, speed.attention, speed.rates, speed.seen)
+
+
+def compile_gain(situation: Situation, dtype: str, geometry: Geometry, speed: Speed) -> float:
+    """Milliseconds that a micro-batch is predicted to gain by compiled blocks, in the first setting."""
+    kind = candidates.Kind(weights=dtype, compute=dtype)
+    _, eager = next(candidates.storages(situation, dtype, [kind], compiled=False))
+    compiled = dataclasses.replace(eager, compile=True)
+    return predicted(eager, geometry, speed) - predicted(compiled, geometry, speed)
 
 
 def choose(
-    situation: Situation, dtype: str, geometry: Geometry, limit: Budget
+    situation: Situation, dtype: str, geometry: Geometry, limit: Budget, speed: Speed, *, compiled: bool
 ) -> tuple[Outcome, list[Outcome]]:
-    """The first combination that fits, and the better ones that do not.
+    """The first setting that fits, by precision and then by predicted time, and the better ones that do not.
 
     Raises DoesNotFitError with the smallest need where nothing fits.
     """
-    weights, no_more = _weights(situation, dtype, geometry)
+    ladder = candidates.ladder(situation, dtype, geometry)
+    ordered = sorted(
+        (
+            (tier, predicted(storage, geometry, speed), storage)
+            for tier, storage in candidates.storages(situation, dtype, ladder.kinds, compiled=compiled)
+        ),
+        key=lambda entry: entry[:2],
+    )
+    packages = situation.facts.packages
+    encoders = encoding.text_storage(ordered[0][2], geometry, packages, limit.bytes)
     skipped: list[Outcome] = []
-    for storage in _candidates(situation, dtype, weights, stored=bool(geometry.stored_as)):
-        outcome = evaluate(storage, geometry)
+    for outcome in _outcomes(situation, geometry, ordered, limit, encoders.kind):
         if outcome.peak_bytes <= limit.bytes:
             return outcome, skipped
         skipped.append(outcome)
+    raise _does_not_fit(situation, skipped, limit, (ladder.no_more, encoders.no_more))
+
+
+def _outcomes(
+    situation: Situation,
+    geometry: Geometry,
+    ordered: Sequence[tuple[int, float, Storage]],
+    limit: Budget,
+    encoders: str,
+) -> Iterator[Outcome]:
+    """What each setting needs, untiled and then tiled, with text encoders stored as `encoders`."""
+    asked = situation.config.features.vae_tiling
+    tilings = (False, True) if asked == "auto" else (asked,)
+    # caching does not depend on how the base is stored
+    first = dataclasses.replace(ordered[0][2], text_encoders=encoders)
+    caching = {
+        tiled: memory.cache_stages(dataclasses.replace(first, tiling=tiled), geometry) for tiled in tilings
+    }
+    if all(max(map(memory.total, stages.values())) > limit.bytes for stages in caching.values()):
+        ordered = ordered[-1:]  # no setting of training helps
+    for tier, milliseconds, untiled in ordered:
+        for tiled in tilings:
+            stored = bool(geometry.stored_as)
+            storage = dataclasses.replace(untiled, tiling=tiled, stored=stored, text_encoders=encoders)
+            stages = caching[tiled]
+            figures = ", then ".join(f"{name} {gib(memory.total(rows))}" for name, rows in stages.items())
+            yield Outcome(
+                storage=storage,
+                tier=tier,
+                milliseconds=milliseconds,
+                train=memory.train_rows(storage, geometry),
+                cache=max(stages.values(), key=memory.total),
+                cache_note=f"{figures}; each is freed before the next" if len(stages) > 1 else figures,
+            )
+
+
+def _does_not_fit(
+    situation: Situation, skipped: Sequence[Outcome], limit: Budget, no_more: tuple[str, str]
+) -> DoesNotFitError:
+    """The error with the smallest need; `no_more` says for training and encoding why it is not smaller."""
     least = min(skipped, key=lambda outcome: outcome.peak_bytes)
-    phase = (
-        "training"
-        if memory.total(least.train) >= memory.total(least.cache)
-        else "encoding captions and images"
-    )
-    hint = f"; {no_more}" if no_more else ""
-    raise DoesNotFitError(
+    in_training = memory.total(least.train) >= memory.total(least.cache)
+    phase = "training" if in_training else "encoding captions and images"
+    storage, reason = least.storage, no_more[0 if in_training else 1]
+    hint = f"; {reason}" if reason else ""
+    how = f"{least.kind} weights, activation checkpointing {on_off(storage.checkpointing)}"
+    if not in_training:
+        tiled = ", the VAE in tiles" if storage.tiling else ""
+        how = f"text encoders in {storage.text_encoders or storage.dtype}{tiled}"
+    return DoesNotFitError(
         f"the run does not fit: {phase} needs {gib(least.peak_bytes)} at least"
-        f" ({least.storage.weights} weights, activation checkpointing {on_off(least.storage.checkpointing)}),"
-        f" the budget is {gib(limit.bytes)} ({limit.reason}){hint}",
+        f" ({how}), the budget is {gib(limit.bytes)} ({limit.reason}){hint}",
         where=f"plan for {situation.gpu}",
     )
 
 
-def evaluate(storage: Storage, geometry: Geometry) -> Outcome:
-    """What one combination needs."""
-    stages = memory.cache_stages(storage, geometry)
-    largest = max(stages.values(), key=memory.total)
-    figures = ", then ".join(f"{name} {gib(memory.total(rows))}" for name, rows in stages.items())
-    return Outcome(
-        storage=storage,
-        train=memory.train_rows(storage, geometry),
-        cache=largest,
-        cache_note=f"{figures}; each is freed before the next" if len(stages) > 1 else figures,
-    )
-
-
-def decisions(situation: Situation, chosen: Outcome, skipped: Sequence[Outcome]) -> tuple[Decision, ...]:
-    """Rows for weights, activation checkpointing and tiling, with what was skipped and why."""
-    features, storage, profile = situation.config.features, chosen.storage, situation.profile
-    others = _distinct(skipped)
+def decisions(
+    situation: Situation,
+    geometry: Geometry,
+    chosen: Outcome,
+    skipped: Sequence[Outcome],
+    compiling: Decision,
+) -> tuple[Decision, ...]:
+    """Rows for weights, their products, compiling, recomputing and tiling, with what was skipped and why."""
+    features, storage = situation.config.features, chosen.storage
     fits = "the checkpoint is stored so" if storage.stored else f"fits: {gib(chosen.peak_bytes)}"
-    larger = "; ".join(str(outcome) for outcome in others if outcome.storage.weights != storage.weights)
-    stored = "; ".join(str(outcome) for outcome in others if outcome.storage.weights == storage.weights)
-    rows = [_row(situation, "weights", storage.weights, features.weights, larger or fits)]
-    if features.activation_checkpointing == "auto" and profile.prefer_checkpointing:
-        source, reason = (
-            f"profile {profile.name}",
-            "memory here is shared with the host: the smaller peak is the safer",
-        )
-        rows.append(Decision(feature="activation_checkpointing", value="on", source=source, reason=reason))
-    else:
-        reason = stored if storage.checkpointing else "everything fits without, and the step is faster"
-        value = on_off(storage.checkpointing)
-        rows.append(
-            _row(
-                situation,
-                "activation_checkpointing",
-                value,
-                features.activation_checkpointing,
-                reason or fits,
-            )
-        )
+    larger = [outcome for outcome in skipped if outcome.kind != chosen.kind]
+    rows = [_row(situation, "weights", storage.weights, features.weights, _needs(larger) or fits)]
+    rows.append(
+        _row(situation, "compute", storage.compute, features.compute, _why(situation, geometry, chosen))
+    )
+    if storage.compute == "fp8":
+        reason = "a transposed copy for backward" if storage.weight_copies == 2 else "transposed each time"
+        rows.append(_row(situation, "weight_copies", str(storage.weight_copies), "auto", reason))
+    rows += [compiling, *_recomputing_rows(situation, chosen, skipped)]
     untiled = "images are encoded and decoded whole" if not storage.tiling else "the VAE does not fit untiled"
     rows.append(_row(situation, "vae_tiling", on_off(storage.tiling), features.vae_tiling, untiled))
-    return tuple(rows)
+    return (*rows, *encoding.rows(storage, geometry))
 
 
-def gib(count: int) -> str:
-    """Bytes as GiB with one digit; small sizes as MiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / 1024**2:.1f} MiB"
+def _recomputing_rows(
+    situation: Situation, chosen: Outcome, skipped: Sequence[Outcome]
+) -> Iterator[Decision]:
+    """Activation checkpointing, and with compiled blocks the share of activations that is kept."""
+    features, storage, profile = situation.config.features, chosen.storage, situation.profile
+    feature, value = "activation_checkpointing", on_off(storage.checkpointing)
+    same = [outcome for outcome in skipped if outcome.kind == chosen.kind]
+    if features.activation_checkpointing == "auto" and profile.prefer_checkpointing and storage.checkpointing:
+        reason = "memory here is shared with the host: the smaller peak is the safer"
+        yield Decision(feature=feature, value=value, source=f"profile {profile.name}", reason=reason)
+    else:
+        kept = "everything fits without, and the step is faster"
+        if storage.activation_budget < 1.0:
+            kept = "compiled blocks recompute their cheap part instead"
+        reason = _kept(same) if storage.checkpointing else kept
+        asked = features.activation_checkpointing
+        yield _row(situation, feature, value, asked, reason or f"fits: {gib(chosen.peak_bytes)}")
+    if storage.activation_budget < 1.0:
+        share = f"{storage.activation_budget:g}"
+        yield _row(situation, "activation_budget", share, features.activation_budget, _kept(same))
 
 
-def _row(situation: Situation, feature: str, value: str, asked: str | bool, reason: str) -> Decision:
+def _why(situation: Situation, geometry: Geometry, chosen: Outcome) -> str:
+    """Why frozen linears are multiplied as they are."""
+    storage, verdict = chosen.storage, fp8_verdict(situation, geometry)
+    if storage.compute == "fp8":
+        return verdict.reason if verdict.faster or chosen.tier == 0 else "no bf16 base fits the budget"
+    if storage.weights in memory.PACKED:
+        return f"{storage.weights} weights are unpacked for each product"
+    if situation.profile.prefer_fp8 and storage.method == "lora" and storage.dtype == "bf16":
+        return f"FP8: {verdict.reason}"
+    return "as the base is stored"
+
+
+def _needs(outcomes: Sequence[Outcome]) -> str:
+    """What each kind of base needs at least, for the first few kinds."""
+    least: dict[str, int] = {}
+    for outcome in outcomes:
+        least[outcome.kind] = min(outcome.peak_bytes, least.get(outcome.kind, outcome.peak_bytes))
+    named = [f"{kind} needs {gib(need)} at least" for kind, need in least.items()]
+    return "; ".join(named[:_MOST_NAMED])
+
+
+def _kept(outcomes: Sequence[Outcome]) -> str:
+    """What the first few settings need that recompute less."""
+    least: dict[str, int] = {}
+    for outcome in outcomes:
+        share = outcome.storage.activation_budget
+        label = "recomputing blocks" if outcome.storage.checkpointing else f"keeping {share:.0%}"
+        least[label] = min(outcome.peak_bytes, least.get(label, outcome.peak_bytes))
+    return "; ".join(f"{label} needs {gib(need)}" for label, need in [*least.items()][:_MOST_NAMED])
+
+
+def _row(situation: Situation, feature: str, value: str, asked: str | float, reason: str) -> Decision:
     if asked == "auto":
         return Decision(feature=feature, value=value, source="auto", reason=reason)
     return Decision(
         feature=feature, value=value, source=situation.source(f"features.{feature}"), reason="as written"
     )
-
-
-def _weights(situation: Situation, dtype: str, geometry: Geometry) -> tuple[list[str], str]:
-    """Storages to try in order, and why there are no smaller ones."""
-    asked = situation.config.features.weights
-    if geometry.stored_as:
-        return [_stored(situation, geometry)], f"the checkpoint is stored in {geometry.stored_as}"
-    if asked in QUANTIZED:
-        _require_quantizable(situation, asked)
-    if asked != "auto":
-        return [asked], f"features.weights is {asked} ({situation.source('features.weights')})"
-    if situation.config.method == "full":
-        return [dtype], "int8 and nf4 are for method: lora only"
-    missing = {kind: _missing(situation, kind) for kind in QUANTIZED}
-    usable = [kind for kind in QUANTIZED if not missing[kind]]
-    return [dtype, *usable], "; ".join(reason for reason in missing.values() if reason)
-
-
-def _stored(situation: Situation, geometry: Geometry) -> str:
-    """The storage of a checkpoint that is quantised already; only it or `auto` may be asked for."""
-    asked, kind = situation.config.features.weights, geometry.stored_as
-    component = next(part.name for part in geometry.components if part.role == "trained")
-    folder = situation.config.model.pretrained_model_name_or_path
-    config = "/".join(filter(None, (folder, component, "config.json")))
-    if asked not in ("auto", kind):
-        raise situation.refuse(
-            "features.weights",
-            f"{config} says that the weights are stored in {kind}, so they cannot be had in {asked}",
-            "leave features.weights out, or use the model's full-precision files",
-        )
-    if situation.config.method == "full":
-        raise situation.refuse(
-            "method",
-            f"{config} says that the weights are stored in {kind}, which cannot be trained",
-            "use method: lora, or the model's full-precision files",
-        )
-    missing = _missing(situation, kind)
-    if missing:
-        raise situation.refuse("features.weights", f"{config}: {missing}", _INSTALL[kind])
-    return kind
-
-
-def _require_quantizable(situation: Situation, kind: str) -> None:
-    if situation.config.method == "full":
-        what = f"an {kind} base cannot be trained"
-        raise situation.refuse("features.weights", what, "use method: lora, or bf16")
-    missing = _missing(situation, kind)
-    if missing:
-        raise situation.refuse("features.weights", missing, _INSTALL[kind])
-
-
-def _missing(situation: Situation, kind: str) -> str:
-    """Why a quantised storage cannot be had on this machine; empty where it can."""
-    package = PACKAGES[kind]
-    return "" if package in situation.facts.packages else f"{kind} needs {package}, which is not installed"
-
-
-def _candidates(
-    situation: Situation, dtype: str, weights: Sequence[str], *, stored: bool
-) -> Iterator[Storage]:
-    """All combinations that were not excluded by the user, the fastest first."""
-    config, features = situation.config, situation.config.features
-    checkpointing = [True] if situation.profile.prefer_checkpointing else [False, True]
-    if features.activation_checkpointing != "auto":
-        checkpointing = [features.activation_checkpointing]
-    tiling = [False, True] if features.vae_tiling == "auto" else [features.vae_tiling]
-    for storage in weights:
-        for recompute in checkpointing:
-            for tiled in tiling:
-                yield Storage(
-                    method=config.method,
-                    device=situation.profile.device,
-                    dtype=dtype,
-                    weights=storage,
-                    checkpointing=recompute,
-                    tiling=tiled,
-                    previews=bool(config.validation.prompts),
-                    random_weights=config.model.weights == "random",
-                    stored=stored,
-                )
-
-
-def _distinct(outcomes: Sequence[Outcome]) -> list[Outcome]:
-    """One outcome for each storage and checkpointing: the one that needs least."""
-    least: dict[tuple[str, bool], Outcome] = {}
-    for outcome in outcomes:
-        key = (outcome.storage.weights, outcome.storage.checkpointing)
-        if key not in least or outcome.peak_bytes < least[key].peak_bytes:
-            least[key] = outcome
-    return list(least.values())

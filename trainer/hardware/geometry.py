@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import re
@@ -15,6 +16,7 @@ from trainer.errors import AccessError, ConfigError
 
 Shapes = Mapping[str, tuple[int, ...]]
 Role = Literal["trained", "text_encoder", "vae"]
+Stamp = tuple[tuple[Path, int, int], ...]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,10 +29,39 @@ class ComponentGeometry:
     source: str
     """Where the shapes came from: safetensors headers, the committed table, or the meta device."""
 
-    @property
+    @functools.cached_property
     def parameters(self) -> int:
         """Number of elements over all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())
+
+    @functools.cached_property
+    def linears(self) -> Mapping[str, tuple[int, int]]:
+        """`linear_weights` of its shapes."""
+        return linear_weights(self.shapes)
+
+    @functools.cached_property
+    def largest_linear(self) -> int:
+        """Values of the largest linear weight."""
+        return max((out * into for out, into in self.linears.values()), default=0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What one micro-batch keeps for backward, in bytes."""
+
+    saved: int
+    """Without recomputing anything."""
+    inputs: int
+    """Inputs of all repeated blocks: what stays when blocks are recomputed whole."""
+    block: int
+    """What the largest block has in its turn then: its own activations and gradients."""
+
+    def kept(self, *, checkpointing: bool, budget: float = 1.0) -> int:
+        """Peak with blocks recomputed whole, or with a share `budget` of what is beyond their inputs kept."""
+        if checkpointing:
+            return self.inputs + self.block
+        part = self.inputs + int(budget * (self.saved - self.inputs)) + self.block
+        return self.saved if budget == 1.0 else min(self.saved, part)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,17 +75,22 @@ class Geometry:
     lora_parameters: int
     """Parameters that the adapter adds for the run's rank and targets; 0 for `method: full`."""
     quantized_parameters: int
-    """Parameters of linear weights that an int8 or nf4 base would hold quantised, or that are stored so."""
+    """Parameters of linear weights that a quantised base would hold quantised, or that are stored so."""
     quantized_rows: int
-    """Output rows of those weights: one scale each in int8."""
-    activation_bytes: int
-    """Saved for backward in one micro-batch without activation checkpointing."""
-    activation_bytes_checkpointed: int
-    """The same with every repeated block recomputed, the largest block's own activations included."""
-    activation_bytes_int8: int
-    """`activation_bytes` over an int8 base, whose linear layers keep their inputs."""
-    activation_bytes_checkpointed_int8: int
-    """`activation_bytes_checkpointed` over an int8 base."""
+    """Output rows of those weights: one scale each in int8 and fp8."""
+    activations: Activations
+    activations_compiled: Activations
+    """With compiled blocks."""
+    fp32_parameters: int = 0
+    """Parameters that the model's class keeps in fp32 in a bf16 run."""
+    matmul_flops: float = 0.0
+    """Of the blocks' linear layers in one forward pass of a micro-batch."""
+    attention_flops: float = 0.0
+    """The same of attention."""
+    attention_calls: int = 0
+    """Calls of the kernel that `attention_shape_class` names, in one forward pass."""
+    blocks: int = 0
+    """Repeated blocks."""
     text_bytes_peak: int = 0
     """Activations of the text encoders while caching, in bytes."""
     vae_bytes_peak: int = 0
@@ -62,7 +98,11 @@ class Geometry:
     vae_bytes_peak_tiled: int = 0
     """The same with tiling."""
     attention_shape_class: str = ""
-    """Key of the probe's verdicts: heads, head width and tokens of the run."""
+    """Key of the probe's verdicts on attention: heads, head width and tokens of the run."""
+    matmul_shape_class: str = ""
+    """Key of those on linear layers: tokens, rows and columns."""
+    packed: bool = False
+    """The family packs several samples into one row: rows differ in length from one to the next."""
     stored_as: str = ""
     """`nf4` where the checkpoint of the trained component is quantised already; nothing else can be read."""
     stored_bytes: int = 0
@@ -93,21 +133,34 @@ def component_shapes(
     Raises AccessError for files that cannot be read and for components without any.
     """
     if folder is None:
-        shapes, source = read_table(TABLES / f"{family}.json"), f"committed table of the full-size {family}"
+        table = TABLES / f"{family}.json"
+        source = f"committed table of the full-size {family}"
+        parts = [_from_table(_stamp([table]), part, role, source) for part, role in roles.items()]
     else:
-        shapes = {part: header_shapes(folder / part) for part in roles}
         source = f"safetensors headers of {name or folder}"
-    missing = [part for part in roles if not shapes.get(part)]
+        parts = [
+            _from_headers(_stamp(_files(folder / part)), part, role, source) for part, role in roles.items()
+        ]
+    missing = [part.name for part in parts if not part.shapes]
     if missing:
         raise AccessError(
             f"no weights for {', '.join(missing)}",
             where=str(folder or TABLES / f"{family}.json"),
             remedy="the download may be incomplete: run `trainer fetch` again",
         )
-    return tuple(
-        ComponentGeometry(name=part, role=role, shapes=shapes[part], source=source)
-        for part, role in roles.items()
-    )
+    return tuple(parts)
+
+
+# plans are made of the same files again and again: what is read of a file stands until the file changes
+@functools.lru_cache(maxsize=64)
+def _from_table(stamp: Stamp, name: str, role: Role, source: str) -> ComponentGeometry:
+    shapes = _table(stamp).components.get(name, {})
+    return ComponentGeometry(name=name, role=role, shapes=shapes, source=source)
+
+
+@functools.lru_cache(maxsize=64)
+def _from_headers(stamp: Stamp, name: str, role: Role, source: str) -> ComponentGeometry:
+    return ComponentGeometry(name=name, role=role, shapes=_header_shapes(stamp), source=source)
 
 
 def header_shapes(folder: Path) -> Shapes:
@@ -116,7 +169,11 @@ def header_shapes(folder: Path) -> Shapes:
     Weights that are packed in nf4 have their true shape, which some bytes of each file's data state; no other
     data is read.
     """
-    files = _headers(folder)
+    return _header_shapes(_stamp(_files(folder)))
+
+
+def _header_shapes(stamp: Stamp) -> Shapes:
+    files = {file: _header(file) for file, _, _ in stamp}
     shapes = {name: tuple(entry["shape"]) for header in files.values() for name, entry in header.items()}
     for file, header in files.items():
         for name, entry in header.items():
@@ -191,8 +248,28 @@ def packed_size(folder: Path) -> tuple[int, int]:
 
 def read_table(path: Path) -> dict[str, Shapes]:
     """Shapes by component from a compact table: rows of (name with {i}, shape, count)."""
-    components = json.loads(path.read_text())["components"]
-    return {component: expand(rows) for component, rows in components.items()}
+    return _table(_stamp([path])).components
+
+
+def kept_in_fp32(family: str) -> tuple[str, ...]:
+    """Parts of tensor names that the class of the family's trained component keeps in fp32 always."""
+    return _table(_stamp([TABLES / f"{family}.json"])).kept_in_fp32
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Table:
+    components: dict[str, Shapes]
+    kept_in_fp32: tuple[str, ...]
+
+
+@functools.lru_cache(maxsize=32)
+def _table(stamp: Stamp) -> _Table:
+    ((path, _, _),) = stamp
+    content = json.loads(path.read_text())
+    return _Table(
+        components={component: expand(rows) for component, rows in content["components"].items()},
+        kept_in_fp32=tuple(content.get("kept_in_fp32", ())),
+    )
 
 
 def expand(rows: Iterable[tuple[str, list[int], int]]) -> Shapes:
@@ -234,27 +311,42 @@ def linear_weights(shapes: Shapes) -> dict[str, tuple[int, int]]:
 
 def lora_parameters(shapes: Shapes, pattern: str, rank: int) -> int:
     """Parameters of a LoRA on every linear layer whose whole name matches `pattern`."""
-    expression = re.compile(pattern)
-    return sum(
-        rank * (rows + columns)
-        for name, (rows, columns) in linear_weights(shapes).items()
-        if expression.fullmatch(name)
-    )
+    targets = _matching(tuple(linear_weights(shapes)), pattern)
+    return rank * sum(sum(shapes[f"{name}.weight"]) for name in targets)
 
 
 def quantizable(shapes: Shapes, high_precision: Sequence[str]) -> tuple[int, int]:
-    """(parameters, output rows) of the linear weights that an int8 or nf4 base holds quantised."""
-    keep = [re.compile(pattern) for pattern in high_precision]
-    sizes = [
-        size
-        for name, size in linear_weights(shapes).items()
-        if not any(pattern.fullmatch(name) for pattern in keep)
-    ]
+    """(parameters, output rows) of the linear weights that a quantised base holds quantised."""
+    sizes = quantized_linears(shapes, high_precision).values()
     return sum(rows * columns for rows, columns in sizes), sum(rows for rows, _ in sizes)
 
 
+def quantized_linears(shapes: Shapes, high_precision: Sequence[str]) -> dict[str, tuple[int, int]]:
+    """(out, in) of those weights by module name."""
+    sizes = linear_weights(shapes)
+    kept = _matching(tuple(sizes), "|".join(f"(?:{pattern})" for pattern in high_precision))
+    return {name: size for name, size in sizes.items() if name not in kept}
+
+
+@functools.lru_cache(maxsize=64)
+def _matching(names: tuple[str, ...], pattern: str) -> frozenset[str]:
+    """Those of `names` that match as a whole; an empty pattern matches none."""
+    expression = re.compile(pattern)
+    return frozenset(name for name in names if pattern and expression.fullmatch(name))
+
+
 def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
-    return {file: _header(file) for file in sorted(folder.glob("*.safetensors"))}
+    return {file: _header(file) for file in _files(folder)}
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def _stamp(files: Iterable[Path]) -> Stamp:
+    """Each file with its time of change and size: another version of it has another stamp."""
+    stats = [(file, file.stat()) for file in files]
+    return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
 
 
 def _header(file: Path) -> dict[str, Any]:

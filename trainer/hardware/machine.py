@@ -27,6 +27,8 @@ PACKAGES = (
     "transformers",
     "triton",
 )
+C_COMPILERS = ("cc", "gcc", "clang")
+"""What Triton and torch.compile look for."""
 
 
 def read_facts(
@@ -67,6 +69,7 @@ def read_facts(
         gpu_problem=problem,
         torch=torch_build.read_torch_build(recorded=torch_facts, cache_dir=cache_dir),
         packages=installed(PACKAGES),
+        c_compiler=any(shutil.which(name) for name in C_COMPILERS),
     )
     return dataclasses.replace(facts, verdicts=verdicts.read_verdicts(cache_dir / verdicts.FILE_NAME, facts))
 

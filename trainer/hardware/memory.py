@@ -1,28 +1,44 @@
-"""Floor 2: predicted device memory and disk of a run, in bytes."""
+"""Floor 2: predicted memory of the device and of the host, and disk of a run, in bytes."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainer.hardware.geometry import Geometry, Role, linear_weights
+from trainer.hardware.geometry import ComponentGeometry, Geometry, Role, quantized_linears
 from trainer.hardware.plan import MemoryRow
 
 GIB = 1024**3
 VALUE_BYTES = {"bf16": 2, "fp32": 4}
 QUANTIZED = ("int8", "nf4")
-"""Storages of a frozen base, the more precise first."""
+"""Storages of a frozen base that need a library, the more precise first."""
+PACKED = (*QUANTIZED, "fp8")
+"""Storages of a frozen base with fewer bytes than the run's type."""
+ENCODERS_KEEP = (r"(?!.*\.\d+\.).*", r".*\.(wo|relative_attention_bias)")
+"""Modules of a text encoder that are never quantised, as regular expressions over whole names: all but its
+layers, and in these what a class reads the type of, or looks up rows of.
+"""
 # CUDA context with its loaded kernels, and workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond
 # torch's own
-_CUDA_OVERHEAD_BYTES = int(0.75 * GIB)
+CUDA_CONTEXT_BYTES = int(0.75 * GIB)
 # share of all else that the caching allocator holds in blocks it cannot hand out
 _FRAGMENTATION = 0.02
 # nf4 has one byte of scale a block of values, and one fp32 scale a block of those; code tables and offset of
 # each weight are tiny, but the allocator gives out 512 bytes at least
 _NF4_BLOCK, _NF4_OUTER_BLOCK = 64, 256
 _NF4_TABLE_BYTES = 2048
-# resident size of Python with torch, diffusers and transformers imported
+# resident size of Python with torch, diffusers and transformers imported, and with CUDA's libraries in use
 _PROCESS_BYTES = 1 * GIB
+_CUDA_PROCESS_BYTES = int(3.5 * GIB)
+# what a shard passes through on its way to the device
+_RING_BYTES = GIB // 2
+_SCALE_BYTES = 4
+_ONE_SAMPLE = "one sample"
+# what one value takes while it is packed or unpacked: int8 goes through fp32 and its product with the scale,
+# nf4 straight to and from the run's type, of four bytes at most
+_ENCODER_UNPACKED_BYTES = {"int8": 8, "nf4": 4}
+# bytes more of a parameter that a bf16 run keeps in fp32: frozen, and in weight, gradient and moments
+_FP32_EXTRA = {"frozen": 2, "weights": 2, "gradients": 2, "optimizer": 2}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,10 +52,16 @@ class Storage:
     checkpointing: bool
     tiling: bool
     previews: bool
-    random_weights: bool
-    """A random base is built in `dtype` on the device before it is quantised."""
     stored: bool = False
     """The checkpoint holds `weights` as they are: no choice."""
+    compute: str = "bf16"
+    """What frozen linears multiply in."""
+    weight_copies: int = 1
+    """2 where FP8 weights are kept transposed too."""
+    compile: bool = False
+    activation_budget: float = 1.0
+    text_encoders: str = ""
+    """`int8` or `nf4`: storage of the text encoders' layers while captions are encoded; empty: `dtype`."""
 
     @property
     def value_bytes(self) -> int:
@@ -67,8 +89,8 @@ _STATE: dict[tuple[str, str], StateBytes] = {
         weights=2 + 4,
         gradients=2 + 4,
         optimizer=8,
-        kept_as="bf16 with fp32 masters",
-        summed_as="bf16, summed in fp32",
+        kept_as="bf16 with flat fp32 masters",
+        summed_as="bf16, summed in flat fp32",
         moments="two fp32 moments",
     ),
     ("lora", "fp32"): _FP32,
@@ -95,22 +117,32 @@ def total(rows: Sequence[MemoryRow]) -> int:
     return sum(row.bytes for row in rows)
 
 
+def gib(count: int) -> str:
+    """Bytes as GiB with one digit; small sizes as MiB."""
+    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / 1024**2:.1f} MiB"
+
+
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """What training holds at its peak; previews take the place of activations, not room beside them."""
     state = _STATE[storage.method, storage.dtype]
     trained = parameters(geometry, "trained")
     count = geometry.lora_parameters if storage.method == "lora" else trained
     name = "adapter" if storage.method == "lora" else "trained weights"
+    more = dict.fromkeys(_FP32_EXTRA, 0)
+    if storage.method == "full":
+        more = {part: geometry.fp32_parameters * size for part, size in _FP32_EXTRA.items()}
+    weights, gradients = count * state.weights + more["weights"], count * state.gradients + more["gradients"]
+    moments = count * state.optimizer + more["optimizer"]
     rows = [
-        MemoryRow(name=name, bytes=count * state.weights, detail=f"{_count(count)}, {state.kept_as}"),
-        MemoryRow(name="gradients", bytes=count * state.gradients, detail=state.summed_as),
-        MemoryRow(name="optimizer state", bytes=count * state.optimizer, detail=state.moments),
+        MemoryRow(name=name, bytes=weights, detail=f"{_count(count)}, {state.kept_as}"),
+        MemoryRow(name="gradients", bytes=gradients, detail=state.summed_as),
+        MemoryRow(name="optimizer state", bytes=moments, detail=state.moments),
         _activation_row(storage, geometry),
     ]
     if storage.method == "lora":
         rows.insert(0, _base_row(storage, geometry, trained))
-    if storage.weights in QUANTIZED:
-        rows += _quantized_extra(storage, geometry, trained, rows)
+    if storage.weights in PACKED:
+        rows += _quantized_extra(storage, geometry)
     return (*rows, *_overhead(storage, rows))
 
 
@@ -124,19 +156,67 @@ def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[Memory
     vae_peak = geometry.vae_bytes_peak_tiled if storage.tiling else geometry.vae_bytes_peak
     # latents are encoded in fp32 whatever the run computes in; the geometry's peak is that of the run's type
     vae_peak = vae_peak * VALUE_BYTES["fp32"] // storage.value_bytes
-    stages: dict[str, tuple[Role, int, str]] = {
-        "text encoders": ("text_encoder", geometry.text_bytes_peak, storage.dtype),
-        "VAE": ("vae", vae_peak, "fp32"),
+    vae = parameters(geometry, "vae")
+    return {
+        "text encoders": text_rows(storage, geometry),
+        "VAE": _stage(
+            storage,
+            MemoryRow(name="VAE", bytes=vae * VALUE_BYTES["fp32"], detail=f"{_count(vae)}, fp32"),
+            MemoryRow(name="VAE: activations", bytes=vae_peak, detail=_ONE_SAMPLE),
+        ),
     }
-    result = {}
-    for name, (role, peak, dtype) in stages.items():
-        count = parameters(geometry, role)
-        rows = [
-            MemoryRow(name=name, bytes=count * VALUE_BYTES[dtype], detail=f"{_count(count)}, {dtype}"),
-            MemoryRow(name=f"{name}: activations", bytes=peak, detail="one sample"),
-        ]
-        result[name] = (*rows, *_overhead(storage, rows))
-    return result
+
+
+def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
+    """What encoding captions holds: all text encoders, as they are stored, and one caption's activations."""
+    name, kind, count = "text encoders", storage.text_encoders, parameters(geometry, "text_encoder")
+    peak = MemoryRow(name=f"{name}: activations", bytes=geometry.text_bytes_peak, detail=_ONE_SAMPLE)
+    if kind not in QUANTIZED:
+        detail = f"{_count(count)}, {storage.dtype}"
+        whole = MemoryRow(name=name, bytes=count * storage.value_bytes, detail=detail)
+        return _stage(storage, whole, peak)
+    sizes = [size for part in _encoders(geometry) for size in _quantized(part).values()]
+    packed, rows = sum(out * into for out, into in sizes), sum(out for out, _ in sizes)
+    quantized = packed + rows * _SCALE_BYTES if kind == "int8" else _nf4_size(packed, len(sizes))
+    largest = max((out * into for out, into in sizes), default=0)
+    return _stage(
+        storage,
+        MemoryRow(
+            name=name,
+            bytes=quantized + (count - packed) * storage.value_bytes,
+            detail=f"{_count(packed)} in {kind}, {_count(count - packed)} in {storage.dtype}",
+        ),
+        MemoryRow(
+            name=f"{kind} unpacked",
+            bytes=largest * _ENCODER_UNPACKED_BYTES[kind],
+            detail="one weight at a time, transient",
+        ),
+        peak,
+    )
+
+
+def _stage(storage: Storage, *rows: MemoryRow) -> tuple[MemoryRow, ...]:
+    return (*rows, *_overhead(storage, rows))
+
+
+def _encoders(geometry: Geometry) -> list[ComponentGeometry]:
+    return [part for part in geometry.components if part.role == "text_encoder"]
+
+
+def _quantized(part: ComponentGeometry) -> dict[str, tuple[int, int]]:
+    """(out, in) of the linears of a text encoder that are quantised, by name."""
+    return quantized_linears(part.shapes, ENCODERS_KEEP)
+
+
+def host_rows(storage: Storage) -> tuple[MemoryRow, ...]:
+    """What the training process holds in host memory; on a CPU that is what training holds."""
+    if storage.device == "cpu":
+        return ()
+    return (
+        MemoryRow(name="process", bytes=_CUDA_PROCESS_BYTES, detail="Python, CUDA and libraries"),
+        MemoryRow(name="loading", bytes=_RING_BYTES, detail="buffers that shards pass through"),
+        MemoryRow(name="kept entries", bytes=0, detail="only while there is room"),
+    )
 
 
 def parameters(geometry: Geometry, role: Role) -> int:
@@ -159,42 +239,46 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int) -> int
 
 
 def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
-    size = storage.value_bytes
-    if storage.weights not in QUANTIZED:
-        return MemoryRow(
-            name="base weights", bytes=trained * size, detail=f"{_count(trained)}, {storage.weights}"
-        )
-    packed, kept = geometry.quantized_parameters, trained - geometry.quantized_parameters
-    quantized = packed + geometry.quantized_rows * size if storage.weights == "int8" else _nf4_bytes(geometry)
+    size, extra = storage.value_bytes, geometry.fp32_parameters * _FP32_EXTRA["frozen"]
+    fp32 = f", {_count(geometry.fp32_parameters)} in fp32" if geometry.fp32_parameters else ""
+    if storage.weights not in PACKED:
+        detail = f"{_count(trained)}, {storage.weights}{fp32}"
+        return MemoryRow(name="base weights", bytes=trained * size + extra, detail=detail)
+    packed = geometry.quantized_parameters
+    kept = trained - packed
+    quantized = {
+        "int8": packed + geometry.quantized_rows * _SCALE_BYTES,
+        "fp8": packed * storage.weight_copies + geometry.quantized_rows * _SCALE_BYTES,
+        "nf4": _nf4_bytes(geometry),
+    }[storage.weights]
+    copies = " twice" if storage.weight_copies == 2 else ""
+    others = f"{_count(kept - geometry.fp32_parameters)} in {storage.dtype}{fp32}"
     return MemoryRow(
         name="base weights",
-        bytes=quantized + kept * size,
-        detail=f"{_count(packed)} in {storage.weights}, {_count(kept)} in {storage.dtype}",
+        bytes=quantized + kept * size + extra,
+        detail=f"{_count(packed)} in {storage.weights}{copies}, {others}",
     )
 
 
 def _nf4_bytes(geometry: Geometry) -> int:
     """Half a byte a value, with double quantised scales; or what the checkpoint's files hold."""
-    tables = sum(len(sizes) for sizes in _trained_matrices(geometry)) * _NF4_TABLE_BYTES
+    linears = sum(len(part.linears) for part in geometry.components if part.role == "trained")
     if geometry.stored_bytes:
-        return geometry.stored_bytes + tables
-    count = geometry.quantized_parameters
+        return geometry.stored_bytes + linears * _NF4_TABLE_BYTES
+    return _nf4_size(geometry.quantized_parameters, linears)
+
+
+def _nf4_size(count: int, linears: int) -> int:
     scales = count // _NF4_BLOCK
-    return count // 2 + scales + scales // _NF4_OUTER_BLOCK * 4 + tables
-
-
-def _trained_matrices(geometry: Geometry) -> list[dict[str, tuple[int, int]]]:
-    return [linear_weights(part.shapes) for part in geometry.components if part.role == "trained"]
+    return count // 2 + scales + scales // _NF4_OUTER_BLOCK * 4 + linears * _NF4_TABLE_BYTES
 
 
 def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
-    training = {
-        (False, False): geometry.activation_bytes,
-        (False, True): geometry.activation_bytes_checkpointed,
-        (True, False): geometry.activation_bytes_int8,
-        (True, True): geometry.activation_bytes_checkpointed_int8,
-    }[storage.weights == "int8", storage.checkpointing]
+    activations = geometry.activations_compiled if storage.compile else geometry.activations
+    training = activations.kept(checkpointing=storage.checkpointing, budget=storage.activation_budget)
     detail = "saved for backward, blocks recomputed" if storage.checkpointing else "saved for backward"
+    if storage.activation_budget < 1.0:
+        detail = f"saved for backward, {storage.activation_budget:g} of what blocks compute"
     if not storage.previews:
         return MemoryRow(name="activations", bytes=training, detail=detail)
     decode = geometry.vae_bytes_peak_tiled if storage.tiling else geometry.vae_bytes_peak
@@ -204,28 +288,16 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
     return MemoryRow(name="activations", bytes=training, detail=f"{detail}; previews need less")
 
 
-def _quantized_extra(
-    storage: Storage, geometry: Geometry, trained: int, rows: Sequence[MemoryRow]
-) -> list[MemoryRow]:
-    """Both libraries multiply with an unpacked copy of one weight; a random base exists in full before that.
-
-    nf4's scales are unpacked to fp32 beside it. Its layers keep no inputs for backward, those of int8 do.
+def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
+    """A product needs one weight unpacked, or in FP8 transposed, unless a copy is kept so; nf4's scales are
+    unpacked to fp32 beside it.
     """
-    matrices = _trained_matrices(geometry)
-    largest = max((out * into for sizes in matrices for out, into in sizes.values()), default=0)
+    largest = max((part.largest_linear for part in geometry.components if part.role == "trained"), default=0)
     scales = largest // _NF4_BLOCK * 4 if storage.weights == "nf4" else 0
-    extra = [
-        MemoryRow(
-            name=f"{storage.weights} unpacked",
-            bytes=largest * storage.value_bytes + scales,
-            detail="one weight at a time, transient",
-        )
-    ]
-    building = trained * storage.value_bytes - total([*rows, *extra])
-    if storage.random_weights and building > 0:
-        detail = f"a random base is built in {storage.dtype} before it is quantised"
-        extra.append(MemoryRow(name="while building", bytes=building, detail=detail))
-    return extra
+    name, size = f"{storage.weights} unpacked", largest * storage.value_bytes + scales
+    if storage.compute == "fp8":
+        name, size = "fp8 transposed", largest if storage.weight_copies == 1 else 0
+    return [MemoryRow(name=name, bytes=size, detail="one weight at a time, transient")] if size else []
 
 
 def _overhead(storage: Storage, rows: Sequence[MemoryRow]) -> tuple[MemoryRow, ...]:
@@ -233,7 +305,7 @@ def _overhead(storage: Storage, rows: Sequence[MemoryRow]) -> tuple[MemoryRow, .
         return (MemoryRow(name="process", bytes=_PROCESS_BYTES, detail="Python and libraries"),)
     lost = int(total(rows) * _FRAGMENTATION)
     detail = f"context and workspaces, {_FRAGMENTATION:.0%} lost between blocks"
-    return (MemoryRow(name="CUDA", bytes=_CUDA_OVERHEAD_BYTES + lost, detail=detail),)
+    return (MemoryRow(name="CUDA", bytes=CUDA_CONTEXT_BYTES + lost, detail=detail),)
 
 
 def _count(parameters: int) -> str:

@@ -13,7 +13,7 @@ from trainer.hardware.memory import QUANTIZED
 Change = tuple[str, Any]
 """Dotted key and the value to write."""
 _RESOLUTIONS = (1024, 768, 512)
-_SMALLER = {"fp32": QUANTIZED, "bf16": QUANTIZED, "int8": ("nf4",)}
+_SMALLER = {"fp32": QUANTIZED, "bf16": ("fp8", *QUANTIZED), "int8": ("nf4",), "fp8": ("nf4",)}
 
 
 def nearest_fit(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str:
@@ -39,18 +39,20 @@ def nearest_fit(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str:
             return f"fits with {_text(together)} ({peak_of(_apply(config, together))})"
         except HardwareError:
             continue
-    return "no batch size, resolution or storage that was tried fits: use a machine with more memory"
+    return "no resolution or storage that was tried fits: use a machine with more memory"
 
 
 def _changes(config: RunConfig) -> Iterator[Change]:
     """Changes to try, from the least to the most painful."""
     if config.features.activation_checkpointing is False:
         yield "features.activation_checkpointing", True
+    if config.features.activation_budget not in ("auto", 1.0):
+        yield "features.activation_budget", "auto"
+    if config.features.memory_budget != "auto":
+        yield "features.memory_budget", "auto"
     if config.method == "lora":
         for storage in _SMALLER.get(config.features.weights, ()):
             yield "features.weights", storage
-    if config.train.train_batch_size > 1:
-        yield "train.train_batch_size", 1
     if config.features.vae_tiling is False:
         yield "features.vae_tiling", True
     for side in _RESOLUTIONS:

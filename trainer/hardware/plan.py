@@ -19,7 +19,7 @@ class Decision:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
-    """One predicted component of device memory, in bytes."""
+    """One predicted component of device or host memory, in bytes."""
 
     name: str
     bytes: int
@@ -34,21 +34,45 @@ class Plan:
     device: str
     """`cuda` or `cpu`."""
     dtype: str
-    """`bf16` or `fp32`: compute type, and storage of the base unless `weights` says int8 or nf4."""
+    """`bf16` or `fp32`: the run's type, and storage of the base unless `weights` says another."""
     weights: str
-    """`bf16`, `fp32`, `int8` or `nf4`."""
+    """`bf16`, `fp32`, `int8`, `nf4` or `fp8`: storage of the base."""
+    compute: str
+    """`bf16`, `fp32` or `fp8`: what frozen linears multiply in; `fp8` only with weights in fp8."""
+    weight_copies: int
+    """2: FP8 weights have a transposed copy for backward (faster); 1: they are transposed each time."""
+    text_encoder_weights: str
+    """`dtype`, or `int8` or `nf4`: storage of the text encoders' layers while captions are encoded."""
+    compile: bool
+    """Repeated blocks are compiled with torch.compile."""
+    activation_budget: float
+    """Share of a compiled block's activations that is kept; 1.0 without a limit."""
+    cuda_graphs: bool
+    """A micro-batch's forward and backward are replayed as one CUDA graph."""
     attention: str
-    """`flash`, `cudnn`, `efficient`, `math` or `native`."""
+    """`flash`, `cudnn`, `cudnn_strided`, `flash_attn_2`, `flash_attn_3`, `flash_attn_4`, `efficient`, `math`
+    or `native`."""
     activation_checkpointing: bool
+    """Blocks are recomputed whole in backward."""
+    micro_batch_size: int
+    """Samples of one forward pass: `train.train_batch_size`, or a divisor where that does not fit."""
+    accumulation_steps: int
+    """Micro-batches of one optimizer step; with `micro_batch_size` the configured effective batch."""
     vae_tiling: bool
     tf32: bool
     pin_memory: bool
+    loader: str
+    """`safetensors`, `fastsafetensors`, or `auto`: decided for each file by where its bytes are."""
     optimizer: str
     """`adamw_fused_fp32` (fp32 masters) or `adamw_kahan_bf16` (compensated, for full fine-tunes in bf16)."""
     environment: Mapping[str, str]
     """Variables that must exist before the training process imports torch."""
     train_memory: tuple[MemoryRow, ...]
     cache_memory: tuple[MemoryRow, ...]
+    host_memory: tuple[MemoryRow, ...]
+    """What the training process holds beside the device; empty on a CPU, whose memory is the device's."""
+    step_milliseconds: float
+    """Predicted time of one micro-batch, forward and backward; 0.0 where the machine's rates are unknown."""
     budget_bytes: int
     """Device memory the plan keeps within."""
     disk_bytes: int

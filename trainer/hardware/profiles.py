@@ -53,6 +53,8 @@ class Profile:
     """Kernels in the order in which `auto` prefers them while none was measured."""
     prefer_checkpointing: bool
     """Checkpoint activations even where they would fit."""
+    prefer_fp8: bool
+    """`auto` may multiply a frozen base in FP8, where it was measured faster or the budget needs it."""
     pin_memory: bool
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set before the training process starts; `OMP_*` only where the user's own environment has no value."""
@@ -61,7 +63,16 @@ class Profile:
 
 
 _EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-_CUDA_ATTENTION = ("flash", "cudnn", "efficient", "math")
+_CUDA_ATTENTION = (
+    "flash",
+    "cudnn",
+    "cudnn_strided",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_4",
+    "efficient",
+    "math",
+)
 
 _TABLE: tuple[Profile, ...] = (
     Profile(
@@ -74,6 +85,7 @@ _TABLE: tuple[Profile, ...] = (
         headroom_bytes=20 * GIB,
         attention=_CUDA_ATTENTION,
         prefer_checkpointing=True,
+        prefer_fp8=True,
         pin_memory=False,
         environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75"},
         notes=(
@@ -92,6 +104,7 @@ _TABLE: tuple[Profile, ...] = (
         headroom_bytes=None,
         attention=_CUDA_ATTENTION,
         prefer_checkpointing=False,
+        prefer_fp8=True,
         pin_memory=True,
         environment=_EXPANDABLE,
     ),
@@ -104,6 +117,7 @@ _TABLE: tuple[Profile, ...] = (
         headroom_bytes=None,
         attention=_CUDA_ATTENTION,
         prefer_checkpointing=False,
+        prefer_fp8=True,
         pin_memory=True,
         environment=_EXPANDABLE,
     ),
@@ -116,6 +130,7 @@ _TABLE: tuple[Profile, ...] = (
         headroom_bytes=None,
         attention=_CUDA_ATTENTION,
         prefer_checkpointing=False,
+        prefer_fp8=False,
         pin_memory=True,
         environment=_EXPANDABLE,
     ),
@@ -128,6 +143,7 @@ _TABLE: tuple[Profile, ...] = (
         headroom_bytes=2 * GIB,
         attention=("native",),
         prefer_checkpointing=False,
+        prefer_fp8=False,
         pin_memory=False,
         # waiting threads sleep: spinning, OpenMP's default, slows steps 5 times beside another program
         environment={"OMP_WAIT_POLICY": "PASSIVE"},

@@ -22,6 +22,8 @@ def plan_text(plan: Plan) -> str:
     lines = _table(rows)
     lines += ["", *_memory("memory while training", plan.train_memory, plan.budget_bytes)]
     lines += ["", *_memory("memory while encoding captions and images", plan.cache_memory, plan.budget_bytes)]
+    if plan.host_memory:
+        lines += ["", *_memory("host memory", plan.host_memory, None)]
     for warning in plan.warnings:
         lines += ["", *textwrap.wrap(f"warning: {warning}", _WIDTH, subsequent_indent="  ")]
     return "\n".join(lines)
@@ -62,7 +64,8 @@ def _table(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
     return lines
 
 
-def _memory(title: str, rows: Sequence[MemoryRow], budget_bytes: int) -> list[str]:
+def _memory(title: str, rows: Sequence[MemoryRow], budget_bytes: int | None) -> list[str]:
+    """One block; a budget of 0 is none to spend, of None no question."""
     total = sum(row.bytes for row in rows)
     lines = [f"{title} (predicted)"]
     lines += [
@@ -73,7 +76,9 @@ def _memory(title: str, rows: Sequence[MemoryRow], budget_bytes: int) -> list[st
         if budget_bytes
         else "no budget"
     )
-    return [*lines, f"  {'sum'.ljust(_MEMORY_NAME_WIDTH)}{_size(total)}  {share}"]
+    if budget_bytes is None:
+        share = ""
+    return [*lines, f"  {'sum'.ljust(_MEMORY_NAME_WIDTH)}{_size(total)}  {share}".rstrip()]
 
 
 def _size(count: int) -> str:

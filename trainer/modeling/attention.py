@@ -1,31 +1,45 @@
-"""Floor 4: the plan's attention kernel, set through diffusers, with a layout that makes cuDNN safe.
+"""Floor 4: the plan's attention kernel, set through diffusers, in the memory layouts that make cuDNN safe.
 
-diffusers hands cuDNN contiguous queries, keys and values, but the gradient of a permuted output arrives
-permuted:
-on an H200 with torch 2.11 cuDNN's backward then died with an illegal memory access. Making the output's
-gradient
-contiguous made it right (docs/benchmarks.md).
+diffusers hands cuDNN contiguous queries, keys and values, but the gradient of a permuted output arrives in
+another layout than the output: on an H200 with torch 2.11 cuDNN's backward then died with an illegal memory
+access. With the gradient laid out as the output it is right (docs/benchmarks.md), in either order of heads
+and tokens: `cudnn` copies all tensors to (B, heads, tokens, width), `cudnn_strided` leaves them where they
+are. Every function here compiles into one graph with its caller.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
+_OWN_SLOT = "_native_cudnn"
 BACKENDS: dict[str, str] = {
     "flash": "_native_flash",
-    "cudnn": "_native_cudnn",
+    "cudnn": _OWN_SLOT,
     "efficient": "_native_efficient",
     "math": "_native_math",
     "native": "native",
+    "cudnn_strided": _OWN_SLOT,
+    "flash_attn_2": _OWN_SLOT,
+    "flash_attn_3": _OWN_SLOT,
+    "flash_attn_4": _OWN_SLOT,
 }
-"""The plan's names and diffusers' names of the same kernels."""
+"""The plan's names, and diffusers' names of what they are set by.
+
+diffusers' names are a closed list, and those of the flash-attn packages check or download things at run
+time: functions of ours take the place of its cuDNN function, whichever was set last.
+"""
 
 SDPA_BACKENDS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "cudnn_strided": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
@@ -44,24 +58,59 @@ class ContiguousGradient(torch.autograd.Function):
 
 
 def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: str, *, contiguous: bool
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kernel: str, *, causal: bool = False
 ) -> torch.Tensor:
     """Scaled dot-product attention by one named kernel; all tensors (B, tokens, heads, width).
 
-    `contiguous` lays tensors and the output's gradient out as (B, heads, tokens, width) in memory. Raises
-    RuntimeError when the kernel does not take the inputs.
+    There may be fewer heads of keys and values than of queries. Raises RuntimeError when the kernel does not
+    take the inputs.
     """
-    if kernel == "cudnn" and key.shape[1] == 1:
+    with selected(kernel):
+        return attend(query, key, value, kernel, causal=causal)
+
+
+def selected(kernel: str) -> contextlib.AbstractContextManager[None]:
+    """Where `attend` may be called with this kernel; entered once for several calls."""
+    if kernel in SDPA_BACKENDS:
+        return sdpa_kernel(SDPA_BACKENDS[kernel])
+    return contextlib.nullcontext()
+
+
+def attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kernel: str,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """`attention` inside `selected(kernel)`."""
+    groups = query.shape[2] // key.shape[2]
+    strided = kernel == "cudnn_strided"
+    if (kernel == "cudnn" or strided) and key.shape[1] == 1:
         # cuDNN takes no single key: all weight is on it, as in a caption of one token
-        return value.expand(-1, query.shape[1], -1, -1)
-    query, key, value = (tensor.permute(0, 2, 1, 3) for tensor in (query, key, value))
-    if contiguous:
+        return value.repeat_interleave(groups, dim=2).expand(-1, query.shape[1], -1, -1)
+    if kernel in _PACKAGES:
+        assert dropout == 0.0, f"{kernel} is not given any dropout"
+        return _PACKAGES[kernel](query, key, value, causal, scale)
+    if kernel == "efficient" and groups > 1:  # the one kernel that wants a key for every query head
+        key, value = key.repeat_interleave(groups, dim=2), value.repeat_interleave(groups, dim=2)
+        groups = 1
+    if strided:
         query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
-    with sdpa_kernel(SDPA_BACKENDS[kernel]):
-        output = torch.nn.functional.scaled_dot_product_attention(query, key, value)
-    if contiguous:
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    if kernel == "cudnn":
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
+    output = scaled_dot_product_attention(
+        query, key, value, is_causal=causal, scale=scale, dropout_p=dropout, enable_gqa=groups > 1
+    )
+    if kernel == "cudnn":
         output = ContiguousGradient.apply(output)
-    return output.permute(0, 2, 1, 3)
+    output = output.transpose(1, 2)
+    # cuDNN lays the output out as the query, and its backward wants the gradient laid out as the output
+    return ContiguousGradient.apply(output) if strided else output
 
 
 def set_attention(model: Any, kernel: str) -> None:
@@ -73,19 +122,21 @@ def set_attention(model: Any, kernel: str) -> None:
 
         set_packed_attention(model, kernel)
         return
-    if kernel == "cudnn":
-        _make_cudnn_safe()
+    if BACKENDS[kernel] == _OWN_SLOT:
+        _register(kernel)
     model.set_attention_backend(BACKENDS[kernel])
 
 
-def _make_cudnn_safe() -> None:
-    """Replace diffusers' cuDNN function by one that differs in the output gradient's layout only."""
+def _register(kernel: str) -> None:
+    """Put `kernel` in the place of diffusers' cuDNN function, whose arguments it takes."""
     from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
 
-    _AttentionBackendRegistry._backends[AttentionBackendName._NATIVE_CUDNN] = _safe_cudnn
+    slot = AttentionBackendName(_OWN_SLOT)
+    _AttentionBackendRegistry._backends[slot] = functools.partial(_dispatched, kernel)
 
 
-def _safe_cudnn(
+def _dispatched(
+    kernel: str,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -97,16 +148,114 @@ def _safe_cudnn(
     return_lse: bool = False,
     _parallel_config: object | None = None,
 ) -> torch.Tensor:
-    """cuDNN attention with diffusers' signature; every option that no family of ours uses is refused."""
-    unused = (
-        attn_mask is None,
-        dropout_p == 0.0,
-        not is_causal,
-        scale is None,
-        not enable_gqa,
-        not return_lse,
+    """Attention with diffusers' signature; every option that no family of ours uses is refused."""
+    unused = (attn_mask is None, dropout_p == 0.0, not is_causal, scale is None, not enable_gqa)
+    assert all(unused) and not return_lse and _parallel_config is None, (
+        f"an option that {kernel} is not set up for"
     )
-    assert all(unused) and _parallel_config is None, (
-        "an option that the safe cuDNN attention does not implement"
+    return attention(query, key, value, kernel)
+
+
+# flash-attn's packages: all tensors (B, tokens, heads, width), optional, imported when first called
+
+
+def _flash_attn_2(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
+) -> torch.Tensor:
+    from flash_attn import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
+
+    output: torch.Tensor = flash_attn_func(query, key, value, causal=causal, softmax_scale=scale)
+    return output
+
+
+def _flash_attn_3(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
+) -> torch.Tensor:
+    from flash_attn_interface import flash_attn_func  # type: ignore[import-not-found, unused-ignore]
+
+    output = flash_attn_func(query, key, value, causal=causal, softmax_scale=scale)
+    # older releases return the logarithms of the sums too
+    first: torch.Tensor = output[0] if isinstance(output, tuple) else output
+    return first
+
+
+def _flash_attn_4(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float | None
+) -> torch.Tensor:
+    output, _ = _flash_4(query, key, value, causal, query.shape[-1] ** -0.5 if scale is None else scale)
+    return output
+
+
+_PACKAGES: dict[str, Callable[..., torch.Tensor]] = {
+    "flash_attn_2": _flash_attn_2,
+    "flash_attn_3": _flash_attn_3,
+    "flash_attn_4": _flash_attn_4,
+}
+
+
+# the fourth generates its kernels in Python, which no compiler traces through: operators of our own hide that
+
+
+@torch.library.custom_op("trainer::flash_attn_4", mutates_args=())
+def _flash_4(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_fwd  # type: ignore[import-not-found, unused-ignore]
+
+    output, sums, *_ = _flash_attn_fwd(query, key, value, causal=causal, softmax_scale=scale, return_lse=True)
+    return output.contiguous(), sums.contiguous()
+
+
+@torch.library.custom_op("trainer::flash_attn_4_backward", mutates_args=())
+def _flash_4_backward(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    sums: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    from flash_attn.cute.interface import _flash_attn_bwd  # type: ignore[import-not-found, unused-ignore]
+
+    found = _flash_attn_bwd(
+        query, key, value, output, gradient.contiguous(), sums, softmax_scale=scale, causal=causal
     )
-    return attention(query, key, value, "cudnn", contiguous=True)
+    # the layouts that the compiler is told of below
+    return found[0].contiguous(), found[1].contiguous(), found[2].contiguous()
+
+
+@_flash_4.register_fake
+def _(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    batch, tokens, heads, _ = query.shape
+    sums = query.new_empty((batch, heads, tokens), dtype=torch.float32)
+    return query.new_empty((batch, tokens, heads, value.shape[-1])), sums
+
+
+@_flash_4_backward.register_fake
+def _(
+    gradient: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    output: torch.Tensor,
+    sums: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
+    *tensors, ctx.causal, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return *_flash_4_backward(gradient, *ctx.saved_tensors, ctx.causal, ctx.scale), None, None
+
+
+_flash_4.register_autograd(_differentiate, setup_context=_keep_for_backward)

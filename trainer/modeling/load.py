@@ -1,12 +1,12 @@
 """Floor 4: components of a base model: from shards on disk, streamed tensor by tensor, or seeded random
-weights.
+weights (`random_weights`).
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,18 @@ import torch
 
 from trainer.errors import AccessError
 from trainer.hardware.geometry import packed_tensors, stored_as
-from trainer.modeling.quantize import Replace, packed_linear
+from trainer.hardware.memory import ENCODERS_KEEP
+from trainer.modeling.empty import (
+    built_empty,
+    on_meta,
+    stored_type,
+    swap,
+    tie,
+    tied,
+)
+from trainer.modeling.quantize import Replace, count_quantized, packed_linear, replacer
+from trainer.modeling.random_weights import random_module, random_replaced
+from trainer.modeling.reading import Shard, ShardReader
 from trainer.modeling.source import ModelSource
 
 # buffers that older files hold and newer models compute; transformers' own loader skips the same
@@ -27,9 +38,25 @@ def load_component(
 ) -> Any:
     """One component through its own library's `from_pretrained`, or built from its config with seeded
     weights.
+
+    Where the source is `quantized_to` something it is a text encoder, and its layers are quantised as they
+    arrive: it never exists in full precision.
     """
+    if source.quantized_to is not None:
+        quantized = load_streamed(
+            component_class,
+            source,
+            name,
+            device=device,
+            dtype=dtype,
+            replace=replacer(source.quantized_to, ENCODERS_KEEP, dtype),
+            on_shard=lambda done, total: None,
+            extra_tensors=True,
+        )
+        count_quantized(quantized, source.quantized_to)
+        return quantized.eval()
     if name in source.random_components:
-        module = _random_module(component_class, source, name, device=device, dtype=dtype)
+        module = random_module(component_class, source, name, device=device, dtype=dtype)
     else:
         module = _from_pretrained(component_class, source.component(name), dtype)
     return module.requires_grad_(False).eval().to(device)
@@ -45,44 +72,52 @@ def load_streamed(
     replace: Replace | None,
     on_shard: Callable[[int, int], None],
     fill_zeros: bool = False,
+    extra_tensors: bool = False,
+    loader: str = "auto",
+    on_bytes: Callable[[int, int], None] | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> torch.nn.Module:
     """Build on the meta device, then fill shard by shard on `device`, replacing linears as they complete.
 
     Peaks stay near the final size: a quantised model never exists in full precision. A checkpoint that is
-    stored in nf4 is filled as it is, and `replace` not asked. `on_shard(done, total)` runs after each shard
-    and may raise to stop. With `fill_zeros` the matrices that a random base starts with at zero get values:
-    an adapter beside a gate that is closed would learn nothing. Raises AccessError where the files do not
-    match the model.
+    stored in nf4 is filled as it is, and `replace` not asked. `on_shard(done, total)` runs after each shard,
+    `on_bytes(done, total)` after each tensor, in bytes of all shards; both may raise to stop. `loader` is the
+    plan's, and `say` is told how each shard is read and why. With `fill_zeros` the matrices that a random
+    base starts with at zero get values: an adapter beside a gate that is closed would learn nothing. With
+    `extra_tensors` files may hold more than the model has, as `from_pretrained` of both libraries allows.
+    Raises AccessError where the files do not match the model.
     """
     if name in source.random_components:
-        module = _random_module(component_class, source, name, device=device, dtype=dtype)
-        if fill_zeros:
-            _fill_zeros(module, f"{source.seed}/{name}/zeros", device)
-        on_shard(1, 1)
         if replace is not None:
-            kept = _tied(module)
-            for linear_name, linear in _linears(module):
-                if linear_name not in kept:
-                    _swap(module, linear_name, replace(linear_name, linear))
-                del linear
+            module = random_replaced(
+                component_class, source, name, device=device, dtype=dtype, replace=replace
+            )
+        else:
+            module = random_module(
+                component_class, source, name, device=device, dtype=dtype, fill_zeros=fill_zeros
+            )
+        on_shard(1, 1)
         return module.requires_grad_(False)
     folder = source.component(name)
-    filling = _filling(component_class, folder, device=device, dtype=dtype, replace=replace)
-    shards = shard_files(folder)
-    for number, shard in enumerate(shards):
-        _fill(filling, shard)
-        on_shard(number + 1, len(shards))
-    module = filling.module
-    _tie(module)
-    missing = _on_meta(module)
+    filling = _filling(
+        component_class, folder, device=device, dtype=dtype, replace=replace, extra_tensors=extra_tensors
+    )
+    with ShardReader(device, loader=loader, say=say) as reader:
+        _fill_all(filling, shard_files(folder), reader, on_shard, on_bytes)
+    return _complete(filling, folder).to(device).requires_grad_(False)
+
+
+def _complete(filling: _Filling, folder: Path) -> torch.nn.Module:
+    """The filled model; its rope tables and other buffers are on the CPU still."""
+    tie(filling.module)
+    missing = on_meta(filling.module)
     if missing:
         raise AccessError(
             f"{len(missing)} tensors of the model are in none of its files, first {missing[0]}",
             where=str(folder),
             remedy="the download may be incomplete: run `trainer fetch` again",
         )
-    # rope tables and other buffers were computed on the CPU
-    return module.to(device).requires_grad_(False)
+    return filling.module
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -116,6 +151,10 @@ class _Filling:
     """Linear by the name of each tensor that its nf4 weight is stored in."""
     pieces: Mapping[str, int]
     """Number of tensors that each of those linears is stored in."""
+    renamed: Callable[[str], str]
+    """The model's name of a tensor of the files: older versions of a library had other ones."""
+    extra_tensors: bool
+    """Files may hold more."""
     device: str
     dtype: torch.dtype
     replace: Replace | None
@@ -124,45 +163,94 @@ class _Filling:
 
 
 def _filling(
-    component_class: Any, folder: Path, *, device: str, dtype: torch.dtype, replace: Replace | None
+    component_class: Any,
+    folder: Path,
+    *,
+    device: str,
+    dtype: torch.dtype,
+    replace: Replace | None,
+    extra_tensors: bool,
 ) -> _Filling:
     """The component on the meta device, with its buffers computed on the CPU."""
     import transformers
-    from accelerate import init_empty_weights
 
     packed = packed_tensors(folder) if stored_as(folder) else {}
-    with init_empty_weights(include_buffers=False):
-        module = _built(component_class, folder)
+    module = built_empty(component_class, folder, dtype)
     known = frozenset(module.state_dict())
+    parameters = known
     if isinstance(module, transformers.PreTrainedModel):
         # its rope tables stay in fp32
         parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
-    else:
-        _cast(module, dtype)
-        parameters = known
     return _Filling(
         module=module,
         known=known,
         parameters=parameters,
-        kept=_tied(module),
+        kept=tied(module),
         packed={tensor: linear for linear, tensors in packed.items() for tensor in tensors},
         pieces={linear: len(tensors) for linear, tensors in packed.items()},
+        renamed=_renaming(module),
+        extra_tensors=extra_tensors,
         device=device,
         dtype=dtype,
         replace=None if packed else replace,
     )
 
 
-def _fill(filling: _Filling, shard: Path) -> None:
-    """Place one shard's tensors and replace every linear that became complete."""
-    from safetensors import SafetensorError, safe_open
+def _renaming(module: torch.nn.Module) -> Callable[[str], str]:
+    """How transformers' own loader names the tensors of older files."""
+    import transformers
+
+    if not isinstance(module, transformers.PreTrainedModel):
+        return lambda name: name
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, rename_source_key
+
+    renamings = [one for one in get_model_conversion_mapping(module) if isinstance(one, WeightRenaming)]
+    state, prefix = module.state_dict(), module.base_model_prefix
+
+    def renamed(name: str) -> str:
+        found: str = rename_source_key(name, renamings, [], prefix, state)[0]
+        return found
+
+    return renamed
+
+
+def _fill_all(
+    filling: _Filling,
+    shards: Sequence[Path],
+    reader: ShardReader,
+    on_shard: Callable[[int, int], None],
+    on_bytes: Callable[[int, int], None] | None,
+) -> None:
+    """Fill shard by shard."""
+    sizes = [shard.stat().st_size for shard in shards]
+    for number, shard in enumerate(shards):
+        before = sum(sizes[:number])
+
+        def passed(end: int, before: int = before) -> None:
+            if on_bytes is not None:
+                on_bytes(before + end, sum(sizes))
+
+        _fill(filling, shard, reader, passed)
+        if torch.device(filling.device).type == "cuda":
+            # what full-precision layers left between those that replaced them
+            torch.cuda.empty_cache()
+        on_shard(number + 1, len(shards))
+
+
+def _fill(filling: _Filling, shard: Path, reader: ShardReader, passed: Callable[[int], None]) -> None:
+    """Place one shard's tensors and replace every linear that became complete.
+
+    `passed` gets the byte of the file that each ends before.
+    """
+    from safetensors import SafetensorError
 
     try:
-        with safe_open(shard, framework="pt", device=filling.device) as file:
-            for key in file.keys():  # noqa: SIM118 (not a mapping)
+        with reader.open(shard) as file:
+            for key, end in file.ends.items():
                 linear = filling.packed.get(key)
-                name = key if linear is None else f"{linear}.weight"
-                if name not in filling.known and _COMPUTED.search(name):
+                name = filling.renamed(key) if linear is None else f"{linear}.weight"
+                if name not in filling.known and (filling.extra_tensors or _COMPUTED.search(name)):
                     continue
                 if name not in filling.known:
                     raise AccessError(
@@ -171,9 +259,10 @@ def _fill(filling: _Filling, shard: Path) -> None:
                         remedy="is this the right model for the configured family?",
                     )
                 if linear is None:
-                    _place(filling, key, file)
+                    _place(filling, name, key, file)
                 else:
                     _place_packed(filling, key, linear, file, shard)
+                passed(end)
     except SafetensorError as error:
         raise AccessError(
             f"not a readable safetensors file ({error})",
@@ -182,20 +271,23 @@ def _fill(filling: _Filling, shard: Path) -> None:
         ) from error
 
 
-def _place(filling: _Filling, key: str, file: Any) -> None:
+def _place(filling: _Filling, name: str, key: str, file: Shard) -> None:
     """One tensor; no reference to it outlives its replacement."""
     from accelerate.utils import set_module_tensor_to_device
 
-    dtype = _type(filling.module, key, filling.dtype) if key in filling.parameters else None
+    dtype = stored_type(filling.module, name, filling.dtype) if name in filling.parameters else None
     value = file.get_tensor(key)
-    set_module_tensor_to_device(filling.module, key, filling.device, value=value, dtype=dtype)
+    # emptying the allocator's cache for every tensor would wait for the device each time
+    set_module_tensor_to_device(
+        filling.module, name, filling.device, value=value, dtype=dtype, clear_cache=False
+    )
     del value
-    owner = key.rpartition(".")[0]
+    owner = name.rpartition(".")[0]
     if filling.replace is not None and owner not in filling.kept:
         _replace_if_complete(filling.module, owner, filling.replace)
 
 
-def _place_packed(filling: _Filling, key: str, linear: str, file: Any, shard: Path) -> None:
+def _place_packed(filling: _Filling, key: str, linear: str, file: Shard, shard: Path) -> None:
     """One tensor of an nf4 weight, which takes its place with the last of them."""
     tensors = filling.waiting.setdefault(linear, {})
     tensors[key] = file.get_tensor(key)
@@ -205,52 +297,13 @@ def _place_packed(filling: _Filling, key: str, linear: str, file: Any, shard: Pa
     module = filling.module.get_submodule(linear)
     assert isinstance(module, torch.nn.Linear), linear
     packed = packed_linear(linear, module, tensors, filling.device, filling.dtype, where=str(shard))
-    _swap(filling.module, linear, packed)
+    swap(filling.module, linear, packed)
 
 
 def _replace_if_complete(module: torch.nn.Module, name: str, replace: Replace) -> None:
     child = module.get_submodule(name)
     if isinstance(child, torch.nn.Linear) and all(p.device.type != "meta" for p in child.parameters()):
-        _swap(module, name, replace(name, child))
-
-
-def _tied(module: torch.nn.Module) -> frozenset[str]:
-    """Modules whose weight is another's too."""
-    import transformers
-
-    if not isinstance(module, transformers.PreTrainedModel):
-        return frozenset()
-    names = (*module.all_tied_weights_keys.keys(), *module.all_tied_weights_keys.values())
-    return frozenset(name.rpartition(".")[0] for name in names)
-
-
-def _tie(module: torch.nn.Module) -> None:
-    """Give weights that the files hold once to every module that shares them, as from_pretrained does."""
-    import transformers
-
-    if isinstance(module, transformers.PreTrainedModel):
-        module.tie_weights(missing_keys=set(_on_meta(module)), recompute_mapping=False)
-
-
-def _on_meta(module: torch.nn.Module) -> list[str]:
-    """Parameters without values."""
-    parameters = module.named_parameters(remove_duplicate=False)
-    return [name for name, parameter in parameters if parameter.device.type == "meta"]
-
-
-def _swap(module: torch.nn.Module, name: str, replacement: torch.nn.Module | None) -> None:
-    if replacement is not None:
-        parent, _, attribute = name.rpartition(".")
-        module.get_submodule(parent).register_module(attribute, replacement)
-
-
-def _linears(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
-    # by name: a list of the modules would keep every replaced one in memory
-    names = [name for name, child in module.named_modules() if type(child) is torch.nn.Linear]
-    for name in names:
-        child = module.get_submodule(name)
-        assert isinstance(child, torch.nn.Linear)
-        yield name, child
+        swap(module, name, replace(name, child))
 
 
 def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> torch.nn.Module:
@@ -265,71 +318,4 @@ def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> 
         raise AccessError(
             str(error), where=str(folder), remedy="run `trainer fetch` to complete the model"
         ) from error
-    return module
-
-
-def _random_module(
-    component_class: Any, source: ModelSource, name: str, *, device: str, dtype: torch.dtype
-) -> torch.nn.Module:
-    """The component with its library's own initialisation, built on the device, seeded by run seed and
-    name.
-    """
-    import transformers
-
-    from trainer.modeling.seeds import seeded
-
-    folder = source.component(name)
-    default = torch.get_default_dtype()
-    torch.set_default_dtype(dtype)
-    try:
-        with seeded(f"{source.seed}/{name}", device), torch.device(device):
-            module = _built(component_class, folder)
-    finally:
-        torch.set_default_dtype(default)
-    if not issubclass(component_class, transformers.PreTrainedModel):
-        _cast(module, dtype)
-        return module.to(device)
-    # its rope tables stay in fp32
-    for parameter in module.parameters():
-        parameter.data = parameter.data.to(dtype)
-    return module.to(device)
-
-
-def _fill_zeros(module: torch.nn.Module, label: str, device: str) -> None:
-    """Draw every linear layer's all-zero weight from a normal distribution of 0.02."""
-    from trainer.modeling.seeds import seeded
-
-    with seeded(label, device), torch.no_grad():
-        for _, linear in _linears(module):
-            if not bool(linear.weight.any()):
-                linear.weight.normal_(std=0.02)
-
-
-def _cast(module: Any, dtype: torch.dtype) -> None:
-    """Give a diffusers model its types; tables that no file holds stay fp32, as in its own loader."""
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if tensor.is_floating_point():
-            tensor.data = tensor.data.to(_type(module, name, dtype))
-
-
-def _type(module: Any, name: str, dtype: torch.dtype) -> torch.dtype:
-    """Type of one tensor of a diffusers model: some classes say what they compute in fp32 always."""
-    import transformers
-
-    kept = () if isinstance(module, transformers.PreTrainedModel) else module._keep_in_fp32_modules or ()
-    return dtype if set(kept).isdisjoint(name.split(".")) else torch.float32
-
-
-def _built(component_class: Any, folder: Path) -> torch.nn.Module:
-    """The component as its config.json says, on torch's current default device."""
-    import transformers
-
-    if not issubclass(component_class, transformers.PreTrainedModel):
-        built: torch.nn.Module = component_class.from_config(component_class.load_config(folder))
-        return built
-    config = component_class.config_class.from_pretrained(folder)
-    module: Any = component_class(config)
-    if (folder / "generation_config.json").is_file():
-        # where its answers end
-        module.generation_config = transformers.GenerationConfig.from_pretrained(folder)
     return module

@@ -8,16 +8,14 @@ tokens x tokens. Position ids must restart with every sample; that is the caller
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer.modeling.attention import BACKENDS, SDPA_BACKENDS, ContiguousGradient
+from trainer.modeling.attention import BACKENDS, attend, selected
 
 
 def implementation(kernel: str) -> str:
@@ -54,30 +52,13 @@ def packed_attention(
     Query (B, heads, tokens, width), key and value (B, key heads, tokens, width); the result is
     (B, tokens, heads, width). Raises RuntimeError when the kernel does not take the inputs.
     """
-    groups = query.shape[1] // key.shape[1]
-    if kernel == "efficient" and groups > 1:  # the one kernel that wants a key for every query head
-        key, value = key.repeat_interleave(groups, dim=1), value.repeat_interleave(groups, dim=1)
-        groups = 1
     lengths = list(segments)
-    parts = zip(*(tensor.split(lengths, dim=2) for tensor in (query, key, value)), strict=True)
-    context = sdpa_kernel(SDPA_BACKENDS[kernel]) if kernel in SDPA_BACKENDS else contextlib.nullcontext()
-    outputs = []
-    with context:
-        for one_query, one_key, one_value in parts:
-            if kernel == "cudnn":  # see trainer.modeling.attention: its backward wants this layout
-                one_query, one_key, one_value = (t.contiguous() for t in (one_query, one_key, one_value))
-            output = scaled_dot_product_attention(
-                one_query,
-                one_key,
-                one_value,
-                is_causal=True,
-                scale=scale,
-                dropout_p=dropout,
-                enable_gqa=groups > 1,
-            )
-            if kernel == "cudnn":
-                output = ContiguousGradient.apply(output)
-            outputs.append(output.transpose(1, 2))
+    queries, keys, values = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor in (query, key, value))
+    with selected(kernel):
+        outputs = [
+            attend(*tensors, kernel=kernel, causal=True, scale=scale, dropout=dropout)
+            for tensors in zip(queries, keys, values, strict=True)
+        ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
 
 

@@ -1,4 +1,4 @@
-"""Floor 4: quantised linear layers of a frozen base: int8 by optimum-quanto, nf4 by bitsandbytes."""
+"""Floor 4: quantised linear layers of a frozen base: int8 and fp8 with a scale a row, nf4 by bitsandbytes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 from trainer.errors import AccessError, ConfigError
+from trainer.modeling.rowscaled import Kind, RowScaledLinear, from_linear, takes_fp8
+
+QUANTIZED = ("int8", "fp8", "nf4")
+"""Storages that are made while a base loads."""
 
 Replace = Callable[[str, torch.nn.Module], torch.nn.Module | None]
 """Given a loaded linear's name and module, its replacement or None; called as soon as its tensors are
@@ -16,19 +20,33 @@ there.
 """
 
 
-def replacer(weights: str, high_precision: Sequence[str], dtype: torch.dtype) -> Replace | None:
+def replacer(
+    weights: str,
+    high_precision: Sequence[str],
+    dtype: torch.dtype,
+    *,
+    fp8_compute: bool = False,
+    copies: int = 1,
+) -> Replace | None:
     """The `Replace` for `load_streamed` that stores linears as the plan's `weights`; None for bf16 and fp32.
 
-    int8 has one scale a row, nf4 one a 64 values, quantised once more; both compute in `dtype`.
-    `high_precision` are regular expressions over the whole names of modules that are kept as they are.
+    int8 and fp8 have one scale a row, nf4 one a 64 values, quantised once more. All compute in `dtype`, but
+    fp8 with `fp8_compute` in FP8, with so many `copies` of the weight. `high_precision` are regular
+    expressions over the whole names of modules that are kept as they are, as are those whose sides FP8
+    kernels do not take.
     """
-    if weights not in _QUANTIZERS:
+    if weights not in QUANTIZED:
         return None
-    keep = re.compile("|".join(f"(?:{pattern})" for pattern in high_precision))
-    quantize = _QUANTIZERS[weights]
+    keep = re.compile("|".join(f"(?:{pattern})" for pattern in high_precision) or "(?!)")
 
     def replace(name: str, module: torch.nn.Module) -> torch.nn.Module | None:
-        return None if keep.fullmatch(name) else quantize(module, dtype)
+        assert isinstance(module, torch.nn.Linear), name
+        if keep.fullmatch(name) or (fp8_compute and not takes_fp8(module)):
+            return None
+        if weights == "nf4":
+            return _nf4(module, dtype)
+        kind: Kind = "fp8" if weights == "fp8" else "int8"
+        return from_linear(module, kind, fp8_compute=fp8_compute, copies=copies)
 
     return replace
 
@@ -66,31 +84,24 @@ def packed_linear(
     return layer
 
 
-def require_quantized(model: torch.nn.Module, weights: str) -> int:
-    """Number of linears in `weights`, int8 or nf4; a plan that says so and a model of none contradict."""
-    count = sum(isinstance(module, _linear_class(weights)) for module in model.modules())
+def count_quantized(model: torch.nn.Module, weights: str) -> tuple[int, int]:
+    """(linears in `weights`, linears in full precision).
+
+    Raises ConfigError where none is quantised: a plan that says so and such a model contradict each other.
+    """
+    linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
+    count = sum(_is_quantized(linear, weights) for linear in linears)
     if count == 0:
         raise ConfigError(f"the plan asks for a base in {weights}, but no layer of this model was quantised")
-    return count
+    return count, len(linears) - count
 
 
-def _linear_class(weights: str) -> Any:
-    if weights == "int8":
-        from optimum.quanto.nn import QLinear
-
-        return QLinear
+def _is_quantized(linear: torch.nn.Linear, weights: str) -> bool:
+    if weights != "nf4":
+        return isinstance(linear, RowScaledLinear) and linear.kind == weights
     from bitsandbytes.nn.modules import Linear4bit
 
-    return Linear4bit
-
-
-def _int8(linear: Any, dtype: torch.dtype) -> torch.nn.Module:
-    from optimum.quanto import qint8
-    from optimum.quanto.nn import QLinear
-
-    quantized = QLinear.from_module(linear, weights=qint8)
-    quantized.freeze()
-    return quantized
+    return isinstance(linear, Linear4bit)
 
 
 def _nf4(linear: Any, dtype: torch.dtype) -> torch.nn.Module:
@@ -123,6 +134,3 @@ def _empty_linear4bit(linear: torch.nn.Linear, dtype: torch.dtype) -> Any:
     # has no backward, so that training could not go on after a preview
     layer.support_avx512bf16_for_cpu = False
     return layer
-
-
-_QUANTIZERS: dict[str, Callable[[Any, torch.dtype], torch.nn.Module]] = {"int8": _int8, "nf4": _nf4}

@@ -37,6 +37,8 @@ class ModelSource:
     """Those that are built from their config.json with seeded weights; all others are loaded."""
     seed: int
     """Seed of random weights."""
+    quantized_to: str | None = None
+    """`int8` or `nf4`: storage `load_component` gives layers of text encoders; None: the type asked for."""
 
     @property
     def weights(self) -> str:

@@ -45,6 +45,8 @@ class StepRecord:
     """Highest allocation so far; 0 on a CPU."""
     device_memory_reserved_bytes: int = 0
     """Held by the allocator now; 0 on a CPU."""
+    device_memory_reserved_peak_bytes: int = 0
+    """Most that the allocator held so far; 0 on a CPU."""
     validation_loss: float | None = None
     """Only at steps that validate."""
     validation_data: str | None = None

@@ -57,12 +57,12 @@ def entries(tmp_path: Path) -> Entries:
 
 @pytest.fixture
 def context() -> Any:
-    train = SimpleNamespace(train_batch_size=BATCH, seed=5)
+    train = SimpleNamespace(seed=5)
     return SimpleNamespace(
         family=get("flux1_dev"),
         dtype=torch.bfloat16,
         config=SimpleNamespace(train=train, data=SimpleNamespace(caption_dropout_rate=0.3)),
-        plan=SimpleNamespace(pin_memory=False, peak_bytes=0),
+        plan=SimpleNamespace(pin_memory=False, peak_bytes=0, micro_batch_size=BATCH),
     )
 
 

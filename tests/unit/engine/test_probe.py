@@ -1,45 +1,324 @@
-"""The probe's bookkeeping; what it measures is in tests/gpu."""
+"""The probe's bookkeeping and its processes; what a GPU measures is in tests/gpu."""
 
 from __future__ import annotations
 
+import dataclasses
+import os
 import subprocess
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from trainer.engine import probe
+from tests.unit.hardware.conftest import machine, with_gpu
+from trainer.cli import jobs
+from trainer.cli.options import load_config
+from trainer.cli.probe import describe
+from trainer.config import environment
+from trainer.engine import planning, probe
+from trainer.engine.probe import Measured
 from trainer.families.protocol import AttentionShape
+from trainer.hardware.facts import KernelVerdict, facts_to_json
 
 SHAPE = AttentionShape(batch_size=1, heads=2, head_width=16, tokens=32)
-GOOD = '{"error": 0.001, "milliseconds": 1.5}'
+GOOD = '{"errors": {"output": 0.001}, "milliseconds": 1.5}'
+BAD = '{"errors": {"output": 0.001, "gradient of the key": 0.5}, "milliseconds": 1.0}'
+KERNELS = ("attention.flash", "attention.cudnn", "attention.math")
+FLASH_2 = "attention.flash_attn_2"
+HEAD = """\
+import os
+
+import torch
 
 
-def fake(monkeypatch: pytest.MonkeyPatch, answers: list[Any]) -> None:
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        answer = answers.pop(0)
+def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
+    q, k, v = (tensor.transpose(1, 2) for tensor in (q, k, v))
+"""
+RIGHT = "    return torch.nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2)\n"
+
+
+class Process:
+    """A process that ends with the next of `answers`: (exit code, its words), or never."""
+
+    answers: list[Any]
+    started: int
+    running: int
+
+    def __init__(self, command: list[str], **_: object) -> None:
+        Process.started += 1
+        Process.running += 1
+        self.returncode = 0
+
+    def communicate(self, request: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        if request is None:
+            Process.running -= 1
+            return "", ""
+        answer = self.answers.pop(0)
         if answer is None:
-            raise subprocess.TimeoutExpired(command, 1.0)
-        code, text = answer
-        return subprocess.CompletedProcess(command, code, stdout=text, stderr=text)
+            raise subprocess.TimeoutExpired("probe", 1.0)
+        self.returncode, text = answer
+        return text, text
 
-    monkeypatch.setattr(probe.subprocess, "run", run)
+    def kill(self) -> None:
+        pass
 
 
-def test_a_crash_and_a_wrong_result_are_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch, [(0, GOOD), (-11, "last words"), (0, '{"error": 0.5, "milliseconds": 1.0}')])
-    found = probe.probe_attention(SHAPE, "bf16", ["flash", "cudnn", "math"], {})
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """What the processes will answer."""
+    Process.answers, Process.started, Process.running = [], 0, 0
+    monkeypatch.setattr(probe.subprocess, "Popen", Process)
+    return Process.answers
+
+
+def test_a_crash_and_a_wrong_result_are_verdicts(answers: list[Any]) -> None:
+    answers.extend([(0, GOOD), (-11, "last words"), (0, BAD)])
+    found = probe.probe(KERNELS, SHAPE, "bf16", {})
     assert [verdict.works for verdict in found] == [True, False, False]
+    assert found[0].shape_class == "b1 h2 d16 n32"
     assert "SIGSEGV: last words" in found[1].reason
-    assert "5.0e-01" in found[2].reason
+    assert "5.0e-01 against float32 (gradient of the key)" in found[2].reason
+    assert (Process.started, Process.running) == (3, 0)
 
 
-def test_a_kernel_that_hangs_alone_has_failed(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch, [None, (0, GOOD)])
-    found = probe.probe_attention(SHAPE, "bf16", ["flash", "math"], {})
+def test_a_kernel_that_hangs_alone_has_failed(answers: list[Any]) -> None:
+    answers.extend([None, (0, GOOD)])
+    found = probe.probe(KERNELS[:2], SHAPE, "bf16", {})
     assert [verdict.works for verdict in found] == [False, True]
 
 
-def test_a_kernel_that_no_time_was_left_for_gets_no_verdict(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake(monkeypatch, [(0, GOOD), None])
-    found = probe.probe_attention(SHAPE, "bf16", ["flash", "cudnn", "math"], {})
+def test_a_kernel_that_no_time_was_left_for_gets_no_verdict(answers: list[Any]) -> None:
+    answers.extend([(0, GOOD), None])
+    found = probe.probe(KERNELS, SHAPE, "bf16", {})
     assert [verdict.kernel for verdict in found] == ["attention.flash"]
+    assert Process.running == 0, "the process that had started for the third one is ended too"
+
+
+def test_what_is_not_installed_starts_no_process(answers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe.importlib.util, "find_spec", lambda name: None)
+    names = [FLASH_2, "attention.flash_attn_3", "attention.flash_attn_4", "matmul.nf4"]
+    found = probe.probe(names, SHAPE, "bf16", {})
+    assert [(verdict.kernel, verdict.works, verdict.reason) for verdict in found] == [
+        (name, False, "not installed") for name in names
+    ]
+    assert found[-1].shape_class == "m32 n96 k32"
+    assert Process.started == 0
+
+
+def test_the_fourth_flash_attn_without_the_second(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert probe._installed("attention.flash_attn_4")
+    assert not probe._installed(FLASH_2)
+
+
+def test_nan_is_a_verdict() -> None:
+    errors = {"output": 0.001, "gradient of the value": float("nan"), "gradient of the query": float("inf")}
+    found = probe.judge("attention.flash", SHAPE, Measured(milliseconds=1.0, errors=errors))
+    assert not found.works
+    assert found.reason == "not finite: gradient of the value, gradient of the query"
+
+
+def test_quantised_matmuls_may_be_further_off() -> None:
+    measured = Measured(milliseconds=1.0, errors={"output": 0.05})
+    works = {name: probe.judge(name, SHAPE, measured).works for name in probe.MATMUL}
+    assert works == {"matmul.bf16": False, "matmul.fp8": True, "matmul.int8": False, "matmul.nf4": True}
+
+
+def test_verdicts_are_kept_until_a_package_comes_or_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    facts = machine("h200")
+    there: set[str] = {"attention.flash", FLASH_2}
+    monkeypatch.setattr(probe, "_installed", lambda name: name in there)
+
+    def remember(*kernels: str) -> None:
+        nonlocal facts
+        rows = tuple(
+            KernelVerdict(
+                kernel=name,
+                shape_class=probe.shape_class(SHAPE),
+                works=name in there,
+                milliseconds=None,
+                relative_error=None,
+                reason="measured" if name in there else probe.NOT_INSTALLED,
+            )
+            for name in kernels
+        )
+        facts = dataclasses.replace(facts, verdicts=rows)
+
+    asked = ("attention.flash", FLASH_2)
+    assert probe.unmeasured(asked, dataclasses.replace(facts, verdicts=()), SHAPE) == asked
+    remember(*asked)
+    assert probe.unmeasured(asked, facts, SHAPE) == ()
+    assert probe.unmeasured(asked, facts, dataclasses.replace(SHAPE, tokens=64)) == asked
+    there.discard(FLASH_2)
+    assert probe.unmeasured(asked, facts, SHAPE) == (FLASH_2,)
+    remember(*asked)
+    assert probe.unmeasured(asked, facts, SHAPE) == ()
+    there.add(FLASH_2)
+    assert probe.unmeasured(asked, facts, SHAPE) == (FLASH_2,)
+
+
+def test_what_a_machine_could_run() -> None:
+    hopper = machine("h200")
+    everything = {*probe.ATTENTION, *probe.MATMUL}
+    assert set(probe.kernels_for(hopper, "cuda", "bf16")) == everything
+    assert set(probe.kernels_for(hopper, "cuda", "fp32")) == set(probe.ATTENTION)
+    ada, ampere = (with_gpu(hopper, capability=capability) for capability in ((8, 9), (8, 0)))
+    assert everything - set(probe.kernels_for(ada, "cuda", "bf16")) == {"attention.flash_attn_3"}
+    missing = everything - set(probe.kernels_for(ampere, "cuda", "bf16"))
+    assert missing == {"attention.flash_attn_3", "matmul.fp8"}
+    assert probe.kernels_for(machine("cpu"), "cpu", "fp32") == ("attention.math",)
+
+
+def test_the_matmul_is_that_of_queries_keys_and_values() -> None:
+    shape = AttentionShape(batch_size=2, heads=24, head_width=128, tokens=4608)
+    assert probe.matmul_shape_class(shape) == "m9216 n9216 k3072"
+
+
+def test_a_language_models_call_has_a_class_of_its_own() -> None:
+    shape = AttentionShape(batch_size=1, heads=32, head_width=128, tokens=4096, key_heads=8, causal=True)
+    assert probe.shape_class(shape) == "b1 h32/8 d128 n4096 causal"
+    assert probe.matmul_shape_class(shape) == "m4096 n6144 k4096"
+    plain = dataclasses.replace(shape, key_heads=32, causal=False)
+    assert probe.shape_class(plain) == "b1 h32 d128 n4096"
+
+
+@pytest.fixture
+def flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., KernelVerdict]:
+    """flash_attn(body): the verdict on an installed package of that name whose function ends so."""
+
+    def ask(body: str, shape: AttentionShape = SHAPE) -> KernelVerdict:
+        (tmp_path / "flash_attn.py").write_text(HEAD + body)
+        monkeypatch.syspath_prepend(tmp_path)
+        variables = {**environment.snapshot(), "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+        (found,) = probe.probe([FLASH_2], shape, "fp32", variables)
+        return found
+
+    return ask
+
+
+def test_a_kernel_that_works_in_its_process(flash_attn: Callable[..., KernelVerdict]) -> None:
+    found = flash_attn(RIGHT)
+    assert found.works, found.reason
+    assert found.milliseconds is not None and found.milliseconds > 0
+    assert found.relative_error is not None and found.relative_error < 1e-5
+
+
+def test_a_kernel_that_reads_ahead(flash_attn: Callable[..., KernelVerdict]) -> None:
+    shape = dataclasses.replace(SHAPE, heads=4, key_heads=1, causal=True)
+    grouped = RIGHT.replace("(q, k, v)", "(q, k, v, is_causal=causal, enable_gqa=True)")
+    assert flash_attn(grouped, shape).works
+    assert not flash_attn(grouped.replace("is_causal=causal", "is_causal=False"), shape).works
+
+
+def test_a_kernel_that_takes_its_process_with_it(flash_attn: Callable[..., KernelVerdict]) -> None:
+    found = flash_attn("    os.abort()\n")
+    assert not found.works
+    assert "crashed with SIGABRT" in found.reason
+
+
+def test_a_kernel_with_a_wrong_gradient(flash_attn: Callable[..., KernelVerdict]) -> None:
+    found = flash_attn("    k.register_hook(lambda gradient: gradient * 1.1)\n" + RIGHT)
+    assert not found.works
+    assert found.relative_error == pytest.approx(0.1, rel=1e-3)
+    assert "(gradient of the key), allowed 0.02" in found.reason
+
+
+def test_a_kernel_that_no_compiler_traces(flash_attn: Callable[..., KernelVerdict]) -> None:
+    found = flash_attn("    torch._dynamo.graph_break()\n" + RIGHT)
+    assert not found.works
+    assert found.reason.startswith("failed: ")
+
+
+def test_torchs_own_kernel_and_a_matmul_in_their_processes() -> None:
+    variables = {**environment.snapshot(), "OMP_NUM_THREADS": "1"}
+    found = probe.probe(["attention.math", "matmul.bf16"], SHAPE, "bf16", variables)
+    assert [(one.kernel, one.works, one.shape_class) for one in found] == [
+        ("attention.math", True, "b1 h2 d16 n32"),
+        ("matmul.bf16", True, "m32 n96 k32"),
+    ]
+    assert all(one.relative_error is not None and 0 < one.relative_error < 0.02 for one in found)
+
+
+def test_the_process_ends_where_nobody_asks() -> None:
+    """Its parent was killed before it asked."""
+    done = subprocess.run(
+        [probe.sys.executable, "-m", "trainer.engine.probe"],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        check=False,
+        env=os.environ,
+    )
+    assert (done.returncode, done.stdout) == (0, b"")
+
+
+@pytest.mark.parametrize("kernel", ["bf16", "fp8", "int8", "nf4"])
+def test_stored_weights_are_multiplied_within_their_tolerance(kernel: str) -> None:
+    if kernel == "nf4":
+        pytest.importorskip("bitsandbytes")
+    from trainer.engine.probe_matmul import measure_matmul
+
+    measured = measure_matmul(kernel, 48, 384, 128)
+    verdict = probe.judge(f"matmul.{kernel}", SHAPE, measured)
+    assert verdict.works, verdict.reason
+    assert set(measured.errors) == {"output", "gradient of the input"}
+    assert min(measured.errors.values()) > 1e-4, "the reference is float32, not the kernel itself"
+
+
+@pytest.mark.parametrize(
+    ("features", "measured"),
+    [
+        ({}, {"attention", "matmul"}),
+        ({"attention": "flash"}, {"matmul"}),
+        ({"compute": "bf16"}, {"attention"}),
+        ({"attention": "flash", "compute": "bf16"}, set()),
+    ],
+)
+def test_what_the_plan_leaves_open_is_measured_once(
+    features: dict[str, str], measured: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    def instead(kernels: Sequence[str], shape: AttentionShape, *_: object) -> tuple[KernelVerdict, ...]:
+        asked.extend(kernels)
+        result = Measured(milliseconds=1.0, errors={"output": 0.001})
+        return tuple(probe.judge(name, shape, result) for name in kernels)
+
+    monkeypatch.setattr(probe, "probe", instead)
+    monkeypatch.setattr(probe, "_installed", lambda name: True)
+    monkeypatch.setattr(planning, "machine_facts", lambda: facts)
+    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
+    config = tmp_path / "c.yaml"
+    config.write_text("family: flux1_dev\ndata: {sets: [{img_dir: images}]}\noutput_dir: out\n")
+    values = [f"features.{name}={value}" for name, value in features.items()]
+    loaded = load_config([config], ["model.weights=random", *values], None, None)
+    facts = dataclasses.replace(machine("h200"), verdicts=())
+    found, plan = jobs.planned(loaded, probe=True)
+    assert {name.partition(".")[0] for name in asked} == measured
+    assert ("attention.cudnn" in {row.kernel for row in found.verdicts}) == ("attention" in measured)
+    assert {row.kernel for row in found.verdicts} >= set(asked)
+    asked.clear()
+    facts = found
+    assert jobs.planned(loaded, probe=True)[1] == plan
+    assert asked == []
+    assert jobs.planned(loaded, probe=False)[1] == plan
+
+
+def test_verdicts_are_printed_as_a_table() -> None:
+    rows = [
+        ("matmul.bf16", "m32 n96 k32", True, 0.5, 0.0016, "good"),
+        ("attention.math", "b1", True, 12.25, 0.0017, "good too"),
+        ("attention.cudnn", "b1", False, None, None, "crashed"),
+        ("attention.flash", "b1", True, 1.0, 0.002, "good"),
+    ]
+    names = ("kernel", "shape_class", "works", "milliseconds", "relative_error", "reason")
+    verdicts = tuple(KernelVerdict(**dict(zip(names, row, strict=True))) for row in rows)
+    lines = describe(facts_to_json(dataclasses.replace(machine("h200"), verdicts=verdicts)))
+    assert lines[lines.index("") + 1 :] == [
+        "kernel           verdict      ms  relative error  at           reason",
+        "attention.flash  works     1.000         2.0e-03  b1           good",
+        "attention.math   works    12.250         1.7e-03  b1           good too",
+        "attention.cudnn  FAILS         -               -  b1           crashed",
+        "matmul.bf16      works     0.500         1.6e-03  m32 n96 k32  good",
+    ]

@@ -11,7 +11,7 @@ import pytest
 
 from trainer.config.schema import RunConfig
 from trainer.hardware.facts import Facts, Gpu, facts_from_json
-from trainer.hardware.geometry import ComponentGeometry, Geometry
+from trainer.hardware.geometry import Activations, ComponentGeometry, Geometry
 
 MACHINES = Path(__file__).parent.parent.parent / "golden" / "machines"
 GIB = 1024**3
@@ -65,12 +65,15 @@ def geometry() -> Geometry:
         lora_parameters=1024 * 1024,
         quantized_parameters=GIB,
         quantized_rows=0,
-        activation_bytes=6 * GIB,
-        activation_bytes_checkpointed=GIB,
-        activation_bytes_int8=7 * GIB,
-        activation_bytes_checkpointed_int8=GIB,
+        activations=Activations(saved=6 * GIB, inputs=GIB // 2, block=GIB // 2),
+        activations_compiled=Activations(saved=5 * GIB, inputs=GIB // 2, block=GIB // 2),
+        matmul_flops=59.5e12,
+        attention_flops=14.9e12,
+        attention_calls=57,
+        blocks=57,
         text_bytes_peak=GIB // 4,
         vae_bytes_peak=2 * GIB,
         vae_bytes_peak_tiled=GIB // 2,
         attention_shape_class="b1 h24 d128 n4608",
+        matmul_shape_class="m4608 n9216 k3072",
     )

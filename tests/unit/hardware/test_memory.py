@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,10 @@ from trainer.config.schema import RunConfig
 from trainer.engine.geometry import run_geometry
 from trainer.families import get
 from trainer.hardware import memory
-from trainer.hardware.geometry import Geometry
+from trainer.hardware.geometry import Activations, ComponentGeometry, Geometry
 from trainer.hardware.memory import Storage
+
+NONE = Activations(saved=0, inputs=0, block=0)
 
 
 def storage(**changes: object) -> Storage:
@@ -24,7 +27,6 @@ def storage(**changes: object) -> Storage:
         "checkpointing": False,
         "tiling": False,
         "previews": False,
-        "random_weights": False,
     }
     return Storage(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -36,12 +38,17 @@ def rows(chosen: Storage, geometry: Geometry) -> dict[str, int]:
 # FLUX.1-dev, random weights, LoRA rank 16 on attention, 1024 px, batch 1, on one H200 (docs/benchmarks.md):
 # the allocator's peak in GiB, so the row of the CUDA context is left out here
 @pytest.mark.parametrize(
-    ("weights", "checkpointing", "measured"),
-    [("bf16", True, 24.7), ("bf16", False, 46.9), ("int8", True, 22.3)],
+    ("changes", "measured"),
+    [
+        ({}, 46.9),
+        ({"checkpointing": True}, 24.7),
+        ({"compile": True}, 42.2),
+        ({"compile": True, "checkpointing": True}, 24.6),
+        ({"compile": True, "activation_budget": 0.3}, 30.6),
+        ({"compile": True, "weights": "fp8", "compute": "fp8", "weight_copies": 2}, 42.0),
+    ],
 )
-def test_prediction_is_within_15_percent_of_the_h200(
-    weights: str, checkpointing: bool, measured: float
-) -> None:
+def test_prediction_is_within_15_percent_of_the_h200(changes: dict[str, Any], measured: float) -> None:
     config = RunConfig.model_validate(
         {
             "family": "flux1_dev",
@@ -51,7 +58,7 @@ def test_prediction_is_within_15_percent_of_the_h200(
         }
     )
     geometry = run_geometry(get("flux1_dev"), config, model_folder=None, dtype="bf16")
-    predicted = rows(storage(weights=weights, checkpointing=checkpointing, random_weights=True), geometry)
+    predicted = rows(storage(**changes), geometry)
     allocated = sum(size for name, size in predicted.items() if name != "CUDA") / GIB
     assert allocated == pytest.approx(measured, rel=0.15)
     assert sum(predicted.values()) / GIB == pytest.approx(measured, rel=0.15)
@@ -97,19 +104,70 @@ def test_nf4_takes_half_a_byte_and_its_scales(geometry: Geometry) -> None:
     found = rows(storage(weights="nf4", checkpointing=True), geometry)
     scales = GIB // 64 + GIB // 64 // 256 * 4
     assert found["base weights"] == GIB // 2 + scales + 2 * GIB
-    assert found["activations"] == geometry.activation_bytes_checkpointed
+    assert found["activations"] == geometry.activations.kept(checkpointing=True) == GIB
     assert "while building" not in found
 
 
-def test_nf4_layers_keep_no_inputs_for_backward(geometry: Geometry) -> None:
-    assert rows(storage(weights="nf4"), geometry)["activations"] == geometry.activation_bytes
-    assert rows(storage(weights="int8"), geometry)["activations"] == geometry.activation_bytes_int8
+def test_quantised_layers_keep_no_inputs_for_backward(geometry: Geometry) -> None:
+    for weights in ("nf4", "int8", "fp8"):
+        assert rows(storage(weights=weights), geometry)["activations"] == 6 * GIB
+
+
+def test_fp8_takes_a_byte_and_a_scale_a_row_for_each_copy(geometry: Geometry) -> None:
+    scaled = dataclasses.replace(geometry, quantized_rows=1000)
+    once = rows(storage(weights="fp8", compute="fp8"), scaled)
+    assert once["base weights"] == GIB + 4 * 1000 + 2 * GIB
+    assert "fp8 transposed" not in once  # the geometry has no matrix
+    twice = rows(storage(weights="fp8", compute="fp8", weight_copies=2), scaled)
+    assert twice["base weights"] == 2 * GIB + 4 * 1000 + 2 * GIB  # scales lie along one axis: both share them
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "bytes_a_value"),
+    [
+        ({"weights": "fp8", "compute": "fp8"}, "fp8 transposed", 1),
+        ({"weights": "fp8"}, "fp8 unpacked", 2),
+        ({"weights": "int8"}, "int8 unpacked", 2),
+    ],
+)
+def test_one_weight_at_a_time_is_unpacked(
+    geometry: Geometry, changes: dict[str, Any], name: str, bytes_a_value: int
+) -> None:
+    part = ComponentGeometry(name="t", role="trained", shapes={"a.weight": (1024, 4096)}, source="test")
+    found = rows(storage(**changes), dataclasses.replace(geometry, components=(part,)))
+    assert found[name] == 1024 * 4096 * bytes_a_value
+    assert name not in rows(storage(**changes | {"weight_copies": 2}), geometry)
+
+
+def test_a_budget_keeps_a_share_of_what_is_beyond_the_inputs(geometry: Geometry) -> None:
+    def kept(share: float) -> int:
+        return rows(storage(compile=True, activation_budget=share), geometry)["activations"]
+
+    inputs, block, saved = GIB // 2, GIB // 2, 5 * GIB
+    assert kept(1.0) == saved
+    assert kept(0.4) == inputs + int(0.4 * (saved - inputs)) + block
+    assert kept(0.999) == saved  # never more than without a budget
+    assert rows(storage(compile=True, checkpointing=True), geometry)["activations"] == inputs + block
+
+
+def test_parameters_that_a_class_keeps_in_fp32_count_twice(geometry: Geometry) -> None:
+    mixed = dataclasses.replace(geometry, fp32_parameters=1000)
+    for weights in ("bf16", "int8", "fp8", "nf4"):
+        more = rows(storage(weights=weights), mixed)["base weights"]
+        assert more - rows(storage(weights=weights), geometry)["base weights"] == 2 * 1000
+    full, plain = (rows(storage(method="full"), one) for one in (mixed, geometry))
+    for name in ("trained weights", "gradients", "optimizer state"):
+        assert full[name] - plain[name] == 2 * 1000
+
+
+def test_the_host_holds_cuda_and_one_shard() -> None:
+    assert memory.total(memory.host_rows(storage())) == 4 * GIB
+    assert memory.host_rows(storage(device="cpu")) == ()
 
 
 def test_nf4_bytes_are_those_of_a_real_layer() -> None:
     import torch
 
-    from trainer.hardware.geometry import ComponentGeometry
     from trainer.modeling.quantize import replacer
 
     replace = replacer("nf4", (), torch.bfloat16)
@@ -124,10 +182,8 @@ def test_nf4_bytes_are_those_of_a_real_layer() -> None:
         lora_parameters=0,
         quantized_parameters=1024 * 512,
         quantized_rows=1024,
-        activation_bytes=0,
-        activation_bytes_checkpointed=0,
-        activation_bytes_int8=0,
-        activation_bytes_checkpointed_int8=0,
+        activations=NONE,
+        activations_compiled=NONE,
     )
     assert real <= rows(storage(weights="nf4"), geometry)["base weights"] <= real + 2048
 
@@ -135,12 +191,6 @@ def test_nf4_bytes_are_those_of_a_real_layer() -> None:
 def test_a_stored_base_has_the_bytes_of_its_files(geometry: Geometry) -> None:
     stored = dataclasses.replace(geometry, stored_as="nf4", stored_bytes=GIB)
     assert rows(storage(weights="nf4", stored=True), stored)["base weights"] == GIB + 2 * GIB
-
-
-def test_a_random_int8_base_peaks_while_it_is_built(geometry: Geometry) -> None:
-    chosen = storage(weights="int8", checkpointing=True, random_weights=True)
-    found = memory.train_rows(chosen, geometry)
-    assert memory.total([row for row in found if row.name != "CUDA"]) >= 4 * GIB
 
 
 def test_previews_count_where_they_are_larger_than_training(geometry: Geometry) -> None:

@@ -19,7 +19,7 @@ from trainer.config.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.engine import meta_shapes
 from trainer.engine.geometry import CONFIGS, run_geometry, target_pattern
-from trainer.engine.planning import local_folder, plan_run, run_attention
+from trainer.engine.planning import local_folder, plan_run, predict, run_attention
 from trainer.errors import AccessError, ConfigError, HardwareError
 from trainer.families import get
 from trainer.hardware.geometry import TABLES, header_shapes
@@ -29,9 +29,20 @@ FLUX = get("flux1_dev")
 Config = Callable[..., RunConfig]
 
 
-def test_the_committed_table_comes_from_the_committed_configs() -> None:
-    expected = (TABLES / "flux1_dev.json").read_text()
-    assert table_text(CONFIGS / "flux1_dev") == expected, "run scripts/make_geometry.py flux1_dev"
+@pytest.mark.parametrize("family", ["flux1_dev", "kandinsky5"])
+def test_the_committed_table_comes_from_the_committed_configs(family: str) -> None:
+    expected = (TABLES / f"{family}.json").read_text()
+    assert table_text(CONFIGS / family) == expected, f"run scripts/make_geometry.py {family}"
+
+
+def test_parameters_that_a_class_keeps_in_fp32_are_known(config: Config) -> None:
+    def kept(family: str, dtype: str) -> int:
+        asked = config(family=family)
+        return run_geometry(get(family), asked, model_folder=None, dtype=dtype).fp32_parameters
+
+    # the modulation of 52 blocks and the last layer, and the embedding of the noise level
+    assert kept("kandinsky5", "bf16") == 610_935_808
+    assert kept("kandinsky5", "fp32") == kept("flux1_dev", "bf16") == 0
 
 
 def test_sizes_of_a_folder_are_those_of_its_files(config: Config, tiny_flux1_dev: Path) -> None:
@@ -76,7 +87,7 @@ def test_int8_parameters_are_those_that_quanto_quantises(config: Config, tiny_fl
 
 def test_a_full_fine_tune_and_wide_targets_keep_more_activations(config: Config) -> None:
     def saved(**changes: Any) -> int:
-        return run_geometry(FLUX, config(**changes), model_folder=None, dtype="bf16").activation_bytes
+        return run_geometry(FLUX, config(**changes), model_folder=None, dtype="bf16").activations.saved
 
     assert saved() < saved(lora__target_modules="all-linear") == saved(method="full")
     assert saved(train__train_batch_size=2) == 2 * saved()
@@ -235,6 +246,25 @@ def test_the_command_prints_json_and_exports(
     assert ("attention", "--set features.attention") in [(row.feature, row.source) for row in plan.decisions]
     assert main(command("dgx-spark", "--export")) == 0
     assert capsys.readouterr().out == "export PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.75\n"
+
+
+def test_a_budget_option_is_the_key(
+    command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for options in (("--budget", "20GiB"), ("--set", "features.memory_budget=20GiB")):
+        assert main(command("h200", "--json", *options)) == 0
+        plan = plan_from_json(capsys.readouterr().out)
+        assert plan.budget_bytes == 20 * 1024**3
+        budget = next(row for row in plan.decisions if row.feature == "memory_budget")
+        assert (budget.source, budget.value) == ("--set features.memory_budget", "20.0 GiB")
+    assert main(command("h200", "--budget", "20")) == 78
+    assert "a size such as 24GiB" in capsys.readouterr().err
+
+
+def test_predict_is_the_plan(config: Config, tiny_flux1_dev: Path) -> None:
+    asked = config(model__pretrained_model_name_or_path=str(tiny_flux1_dev), data__resolution=64)
+    facts = machine("h200")
+    assert predict(asked, facts) == plan_run(Loaded(config=asked, sources={}), facts)
 
 
 def test_refusals_are_text_with_exit_69(

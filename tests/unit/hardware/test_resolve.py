@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +12,7 @@ from tests.unit.hardware.conftest import GIB, machine, with_gpu
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError, HardwareError
 from trainer.hardware.facts import Facts, KernelVerdict
-from trainer.hardware.geometry import Geometry
+from trainer.hardware.geometry import Activations, Geometry
 from trainer.hardware.plan import Decision, Plan
 from trainer.hardware.profiles import PROFILES, select
 from trainer.hardware.resolve import dtype_of, resolve
@@ -22,7 +21,7 @@ Config = Callable[..., RunConfig]
 
 
 def small(gib: float) -> Facts:
-    """A generic GPU of this size: 93 % of it is the budget. bitsandbytes is not installed."""
+    """A generic GPU of this size: 93 % is the budget, filled to 97 %. bitsandbytes is not installed."""
     facts = with_gpu(machine("a100-80gb"), total_memory_bytes=int(gib * GIB))
     packages = {name: version for name, version in facts.packages.items() if name != "bitsandbytes"}
     return dataclasses.replace(facts, packages=packages)
@@ -37,23 +36,42 @@ def row(found: Plan, feature: str) -> Decision:
     return next(decision for decision in found.decisions if decision.feature == feature)
 
 
-# the test geometry needs about 11.1 GiB in bf16, 6.0 with checkpointing, and 5.0 with int8 and checkpointing
+# compiled, the test geometry needs about 10.0 GiB in bf16, 5.9 with checkpointing, and 4.8 with int8 and
+# checkpointing
 @pytest.mark.parametrize(
-    ("gib", "weights", "checkpointing"), [(80, "bf16", False), (8, "bf16", True), (5.9, "int8", True)]
+    ("gib", "weights", "checkpointing", "share"),
+    [
+        (80, "bf16", False, 1.0),
+        (10.3, "bf16", False, 0.6),
+        (7.75, "bf16", False, 0.2),
+        (6.7, "bf16", True, 1.0),
+        (6.45, "int8", False, 0.2),
+        (5.5, "int8", True, 1.0),
+    ],
 )
-def test_auto_takes_the_first_that_fits(
-    config: Config, geometry: Geometry, gib: float, weights: str, checkpointing: bool
+def test_auto_takes_the_fastest_that_fits(
+    config: Config, geometry: Geometry, gib: float, weights: str, checkpointing: bool, share: float
 ) -> None:
     found = plan(config(), small(gib), geometry)
+    assert found.compile
     assert (found.weights, found.activation_checkpointing) == (weights, checkpointing)
-    assert found.peak_bytes <= found.budget_bytes
+    assert found.activation_budget == share
+    assert found.peak_bytes <= 0.97 * found.budget_bytes
+
+
+def test_without_compiled_blocks_there_is_checkpointing_only(config: Config, geometry: Geometry) -> None:
+    found = plan(config(features__compile=False), small(8), geometry)
+    assert (found.compile, found.activation_checkpointing, found.activation_budget) == (False, True, 1.0)
+    assert "activation_budget" not in {decision.feature for decision in found.decisions}
 
 
 def test_what_was_skipped_is_said(config: Config, geometry: Geometry) -> None:
-    found = plan(config(), small(5.9), geometry)
-    assert "bf16 without activation checkpointing needs" in row(found, "weights").reason
-    assert "bf16 with activation checkpointing needs" in row(found, "weights").reason
-    assert "int8 without activation checkpointing needs" in row(found, "activation_checkpointing").reason
+    found = plan(config(), small(6.45), geometry)
+    assert row(found, "weights").reason == "bf16 needs 5.9 GiB at least"
+    shares = row(found, "activation_budget")
+    assert shares.value == "0.2"
+    assert shares.reason.startswith("keeping 100% needs 8.9 GiB; keeping 80% needs")
+    assert shares.reason.count("needs") == 3
 
 
 def test_nothing_fits(config: Config, geometry: Geometry) -> None:
@@ -61,7 +79,7 @@ def test_nothing_fits(config: Config, geometry: Geometry) -> None:
         plan(config(), small(4), geometry)
     assert caught.value.exit_code == 69
     assert "training needs" in str(caught.value)
-    assert "budget is 3.7 GiB" in str(caught.value)
+    assert "budget is 3.6 GiB (93% of 4.0 GiB; 3% is left for what predictions miss)" in str(caught.value)
 
 
 def test_an_explicit_choice_that_does_not_fit_is_not_changed(config: Config, geometry: Geometry) -> None:
@@ -69,33 +87,46 @@ def test_an_explicit_choice_that_does_not_fit_is_not_changed(config: Config, geo
     with pytest.raises(HardwareError) as caught:
         plan(asked, small(5.9), geometry, geometry_of=lambda changed, dtype: geometry)
     assert "features.weights is bf16 (my.yaml:7)" in str(caught.value)
-    assert "fits with features.weights: int8" in str(caught.value)
+    assert "or features.weights: int8 (" in str(caught.value)
 
 
-def test_the_nearest_fit_is_found_among_batch_sizes_and_resolutions(
-    config: Config, geometry: Geometry
-) -> None:
+@pytest.fixture
+def scaled(geometry: Geometry) -> Callable[[RunConfig, str], Geometry]:
+    """The geometry with activations that grow with batch size and area."""
+
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
         scale = changed.train.train_batch_size * changed.data.resolution**2 / 1024**2
-        recomputed = int(GIB * scale)
-        return dataclasses.replace(
-            geometry,
-            activation_bytes=6 * recomputed,
-            activation_bytes_int8=6 * recomputed,
-            activation_bytes_checkpointed=recomputed,
-            activation_bytes_checkpointed_int8=recomputed,
-        )
+        kept = Activations(saved=int(6 * GIB * scale), inputs=int(GIB * scale), block=0)
+        return dataclasses.replace(geometry, activations=kept, activations_compiled=kept)
 
-    big = config(train__train_batch_size=4)
-    with pytest.raises(HardwareError, match=r"fits with train\.train_batch_size: 1 \("):
-        plan(big, small(6.2), geometry_of(big, "bf16"), geometry_of=geometry_of)
-    wide = config(train__train_batch_size=8, data__resolution=4096)
-    with pytest.raises(
-        HardwareError, match=r"fits with train\.train_batch_size: 1 and data\.resolution: 1024"
-    ):
-        plan(wide, small(6.2), geometry_of(wide, "bf16"), geometry_of=geometry_of)
+    return geometry_of
+
+
+def test_a_batch_that_does_not_fit_is_split(
+    config: Config, scaled: Callable[[RunConfig, str], Geometry]
+) -> None:
+    big = config(train__train_batch_size=6, train__gradient_accumulation_steps=2)
+
+    def split(gib: float) -> tuple[int, int]:
+        found = plan(big, small(gib), scaled(big, "bf16"), geometry_of=scaled)
+        assert found.peak_bytes <= found.budget_bytes
+        return found.micro_batch_size, found.accumulation_steps
+
+    assert [split(gib) for gib in (80, 9, 7, 6)] == [(6, 2), (3, 4), (2, 6), (1, 12)]
+    found = plan(big, small(7), scaled(big, "bf16"), geometry_of=scaled)
+    assert row(found, "micro_batch").value == "2 x 6"
+    assert "6 samples at once do not fit; a step still has 12" in row(found, "micro_batch").reason
+    assert "micro_batch" not in {one.feature for one in plan(big, small(80), scaled(big, "bf16")).decisions}
+
+
+def test_the_nearest_fit_is_found_among_resolutions(
+    config: Config, scaled: Callable[[RunConfig, str], Geometry]
+) -> None:
+    wide = config(train__train_batch_size=2, data__resolution=4096)
+    with pytest.raises(HardwareError, match=r"fits with data\.resolution: 1024 \("):
+        plan(wide, small(6.2), scaled(wide, "bf16"), geometry_of=scaled)
     with pytest.raises(HardwareError, match="use a machine with more memory"):
-        plan(big, small(3), geometry_of(big, "bf16"), geometry_of=geometry_of)
+        plan(wide, small(3), scaled(wide, "bf16"), geometry_of=scaled)
 
 
 def test_tiling_is_taken_before_anything_slower(config: Config, geometry: Geometry) -> None:
@@ -108,12 +139,18 @@ def test_tiling_is_taken_before_anything_slower(config: Config, geometry: Geomet
 
 def test_int8_needs_quanto_and_lora(config: Config, geometry: Geometry) -> None:
     without = dataclasses.replace(small(5.9), packages={})
+    found = plan(config(), without, geometry)
+    assert (found.weights, found.compute) == ("fp8", "bf16")  # torch alone can do that
     with pytest.raises(HardwareError, match="int8 needs optimum-quanto, which is not installed"):
-        plan(config(), without, geometry)
+        plan(config(), dataclasses.replace(small(4.5), packages={}), geometry)
     with pytest.raises(HardwareError, match=r"my\.yaml:7: features\.weights: int8 needs optimum-quanto"):
         plan(config(features__weights="int8"), without, geometry)
     with pytest.raises(HardwareError, match=r"my\.yaml:7: .*cannot be trained"):
         plan(config(method="full", features__weights="int8"), small(80), geometry)
+
+
+def small_with_nf4(gib: float) -> Facts:
+    return with_bitsandbytes(small(gib))
 
 
 def with_bitsandbytes(facts: Facts) -> Facts:
@@ -122,15 +159,20 @@ def with_bitsandbytes(facts: Facts) -> Facts:
 
 def test_nf4_is_the_last_that_auto_takes(config: Config, geometry: Geometry) -> None:
     # about 4.5 GiB; the VAE untiled needs more than that in caching
-    found = plan(config(), with_bitsandbytes(small(5.2)), geometry)
+    found = plan(config(), with_bitsandbytes(small(5)), geometry)
     assert (found.weights, found.activation_checkpointing) == ("nf4", True)
-    reason = row(found, "weights").reason
-    assert "bf16 with activation checkpointing needs" in reason
-    assert "int8 with activation checkpointing needs" in reason
+    assert row(found, "weights").reason == "bf16 needs 5.9 GiB at least; int8 needs 4.8 GiB at least"
     assert found.peak_bytes <= found.budget_bytes
     assert plan(config(), with_bitsandbytes(small(5.9)), geometry).weights == "int8"
     with pytest.raises(HardwareError, match="nf4 needs bitsandbytes, which is not installed"):
-        plan(config(), small(5.2), geometry)
+        plan(config(), small(5), geometry)
+
+
+def test_a_storage_that_the_probe_saw_failing_is_left_out(config: Config, geometry: Geometry) -> None:
+    facts = with_bitsandbytes(small(5.9))
+    assert plan(config(), matmuls(facts, int8=None), geometry).weights == "fp8"
+    with pytest.raises(HardwareError, match="the probe saw nf4 failing: crashed with SIGABRT"):
+        plan(config(), matmuls(small_with_nf4(4.5), nf4=None), geometry)
 
 
 def test_nf4_needs_bitsandbytes_and_lora(config: Config, geometry: Geometry) -> None:
@@ -151,12 +193,12 @@ def test_nf4_is_suggested_where_it_can_be_had(config: Config, geometry: Geometry
             plan(config(**changes), facts, geometry, geometry_of=lambda changed, dtype: geometry)
         return str(caught.value)
 
-    tight = small(5.2)
-    for asked in ("bf16", "int8"):
+    tight = small(5)
+    for asked in ("bf16", "int8", "fp8"):
         assert "fits with features.weights: nf4" in told(with_bitsandbytes(tight), features__weights=asked)
     # what is refused alone does not spoil the sums of other changes
     both = {"features__weights": "bf16", "features__activation_checkpointing": False}
-    assert "activation_checkpointing: true and features.weights: int8" in told(small(5.9), **both)
+    assert "activation_checkpointing: true and features.weights: fp8" in told(small(5.9), **both)
 
 
 def test_a_checkpoint_in_nf4_decides_the_storage(config: Config, geometry: Geometry) -> None:
@@ -212,11 +254,20 @@ def test_tf32(config: Config, geometry: Geometry) -> None:
 
 
 def measured(facts: Facts, **kernels: float | None) -> Facts:
-    """Verdicts by kernel: milliseconds, or None for a crash."""
+    """Verdicts on attention by kernel: milliseconds, or None for a crash."""
+    return with_verdicts(facts, "attention", "b1 h24 d128 n4608", kernels)
+
+
+def matmuls(facts: Facts, **kernels: float | None) -> Facts:
+    """The same for frozen linear layers."""
+    return with_verdicts(facts, "matmul", "m4608 n9216 k3072", kernels)
+
+
+def with_verdicts(facts: Facts, what: str, shape_class: str, kernels: dict[str, float | None]) -> Facts:
     verdicts = tuple(
         KernelVerdict(
-            kernel=f"attention.{name}",
-            shape_class="b1 h24 d128 n4608",
+            kernel=f"{what}.{name}",
+            shape_class=shape_class,
             works=ms is not None,
             milliseconds=ms,
             relative_error=None,
@@ -263,7 +314,6 @@ def test_attention_without_bf16_units(config: Config, geometry: Geometry) -> Non
     turing = with_gpu(small(80), capability=(7, 5))
     found = plan(config(), turing, geometry)
     assert found.attention == "efficient"
-    assert "flash: needs compute capability 8.0" in row(found, "attention").reason
     assert plan(config(model__dtype="fp32"), small(80), geometry).attention == "efficient"
     assert plan(config(), machine("cpu"), geometry).attention == "native"
 
@@ -285,13 +335,3 @@ def test_warnings(config: Config, geometry: Geometry) -> None:
     spark = dataclasses.replace(machine("dgx-spark"), shm_bytes=60 * GIB)
     assert "/dev/shm" in " ".join(plan(config(), spark, geometry).warnings)
     assert plan(config(), small(80), geometry).warnings == ()
-
-
-def test_resolve_takes_less_than_10_ms(config: Config, geometry: Geometry) -> None:
-    asked, facts = config(), small(5.9)
-    best = 1.0
-    for _ in range(5):
-        started = time.perf_counter()
-        plan(asked, facts, geometry)
-        best = min(best, time.perf_counter() - started)
-    assert best < 0.010

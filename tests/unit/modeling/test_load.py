@@ -19,7 +19,7 @@ from trainer.engine.build import enable_activation_checkpointing
 from trainer.errors import AccessError, ConfigError
 from trainer.hardware.geometry import header_shapes, packed_size
 from trainer.modeling.load import load_streamed
-from trainer.modeling.quantize import Replace, replacer, require_quantized
+from trainer.modeling.quantize import Replace, count_quantized, replacer
 from trainer.modeling.source import ModelSource
 
 INDEX = "model.safetensors.index.json"
@@ -114,7 +114,7 @@ def stored(flux: Path, tmp_path: Path) -> Path:
 def test_a_checkpoint_in_nf4_is_the_model_that_was_quantised(flux: Path, stored: Path) -> None:
     expected = quantized(flux)
     found = load(FluxTransformer2DModel, source(stored), "transformer", torch.bfloat16)
-    assert require_quantized(found, "nf4") == require_quantized(expected, "nf4") > 10
+    assert count_quantized(found, "nf4")[0] == count_quantized(expected, "nf4")[0] > 10
     assert torch.equal(run(found), run(expected))
     state = found.state_dict()
     assert all(torch.equal(state[name], value) for name, value in expected.state_dict().items())
@@ -250,7 +250,7 @@ def test_a_random_language_model_keeps_its_rope_table(llama: Path) -> None:
 def test_a_shared_matrix_is_not_quantised(llama: Path, weights: str, random: frozenset[str]) -> None:
     replace = replacer(weights, (), torch.bfloat16)
     found = load(LlamaForCausalLM, source(llama, random=random), "", torch.bfloat16, replace)
-    assert require_quantized(found, weights) == 2 * 7
+    assert count_quantized(found, weights)[0] == 2 * 7
     assert found.lm_head.weight is found.model.embed_tokens.weight
     assert torch.isfinite(answer(found)).all()
 

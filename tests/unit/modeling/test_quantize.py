@@ -7,7 +7,7 @@ import torch
 
 from trainer.errors import ConfigError
 from trainer.modeling import lora
-from trainer.modeling.quantize import replacer, require_quantized
+from trainer.modeling.quantize import count_quantized, replacer
 
 CONFIG = {
     "patch_size": 1,
@@ -53,10 +53,10 @@ def test_names_of_high_precision_are_kept(weights: str) -> None:
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
 def test_layers_are_counted_by_their_kind(weights: str) -> None:
     model = torch.nn.Sequential(quantize(weights, linear(), torch.float32), linear())
-    assert require_quantized(model, weights) == 1
+    assert count_quantized(model, weights)[0] == 1
     other = {"int8": "nf4", "nf4": "int8"}[weights]
     with pytest.raises(ConfigError, match=f"a base in {other}"):
-        require_quantized(model, other)
+        count_quantized(model, other)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -120,7 +120,7 @@ def test_a_lora_on_nf4_has_the_names_of_any_other() -> None:
         return model
 
     plain, packed = adapted("fp32"), adapted("nf4")
-    assert require_quantized(packed, "nf4") > 10
+    assert count_quantized(packed, "nf4")[0] > 10
     expected, found = lora.adapter_state(plain), lora.adapter_state(packed)
     assert "transformer_blocks.0.attn.to_q.lora_A.weight" in found
     assert {name: tensor.shape for name, tensor in found.items()} == {

@@ -1,0 +1,45 @@
+"""Compiled blocks with joined layers: every family traces whole and learns what it learns eagerly."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.contract.runs import LORA_CASES, Case, Workshop, numbers
+from trainer.modeling.compiled import graphs_compiled
+
+_SHORT = ("validation.held_out=0", "validation.every_steps=2", "train.log_every_steps=1")
+# tracing takes ten seconds and more a family
+_CASES = [LORA_CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in LORA_CASES[1:])]
+
+
+@pytest.fixture(autouse=True)
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The real tracer and autograd, without the code generator, which needs a C++ compiler here."""
+    compile_module = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize("case", _CASES, ids=str)
+def test_compiled_losses_are_those_of_the_plain_run(case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    """To 1e-4: sums are made in another order. A preview and the proof run in between and after."""
+    losses = {}
+    for compiled in ("false", "true"):
+        job = workshop.job(
+            case, tmp_path / compiled, *_SHORT, f"features.compile={compiled}", "train.max_train_steps=3"
+        )
+        job.train()
+        losses[compiled] = [row["loss"] for row in numbers(job.folder) if "loss" in row]
+    assert losses["true"] == pytest.approx(losses["false"], rel=1e-4)
+    assert 0 < graphs_compiled() <= 16
+    said = "\n".join(job.said)
+    assert "LoRA layers share a product" in said
+    assert "Proved: " in said

@@ -1,0 +1,42 @@
+"""Captions encoded by quantised text encoders have entries of their own."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.contract.runs import LORA_CASES, Case, Job, Workshop, draws
+from trainer.engine.entries import fill_cache, list_entries
+
+CASES = [case for case in LORA_CASES if draws(case.family)]
+
+
+def stored(job: Job, kind: str) -> Job:
+    """The same job with its plan's text encoders stored as `kind`."""
+    plan = dataclasses.replace(job.context.plan, text_encoder_weights=kind)
+    return dataclasses.replace(job, context=dataclasses.replace(job.context, plan=plan))
+
+
+@pytest.mark.parametrize("case", CASES[:1], ids=str)
+def test_entries_of_quantised_encoders_are_not_taken_for_others(
+    case: Case, workshop: Workshop, tmp_path: Path
+) -> None:
+    job = workshop.job(case, tmp_path, "validation.prompts=[]")
+    assert job.context.plan.text_encoder_weights == job.context.plan.dtype
+    plain, *quantized = (
+        list_entries(one.context, one.records, one.samples.prompt_controls)
+        for one in (job, stored(job, "int8"), stored(job, "nf4"))
+    )
+    texts = [{entry.key for entry in (*one.texts, *one.empties)} for one in (plain, *quantized)]
+    assert len(set.union(*texts)) == sum(map(len, texts))
+    assert all(one.latents == plain.latents for one in quantized)
+    fill_cache(job.context, plain)
+    fill_cache(stored(job, "int8").context, quantized[0])
+    first, again = (one.cache.read("text", one.texts[0].key) for one in (plain, quantized[0]))
+    assert first.keys() == again.keys()
+    for name, value in first.items():
+        assert not torch.equal(again[name], value)
+        assert torch.allclose(again[name], value, atol=0.1 * float(value.abs().max()))

@@ -1,0 +1,102 @@
+"""A small transformer on the device, as a plain run and as a fast one build it, and what it is run with."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from diffusers import FluxTransformer2DModel
+
+from tests.unit.modeling.small_models import adapt, quantize
+from trainer.config.schema import FlowSection
+from trainer.engine.graphs import Graphs
+from trainer.engine.masters import FlatMasters
+from trainer.families import flow
+from trainer.families.flux1_dev import FLUX1_DEV
+from trainer.families.protocol import Batch, Draw, Shape
+from trainer.modeling import lora
+from trainer.modeling.attention import set_attention
+from trainer.modeling.compiled import compile_blocks
+from trainer.modeling.norms import fuse_head_norms
+from trainer.modeling.siblings import join_siblings
+
+DEVICE = "cuda"
+CONFIG = {
+    "in_channels": 64,
+    "num_layers": 1,
+    "num_single_layers": 2,
+    "attention_head_dim": 128,
+    "num_attention_heads": 8,
+    "joint_attention_dim": 256,
+    "pooled_projection_dim": 128,
+    "guidance_embeds": True,
+    "axes_dims_rope": (16, 56, 56),
+}
+SETTINGS = flow.FlowSettings(
+    sigmas=torch.linspace(1000, 1, 1000) / 1000,
+    flow=FlowSection(),
+    seed=0,
+    scheduler={"use_dynamic_shifting": False},
+)
+
+
+def build(storage: str = "bf16", *, fast: bool, trained: bool = True) -> Any:
+    """A small model in bf16 with a LoRA, and what a run does for speed; `trained`: the LoRA is not zero."""
+    torch.manual_seed(0)
+    with torch.device(DEVICE):
+        model: Any = FluxTransformer2DModel(**CONFIG).to(torch.bfloat16)
+    model.requires_grad_(False)
+    if storage == "fp8":
+        quantize(model, FLUX1_DEV.high_precision, "fp8_two_copies")
+    pattern = FLUX1_DEV.lora_targets["attention"]
+    if trained:
+        adapt(model, pattern, device=str(model.device))
+    else:
+        lora.add_lora(model, rank=4, alpha=8, pattern=pattern, seed=0, device=str(model.device))
+    set_attention(model, "flash")
+    model.train()
+    if fast:
+        batch, draw = inputs(0)
+        assert join_siblings(model, lambda: FLUX1_DEV.predict(model, batch, draw, SETTINGS)) == 12
+        assert fuse_head_norms(model) == 8
+        assert compile_blocks(model, FLUX1_DEV.blocks, activation_budget=1.0) == 3
+    return model
+
+
+def inputs(number: int, side: int = 512) -> tuple[Batch, Draw]:
+    """A batch and a draw, other ones for each number."""
+    shape = Shape(batch_size=1, width=side, height=side, text_tokens=128, bytes_per_value=2)
+    batch = FLUX1_DEV.synthetic_batch(CONFIG, shape, seed=number)
+    draw = FLUX1_DEV.draw(SETTINGS, [number], {n: tuple(t.shape[1:]) for n, t in batch.latents.items()})
+    latents = {name: tensor.to(DEVICE) for name, tensor in batch.latents.items()}
+    text = {name: tensor.to(DEVICE, torch.bfloat16) for name, tensor in batch.text.items()}
+    moved = Draw(**{name: tensor.to(DEVICE) for name, tensor in vars(draw).items()})
+    return Batch(latents=latents, text=text, size=1, weight=1.0), moved
+
+
+def trainable(model: Any) -> dict[str, torch.nn.Parameter]:
+    return {name: value for name, value in model.named_parameters() if value.requires_grad}
+
+
+class Computed:
+    """A model's loss whose gradients are summed in masters, as the loop computes it."""
+
+    def __init__(self, model: Any) -> None:
+        self.model, self.masters = model, FlatMasters(trainable(model))
+        self.calls = 0
+
+    def __call__(self, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        loss = FLUX1_DEV.loss(self.model, batch, draw, SETTINGS).sum() / weight
+        loss.backward()
+        self.masters.accumulate()
+        return loss.detach()
+
+    def run(self, graphs: Graphs | None, plan: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Losses and summed gradients of the (number, side) of `plan`."""
+        self.masters.drop_gradients()
+        losses = []
+        for number, side in plan:
+            weight = torch.tensor(1.0 + number, device=DEVICE)
+            losses.append(float((graphs or self)(*inputs(number, side), weight).item()))
+        return torch.tensor(losses), self.masters.gradient.clone()

@@ -1,0 +1,77 @@
+"""The keys that the hardware plan reads: sizes, shares, and what contradicts what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.config.load import Loaded, load
+from trainer.config.schema import size_bytes
+from trainer.errors import ConfigError
+
+
+def loaded(folder: Path, features: str, method: str = "lora") -> Loaded:
+    path = folder / "run.yaml"
+    path.write_text(
+        f"family: x\nmethod: {method}\nmodel: {{pretrained_model_name_or_path: a/b}}\n"
+        f"data: {{sets: [{{img_dir: /data}}]}}\noutput_dir: /out\nfeatures: {{{features}}}\n"
+    )
+    return load([path], family_defaults={"x": {}}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("24GiB", 24 * 1024**3),
+        ("24 GB", 24 * 10**9),
+        ("1.5 gib", 3 * 1024**3 // 2),
+        ("512MiB", 512 * 1024**2),
+        ("800 mb", 800 * 10**6),
+    ],
+)
+def test_sizes(text: str, size: int, tmp_path: Path) -> None:
+    assert size_bytes(text) == size
+    found = loaded(tmp_path, f"memory_budget: {text}").config.features.memory_budget
+    assert found == text
+
+
+@pytest.mark.parametrize("text", ["24", "GiB", "-1GiB", "0 GiB", "24 TiB", "24GiBs", "''", "true"])
+def test_what_is_no_size_is_told_what_is(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected auto or a size such as 24GiB or 24 GB, got"):
+        loaded(tmp_path, f"memory_budget: {text}")
+
+
+@pytest.mark.parametrize("text", ["0", "1.1", "-0.5", "most"])
+def test_a_share_is_between_0_and_1(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected auto or a number above 0 and at most 1"):
+        loaded(tmp_path, f"activation_budget: {text}")
+
+
+@pytest.mark.parametrize(
+    ("features", "method", "says"),
+    [
+        ("weights: fp8", "full", "fp8 weights are frozen"),
+        ("compute: fp8", "full", "is for a frozen base"),
+        ("compute: fp8, weights: nf4", "lora", "multiplies FP8 weights, but `features.weights: nf4`"),
+        ("activation_budget: 0.5, compile: false", "lora", "only compiled blocks keep a share"),
+        ("activation_budget: 0.5, activation_checkpointing: true", "lora", "checkpointing keeps none"),
+    ],
+)
+def test_contradictions(features: str, method: str, says: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=says):
+        loaded(tmp_path, features, method)
+
+
+@pytest.mark.parametrize(
+    "features",
+    [
+        "compute: fp8",
+        "compute: fp8, weights: fp8",
+        "compute: bf16, weights: fp8",
+        "activation_budget: 1, compile: false, activation_checkpointing: true",
+        "activation_budget: 0.3, activation_checkpointing: false, compile: true",
+    ],
+)
+def test_what_goes_together(features: str, tmp_path: Path) -> None:
+    loaded(tmp_path, features)

@@ -1,0 +1,65 @@
+"""What a log step measures: everything between two log steps, writing the lines included."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer.engine import journal
+from trainer.engine.journal import Journal
+from trainer.telemetry.records import METRICS_LOG
+
+
+class Clock:
+    """Stands for the module `time`: every reading is one second after the last."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        """The next second."""
+        self.now += 1.0
+        return self.now
+
+
+@pytest.fixture
+def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
+    """A journal of a run on a CPU whose clock ticks when it is read."""
+    config = SimpleNamespace(family="x", method="lora", train=SimpleNamespace(max_train_steps=9))
+    context: Any = SimpleNamespace(
+        run_dir=tmp_path, config=config, plan=SimpleNamespace(decisions=()), device="cpu"
+    )
+    monkeypatch.setattr(journal, "time", Clock())
+    made = Journal(context, tmp_path / "runtime")
+    yield made
+    made.close()
+
+
+def log(book: Journal, step: int) -> dict[str, Any]:
+    values = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0}
+    book.log_step(values, step=step, steps=1, samples=2, tokens=0, validation=None)
+    row: dict[str, Any] = json.loads((book.context.run_dir / METRICS_LOG).read_text().splitlines()[-1])
+    return row
+
+
+def test_the_next_step_pays_for_writing_the_line(book: Journal) -> None:
+    clock: Any = journal.time
+    book.start_clock()
+    assert log(book, 1)["seconds_per_step"] == 1.0
+    # read once a log step: a second reading, after the writing, would leave that out of the next step's time
+    assert clock.now == 3.0
+    row = log(book, 2)
+    assert (row["seconds_per_step"], row["samples_per_second"]) == (1.0, 2.0)
+    book.pause(0.5)
+    assert log(book, 3)["seconds_per_step"] == 0.5
+
+
+def test_a_cpu_has_no_device_memory(book: Journal) -> None:
+    book.start_clock()
+    row = log(book, 1)
+    names = ("peak_bytes", "reserved_bytes", "reserved_peak_bytes")
+    assert {row[f"device_memory_{name}"] for name in names} == {0}

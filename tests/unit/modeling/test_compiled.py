@@ -1,0 +1,155 @@
+"""Compiled blocks against eager ones, and how many graphs they need. No C++ compiler: graphs run in eager."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch._functorch.config
+import torch._inductor.config
+
+from tests.unit.modeling.small_models import FAMILIES, Case, Storage, case, difference, relative, with_inputs
+from trainer.modeling import compiled
+from trainer.modeling.compiled import compile_blocks, eager, graphs_compiled
+from trainer.modeling.norms import fuse_head_norms
+from trainer.modeling.siblings import join_siblings
+
+# two blocks of one kind and three of the other
+DEPTH = {"num_layers": 2, "num_single_layers": 3}
+# one kind, which is quick to trace
+SHORT = {"num_layers": 0, "num_single_layers": 2}
+KINDS = FAMILIES["flux1_dev"].blocks
+
+
+@pytest.fixture(autouse=True)
+def plain_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Whatever is compiled is traced, split in forward and backward, and not turned into C++."""
+    compile_module: Any = torch.nn.Module.compile
+
+    def compile_eager(module: torch.nn.Module, *arguments: Any, **options: Any) -> None:
+        compile_module(module, *arguments, **{**options, "backend": "aot_eager"})
+
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_eager)
+    monkeypatch.setattr(compiled, "MOST_GRAPHS", 6)
+    torch._dynamo.reset()
+    with (
+        torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit),
+        torch._functorch.config.patch(activation_memory_budget=1.0),
+        torch._inductor.config.patch({"triton.multi_kernel": torch._inductor.config.triton.multi_kernel}),
+    ):
+        yield
+    torch._dynamo.reset()
+
+
+def fast(storage: Storage = "plain", *, budget: float = 1.0, depth: dict[str, int] = SHORT) -> Case:
+    """As a run builds it: layers joined, norms fused, blocks compiled."""
+    doubles, singles = depth["num_layers"], depth["num_single_layers"]
+    made = case("flux1_dev", storage=storage, changes=depth)
+    assert join_siblings(made.model, made.predict) == 3 * (2 * doubles + singles)
+    assert fuse_head_norms(made.model) == 4 * doubles + 2 * singles
+    assert compile_blocks(made.model, KINDS, activation_budget=budget) == doubles + singles
+    return made
+
+
+def resized(made: Case, size: int) -> Case:
+    return with_inputs("flux1_dev", made.model, size)
+
+
+@pytest.mark.parametrize("storage", ["plain", "fp8_two_copies"])
+def test_compiled_blocks_compute_what_eager_ones_do(storage: Storage) -> None:
+    """And need one graph a kind and direction, not one a block; a later step compiles nothing."""
+    plain = case("flux1_dev", storage=storage, changes=DEPTH)
+    join_siblings(plain.model, plain.predict)
+    wanted_output, wanted = plain.gradients()
+    before = graphs_compiled()
+    made = fast(storage, depth=DEPTH)
+    for _ in range(2):
+        output, found = made.gradients()
+        assert relative(output, wanted_output) < 1e-6
+        assert difference(found, wanted) < 1e-5
+    counts = [graphs_compiled() - before]
+    made.gradients()
+    counts.append(graphs_compiled() - before)
+    assert 2 <= counts[0] <= 4 and counts[1] == counts[0]
+
+
+def test_another_size_costs_a_few_graphs_once() -> None:
+    """The second size makes lengths symbols; a third one finds them."""
+    made = fast()
+    counts = []
+    before = graphs_compiled()
+    for size in (64, 96, 128, 64):
+        wanted_output, wanted = resized(case("flux1_dev", changes=SHORT), size).gradients()
+        output, found = resized(made, size).gradients()
+        assert relative(output, wanted_output) < 1e-5
+        assert difference(found, wanted) < 1e-4
+        counts.append(graphs_compiled() - before)
+    assert counts[1] <= 2 * counts[0]
+    assert counts[1:] == [counts[1]] * 3
+
+
+def test_eager_blocks_compile_nothing() -> None:
+    made = fast()
+    made.gradients()
+    before = graphs_compiled()
+    other = resized(made, 96)
+    plain = resized(case("flux1_dev", changes=SHORT), 96)
+    with torch.no_grad(), eager():
+        found = other.predict()
+    assert graphs_compiled() == before
+    with torch.no_grad():
+        assert relative(found, plain.predict()) < 1e-6
+    # and training goes on with the graphs that there are
+    made.gradients()
+    assert graphs_compiled() == before
+
+
+def test_eager_ends_with_an_error_too() -> None:
+    made = fast()
+    before = graphs_compiled()
+    with pytest.raises(ZeroDivisionError), eager():
+        raise ZeroDivisionError
+    made.gradients()
+    assert graphs_compiled() > before
+
+
+def test_only_blocks_of_the_kinds_are_compiled() -> None:
+    made = case("flux1_dev", changes=DEPTH)
+    assert compile_blocks(made.model, KINDS[:1], activation_budget=1.0) == 2
+    assert compile_blocks(made.model, ("NoSuchBlock",), activation_budget=1.0) == 0
+
+
+def test_the_plan_s_budget_reaches_the_partitioner() -> None:
+    fast(budget=0.25)
+    assert torch._functorch.config.activation_memory_budget == 0.25
+    assert torch._dynamo.config.recompile_limit == compiled.MOST_GRAPHS
+
+
+def test_a_graph_break_is_an_error() -> None:
+    """Half a block in Python would be slow and unseen."""
+
+    class Breaking(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            torch._dynamo.graph_break()
+            return x + 1
+
+    model = torch.nn.Sequential(Breaking())
+    assert compile_blocks(model, ("Breaking",), activation_budget=1.0) == 1
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        model(torch.ones(2))
+
+
+def test_blocks_under_checkpointing_are_compiled_and_equal() -> None:
+    wanted_output, wanted = case("flux1_dev", changes=SHORT).gradients()
+    made = case("flux1_dev", changes=SHORT)
+    join_siblings(made.model, made.predict)
+    made.model.enable_gradient_checkpointing()
+    compile_blocks(made.model, KINDS, activation_budget=1.0)
+    before = graphs_compiled()
+    output, found = made.gradients()
+    assert graphs_compiled() > before
+    assert relative(output, wanted_output) < 1e-5
+    assert difference(found, wanted) < 1e-5

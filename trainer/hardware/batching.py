@@ -1,0 +1,44 @@
+"""Floor 2: a step's samples in micro-batches: smaller ones, and more of them, where they do not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trainer.config.schema import RunConfig
+from trainer.hardware.plan import Decision
+
+
+def micro_batches(config: RunConfig) -> int:
+    """Forward passes of the whole run."""
+    return config.train.max_train_steps * config.train.gradient_accumulation_steps
+
+
+def smaller(config: RunConfig) -> Iterator[RunConfig]:
+    """The configuration with each smaller divisor as batch size, and as many samples a step as before."""
+    train = config.train
+    for size in range(train.train_batch_size - 1, 0, -1):
+        if train.train_batch_size % size == 0:
+            accumulation = train.gradient_accumulation_steps * (train.train_batch_size // size)
+            changes = {"train_batch_size": size, "gradient_accumulation_steps": accumulation}
+            yield config.model_copy(update={"train": train.model_copy(update=changes)})
+
+
+def rows(config: RunConfig, asked: RunConfig | None) -> Iterator[Decision]:
+    """How a step's samples are parted, where that is not as `asked`, the configuration that was written."""
+    if asked is None:
+        return
+    size, steps = config.train.train_batch_size, config.train.gradient_accumulation_steps
+    written = asked.train.train_batch_size
+    reason = f"{written} samples at once do not fit; a step still has {size * steps}"
+    yield Decision(feature="micro_batch", value=f"{size} x {steps}", source="auto", reason=reason)
+
+
+def time_row(milliseconds: float, config: RunConfig, gpu: str) -> Decision:
+    """The predicted time of one micro-batch."""
+    source = "prediction"
+    if not milliseconds:
+        reason = f"the rates of {gpu} are not known"
+        return Decision(feature="step_time", value="unknown", source=source, reason=reason)
+    whole = micro_batches(config) * milliseconds / 3.6e6
+    reason = f"predicted, not measured: one micro-batch; {whole:.1f} h for all {micro_batches(config)}"
+    return Decision(feature="step_time", value=f"{milliseconds:.0f} ms", source=source, reason=reason)

@@ -1,0 +1,245 @@
+"""Floor 2: the settings that `auto` may choose among: how the base is stored, what is recomputed."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from trainer.hardware.choices import FP8_CAPABILITY, Situation, fp8_verdict
+from trainer.hardware.facts import version_text
+from trainer.hardware.geometry import Geometry
+from trainer.hardware.memory import QUANTIZED, Storage
+from trainer.hardware.plan import Decision
+
+PACKAGES = {"int8": "optimum-quanto", "nf4": "bitsandbytes"}
+"""What each quantised storage of the base needs."""
+_INSTALL = {"int8": "pip install optimum-quanto", "nf4": "pip install 'trainer[nf4]'"}
+_BUDGETS = (0.8, 0.6, 0.4, 0.2)
+"""Shares of a compiled block's activations that `auto` tries."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kind:
+    """One way to store the base and to multiply with it."""
+
+    weights: str
+    compute: str
+    copies: int = 1
+    tier: int = 0
+    """A higher one changes the base's precision more: it is tried where nothing of the lower ones fits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ladder:
+    """What was left open by the user and the machine."""
+
+    kinds: tuple[Kind, ...]
+    no_more: str
+    """Why there are no smaller ones."""
+
+
+def ladder(situation: Situation, dtype: str, geometry: Geometry) -> Ladder:
+    """Ways to store and multiply; raises HardwareError for one that was asked for and cannot be had."""
+    features = situation.config.features
+    asked = features.weights
+    if features.compute == "fp8":
+        _require_fp8_compute(situation, dtype)
+    if geometry.stored_as:
+        kind = _stored(situation, geometry)
+        no_more = f"the checkpoint is stored in {geometry.stored_as}"
+        return Ladder(kinds=(Kind(weights=kind, compute=dtype),), no_more=no_more)
+    if asked in QUANTIZED:
+        _require_quantizable(situation, asked)
+    if asked == "fp8" or (asked == "auto" and features.compute == "fp8"):
+        key = "features.weights" if asked == "fp8" else "features.compute"
+        no_more = f"{key} is fp8 ({situation.source(key)})"
+        return Ladder(kinds=_asked_fp8(situation, dtype, geometry), no_more=no_more)
+    if asked != "auto":
+        no_more = f"features.weights is {asked} ({situation.source('features.weights')})"
+        return Ladder(kinds=(Kind(weights=asked, compute=dtype),), no_more=no_more)
+    if situation.config.method == "full":
+        no_more = "int8, nf4 and fp8 are for method: lora only"
+        return Ladder(kinds=(Kind(weights=dtype, compute=dtype),), no_more=no_more)
+    return _automatic(situation, dtype, geometry)
+
+
+def storages(
+    situation: Situation, dtype: str, kinds: Sequence[Kind], *, compiled: bool
+) -> Iterator[tuple[int, Storage]]:
+    """Every combination that was not excluded, untiled, with the tier of its kind."""
+    config = situation.config
+    for kind in kinds:
+        compiles = compiled and not _uncompiled(situation, kind.weights)
+        for checkpointing, budget in _recomputing(situation, compiled=compiles):
+            yield (
+                kind.tier,
+                Storage(
+                    method=config.method,
+                    device=situation.profile.device,
+                    dtype=dtype,
+                    weights=kind.weights,
+                    compute=kind.compute,
+                    weight_copies=kind.copies,
+                    compile=compiles,
+                    activation_budget=budget,
+                    checkpointing=checkpointing,
+                    tiling=False,
+                    previews=bool(config.validation.prompts),
+                ),
+            )
+
+
+def _recomputing(situation: Situation, *, compiled: bool) -> list[tuple[bool, float]]:
+    """(checkpointing, activation budget) of each setting that may be tried."""
+    features = situation.config.features
+    checkpointing, budget = features.activation_checkpointing, features.activation_budget
+    if checkpointing is True:
+        return [(True, 1.0)]
+    if budget != "auto":
+        settings = [(False, budget)]
+    elif checkpointing == "auto" and situation.profile.prefer_checkpointing:
+        return [(True, 1.0)]
+    else:
+        settings = [(False, 1.0), *((False, share) for share in _BUDGETS if compiled)]
+    if checkpointing == "auto" and budget in ("auto", 1.0):
+        settings.append((True, 1.0))
+    return settings
+
+
+def compiling(situation: Situation, storage: Storage, decided: Decision) -> Decision:
+    """`decided`, or why blocks of this storage are not compiled though others would be."""
+    if storage.compile or decided.value == "off":
+        return decided
+    return dataclasses.replace(decided, value="off", reason=_uncompiled(situation, storage.weights))
+
+
+def _uncompiled(situation: Situation, weights: str) -> str:
+    """Why blocks with weights stored so are not compiled; empty where they are."""
+    if weights == "fp8" and _fp8_uncompiled(situation):
+        return "blocks with fp8 weights cannot be compiled on this GPU"
+    if weights == "nf4" and not _compiling_key(situation):
+        return "not proved with bitsandbytes' layers"
+    return ""
+
+
+def _compiling_key(situation: Situation) -> str:
+    """The key by which the user asked for compiled blocks; empty where none does."""
+    features = situation.config.features
+    if features.compile is True:
+        return "features.compile"
+    return "features.activation_budget" if features.activation_budget not in ("auto", 1.0) else ""
+
+
+def _fp8_uncompiled(situation: Situation) -> bool:
+    """Triton has no FP8 values for GPUs without FP8 units, torch itself has."""
+    return situation.on_gpu and situation.facts.gpus[0].capability < FP8_CAPABILITY
+
+
+def _automatic(situation: Situation, dtype: str, geometry: Geometry) -> Ladder:
+    """bf16 and what was measured to beat it; FP8 where the budget needs it; then the smaller storages."""
+    kinds = [Kind(weights=dtype, compute=dtype)]
+    missing = {kind: _missing(situation, geometry, kind) for kind in QUANTIZED}
+    verdict = fp8_verdict(situation, geometry)
+    may_multiply = situation.profile.prefer_fp8 and situation.config.features.compute == "auto"
+    if may_multiply and not _fp8_obstacle(situation, dtype) and not verdict.fails:
+        tier = 0 if verdict.faster else 1
+        kinds += [Kind(weights="fp8", compute="fp8", copies=copies, tier=tier) for copies in (2, 1)]
+    if not missing["int8"]:
+        kinds.append(Kind(weights="int8", compute=dtype, tier=2))
+    elif situation.on_gpu and not (_fp8_uncompiled(situation) and _compiling_key(situation)):
+        kinds.append(Kind(weights="fp8", compute=dtype, tier=2))
+    if not missing["nf4"]:
+        kinds.append(Kind(weights="nf4", compute=dtype, tier=3))
+    return Ladder(kinds=tuple(kinds), no_more="; ".join(reason for reason in missing.values() if reason))
+
+
+def _asked_fp8(situation: Situation, dtype: str, geometry: Geometry) -> tuple[Kind, ...]:
+    """FP8 weights: multiplied in FP8 where that works, unless the user wrote how."""
+    compute = situation.config.features.compute
+    if situation.config.method == "full":
+        what = "an fp8 base cannot be trained"
+        raise situation.refuse("features.weights", what, "use method: lora, or bf16")
+    key = _compiling_key(situation)
+    if key and _fp8_uncompiled(situation):
+        what = f"blocks with fp8 weights cannot be compiled: {_fp8_obstacle(situation, dtype)}"
+        raise situation.refuse(key, what, f"leave {key} out")
+    unpacked = Kind(weights="fp8", compute=dtype, tier=1)
+    verdict = fp8_verdict(situation, geometry)
+    if compute == "bf16" or (compute == "auto" and (_fp8_obstacle(situation, dtype) or verdict.fails)):
+        return (unpacked,)
+    if verdict.fails:
+        remedy = "leave features.compute out; `trainer probe` measures again"
+        raise situation.refuse("features.compute", f"the probe saw FP8 failing: {verdict.reason}", remedy)
+    return tuple(Kind(weights="fp8", compute="fp8", copies=copies) for copies in (2, 1))
+
+
+def _fp8_obstacle(situation: Situation, dtype: str) -> str:
+    """Why nothing can be multiplied in FP8 here; empty where it can."""
+    if not situation.on_gpu:
+        return "a CPU has no FP8 units"
+    if situation.facts.gpus[0].capability < FP8_CAPABILITY:
+        return f"{situation.gpu} has no FP8 units, which need {version_text(FP8_CAPABILITY)}"
+    return "" if dtype == "bf16" else f"it needs bf16 beside it, the run computes in {dtype}"
+
+
+def _require_fp8_compute(situation: Situation, dtype: str) -> None:
+    key, features = "features.compute", situation.config.features
+    if features.weights not in ("auto", "fp8"):
+        what = f"fp8 multiplies FP8 weights, but features.weights is {features.weights}"
+        raise situation.refuse(key, what, f"leave {key} out, or write features.weights: fp8")
+    if situation.config.method == "full":
+        raise situation.refuse(key, "fp8 is for a frozen base", f"use method: lora, or leave {key} out")
+    obstacle = _fp8_obstacle(situation, dtype)
+    if obstacle:
+        raise situation.refuse(key, obstacle, f"leave {key} out; features.weights: fp8 saves memory anyway")
+
+
+def _stored(situation: Situation, geometry: Geometry) -> str:
+    """The storage of a checkpoint that is quantised already; only it or `auto` may be asked for."""
+    asked, kind = situation.config.features.weights, geometry.stored_as
+    component = next(part.name for part in geometry.components if part.role == "trained")
+    folder = situation.config.model.pretrained_model_name_or_path
+    config = "/".join(filter(None, (folder, component, "config.json")))
+    if asked not in ("auto", kind) or situation.config.features.compute == "fp8":
+        key = "features.compute" if asked in ("auto", kind) else "features.weights"
+        wanted = "fp8" if asked in ("auto", kind) else asked
+        raise situation.refuse(
+            key,
+            f"{config} says that the weights are stored in {kind}, so they cannot be had in {wanted}",
+            f"leave {key} out, or use the model's full-precision files",
+        )
+    if situation.config.method == "full":
+        raise situation.refuse(
+            "method",
+            f"{config} says that the weights are stored in {kind}, which cannot be trained",
+            "use method: lora, or the model's full-precision files",
+        )
+    missing = _not_installed(situation, kind)
+    if missing:
+        raise situation.refuse("features.weights", f"{config}: {missing}", _INSTALL[kind])
+    return kind
+
+
+def _require_quantizable(situation: Situation, kind: str) -> None:
+    if situation.config.method == "full":
+        what = f"an {kind} base cannot be trained"
+        raise situation.refuse("features.weights", what, "use method: lora, or bf16")
+    missing = _not_installed(situation, kind)
+    if missing:
+        raise situation.refuse("features.weights", missing, _INSTALL[kind])
+
+
+def _missing(situation: Situation, geometry: Geometry, kind: str) -> str:
+    """Why `auto` cannot take a quantised storage on this machine; empty where it can."""
+    failed = [
+        row.reason
+        for row in situation.facts.verdicts
+        if (row.kernel, row.shape_class) == (f"matmul.{kind}", geometry.matmul_shape_class) and not row.works
+    ]
+    return _not_installed(situation, kind) or (f"the probe saw {kind} failing: {failed[0]}" if failed else "")
+
+
+def _not_installed(situation: Situation, kind: str) -> str:
+    package = PACKAGES[kind]
+    return "" if package in situation.facts.packages else f"{kind} needs {package}, which is not installed"

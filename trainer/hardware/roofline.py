@@ -1,0 +1,179 @@
+"""Floor 2: predicted milliseconds of one micro-batch, from what the GPU can do at most. Nothing is measured.
+
+Shares of the peaks, launch times and traffic were fitted to three models on one H200 (docs/benchmarks.md); on
+other GPUs the same shares are taken of their makers' figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.hardware.facts import Gpu, KernelVerdict
+from trainer.hardware.geometry import Geometry
+from trainer.hardware.memory import QUANTIZED, Storage
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Peaks of a GPU: dense products in TFLOP/s with fp32 sums, memory in TB/s."""
+
+    bf16: float
+    fp8: float
+    """0.0 where there are no FP8 units."""
+    bandwidth: float
+    flash: float = 0.55
+    """Share of the peak that flash attention reaches, forward and backward: on an A100, by its authors."""
+
+
+# torch's flash kernel was not written for Hopper
+_HOPPER_FLASH = 0.28
+# as the makers' data sheets have them, dense; GeForce cards sum in fp32 at half of their FP8 figure
+_RATES: tuple[tuple[str, Rates], ...] = (
+    ("GH200", Rates(bf16=989, fp8=1979, bandwidth=4.0, flash=_HOPPER_FLASH)),
+    ("H200", Rates(bf16=989, fp8=1979, bandwidth=4.8, flash=_HOPPER_FLASH)),
+    ("H100 PCIe", Rates(bf16=756, fp8=1513, bandwidth=2.0, flash=_HOPPER_FLASH)),
+    ("H100 NVL", Rates(bf16=835, fp8=1671, bandwidth=3.9, flash=_HOPPER_FLASH)),
+    ("H100", Rates(bf16=989, fp8=1979, bandwidth=3.35, flash=_HOPPER_FLASH)),
+    ("B200", Rates(bf16=2250, fp8=4500, bandwidth=8.0)),
+    ("A100-SXM4-40GB", Rates(bf16=312, fp8=0, bandwidth=1.56)),
+    ("A100", Rates(bf16=312, fp8=0, bandwidth=2.0)),
+    ("L40S", Rates(bf16=362, fp8=733, bandwidth=0.86)),
+    ("RTX 6000 Ada", Rates(bf16=364, fp8=728, bandwidth=0.96)),
+    ("RTX 5090", Rates(bf16=209, fp8=419, bandwidth=1.79)),
+    ("RTX 4090", Rates(bf16=165, fp8=330, bandwidth=1.01)),
+    ("RTX 3090", Rates(bf16=71, fp8=0, bandwidth=0.94)),
+    ("RTX A6000", Rates(bf16=155, fp8=0, bandwidth=0.77)),
+    ("GB10", Rates(bf16=125, fp8=250, bandwidth=0.273)),
+)
+GENERIC = Rates(bf16=312, fp8=624, bandwidth=2.0)
+"""In place of unknown ones, to put settings in order: only the proportions count then."""
+
+# H200: 720 of 989 TFLOP/s in bf16, 1430 of 1979 in FP8
+_MATMUL_SHARE = {"bf16": 0.728, "fp8": 0.723}
+# H200, forward and backward: cuDNN 507 of 989 TFLOP/s, flash 277; the others by the probe's times
+_CUDNN_SHARE = 0.513
+_ATTENTION_SHARE = {
+    "cudnn": _CUDNN_SHARE,
+    # counted as cuDNN until they are measured, which they are before they are chosen
+    "cudnn_strided": _CUDNN_SHARE,
+    "flash_attn_2": _CUDNN_SHARE,
+    "flash_attn_3": _CUDNN_SHARE,
+    "flash_attn_4": _CUDNN_SHARE,
+    "efficient": 0.137,
+    "math": 0.035,
+}
+_BANDWIDTH_SHARE = 0.8
+# pointwise work, forward and backward: bytes moved for each byte that is kept for backward, and time of
+# launches a block, which the device waits for
+_TRAFFIC = {"eager": 20.5, "compiled": 6.8}
+_LAUNCHES_MS = {"eager": 1.2, "compiled": 0.64}
+# quantising activations and gradients, bytes moved likewise
+_FP8_TRAFFIC = 2.1
+# bytes moved to unpack one value of a weight for one product: eager int8 as it was on the H200, the others by
+# what is read and written
+_UNPACK_BYTES = {"int8": 14.0, "nf4": 6.0, "fp8": 14.0}
+_UNPACK_BYTES_COMPILED = {"int8": 3.0, "nf4": 6.0, "fp8": 3.0}
+_ATTENTION_BACKWARD = 2.5
+"""Work of attention's backward in forwards."""
+_FORWARD_POINTWISE = 0.35
+"""Share of the pointwise work that is forward."""
+_CHEAP_FIRST = 2.8
+"""Recomputing what is beyond a share b kept costs (1 - b) to this power of all: 0.3 cost 37 % on the H200."""
+
+
+def rates(gpu: Gpu) -> Rates | None:
+    """The GPU's peaks by its name; None where they are not known."""
+    return next((found for name, found in _RATES if name in gpu.name), None)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the probe measured at the run's shapes, where it did."""
+
+    attention_ms: float | None = None
+    """One attention call, forward and backward, of the kernel that the run uses."""
+    matmul: Mapping[str, float]
+    """Time of a frozen linear layer by its kind, as a share of bf16's."""
+
+
+def measured(verdicts: Sequence[KernelVerdict], geometry: Geometry, attention: str) -> Measured:
+    """The verdicts that count at this geometry."""
+    found = {
+        row.kernel: row.milliseconds
+        for row in verdicts
+        if row.works and row.shape_class in (geometry.attention_shape_class, geometry.matmul_shape_class)
+    }
+    base = found.get("matmul.bf16")
+    shares = {
+        kind: ms / base
+        for kind in (*QUANTIZED, "fp8")
+        if base and (ms := found.get(f"matmul.{kind}")) is not None
+    }
+    return Measured(attention_ms=found.get(f"attention.{attention}"), matmul=shares)
+
+
+def milliseconds(
+    storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured | None = None
+) -> float:
+    """One micro-batch, forward and backward, without the optimizer's step.
+
+    A frozen base has the gradient of the input only, so backward costs as much as forward; a trained one
+    twice that. Recomputing adds forward's share.
+    """
+    seen = seen or Measured(matmul={})
+    forwards, backwards = 1.0 + _recomputed(storage), 2.0 if storage.method == "full" else 1.0
+    products = forwards + backwards
+    move_ms = 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
+    style = "compiled" if storage.compile else "eager"
+    pointwise = (1 - _FORWARD_POINTWISE) + _FORWARD_POINTWISE * forwards
+    # traffic is of what eager blocks keep: that is what the figures were fitted to
+    traffic = _TRAFFIC[style] * geometry.activations.saved
+    if storage.compute == "fp8" and "fp8" not in seen.matmul:
+        traffic += _FP8_TRAFFIC * geometry.activations.saved
+    return (
+        products * _product_ms(storage, geometry, peaks, seen)
+        + (forwards + _ATTENTION_BACKWARD) * _attention_ms(storage, geometry, attention, peaks, seen)
+        + pointwise * (traffic * move_ms + geometry.blocks * _LAUNCHES_MS[style])
+        + (geometry.quantized_parameters * 2 * move_ms if _transposes(storage) else 0.0)
+    )
+
+
+def _recomputed(storage: Storage) -> float:
+    """Forward passes that backward repeats: 0 to 1."""
+    if storage.checkpointing:
+        return 1.0
+    return float((1.0 - storage.activation_budget) ** _CHEAP_FIRST)
+
+
+def _transposes(storage: Storage) -> bool:
+    """Whether every weight is read and written once more in backward, transposed."""
+    return storage.compute == "fp8" and storage.weight_copies == 1
+
+
+def _rate(storage: Storage, peaks: Rates) -> float:
+    """FLOP a millisecond of tensor cores in the run's type; products that stay fp32 run in TF32."""
+    return peaks.bf16 * (1.0 if storage.dtype == "bf16" else 0.5) * 1e9
+
+
+def _product_ms(storage: Storage, geometry: Geometry, peaks: Rates, seen: Measured) -> float:
+    """All linear layers of the blocks once."""
+    plain = geometry.matmul_flops / (_rate(storage, peaks) * _MATMUL_SHARE["bf16"])
+    kind = storage.weights
+    if kind in seen.matmul and storage.compute == ("fp8" if kind == "fp8" else storage.dtype):
+        return plain * seen.matmul[kind]
+    if storage.compute == "fp8":
+        return geometry.matmul_flops / ((peaks.fp8 or peaks.bf16) * 1e9 * _MATMUL_SHARE["fp8"])
+    each = (_UNPACK_BYTES_COMPILED if storage.compile else _UNPACK_BYTES).get(kind, 0.0)
+    unpacked = each * geometry.quantized_parameters * 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
+    return plain + unpacked
+
+
+def _attention_ms(
+    storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured
+) -> float:
+    """All attention calls, forward."""
+    if seen.attention_ms is not None:
+        return geometry.attention_calls * seen.attention_ms / (1 + _ATTENTION_BACKWARD)
+    share = _ATTENTION_SHARE.get(attention, peaks.flash)
+    return geometry.attention_flops / (_rate(storage, peaks) * share)

@@ -1,0 +1,109 @@
+"""Floor 4: matrix products with a frozen weight in FP8 (e4m3), forward and for the gradient of the input.
+
+The weight is quantised once, one scale an output row; activations and gradients as they come, one scale a
+token. The gradient is multiplied by the weight's scales before it is quantised, because these lie along the
+axis that is summed: so forward and backward use the same bytes, in two layouts. FP8 tensor cores read both
+operands along the summed axis, and backward sums over the rows of the weight: it needs them transposed, by a
+copy that stays (fast) or one that is made anew each time (small).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+if torch.version.cuda is not None:
+    from trainer.modeling import kernels
+
+MOST = 448.0
+"""Largest value of e4m3."""
+MULTIPLE = 16
+"""Both sides of a weight must be multiples of this for the FP8 kernels."""
+# below it a row is nothing but zeros, which have no scale of their own
+_LEAST = 1e-12
+
+
+def quantize_rows(
+    values: torch.Tensor, column_scale: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(rows, N) as e4m3 with an fp32 scale (rows, 1), so that values [* column_scale] = quantised * scale.
+
+    `column_scale` is (N,) fp32. What is not finite makes its whole row NaN: a bad step is seen, not hidden.
+    """
+    if values.device.type != "cpu":
+        return kernels.quantize_rows(values.contiguous(), column_scale, MOST, _LEAST)
+    wide = values.float() if column_scale is None else values.float() * column_scale
+    largest = wide.abs().amax(dim=-1, keepdim=True)
+    scale = largest.clamp(min=_LEAST) / MOST
+    return (wide / scale).to(torch.float8_e4m3fn), scale
+
+
+def fp8_linear(
+    inputs: torch.Tensor,
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    transposed: torch.Tensor | None,
+) -> torch.Tensor:
+    """inputs (..., in) @ weight (out, in).T + bias (out,), in the inputs' dtype, by FP8 tensor cores.
+
+    `weight` is e4m3 with `scale` (out, 1) fp32, `transposed` its copy (in, out) or None. The inputs alone
+    have a gradient; nothing of them is kept for it. On a CPU the products are computed in fp32 from the
+    same quantised values.
+    """
+    rows = inputs.reshape(-1, inputs.shape[-1])
+    output: torch.Tensor = _Linear.apply(rows, weight, scale, bias, transposed)
+    return output.reshape(*inputs.shape[:-1], weight.shape[0])
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        inputs: torch.Tensor,
+        weight: torch.Tensor,
+        scale: torch.Tensor,
+        bias: torch.Tensor | None,
+        transposed: torch.Tensor | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(weight if transposed is None else transposed, scale)
+        ctx.is_transposed = transposed is not None
+        quantized, row_scale = quantize_rows(inputs)
+        return multiply(quantized, row_scale, weight.t(), scale.t(), bias, inputs.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        kept, scale = ctx.saved_tensors
+        transposed = kept if ctx.is_transposed else transpose_bytes(kept)
+        quantized, row_scale = quantize_rows(gradient, scale.view(-1))
+        ones = torch.ones((1, transposed.shape[0]), device=scale.device, dtype=torch.float32)
+        result = multiply(quantized, row_scale, transposed.t(), ones, None, gradient.dtype)
+        return result, None, None, None, None
+
+
+def multiply(
+    left: torch.Tensor,
+    left_scale: torch.Tensor,
+    right: torch.Tensor,
+    right_scale: torch.Tensor,
+    bias: torch.Tensor | None,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """(left * left_scale) @ (right * right_scale) + bias: left (M, K) in rows, right (K, N) in columns.
+
+    `left_scale` (M, 1), `right_scale` (1, N).
+    """
+    if left.device.type == "cpu":
+        product = (left.float() * left_scale) @ (right.float() * right_scale)
+        return (product if bias is None else product + bias.float()).to(dtype)
+    return torch._scaled_mm(
+        left, right, left_scale, right_scale, bias=bias, out_dtype=dtype, use_fast_accum=True
+    )
+
+
+def transpose_bytes(matrix: torch.Tensor) -> torch.Tensor:
+    """(rows, columns) of one-byte values as a contiguous (columns, rows) of the same type."""
+    if matrix.device.type == "cpu":
+        return matrix.t().contiguous()
+    return kernels.transpose_bytes(matrix.view(torch.uint8)).view(matrix.dtype)
