@@ -64,12 +64,13 @@ lint: $(STAMP) ## ruff, import-linter, shellcheck, hadolint
 type: $(STAMP) ## mypy, strict below the data floor
 	$(BIN)/mypy
 
-docs: $(STAMP) ## write the generated files: train_configs/schema.json, docs/families.md
+docs: $(STAMP) ## write the generated files: train_configs/schema.json, docs/families.md, docs/benchmarks.md
 	@mkdir -p build
 	$(BIN)/trainer config schema > build/schema.json
 	$(BIN)/trainer families --markdown > build/families.md
 	mv build/schema.json train_configs/schema.json
 	mv build/families.md docs/families.md
+	$(BIN)/python scripts/bench.py page
 
 golden: $(STAMP) ## write the golden files anew; read the diff before you commit it
 	$(TEST_ENV) $(BIN)/python -m tests.golden.update

@@ -7,6 +7,7 @@ python scripts/make_geometry.py flux1_dev --base DIR --output FILE
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from pathlib import Path
 from typing import Any
@@ -38,13 +39,18 @@ def table_text(base: Path) -> str:
     """The table of all components with weights, one row a line."""
     index_file = base / "model_index.json"
     index: dict[str, Any] = json.loads(index_file.read_text()) if index_file.exists() else {"": []}
-    components = []
+    components: list[str] = []
+    kept: set[str] = set()
     for name, listed in sorted(index.items()):
         if isinstance(listed, list) and (base / name / "config.json").exists():
             entry = component_class(base, name)
             rows = ",\n   ".join(json.dumps(row) for row in compact(meta_shapes(base / name, *entry)))
             components.append(f"  {json.dumps(name)}: [\n   {rows}\n  ]")
-    return '{\n "components": {\n' + ",\n".join(components) + "\n }\n}\n"
+            if entry[0] == "diffusers" and name == "transformer":
+                model_class = getattr(importlib.import_module("diffusers"), entry[1])
+                kept.update(model_class._keep_in_fp32_modules or ())
+    fp32 = f' "kept_in_fp32": {json.dumps(sorted(kept))},\n' if kept else ""
+    return "{\n" + fp32 + ' "components": {\n' + ",\n".join(components) + "\n }\n}\n"
 
 
 if __name__ == "__main__":

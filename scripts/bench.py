@@ -1,0 +1,59 @@
+"""What the project measures of itself, one command a subject.
+
+python scripts/bench.py train flux1_dev --base FOLDER     # a step of ours beside others'
+python scripts/bench.py page                              # docs/benchmarks.md from docs/benchmarks/*.json
+python scripts/bench.py COMMAND --help
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when it is run as a file
+
+from trainer.cli.errors import error_text
+from trainer.errors import TrainerError
+
+COMMANDS = {
+    "train": "a training step of ours beside those that others write",
+    "profile": "where the milliseconds of a step go",
+    "load": "how fast a base model's files reach the device",
+    "save": "how long checkpoints and exports take",
+    "memory": "what the memory plan predicts beside what is measured",
+    "plan": "how long planning takes",
+    "page": "write docs/benchmarks.md and its plots",
+}
+"""In the order in which the help lists them; the module of the same name in scripts/benches does the work."""
+_MODULES = {"profile": "profile_step"}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Hand the rest of the command line to the command's module; gives the exit code."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if not given or given[0] in ("-h", "--help"):
+        print(usage())
+        return 0
+    name, *rest = given
+    if name not in COMMANDS:
+        print(f"no command {name!r}\n{usage()}", file=sys.stderr)
+        return 2
+    # imported here: `page` needs no torch
+    module = importlib.import_module(f"scripts.benches.{_MODULES.get(name, name)}")
+    try:
+        return int(module.main(rest) or 0)
+    except TrainerError as error:
+        print(error_text(error), file=sys.stderr)
+        return int(error.exit_code)
+
+
+def usage() -> str:
+    """The commands, one a line."""
+    lines = [f"  {name:<8} {what}" for name, what in COMMANDS.items()]
+    return "\n".join(["usage: bench.py COMMAND [ARGUMENTS]", "", *lines])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

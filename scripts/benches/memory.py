@@ -1,0 +1,153 @@
+"""Planned beside measured device memory, over many settings: how right the calculator is.
+
+    python scripts/bench.py memory flux1_dev=BASE qwen_image=BASE --blocks flux1_dev=2,4 --record FILE
+
+Every setting is planned as `trainer plan` does, built and trained for some steps on a synthetic batch in a
+process of its own. Measured is the most that the allocator held, plus what the driver shows beyond it.
+Models may be cut to a few blocks: the calculator is asked about the same model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from scripts.benches import profile_step
+from trainer.cli.options import load_config
+from trainer.config import environment
+from trainer.config.load import dump
+from trainer.engine.planning import machine_facts, plan_run, requested_profile
+from trainer.engine.spec import Spec, read_spec, write_spec
+from trainer.errors import TrainerError
+from trainer.hardware.render import plan_to_json
+
+_GIB = 1024**3
+_STEPS = 6
+SETTINGS: dict[str, tuple[str, ...]] = {
+    "eager": ("features.compile=false",),
+    "eager, recomputed": ("features.compile=false", "features.activation_checkpointing=true"),
+    "eager, rank 64, all linears": (
+        "features.compile=false",
+        "lora.rank=64",
+        "lora.target_modules=all-linear",
+    ),
+    "eager, batch 2, 768 px": ("features.compile=false", "train.train_batch_size=2", "data.resolution=768"),
+    "int8, recomputed": ("features.weights=int8", "features.activation_checkpointing=true"),
+    "compiled": ("features.compile=true", "features.activation_checkpointing=false"),
+    "compiled, budget 0.4": ("features.compile=true", "features.activation_budget=0.4"),
+    "fp8, two copies": ("features.compile=true", "features.compute=fp8"),
+    "nf4, recomputed": ("features.weights=nf4", "features.activation_checkpointing=true"),
+}
+"""What the rows are called, and the overrides that make them."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure every setting of every family; print a line of JSON each and the worst difference."""
+    options = _parser().parse_args(arguments)
+    if options.spec is not None:
+        measure(options.spec, options.tokens)
+        return 0
+    blocks = dict(pair.split("=", 1) for pair in options.blocks)
+    rows = []
+    for family, base in (pair.split("=", 1) for pair in options.families):
+        for name in options.settings or SETTINGS:
+            row = _row(family, Path(base), name, blocks.get(family, ""), options.tokens)
+            print(json.dumps(row), flush=True)
+            rows.append(row)
+    known = [row["difference"] for row in rows if "difference" in row]
+    if known:
+        print(f"{len(known)} settings, worst {max(known, key=abs):+.1%}")
+    if options.record:
+        options.record.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("families", nargs="*", metavar="FAMILY=BASE")
+    parser.add_argument("--blocks", action="append", default=[], metavar="FAMILY=COUNTS")
+    parser.add_argument("--settings", action="append", choices=list(SETTINGS), help="these only")
+    parser.add_argument("--tokens", type=int, default=512, help="text tokens")
+    parser.add_argument("--record", type=Path, help="write the rows here")
+    parser.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
+    return parser
+
+
+def _row(family: str, base: Path, name: str, blocks: str, tokens: int) -> dict[str, Any]:
+    """One setting, planned here and measured in a child."""
+    row: dict[str, Any] = {"family": family, "setting": name, "blocks": blocks}
+    with tempfile.TemporaryDirectory(prefix="memory-") as scratch:
+        folder = Path(scratch)
+        if blocks:
+            counts = [int(part) for part in blocks.split(",")]
+            base = profile_step.cut_base(family, base, folder / "base", counts)
+        data = "data.sets=[{img_dir: .}]" if family != "llama" else "data.sets=[{chat_file: none.jsonl}]"
+        overrides = (
+            *(f"model.pretrained_model_name_or_path={base}", "model.weights=random", data),
+            *("lora.rank=16", "lora.target_modules=attention", "validation.prompts=[]"),
+            *SETTINGS[name],
+        )
+        config = Path(__file__).resolve().parents[2] / "train_configs" / f"{family}_lora.yaml"
+        try:
+            loaded = load_config((config,), overrides, None, folder / "run")
+            plan = plan_run(loaded, machine_facts(), requested_profile())
+        except TrainerError as error:
+            return {**row, "refused": str(error)}
+        planned = sum(part.bytes for part in plan.train_memory)
+        (folder / "config.yaml").write_text(dump(loaded.config))
+        spec = Spec(
+            mode="train",
+            config_file=str(folder / "config.yaml"),
+            plan_text=plan_to_json(plan),
+            runtime_dir=str(folder / "runtime"),
+            cache_dir=str(folder / "cache"),
+        )
+        write_spec(spec, folder / "spec.json")
+        command = [sys.executable, "-m", "scripts.benches.memory", "--spec", str(folder / "spec.json")]
+        command += ["--tokens", str(tokens)]
+        child = plan.child_environment(environment.snapshot())
+        done = subprocess.run(command, env=child, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        return {**row, "failed": done.stderr.strip()[-300:]}
+    measured = json.loads(done.stdout.splitlines()[-1])
+    peak = measured["held_gib"] + measured["driver_gib"]
+    parts = {part.name: round(part.bytes / _GIB, 3) for part in plan.train_memory}
+    row |= {**measured, "planned_gib": round(planned / _GIB, 3), "parts": parts}
+    return {**row, "difference": round(planned / _GIB / peak - 1.0, 4)}
+
+
+def measure(spec_path: Path, tokens: int) -> None:
+    """In the child: build, train, and print what was held while building and while training."""
+    import torch
+
+    from trainer.engine.build import build
+
+    context = profile_step.make_context(read_spec(spec_path))
+    built = build(context)
+    loading = torch.cuda.max_memory_reserved()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    step = profile_step.make_step(context, built, tokens)
+    for _ in range(_STEPS):
+        step()
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info()
+    figures = {
+        "held_gib": torch.cuda.max_memory_reserved() / _GIB,
+        "allocated_gib": torch.cuda.max_memory_allocated() / _GIB,
+        "driver_gib": (total - free - torch.cuda.memory_reserved()) / _GIB,
+        "loading_gib": loading / _GIB,
+    }
+    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
