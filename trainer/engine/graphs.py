@@ -3,12 +3,16 @@
 A step of a large model is some five thousand kernels. Launching them one by one takes the host as long as the
 device needs to run them; replaying a graph takes it a millisecond. A graph is captured for each set of tensor
 shapes, after some micro-batches of these shapes ran as usual: these compile, and choose algorithms.
+
+All of this is in one memory pool on one stream: the activations of a step are held once, not by the allocator
+for micro-batches that run as usual and again by the graphs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,13 +40,14 @@ class _Captured:
 
 
 class Graphs:
-    """Runs `compute`, from graphs where it can. All graphs share one pool: they never run side by side."""
+    """Runs `compute`, from graphs where it can. They never run side by side."""
 
     def __init__(self, compute: Compute) -> None:
         self.compute = compute
         self.captured: dict[Any, _Captured] = {}
         self._seen: dict[Any, int] = {}
-        self._pool: Any = None
+        self._pool: torch.cuda.MemPool | None = None
+        self._stream = torch.cuda.Stream()
 
     def __call__(self, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> torch.Tensor:
         """The micro-batch's loss: a scalar that the next call of the same kind may overwrite."""
@@ -51,7 +56,8 @@ class Graphs:
         if captured is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
             if seen <= WARM_UP or len(self.captured) >= MOST_GRAPHS:
-                return self.compute(batch, draw, weight)
+                with self._aside():
+                    return self.compute(batch, draw, weight)
             captured = self.captured[key] = self._capture(batch, draw, weight)
         torch._foreach_copy_(captured.inputs, _tensors(batch, draw, weight))
         captured.graph.replay()
@@ -63,29 +69,56 @@ class Graphs:
         self._pool = None
         torch.cuda.empty_cache()
 
+    def _own_pool(self) -> torch.cuda.MemPool:
+        if self._pool is None:
+            torch.cuda.empty_cache()  # what the allocator keeps for others is not this pool's
+            self._pool = torch.cuda.MemPool()
+        return self._pool
+
+    @contextlib.contextmanager
+    def _aside(self) -> Iterator[None]:
+        """On the graphs' stream and in their pool, between what was queued before and what comes after."""
+        outside = torch.cuda.current_stream()
+        self._stream.wait_stream(outside)
+        # backward in a thread of its own would allocate elsewhere
+        with (
+            torch.cuda.stream(self._stream),
+            torch.cuda.use_mem_pool(self._own_pool()),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
+            yield
+        outside.wait_stream(self._stream)
+
     def _capture(self, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> _Captured:
         """Record `compute` without running it."""
         copies = [tensor.clone() for tensor in _tensors(batch, draw, weight)]
         held = iter(copies)
-        latents = {name: next(held) for name in batch.latents}
-        text = {name: next(held) for name in batch.text}
+        latents = {name: next(held) for name in sorted(batch.latents)}
+        text = {name: next(held) for name in sorted(batch.text)}
         own = dataclasses.replace(batch, latents=latents, text=text)
         own_draw = None if draw is None else Draw(**{name: next(held) for name in vars(draw)})
         graph = torch.cuda.CUDAGraph()
         # other threads pin memory meanwhile, which is no part of the graph
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        pool: Any = self._own_pool().id  # annotated as another type than `MemPool` gives
+        with (
+            torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
+            torch.autograd.set_multithreading_enabled(False),
+        ):
             loss = self.compute(own, own_draw, next(held))
-        self._pool = graph.pool()
         return _Captured(graph=graph, inputs=copies, loss=loss)
 
 
 def _tensors(batch: Batch, draw: Draw | None, weight: torch.Tensor) -> list[torch.Tensor]:
-    drawn = [] if draw is None else list(vars(draw).values())
-    return [*batch.latents.values(), *batch.text.values(), *drawn, weight]
+    return [tensor for _, tensor in _named(batch, draw)] + [weight]
 
 
 def _kind(batch: Batch, draw: Draw | None) -> Any:
-    names = (tuple(batch.latents), tuple(batch.text), batch.size)
-    drawn = [] if draw is None else list(vars(draw).values())
-    tensors = [*batch.latents.values(), *batch.text.values(), *drawn]
-    return names, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors)
+    """Equal for batches that one graph serves."""
+    named = _named(batch, draw)
+    return batch.size, tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named)
+
+
+def _named(batch: Batch, draw: Draw | None) -> list[tuple[str, torch.Tensor]]:
+    """By name: files list their tensors in any order."""
+    drawn = [] if draw is None else list(vars(draw).items())
+    return [*sorted(batch.latents.items()), *sorted(batch.text.items()), *drawn]

@@ -182,7 +182,7 @@ def prove_lora(context: Context, model: Any, path: Path) -> Proof:
     trained = fixed_outputs(context, model)
     lora.remove_lora(model)
     base = fixed_outputs(context, model)
-    context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
+    load_lora(context, model, path)
     loaded = fixed_outputs(context, model)
     proof = Proof(
         reload_error=relative_difference(loaded, trained),
@@ -199,15 +199,21 @@ def verify_on_fresh_base(context: Context, model: Any, path: Path) -> Proof:
     """
     layers = check_file(path)
     base = fixed_outputs(context, model)
-    context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
+    load_lora(context, model, path)
     first = fixed_outputs(context, model)
     lora.remove_lora(model)
     restored = relative_difference(fixed_outputs(context, model), base)
-    context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
+    load_lora(context, model, path)
     again = relative_difference(fixed_outputs(context, model), first)
     proof = Proof(reload_error=max(restored, again), effect=relative_difference(first, base), layers=layers)
     _require(proof, path, TOLERANCE[context.dtype])
     return proof
+
+
+def load_lora(context: Context, model: Any, path: Path) -> None:
+    """Put the file's adapter on, in the type it was trained in: FP8 products magnify any other rounding."""
+    context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
+    lora.to_model_type(model)
 
 
 def check_file(path: Path) -> int:

@@ -26,7 +26,6 @@ from trainer.engine.samples import Samples, prompt_controls
 from trainer.engine.spec import Spec
 from trainer.engine.validation import HeldOut, held_out_entries
 from trainer.errors import ConfigError, DivergedError
-from trainer.modeling import lora
 from trainer.modeling.vision import make_torchvision_importable
 from trainer.telemetry import atomic, log
 from trainer.telemetry.records import METRICS_LOG, held_out_line, read_metrics
@@ -244,7 +243,7 @@ def sample_once(context: Context, spec: Spec) -> None:
         rows.append([shown(one) for one in sample(context, model, entries)])
         titles.append("base model")
     if spec.lora_file:
-        context.family.load_adapter(model, Path(spec.lora_file), adapter_name=lora.ADAPTER)
+        proof.load_lora(context, model, Path(spec.lora_file))
         rows.append([shown(one) for one in sample(context, model, entries)])
         titles.append(Path(spec.lora_file).name)
     captions = context.config.validation.prompts

@@ -75,10 +75,16 @@ def add_lora(model: Any, *, rank: int, alpha: float, pattern: str, seed: int, de
     )
     with seeded(f"{seed}/lora", device):
         model.add_adapter(config, adapter_name=ADAPTER)
+    to_model_type(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name), name
+
+
+def to_model_type(model: Any) -> None:
+    """Give the adapter the model's dtype: peft leaves another on layers whose weights are stored as bytes."""
     for name, parameter in model.named_parameters():
         if ".lora_" in name:
             parameter.data = parameter.data.to(model.dtype)
-            assert parameter.requires_grad, name
 
 
 def remove_lora(model: Any) -> None:

@@ -1,0 +1,33 @@
+"""An adapter that is loaded onto weights stored as bytes computes as the one that was trained."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.modeling.small_models import Storage, case
+from trainer.modeling import lora
+
+
+@pytest.mark.parametrize("family", ["flux1_dev", "llama"])
+@pytest.mark.parametrize("storage", ["plain", "int8", "fp8"])
+def test_a_loaded_adapter_has_the_trained_one_s_type(family: str, storage: Storage, tmp_path: Path) -> None:
+    one = case(family, storage=storage, adapted=False)
+    model: Any = one.model.to(torch.bfloat16)
+    pattern = one.family.lora_targets["attention"]
+    lora.add_lora(model, rank=4, alpha=4.0, pattern=pattern, seed=0, device="cpu")
+    trained = {name: p.detach().clone() for name, p in model.named_parameters() if ".lora_" in name}
+    path = one.family.save_adapter(
+        lora.adapter_state(model), lora.adapter_config(model), tmp_path, "one.safetensors"
+    )
+    lora.remove_lora(model)
+    one.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
+    lora.to_model_type(model)
+    loaded = {name: p for name, p in model.named_parameters() if ".lora_" in name}
+    assert loaded.keys() == trained.keys()
+    for name, value in loaded.items():
+        assert value.dtype == torch.bfloat16, name
+        assert torch.equal(value, trained[name]), name

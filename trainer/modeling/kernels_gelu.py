@@ -1,0 +1,205 @@
+"""Floor 4: Triton kernels for CUDA that quantise what a feed-forward has between its linears, in one pass.
+
+GELU and its gradient are computed where rows become FP8, so that neither is ever written in the wider type.
+Imported as `kernels` is, and for the same reason.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch.library import triton_op, wrap_triton
+
+from trainer.modeling.kernels import _MOST_HELD, _largest
+
+
+@triton_op("trainer::gelu_quantize_rows", mutates_args={})
+def gelu_quantize_rows(
+    left: torch.Tensor | None, values: torch.Tensor, most: float, least: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `feedforward.gelu_quantize_rows`; both of any stride but the last, which is 1, and of one type."""
+    rows = values.shape[0]
+    first = 0 if left is None else left.shape[1]
+    columns = first + values.shape[1]
+    quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
+    block = min(triton.next_power_of_2(columns), _MOST_HELD)
+    wrap_triton(_gelu_quantize)[(rows,)](
+        values if left is None else left,
+        values,
+        quantized,
+        scale,
+        0 if left is None else left.stride(0),
+        values.stride(0),
+        first,
+        columns,
+        MOST=most,
+        LEAST=least,
+        JOINED=left is not None,
+        BLOCK=block,
+        LOOPED=columns > block,
+        num_warps=_warps(block),
+    )
+    return quantized, scale
+
+
+@triton_op("trainer::gelu_backward_quantize_rows", mutates_args={})
+def gelu_backward_quantize_rows(
+    gradient: torch.Tensor, values: torch.Tensor, column_scale: torch.Tensor, most: float, least: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `feedforward.gelu_backward_quantize_rows`; the first two of any stride but the last, which is 1."""
+    rows, columns = values.shape
+    quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
+    scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
+    block = min(triton.next_power_of_2(columns), _MOST_HELD)
+    wrap_triton(_gelu_backward_quantize)[(rows,)](
+        gradient,
+        values,
+        column_scale,
+        quantized,
+        scale,
+        gradient.stride(0),
+        values.stride(0),
+        columns,
+        MOST=most,
+        LEAST=least,
+        BLOCK=block,
+        LOOPED=columns > block,
+        num_warps=_warps(block),
+    )
+    return quantized, scale
+
+
+def _warps(block: int) -> int:
+    return 4 if block <= 4096 else 8 if block <= 8192 else 16
+
+
+# GELU is value * sigmoid(2 u) with u = sqrt(2 / pi) (value + 0.044715 value^3): half of 1 + tanh(u). A reciprocal
+# is a squared root below: it goes without the steps by which a division keeps its range, and none is needed.
+
+
+@triton.jit
+def _decay(value):  # type: ignore[no-untyped-def]
+    """exp(-2 u); the constants have log2(e) in them."""
+    return tl.exp2(value * (-2.302208198144325 - 0.1029432395800235 * value * value))
+
+
+@triton.jit
+def _gelu(value):  # type: ignore[no-untyped-def]
+    root = tl.rsqrt(1.0 + _decay(value))
+    return value * (root * root)
+
+
+@triton.jit
+def _gelu_slope(value):  # type: ignore[no-untyped-def]
+    """By the size of `value`, so that nothing cancels: both sides of the sigmoid are products."""
+    decay = _decay(tl.abs(value))
+    root = tl.rsqrt(1.0 + decay)
+    most = root * root
+    least = decay * most
+    # 2 u' = 2 sqrt(2 / pi) (1 + 3 * 0.044715 value^2)
+    steep = 1.5957691216057308 + 0.2140644488144545 * value * value
+    return tl.where(value < 0, least, most) + value * (most * least) * steep
+
+
+@triton.jit
+def _activated(left, values, column, first, columns, JOINED: tl.constexpr):  # type: ignore[no-untyped-def]
+    """These columns of [left, gelu(values)] in fp32, rounded as they would be stored; zeros beyond it."""
+    if JOINED:
+        inside = (column >= first) & (column < columns)
+        value = tl.load(values + (column - first), mask=inside, other=0.0).to(tl.float32)
+        value = _gelu(value).to(values.dtype.element_ty).to(tl.float32)
+        beside = tl.load(left + column, mask=column < first, other=0.0).to(tl.float32)
+        value = tl.where(column < first, beside, value)
+    else:
+        value = tl.load(values + column, mask=column < columns, other=0.0).to(tl.float32)
+        value = _gelu(value).to(values.dtype.element_ty).to(tl.float32)
+    return value
+
+
+@triton.jit
+def _gelu_quantize(  # type: ignore[no-untyped-def]
+    left,
+    values,
+    quantized,
+    scale,
+    left_stride,
+    values_stride,
+    first,
+    columns,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    JOINED: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOOPED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    left += row * left_stride
+    values += row * values_stride
+    quantized += row * columns
+    column = tl.arange(0, BLOCK)
+    if LOOPED:
+        largest = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, columns, BLOCK):
+            part = _activated(left, values, start + column, first, columns, JOINED)
+            largest = tl.maximum(largest, tl.abs(part), propagate_nan=tl.PropagateNan.ALL)
+        factor = tl.maximum(_largest(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        tl.store(scale + row, factor)
+        for start in range(0, columns, BLOCK):
+            part = _activated(left, values, start + column, first, columns, JOINED)
+            inside = start + column < columns
+            tl.store(quantized + start + column, (part / factor).to(tl.float8e4nv), mask=inside)
+    else:
+        part = _activated(left, values, column, first, columns, JOINED)
+        factor = tl.maximum(_largest(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        tl.store(scale + row, factor)
+        tl.store(quantized + column, (part / factor).to(tl.float8e4nv), mask=column < columns)
+
+
+@triton.jit
+def _scaled_gradient(gradient, values, column_scale, column, columns):  # type: ignore[no-untyped-def]
+    """These columns of gradient * gelu'(values), rounded as they would be stored, * column_scale."""
+    inside = column < columns
+    value = tl.load(values + column, mask=inside, other=0.0).to(tl.float32)
+    given = tl.load(gradient + column, mask=inside, other=0.0).to(tl.float32)
+    part = (given * _gelu_slope(value)).to(gradient.dtype.element_ty).to(tl.float32)
+    return part * tl.load(column_scale + column, mask=inside, other=0.0)
+
+
+@triton.jit
+def _gelu_backward_quantize(  # type: ignore[no-untyped-def]
+    gradient,
+    values,
+    column_scale,
+    quantized,
+    scale,
+    gradient_stride,
+    values_stride,
+    columns,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOOPED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    gradient += row * gradient_stride
+    values += row * values_stride
+    quantized += row * columns
+    column = tl.arange(0, BLOCK)
+    if LOOPED:
+        largest = tl.zeros((BLOCK,), dtype=tl.float32)
+        for start in range(0, columns, BLOCK):
+            part = _scaled_gradient(gradient, values, column_scale, start + column, columns)
+            largest = tl.maximum(largest, tl.abs(part), propagate_nan=tl.PropagateNan.ALL)
+        factor = tl.maximum(_largest(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        tl.store(scale + row, factor)
+        for start in range(0, columns, BLOCK):
+            part = _scaled_gradient(gradient, values, column_scale, start + column, columns)
+            inside = start + column < columns
+            tl.store(quantized + start + column, (part / factor).to(tl.float8e4nv), mask=inside)
+    else:
+        part = _scaled_gradient(gradient, values, column_scale, column, columns)
+        factor = tl.maximum(_largest(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        tl.store(scale + row, factor)
+        tl.store(quantized + column, (part / factor).to(tl.float8e4nv), mask=column < columns)
