@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import register_flop_formula
 
 _OWN_SLOT = "_native_cudnn"
 BACKENDS: dict[str, str] = {
@@ -259,3 +260,10 @@ def _differentiate(ctx: Any, gradient: torch.Tensor, _: torch.Tensor) -> tuple[t
 
 
 _flash_4.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+@register_flop_formula(torch.ops.trainer.flash_attn_4)
+def _operations(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of the forward pass: what costs nothing is recomputed first where activations are short."""
+    batch, tokens, heads, width = query
+    return 2 * batch * heads * tokens * key[1] * (width + value[3])

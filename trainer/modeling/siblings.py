@@ -2,7 +2,8 @@
 
 One product with a wide weight is faster than three with narrow ones, their adapters' first halves are one
 product too, and in FP8 the input is quantised once. The layers stay what they are: their weights become
-views of the wide one, their adapters keep their names, and `part` makes them single again.
+views of the wide one, their adapters keep their names, and `part_siblings` makes them single again. A layer
+without siblings adds its adapter's product in one pass over its output.
 """
 
 from __future__ import annotations
@@ -55,10 +56,24 @@ class _Member(LoraLinear):
         return output
 
 
+class _Single(LoraLinear):
+    """A LoRA layer by itself; like `_Member`, only ever a layer's class."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As peft's."""
+        if self.disable_adapters or self.merged or self.active_adapters != [ADAPTER]:
+            return super().forward(x, *args, **kwargs)
+        whole = self.base_layer(x)
+        hidden = self.lora_A[ADAPTER](x)
+        up = self.lora_B[ADAPTER].weight * self.scaling[ADAPTER]
+        return add_low_rank(whole.flatten(0, -2), hidden.flatten(0, -2), up).view(whole.shape)
+
+
 def join_siblings(model: torch.nn.Module, run: Callable[[], object]) -> int:
     """Join all LoRA layers that `run`, one forward pass of the model, gives the same input; their number.
 
-    Layers are joined where they have one parent, follow each other, and store their weight in one way.
+    Layers are joined where they have one parent, follow each other, and store their weight in one way. The
+    others, which are not counted, add their adapters in one pass.
     """
     joined = 0
     for names in _same_inputs(model, run):
@@ -69,6 +84,10 @@ def join_siblings(model: torch.nn.Module, run: Callable[[], object]) -> int:
             if len(together) > 1 and _alike(together):
                 _join(together)
                 joined += len(together)
+    for module in model.modules():
+        if type(module) is LoraLinear and _alike([module]):
+            single: Any = module
+            single.__class__ = _Single
     return joined
 
 
@@ -80,6 +99,7 @@ def part_siblings(model: torch.nn.Module) -> None:
                 for name in _JOINT:
                     delattr(module, name)
             del module.shared, module.place
+        if isinstance(module, _Member | _Single):
             plain: Any = module
             plain.__class__ = LoraLinear
 
@@ -105,7 +125,7 @@ def _same_inputs(model: torch.nn.Module, run: Callable[[], object]) -> list[list
         return hook
 
     for name, module in model.named_modules():
-        if type(module) is LoraLinear:
+        if type(module) in (LoraLinear, _Single):
             handles.append(module.register_forward_pre_hook(watch(name)))
     try:
         with torch.no_grad():

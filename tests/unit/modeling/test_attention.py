@@ -15,6 +15,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.models import attention_dispatch
 from torch.nn.attention import SDPBackend
+from torch.utils.flop_counter import FlopCounterMode
 
 from trainer.modeling import attention as module
 from trainer.modeling.attention import SDPA_BACKENDS, attention, set_attention
@@ -233,3 +234,13 @@ def test_an_option_that_no_family_uses_is_refused() -> None:
     query, key, value = tensors()
     with pytest.raises(AssertionError, match="cudnn_strided is not set up for"):
         module._dispatched("cudnn_strided", query, key, value, is_causal=True)
+
+
+@pytest.mark.usefixtures("packages")
+def test_the_operations_of_the_fourth_are_counted() -> None:
+    """A partitioner that thinks it free recomputes it first."""
+    query, key, value = tensors((2, 6, 4, 8), (2, 10, 2, 8))
+    with FlopCounterMode(display=False) as counted:
+        attention(query, key, value, "flash_attn_4")
+    # 2 multiply-adds a pair of tokens, head and value: for the scores, and for the sums
+    assert counted.get_total_flops() == 2 * 2 * (2 * 4 * 6 * 10 * 8)
