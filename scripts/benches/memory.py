@@ -5,6 +5,9 @@
 Every setting is planned as `trainer plan` does, built and trained for some steps on a synthetic batch in a
 process of its own. Measured is the most that the allocator held, plus what the driver shows beyond it.
 Models may be cut to a few blocks: the calculator is asked about the same model.
+
+With --jobs several run side by side. What the driver shows is then everybody's: it is measured for one run of
+each way to compute, alone, and counted for all of that way.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from scripts.benches import profile_step
 from trainer.cli.options import load_config
@@ -54,12 +58,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
         measure(options.spec, options.tokens)
         return 0
     blocks = dict(pair.split("=", 1) for pair in options.blocks)
-    rows = []
-    for family, base in (pair.split("=", 1) for pair in options.families):
-        for name in options.settings or SETTINGS:
-            row = _row(family, Path(base), name, blocks.get(family, ""), options.tokens)
-            print(json.dumps(row), flush=True)
-            rows.append(row)
+    cases = [
+        _Case(family, Path(base), name, blocks.get(family, ""), options.tokens)
+        for family, base in (pair.split("=", 1) for pair in options.families)
+        for name in options.settings or SETTINGS
+    ]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        rows = list(pool.map(_row, cases))
+    if options.jobs > 1:
+        _count_drivers(cases, rows)
+    for row in rows:
+        _compare(row)
+        print(json.dumps(row), flush=True)
     known = [row["difference"] for row in rows if "difference" in row]
     if known:
         print(f"{len(known)} settings, worst {max(known, key=abs):+.1%}")
@@ -76,13 +86,41 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--blocks", action="append", default=[], metavar="FAMILY=COUNTS")
     parser.add_argument("--settings", action="append", choices=list(SETTINGS), help="these only")
     parser.add_argument("--tokens", type=int, default=512, help="text tokens")
+    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
     parser.add_argument("--record", type=Path, help="write the rows here")
     parser.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
-def _row(family: str, base: Path, name: str, blocks: str, tokens: int) -> dict[str, Any]:
+class _Case(NamedTuple):
+    """One row to be measured."""
+
+    family: str
+    base: Path
+    setting: str
+    blocks: str
+    tokens: int
+
+
+def _count_drivers(cases: Sequence[_Case], rows: Sequence[dict[str, Any]]) -> None:
+    """Put in what the driver shows beyond the allocator, measured alone for the first row of each way."""
+    alone: dict[str, float] = {}
+    for case, row in zip(cases, rows, strict=True):
+        if "way" in row:
+            if row["way"] not in alone:
+                alone[row["way"]] = _row(case)["driver_gib"]
+            row["driver_gib"] = alone[row["way"]]
+
+
+def _compare(row: dict[str, Any]) -> None:
+    if "way" in row:
+        peak = row["held_gib"] + row["driver_gib"]
+        row["difference"] = round(row["planned_gib"] / peak - 1.0, 4)
+
+
+def _row(case: _Case) -> dict[str, Any]:
     """One setting, planned here and measured in a child."""
+    family, base, name, blocks, tokens = case
     row: dict[str, Any] = {"family": family, "setting": name, "blocks": blocks}
     with tempfile.TemporaryDirectory(prefix="memory-") as scratch:
         folder = Path(scratch)
@@ -118,10 +156,9 @@ def _row(family: str, base: Path, name: str, blocks: str, tokens: int) -> dict[s
     if done.returncode != 0:
         return {**row, "failed": done.stderr.strip()[-300:]}
     measured = json.loads(done.stdout.splitlines()[-1])
-    peak = measured["held_gib"] + measured["driver_gib"]
     parts = {part.name: round(part.bytes / _GIB, 3) for part in plan.train_memory}
-    row |= {**measured, "planned_gib": round(planned / _GIB, 3), "parts": parts}
-    return {**row, "difference": round(planned / _GIB / peak - 1.0, 4)}
+    way = f"{plan.compute}, {'compiled' if plan.compile else 'eager'}"
+    return {**row, **measured, "way": way, "planned_gib": round(planned / _GIB, 3), "parts": parts}
 
 
 def measure(spec_path: Path, tokens: int) -> None:

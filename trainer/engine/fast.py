@@ -20,12 +20,14 @@ _SIDE, _TOKENS = 256, 64
 def compile_model(context: Context, model: Any) -> None:
     """Join layers of one input, fuse the norms of heads; repeated blocks compile at their first call."""
     from trainer.modeling.compiled import compile_blocks
+    from trainer.modeling.feedforward import fuse_feed_forwards
     from trainer.modeling.norms import fuse_head_norms
     from trainer.modeling.siblings import join_siblings
 
-    joined, norms = 0, 0
+    joined, norms, activations = 0, 0, 0
     if context.config.method == "lora":
         norms = fuse_head_norms(model)
+        activations = fuse_feed_forwards(model)
         joined = join_siblings(model, small_forward(context, model))
         if context.device != "cpu":
             # holes that the separate weights left
@@ -34,7 +36,8 @@ def compile_model(context: Context, model: Any) -> None:
     blocks = compile_blocks(model, context.family.blocks, activation_budget=budget)
     context.say(
         f"{blocks} blocks are compiled at the first step (about a minute, seconds where the cache is warm);"
-        f" {joined} LoRA layers share a product with their siblings, {norms} norms take one pass"
+        f" {joined} LoRA layers share a product with their siblings, {norms} norms take one pass,"
+        f" {activations} activations are computed while they are quantised"
     )
 
 

@@ -39,6 +39,16 @@ class _Captured:
     loss: torch.Tensor
 
 
+class _Pool:
+    """The handle of a memory pool that lives as long as a graph uses it.
+
+    torch's own class holds the pool by itself, and ends the process where it is collected before a graph.
+    """
+
+    def __init__(self) -> None:
+        self.id: Any = torch.cuda.graph_pool_handle()
+
+
 class Graphs:
     """Runs `compute`, from graphs where it can. They never run side by side."""
 
@@ -46,7 +56,7 @@ class Graphs:
         self.compute = compute
         self.captured: dict[Any, _Captured] = {}
         self._seen: dict[Any, int] = {}
-        self._pool: torch.cuda.MemPool | None = None
+        self._pool = _Pool()
         self._stream = torch.cuda.Stream()
 
     def __call__(self, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> torch.Tensor:
@@ -66,24 +76,19 @@ class Graphs:
     def drop(self) -> None:
         """Free what the graphs hold, all activations of a step; they are captured again when needed."""
         self.captured.clear()
-        self._pool = None
         torch.cuda.empty_cache()
-
-    def _own_pool(self) -> torch.cuda.MemPool:
-        if self._pool is None:
-            torch.cuda.empty_cache()  # what the allocator keeps for others is not this pool's
-            self._pool = torch.cuda.MemPool()
-        return self._pool
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
         """On the graphs' stream and in their pool, between what was queued before and what comes after."""
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)
+        if not self.captured:
+            torch.cuda.empty_cache()  # what the allocator keeps for others is not this pool's
         # backward in a thread of its own would allocate elsewhere
         with (
             torch.cuda.stream(self._stream),
-            torch.cuda.use_mem_pool(self._own_pool()),
+            torch.cuda.use_mem_pool(self._pool),  # type: ignore[arg-type]  # of which it reads the id
             torch.autograd.set_multithreading_enabled(False),
         ):
             yield
@@ -99,9 +104,10 @@ class Graphs:
         own_draw = None if draw is None else Draw(**{name: next(held) for name in vars(draw)})
         graph = torch.cuda.CUDAGraph()
         # other threads pin memory meanwhile, which is no part of the graph
-        pool: Any = self._own_pool().id  # annotated as another type than `MemPool` gives
         with (
-            torch.cuda.graph(graph, pool=pool, stream=self._stream, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                graph, pool=self._pool.id, stream=self._stream, capture_error_mode="thread_local"
+            ),
             torch.autograd.set_multithreading_enabled(False),
         ):
             loss = self.compute(own, own_draw, next(held))

@@ -23,6 +23,9 @@ from trainer.modeling.rowscaled import VALUES, RowScaledLinear
 if torch.version.cuda is not None:
     from trainer.modeling import kernels_gelu
 
+# the layers of a block that attends and feeds forward beside each other
+_SINGLE_STREAM = {"norm", "attn", "proj_mlp", "act_mlp", "proj_out"}
+
 
 def gelu_quantize_rows(left: torch.Tensor | None, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """[left, gelu(values)] as e4m3 (rows, L + N) with an fp32 scale (rows, 1), see `fp8.quantize_rows`.
@@ -167,14 +170,8 @@ def _is_single_stream(module: Any) -> bool:
 
     No name of a class: those belong to the families.
     """
-    kind, layers = type(module), dict(module.named_children())
-    if issubclass(kind, _SingleStream) or layers.keys() != {
-        "norm",
-        "attn",
-        "proj_mlp",
-        "act_mlp",
-        "proj_out",
-    }:
+    kind, layers = type(module), {name for name, _ in module.named_children()}
+    if issubclass(kind, _SingleStream) or layers != _SINGLE_STREAM:
         return False
     arguments = [list(inspect.signature(one.forward).parameters) for one in (kind, _SingleStream)]
     return (

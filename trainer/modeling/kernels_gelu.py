@@ -75,8 +75,8 @@ def _warps(block: int) -> int:
     return 4 if block <= 4096 else 8 if block <= 8192 else 16
 
 
-# GELU is value * sigmoid(2 u) with u = sqrt(2 / pi) (value + 0.044715 value^3): half of 1 + tanh(u). A reciprocal
-# is a squared root below: it goes without the steps by which a division keeps its range, and none is needed.
+# GELU is value * sigmoid(2 u) with u = sqrt(2 / pi) (value + 0.044715 value^3), as sigmoid(2 u) is half of
+# 1 + tanh(u). The reciprocal in it is a squared root: a division has steps for a range that is not needed.
 
 
 @triton.jit
