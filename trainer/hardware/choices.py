@@ -21,6 +21,12 @@ NOT_INSTALLED = "not installed"
 """The probe's reason where a kernel's package is missing: no failure that a plan needs to tell of."""
 _ANYWHERE = ("efficient", "math")
 """Attention kernels that every GPU and type has."""
+_ATTENTION_PACKAGES = {
+    "flash_attn_2": ("flash-attn", "pip install 'trainer[flash-attn]'"),
+    "flash_attn_3": ("flash-attn-3", "build it from the folder hopper of flash-attn's repository"),
+    "flash_attn_4": ("flash-attn-4", "pip install 'trainer[flash-attn-4]'"),
+}
+"""Package of each kernel that torch does not have, and how it is installed."""
 _FLASH_3_CAPABILITY = (9, 0)
 
 
@@ -175,10 +181,13 @@ def _explicit_attention(
 ) -> Decision:
     key = "features.attention"
     obstacle = _attention_obstacle(situation, asked, dtype)
-    if not obstacle and verdict is not None and verdict.reason == NOT_INSTALLED:
-        obstacle = "its package is not installed"
     if obstacle:
         raise situation.refuse(key, f"{asked} cannot run here: {obstacle}", f"leave {key} out")
+    package, install = _ATTENTION_PACKAGES.get(asked, ("", ""))
+    absent = verdict is None and package not in situation.facts.packages
+    if package and (absent or (verdict is not None and verdict.reason == NOT_INSTALLED)):
+        what = f"{asked} cannot run here: {package} is not installed"
+        raise situation.refuse(key, what, f"{install}, or leave {key} out")
     if verdict is not None and not verdict.works:
         remedy = f"leave {key} out; `trainer probe` measures again"
         raise situation.refuse(key, f"the probe saw {asked} failing: {verdict.reason}", remedy)

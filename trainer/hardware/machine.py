@@ -20,6 +20,8 @@ PACKAGES = (
     "diffusers",
     "fastsafetensors",
     "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
     "optimum-quanto",
     "peft",
     "safetensors",

@@ -81,13 +81,29 @@ def test_a_missing_package_is_told_only_to_who_asks_for_it(config: Config, geome
     assert "cudnn: crashed with SIGABRT" in reason
     unseen = without_packages(measured(machine("h200"), cudnn=None))
     assert "not installed" not in row(plan(config(), unseen, geometry), "attention").reason
-    with pytest.raises(HardwareError, match="flash_attn_2 cannot run here: its package is not installed"):
+    with pytest.raises(HardwareError, match="flash_attn_2 cannot run here: flash-attn is not installed"):
         plan(config(features__attention="flash_attn_2"), facts, geometry)
+
+
+def test_who_asks_for_a_package_that_is_missing_is_told_how_to_install_it(
+    config: Config, geometry: Geometry
+) -> None:
+    """Also where the probe has not looked for it."""
+    asked = config(features__attention="flash_attn_4")
+    with pytest.raises(HardwareError, match="flash-attn-4 is not installed") as raised:
+        plan(asked, machine("h200"), geometry)
+    assert "pip install 'trainer[flash-attn-4]'" in str(raised.value)
+    assert plan(asked, with_package("h200", "flash-attn-4"), geometry).attention == "flash_attn_4"
+
+
+def with_package(name: str, package: str) -> Facts:
+    facts = machine(name)
+    return dataclasses.replace(facts, packages={**facts.packages, package: "1.0"})
 
 
 def test_the_third_flash_attn_is_for_hopper(config: Config, geometry: Geometry) -> None:
     asked = config(features__attention="flash_attn_3")
-    assert plan(asked, machine("h200"), geometry).attention == "flash_attn_3"
+    assert plan(asked, with_package("h200", "flash-attn-3"), geometry).attention == "flash_attn_3"
     with pytest.raises(HardwareError, match=r"flash_attn_3 cannot run here: is for compute capability 9\.0"):
         plan(asked, machine("rtx-4090"), geometry)
 
