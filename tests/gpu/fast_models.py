@@ -9,6 +9,7 @@ from diffusers import FluxTransformer2DModel
 
 from tests.unit.modeling.small_models import adapt, quantize
 from trainer.config.schema import FlowSection
+from trainer.engine.fast import Fused, fuse
 from trainer.engine.graphs import Graphs
 from trainer.engine.masters import FlatMasters
 from trainer.families import flow
@@ -17,8 +18,6 @@ from trainer.families.protocol import Batch, Draw, Shape
 from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
 from trainer.modeling.compiled import compile_blocks
-from trainer.modeling.norms import fuse_head_norms
-from trainer.modeling.siblings import join_siblings
 
 DEVICE = "cuda"
 CONFIG = {
@@ -57,8 +56,13 @@ def build(storage: str = "bf16", *, fast: bool, trained: bool = True) -> Any:
     model.train()
     if fast:
         batch, draw = inputs(0)
-        assert join_siblings(model, lambda: FLUX1_DEV.predict(model, batch, draw, SETTINGS)) == 12
-        assert fuse_head_norms(model) == 8
+
+        def run() -> None:
+            with torch.no_grad():
+                FLUX1_DEV.predict(model, batch, draw, SETTINGS)
+
+        activations = 4 if storage == "fp8" else 0
+        assert fuse(model, run) == Fused(joined=12, norms=8, rotations=3, activations=activations)
         assert compile_blocks(model, FLUX1_DEV.blocks, activation_budget=1.0) == 3
     return model
 

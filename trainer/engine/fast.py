@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,27 +18,53 @@ from trainer.families.protocol import Shape
 _SIDE, _TOKENS = 256, 64
 
 
-def compile_model(context: Context, model: Any) -> None:
-    """Join layers of one input, fuse the norms of heads; repeated blocks compile at their first call."""
-    from trainer.modeling.compiled import compile_blocks
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """How many parts of a model were made to compute together."""
+
+    joined: int
+    norms: int
+    rotations: int
+    activations: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.joined} LoRA layers share a product with their siblings, {self.norms} norms take one"
+            f" pass, those of {self.rotations} attentions together with the rotation,"
+            f" {self.activations} activations are computed while quantising"
+        )
+
+
+def fuse(model: Any, run: Callable[[], None]) -> Fused:
+    """Let parts of a model with a LoRA over a frozen base compute together; `run` predicts once with it."""
     from trainer.modeling.feedforward import fuse_feed_forwards
     from trainer.modeling.norms import fuse_head_norms
+    from trainer.modeling.rotary import fuse_rotary
     from trainer.modeling.siblings import join_siblings
 
-    joined, norms, activations = 0, 0, 0
+    return Fused(
+        norms=fuse_head_norms(model),
+        rotations=fuse_rotary(model),
+        activations=fuse_feed_forwards(model),
+        joined=join_siblings(model, run),
+    )
+
+
+def compile_model(context: Context, model: Any) -> None:
+    """Fuse what can be computed together; the repeated blocks compile at their first call."""
+    from trainer.modeling.compiled import compile_blocks
+
+    fused = ""
     if context.config.method == "lora":
-        norms = fuse_head_norms(model)
-        activations = fuse_feed_forwards(model)
-        joined = join_siblings(model, small_forward(context, model))
+        fused = f"; {fuse(model, small_forward(context, model))}"
         if context.device != "cpu":
             # holes that the separate weights left
             torch.cuda.empty_cache()
     budget = context.plan.activation_budget
     blocks = compile_blocks(model, context.family.blocks, activation_budget=budget)
     context.say(
-        f"{blocks} blocks are compiled at the first step (about a minute, seconds where the cache is warm);"
-        f" {joined} LoRA layers share a product with their siblings, {norms} norms take one pass,"
-        f" {activations} activations are computed while they are quantised"
+        f"{blocks} blocks are compiled at the first step (about a minute, seconds where the cache is"
+        f" warm){fused}"
     )
 
 

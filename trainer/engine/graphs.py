@@ -40,13 +40,20 @@ class _Captured:
 
 
 class _Pool:
-    """The handle of a memory pool that lives as long as a graph uses it.
+    """A memory pool that is held until `release`.
 
-    torch's own class holds the pool by itself, and ends the process where it is collected before a graph.
+    torch's own class ends the process where it is collected before a graph that uses its pool.
     """
 
     def __init__(self) -> None:
         self.id: Any = torch.cuda.graph_pool_handle()
+        self._device = torch.cuda.current_device()
+        torch._C._cuda_beginAllocateCurrentThreadToPool(self._device, self.id)
+        torch._C._cuda_endAllocateToPool(self._device, self.id)
+
+    def release(self) -> None:
+        """Let the allocator free what nothing uses."""
+        torch._C._cuda_releasePool(self._device, self.id)
 
 
 class Graphs:
@@ -76,7 +83,9 @@ class Graphs:
     def drop(self) -> None:
         """Free what the graphs hold, all activations of a step; they are captured again when needed."""
         self.captured.clear()
+        self._pool.release()
         torch.cuda.empty_cache()
+        self._pool = _Pool()
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:

@@ -20,12 +20,9 @@ def compile_blocks(model: torch.nn.Module, kinds: Sequence[str], *, activation_b
     """
     import torch._dynamo
     import torch._functorch.config
-    import torch._inductor.config
 
     torch._dynamo.config.recompile_limit = MOST_GRAPHS
     torch._functorch.config.activation_memory_budget = activation_budget
-    # reductions over a token read it once where that is measured to be faster
-    torch._inductor.config.triton.multi_kernel = 1
     count = 0
     for module in model.modules():
         if type(module).__name__ in kinds:

@@ -38,7 +38,6 @@ def plain_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with (
         torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit),
         torch._functorch.config.patch(activation_memory_budget=1.0),
-        torch._inductor.config.patch({"triton.multi_kernel": torch._inductor.config.triton.multi_kernel}),
     ):
         yield
     torch._dynamo.reset()
