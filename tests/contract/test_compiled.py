@@ -31,11 +31,19 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("case", _CASES, ids=str)
 def test_compiled_losses_are_those_of_the_plain_run(case: Case, workshop: Workshop, tmp_path: Path) -> None:
     """To 1e-4: sums are made in another order. A preview and the proof run in between and after."""
+    compare(case, workshop, tmp_path)
+
+
+@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
+def test_a_quantised_base_compiles_too(weights: str, workshop: Workshop, tmp_path: Path) -> None:
+    compare(LORA_CASES[0], workshop, tmp_path, f"features.weights={weights}")
+
+
+def compare(case: Case, workshop: Workshop, tmp_path: Path, *overrides: str) -> None:
     losses = {}
     for compiled in ("false", "true"):
-        job = workshop.job(
-            case, tmp_path / compiled, *_SHORT, f"features.compile={compiled}", "train.max_train_steps=3"
-        )
+        settings = (*_SHORT, f"features.compile={compiled}", "train.max_train_steps=3", *overrides)
+        job = workshop.job(case, tmp_path / compiled, *settings)
         job.train()
         losses[compiled] = [row["loss"] for row in numbers(job.folder) if "loss" in row]
     assert losses["true"] == pytest.approx(losses["false"], rel=1e-4)

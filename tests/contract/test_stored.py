@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop
+from tests.stored_nf4 import stored_state
 from trainer.engine.build import load_base
 from trainer.errors import HardwareError
 
@@ -24,7 +25,7 @@ def stored(case: Case, workshop: Workshop, folder: Path) -> Workshop:
     job = workshop.job(Case(family=case.family, method="lora"), folder / "plain", "features.weights=nf4")
     base = shutil.copytree(job.context.source.folder, folder / "base")
     component = base / job.context.family.trained_component
-    state = {name: value.contiguous() for name, value in load_base(job.context).state_dict().items()}
+    state = stored_state(load_base(job.context), job.context.dtype)
     (single,) = component.glob("*.safetensors")
     save_file(state, single, {"format": "pt"})
     config = json.loads((component / "config.json").read_text())

@@ -166,7 +166,7 @@ def test_int8_base_gives_nearly_the_same_adapter_gradients() -> None:
     for quantized in (False, True):
         model = build(torch.bfloat16)
         if quantized:
-            replace = replacer("int8", FLUX1_DEV.high_precision, torch.bfloat16)
+            replace = replacer("int8", FLUX1_DEV.high_precision)
             for name in lora.linear_names(model):
                 parent, _, attribute = name.rpartition(".")
                 new = replace(name, model.get_submodule(name))

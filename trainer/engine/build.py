@@ -63,7 +63,6 @@ def load_base(context: Context) -> Any:
             replace=replacer(
                 plan.weights,
                 family.high_precision,
-                context.dtype,
                 fp8_compute=plan.compute == "fp8",
                 copies=plan.weight_copies,
             ),

@@ -22,7 +22,9 @@ class FlatMasters:
         device = next(iter(self.parameters.values())).device
         self.flat = torch.nn.Parameter(torch.zeros(end, device=device))
         self.gradient = torch.zeros(end, device=device)
-        self._latest = torch.zeros(end, device=device)
+        types = {parameter.dtype for parameter in self.parameters.values()}
+        # one micro-batch's; in the gradients' type, which is exact and half the size
+        self._latest = torch.zeros(end, device=device, dtype=types.pop() if len(types) == 1 else None)
         self._starts = starts
         self.views = self.by_name(self.flat.detach())
         self._gradients = self.by_name(self._latest)

@@ -40,8 +40,8 @@ def measure_matmul(kernel: str, tokens: int, rows: int, columns: int) -> Measure
         "output": relative_error(output[part], inputs.detach()[part].float() @ exact.t()),
         "gradient of the input": relative_error(gradient[part], upstream[part].float() @ exact),
     }
-    # a run replays its steps as graphs, but for the kernels that cannot be captured
-    timed = _captured(once) if device == "cuda" and kernel != "nf4" else once
+    # a run replays its steps as graphs
+    timed = _captured(once) if device == "cuda" else once
     return Measured(milliseconds=median_milliseconds(timed, device), errors=errors)
 
 
@@ -71,7 +71,7 @@ def _linear(kernel: str, weight: torch.Tensor) -> Linear:
     rows, columns = weight.shape
     layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-    replace = replacer(kernel, (), weight.dtype)
+    replace = replacer(kernel, ())
     assert replace is not None, f"{kernel} is not a way to store weights"
     stored = replace("linear", layer)
     assert stored is not None

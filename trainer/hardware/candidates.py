@@ -118,8 +118,6 @@ def _uncompiled(situation: Situation, weights: str) -> str:
     """Why blocks with weights stored so are not compiled; empty where they are."""
     if weights == "fp8" and _fp8_uncompiled(situation):
         return "blocks with fp8 weights cannot be compiled on this GPU"
-    if weights == "nf4" and not _compiling_key(situation):
-        return "not proved with bitsandbytes' layers"
     return ""
 
 

@@ -49,7 +49,7 @@ def load_component(
             name,
             device=device,
             dtype=dtype,
-            replace=replacer(source.quantized_to, ENCODERS_KEEP, dtype),
+            replace=replacer(source.quantized_to, ENCODERS_KEEP),
             on_shard=lambda done, total: None,
             extra_tensors=True,
         )
@@ -296,7 +296,7 @@ def _place_packed(filling: _Filling, key: str, linear: str, file: Shard, shard: 
     del filling.waiting[linear]
     module = filling.module.get_submodule(linear)
     assert isinstance(module, torch.nn.Linear), linear
-    packed = packed_linear(linear, module, tensors, filling.device, filling.dtype, where=str(shard))
+    packed = packed_linear(linear, module, tensors, filling.device, where=str(shard))
     swap(filling.module, linear, packed)
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import torch
 
 from trainer.errors import AccessError, ConfigError
+from trainer.modeling.nf4 import Nf4Linear, nf4_linear
 from trainer.modeling.rowscaled import Kind, RowScaledLinear, from_linear, takes_fp8
 
 QUANTIZED = ("int8", "fp8", "nf4")
@@ -23,17 +23,16 @@ there.
 def replacer(
     weights: str,
     high_precision: Sequence[str],
-    dtype: torch.dtype,
     *,
     fp8_compute: bool = False,
     copies: int = 1,
 ) -> Replace | None:
     """The `Replace` for `load_streamed` that stores linears as the plan's `weights`; None for bf16 and fp32.
 
-    int8 and fp8 have one scale a row, nf4 one a 64 values, quantised once more. All compute in `dtype`, but
-    fp8 with `fp8_compute` in FP8, with so many `copies` of the weight. `high_precision` are regular
-    expressions over the whole names of modules that are kept as they are, as are those whose sides FP8
-    kernels do not take.
+    int8 and fp8 have one scale a row, nf4 one a 64 values, quantised once more. All compute in the type of
+    their inputs, but fp8 with `fp8_compute` in FP8, with so many `copies` of the weight. `high_precision` are
+    regular expressions over the whole names of modules that are kept as they are, as are those whose sides
+    FP8 kernels do not take.
     """
     if weights not in QUANTIZED:
         return None
@@ -44,7 +43,7 @@ def replacer(
         if keep.fullmatch(name) or (fp8_compute and not takes_fp8(module)):
             return None
         if weights == "nf4":
-            return _nf4(module, dtype)
+            return nf4_linear(module)
         kind: Kind = "fp8" if weights == "fp8" else "int8"
         return from_linear(module, kind, fp8_compute=fp8_compute, copies=copies)
 
@@ -56,7 +55,6 @@ def packed_linear(
     linear: torch.nn.Linear,
     tensors: Mapping[str, torch.Tensor],
     device: str,
-    dtype: torch.dtype,
     *,
     where: str,
 ) -> torch.nn.Module:
@@ -65,13 +63,11 @@ def packed_linear(
     `tensors` are those of the file, named `<name>.weight` and `<name>.weight.absmax` and so on. Raises
     AccessError at `where` for a packed weight that is not of the layer's shape.
     """
-    from bitsandbytes.nn.modules import Params4bit
+    from bitsandbytes.functional import QuantState
 
     key = f"{name}.weight"
     statistics = {other: tensor for other, tensor in tensors.items() if other != key}
-    layer = _empty_linear4bit(linear, dtype)
-    layer.weight = Params4bit.from_prequantized(tensors[key], statistics, device=device, module=layer)
-    state = layer.weight.quant_state
+    state = QuantState.from_dict(statistics, device=torch.device(device))
     wanted = (linear.out_features, linear.in_features)
     if tuple(state.shape) != wanted:
         raise AccessError(
@@ -79,9 +75,7 @@ def packed_linear(
             where=where,
             remedy="is this the right model for the configured family?",
         )
-    # what it was packed from may be another type; unpacked for backward it must be that of forward
-    state.dtype = dtype
-    return layer
+    return Nf4Linear(tensors[key].to(device), state, linear.bias)
 
 
 def count_quantized(model: torch.nn.Module, weights: str) -> tuple[int, int]:
@@ -97,40 +91,6 @@ def count_quantized(model: torch.nn.Module, weights: str) -> tuple[int, int]:
 
 
 def _is_quantized(linear: torch.nn.Linear, weights: str) -> bool:
-    if weights != "nf4":
-        return isinstance(linear, RowScaledLinear) and linear.kind == weights
-    from bitsandbytes.nn.modules import Linear4bit
-
-    return isinstance(linear, Linear4bit)
-
-
-def _nf4(linear: Any, dtype: torch.dtype) -> torch.nn.Module:
-    from bitsandbytes.nn.modules import Params4bit
-
-    layer = _empty_linear4bit(linear, dtype)
-    weight: Any = Params4bit(
-        linear.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4", module=layer
-    )
-    # bitsandbytes quantises where a tensor is first moved to, be it the device that it is on
-    layer.weight = weight.to(linear.weight.device)
-    return layer
-
-
-def _empty_linear4bit(linear: torch.nn.Linear, dtype: torch.dtype) -> Any:
-    """A layer of the same shape with the same bias, and a weight that is still to come."""
-    from bitsandbytes.nn.modules import Linear4bit
-
-    layer = Linear4bit(
-        linear.in_features,
-        linear.out_features,
-        bias=linear.bias is not None,
-        compute_dtype=dtype,
-        compress_statistics=True,
-        quant_type="nf4",
-        device="meta",
-    )
-    layer.bias = linear.bias
-    # on CPUs with AVX-512 BF16 the first call without gradients would repack the weight into a layout that
-    # has no backward, so that training could not go on after a preview
-    layer.support_avx512bf16_for_cpu = False
-    return layer
+    if weights == "nf4":
+        return isinstance(linear, Nf4Linear)
+    return isinstance(linear, RowScaledLinear) and linear.kind == weights

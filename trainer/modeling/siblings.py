@@ -85,7 +85,7 @@ def join_siblings(model: torch.nn.Module, run: Callable[[], object]) -> int:
                 _join(together)
                 joined += len(together)
     for module in model.modules():
-        if type(module) is LoraLinear and _alike([module]):
+        if type(module) is LoraLinear and _is_plain(module):
             single: Any = module
             single.__class__ = _Single
     return joined

@@ -157,7 +157,6 @@ def test_graphs_that_cannot_be_had_are_refused(config: Config, geometry: Geometr
     packed = refusal(machine("h200"), dataclasses.replace(geometry, packed=True))
     assert "features.cuda_graphs: a graph is of one shape" in packed
     assert "features.compile" not in packed
-    assert "only with compiled blocks" in refusal(small_with_nf4(80), geometry, features__weights="nf4")
 
 
 @pytest.mark.parametrize("family", ["llama", "flux1_dev"])
@@ -166,15 +165,12 @@ def test_geometry_says_which_family_packs_rows(config: Config, family: str) -> N
     assert found.packed == (get(family).packed_by is not None)
 
 
-def test_nf4_blocks_are_compiled_only_when_told(config: Config, geometry: Geometry) -> None:
+def test_nf4_blocks_are_compiled_like_others(config: Config, geometry: Geometry) -> None:
     facts = small_with_nf4(80)
     found = plan(config(features__weights="nf4"), facts, geometry)
-    assert (found.compile, found.cuda_graphs) == (False, False)
-    assert row(found, "compile").reason == "not proved with bitsandbytes' layers"
-    assert plan(config(features__weights="nf4", features__compile=True), facts, geometry).compile
+    assert (found.compile, found.cuda_graphs) == (True, True)
     share = plan(config(features__weights="nf4", features__activation_budget=0.5), facts, geometry)
     assert (share.compile, share.activation_budget) == (True, 0.5)
-    # nothing to explain where nothing would have been compiled
     short = plan(config(features__weights="nf4", train__max_train_steps=2), facts, geometry)
     assert "would gain" in row(short, "compile").reason
 

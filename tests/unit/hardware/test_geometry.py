@@ -113,13 +113,11 @@ def write_packed(folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from trainer.modeling.quantize import replacer
+    from tests.stored_nf4 import stored_state
+    from trainer.modeling.nf4 import nf4_linear
 
-    replace = replacer("nf4", (), torch.bfloat16)
-    assert replace is not None
-    layer = replace("a", torch.nn.Linear(64, 6, dtype=torch.bfloat16))
-    assert layer is not None
-    state = {f"a.{name}": value.contiguous() for name, value in layer.state_dict().items()}
+    layer = nf4_linear(torch.nn.Linear(64, 6, dtype=torch.bfloat16))
+    state = {f"a.{name}": value for name, value in stored_state(layer, torch.bfloat16).items()}
     first = {name: state.pop(name) for name in ("a.weight", "a.bias", "a.weight.absmax")}
     folder.mkdir()
     save_file({**first, "norm.weight": torch.zeros(4)}, folder / "m-1.safetensors")

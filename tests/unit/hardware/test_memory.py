@@ -170,7 +170,7 @@ def test_nf4_bytes_are_those_of_a_real_layer() -> None:
 
     from trainer.modeling.quantize import replacer
 
-    replace = replacer("nf4", (), torch.bfloat16)
+    replace = replacer("nf4", ())
     assert replace is not None
     layer = replace("layer", torch.nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16))
     assert layer is not None

@@ -77,7 +77,7 @@ def test_int8_parameters_are_those_that_quanto_quantises(config: Config, tiny_fl
 
     geometry = run_geometry(FLUX, config(), model_folder=tiny_flux1_dev, dtype="fp32")
     model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
-    replace = replacer("int8", FLUX.high_precision, torch.float32)
+    replace = replacer("int8", FLUX.high_precision)
     assert replace is not None
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     replaced = [module for name, module in linears if replace(name, module) is not None]

@@ -227,7 +227,7 @@ def test_one_layer_at_a_time_is_in_full_precision(
 ) -> None:
     """Matrices in bf16 that are alive whenever a layer is to be replaced, without those that stay so."""
     base = dataclasses.replace(encoder(LlamaForCausalLM), random_components=random)
-    real = replacer(weights, ENCODERS_KEEP, torch.bfloat16)
+    real = replacer(weights, ENCODERS_KEEP)
     assert real is not None
 
     def live() -> dict[int, torch.Size]:

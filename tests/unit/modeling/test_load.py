@@ -14,6 +14,7 @@ from diffusers import BitsAndBytesConfig, FluxTransformer2DModel
 from safetensors.torch import load_file, save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.stored_nf4 import stored_state
 from tests.unit.modeling.test_quantize import CONFIG
 from trainer.engine.build import enable_activation_checkpointing
 from trainer.errors import AccessError, ConfigError
@@ -92,7 +93,7 @@ def flux(tmp_path: Path) -> Path:
 
 
 def quantized(flux: Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    return load(FluxTransformer2DModel, source(flux), "transformer", dtype, replacer("nf4", KEEP, dtype))
+    return load(FluxTransformer2DModel, source(flux), "transformer", dtype, replacer("nf4", KEEP))
 
 
 @pytest.fixture
@@ -100,7 +101,7 @@ def stored(flux: Path, tmp_path: Path) -> Path:
     """The same base quantised and written as diffusers writes it, in three shards."""
     folder = tmp_path / "packed" / "transformer"
     folder.mkdir(parents=True)
-    state = {name: value.contiguous() for name, value in quantized(flux).state_dict().items()}
+    state = stored_state(quantized(flux), torch.bfloat16)
     save_file(state, folder / "diffusion_pytorch_model.safetensors")
     shards(folder, 3)
     config = json.loads((flux / "transformer/config.json").read_text())
@@ -122,7 +123,7 @@ def test_a_checkpoint_in_nf4_is_the_model_that_was_quantised(flux: Path, stored:
 
 
 def test_what_is_stored_in_nf4_is_not_quantised_further(stored: Path) -> None:
-    everything = replacer("nf4", (), torch.bfloat16)
+    everything = replacer("nf4", ())
     found = load(FluxTransformer2DModel, source(stored), "transformer", torch.bfloat16, everything)
     assert type(found.get_submodule("proj_out")) is torch.nn.Linear
 
@@ -130,7 +131,7 @@ def test_what_is_stored_in_nf4_is_not_quantised_further(stored: Path) -> None:
 def test_nf4_that_is_trained_in_another_type_is_unpacked_to_it(stored: Path) -> None:
     found = load(FluxTransformer2DModel, source(stored), "transformer", torch.float32)
     layer = found.get_submodule("transformer_blocks.0.attn.to_q")
-    assert layer.weight.quant_state.dtype == layer.bias.dtype == torch.float32
+    assert layer.bias.dtype == torch.float32
     x = torch.randn(2, 64, requires_grad=True)
     layer(x).sum().backward()
     assert x.grad is not None and x.grad.dtype == torch.float32
@@ -141,7 +142,7 @@ def test_the_planner_sees_true_shapes_of_a_stored_checkpoint(flux: Path, stored:
     shapes = header_shapes(stored / "transformer")
     assert shapes == header_shapes(flux / "transformer")
     layers = [
-        name for name, module in quantized(flux).named_modules() if type(module).__name__ == "Linear4bit"
+        name for name, module in quantized(flux).named_modules() if type(module).__name__ == "Nf4Linear"
     ]
     parameters, size = packed_size(stored / "transformer")
     assert parameters == sum(torch.Size(shapes[f"{name}.weight"]).numel() for name in layers)
@@ -179,7 +180,7 @@ def test_other_quantisations_are_refused_when_loading(stored: Path) -> None:
 def test_one_layer_at_a_time_is_in_full_precision(tmp_path: Path, weights: str) -> None:
     """Matrices in bf16 that are alive whenever a layer is to be replaced, without those that stay so."""
     FluxTransformer2DModel(**CONFIG).to(torch.bfloat16).save_pretrained(tmp_path / "transformer")
-    replace = replacer(weights, KEEP, torch.bfloat16)
+    replace = replacer(weights, KEEP)
     assert replace is not None
 
     def live() -> set[int]:
@@ -248,7 +249,7 @@ def test_a_random_language_model_keeps_its_rope_table(llama: Path) -> None:
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
 @pytest.mark.parametrize("random", [frozenset(), frozenset({""})])
 def test_a_shared_matrix_is_not_quantised(llama: Path, weights: str, random: frozenset[str]) -> None:
-    replace = replacer(weights, (), torch.bfloat16)
+    replace = replacer(weights, ())
     found = load(LlamaForCausalLM, source(llama, random=random), "", torch.bfloat16, replace)
     assert count_quantized(found, weights)[0] == 2 * 7
     assert found.lm_head.weight is found.model.embed_tokens.weight

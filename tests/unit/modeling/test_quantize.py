@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
+from tests.stored_nf4 import quant_state
 from trainer.errors import ConfigError
-from trainer.modeling import lora
+from trainer.modeling import lora, nf4
+from trainer.modeling.nf4 import Nf4Linear
 from trainer.modeling.quantize import count_quantized, replacer
 
 CONFIG = {
@@ -28,8 +31,8 @@ def linear(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> torch.nn
     return torch.nn.Linear(256, 192, bias=bias, dtype=dtype).requires_grad_(False)
 
 
-def quantize(weights: str, layer: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    replace = replacer(weights, (), dtype)
+def quantize(weights: str, layer: torch.nn.Module) -> torch.nn.Module:
+    replace = replacer(weights, ())
     assert replace is not None
     found = replace("layer", layer)
     assert found is not None
@@ -37,13 +40,13 @@ def quantize(weights: str, layer: torch.nn.Module, dtype: torch.dtype) -> torch.
 
 
 def test_full_precision_has_no_replacer() -> None:
-    assert replacer("bf16", (), torch.bfloat16) is None
-    assert replacer("fp32", (), torch.float32) is None
+    assert replacer("bf16", ()) is None
+    assert replacer("fp32", ()) is None
 
 
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
 def test_names_of_high_precision_are_kept(weights: str) -> None:
-    replace = replacer(weights, (r"proj_out", r"norm\..*"), torch.float32)
+    replace = replacer(weights, (r"proj_out", r"norm\..*"))
     assert replace is not None
     assert replace("proj_out", linear()) is None
     assert replace("norm.linear", linear()) is None
@@ -52,7 +55,7 @@ def test_names_of_high_precision_are_kept(weights: str) -> None:
 
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
 def test_layers_are_counted_by_their_kind(weights: str) -> None:
-    model = torch.nn.Sequential(quantize(weights, linear(), torch.float32), linear())
+    model = torch.nn.Sequential(quantize(weights, linear()), linear())
     assert count_quantized(model, weights)[0] == 1
     other = {"int8": "nf4", "nf4": "int8"}[weights]
     with pytest.raises(ConfigError, match=f"a base in {other}"):
@@ -66,8 +69,9 @@ def test_nf4_computes_with_the_unpacked_weight(dtype: torch.dtype, bias: bool) -
 
     plain = linear(dtype, bias=bias)
     original = plain.weight.clone()
-    layer = quantize("nf4", plain, dtype)
-    unpacked = dequantize_4bit(layer.weight.data, layer.weight.quant_state)
+    layer = quantize("nf4", plain)
+    assert isinstance(layer, Nf4Linear)
+    unpacked = dequantize_4bit(layer.weight.data, quant_state(layer, dtype))
     assert unpacked.dtype == dtype
     # the 16 levels lie at most 0.304 of a block's largest value apart: half of that, and a rounded scale
     assert (unpacked - original).abs().max() < (0.152 + 0.01) * original.abs().max()
@@ -79,13 +83,52 @@ def test_nf4_computes_with_the_unpacked_weight(dtype: torch.dtype, bias: bool) -
 
 
 def test_nf4_has_double_quantised_scales() -> None:
-    state = quantize("nf4", linear(), torch.float32).weight.quant_state
-    assert (state.nested, state.quant_type, state.blocksize, state.state2.blocksize) == (True, "nf4", 64, 256)
+    layer = quantize("nf4", linear())
+    assert isinstance(layer, Nf4Linear)
+    assert (layer.blocksize, layer.nested_blocksize, layer.absmax.dtype) == (64, 256, torch.uint8)
+
+
+def test_scales_that_are_not_quantised_are_read_too() -> None:
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    plain, x = linear(), torch.randn(4, 256)
+    packed, state = quantize_4bit(plain.weight.data, compress_statistics=False, quant_type="nf4")
+    layer = Nf4Linear(packed, state, plain.bias)
+    assert layer.offset is None and layer.absmax.dtype == torch.float32
+    assert torch.equal(layer(x), torch.nn.functional.linear(x, dequantize_4bit(packed, state), plain.bias))
+
+
+def test_a_compiled_nf4_layer_is_one_graph_and_unpacks_once_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, shapes = quantize("nf4", linear()), []
+    original = nf4._unpacked
+    monkeypatch.setattr(nf4, "_unpacked", lambda *all: shapes.append(all[5]) or original(*all))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return layer(x.tanh()).sin()
+
+    torch.compiler.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    inputs = [torch.randn(3, 5, 256).requires_grad_(True)]
+    inputs.append(inputs[0].detach().clone().requires_grad_(True))
+    outputs = [function(x) for function, x in zip((compiled, run), inputs, strict=True)]
+    for output in outputs:
+        output.sum().backward()
+    assert torch.equal(*outputs)
+    torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
+    assert len(shapes) == 4
+
+
+def test_the_operations_of_nf4_are_counted() -> None:
+    """A partitioner that thinks them free recomputes them first."""
+    layer = quantize("nf4", linear())
+    with FlopCounterMode(display=False) as counted:
+        layer(torch.randn(7, 256, requires_grad=True)).sum().backward()
+    assert counted.get_total_flops() == 2 * (2 * 7 * 256 * 192)
 
 
 def test_training_goes_on_after_a_call_without_gradients() -> None:
     """Some CPUs have a kernel without backward, which bitsandbytes would switch to for good."""
-    layer = quantize("nf4", linear(torch.bfloat16), torch.bfloat16).eval()
+    layer = quantize("nf4", linear(torch.bfloat16)).eval()
     x = torch.randn(4, 256, dtype=torch.bfloat16)
     with torch.no_grad():
         before = layer(x)
@@ -97,11 +140,12 @@ def test_training_goes_on_after_a_call_without_gradients() -> None:
 
 
 def test_nothing_is_kept_for_backward() -> None:
-    layer, kept = quantize("nf4", linear(), torch.float32), []
+    layer, kept = quantize("nf4", linear()), []
     x = torch.randn(4, 256, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor), lambda tensor: tensor):
         layer(x)
-    assert kept == []
+    own = {tensor.data_ptr() for tensor in layer.state_dict().values()}
+    assert all(tensor.data_ptr() in own for tensor in kept)
 
 
 def test_a_lora_on_nf4_has_the_names_of_any_other() -> None:
@@ -110,7 +154,7 @@ def test_a_lora_on_nf4_has_the_names_of_any_other() -> None:
     def adapted(weights: str) -> FluxTransformer2DModel:
         torch.manual_seed(0)
         model = FluxTransformer2DModel(**CONFIG)
-        replace = replacer(weights, (r"proj_out",), torch.float32)
+        replace = replacer(weights, (r"proj_out",))
         for name in lora.linear_names(model) if replace else ():
             parent, _, attribute = name.rpartition(".")
             found = replace(name, model.get_submodule(name)) if replace else None
