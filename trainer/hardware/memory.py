@@ -27,6 +27,8 @@ _FRAGMENTATION = 0.02
 # each weight are tiny, but the allocator gives out 512 bytes at least
 _NF4_BLOCK, _NF4_OUTER_BLOCK = 64, 256
 _NF4_TABLE_BYTES = 2048
+NF4_MOST_UNPACKED = 64 * 2**20
+"""Values of a weight that are unpacked at a time."""
 # resident size of Python with torch, diffusers and transformers imported, and with CUDA's libraries in use
 _PROCESS_BYTES = 1 * GIB
 _CUDA_PROCESS_BYTES = int(3.5 * GIB)
@@ -179,6 +181,8 @@ def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     packed, rows = sum(out * into for out, into in sizes), sum(out for out, _ in sizes)
     quantized = packed + rows * _SCALE_BYTES if kind == "int8" else _nf4_size(packed, len(sizes))
     largest = max((out * into for out, into in sizes), default=0)
+    if kind == "nf4":
+        largest = min(largest, NF4_MOST_UNPACKED)
     return _stage(
         storage,
         MemoryRow(
@@ -188,7 +192,8 @@ def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
         ),
         MemoryRow(
             name=f"{kind} unpacked",
-            bytes=largest * _ENCODER_UNPACKED_BYTES[kind],
+            bytes=(largest if kind == "int8" else min(largest, NF4_MOST_UNPACKED))
+            * _ENCODER_UNPACKED_BYTES[kind],
             detail="one weight at a time, transient",
         ),
         peak,
@@ -293,8 +298,9 @@ def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     unpacked to fp32 beside it.
     """
     largest = max((part.largest_linear for part in geometry.components if part.role == "trained"), default=0)
-    scales = largest // _NF4_BLOCK * 4 if storage.weights == "nf4" else 0
-    name, size = f"{storage.weights} unpacked", largest * storage.value_bytes + scales
+    name, size = f"{storage.weights} unpacked", largest * storage.value_bytes
+    if storage.weights == "nf4":
+        size = min(largest, NF4_MOST_UNPACKED) * storage.value_bytes + largest // _NF4_BLOCK * 4
     if storage.compute == "fp8":
         name, size = "fp8 transposed", largest if storage.weight_copies == 1 else 0
     return [MemoryRow(name=name, bytes=size, detail="one weight at a time, transient")] if size else []

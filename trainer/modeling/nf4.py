@@ -2,7 +2,8 @@
 
 Its own layer keeps what a weight needs in an object beside the tensor, which no compiler traces. Here the
 same tensors are a layer's buffers, and a product is one operator with another for its gradient: the weight
-is unpacked inside, for each anew, and a compiler cannot keep it from forward to backward.
+is unpacked inside, for each anew and the largest in parts, and a compiler cannot keep it from forward to
+backward.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch.utils.flop_counter import register_flop_formula
+
+from trainer.hardware.memory import NF4_MOST_UNPACKED
 
 
 class Nf4Linear(torch.nn.Linear):
@@ -84,9 +87,20 @@ def _product(
     blocksize: int,
     nested_blocksize: int,
 ) -> torch.Tensor:
-    stored = (weight, absmax, nested_absmax, nested_code, offset)
-    whole = _unpacked(*stored, shape, blocksize, nested_blocksize, inputs.dtype)
-    return torch.nn.functional.linear(inputs, whole, bias)
+    scales = _scales(absmax, nested_absmax, nested_code, offset, nested_blocksize)
+    parts = _parts(shape, blocksize)
+    if len(parts) == 1:
+        return torch.nn.functional.linear(
+            inputs, _unpacked(weight, scales, shape[1], blocksize, parts[0], inputs.dtype), bias
+        )
+    output = inputs.new_empty((inputs.shape[0], shape[0]))
+    for rows in parts:
+        part = _unpacked(weight, scales, shape[1], blocksize, rows, inputs.dtype).t()
+        if bias is None:
+            torch.mm(inputs, part, out=output[:, rows])
+        else:
+            torch.addmm(bias[rows], inputs, part, out=output[:, rows])
+    return output
 
 
 @torch.library.custom_op("trainer::nf4_product_backward", mutates_args=())
@@ -101,31 +115,56 @@ def _product_backward(
     blocksize: int,
     nested_blocksize: int,
 ) -> torch.Tensor:
-    stored = (weight, absmax, nested_absmax, nested_code, offset)
-    return gradient @ _unpacked(*stored, shape, blocksize, nested_blocksize, gradient.dtype)
+    scales = _scales(absmax, nested_absmax, nested_code, offset, nested_blocksize)
+    first, *others = _parts(shape, blocksize)
+    found = gradient[:, first] @ _unpacked(weight, scales, shape[1], blocksize, first, gradient.dtype)
+    for rows in others:
+        found.addmm_(gradient[:, rows], _unpacked(weight, scales, shape[1], blocksize, rows, gradient.dtype))
+    return found
 
 
-def _unpacked(
-    weight: torch.Tensor,
+def _parts(shape: Sequence[int], blocksize: int) -> list[slice]:
+    """Rows of the weight that are unpacked at a time: all, but for the largest weights."""
+    rows, columns = shape
+    if rows * columns <= NF4_MOST_UNPACKED or columns % blocksize:
+        return [slice(0, rows)]
+    size = NF4_MOST_UNPACKED // columns
+    return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
+
+
+def _scales(
     absmax: torch.Tensor,
     nested_absmax: torch.Tensor | None,
     nested_code: torch.Tensor | None,
     offset: torch.Tensor | None,
-    shape: Sequence[int],
-    blocksize: int,
     nested_blocksize: int,
-    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """The weight (out, in)."""
+    """The scale of every block, fp32."""
+    if nested_absmax is None or offset is None:
+        return absmax
     import bitsandbytes  # noqa: F401  # registers its operators
 
-    operators = torch.ops.bitsandbytes
-    if nested_absmax is not None:
-        found = operators.dequantize_blockwise(
-            absmax, nested_absmax, nested_code, nested_blocksize, torch.float32
-        )
-        absmax = found.add_(offset)
-    whole: torch.Tensor = operators.dequantize_4bit(weight, absmax, blocksize, "nf4", list(shape), dtype)
+    found: torch.Tensor = torch.ops.bitsandbytes.dequantize_blockwise(
+        absmax, nested_absmax, nested_code, nested_blocksize, torch.float32
+    )
+    return found.add_(offset)
+
+
+def _unpacked(
+    weight: torch.Tensor, scales: torch.Tensor, columns: int, blocksize: int, rows: slice, dtype: torch.dtype
+) -> torch.Tensor:
+    """These rows of the weight, (rows, in)."""
+    import bitsandbytes  # noqa: F401  # registers its operators
+
+    start, end = rows.start * columns, rows.stop * columns
+    whole: torch.Tensor = torch.ops.bitsandbytes.dequantize_4bit(
+        weight[start // 2 : -(-end // 2)],
+        scales[start // blocksize : -(-end // blocksize)],
+        blocksize,
+        "nf4",
+        [rows.stop - rows.start, columns],
+        dtype,
+    )
     return whole
 
 

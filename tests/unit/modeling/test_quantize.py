@@ -101,7 +101,7 @@ def test_scales_that_are_not_quantised_are_read_too() -> None:
 def test_a_compiled_nf4_layer_is_one_graph_and_unpacks_once_each_way(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, shapes = quantize("nf4", linear()), []
     original = nf4._unpacked
-    monkeypatch.setattr(nf4, "_unpacked", lambda *all: shapes.append(all[5]) or original(*all))
+    monkeypatch.setattr(nf4, "_unpacked", lambda *all: shapes.append(all[4]) or original(*all))
 
     def run(x: torch.Tensor) -> torch.Tensor:
         return layer(x.tanh()).sin()
@@ -116,6 +116,21 @@ def test_a_compiled_nf4_layer_is_one_graph_and_unpacks_once_each_way(monkeypatch
     assert torch.equal(*outputs)
     torch.testing.assert_close(inputs[0].grad, inputs[1].grad)
     assert len(shapes) == 4
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_large_nf4_weights_are_unpacked_in_parts(bias: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = quantize("nf4", linear(bias=bias)), torch.randn(6, 256, requires_grad=True)
+    wanted = layer(x)
+    (expected,) = torch.autograd.grad(wanted.sin().sum(), x)
+    monkeypatch.setattr(nf4, "NF4_MOST_UNPACKED", 70 * 256)
+    sizes, original = [], nf4._unpacked
+    monkeypatch.setattr(nf4, "_unpacked", lambda *all: sizes.append(all[4]) or original(*all))
+    found = layer(x)
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    (gradient,) = torch.autograd.grad(found.sin().sum(), x)
+    torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
+    assert [(one.start, one.stop) for one in sizes] == 2 * [(0, 70), (70, 140), (140, 192)]
 
 
 def test_the_operations_of_nf4_are_counted() -> None:
