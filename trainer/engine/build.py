@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
+from torch.utils.checkpoint import checkpoint
 
 from trainer.engine.context import Context
 from trainer.engine.fast import compile_model, prove_fp8
@@ -134,6 +135,12 @@ def enable_activation_checkpointing(model: Any) -> None:
             remedy="set it to false, or use a smaller resolution or batch",
         )
     if of_transformers:
-        model.activation_checkpointing_enable({"use_reentrant": False})
+        model.activation_checkpointing_enable(_RECOMPUTED)
     else:
-        model.enable_gradient_checkpointing()
+        model.enable_gradient_checkpointing(
+            lambda block, *inputs: checkpoint(block.__call__, *inputs, **_RECOMPUTED)
+        )
+
+
+# nothing in a block is drawn at random; a CUDA graph could not restore a generator's state
+_RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
