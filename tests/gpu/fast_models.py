@@ -7,8 +7,9 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 
-from tests.unit.modeling.small_models import adapt, quantize
+from tests.unit.modeling.small_models import Storage, adapt, quantize
 from trainer.config.schema import FlowSection
+from trainer.engine.build import enable_activation_checkpointing
 from trainer.engine.fast import Fused, fuse
 from trainer.engine.graphs import Graphs
 from trainer.engine.masters import FlatMasters
@@ -39,14 +40,15 @@ SETTINGS = flow.FlowSettings(
 )
 
 
-def build(storage: str = "bf16", *, fast: bool, trained: bool = True) -> Any:
+def build(storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed: bool = False) -> Any:
     """A small model in bf16 with a LoRA, and what a run does for speed; `trained`: the LoRA is not zero."""
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model: Any = FluxTransformer2DModel(**CONFIG).to(torch.bfloat16)
     model.requires_grad_(False)
-    if storage == "fp8":
-        quantize(model, FLUX1_DEV.high_precision, "fp8_two_copies")
+    if storage != "bf16":
+        kinds: dict[str, Storage] = {"fp8": "fp8_two_copies", "int8": "int8", "nf4": "nf4"}
+        quantize(model, FLUX1_DEV.high_precision, kinds[storage])
     pattern = FLUX1_DEV.lora_targets["attention"]
     if trained:
         adapt(model, pattern, device=str(model.device))
@@ -54,6 +56,8 @@ def build(storage: str = "bf16", *, fast: bool, trained: bool = True) -> Any:
         lora.add_lora(model, rank=4, alpha=8, pattern=pattern, seed=0, device=str(model.device))
     set_attention(model, "flash")
     model.train()
+    if recomputed:
+        enable_activation_checkpointing(model)
     if fast:
         batch, draw = inputs(0)
 
@@ -62,7 +66,9 @@ def build(storage: str = "bf16", *, fast: bool, trained: bool = True) -> Any:
                 FLUX1_DEV.predict(model, batch, draw, SETTINGS)
 
         activations = 4 if storage == "fp8" else 0
-        assert fuse(model, run) == Fused(joined=12, norms=8, rotations=3, activations=activations)
+        # nf4 weights cannot be one
+        joined = 0 if storage == "nf4" else 12
+        assert fuse(model, run) == Fused(joined=joined, norms=8, rotations=3, activations=activations)
         assert compile_blocks(model, FLUX1_DEV.blocks, activation_budget=1.0) == 3
     return model
 

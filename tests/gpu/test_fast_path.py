@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -199,9 +203,10 @@ def agree(computed: Computed, graphs: Graphs, plan: list[tuple[int, int]]) -> No
         assert relative(ours, theirs) <= max(1e-3, 3 * relative(repeated, theirs))
 
 
-@pytest.mark.parametrize("storage", ["bf16", "fp8"])
-def test_graphs_compute_what_plain_calls_do(storage: str) -> None:
-    computed = Computed(build(storage, fast=True))
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("storage", ["bf16", "fp8", "int8", "nf4"])
+def test_graphs_compute_what_plain_calls_do(storage: str, recomputed: bool) -> None:
+    computed = Computed(build(storage, fast=True, recomputed=recomputed))
     graphs = Graphs(computed)
     plan = [(number, 512) for number in range(6)]
     agree(computed, graphs, plan)
@@ -251,6 +256,36 @@ def test_a_capture_alone_changes_no_sums() -> None:
     graphs._capture(batch, draw, weight)
     torch.cuda.synchronize()
     assert torch.equal(computed.masters.gradient, before)
+
+
+SECOND_START = """
+from trainer.modeling.vision import make_torchvision_importable
+
+make_torchvision_importable()
+from tests.gpu.fast_models import Computed, build
+from trainer.engine.graphs import Graphs
+
+for storage in ("bf16", "fp8"):
+    computed = Computed(build(storage, fast=True))
+    losses, _ = computed.run(Graphs(computed), [(number, 512) for number in range(5)])
+    print(storage, losses.tolist())
+"""
+
+
+def test_a_second_start_takes_what_the_first_compiled(tmp_path: Path) -> None:
+    cache = {name: str(tmp_path / name) for name in ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")}
+    said = []
+    for _ in range(2):
+        done = subprocess.run(
+            [sys.executable, "-c", SECOND_START],
+            env={**os.environ, **cache},
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr[-2000:]
+        said.append(done.stdout)
+    assert said[0] == said[1]
 
 
 # trainings
@@ -314,6 +349,17 @@ def test_fp8_trains_as_bf16(eager_run: Any) -> None:
     assert torch.nn.functional.cosine_similarity(gradient, wanted_gradient, dim=0) > 0.98
     assert cosine(found_lora, wanted_lora, ".lora_") > 0.99
     assert cosine(found_lora, wanted_lora, ".lora_B.") > 0.95
+
+
+@pytest.mark.parametrize(("storage", "loss", "gradient_cosine"), [("int8", 0.01, 0.99), ("nf4", 0.05, 0.9)])
+def test_quantised_bases_train_near_bf16(
+    storage: str, loss: float, gradient_cosine: float, eager_run: Any
+) -> None:
+    wanted, wanted_lora, wanted_gradient = eager_run
+    losses, found_lora, gradient = train(build(storage, fast=True, trained=False), graphed=True)
+    assert furthest(losses, wanted) < loss
+    assert torch.nn.functional.cosine_similarity(gradient, wanted_gradient, dim=0) > gradient_cosine
+    assert cosine(found_lora, wanted_lora, ".lora_") > 0.95
 
 
 def fp8_kernels(model: Any) -> list[str]:

@@ -94,14 +94,16 @@ class Graphs:
         self._stream.wait_stream(outside)
         if not self.captured:
             torch.cuda.empty_cache()  # what the allocator keeps for others is not this pool's
-        # backward in a thread of its own would allocate elsewhere
-        with (
-            torch.cuda.stream(self._stream),
-            torch.cuda.use_mem_pool(self._pool),  # type: ignore[arg-type]  # of which it reads the id
-            torch.autograd.set_multithreading_enabled(False),
-        ):
-            yield
-        outside.wait_stream(self._stream)
+        try:
+            # backward in a thread of its own would allocate elsewhere
+            with (
+                torch.cuda.stream(self._stream),
+                torch.cuda.use_mem_pool(self._pool),  # type: ignore[arg-type]  # of which it reads the id
+                torch.autograd.set_multithreading_enabled(False),
+            ):
+                yield
+        finally:
+            outside.wait_stream(self._stream)
 
     def _capture(self, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> _Captured:
         """Record `compute` without running it."""

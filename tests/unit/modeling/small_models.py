@@ -19,10 +19,11 @@ from trainer.families.llama import LLAMA
 from trainer.families.protocol import Batch, Draw, Shape
 from trainer.families.qwen_image import QWEN_IMAGE
 from trainer.modeling import lora
+from trainer.modeling.nf4 import nf4_linear
 from trainer.modeling.packed import set_packed_attention
 from trainer.modeling.rowscaled import from_linear, takes_fp8
 
-Storage = Literal["plain", "int8", "fp8", "fp8_two_copies"]
+Storage = Literal["plain", "int8", "nf4", "fp8", "fp8_two_copies"]
 
 FAMILIES: dict[str, Any] = {
     "flux1_dev": FLUX1_DEV,
@@ -156,17 +157,22 @@ def adapt(model: Any, pattern: str, *, device: str = "cpu") -> None:
 
 
 def quantize(model: Any, high_precision: tuple[str, ...], storage: Storage) -> None:
-    """Put row-scaled layers in the place of the linears that are not of `high_precision`."""
+    """Put quantised layers in the place of the linears that are not of `high_precision`."""
     keep = re.compile("|".join(high_precision))
     for name in lora.linear_names(model):
         linear = model.get_submodule(name)
         if keep.fullmatch(name) or not takes_fp8(linear):
             continue
         parent, _, attribute = name.rpartition(".")
-        kind: Literal["int8", "fp8"] = "int8" if storage == "int8" else "fp8"
-        copies = 2 if storage == "fp8_two_copies" else 1
-        layer = from_linear(linear, kind, fp8_compute=kind == "fp8", copies=copies)
-        model.get_submodule(parent).register_module(attribute, layer)
+        model.get_submodule(parent).register_module(attribute, _quantized(linear, storage))
+
+
+def _quantized(linear: torch.nn.Linear, storage: Storage) -> torch.nn.Linear:
+    if storage == "nf4":
+        return nf4_linear(linear)
+    kind: Literal["int8", "fp8"] = "int8" if storage == "int8" else "fp8"
+    copies = 2 if storage == "fp8_two_copies" else 1
+    return from_linear(linear, kind, fp8_compute=kind == "fp8", copies=copies)
 
 
 def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
