@@ -19,6 +19,7 @@ from tests.unit.modeling.small_models import relative
 from trainer.config.schema import TrainSection
 from trainer.engine.graphs import WARM_UP, Graphs
 from trainer.engine.optimizer import Updater
+from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import Batch, Draw
 from trainer.modeling.fp8 import fp8_linear, quantize_rows, transpose_bytes
@@ -207,7 +208,7 @@ def agree(computed: Computed, graphs: Graphs, plan: list[tuple[int, int]]) -> No
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "int8", "nf4"])
 def test_graphs_compute_what_plain_calls_do(storage: str, recomputed: bool) -> None:
     computed = Computed(build(storage, fast=True, recomputed=recomputed))
-    graphs = Graphs(computed)
+    graphs = Graphs(computed, print)
     plan = [(number, 512) for number in range(6)]
     agree(computed, graphs, plan)
     assert len(graphs.captured) == 1
@@ -219,7 +220,7 @@ def test_graphs_compute_what_plain_calls_do(storage: str, recomputed: bool) -> N
 
 def test_each_shape_has_a_graph_of_its_own() -> None:
     computed = Computed(build(fast=True))
-    graphs = Graphs(computed)
+    graphs = Graphs(computed, print)
     # in turns: what one graph leaves in the memory that they share must not matter to the other
     plan = [(number, side) for number in range(WARM_UP + 3) for side in (512, 384)]
     agree(computed, graphs, plan)
@@ -228,9 +229,28 @@ def test_each_shape_has_a_graph_of_its_own() -> None:
     assert len(graphs.captured) == 2
 
 
+def test_what_a_model_keeps_for_a_new_size_is_no_graph_s_scratch() -> None:
+    """Position ids of the second size are made when the first one's graph is there already."""
+    flow.kept_on_device.cache_clear()
+    computed = Computed(build(fast=True))
+    graphs = Graphs(computed, print)
+    first = [(number, 512) for number in range(WARM_UP + 2)]
+    computed.run(graphs, first)
+    assert len(graphs.captured) == 1
+    plan = [(number, side) for number in range(WARM_UP + 3) for side in (384, 512)]
+    found = computed.run(graphs, plan)
+    assert len(graphs.captured) == 2
+    again = computed.run(graphs, plan)
+    flow.kept_on_device.cache_clear()
+    wanted = computed.run(None, plan)
+    for ours, repeated, theirs in zip(found, again, wanted, strict=True):
+        assert relative(ours, theirs) < 5e-3
+        assert relative(repeated, theirs) < 5e-3
+
+
 def test_dropped_graphs_free_their_memory_and_are_captured_again() -> None:
     computed = Computed(build(fast=True))
-    graphs = Graphs(computed)
+    graphs = Graphs(computed, print)
     plan = [(number, 512) for number in range(WARM_UP + 2)]
     wanted = computed.run(graphs, plan)
     torch.cuda.synchronize()
@@ -249,7 +269,7 @@ def test_dropped_graphs_free_their_memory_and_are_captured_again() -> None:
 
 def test_a_capture_alone_changes_no_sums() -> None:
     computed = Computed(build(fast=True))
-    graphs = Graphs(computed)
+    graphs = Graphs(computed, print)
     computed.run(graphs, [(number, 512) for number in range(WARM_UP)])
     (batch, draw), weight = inputs(0), torch.tensor(1.0, device=DEVICE)
     before = computed.masters.gradient.clone()
@@ -267,7 +287,7 @@ from trainer.engine.graphs import Graphs
 
 for storage in ("bf16", "fp8"):
     computed = Computed(build(storage, fast=True))
-    losses, _ = computed.run(Graphs(computed), [(number, 512) for number in range(5)])
+    losses, _ = computed.run(Graphs(computed, print), [(number, 512) for number in range(5)])
     print(storage, losses.tolist())
 """
 
@@ -303,7 +323,7 @@ def train(model: Any, *, graphed: bool) -> tuple[list[float], dict[str, torch.Te
         updater.accumulate()
         return loss.detach()
 
-    run: Any = Graphs(compute) if graphed else compute
+    run: Any = Graphs(compute, print) if graphed else compute
     losses, gradient = [], torch.empty(0)
     for step in range(STEPS):
         loss = run(*inputs(step % 2), torch.tensor(1.0, device=DEVICE)).clone()

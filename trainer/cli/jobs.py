@@ -113,16 +113,32 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
     plan = plan_run(loaded, facts, profile)
     features = loaded.config.features
     asked = {"attention": features.attention, "matmul": features.compute}
-    if probe and plan.device == "cuda" and "auto" in asked.values():
-        kinds = [kind for kind, value in asked.items() if value == "auto"]
+    kinds = [kind for kind, value in asked.items() if value == "auto"]
+    if not (probe and plan.device == "cuda" and kinds):
+        return facts, plan
+    for _ in range(_MOST_PROBES):
         measured = probe_kernels(loaded, facts, kinds)
-        if measured != facts:
-            return measured, plan_run(loaded, measured, profile)
+        if measured == facts:
+            break
+        # with verdicts a step's samples may be parted in another way, and kernels have other shapes
+        facts, plan = measured, plan_run(loaded, measured, profile)
     return facts, plan
 
 
-def probe_kernels(loaded: Loaded, facts: Facts, kinds: Sequence[str] = ("attention", "matmul")) -> Facts:
-    """The facts with a verdict for every kernel at the run's shape; verdicts are kept on disk."""
+_MOST_PROBES = 3
+
+
+def probe_kernels(
+    loaded: Loaded,
+    facts: Facts,
+    kinds: Sequence[str] = ("attention", "matmul"),
+    *,
+    failed_too: bool = False,
+) -> Facts:
+    """The facts with a verdict for every kernel at the run's shape; verdicts are kept on disk.
+
+    With `failed_too` kernels that failed before are tried again: a driver or a library may have changed.
+    """
     import dataclasses
 
     from trainer.config import environment
@@ -130,11 +146,11 @@ def probe_kernels(loaded: Loaded, facts: Facts, kinds: Sequence[str] = ("attenti
     from trainer.engine.planning import plan_run, requested_profile, run_attention
     from trainer.hardware.verdicts import FILE_NAME, read_verdicts, write_verdicts
 
-    shape = run_attention(loaded)
     plan = plan_run(loaded, facts, requested_profile())
+    shape = run_attention(loaded, plan.micro_batch_size)
     candidates = probe.kernels_for(facts, plan.device, plan.dtype)
     wanted = [name for name in candidates if name.partition(".")[0] in kinds]
-    missing = probe.unmeasured(wanted, facts, shape)
+    missing = probe.unmeasured(wanted, facts, shape, failed_too=failed_too)
     if not missing:
         return facts
     names = ", ".join(missing)

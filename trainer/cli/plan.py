@@ -46,10 +46,11 @@ def plan(
     form: str | None,
 ) -> None:
     """Show every hardware decision with its source and reason, and the memory that the run will need."""
+    from trainer.engine.continued import continued
     from trainer.engine.planning import machine_facts, plan_run, requested_profile
     from trainer.hardware.render import environment_exports, plan_text, plan_to_json
 
-    loaded = load_config(configs, (*overrides, *budget), dataset, output)
+    loaded = continued(load_config(configs, (*overrides, *budget), dataset, output))
     decided = plan_run(loaded, machine_facts(facts_file), requested_profile())
     if form == "json":
         click.echo(plan_to_json(decided), nl=False)

@@ -39,7 +39,8 @@ def probe(
 
     facts = machine_facts()
     if configs:
-        facts = probe_kernels(load_config(configs, overrides, dataset, output), facts)
+        loaded = load_config(configs, overrides, dataset, output)
+        facts = probe_kernels(loaded, facts, failed_too=True)
     if as_json:
         click.echo(facts_to_json(facts))
         return 0

@@ -21,7 +21,7 @@ The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save f
 )
 @config_arguments
 @budget_option
-@click.option("--no-probe", is_flag=True, help="Do not measure attention kernels that have no verdict yet.")
+@click.option("--no-probe", is_flag=True, help="Do not measure kernels that have no verdict yet.")
 def train(
     configs: tuple[Path, ...],
     overrides: tuple[str, ...],
@@ -33,10 +33,11 @@ def train(
     """Train, prove and save: a LoRA or a full fine-tune, as the configuration says."""
     from trainer.cli.jobs import planned, print_plan, run_job, stop_before_start
     from trainer.config import environment
+    from trainer.engine.continued import continued
 
     stop_before_start()
 
-    loaded = load_config(configs, (*overrides, *budget), dataset, output)
+    loaded = continued(load_config(configs, (*overrides, *budget), dataset, output))
     facts, plan = planned(loaded, probe=not no_probe)
     print_plan(plan)
     return run_job(

@@ -123,7 +123,7 @@ def _work(
         else:
             run.verify_file(context, spec)
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, MemoryError) and not any(text in str(error) for text in _ALLOCATION_FAILED):
+        if not _is_out_of_memory(error):
             raise
         raise OutOfMemoryError(
             f"memory ran out ({error})",
@@ -131,6 +131,15 @@ def _work(
             remedy="use features.activation_checkpointing: true, features.weights: int8, or a lower "
             "data.resolution; the last checkpoint is intact",
         ) from error
+
+
+def _is_out_of_memory(error: BaseException | None) -> bool:
+    """Whether an allocation failed, also where ending a CUDA graph's capture failed because of it."""
+    while error is not None:
+        if isinstance(error, MemoryError) or any(text in str(error) for text in _ALLOCATION_FAILED):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _source(

@@ -27,7 +27,10 @@ added to the optimizer's sums.
 # micro-batches of one kind that run as usual first; the second one no longer compiles
 WARM_UP = 3
 # kinds that are captured; later ones run as usual
-MOST_GRAPHS = 12
+MOST_CAPTURED = 12
+# kinds after which nothing is captured any more: models keep tables for so many sizes, then drop the oldest,
+# which a graph may still read
+MOST_KINDS = 32
 
 
 @dataclass(kw_only=True)
@@ -59,9 +62,10 @@ class _Pool:
 class Graphs:
     """Runs `compute`, from graphs where it can. They never run side by side."""
 
-    def __init__(self, compute: Compute) -> None:
+    def __init__(self, compute: Compute, say: Callable[[str], None]) -> None:
         self.compute = compute
         self.captured: dict[Any, _Captured] = {}
+        self._say = say
         self._seen: dict[Any, int] = {}
         self._pool = _Pool()
         self._stream = torch.cuda.Stream()
@@ -72,13 +76,35 @@ class Graphs:
         captured = self.captured.get(key)
         if captured is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
-            if seen <= WARM_UP or len(self.captured) >= MOST_GRAPHS:
+            if seen == 1:
+                return self._first(batch, draw, weight)
+            if seen <= WARM_UP or len(self.captured) >= MOST_CAPTURED or len(self._seen) > MOST_KINDS:
+                if seen == WARM_UP + 1:
+                    self._say_uncaptured()
                 with self._aside():
                     return self.compute(batch, draw, weight)
             captured = self.captured[key] = self._capture(batch, draw, weight)
         torch._foreach_copy_(captured.inputs, _tensors(batch, draw, weight))
         captured.graph.replay()
         return captured.loss
+
+    def _first(self, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> torch.Tensor:
+        """The first micro-batch of a kind, outside the pool and with no graph there.
+
+        A model may keep tables that it makes for a new size. In the pool they would lie where another graph
+        puts what it computes. The other graphs are captured again when they are needed.
+        """
+        self.drop()
+        loss = self.compute(batch, draw, weight)
+        torch.cuda.empty_cache()  # what the allocator keeps for others is not the pool's
+        return loss
+
+    def _say_uncaptured(self) -> None:
+        """Say once for each kind that it runs without a graph, and why."""
+        most = f"of {MOST_CAPTURED} sets of shapes" if len(self._seen) <= MOST_KINDS else "of no others"
+        self._say(
+            f"{len(self._seen)} sets of shapes so far: CUDA graphs are kept {most}, this one runs without"
+        )
 
     def drop(self) -> None:
         """Free what the graphs hold, all activations of a step; they are captured again when needed."""
@@ -92,8 +118,6 @@ class Graphs:
         """On the graphs' stream and in their pool, between what was queued before and what comes after."""
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)
-        if not self.captured:
-            torch.cuda.empty_cache()  # what the allocator keeps for others is not this pool's
         try:
             # backward in a thread of its own would allocate elsewhere
             with (

@@ -72,7 +72,7 @@ class Run:
         """Micro-batches as CUDA graphs, where the plan says so."""
         if not self.context.plan.cuda_graphs:
             return None
-        return Graphs(functools.partial(micro_batch, self))
+        return Graphs(functools.partial(micro_batch, self), self.context.say)
 
 
 def train(run: Run, state: State) -> None:

@@ -179,11 +179,11 @@ class Updater:
             name, _, key = label.rpartition("/")
             by_key.setdefault(name, {})[key] = value
         # a parameter that never had a gradient has no state
-        entries: dict[int, dict[str, Any]] = {
-            index: {**by_key[name]} for index, name in enumerate(self.parameters) if name in by_key
-        }
+        entries: dict[int, dict[str, Any]]
         if self.flat is not None:
             entries = {0: self._joined(self.flat, by_key)}
+        else:
+            entries = {i: {**by_key[name]} for i, name in enumerate(self.parameters) if name in by_key}
         plain = self.optimizer.state_dict()
         if self.kahan:
             for group in plain["param_groups"]:
@@ -205,5 +205,6 @@ class Updater:
         for key in sorted(keys):
             joined[key] = torch.zeros_like(flat.gradient)
             for name, view in flat.by_name(joined[key]).items():
-                view.copy_(by_key[name][key])
+                if name in by_key:  # without a gradient so far its moments are zero
+                    view.copy_(by_key[name][key])
         return joined

@@ -83,9 +83,10 @@ def requested_profile() -> str:
     return environment.read("TRAINER_PROFILE") or "auto"
 
 
-def run_attention(loaded: Loaded) -> AttentionShape:
-    """The run's attention call, for the kernel probe."""
-    config = loaded.config
+def run_attention(loaded: Loaded, batch_size: int) -> AttentionShape:
+    """The run's attention call in a micro-batch of that size, for the kernel probe."""
+    train = loaded.config.train.model_copy(update={"train_batch_size": batch_size})
+    config = loaded.config.model_copy(update={"train": train})
     family = families.get(config.family)
     model_config = component_config(family, local_folder(config), family.trained_component)
     # which kernel runs depends on heads, width and tokens, not on the bytes of a value

@@ -96,9 +96,18 @@ def kernels_for(facts: Facts, device: str, dtype: str) -> tuple[str, ...]:
     return tuple(name for name in names if name not in refused)
 
 
-def unmeasured(kernels: Sequence[str], facts: Facts, shape: AttentionShape) -> tuple[str, ...]:
-    """Those of `kernels` that have no verdict at the run's shape, or whose package has come or gone since."""
-    known = {(row.kernel, row.shape_class): row.reason != NOT_INSTALLED for row in facts.verdicts}
+def unmeasured(
+    kernels: Sequence[str], facts: Facts, shape: AttentionShape, *, failed_too: bool = False
+) -> tuple[str, ...]:
+    """Those of `kernels` that have no verdict at the run's shape, or whose package has come or gone since.
+
+    With `failed_too` also those that were seen failing.
+    """
+    known = {
+        (row.kernel, row.shape_class): row.reason != NOT_INSTALLED
+        for row in facts.verdicts
+        if row.works or row.reason == NOT_INSTALLED or not failed_too
+    }
     return tuple(name for name in kernels if known.get((name, _class_of(name, shape))) != _installed(name))
 
 

@@ -16,6 +16,7 @@ from trainer.data.cache import prune
 from trainer.engine import checkpoint, loop, proof, resume
 from trainer.engine.build import build, load_base
 from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
+from trainer.engine.continued import PLAN_FILE
 from trainer.engine.entries import Entries, fill_cache, list_entries
 from trainer.engine.fast import uncompiled
 from trainer.engine.full import export_full, prove_full
@@ -185,7 +186,7 @@ def _write_run_files(context: Context, spec: Spec, fingerprint: dict[str, str]) 
         context.run_dir / resume.RUN_FILE, json.dumps(fingerprint, indent=1, sort_keys=True) + "\n"
     )
     atomic.write_text(context.run_dir / "config.resolved.yaml", Path(spec.config_file).read_text())
-    atomic.write_text(context.run_dir / "plan.json", spec.plan_text)
+    atomic.write_text(context.run_dir / PLAN_FILE, spec.plan_text)
     decisions: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
     log.get("run").info("run folder %s", context.run_dir, extra={"fields": {"plan": decisions}})
 

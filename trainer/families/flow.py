@@ -172,7 +172,7 @@ def _shifted(sigmas: torch.Tensor, flow: FlowSection, mu: float | None) -> torch
     return factor * sigmas / (1.0 + (factor - 1.0) * sigmas)
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=256)  # a CUDA graph may read them still: more than all sizes that are captured
 def kept_on_device(make: Callable[..., torch.Tensor], *arguments: Hashable) -> torch.Tensor:
     """The result of `make(*arguments)`, made once: position ids made each step would wait for the device."""
     return make(*arguments)

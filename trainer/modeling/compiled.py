@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 # distinct shapes of one kind of block that are compiled before it fails; beyond a few they are dynamic anyway
-MOST_GRAPHS = 16
+MOST_COMPILED = 16
 
 
 def compile_blocks(model: torch.nn.Module, kinds: Sequence[str], *, activation_budget: float) -> int:
@@ -21,7 +21,7 @@ def compile_blocks(model: torch.nn.Module, kinds: Sequence[str], *, activation_b
     import torch._dynamo
     import torch._functorch.config
 
-    torch._dynamo.config.recompile_limit = MOST_GRAPHS
+    torch._dynamo.config.recompile_limit = MOST_COMPILED
     torch._functorch.config.activation_memory_budget = activation_budget
     count = 0
     for module in model.modules():

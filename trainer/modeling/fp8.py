@@ -20,7 +20,7 @@ MOST = 448.0
 """Largest value of e4m3."""
 MULTIPLE = 16
 """Both sides of a weight must be multiples of this for the FP8 kernels."""
-# below it a row is nothing but zeros, which have no scale of their own
+# a row whose values are all smaller is scaled as if this were the largest: zeros have no scale of their own
 _LEAST = 1e-12
 
 

@@ -115,6 +115,28 @@ def _transpose(source, target, rows, columns, TILE: tl.constexpr):  # type: igno
     tl.store(target + column[:, None] * rows + row[None, :], tl.trans(tile), mask=inside)
 
 
+def unpack_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(rows, columns) of int8 with an fp32 scale (rows, 1), multiplied in fp32, in `dtype`."""
+    rows, columns = values.shape
+    result = torch.empty((rows, columns), dtype=dtype, device=values.device)
+    _unpack[(rows, triton.cdiv(columns, _UNPACKED))](
+        values, scale, result, columns, BLOCK=_UNPACKED, num_warps=4
+    )
+    return result
+
+
+_UNPACKED = 2048
+
+
+@triton.jit
+def _unpack(values, scale, result, columns, BLOCK: tl.constexpr):  # type: ignore[no-untyped-def]
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = column < columns
+    part = tl.load(values + row * columns + column, mask=inside, other=0).to(tl.float32)
+    tl.store(result + row * columns + column, part * tl.load(scale + row), mask=inside)
+
+
 # rows of one head that one program normalises, forward and backward
 _HEADS, _HEADS_BACKWARD = 32, 16
 

@@ -24,9 +24,11 @@ class _AddLowRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, hidden: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(hidden, up)
-        if whole.device.type == "cpu" or whole.dtype != torch.bfloat16 or up.shape[1] > kernels.MOST_RANK:
+        types = {whole.dtype, hidden.dtype, up.dtype}
+        if whole.device.type == "cpu" or types != {torch.bfloat16} or up.shape[1] > kernels.MOST_RANK:
             return whole + hidden @ up.t()
-        return kernels.add_low_rank(whole, hidden, up)
+        # none of these copies what a linear layer gives
+        return kernels.add_low_rank(whole.contiguous(), hidden.contiguous(), up.contiguous())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

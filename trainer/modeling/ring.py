@@ -18,6 +18,8 @@ from safetensors import SafetensorError
 from trainer.errors import HardwareError
 
 MIB = 2**20
+# what file systems without direct reads answer
+_NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,7 +172,7 @@ class _File:
                 # always to the target's end: direct reads are of whole pages, and the file's end cuts them
                 count = os.preadv(descriptor, [target[got:]], offset + got)
             except OSError as error:
-                if descriptor == self.buffered or error.errno != errno.EINVAL:
+                if descriptor == self.buffered or error.errno not in _NOT_DIRECT:
                     raise SafetensorError(f"cannot be read: {error.strerror}") from error
                 # refused by this file system, or the rest of a read that ended within a page
                 descriptor = self.buffered
@@ -189,7 +191,7 @@ def _open(path: Path, *, direct: bool, drop: bool) -> _File:
     try:
         return _File(direct=os.open(path, os.O_RDONLY | os.O_DIRECT), buffered=buffered, drop=drop)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if error.errno not in _NOT_DIRECT:
             os.close(buffered)
             raise
     return _File(direct=buffered, buffered=buffered, drop=drop)

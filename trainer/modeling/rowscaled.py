@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
+from torch.utils.flop_counter import register_flop_formula
 
 from trainer.modeling.fp8 import MULTIPLE, fp8_linear, quantize_rows
+
+if torch.version.cuda is not None:
+    from trainer.modeling import kernels
 
 Kind = Literal["int8", "fp8"]
 VALUES: dict[Kind, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
@@ -70,11 +76,10 @@ def row_scaled(
     fp8_compute: bool,
 ) -> torch.Tensor:
     """The product with a stored weight, of one layer or of several whose rows lie one after another."""
-    values = stored.view(VALUES[kind])
     if fp8_compute:
         copy = None if transposed is None else transposed.view(VALUES[kind])
-        return fp8_linear(inputs, values, scale, bias, copy)
-    output: torch.Tensor = _WeightOnly.apply(inputs, values, scale)
+        return fp8_linear(inputs, stored.view(VALUES[kind]), scale, bias, copy)
+    output = _product(inputs, stored, scale, kind)
     return output if bias is None else output + bias
 
 
@@ -99,19 +104,53 @@ def _int8_rows(linear: torch.nn.Linear) -> tuple[torch.Tensor, torch.Tensor]:
     return quantized.weight._data, quantized.weight._scale.float().reshape(-1, 1)
 
 
-class _WeightOnly(torch.autograd.Function):
-    """inputs @ weight.T with the weight unpacked for the product and again for backward."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: torch.Tensor, values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(values, scale)
-        return torch.nn.functional.linear(inputs, _unpacked(values, scale, inputs.dtype))
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        values, scale = ctx.saved_tensors
-        return gradient @ _unpacked(values, scale, gradient.dtype), None, None
+# the product is one operator, its gradient another: a compiler that sees the unpacking does it once, and
+# keeps the result of every layer from forward to backward
 
 
-def _unpacked(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+@torch.library.custom_op("trainer::row_scaled_product", mutates_args=())
+def _product(inputs: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
+    return torch.nn.functional.linear(inputs, _unpacked(stored, scale, kind, inputs.dtype))
+
+
+@torch.library.custom_op("trainer::row_scaled_product_backward", mutates_args=())
+def _product_backward(
+    gradient: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, kind: str
+) -> torch.Tensor:
+    return gradient @ _unpacked(stored, scale, kind, gradient.dtype)
+
+
+def _unpacked(stored: torch.Tensor, scale: torch.Tensor, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    """The weight (out, in) of its bytes."""
+    if kind == "int8" and stored.device.type != "cpu":
+        return kernels.unpack_rows(stored.view(torch.int8), scale, dtype)
+    values = stored.view(torch.int8 if kind == "int8" else torch.float8_e4m3fn)
     return (values.float() * scale).to(dtype)
+
+
+@_product.register_fake
+def _(inputs: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
+    return inputs.new_empty((*inputs.shape[:-1], stored.shape[0]))
+
+
+@_product_backward.register_fake
+def _(gradient: torch.Tensor, stored: torch.Tensor, scale: torch.Tensor, kind: str) -> torch.Tensor:
+    return gradient.new_empty((*gradient.shape[:-1], stored.shape[1]))
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    _, stored, scale, ctx.kind = inputs
+    ctx.save_for_backward(stored, scale)
+
+
+def _differentiate(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return _product_backward(gradient, *ctx.saved_tensors, ctx.kind), None, None, None
+
+
+_product.register_autograd(_differentiate, setup_context=_keep_for_backward)
+
+
+@register_flop_formula([torch.ops.trainer.row_scaled_product, torch.ops.trainer.row_scaled_product_backward])
+def _operations(rows: Sequence[int], stored: Sequence[int], *_: Any, **__: Any) -> int:
+    """Of one product: what costs nothing is recomputed first where activations are short."""
+    return 2 * math.prod(rows[:-1]) * math.prod(stored)

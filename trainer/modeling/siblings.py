@@ -144,8 +144,10 @@ def _alike(layers: list[Any]) -> bool:
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether the adapter is nothing but two products: no dropout, no variant such as DoRA."""
-    return type(layer.lora_dropout[ADAPTER]) is torch.nn.Identity and ADAPTER not in layer.lora_variant
+    """Whether the adapter is nothing but two products in the base's type: no dropout, no variant as DoRA."""
+    types = {layer.lora_A[ADAPTER].weight.dtype, torch.uint8}  # bytes are unpacked to any type
+    plain = type(layer.lora_dropout[ADAPTER]) is torch.nn.Identity and ADAPTER not in layer.lora_variant
+    return plain and layer.base_layer.weight.dtype in types
 
 
 def _kind(layer: Any) -> tuple[Any, ...]:

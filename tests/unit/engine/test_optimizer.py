@@ -112,3 +112,23 @@ def test_schedules() -> None:
     assert rates == sorted(rates, reverse=True)
     assert rates[5] == pytest.approx(5e-4)
     assert 0 < rates[-1] < 1e-4
+
+
+@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+def test_a_parameter_that_never_had_a_gradient_is_resumed(kind: str, dtype: torch.dtype) -> None:
+    """Its state is missing, in checkpoints of older versions for all kinds."""
+    train = TrainSection(learning_rate=1e-3)
+    updater = Updater(parameters(dtype), train, kind)
+    gradients(updater.parameters, 0)
+    updater.parameters["b.w"].grad = None
+    updater.accumulate()
+    updater.step(1e-3, torch.tensor(1.0))
+    weights = {name: value.clone() for name, value in updater.weights().items()}
+    state = {name: value.clone() for name, value in updater.state().items() if name.startswith("a.w/")}
+    resumed = Updater(parameters(dtype), train, kind)
+    resumed.load(weights, state, 1)
+    gradients(resumed.parameters, 1)
+    resumed.accumulate()
+    resumed.step(1e-3, torch.tensor(1.0))
+    assert all(bool(value.isfinite().all()) for value in resumed.weights().values())
+    assert not torch.equal(resumed.weights()["b.w"], weights["b.w"])

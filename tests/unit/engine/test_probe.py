@@ -159,6 +159,22 @@ def test_verdicts_are_kept_until_a_package_comes_or_goes(monkeypatch: pytest.Mon
     assert probe.unmeasured(asked, facts, SHAPE) == (FLASH_2,)
 
 
+def test_kernels_that_failed_are_measured_again_when_told() -> None:
+    flash = KernelVerdict(
+        kernel="attention.flash",
+        shape_class=probe.shape_class(SHAPE),
+        works=True,
+        milliseconds=1.0,
+        relative_error=0.0,
+        reason="measured",
+    )
+    failed = dataclasses.replace(flash, kernel="attention.math", works=False, reason="crashed")
+    facts = dataclasses.replace(machine("h200"), verdicts=(flash, failed))
+    asked = ("attention.flash", "attention.math")
+    assert probe.unmeasured(asked, facts, SHAPE) == ()
+    assert probe.unmeasured(asked, facts, SHAPE, failed_too=True) == ("attention.math",)
+
+
 def test_what_a_machine_could_run() -> None:
     hopper = machine("h200")
     everything = {*probe.ATTENTION, *probe.MATMUL}

@@ -193,7 +193,8 @@ def test_a_run_on_the_tiny_base_is_planned(config: Config, tiny_flux1_dev: Path)
     plan = plan_run(loaded, machine("cpu"))
     assert (plan.device, plan.dtype, plan.weights, plan.attention) == ("cpu", "fp32", "fp32", "native")
     assert header_shapes(tiny_flux1_dev / "vae")
-    assert run_attention(loaded).heads == 4
+    assert run_attention(loaded, 1).heads == 4
+    assert run_attention(loaded, 3).batch_size == 3
     with pytest.raises(HardwareError, match="profile rtx-4090"):
         plan_run(loaded, machine("dgx-spark"), "rtx-4090")
 

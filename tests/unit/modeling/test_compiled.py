@@ -33,7 +33,7 @@ def plain_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         compile_module(module, *arguments, **{**options, "backend": "aot_eager"})
 
     monkeypatch.setattr(torch.nn.Module, "compile", compile_eager)
-    monkeypatch.setattr(compiled, "MOST_GRAPHS", 6)
+    monkeypatch.setattr(compiled, "MOST_COMPILED", 6)
     torch._dynamo.reset()
     with (
         torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit),
@@ -124,7 +124,7 @@ def test_only_blocks_of_the_kinds_are_compiled() -> None:
 def test_the_plan_s_budget_reaches_the_partitioner() -> None:
     fast(budget=0.25)
     assert torch._functorch.config.activation_memory_budget == 0.25
-    assert torch._dynamo.config.recompile_limit == compiled.MOST_GRAPHS
+    assert torch._dynamo.config.recompile_limit == compiled.MOST_COMPILED
 
 
 def test_a_graph_break_is_an_error() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import Storage, case, relative
@@ -169,3 +170,26 @@ def test_a_whole_model_s_output_and_adapter_gradients_stay_near(storage: Storage
     output, found = case("flux1_dev", storage=storage).gradients()
     assert relative(output, wanted_output) < limit
     assert difference(found, wanted) < limit
+
+
+@pytest.mark.parametrize("kind", ["int8", "fp8"])
+def test_a_compiler_keeps_no_unpacked_weight(kind: Kind) -> None:
+    """Merged, the unpacking of forward and backward would be done once, and its result kept between them."""
+    layer = from_linear(torch.nn.Linear(64, 48), kind, fp8_compute=False, copies=1)
+    kept: list[torch.Tensor] = []
+    torch.compiler.reset()
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager_decomp_partition")
+    x = torch.randn(5, 64, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda one: kept.append(one) or one, lambda one: one):
+        compiled(x).sum().backward()
+    assert kept and all(one.dtype == torch.uint8 or one.numel() <= 48 for one in kept)
+    expected = x.detach().clone().requires_grad_(True)
+    layer(expected).sum().backward()
+    torch.testing.assert_close(x.grad, expected.grad)
+
+
+def test_the_operations_of_unpacked_weights_are_counted() -> None:
+    layer = from_linear(torch.nn.Linear(64, 48), "int8", fp8_compute=False, copies=1)
+    with FlopCounterMode(display=False) as counted:
+        layer(torch.randn(2, 5, 64, requires_grad=True)).sum().backward()
+    assert counted.get_total_flops() == 2 * (2 * 10 * 64 * 48)

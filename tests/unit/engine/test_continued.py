@@ -1,0 +1,76 @@
+"""A run that goes on keeps what `auto` decided at its first start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.cli.options import load_config
+from trainer.config.load import Loaded
+from trainer.engine.continued import continued
+from trainer.errors import ConfigError
+
+BEGAN = {"dtype": "bf16", "weights": "fp8", "micro_batch_size": 2, "accumulation_steps": 8}
+Load = Callable[..., Loaded]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """The shipped configuration, with the run's folder."""
+
+    def loaded(*overrides: str) -> Loaded:
+        batch = ("train.train_batch_size=4", "train.gradient_accumulation_steps=4")
+        config = Path("train_configs/flux1_dev_lora.yaml")
+        return load_config((config,), (*batch, *overrides), None, tmp_path)
+
+    return loaded
+
+
+def begin(folder: Path, plan: Any = BEGAN) -> None:
+    (folder / "checkpoints/step-000010").mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps(plan))
+
+
+def test_decisions_of_the_first_start_stay(load: Load, tmp_path: Path) -> None:
+    begin(tmp_path)
+    found = continued(load())
+    assert (found.config.features.weights, found.config.model.dtype) == ("fp8", "bf16")
+    train = found.config.train
+    assert (train.train_batch_size, train.gradient_accumulation_steps) == (2, 8)
+    assert found.sources["features.weights"] == str(tmp_path / "plan.json")
+    assert found.config.features.attention == "auto"
+
+
+def test_what_is_written_is_not_touched(load: Load, tmp_path: Path) -> None:
+    begin(tmp_path)
+    found = continued(load("features.weights=int8", "train.train_batch_size=8"))
+    assert found.config.features.weights == "int8"
+    # another number of samples a step is another run, which its checkpoint will say
+    assert found.config.train.train_batch_size == 8
+
+
+@pytest.mark.parametrize("missing", ["plan.json", "checkpoints/step-000010"])
+def test_a_run_that_begins_decides_itself(load: Load, tmp_path: Path, missing: str) -> None:
+    begin(tmp_path)
+    path = tmp_path / missing
+    path.unlink() if path.is_file() else path.rmdir()
+    assert continued(load()) == load()
+
+
+def test_a_run_that_must_not_go_on_decides_itself(load: Load, tmp_path: Path) -> None:
+    begin(tmp_path)
+    never = "checkpoint.resume_from_checkpoint=never"
+    assert continued(load(never)) == load(never)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_a_damaged_plan_is_told(load: Load, tmp_path: Path, content: str) -> None:
+    begin(tmp_path)
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(ConfigError, match="plan cannot be read") as raised:
+        continued(load())
+    assert str(tmp_path / "plan.json") in str(raised.value)

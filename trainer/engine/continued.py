@@ -1,0 +1,79 @@
+"""Floor 6: a run that goes on keeps what `auto` decided when it began. Imports no torch.
+
+Verdicts and free memory change between two starts; how the base is stored and how a step's samples are parted
+may not, because the checkpoint was trained so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.config.load import Loaded
+from trainer.config.schema import RunConfig
+from trainer.errors import ConfigError
+
+PLAN_FILE = "plan.json"
+# key of the plan and of the configuration: those that a checkpoint and its run must have in common
+_KEPT = {"dtype": "model.dtype", "weights": "features.weights"}
+_BATCH, _ACCUMULATION = "train.train_batch_size", "train.gradient_accumulation_steps"
+
+
+def continued(loaded: Loaded) -> Loaded:
+    """`loaded` with the decisions of the run that it goes on with, where nothing else was written.
+
+    Raises ConfigError for a plan that cannot be read.
+    """
+    config = loaded.config
+    path = config.output_dir / PLAN_FILE
+    going_on = any((config.output_dir / "checkpoints").glob("step-*"))
+    if config.checkpoint.resume_from_checkpoint != "auto" or not going_on or not path.is_file():
+        return loaded
+    began = _read(path)
+    kept = {
+        key: began[name] for name, key in _KEPT.items() if name in began and _value(config, key) == "auto"
+    }
+    kept |= _batches(config, began)
+    for key, value in kept.items():
+        config = _changed(config, key, value)
+    return dataclasses.replace(
+        loaded, config=config, sources={**loaded.sources, **dict.fromkeys(kept, str(path))}
+    )
+
+
+def _batches(config: RunConfig, began: dict[str, Any]) -> dict[str, Any]:
+    """How a step's samples were parted, where it still has as many."""
+    train = config.train
+    size, steps = began.get("micro_batch_size", 0), began.get("accumulation_steps", 0)
+    if size * steps != train.train_batch_size * train.gradient_accumulation_steps:
+        return {}
+    if size == train.train_batch_size:
+        return {}
+    return {_BATCH: size, _ACCUMULATION: steps}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the run's plan cannot be read ({error})",
+            where=str(path),
+            remedy="move it away: the run then goes on as is decided now, if its checkpoint allows that",
+        ) from error
+    return content
+
+
+def _value(config: RunConfig, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def _changed(config: RunConfig, key: str, value: Any) -> RunConfig:
+    section, _, name = key.partition(".")
+    changed = getattr(config, section).model_copy(update={name: value})
+    return config.model_copy(update={section: changed})
