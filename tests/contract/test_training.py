@@ -44,6 +44,7 @@ from trainer.engine.entries import fill_cache, list_entries
 from trainer.engine.feed import feed
 from trainer.engine.proof import to_device
 from trainer.errors import ExitCode, StoppedError
+from trainer.telemetry.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
 
 ACCUMULATION = 2
@@ -135,6 +136,12 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(
     job.train()
     assert "resumed from step-000005" in job.said
     assert before + taken == straight.samples
+    # the log's line after the resume is about the steps that this process made; a row of a language model
+    # holds as many conversations as fit
+    timed = [row for row in read_metrics(tmp_path / "run" / METRICS_LOG) if "seconds_per_step" in row]
+    samples = {round(row["samples_per_second"] * row["seconds_per_step"], 6) for row in timed}
+    per_step = ACCUMULATION * job.context.config.train.train_batch_size
+    assert samples == {float(per_step)} or not draws(case.family)
     assert len(straight.samples) == STEPS * ACCUMULATION
     dropped = any(sample.dropped for micro in straight.samples for sample in micro)
     assert dropped == draws(case.family)

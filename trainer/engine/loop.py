@@ -43,8 +43,10 @@ class State:
     step: int = 0
     interval_loss: float = 0.0
     interval_steps: int = 0
+    """Since the last line of the log, also of a process that was killed since."""
+    timed_steps: int = 0
+    """Since the last line of the log, or since this process started; so are the next two."""
     interval_samples: int = 0
-    """Since the last line of the log, or since this process started."""
     interval_tokens: int = 0
     device_loss: torch.Tensor | None = None
     """Sum of the step losses that have not been read from the device."""
@@ -137,6 +139,7 @@ def _one_step(run: Run, state: State, batches: Iterator[Fed]) -> None:
     state.device_loss = step_loss if state.device_loss is None else state.device_loss + step_loss
     state.step += 1
     state.interval_steps += 1
+    state.timed_steps += 1
     state.interval_samples += sum(fed.batch.size for fed in step)
     state.interval_tokens += sum(fed.batch.tokens for fed in step)
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
@@ -258,12 +261,12 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
     line = run.journal.log_step(
         row,
         step=state.step,
-        steps=state.interval_steps,
+        steps=state.timed_steps,
         samples=state.interval_samples,
         tokens=state.interval_tokens,
         validation=validation,
     )
-    state.interval_loss, state.interval_steps = 0.0, 0
+    state.interval_loss, state.interval_steps, state.timed_steps = 0.0, 0, 0
     state.interval_samples, state.interval_tokens = 0, 0
     return line
 
