@@ -35,7 +35,7 @@ def gelu_quantize_rows(left: torch.Tensor | None, values: torch.Tensor) -> tuple
     """
     if values.device.type != "cpu":
         beside = None if left is None else _rows_in_memory(left)
-        return kernels_gelu.gelu_quantize_rows(beside, _rows_in_memory(values), fp8.MOST, fp8._LEAST)
+        return kernels_gelu.gelu_quantize_rows(beside, _rows_in_memory(values), fp8.MOST, fp8.LEAST)
     active = torch.nn.functional.gelu(values, approximate="tanh")
     return fp8.quantize_rows(active if left is None else torch.cat([left, active], dim=1))
 
@@ -50,7 +50,7 @@ def gelu_backward_quantize_rows(
     if values.device.type != "cpu":
         given = _rows_in_memory(gradient)
         return kernels_gelu.gelu_backward_quantize_rows(
-            given, _rows_in_memory(values), column_scale, fp8.MOST, fp8._LEAST
+            given, _rows_in_memory(values), column_scale, fp8.MOST, fp8.LEAST
         )
     return fp8.quantize_rows(torch.ops.aten.gelu_backward(gradient, values, approximate="tanh"), column_scale)
 
@@ -113,25 +113,11 @@ class _FeedForward(torch.autograd.Function):
         up_turned, down_turned = ctx.is_transposed
         dtype = gradient.dtype
         quantized, row_scale = fp8.quantize_rows(gradient, down_scale.view(-1))
-        hidden = _times_weight(quantized, row_scale, down, is_transposed=down_turned, dtype=dtype)
+        hidden = fp8.times_weight(quantized, row_scale, down, is_transposed=down_turned, dtype=dtype)
         of_left = hidden[:, : ctx.width].contiguous() if ctx.width else None
         quantized, row_scale = gelu_backward_quantize_rows(hidden[:, ctx.width :], values, up_scale.view(-1))
-        of_inputs = _times_weight(quantized, row_scale, up, is_transposed=up_turned, dtype=dtype)
+        of_inputs = fp8.times_weight(quantized, row_scale, up, is_transposed=up_turned, dtype=dtype)
         return of_left, of_inputs, *(None,) * 8
-
-
-def _times_weight(
-    gradient: torch.Tensor,
-    row_scale: torch.Tensor,
-    kept: torch.Tensor,
-    *,
-    is_transposed: bool,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """A quantised gradient (rows, out) with the weight's scales in it times the weight: (rows, in)."""
-    transposed = kept if is_transposed else fp8.transpose_bytes(kept)
-    ones = torch.ones((1, transposed.shape[0]), device=row_scale.device, dtype=torch.float32)
-    return fp8.multiply(gradient, row_scale, transposed.t(), ones, None, dtype)
 
 
 def fuse_feed_forwards(model: torch.nn.Module) -> int:

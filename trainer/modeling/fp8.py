@@ -21,7 +21,7 @@ MOST = 448.0
 MULTIPLE = 16
 """Both sides of a weight must be multiples of this for the FP8 kernels."""
 # a row whose values are all smaller is scaled as if this were the largest: zeros have no scale of their own
-_LEAST = 1e-12
+LEAST = 1e-12
 
 
 def quantize_rows(
@@ -32,10 +32,10 @@ def quantize_rows(
     `column_scale` is (N,) fp32. What is not finite makes its whole row NaN: a bad step is seen, not hidden.
     """
     if values.device.type != "cpu":
-        return kernels.quantize_rows(values.contiguous(), column_scale, MOST, _LEAST)
+        return kernels.quantize_rows(values.contiguous(), column_scale, MOST, LEAST)
     wide = values.float() if column_scale is None else values.float() * column_scale
     largest = wide.abs().amax(dim=-1, keepdim=True)
-    scale = largest.clamp(min=_LEAST) / MOST
+    scale = largest.clamp(min=LEAST) / MOST
     return (wide / scale).to(torch.float8_e4m3fn), scale
 
 
@@ -75,11 +75,25 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, scale = ctx.saved_tensors
-        transposed = kept if ctx.is_transposed else transpose_bytes(kept)
         quantized, row_scale = quantize_rows(gradient, scale.view(-1))
-        ones = torch.ones((1, transposed.shape[0]), device=scale.device, dtype=torch.float32)
-        result = multiply(quantized, row_scale, transposed.t(), ones, None, gradient.dtype)
+        result = times_weight(
+            quantized, row_scale, kept, is_transposed=ctx.is_transposed, dtype=gradient.dtype
+        )
         return result, None, None, None, None
+
+
+def times_weight(
+    gradient: torch.Tensor,
+    row_scale: torch.Tensor,
+    kept: torch.Tensor,
+    *,
+    is_transposed: bool,
+    dtype: torch.dtype,
+) -> torch.Tensor:
+    """A quantised gradient (rows, out) with the weight's scales in it times the weight: (rows, in)."""
+    transposed = kept if is_transposed else transpose_bytes(kept)
+    ones = torch.ones((1, transposed.shape[0]), device=row_scale.device, dtype=torch.float32)
+    return multiply(gradient, row_scale, transposed.t(), ones, None, dtype)
 
 
 def multiply(

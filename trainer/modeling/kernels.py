@@ -14,7 +14,7 @@ from torch.library import triton_op, wrap_triton
 
 _TILE = 128
 # values of a row that one program holds in registers; longer rows are read twice
-_MOST_HELD = 16384
+MOST_HELD = 16384
 
 
 @triton_op("trainer::quantize_rows", mutates_args={})
@@ -25,7 +25,7 @@ def quantize_rows(
     rows, columns = values.shape
     quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
-    block = min(triton.next_power_of_2(columns), _MOST_HELD)
+    block = min(triton.next_power_of_2(columns), MOST_HELD)
     wrap_triton(_quantize)[(rows,)](
         values,
         values if column_scale is None else column_scale,
@@ -66,7 +66,7 @@ def _quantize(  # type: ignore[no-untyped-def]
             if SCALED:
                 part *= tl.load(column_scale + first + column, mask=inside, other=0.0)
             largest = tl.maximum(largest, tl.abs(part), propagate_nan=tl.PropagateNan.ALL)
-        factor = tl.maximum(_largest(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        factor = tl.maximum(largest_of(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
         tl.store(scale + row, factor)
         for first in range(0, columns, BLOCK):
             inside = first + column < columns
@@ -79,7 +79,7 @@ def _quantize(  # type: ignore[no-untyped-def]
         part = tl.load(values + start + column, mask=inside, other=0.0).to(tl.float32)
         if SCALED:
             part *= tl.load(column_scale + column, mask=inside, other=0.0)
-        factor = tl.maximum(_largest(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        factor = tl.maximum(largest_of(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
         tl.store(scale + row, factor)
         tl.store(quantized + start + column, (part / factor).to(tl.float8e4nv), mask=inside)
 
@@ -90,7 +90,7 @@ def _greater(left, right):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _largest(part):  # type: ignore[no-untyped-def]
+def largest_of(part):  # type: ignore[no-untyped-def]
     """NaN where one value is."""
     return tl.reduce(part, 0, _greater)
 

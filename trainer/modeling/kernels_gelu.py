@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from trainer.modeling.kernels import _MOST_HELD, _largest
+from trainer.modeling.kernels import MOST_HELD, largest_of
 
 
 @triton_op("trainer::gelu_quantize_rows", mutates_args={})
@@ -24,7 +24,7 @@ def gelu_quantize_rows(
     columns = first + values.shape[1]
     quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
-    block = min(triton.next_power_of_2(columns), _MOST_HELD)
+    block = min(triton.next_power_of_2(columns), MOST_HELD)
     wrap_triton(_gelu_quantize)[(rows,)](
         values if left is None else left,
         values,
@@ -52,7 +52,7 @@ def gelu_backward_quantize_rows(
     rows, columns = values.shape
     quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
-    block = min(triton.next_power_of_2(columns), _MOST_HELD)
+    block = min(triton.next_power_of_2(columns), MOST_HELD)
     wrap_triton(_gelu_backward_quantize)[(rows,)](
         gradient,
         values,
@@ -144,7 +144,7 @@ def _gelu_quantize(  # type: ignore[no-untyped-def]
         for start in range(0, columns, BLOCK):
             part = _activated(left, values, start + column, first, columns, JOINED)
             largest = tl.maximum(largest, tl.abs(part), propagate_nan=tl.PropagateNan.ALL)
-        factor = tl.maximum(_largest(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        factor = tl.maximum(largest_of(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
         tl.store(scale + row, factor)
         for start in range(0, columns, BLOCK):
             part = _activated(left, values, start + column, first, columns, JOINED)
@@ -152,7 +152,7 @@ def _gelu_quantize(  # type: ignore[no-untyped-def]
             tl.store(quantized + start + column, (part / factor).to(tl.float8e4nv), mask=inside)
     else:
         part = _activated(left, values, column, first, columns, JOINED)
-        factor = tl.maximum(_largest(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        factor = tl.maximum(largest_of(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
         tl.store(scale + row, factor)
         tl.store(quantized + column, (part / factor).to(tl.float8e4nv), mask=column < columns)
 
@@ -192,7 +192,7 @@ def _gelu_backward_quantize(  # type: ignore[no-untyped-def]
         for start in range(0, columns, BLOCK):
             part = _scaled_gradient(gradient, values, column_scale, start + column, columns)
             largest = tl.maximum(largest, tl.abs(part), propagate_nan=tl.PropagateNan.ALL)
-        factor = tl.maximum(_largest(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        factor = tl.maximum(largest_of(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
         tl.store(scale + row, factor)
         for start in range(0, columns, BLOCK):
             part = _scaled_gradient(gradient, values, column_scale, start + column, columns)
@@ -200,6 +200,6 @@ def _gelu_backward_quantize(  # type: ignore[no-untyped-def]
             tl.store(quantized + start + column, (part / factor).to(tl.float8e4nv), mask=inside)
     else:
         part = _scaled_gradient(gradient, values, column_scale, column, columns)
-        factor = tl.maximum(_largest(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        factor = tl.maximum(largest_of(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
         tl.store(scale + row, factor)
         tl.store(quantized + column, (part / factor).to(tl.float8e4nv), mask=column < columns)

@@ -31,15 +31,15 @@ def fuse_head_norms(model: torch.nn.Module) -> int:
     """Let every frozen norm of narrow rows compute in one pass; returns their number."""
     count = 0
     for module in model.modules():
-        fused = _FUSED.get(type(module))
-        if fused is None or not _takes(module):
+        fused = FUSED.get(type(module))
+        if fused is None or not is_fusible(module):
             continue
         module.__class__ = fused
         count += 1
     return count
 
 
-def _takes(module: Any) -> bool:
+def is_fusible(module: Any) -> bool:
     if module.weight is None or module.weight.requires_grad or module.weight.ndim != 1:
         return False
     width = len(module.weight)
@@ -52,21 +52,21 @@ class _HeadNorm(torch.autograd.Function):
         ctx.save_for_backward(values, weight)
         ctx.eps = eps
         if values.device.type == "cpu":
-            return (_unit(values, eps)[0] * weight.float()).to(values.dtype)
+            return (unit_of(values, eps)[0] * weight.float()).to(values.dtype)
         return kernels.head_norm(values, weight, eps)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         values, weight = ctx.saved_tensors
         if values.device.type == "cpu":
-            unit, inverse = _unit(values, ctx.eps)
+            unit, inverse = unit_of(values, ctx.eps)
             given = gradient.float() * weight.float()
             mean = (given * unit).mean(-1, keepdim=True)
             return ((given - unit * mean) * inverse).to(values.dtype), None, None
         return kernels.head_norm_backward(gradient.contiguous(), values, weight, ctx.eps), None, None
 
 
-def _unit(values: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+def unit_of(values: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     wide = values.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide * inverse, inverse
@@ -93,4 +93,4 @@ class _FusedDiffusers(RMSNorm):
         return head_norm(hidden_states, self.weight, self.eps)
 
 
-_FUSED: dict[type, type] = {torch.nn.RMSNorm: _FusedTorch, RMSNorm: _FusedDiffusers}
+FUSED: dict[type, type] = {torch.nn.RMSNorm: _FusedTorch, RMSNorm: _FusedDiffusers}

@@ -15,7 +15,7 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 
-from trainer.modeling.norms import _FUSED, _takes, _unit
+from trainer.modeling.norms import FUSED, is_fusible, unit_of
 
 if torch.version.cuda is not None:
     from trainer.modeling import kernels_rotary
@@ -85,7 +85,7 @@ class _NormRotary(torch.autograd.Function):
 def _turned(part: Part, eps: float) -> torch.Tensor:
     """`norm_rotary` of one part."""
     values, weight, cos, sin = part
-    real, imaginary = _pairs(_unit(values, eps)[0] * weight.float())
+    real, imaginary = _pairs(unit_of(values, eps)[0] * weight.float())
     cos, sin = _turns(cos, sin)
     return _whole(real * cos - imaginary * sin, imaginary * cos + real * sin).to(values.dtype)
 
@@ -96,7 +96,7 @@ def _turned_back(gradient: torch.Tensor, part: Part, eps: float) -> torch.Tensor
     real, imaginary = _pairs(gradient.float())
     cos, sin = _turns(cos, sin)
     given = _whole(real * cos + imaginary * sin, imaginary * cos - real * sin) * weight.float()
-    unit, inverse = _unit(values, eps)
+    unit, inverse = unit_of(values, eps)
     mean = (given * unit).mean(-1, keepdim=True)
     return ((given - unit * mean) * inverse).to(values.dtype)
 
@@ -160,13 +160,13 @@ def _arguments(processor: Any) -> list[str]:
 def _fusible(norms: list[Any]) -> bool:
     """Whether one pass can compute these norms."""
     return (
-        all(type(norm) in _NORMS and _takes(norm) for norm in norms)
+        all(type(norm) in _NORMS and is_fusible(norm) for norm in norms)
         and not any(isinstance(norm, RMSNorm) and norm.bias is not None for norm in norms)
         and len({(len(norm.weight), norm.eps) for norm in norms}) == 1
     )
 
 
-_NORMS = {*_FUSED, *_FUSED.values()}
+_NORMS = {*FUSED, *FUSED.values()}
 
 
 class _Fused:
