@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from scripts.benches import arguments as types
 from scripts.benches import ours, profile_step
 from trainer.cli.options import load_config
 from trainer.engine import checkpoint
@@ -51,7 +52,10 @@ _LAST = 50
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train under every setting; print a line of JSON each."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.blocks and not options.base:
+        parser.error("--blocks cuts the base that --base names: give both")
     names = list(dict.fromkeys([next(iter(SETTINGS)), *(options.settings or SETTINGS)]))
     with tempfile.TemporaryDirectory(prefix="converge-", dir=options.work) as scratch:
         folder = Path(scratch)
@@ -70,18 +74,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench.py converge", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = types.command_parser("converge", __doc__, types.listed("settings", SETTINGS))
     parser.add_argument("config", type=Path, nargs="?", default=Path("train_configs/quickstart.yaml"))
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=types.positive, default=300)
     parser.add_argument("--base", type=Path, help="in place of the configuration's, with random weights")
-    parser.add_argument("--blocks", help="cut that base: its blocks of each kind")
-    parser.add_argument("--settings", action="append", choices=list(SETTINGS), help="these only")
+    parser.add_argument("--blocks", type=types.counts, help="cut that base: its blocks of each kind, 4,8")
+    parser.add_argument(
+        "--settings",
+        action="append",
+        choices=list(SETTINGS),
+        metavar="SETTING",
+        help="one of those below, and the first; may be given several times",
+    )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--record", type=Path, help="write the rows here")
-    parser.add_argument("--work", type=Path, help="folder for the runs; the system's if not given")
+    parser.add_argument("--jobs", type=types.positive, default=1, help="runs side by side")
+    parser.add_argument("--record", type=types.new_file, help="write the rows here")
+    parser.add_argument(
+        "--work", type=types.folder, help="for the runs; the system's temporary folder if not given"
+    )
     return parser
 
 
@@ -97,11 +107,10 @@ def _common(options: argparse.Namespace, folder: Path) -> list[str]:
         f"data.cache_dir={folder / 'cache'}",
     ]
     if options.base:
-        base = options.base.resolve()
+        base = types.require_base(options.base, "--base")
         if options.blocks:
             family = load_config((options.config,)).config.family
-            counts = [int(part) for part in options.blocks.split(",")]
-            base = profile_step.cut_base(family, base, folder / "base", counts)
+            base = profile_step.cut_base(family, base, folder / "base", options.blocks)
         overrides += [f"model.pretrained_model_name_or_path={base}", "model.weights=random"]
     return [*overrides, *options.overrides]
 

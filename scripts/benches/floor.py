@@ -35,7 +35,7 @@ class Ceilings:
 
 
 H200 = Ceilings()
-"""Measured on one H200 with torch 2.11 on FLUX.1-dev's shapes (docs/benchmarks.md); attention is cuDNN's."""
+"""Measured on one H200 with torch 2.11 on FLUX.1-dev's shapes, November 2026; attention is cuDNN's."""
 
 
 def floor_milliseconds(work: Work, precision: str, ceilings: Ceilings = H200) -> float:

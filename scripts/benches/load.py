@@ -1,7 +1,7 @@
 """How fast shards reach the device: the disk alone, both libraries, and ours, cold and from the page cache.
 
-    python -m scripts.benches.load --gib 22 --files 3 --folder DIR
-    python -m scripts.benches.load --gib 22 --folder DIR --rings 4x64x16,16x16x16,8x64x32
+    python scripts/bench.py load --gib 22 --files 3 --folder DIR
+    python scripts/bench.py load --gib 22 --folder DIR --rings 4x64x16,16x16x16,8x64x32
 
 Writes files of random bf16 tensors, then reads them in every way, each in a process of its own so that what
 it adds to the host's memory is its own. Prints one line of JSON for each measurement and a table in the end.
@@ -26,6 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from scripts.benches import arguments as types
+from trainer.errors import HardwareError
 
 GIB, MIB = 2**30, 2**20
 TENSOR_BYTES = 60 * MIB
@@ -69,8 +72,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(json.dumps(asdict(measure(options.child, options.state, options.paths, options.device))))
         return
     paths = write_files(options.folder, options.gib, options.files)
-    variants = options.variants.split(",") + [
-        f"{way}@{ring}" for ring in options.rings.split(",") if ring for way in ("direct", "buffered")
+    variants = [
+        *options.variants,
+        *(f"{way}@{ring}" for ring in options.rings for way in ("direct", "buffered")),
     ]
     found: list[Measured] = []
     for _ in range(options.repeats):
@@ -89,18 +93,19 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--gib", type=float, default=22.0, help="size of all files")
-    parser.add_argument("--files", type=int, default=3)
+    parser = types.command_parser("load", __doc__)
+    parser.add_argument("--gib", type=types.amount, default=22.0, help="size of all files")
+    parser.add_argument("--files", type=types.positive, default=3)
     parser.add_argument(
-        "--folder", type=Path, default=Path("build/bench-load"), help="on the disk to measure"
+        "--folder",
+        type=types.folder,
+        default=Path("build/bench-load"),
+        help="on the disk to measure; build/bench-load is made if need be",
     )
     parser.add_argument("--device", default="", help="default: cuda:0 where there is one, else cpu")
-    parser.add_argument("--repeats", type=int, default=1, help="rounds over all variants")
-    parser.add_argument("--variants", default=",".join(VARIANTS))
-    parser.add_argument("--rings", default="", help="for example 4x64x16,16x16x16")
+    parser.add_argument("--repeats", type=types.positive, default=1, help="rounds over all variants")
+    parser.add_argument("--variants", type=_variants, default=VARIANTS, help=f"out of {', '.join(VARIANTS)}")
+    parser.add_argument("--rings", type=_rings, default=(), help="for example 4x64x16,16x16x16")
     parser.add_argument("--keep", action="store_true", help="leave the files for the next time")
     parser.add_argument("--child", default="", help=argparse.SUPPRESS)
     parser.add_argument("--state", default="", help=argparse.SUPPRESS)
@@ -111,6 +116,23 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
 
         options.device = "cuda:0" if torch.cuda.is_available() else "cpu"
     return options
+
+
+def _variants(text: str) -> tuple[str, ...]:
+    names = tuple(dict.fromkeys(text.split(",")))
+    unknown = [name for name in names if name not in VARIANTS]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no variant {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
+    return names
+
+
+def _rings(text: str) -> tuple[str, ...]:
+    rings = tuple(text.split(","))
+    for ring in rings:
+        parts = ring.split("x")
+        if len(parts) != 3 or not all(part.isdecimal() and int(part) for part in parts):
+            raise argparse.ArgumentTypeError(f"{ring!r} is not MIBxPIECESxTHREADS, as 4x64x16 is")
+    return rings
 
 
 def write_files(folder: Path, gib: float, count: int) -> list[Path]:
@@ -166,12 +188,18 @@ def _share(paths: Sequence[Path], of: Callable[[Path], float | None]) -> float |
 
 
 def in_child(variant: str, state: str, paths: Sequence[Path], device: str) -> Measured:
-    """`measure` in a new process."""
+    """`measure` in a new process. Raises HardwareError where that fails; what it said is on stderr."""
     command = [sys.executable, "-m", "scripts.benches.load", "--child", variant, "--state", state]
     command += ["--device", device, *(str(path.resolve()) for path in paths)]
     done = subprocess.run(
-        command, check=True, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
+        command, check=False, stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[2]
     )
+    if done.returncode:
+        raise HardwareError(
+            f"{variant} could not read to {device} (exit code {done.returncode})",
+            where="--variants, --device",
+            remedy="the lines above say why; leave it out by --variants, or choose another device",
+        )
     return Measured(**json.loads(done.stdout.splitlines()[-1]))
 
 

@@ -21,6 +21,8 @@ MOST_UTILISATION = 5
 _GPU_FIELDS = "name,driver_version,memory.total,memory.used,utilization.gpu"
 _PROCESS_FIELDS = "pid,process_name,used_memory"
 _PATIENCE_SECONDS = 30.0
+_HIDDEN = ("", "-1")
+"""First values of CUDA_VISIBLE_DEVICES that hide every GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +89,10 @@ def why_busy(gpu: Gpu, processes: Sequence[str]) -> list[str]:
 
 
 def read_gpu() -> tuple[Gpu, list[str]] | None:
-    """The GPU that the run will use, and the processes on it; None on a machine without nvidia-smi."""
-    index = environment.snapshot().get("CUDA_VISIBLE_DEVICES", "0").split(",")[0] or "0"
+    """The GPU of the run and the processes on it; None where there is no nvidia-smi or all are hidden."""
+    index = environment.snapshot().get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()
+    if index in _HIDDEN:
+        return None
     try:
         gpu = _ask(index, f"--query-gpu={_GPU_FIELDS}")
         processes = _ask(index, f"--query-compute-apps={_PROCESS_FIELDS}")
@@ -99,6 +103,16 @@ def read_gpu() -> tuple[Gpu, list[str]] | None:
             f"nvidia-smi failed: {(error.stdout or error.stderr).strip()}", where=f"GPU {index}"
         ) from error
     return parse_gpu(gpu), parse_processes(processes)
+
+
+def require_gpu(*, remedy: str, read: Callable[[], tuple[Gpu, list[str]] | None] = read_gpu) -> None:
+    """Raise HardwareError where no GPU can be measured; `remedy` is what the command offers instead."""
+    if read() is None:
+        raise HardwareError(
+            "there is no GPU to measure: no nvidia-smi, or CUDA_VISIBLE_DEVICES hides every GPU",
+            where="nvidia-smi",
+            remedy=remedy,
+        )
 
 
 def require_idle(

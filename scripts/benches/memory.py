@@ -7,7 +7,8 @@ process of its own. Measured is the most that the allocator held, plus what the 
 Models may be cut to a few blocks: the calculator is asked about the same model.
 
 With --jobs several run side by side. What the driver shows is then everybody's: it is measured for one run of
-each way to compute, alone, and counted for all of that way.
+each way to compute, alone, and counted for all of that way. Where no setting could be measured, no record is
+written and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -22,13 +23,14 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from scripts.benches import profile_step
+from scripts.benches import arguments as types
+from scripts.benches import machine, profile_step
 from trainer.cli.options import load_config
 from trainer.config import environment
 from trainer.config.load import dump
 from trainer.engine.planning import machine_facts, plan_run, requested_profile
 from trainer.engine.spec import Spec, read_spec, write_spec
-from trainer.errors import TrainerError
+from trainer.errors import ConfigError, TrainerError
 from trainer.hardware.render import plan_to_json
 
 _GIB = 1024**3
@@ -53,16 +55,15 @@ SETTINGS: dict[str, tuple[str, ...]] = {
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every setting of every family; print a line of JSON each and the worst difference."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if options.spec is not None:
         measure(options.spec, options.tokens)
         return 0
-    blocks = dict(pair.split("=", 1) for pair in options.blocks)
-    cases = [
-        _Case(family, Path(base), name, blocks.get(family, ""), options.tokens)
-        for family, base in (pair.split("=", 1) for pair in options.families)
-        for name in options.settings or SETTINGS
-    ]
+    if not options.families:
+        parser.error("name what to measure: FAMILY=BASE")
+    cases = _cases(options)
+    machine.require_gpu(remedy="use a machine with one; `trainer plan` predicts without")
     with ThreadPoolExecutor(options.jobs) as pool:
         rows = list(pool.map(_row, cases))
     if options.jobs > 1:
@@ -71,23 +72,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _compare(row)
         print(json.dumps(row), flush=True)
     known = [row["difference"] for row in rows if "difference" in row]
-    if known:
-        print(f"{len(known)} settings, worst {max(known, key=abs):+.1%}")
+    if not known:
+        print("no setting could be measured: nothing is recorded", file=sys.stderr)
+        return 1
+    print(f"{len(known)} settings, worst {max(known, key=abs):+.1%}")
     if options.record:
         options.record.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
     return 0
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    parser = types.command_parser("memory", __doc__, types.listed("settings", SETTINGS))
+    parser.add_argument("families", nargs="*", type=types.family_base, metavar="FAMILY=BASE")
+    parser.add_argument(
+        "--blocks",
+        type=types.family_counts,
+        action="append",
+        default=[],
+        metavar="FAMILY=COUNTS",
+        help="cut that family's base: its blocks of each kind, 2,4",
     )
-    parser.add_argument("families", nargs="*", metavar="FAMILY=BASE")
-    parser.add_argument("--blocks", action="append", default=[], metavar="FAMILY=COUNTS")
-    parser.add_argument("--settings", action="append", choices=list(SETTINGS), help="these only")
-    parser.add_argument("--tokens", type=int, default=512, help="text tokens")
-    parser.add_argument("--jobs", type=int, default=1, help="runs side by side")
-    parser.add_argument("--record", type=Path, help="write the rows here")
+    parser.add_argument(
+        "--settings",
+        action="append",
+        choices=list(SETTINGS),
+        metavar="SETTING",
+        help="one of those below, only it; may be given several times",
+    )
+    parser.add_argument("--tokens", type=types.positive, default=512, help="text tokens")
+    parser.add_argument("--jobs", type=types.positive, default=1, help="runs side by side")
+    parser.add_argument("--record", type=types.new_file, help="write the rows here")
     parser.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
     return parser
 
@@ -98,8 +112,28 @@ class _Case(NamedTuple):
     family: str
     base: Path
     setting: str
-    blocks: str
+    blocks: tuple[int, ...]
     tokens: int
+
+
+def _cases(options: argparse.Namespace) -> list[_Case]:
+    """Every setting of every family. Raises AccessError for a base that is none, ConfigError for --blocks."""
+    blocks = dict(options.blocks)
+    bases = [(family, types.require_base(base, f"{family}={base}")) for family, base in options.families]
+    unused = set(blocks) - {family for family, _ in bases}
+    if unused:
+        raise ConfigError(
+            f"{', '.join(sorted(unused))} is not measured",
+            where="--blocks",
+            remedy="give its base too: FAMILY=BASE",
+        )
+    for family, base in bases:
+        profile_step.block_keys(family, base, blocks.get(family, ()))
+    return [
+        _Case(family, base, name, blocks.get(family, ()), options.tokens)
+        for family, base in bases
+        for name in options.settings or SETTINGS
+    ]
 
 
 def _count_drivers(cases: Sequence[_Case], rows: Sequence[dict[str, Any]]) -> None:
@@ -121,12 +155,11 @@ def _compare(row: dict[str, Any]) -> None:
 def _row(case: _Case) -> dict[str, Any]:
     """One setting, planned here and measured in a child."""
     family, base, name, blocks, tokens = case
-    row: dict[str, Any] = {"family": family, "setting": name, "blocks": blocks}
+    row: dict[str, Any] = {"family": family, "setting": name, "blocks": ",".join(map(str, blocks))}
     with tempfile.TemporaryDirectory(prefix="memory-") as scratch:
         folder = Path(scratch)
         if blocks:
-            counts = [int(part) for part in blocks.split(",")]
-            base = profile_step.cut_base(family, base, folder / "base", counts)
+            base = profile_step.cut_base(family, base, folder / "base", blocks)
         data = "data.sets=[{img_dir: .}]" if family != "llama" else "data.sets=[{chat_file: none.jsonl}]"
         overrides = (
             *(f"model.pretrained_model_name_or_path={base}", "model.weights=random", data),

@@ -22,6 +22,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.benches import arguments as types
 from trainer.cli.options import load_config
 from trainer.config import environment
 from trainer.config.load import dump
@@ -70,13 +71,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="bench.py overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = types.command_parser("overhead", __doc__)
     parser.add_argument("config", type=Path, nargs="?", default=Path("train_configs/quickstart.yaml"))
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=types.positive, default=40)
     parser.add_argument(
-        "--step-ms", type=float, default=240.0, help="milliseconds that a step pretends to take"
+        "--step-ms", type=types.amount, default=240.0, help="milliseconds that a step pretends to take"
     )
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
     parser.add_argument("--spec", type=Path, help=argparse.SUPPRESS)

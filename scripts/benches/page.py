@@ -1,14 +1,18 @@
-"""`bench.py page`: docs/benchmarks.md and its plots from docs/benchmarks/*.json and notes.md. No torch."""
+"""docs/benchmarks.md and its plots from docs/benchmarks/*.json and notes.md. No torch.
+
+python scripts/bench.py page
+"""
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from scripts.benches import arguments as types
 from scripts.benches.machine import Machine
 from scripts.benches.record import FOLDER, REPOSITORY, Record, Row, Table, read_records
+from trainer.errors import DataError
 from trainer.telemetry import atomic
 
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
@@ -23,16 +27,14 @@ _HEAD = """<!-- Written by `make docs` from the records and notes.md in docs/ben
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page and the plots."""
-    parser = argparse.ArgumentParser(prog="bench.py page", description=__doc__)
+    parser = types.command_parser("page", __doc__)
     parser.add_argument("--records", type=Path, default=FOLDER, help="folder of records and notes.md")
-    parser.add_argument("--output", type=Path, default=PAGE)
+    parser.add_argument("--output", type=types.new_file, default=PAGE)
     parser.add_argument("--images", type=Path, default=IMAGES)
     parser.add_argument("--no-plots", action="store_true", help="write the text only")
     options = parser.parse_args(arguments)
     records = read_records(options.records)
-    atomic.write_text(
-        options.output, page(records, (options.records / "notes.md").read_text(encoding="utf-8"))
-    )
+    atomic.write_text(options.output, page(records, _notes(options.records / "notes.md")))
     if not options.no_plots:
         from scripts.benches.plots import write_plots
 
@@ -40,11 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _notes(path: Path) -> str:
+    if not path.is_file():
+        raise DataError(
+            "there is no such file",
+            where=str(path),
+            remedy=f"write the page's own text there, with a line {MARK} for the records",
+        )
+    return path.read_text(encoding="utf-8")
+
+
 def page(records: Mapping[str, Record | Table], notes: str) -> str:
-    """The page's text. Raises ValueError where notes.md has no line for the records."""
+    """The page's text. Raises DataError where notes.md has no line for the records."""
     before, mark, after = notes.partition(MARK)
     if not mark:
-        raise ValueError(f"notes.md has no line {MARK}")
+        raise DataError(f"it has no line {MARK}", where="notes.md", remedy="add it where the records go")
     sections = [_section(stem, record) for stem, record in records.items()]
     return _HEAD + before + "\n".join(sections).rstrip("\n") + after
 

@@ -1,14 +1,17 @@
-"""Time `plan_run` over all shipped configurations and recorded machines: python -m scripts.benches.plan."""
+"""How long `plan_run` takes over all shipped configurations and recorded machines.
+
+python scripts/bench.py plan --repeats 5
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import statistics
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from scripts.benches import arguments as types
 from tests.golden import plans
 from trainer.config.load import Loaded
 from trainer.engine.planning import plan_run
@@ -19,8 +22,8 @@ from trainer.hardware.machine import read_recorded
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print milliseconds a plan: the first one of each pair, and the best of the repeats."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser = types.command_parser("plan", __doc__)
+    parser.add_argument("--repeats", type=types.positive, default=5, help="further calls of each pair")
     repeats = parser.parse_args(arguments).repeats
     os.chdir(plans.ROOT)
     facts = {name: read_recorded(plans.MACHINES / f"{name}.json") for name in plans.machines()}

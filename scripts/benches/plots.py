@@ -7,6 +7,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
+from scripts.benches.labels import Box, place
 from scripts.benches.page import plot_names, plotted
 from scripts.benches.record import Record, Row, Table
 from trainer.engine.pictures import write_png
@@ -17,6 +18,10 @@ _FAMILY_COLOURS = ("#0969da", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf22
 _WIDTH, _MARGIN, _LABEL_WIDTH, _VALUE_WIDTH = 1200, 24, 330, 170
 _BAR, _GAP, _GROUP_GAP, _TEXT, _TITLE = 24, 8, 22, 16, 22
 _SCATTER_HEIGHT, _TICKS, _DOT = 700, 5, 7
+_LABEL_HEIGHT = _TEXT + 4
+"""From the top that Pillow is given to below the lowest letters."""
+_HEADROOM = 1.04
+"""Of the axes, so that no dot lies on the frame."""
 
 
 def write_plots(records: Mapping[str, Record | Table], folder: Path) -> list[Path]:
@@ -100,8 +105,8 @@ def scatter(record: Record) -> Image.Image:
     if not rows:
         return picture
     box = (_MARGIN + 70, _MARGIN + 2 * _TITLE, _WIDTH - _MARGIN - 60, _SCATTER_HEIGHT - _MARGIN - 2 * _TEXT)
-    most_x = _nice(max(row.allocated_gib or 0.0 for row in rows))
-    most_y = _nice(max(row.milliseconds or 0.0 for row in rows))
+    most_x = _nice(_HEADROOM * max(row.allocated_gib or 0.0 for row in rows))
+    most_y = _nice(_HEADROOM * max(row.milliseconds or 0.0 for row in rows))
     _axes(draw, box, (most_x, most_y), text)
     places = [
         (
@@ -110,16 +115,14 @@ def scatter(record: Record) -> Image.Image:
         )
         for row in rows
     ]
-    for row, (x, y) in zip(rows, places, strict=True):
+    names = [row.variant if len(families) == 1 else f"{row.family} {row.variant}" for row in rows]
+    sizes = [(text.getlength(name), _LABEL_HEIGHT) for name in names]
+    labels = place(places, sizes, _DOT, Box(*box))
+    for row, name, (x, y), label in zip(rows, names, places, labels, strict=True):
         colour = _FAMILY_COLOURS[families.index(row.family) % len(_FAMILY_COLOURS)]
         fill = colour if row.variant.startswith("ours") else "white"
         draw.ellipse((x - _DOT, y - _DOT, x + _DOT, y + _DOT), fill=fill, outline=colour, width=3)
-        name = row.variant if len(families) == 1 else f"{row.family} {row.variant}"
-        length = text.getlength(name)
-        taken = any(x < other < x + length + 3 * _DOT and abs(y - up) < _TEXT for other, up in places)
-        to_left = taken or x + _DOT + 4 + length > _WIDTH - _MARGIN
-        beside = x - _DOT - 4 - length if to_left else x + _DOT + 4
-        draw.text((beside, y - _TEXT // 2 - 2), name, fill=_GREY, font=text)
+        draw.text((label.left, label.top), name, fill=_GREY, font=text)
     return picture
 
 
@@ -144,7 +147,7 @@ def _nice(value: float) -> float:
     """The next number at or above `value` whose fifths are short."""
     step = 1.0
     while True:
-        for factor in (1, 2, 3, 4, 5, 6, 8):
+        for factor in (1, 1.5, 2, 2.5, 3, 4, 5, 6, 8):
             if value <= factor * step * _TICKS:
                 return factor * step * _TICKS
         step *= 10

@@ -1,6 +1,6 @@
 """Where the milliseconds of a training step go: the real model and optimizer on a synthetic batch, profiled.
 
-    python -m scripts.benches.profile_step train_configs/flux1_dev_lora.yaml --set model.weights=random \\
+    python scripts/bench.py profile train_configs/flux1_dev_lora.yaml --set model.weights=random \\
         --set model.pretrained_model_name_or_path=BASE --set features.compute=fp8 --steps 3
 
 The plan and the model are made as `trainer train` makes them, in a process with the plan's environment;
@@ -23,12 +23,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from scripts.benches import arguments as types
 from scripts.benches.trace import read_trace, summarize, summary_text
 from trainer import families
 from trainer.cli.options import load_config
 from trainer.config import environment
 from trainer.config.load import dump, load
 from trainer.engine.spec import Spec, read_spec, write_spec
+from trainer.errors import AccessError, ConfigError
 from trainer.hardware.render import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
@@ -73,26 +75,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = types.command_parser("profile", __doc__)
     parser.add_argument("configs", nargs="+", type=lambda text: Path(text).resolve(), metavar="CONFIG")
     parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--steps", type=int, default=3, help="profiled steps")
-    parser.add_argument("--timed", type=int, default=10, help="steps timed without the profiler")
-    parser.add_argument("--warmup", type=int, default=6, help="steps before, which also compile and capture")
-    parser.add_argument("--tokens", type=int, default=512, help="text tokens")
-    parser.add_argument("--blocks", type=_counts, default=(), help="cut the model: its blocks of each kind")
-    parser.add_argument("--top", type=int, default=40, help="kernels in the list")
+    parser.add_argument("--steps", type=types.positive, default=3, help="profiled steps")
+    parser.add_argument("--timed", type=types.positive, default=10, help="steps timed without the profiler")
+    parser.add_argument(
+        "--warmup", type=types.not_negative, default=6, help="steps before, which also compile and capture"
+    )
+    parser.add_argument("--tokens", type=types.positive, default=512, help="text tokens")
+    parser.add_argument(
+        "--blocks", type=types.counts, default=(), help="cut the model: its blocks of each kind, 2,4"
+    )
+    parser.add_argument("--top", type=types.positive, default=40, help="kernels in the list")
     parser.add_argument("--operators", action="store_true", help="record the CPU's operators too (slower)")
-    parser.add_argument("--trace", type=Path, help="keep the trace here (.json or .json.gz)")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--trace", type=types.new_file, help="keep the trace here (.json or .json.gz)")
+    parser.add_argument("--json", type=types.new_file, help="write the figures here")
     parser.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
     return parser
-
-
-def _counts(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
 
 
 def _base(loaded: Any) -> str:
@@ -102,17 +102,34 @@ def _base(loaded: Any) -> str:
 def cut_base(family_name: str, base: Path, folder: Path, counts: Sequence[int]) -> Path:
     """A copy of a base model's configs whose trained component has `counts` blocks of each kind.
 
-    Raises ValueError where the model counts no blocks that way.
+    Raises as `block_keys`.
     """
+    keys = block_keys(family_name, base, counts)
     shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
     path = folder / families.get(family_name).trained_component / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(zip(keys, counts, strict=False))))
+    return folder
+
+
+def block_keys(family_name: str, base: Path, counts: Sequence[int]) -> list[str]:
+    """The keys by which a base's trained component counts its blocks, one for each of `counts` at least.
+
+    Raises AccessError where there is no such base, ConfigError for more counts than keys.
+    """
+    path = types.require_base(base, "--blocks") / families.get(family_name).trained_component / "config.json"
+    if not path.is_file():
+        raise AccessError(
+            "there is no such file", where=str(path), remedy=f"is this a base of {family_name}?"
+        )
     config = json.loads(path.read_text())
     keys = [key for key in BLOCK_KEYS if key in config]
-    if len(counts) > len(keys) or not keys:
-        raise ValueError(f"--blocks has {len(counts)} counts, the model counts {', '.join(keys) or 'none'}")
-    config.update(zip(keys, counts, strict=False))
-    path.write_text(json.dumps(config))
-    return folder
+    if len(counts) > len(keys):
+        raise ConfigError(
+            f"{len(counts)} counts, but {family_name} counts {', '.join(keys) or 'no blocks'}",
+            where="--blocks",
+            remedy="give as many numbers as there are kinds of blocks, or fewer",
+        )
+    return keys
 
 
 def profile(options: argparse.Namespace) -> None:
@@ -222,7 +239,7 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
         built.updater.accumulate()
         return loss.detach()
 
-    graphs = Graphs(micro_batch) if context.plan.cuda_graphs else None
+    graphs = Graphs(micro_batch, context.say) if context.plan.cuda_graphs else None
 
     def step() -> None:
         loss_sum = torch.zeros((), device=context.device, dtype=torch.float64)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benches.machine import Machine
+from trainer.errors import DataError
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 FOLDER = REPOSITORY / "docs" / "benchmarks"
@@ -126,7 +127,7 @@ def to_json(record: Record | Table) -> str:
 
 
 def from_json(text: str, where: str) -> Record | Table:
-    """What `to_json` wrote, or a table of another command. Raises ValueError naming `where`."""
+    """What `to_json` wrote, or a table of another command. Raises DataError naming `where`."""
     try:
         content = json.loads(text)
         machine = Machine(**content.pop("machine"))
@@ -139,11 +140,21 @@ def from_json(text: str, where: str) -> Record | Table:
         )
         return Record(**content, rows=rows, machine=machine)
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f"{where} is not a record of measurements: {error}") from error
+        raise DataError(
+            f"it is not a record of measurements: {type(error).__name__}: {error}",
+            where=where,
+            remedy="`bench.py train --record` writes them; keep other files elsewhere",
+        ) from error
 
 
 def read_records(folder: Path = FOLDER) -> dict[str, Record | Table]:
-    """All records of a folder by the stem of their file, in its order."""
+    """All records of a folder by the stem of their file, in its order. Raises DataError as `from_json`."""
+    if not folder.is_dir():
+        raise DataError(
+            "there is no such folder",
+            where=str(folder),
+            remedy=f"the records are in {FOLDER.relative_to(REPOSITORY)}",
+        )
     return {
         path.stem: from_json(path.read_text(encoding="utf-8"), str(path))
         for path in sorted(folder.glob("*.json"))

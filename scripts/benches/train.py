@@ -5,7 +5,8 @@
 
 Every variant runs in a process of its own: round 1 all of them, round 2 all of them again. Ours go through
 `trainer train` and a small data set; the others are those of scripts/benches/peers.py. One line of JSON a
-variant goes to stdout.
+variant goes to stdout; where none has figures, no record is written and the exit code is 1.
+TRAINER_PROFILE=cpu tries it without a GPU.
 """
 
 from __future__ import annotations
@@ -20,9 +21,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from scripts.benches import arguments as types
 from scripts.benches import machine, ours
 from scripts.benches.record import Record, Row, merge, to_json
 from trainer import families
+from trainer.config import environment
 from trainer.telemetry import atomic
 
 PEERS: Mapping[str, str] = {"diffusers": "bf16", "compiled": "bf16", "torchao": "fp8", "quanto": "bf16"}
@@ -39,10 +42,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print, and write the record."""
     given = list(sys.argv[1:] if arguments is None else arguments)
     options = parser().parse_args(given)
-    options.base = options.base.resolve()
+    options.base = types.require_base(options.base, "--base")
     family = families.get(options.family)
     if options.tokens is None:
         options.tokens = 4096 if family.sample_kind == "conversation" else 512
+    if environment.read("TRAINER_PROFILE") != "cpu":
+        machine.require_gpu(remedy="use a machine with one; TRAINER_PROFILE=cpu measures the CPU instead")
     machine.require_idle()
     job = _job(options)
     samples: dict[str, list[dict[str, Any]]] = {variant: [] for variant in options.variants}
@@ -58,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         record = _record(options, job, samples, given)
     for row in record.rows:
         print(json.dumps(_printed(row), sort_keys=True))
+    if all(row.milliseconds is None for row in record.rows):
+        print("no variant has figures: nothing is recorded", file=sys.stderr)
+        return 1
     if options.record:
         atomic.write_text(options.record, to_json(record))
     return 0
@@ -65,29 +73,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    one = argparse.ArgumentParser(
-        prog="bench.py train", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    one = types.command_parser("train", __doc__)
     one.add_argument("family", choices=families.names())
     one.add_argument("--base", type=Path, required=True, help="folder with the full-size configs")
     one.add_argument("--variants", type=_variants, default=VARIANTS, help=f"out of {', '.join(PRECISIONS)}")
-    one.add_argument("--resolution", type=int, default=1024)
-    one.add_argument("--batch", type=int, default=1)
-    one.add_argument("--rank", type=int, default=16)
-    one.add_argument("--tokens", type=int, help="text tokens: 512; a language model's row: 4096")
-    one.add_argument("--steps", type=int, default=20, help="timed steps of a round")
-    one.add_argument("--warmup", type=int, default=6, help="steps before them")
-    one.add_argument("--rounds", type=int, default=2)
+    one.add_argument("--resolution", type=types.positive, default=1024)
+    one.add_argument("--batch", type=types.positive, default=1)
+    one.add_argument("--rank", type=types.positive, default=16)
+    one.add_argument("--tokens", type=types.positive, help="text tokens: 512; a language model's row: 4096")
+    one.add_argument("--steps", type=types.positive, default=20, help="timed steps of a round")
+    one.add_argument("--warmup", type=types.not_negative, default=6, help="steps before them")
+    one.add_argument("--rounds", type=types.positive, default=2)
     one.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
                      help="further settings of ours")  # fmt: skip
     one.add_argument("--profile", action="store_true", help="profile three further steps of each variant")
-    one.add_argument("--floor", type=float, help="milliseconds, in place of the computed floor")
+    one.add_argument("--floor", type=types.amount, help="milliseconds, in place of the computed floor")
     one.add_argument("--ceilings", type=_ceilings, default={}, metavar="bf16=765,...",
                      help="kernel rates for the floor, 1e12 operations a second")  # fmt: skip
-    one.add_argument("--record", type=Path, help="write docs/benchmarks/NAME.json")
+    one.add_argument("--record", type=types.new_file, help="write docs/benchmarks/NAME.json")
     one.add_argument("--title", help="of the record")
     one.add_argument("--month", help="of the record: 2026-11; the clock's if not given")
-    one.add_argument("--work", type=Path, help="folder for the runs; the system's temporary one if not given")
+    one.add_argument(
+        "--work", type=types.folder, help="for the runs; the system's temporary folder if not given"
+    )
     return one
 
 
@@ -102,7 +110,14 @@ def _variants(text: str) -> tuple[str, ...]:
 
 
 def _ceilings(text: str) -> dict[str, float]:
-    return {name: float(rate) for name, _, rate in (part.partition("=") for part in text.split(","))}
+    from scripts.benches.floor import Ceilings
+
+    found = {name: types.amount(rate) for name, _, rate in (part.partition("=") for part in text.split(","))}
+    known = [field.name for field in dataclasses.fields(Ceilings)]
+    unknown = [name for name in found if name not in known]
+    if unknown:
+        raise argparse.ArgumentTypeError(f"no rate {', '.join(unknown)}; there are {', '.join(known)}")
+    return found
 
 
 def _job(options: argparse.Namespace) -> ours.Job:

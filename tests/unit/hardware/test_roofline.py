@@ -41,7 +41,8 @@ def predicted(family: str, attention: str = "cudnn", **changes: Any) -> float:
     return milliseconds(storage(**changes), full_size(family), attention, H200)
 
 
-# 1024 px, batch 1, LoRA rank 16 on attention (docs/benchmarks.md)
+# 1024 px, batch 1, LoRA rank 16 on attention: measured with a prototype of the step on one H200, November
+# 2026; the last two are the trainer's own runs (docs/benchmarks.md)
 @pytest.mark.parametrize(
     ("family", "attention", "changes", "measured_ms"),
     [

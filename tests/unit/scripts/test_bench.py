@@ -22,7 +22,7 @@ from scripts.random_base import build
 from trainer import families
 from trainer.cli.options import load_config
 from trainer.engine.agreement import check_family
-from trainer.errors import HardwareError
+from trainer.errors import DataError, HardwareError
 from trainer.families.protocol import Shape
 from trainer.telemetry.records import METRICS_LOG, read_metrics
 
@@ -156,6 +156,7 @@ def test_the_command_refuses_before_anything_is_started(
     def run(*_: object, **__: object) -> dict[str, Any]:
         raise AssertionError("nothing may be started")
 
+    monkeypatch.setattr(machine, "require_gpu", lambda **_: None)
     monkeypatch.setattr(machine, "require_idle", busy)
     monkeypatch.setattr(train, "_run", run)
     assert bench.main(["train", "flux1_dev", "--base", "assets/tiny-flux"]) == 69
@@ -243,7 +244,7 @@ def test_records_survive_their_file() -> None:
     text = record.to_json(one)
     assert record.from_json(text, "x.json") == one
     assert text == json.dumps(json.loads(text), indent=1, sort_keys=True) + "\n"
-    with pytest.raises(ValueError, match=r"x\.json is not a record"):
+    with pytest.raises(DataError, match=r"x\.json: it is not a record"):
         record.from_json('{"rows": []}', "x.json")
 
 
@@ -296,7 +297,7 @@ def test_tables_of_other_commands_are_printed_as_they_are() -> None:
 
 
 def test_notes_without_a_place_for_the_records_are_refused() -> None:
-    with pytest.raises(ValueError, match="has no line"):
+    with pytest.raises(DataError, match="has no line"):
         page.page({}, "# Measurements\n")
 
 

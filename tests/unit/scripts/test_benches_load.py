@@ -11,6 +11,7 @@ import pytest
 
 from scripts.benches import load, save
 from scripts.benches.load import Measured
+from trainer.errors import HardwareError
 
 ON_CPU = ["--gib", "0.01", "--device", "cpu"]
 
@@ -46,6 +47,12 @@ def test_a_variant_is_measured_in_its_own_process(tmp_path: Path) -> None:
     assert measured.how == "parallel reads past the page cache (bench)"
     # the ring of 256 MiB is filled as far as there are bytes
     assert 5 < measured.host_growth_mib < 300
+
+
+def test_a_device_that_is_not_there_is_told(tmp_path: Path) -> None:
+    paths = load.write_files(tmp_path, 0.001, 1)
+    with pytest.raises(HardwareError, match="direct could not read to cuda:99"):
+        load.in_child("direct", "cold", paths, "cuda:99")
 
 
 def test_memory_that_is_let_go_again_is_counted() -> None:
@@ -89,10 +96,10 @@ def test_the_verdict_names_what_is_missed() -> None:
 
 
 def test_saving_is_timed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = tmp_path / "bench"
-    save.main(["--folder", str(folder), "--tensors", "4", "--repeats", "2", "--device", "cpu"])
+    (tmp_path / "kept.txt").write_text("not the benchmark's")
+    save.main(["--folder", str(tmp_path), "--tensors", "4", "--repeats", "2", "--device", "cpu"])
     (row,) = lines(capsys.readouterr().out)
     assert row["tensors"] == 4
     assert row["mib"] == pytest.approx(4 * 3 * 16 * 3072 * 4 / 2**20, abs=0.1)
     assert all(row[name] > 0 for name in ("save_seconds", "check_seconds", "read_seconds"))
-    assert not folder.exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.txt"]
