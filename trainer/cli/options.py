@@ -40,7 +40,7 @@ def budget_option(function: F) -> F:
         "--budget",
         metavar="SIZE",
         callback=override,
-        help="Keep within this much device memory: 24GiB. Short for --set features.memory_budget=24GiB.",
+        help="Keep within this much device memory: 20GiB. Short for --set features.memory_budget=20GiB.",
     )(function)
 
 

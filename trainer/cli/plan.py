@@ -18,7 +18,7 @@ What you write in the configuration is honoured or refused; only `auto` is decid
 Examples:
   trainer plan train_configs/flux1_dev_lora.yaml
   trainer plan train_configs/flux1_dev_lora.yaml --facts tests/golden/machines/dgx-spark.json
-  trainer plan train_configs/flux1_dev_lora.yaml --budget 24GiB
+  trainer plan train_configs/flux1_dev_lora.yaml --budget 20GiB
   trainer plan train_configs/flux1_dev_lora.yaml --set features.weights=int8 --json > plan.json
   trainer plan train_configs/flux1_dev_lora.yaml --export > plan.env && . ./plan.env
 """

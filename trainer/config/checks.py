@@ -139,6 +139,25 @@ def _budget_alone(context: Context) -> Found:
             yield context.source(key), f"`{key}` contradicts {written}: {why}", "remove one of them"
 
 
+def _swap_alone(context: Context) -> Found:
+    config, key = context.config, "features.block_swap"
+    features = config.features
+    if features.block_swap in ("auto", 0):
+        return
+    if config.method == "full":
+        what = f"`{key}` is for a frozen base, and `method: full` trains it"
+        yield context.blame(key, "method"), what, f"write `method: lora`, or leave {key} out"
+    for other, clashes in (
+        ("activation_checkpointing", features.activation_checkpointing is False),
+        ("activation_budget", features.activation_budget not in ("auto", 1.0)),
+    ):
+        if clashes:
+            value = str(vars(features)[other]).lower()
+            written = f"`features.{other}: {value}` ({context.source(f'features.{other}')})"
+            what = f"`{key}` contradicts {written}: blocks that wait in host memory are recomputed whole"
+            yield context.source(key), what, "remove one of them"
+
+
 def _weights_against_dtype(context: Context) -> Found:
     dtype, weights = context.config.model.dtype, context.config.features.weights
     if {dtype, weights} == {"bf16", "fp32"}:
@@ -309,6 +328,15 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
     (("method", "features.weights"), _quantized_full),
     (("method", "features.weights", "features.compute"), _fp8_compute),
     (("features.activation_budget", "features.compile", "features.activation_checkpointing"), _budget_alone),
+    (
+        (
+            "method",
+            "features.block_swap",
+            "features.activation_checkpointing",
+            "features.activation_budget",
+        ),
+        _swap_alone,
+    ),
     (("model.dtype", "features.weights"), _weights_against_dtype),
     (("train.lr_warmup_steps", "train.max_train_steps"), _warmup),
     (("data.trigger_word", "data.caption_dropout_rate"), _trigger_dropped),

@@ -22,6 +22,7 @@ ALIASES: dict[str, str] = {
     "base_model": "model.pretrained_model_name_or_path",
     "batch_size": "train.train_batch_size",
     "cache_latents": "data.cache_dir",
+    "blocks_to_swap": "features.block_swap",
     "caption_dropout": "data.caption_dropout_rate",
     "dataset": "data.sets",
     "dim": "lora.rank",

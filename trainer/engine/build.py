@@ -1,11 +1,13 @@
 """Floor 6: from files to a model that can train, in the one order that is right.
 
-build on meta -> quantised linears while shards stream in -> attention -> LoRA -> activation checkpointing ->
-joined layers -> compile -> optimizer. Resume comes after all of it.
+build on meta -> quantised linears while shards stream in, those of blocks that wait into host memory ->
+attention -> LoRA -> activation checkpointing -> joined layers -> compile -> optimizer. Resume comes after all
+of it.
 """
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,10 +18,14 @@ from trainer.engine.context import Context
 from trainer.engine.fast import compile_model, prove_fp8
 from trainer.engine.optimizer import Updater
 from trainer.errors import ConfigError, HardwareError
+from trainer.hardware.memory import gib
 from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
+from trainer.modeling.empty import Waiting
 from trainer.modeling.load import load_streamed
 from trainer.modeling.quantize import QUANTIZED, count_quantized, replacer
+from trainer.modeling.recompute import RECOMPUTED, Recomputed, recompute_layers
+from trainer.modeling.swap import swap_blocks, waiting_blocks
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
 
@@ -72,14 +78,33 @@ def load_base(context: Context) -> Any:
             loader=plan.loader,
             on_bytes=on_bytes,
             say=context.say,
+            waiting=_waiting(context),
         )
     if plan.weights in QUANTIZED:
         count, kept = count_quantized(model, plan.weights)
         context.say(f"{plan.weights} base: {count} linear layers quantised, {kept} kept in {plan.dtype}")
+    if plan.swapped_blocks:
+        _swap(context, model)
     set_attention(model, plan.attention)
     if plan.compute == "fp8":
         context.say(prove_fp8(context, model))
     return model
+
+
+def _waiting(context: Context) -> Waiting | None:
+    """Which blocks of the model are loaded into host memory; None where all fit the device."""
+    count, kinds = context.plan.swapped_blocks, context.family.blocks
+    return functools.partial(waiting_blocks, kinds=kinds, count=count) if count else None
+
+
+def _swap(context: Context, model: Any) -> None:
+    plan = context.plan
+    assert plan.activation_checkpointing and not plan.cuda_graphs, "kept activations would keep weights"
+    swapped = swap_blocks(model, context.family.blocks, plan.swapped_blocks, device=context.device)
+    context.say(
+        f"{swapped.number} blocks wait in host memory ({gib(swapped.host_bytes)}) and pass through"
+        f" {gib(swapped.device_bytes)} of the device's"
+    )
 
 
 def build(context: Context) -> Built:
@@ -118,7 +143,7 @@ def build(context: Context) -> Built:
 
 
 def enable_activation_checkpointing(model: Any) -> None:
-    """Recompute blocks in the backward pass, by the method that the model's class declares.
+    """Recompute blocks in the backward pass; which ones a model's class declares.
 
     Raises ConfigError where the class does not support it: asking would otherwise change nothing.
     """
@@ -135,12 +160,13 @@ def enable_activation_checkpointing(model: Any) -> None:
             remedy="set it to false, or use a smaller resolution or batch",
         )
     if of_transformers:
-        model.activation_checkpointing_enable(_RECOMPUTED)
+        recompute_layers(model)
     else:
-        model.enable_gradient_checkpointing(
-            lambda block, *inputs: checkpoint(block.__call__, *inputs, **_RECOMPUTED)
-        )
+        model.enable_gradient_checkpointing(_recomputed)
 
 
-# nothing in a block is drawn at random; a CUDA graph could not restore a generator's state
-_RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+def _recomputed(block: Any, *inputs: Any) -> Any:
+    """A block's output; blocks that wait in host memory see to being recomputed themselves."""
+    if isinstance(block, Recomputed):
+        return block(*inputs)
+    return checkpoint(block.__call__, *inputs, **RECOMPUTED)

@@ -50,13 +50,31 @@ def fuse(model: Any, run: Callable[[], None]) -> Fused:
     )
 
 
+def _fused(model: Any, run: Callable[[], None]) -> Fused:
+    """`fuse`; weights of blocks that wait in host memory are joined there."""
+    from trainer.modeling.swap import swapped_of
+
+    swapped = swapped_of(model)
+    if swapped is None:
+        return fuse(model, run)
+
+    def run_first() -> None:
+        run()
+        swapped.to_host()
+
+    fused = fuse(model, run_first)
+    swapped.pack()
+    return fused
+
+
 def compile_model(context: Context, model: Any) -> None:
     """Fuse what can be computed together; the repeated blocks compile at their first call."""
     from trainer.modeling.compiled import compile_blocks
 
+    move_plain_tensors(model, context.device)
     fused = ""
     if context.config.method == "lora":
-        fused = f"; {fuse(model, small_forward(context, model))}"
+        fused = f"; {_fused(model, small_forward(context, model))}"
         if context.device != "cpu":
             # holes that the separate weights left
             torch.cuda.empty_cache()
@@ -66,6 +84,17 @@ def compile_model(context: Context, model: Any) -> None:
         f"{blocks} blocks are compiled at the first step (about a minute, seconds where the cache is"
         f" warm){fused}"
     )
+
+
+def move_plain_tensors(model: Any, device: str) -> None:
+    """Move what modules keep as plain attributes, which `Module.to` leaves where it was made.
+
+    Copying it from the host in every step would wait, and cannot be part of a CUDA graph.
+    """
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(module, name, value.to(device))
 
 
 def small_forward(context: Context, model: Any) -> Callable[[], None]:
@@ -95,7 +124,8 @@ def small_forward(context: Context, model: Any) -> Callable[[], None]:
 def prove_fp8(context: Context, model: Any) -> str:
     """Profile one small forward pass; how many products ran in FP8, in words.
 
-    Raises HardwareError where none did: a plan that says FP8 and a run that does not contradict each other.
+    Raises HardwareError where a layer's did not: a plan that says FP8 and a run that does not contradict each
+    other.
     """
     from trainer.modeling.rowscaled import RowScaledLinear
 

@@ -21,6 +21,7 @@ from trainer.engine.meta_shapes import SOURCE, built_shapes
 from trainer.engine.probe import matmul_shape_class, shape_class
 from trainer.errors import AccessError
 from trainer.families.protocol import AttentionShape, Family, Shape
+from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, Stack, stacks
 from trainer.hardware.geometry import (
     Activations,
     ComponentGeometry,
@@ -50,8 +51,6 @@ COMPILED_SHARE = {"saved": 0.9, "block": 0.9}
 """What compiled blocks keep of what eager ones do: gives peaks within 2 % of measured ones on an H200."""
 # diffusers' names of what sees the caption's tokens only, in blocks with two streams
 _TEXT_SIDE = re.compile(r"add_[qkv]_proj|to_add_out|_context|txt_|text_")
-_BLOCK = re.compile(r"(.*?\b\w+\.\d+)\.")
-_LEAST_LINEARS = 2
 _OVER_THE_VOCABULARY = re.compile("embed|shared|lm_head")
 
 
@@ -77,7 +76,6 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
 
     attention = family.attention_shape(model_config, shape)
     work = _work(quantized_linears(trained.shapes, family.high_precision), attention, shape)
-
     saved, recomputed = (
         family.activations(model_config, shape, checkpointing=recompute, linear_inputs=linear_inputs)
         for recompute in (False, True)
@@ -98,6 +96,7 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
         attention_flops=work.attention_flops,
         attention_calls=work.attention_calls,
         blocks=work.blocks,
+        stacks=_stacks(family, trained, dtype),
         packed=family.packed_by is not None,
         text_bytes_peak=_text_peak(components, config.data.max_sequence_length, size),
         vae_bytes_peak=vae,
@@ -160,7 +159,7 @@ def block_linears(names: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[
     """
     blocks: dict[str, list[str]] = {}
     for name in names:
-        found = _BLOCK.match(name)
+        found = BLOCK.match(name)
         if found is not None:
             blocks.setdefault(found[1], []).append(name)
     return tuple(
@@ -169,8 +168,14 @@ def block_linears(names: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[
             tuple(name for name in members if not _TEXT_SIDE.search(name)),
         )
         for members in blocks.values()
-        if len(members) >= _LEAST_LINEARS
+        if len(members) >= LEAST_LINEARS
     )
+
+
+def _stacks(family: Family, trained: ComponentGeometry, dtype: str) -> tuple[Stack, ...]:
+    """The repeated blocks of the trained component."""
+    kept = kept_in_fp32(family.name) if dtype == "bf16" else ()
+    return stacks(trained.shapes, quantized_linears(trained.shapes, family.high_precision), kept)
 
 
 def _compiled(eager: Activations) -> Activations:

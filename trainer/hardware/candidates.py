@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trainer.hardware import swapping
 from trainer.hardware.choices import FP8_CAPABILITY, Situation, fp8_verdict
 from trainer.hardware.facts import version_text
 from trainer.hardware.geometry import Geometry
@@ -86,6 +87,7 @@ def storages(
                     checkpointing=checkpointing,
                     tiling=False,
                     previews=bool(config.validation.prompts),
+                    swapped=swapping.written(config),
                 ),
             )
 
@@ -94,7 +96,7 @@ def _recomputing(situation: Situation, *, compiled: bool) -> list[tuple[bool, fl
     """(checkpointing, activation budget) of each setting that may be tried."""
     features = situation.config.features
     checkpointing, budget = features.activation_checkpointing, features.activation_budget
-    if checkpointing is True:
+    if checkpointing is True or swapping.written(situation.config):
         return [(True, 1.0)]
     if budget != "auto":
         settings = [(False, budget)]
@@ -167,7 +169,7 @@ def _asked_fp8(situation: Situation, dtype: str, geometry: Geometry) -> tuple[Ki
     if compute == "bf16" or (compute == "auto" and (_fp8_obstacle(situation, dtype) or verdict.fails)):
         return (unpacked,)
     if verdict.fails:
-        remedy = "leave features.compute out; `trainer probe` measures again"
+        remedy = "leave features.compute out; `trainer probe CONFIG` measures again"
         raise situation.refuse("features.compute", f"the probe saw FP8 failing: {verdict.reason}", remedy)
     return tuple(Kind(weights="fp8", compute="fp8", copies=copies) for copies in (2, 1))
 

@@ -13,6 +13,7 @@ from trainer.hardware.geometry import Geometry
 from trainer.hardware.memory import Storage
 from trainer.hardware.plan import Decision
 from trainer.hardware.profiles import Profile
+from trainer.hardware.roofline import rates
 
 FP8_CAPABILITY = (8, 9)
 COMPILE_SECONDS = 60
@@ -160,7 +161,7 @@ def _unmeasured_attention(
     for name in names:
         obstacle = _attention_obstacle(situation, name, dtype)
         if not obstacle and name.startswith(("cudnn", "flash_attn")):
-            obstacle = "not measured here (`trainer probe`)"
+            obstacle = "not measured here (`trainer probe CONFIG`)"
         if not obstacle:
             best = name
             break
@@ -168,7 +169,7 @@ def _unmeasured_attention(
     texts = [*skipped, *(f"{', '.join(group)}: {why}" for why, group in passed.items())]
     if best is None:
         what = "no attention kernel works here: " + "; ".join(texts)
-        raise HardwareError(what, remedy="run `trainer probe` again")
+        raise HardwareError(what, remedy="run `trainer probe CONFIG` again")
     note = "first of the profile's order; not measured here"
     if not situation.on_gpu:
         note = "torch's only kernel on CPUs"
@@ -189,7 +190,7 @@ def _explicit_attention(
         what = f"{asked} cannot run here: {package} is not installed"
         raise situation.refuse(key, what, f"{install}, or leave {key} out")
     if verdict is not None and not verdict.works:
-        remedy = f"leave {key} out; `trainer probe` measures again"
+        remedy = f"leave {key} out; `trainer probe CONFIG` measures again"
         raise situation.refuse(key, f"the probe saw {asked} failing: {verdict.reason}", remedy)
     measured = "works here" if verdict is not None else "not measured here"
     reason = f"as written; {measured}" if asked != "native" else "as written; torch chooses the kernel itself"
@@ -232,7 +233,7 @@ def fp8_verdict(situation: Situation, geometry: Geometry) -> Fp8Verdict:
     if fp8 is not None and not fp8.works:
         return Fp8Verdict(fails=True, reason=fp8.reason)
     if fp8 is None or bf16 is None or fp8.milliseconds is None or bf16.milliseconds is None:
-        return Fp8Verdict(reason="not measured here (`trainer probe`)")
+        return Fp8Verdict(reason="not measured here (`trainer probe CONFIG`)")
     faster = fp8.milliseconds < bf16.milliseconds
     reason = f"measured at {fp8.shape_class}: {fp8.milliseconds:.2f} ms, bf16 {bf16.milliseconds:.2f} ms"
     return Fp8Verdict(faster=faster, reason=reason)
@@ -257,7 +258,9 @@ def compiling(situation: Situation, gain_milliseconds: float, micro_batches: int
             raise situation.refuse(key, f"only compiled blocks have one: {obstacle}", f"leave {key} out")
         return Decision(feature=feature, value="on", source="auto", reason=f"{key} needs it")
     seconds = gain_milliseconds * micro_batches / 1000
-    gain = f"{_whole(micro_batches)} micro-batches would gain {_whole(seconds)} s (predicted)"
+    known = rates(situation.facts.gpus[0]) if situation.on_gpu else None
+    how = "predicted" if known else "guessed: this GPU's rates are not known"
+    gain = f"{_whole(micro_batches)} micro-batches would gain {_whole(seconds)} s ({how})"
     cost = f"compiling costs about {COMPILE_SECONDS} s"
     if not situation.on_gpu:
         value, reason = False, "for GPUs; true compiles here too"
@@ -275,6 +278,9 @@ def _compile_obstacle(situation: Situation) -> str:
     return "" if situation.facts.c_compiler else "it needs a C compiler (gcc or clang), and there is none"
 
 
+_NEEDS_COMPILED = "only with compiled blocks"
+
+
 def cuda_graphs(situation: Situation, geometry: Geometry, storage: Storage) -> Decision:
     """Whether a micro-batch is replayed as one CUDA graph; raises HardwareError where that cannot be had."""
     asked, feature, key = situation.config.features.cuda_graphs, "cuda_graphs", "features.cuda_graphs"
@@ -282,13 +288,13 @@ def cuda_graphs(situation: Situation, geometry: Geometry, storage: Storage) -> D
     if asked != "auto":
         if asked and obstacle:
             remedy = f"leave {key} out"
-            if situation.on_gpu and not geometry.packed:
+            if obstacle == _NEEDS_COMPILED:
                 remedy += ", or write features.compile: true"
             raise situation.refuse(key, obstacle, remedy)
         source = situation.source(key)
         return Decision(feature=feature, value=on_off(asked), source=source, reason="as written")
     if storage.checkpointing:
-        obstacle = obstacle or "not with recomputed blocks yet"
+        obstacle = obstacle or f"not proved with recomputed blocks; {key}: true tries it"
     reason = obstacle or "thousands of launches become one: the host's speed does not matter"
     return Decision(feature=feature, value=on_off(not obstacle), source="auto", reason=reason)
 
@@ -301,7 +307,9 @@ def _graphs_obstacle(situation: Situation, geometry: Geometry, storage: Storage)
         return "a graph is of one shape, and packed rows differ from one to the next"
     if storage.method != "lora" or storage.dtype != "bf16":
         return "only for a LoRA in bf16, whose gradients are summed inside the graph"
-    return "" if storage.compile else "only with compiled blocks"
+    if storage.swapped:
+        return "a graph reads weights where they were, and blocks wait in host memory"
+    return "" if storage.compile else _NEEDS_COMPILED
 
 
 def _whole(number: float) -> str:

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 from trainer.config.schema import size_bytes
 from trainer.errors import HardwareError
-from trainer.hardware import candidates, encoding, memory, roofline
+from trainer.hardware import candidates, encoding, memory, roofline, swapping
 from trainer.hardware.choices import Situation, fp8_verdict, on_off
 from trainer.hardware.geometry import Geometry
-from trainer.hardware.memory import Storage, gib
+from trainer.hardware.memory import GIB, Storage, gib
 from trainer.hardware.plan import Decision, MemoryRow
 
 _MOST_NAMED = 3
@@ -80,10 +80,12 @@ def budget(situation: Situation) -> Budget:
     rest = None if profile.headroom_bytes is None else max(0, host.available_bytes - profile.headroom_bytes)
     asked, key = situation.config.features.memory_budget, "features.memory_budget"
     if asked != "auto":
-        imposed, most = size_bytes(asked), total if rest is None else rest
+        # beyond its share a machine whose memory is the host's can stop answering
+        most = total if rest is None else min(rest, int(total * profile.budget_share))
+        imposed = size_bytes(asked)
         if imposed > most:
-            what = f"{asked} is more than {situation.gpu} has to give, {gib(most)}"
-            raise situation.refuse(key, what, f"leave {key} out, or write less")
+            what = f"{asked} is more than {situation.gpu} has to give, {most / GIB:.2f} GiB"
+            raise situation.refuse(key, what, f"leave {key} out, or write at most {_whole_tenths(most)}")
         return Budget(bytes=imposed, source=situation.source(key), reason=f"imposed, of {gib(total)}")
     share, source = int(total * profile.budget_share), f"profile {profile.name}"
     if rest is None or profile.headroom_bytes is None:
@@ -93,6 +95,11 @@ def budget(situation: Situation) -> Budget:
         return Budget(bytes=rest, source=source, reason=reason)
     reason = f"{profile.budget_share:.0%} of {gib(total)}, the allocator's cap"
     return Budget(bytes=share, source=source, reason=reason)
+
+
+def _whole_tenths(count: int) -> str:
+    """Bytes as a size that may be written, rounded down."""
+    return f"{count * 10 // GIB / 10}GiB"
 
 
 def speed(situation: Situation, geometry: Geometry, attention: str) -> Speed:
@@ -120,11 +127,19 @@ def compile_gain(situation: Situation, dtype: str, geometry: Geometry, speed: Sp
 
 
 def choose(
-    situation: Situation, dtype: str, geometry: Geometry, limit: Budget, speed: Speed, *, compiled: bool
+    situation: Situation,
+    dtype: str,
+    geometry: Geometry,
+    limit: Budget,
+    speed: Speed,
+    *,
+    compiled: bool,
+    swap: bool = False,
 ) -> tuple[Outcome, list[Outcome]]:
     """The first setting that fits, by precision and then by predicted time, and the better ones that do not.
 
-    Raises DoesNotFitError with the smallest need where nothing fits.
+    With `swap` blocks of the smallest setting may wait in host memory where none fits. Raises DoesNotFitError
+    with the smallest need where nothing fits.
     """
     ladder = candidates.ladder(situation, dtype, geometry)
     ordered = sorted(
@@ -141,7 +156,28 @@ def choose(
         if outcome.peak_bytes <= limit.bytes:
             return outcome, skipped
         skipped.append(outcome)
-    raise _does_not_fit(situation, skipped, limit, (ladder.no_more, encoders.no_more))
+    no_more = ladder.no_more
+    recomputing = [outcome for outcome in skipped if outcome.storage.checkpointing]
+    if swap and recomputing:
+        outcome = _swapped(geometry, recomputing, limit, speed)
+        no_room = swapping.no_room(situation, outcome.storage, geometry)
+        if not no_room and outcome.peak_bytes <= limit.bytes:
+            return outcome, skipped
+        no_more = "; ".join(filter(None, (no_more, no_room)))
+        skipped += [] if no_room else [outcome]
+    raise _does_not_fit(situation, skipped, limit, (no_more, encoders.no_more))
+
+
+def _swapped(geometry: Geometry, outcomes: Sequence[Outcome], limit: Budget, speed: Speed) -> Outcome:
+    """The smallest setting of those that do not fit, with as few blocks in host memory as fit."""
+    least = min(outcomes, key=lambda outcome: memory.total(outcome.train))
+    storage = swapping.fewest(least.storage, geometry, limit.bytes)
+    return dataclasses.replace(
+        least,
+        storage=storage,
+        milliseconds=predicted(storage, geometry, speed),
+        train=memory.train_rows(storage, geometry),
+    )
 
 
 def _outcomes(
@@ -190,6 +226,8 @@ def _does_not_fit(
     if not in_training:
         tiled = ", the VAE in tiles" if storage.tiling else ""
         how = f"text encoders in {storage.text_encoders or storage.dtype}{tiled}"
+    elif storage.swapped:
+        how += f", {storage.swapped} blocks in host memory"
     return DoesNotFitError(
         f"the run does not fit: {phase} needs {gib(least.peak_bytes)} at least"
         f" ({how}), the budget is {gib(limit.bytes)} ({limit.reason}){hint}",
@@ -207,6 +245,8 @@ def decisions(
     """Rows for weights, their products, compiling, recomputing and tiling, with what was skipped and why."""
     features, storage = situation.config.features, chosen.storage
     fits = "the checkpoint is stored so" if storage.stored else f"fits: {gib(chosen.peak_bytes)}"
+    if storage.compute == "fp8" and chosen.tier == 0:
+        fits = f"predicted to be faster than bf16; {fits}"
     larger = [outcome for outcome in skipped if outcome.kind != chosen.kind]
     rows = [_row(situation, "weights", storage.weights, features.weights, _needs(larger) or fits)]
     rows.append(
@@ -216,8 +256,11 @@ def decisions(
         reason = "a transposed copy for backward" if storage.weight_copies == 2 else "transposed each time"
         rows.append(_row(situation, "weight_copies", str(storage.weight_copies), "auto", reason))
     rows += [compiling, *_recomputing_rows(situation, chosen, skipped)]
+    without = min((memory.total(one.train) for one in skipped), default=0)
+    rows += swapping.rows(situation, storage, geometry, without)
     untiled = "images are encoded and decoded whole" if not storage.tiling else "the VAE does not fit untiled"
-    rows.append(_row(situation, "vae_tiling", on_off(storage.tiling), features.vae_tiling, untiled))
+    if memory.parameters(geometry, "vae"):
+        rows.append(_row(situation, "vae_tiling", on_off(storage.tiling), features.vae_tiling, untiled))
     return (*rows, *encoding.rows(storage, geometry))
 
 
@@ -246,6 +289,8 @@ def _recomputing_rows(
 def _why(situation: Situation, geometry: Geometry, chosen: Outcome) -> str:
     """Why frozen linears are multiplied as they are."""
     storage, verdict = chosen.storage, fp8_verdict(situation, geometry)
+    if storage.compute == "fp8" and situation.config.features.weights == "fp8" and not verdict.faster:
+        return "follows from features.weights: fp8"
     if storage.compute == "fp8":
         return verdict.reason if verdict.faster or chosen.tier == 0 else "no bf16 base fits the budget"
     if storage.weights in memory.PACKED:

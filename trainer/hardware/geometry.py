@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trainer.errors import AccessError, ConfigError
+from trainer.hardware.blocks import Stack
 
 Shapes = Mapping[str, tuple[int, ...]]
 Role = Literal["trained", "text_encoder", "vae"]
@@ -91,6 +92,8 @@ class Geometry:
     """Calls of the kernel that `attention_shape_class` names, in one forward pass."""
     blocks: int = 0
     """Repeated blocks."""
+    stacks: tuple[Stack, ...] = ()
+    """They in their stacks, the longest first."""
     text_bytes_peak: int = 0
     """Activations of the text encoders while caching, in bytes."""
     vae_bytes_peak: int = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from trainer.hardware.blocks import Stack
 from trainer.hardware.geometry import ComponentGeometry, Geometry, Role, quantized_linears
 from trainer.hardware.plan import MemoryRow
 
@@ -35,6 +36,8 @@ _CUDA_PROCESS_BYTES = int(3.5 * GIB)
 # what a shard passes through on its way to the device
 _RING_BYTES = GIB // 2
 _SCALE_BYTES = 4
+# blocks that wait in host memory pass through two buffers
+_WAITING_BUFFERS = 2
 _ONE_SAMPLE = "one sample"
 # what one value takes while it is packed or unpacked: int8 goes through fp32 and its product with the scale,
 # nf4 straight to and from the run's type, of four bytes at most
@@ -64,6 +67,8 @@ class Storage:
     activation_budget: float = 1.0
     text_encoders: str = ""
     """`int8` or `nf4`: storage of the text encoders' layers while captions are encoded; empty: `dtype`."""
+    swapped: int = 0
+    """Repeated blocks whose frozen weights wait in host memory."""
 
     @property
     def value_bytes(self) -> int:
@@ -143,6 +148,10 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     ]
     if storage.method == "lora":
         rows.insert(0, _base_row(storage, geometry, trained))
+    if storage.swapped:
+        size = _WAITING_BUFFERS * waiting_bytes(storage, geometry).largest
+        detail = "two of the blocks that wait in host memory, in turn"
+        rows.append(MemoryRow(name="blocks passing through", bytes=size, detail=detail))
     if storage.weights in PACKED:
         rows += _quantized_extra(storage, geometry)
     return (*rows, *_overhead(storage, rows))
@@ -213,14 +222,50 @@ def _quantized(part: ComponentGeometry) -> dict[str, tuple[int, int]]:
     return quantized_linears(part.shapes, ENCODERS_KEEP)
 
 
-def host_rows(storage: Storage) -> tuple[MemoryRow, ...]:
+@dataclass(frozen=True, kw_only=True)
+class WaitingBytes:
+    """Sizes of the blocks that wait in host memory."""
+
+    all: int
+    largest: int
+
+
+def waiting_bytes(storage: Storage, geometry: Geometry) -> WaitingBytes:
+    """Frozen weights of `storage.swapped` blocks: all of the longest stack before any of the next."""
+    left, whole, largest = storage.swapped, 0, 0
+    for stack in geometry.stacks:
+        count = min(left, stack.blocks)
+        if count:
+            size = _block_bytes(storage, geometry, stack)
+            whole, largest, left = whole + count * size, max(largest, size), left - count
+    return WaitingBytes(all=whole, largest=largest)
+
+
+def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:
+    others = stack.others * storage.value_bytes + stack.fp32 * _FP32_EXTRA["frozen"]
+    if storage.weights not in PACKED:
+        return stack.quantized * storage.value_bytes + others
+    return (
+        others
+        + {
+            "int8": stack.quantized + stack.rows * _SCALE_BYTES,
+            "fp8": stack.quantized * storage.weight_copies + stack.rows * _SCALE_BYTES,
+            "nf4": _nf4_bytes(geometry) * stack.quantized // max(1, geometry.quantized_parameters),
+        }[storage.weights]
+    )
+
+
+def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """What the training process holds in host memory; on a CPU that is what training holds."""
     if storage.device == "cpu":
         return ()
+    detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned"
+    size = waiting_bytes(storage, geometry).all
+    waiting = [MemoryRow(name="waiting blocks", bytes=size, detail=detail)] if storage.swapped else []
     return (
+        *waiting,
         MemoryRow(name="process", bytes=_CUDA_PROCESS_BYTES, detail="Python, CUDA and libraries"),
         MemoryRow(name="loading", bytes=_RING_BYTES, detail="buffers that shards pass through"),
-        MemoryRow(name="kept entries", bytes=0, detail="only while there is room"),
     )
 
 
@@ -244,6 +289,16 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int) -> int
 
 
 def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
+    """All of the base but the blocks that wait in host memory."""
+    row = _whole_base_row(storage, geometry, trained)
+    if not storage.swapped:
+        return row
+    detail = f"{row.detail}; without {storage.swapped} of {geometry.blocks} blocks"
+    size = max(0, row.bytes - waiting_bytes(storage, geometry).all)
+    return MemoryRow(name=row.name, bytes=size, detail=detail)
+
+
+def _whole_base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
     size, extra = storage.value_bytes, geometry.fp32_parameters * _FP32_EXTRA["frozen"]
     fp32 = f", {_count(geometry.fp32_parameters)} in fp32" if geometry.fp32_parameters else ""
     if storage.weights not in PACKED:

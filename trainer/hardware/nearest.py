@@ -13,6 +13,7 @@ from trainer.hardware.memory import QUANTIZED
 Change = tuple[str, Any]
 """Dotted key and the value to write."""
 _RESOLUTIONS = (1024, 768, 512)
+_LENGTHS = (2048, 1024, 512)
 _SMALLER = {"fp32": QUANTIZED, "bf16": ("fp8", *QUANTIZED), "int8": ("nf4",), "fp8": ("nf4",)}
 
 
@@ -20,8 +21,8 @@ def nearest_fit(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str:
     """One sentence: the changes that make the run fit, or that none of those tried does.
 
     `peak_of` plans a changed configuration, returns its peak in words, and raises DoesNotFitError where it
-    does not fit either. Single changes come first, then the same ones added up; one that this machine refuses
-    for another reason is in no sum.
+    does not fit either. Single changes come first, then the same ones added up, without those that turn out
+    not to be needed; one that this machine refuses for another reason is in no sum.
     """
     changes, fitting = [], []
     for change in _changes(config):
@@ -36,10 +37,25 @@ def nearest_fit(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str:
     for count in range(2, len(changes) + 1):
         together = _latest(changes[:count])
         try:
-            return f"fits with {_text(together)} ({peak_of(_apply(config, together))})"
+            peak = peak_of(_apply(config, together))
         except HardwareError:
             continue
+        return _least(config, together, peak, peak_of)
     return "no resolution or storage that was tried fits: use a machine with more memory"
+
+
+def _least(
+    config: RunConfig, together: tuple[Change, ...], peak: str, peak_of: Callable[[RunConfig], str]
+) -> str:
+    """The sentence for changes that fit together, with a peak in words, without those that are not needed."""
+    for change in together:
+        fewer = tuple(other for other in together if other != change)
+        try:
+            peak = peak_of(_apply(config, fewer))
+        except HardwareError:
+            continue
+        together = fewer
+    return f"fits with {_text(together)} ({peak})"
 
 
 def _changes(config: RunConfig) -> Iterator[Change]:
@@ -48,6 +64,8 @@ def _changes(config: RunConfig) -> Iterator[Change]:
         yield "features.activation_checkpointing", True
     if config.features.activation_budget not in ("auto", 1.0):
         yield "features.activation_budget", "auto"
+    if config.features.block_swap != "auto":
+        yield "features.block_swap", "auto"
     if config.features.memory_budget != "auto":
         yield "features.memory_budget", "auto"
     if config.method == "lora":
@@ -55,9 +73,14 @@ def _changes(config: RunConfig) -> Iterator[Change]:
             yield "features.weights", storage
     if config.features.vae_tiling is False:
         yield "features.vae_tiling", True
-    for side in _RESOLUTIONS:
-        if side < config.data.resolution:
-            yield "data.resolution", side
+    if any(data_set.chat_file for data_set in config.data.sets):
+        for length in _LENGTHS:
+            if length < config.data.max_sequence_length:
+                yield "data.max_sequence_length", length
+    else:
+        for side in _RESOLUTIONS:
+            if side < config.data.resolution:
+                yield "data.resolution", side
     if config.method == "full":
         yield "method", "lora"
 

@@ -54,6 +54,8 @@ class Plan:
     or `native`."""
     activation_checkpointing: bool
     """Blocks are recomputed whole in backward."""
+    swapped_blocks: int
+    """Repeated blocks whose frozen weights wait in host memory and are copied to the device for each use."""
     micro_batch_size: int
     """Samples of one forward pass: `train.train_batch_size`, or a divisor where that does not fit."""
     accumulation_steps: int

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError, Problem
-from trainer.hardware import batching, candidates, choices, compatibility, fit, memory
+from trainer.hardware import batching, candidates, choices, compatibility, fit, memory, swapping
 from trainer.hardware.choices import Situation
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
@@ -44,15 +44,15 @@ def resolve(
     machine_rows = compatibility.check(facts, profile)
     rows = (*([profile_row] if profile_row else []), *machine_rows)
     if geometry_of is None:
-        return _decide(situation, geometry, rows)
+        return _decide(situation, geometry, rows, swap=True)
     sized = geometry_of
 
     def planned(changed: RunConfig, geometry: Geometry, rows: tuple[Decision, ...]) -> Plan:
         other = dataclasses.replace(situation, config=changed)
         try:
-            return _decide(other, geometry, rows)
-        except fit.DoesNotFitError as error:
-            return _decide_split(other, sized, rows, error)
+            return _decide_whole_or_split(other, geometry, rows, sized, swap=False)
+        except fit.DoesNotFitError:
+            return _decide_whole_or_split(other, geometry, rows, sized, swap=True)
 
     def peak_of(changed: RunConfig) -> str:
         other = dataclasses.replace(situation, config=changed)
@@ -69,15 +69,24 @@ def resolve(
         ) from None
 
 
-def _decide_split(
-    situation: Situation, sized: GeometryOf, rows: tuple[Decision, ...], error: fit.DoesNotFitError
+def _decide_whole_or_split(
+    situation: Situation,
+    geometry: Geometry,
+    rows: tuple[Decision, ...],
+    sized: GeometryOf,
+    *,
+    swap: bool,
 ) -> Plan:
-    """A plan of smaller micro-batches, as many more a step; raises the smallest one's error, or `error`."""
+    """A plan, if need be of smaller micro-batches, as many more a step; raises the smallest one's error."""
+    try:
+        return _decide(situation, geometry, rows, swap=swap)
+    except fit.DoesNotFitError as whole:
+        error = whole
     dtype = choices.dtype(situation).value
     for changed in batching.smaller(situation.config):
         split = dataclasses.replace(situation, config=changed)
         try:
-            return _decide(split, sized(changed, dtype), rows, asked=situation.config)
+            return _decide(split, sized(changed, dtype), rows, asked=situation.config, swap=swap)
         except fit.DoesNotFitError as smaller:
             error = smaller
     raise error
@@ -112,8 +121,13 @@ def _decide(
     machine_rows: tuple[Decision, ...],
     *,
     asked: RunConfig | None = None,
+    swap: bool,
 ) -> Plan:
-    """The plan of a configuration; `asked` is the one that was written, where its batch was split."""
+    """The plan of a configuration; `asked` is the one that was written, where its batch was split.
+
+    With `swap` blocks may wait in host memory where nothing else fits.
+    """
+    swapping.require(situation, geometry)
     dtype, tf32 = choices.dtype(situation), choices.tf32(situation)
     attention = choices.attention(situation, dtype.value, geometry.attention_shape_class)
     limit, loader = fit.budget(situation), choices.loader(situation)
@@ -122,7 +136,16 @@ def _decide(
     compiling = choices.compiling(situation, gain, batching.micro_batches(situation.config))
     compiled = compiling.value == "on"
     target = _filled(situation, limit)
-    chosen, skipped = fit.choose(situation, dtype.value, geometry, target, speed, compiled=compiled)
+    chosen, skipped = fit.choose(
+        situation,
+        dtype.value,
+        geometry,
+        target,
+        speed,
+        compiled=compiled,
+        swap=swap and swapping.may_swap(situation, geometry),
+    )
+    swapping.require_room(situation, chosen.storage, geometry)
     decided = _Decided(
         dtype=dtype,
         tf32=tf32,
@@ -150,7 +173,7 @@ def _filled(situation: Situation, limit: fit.Budget) -> fit.Budget:
 def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tuple[Decision, ...]) -> Plan:
     profile, train = situation.profile, situation.config.train
     chosen, storage = decided.chosen, decided.chosen.storage
-    host = memory.host_rows(storage)
+    host = memory.host_rows(storage, geometry)
     return Plan(
         profile=profile.name,
         device=profile.device,
@@ -164,6 +187,7 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
         cuda_graphs=decided.graphs.value == "on",
         attention=decided.attention.value,
         activation_checkpointing=storage.checkpointing,
+        swapped_blocks=storage.swapped,
         micro_batch_size=train.train_batch_size,
         accumulation_steps=train.gradient_accumulation_steps,
         vae_tiling=storage.tiling,

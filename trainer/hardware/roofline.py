@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trainer.hardware.facts import Gpu, KernelVerdict
 from trainer.hardware.geometry import Geometry
-from trainer.hardware.memory import QUANTIZED, Storage
+from trainer.hardware.memory import QUANTIZED, Storage, waiting_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,6 +37,7 @@ _RATES: tuple[tuple[str, Rates], ...] = (
     ("H100", Rates(bf16=989, fp8=1979, bandwidth=3.35, flash=_HOPPER_FLASH)),
     ("B200", Rates(bf16=2250, fp8=4500, bandwidth=8.0)),
     ("A100-SXM4-40GB", Rates(bf16=312, fp8=0, bandwidth=1.56)),
+    ("A100-PCIE-40GB", Rates(bf16=312, fp8=0, bandwidth=1.56)),
     ("A100", Rates(bf16=312, fp8=0, bandwidth=2.0)),
     ("L40S", Rates(bf16=362, fp8=733, bandwidth=0.86)),
     ("RTX 6000 Ada", Rates(bf16=364, fp8=728, bandwidth=0.96)),
@@ -78,13 +79,21 @@ _ATTENTION_BACKWARD = 2.5
 """Work of attention's backward in forwards."""
 _FORWARD_POINTWISE = 0.35
 """Share of the pointwise work that is forward."""
+_HOST_COPY_BYTES = 20e9
+"""Copies from pinned host memory, in bytes a second: assumed for PCIe 4.0 with 16 lanes, not measured."""
 _CHEAP_FIRST = 2.8
 """Recomputing what is beyond a share b kept costs (1 - b) to this power of all: 0.3 cost 37 % on the H200."""
 
 
 def rates(gpu: Gpu) -> Rates | None:
     """The GPU's peaks by its name; None where they are not known."""
+    if any(word in gpu.name for word in _LESS):
+        return None
     return next((found for name, found in _RATES if name in gpu.name), None)
+
+
+_LESS = ("Laptop", "Max-Q", "MIG")
+"""Words in the names of GPUs that have less than the one they are called after."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,12 +140,26 @@ def milliseconds(
     traffic = _TRAFFIC[style] * geometry.activations.saved
     if storage.compute == "fp8" and "fp8" not in seen.matmul:
         traffic += _FP8_TRAFFIC * geometry.activations.saved
-    return (
+    computing = (
         products * _product_ms(storage, geometry, peaks, seen)
         + (forwards + _ATTENTION_BACKWARD) * _attention_ms(storage, geometry, attention, peaks, seen)
         + pointwise * (traffic * move_ms + geometry.blocks * _LAUNCHES_MS[style])
         + (geometry.quantized_parameters * 2 * move_ms if _transposes(storage) else 0.0)
     )
+    return computing + _copying_ms(storage, geometry, computing)
+
+
+def _copying_ms(storage: Storage, geometry: Geometry, computing_ms: float) -> float:
+    """What the device waits for blocks from host memory, each copied while those before it compute.
+
+    A third of the work is forward, the rest recomputes and goes back.
+    """
+    if not storage.swapped:
+        return 0.0
+    copy = waiting_bytes(storage, geometry).all / storage.swapped / _HOST_COPY_BYTES * 1e3
+    longest = max(stack.blocks for stack in geometry.stacks)
+    between = max(1.0, longest / storage.swapped) * computing_ms / max(1, geometry.blocks)
+    return storage.swapped * sum(max(0.0, copy - share * between) for share in (1 / 3, 2 / 3))
 
 
 def _recomputed(storage: Storage) -> float:

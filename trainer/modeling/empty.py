@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 import torch
+
+Waiting = Callable[[torch.nn.Module], Sequence[str]]
+"""Names of the modules of an empty model whose values are to stay in host memory."""
 
 
 def built(component_class: Any, folder: Path) -> torch.nn.Module:
@@ -90,3 +93,41 @@ def linears(module: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Linear]]:
         child = module.get_submodule(name)
         assert isinstance(child, torch.nn.Linear)
         yield name, child
+
+
+def modules_inside(module: torch.nn.Module, waiting: Waiting | None) -> frozenset[str]:
+    """Names of the modules that `waiting` gives, and of all inside them."""
+    outer = waiting(module) if waiting is not None else ()
+    return frozenset(
+        f"{name}.{inner}".removesuffix(".") for name in outer for inner, _ in _named(module, name)
+    )
+
+
+def to_host(module: torch.nn.Module, name: str) -> None:
+    """Move a submodule's own tensors to the CPU, if it has values for all of its parameters."""
+    child = module.get_submodule(name)
+    parameters = list(child.parameters(recurse=False))
+    if all(parameter.device.type != "meta" for parameter in parameters):
+        _move(child, "cpu")
+
+
+def to_device(module: torch.nn.Module, device: str, waiting: Set[str] = frozenset()) -> torch.nn.Module:
+    """Move all tensors but those of the modules that wait."""
+    if not waiting:
+        return module.to(device)
+    for name, child in module.named_modules():
+        if name not in waiting:
+            _move(child, device)
+    return module
+
+
+def _named(module: torch.nn.Module, name: str) -> Iterator[tuple[str, torch.nn.Module]]:
+    return module.get_submodule(name).named_modules()
+
+
+def _move(module: torch.nn.Module, device: str) -> None:
+    """A module's own tensors, without its children's. A shared parameter stays shared, a buffer does not."""
+    for parameter in module.parameters(recurse=False):
+        parameter.data = parameter.data.to(device)
+    for name, buffer in module.named_buffers(recurse=False):
+        module._buffers[name] = buffer.to(device)

@@ -4,6 +4,7 @@ weights (`random_weights`).
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -17,12 +18,16 @@ from trainer.errors import AccessError
 from trainer.hardware.geometry import packed_tensors, stored_as
 from trainer.hardware.memory import ENCODERS_KEEP
 from trainer.modeling.empty import (
+    Waiting,
     built_empty,
+    modules_inside,
     on_meta,
     stored_type,
     swap,
     tie,
     tied,
+    to_device,
+    to_host,
 )
 from trainer.modeling.quantize import Replace, count_quantized, packed_linear, replacer
 from trainer.modeling.random_weights import random_module, random_replaced
@@ -76,6 +81,7 @@ def load_streamed(
     loader: str = "auto",
     on_bytes: Callable[[int, int], None] | None = None,
     say: Callable[[str], None] | None = None,
+    waiting: Waiting | None = None,
 ) -> torch.nn.Module:
     """Build on the meta device, then fill shard by shard on `device`, replacing linears as they complete.
 
@@ -85,26 +91,29 @@ def load_streamed(
     plan's, and `say` is told how each shard is read and why. With `fill_zeros` the matrices that a random
     base starts with at zero get values: an adapter beside a gate that is closed would learn nothing. With
     `extra_tensors` files may hold more than the model has, as `from_pretrained` of both libraries allows.
-    Raises AccessError where the files do not match the model.
+    Modules inside those that `waiting` names are left on the CPU, each as soon as it is complete. Raises
+    AccessError where the files do not match the model.
     """
     if name in source.random_components:
+        drawn = functools.partial(random_module, fill_zeros=fill_zeros)
         if replace is not None:
-            module = random_replaced(
-                component_class, source, name, device=device, dtype=dtype, replace=replace
-            )
-        else:
-            module = random_module(
-                component_class, source, name, device=device, dtype=dtype, fill_zeros=fill_zeros
-            )
+            drawn = functools.partial(random_replaced, replace=replace, waiting=waiting)
+        module = drawn(component_class, source, name, device=device, dtype=dtype)
         on_shard(1, 1)
         return module.requires_grad_(False)
     folder = source.component(name)
     filling = _filling(
-        component_class, folder, device=device, dtype=dtype, replace=replace, extra_tensors=extra_tensors
+        component_class,
+        folder,
+        device=device,
+        dtype=dtype,
+        replace=replace,
+        extra_tensors=extra_tensors,
+        waiting=waiting,
     )
     with ShardReader(device, loader=loader, say=say) as reader:
         _fill_all(filling, shard_files(folder), reader, on_shard, on_bytes)
-    return _complete(filling, folder).to(device).requires_grad_(False)
+    return to_device(_complete(filling, folder), device, filling.waiting).requires_grad_(False)
 
 
 def _complete(filling: _Filling, folder: Path) -> torch.nn.Module:
@@ -158,7 +167,9 @@ class _Filling:
     device: str
     dtype: torch.dtype
     replace: Replace | None
-    waiting: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
+    waiting: frozenset[str]
+    """Modules that stay on the CPU once they are complete, with all inside them."""
+    parted: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
     """Packed tensors by linear until all are there: shards may part them."""
 
 
@@ -170,6 +181,7 @@ def _filling(
     dtype: torch.dtype,
     replace: Replace | None,
     extra_tensors: bool,
+    waiting: Waiting | None,
 ) -> _Filling:
     """The component on the meta device, with its buffers computed on the CPU."""
     import transformers
@@ -193,6 +205,7 @@ def _filling(
         device=device,
         dtype=dtype,
         replace=None if packed else replace,
+        waiting=modules_inside(module, waiting),
     )
 
 
@@ -285,19 +298,23 @@ def _place(filling: _Filling, name: str, key: str, file: Shard) -> None:
     owner = name.rpartition(".")[0]
     if filling.replace is not None and owner not in filling.kept:
         _replace_if_complete(filling.module, owner, filling.replace)
+    if owner in filling.waiting:
+        to_host(filling.module, owner)
 
 
 def _place_packed(filling: _Filling, key: str, linear: str, file: Shard, shard: Path) -> None:
     """One tensor of an nf4 weight, which takes its place with the last of them."""
-    tensors = filling.waiting.setdefault(linear, {})
+    tensors = filling.parted.setdefault(linear, {})
     tensors[key] = file.get_tensor(key)
     if len(tensors) < filling.pieces[linear]:
         return
-    del filling.waiting[linear]
+    del filling.parted[linear]
     module = filling.module.get_submodule(linear)
     assert isinstance(module, torch.nn.Linear), linear
     packed = packed_linear(linear, module, tensors, filling.device, where=str(shard))
     swap(filling.module, linear, packed)
+    if linear in filling.waiting:
+        to_host(filling.module, linear)
 
 
 def _replace_if_complete(module: torch.nn.Module, name: str, replace: Replace) -> None:

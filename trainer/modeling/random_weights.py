@@ -7,15 +7,19 @@ from typing import Any
 import torch
 
 from trainer.modeling.empty import (
+    Waiting,
     built,
     built_empty,
     cast,
     linears,
+    modules_inside,
     on_meta,
     stored_type,
     swap,
     tie,
     tied,
+    to_device,
+    to_host,
 )
 from trainer.modeling.quantize import Replace
 from trainer.modeling.seeds import seeded
@@ -63,17 +67,19 @@ def random_replaced(
     device: str,
     dtype: torch.dtype,
     replace: Replace,
+    waiting: Waiting | None = None,
 ) -> torch.nn.Module:
     """The component drawn layer by layer on the device, each linear replaced before the next is drawn.
 
     Peaks stay near the final size. Values are not those of `random_module`: a library's initialisation wants
-    the whole model. Matrices are drawn as torch draws linear layers, scales are 1, biases 0.
+    the whole model. Matrices are drawn as torch draws linear layers, scales are 1, biases 0. `waiting` as in
+    `load_streamed`.
     """
     module = built_empty(component_class, source.component(name), dtype)
     empty, shared = set(on_meta(module)), tied(module)
     for target in _tied_targets(module):
         empty.discard(target)
-    owners = [owner for owner, _ in module.named_modules()]
+    owners, on_host = [owner for owner, _ in module.named_modules()], modules_inside(module, waiting)
     with seeded(f"{source.seed}/{name}", device), torch.no_grad():
         for owner in owners:
             _draw(module, owner, empty, device=device, dtype=dtype)
@@ -81,8 +87,10 @@ def random_replaced(
             if type(child) is torch.nn.Linear and owner not in shared:
                 swap(module, owner, replace(owner, child))
             del child
+            if owner in on_host:
+                to_host(module, owner)
     tie(module)
-    return module.to(device)
+    return to_device(module, device, on_host)
 
 
 def _tied_targets(module: torch.nn.Module) -> list[str]:

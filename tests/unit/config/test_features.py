@@ -48,6 +48,12 @@ def test_a_share_is_between_0_and_1(text: str, tmp_path: Path) -> None:
         loaded(tmp_path, f"activation_budget: {text}")
 
 
+@pytest.mark.parametrize("text", ["-1", "2.5", "all", "true"])
+def test_blocks_that_wait_are_a_whole_number(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="expected auto or a whole number of at least 0"):
+        loaded(tmp_path, f"block_swap: {text}")
+
+
 @pytest.mark.parametrize(
     ("features", "method", "says"),
     [
@@ -56,6 +62,9 @@ def test_a_share_is_between_0_and_1(text: str, tmp_path: Path) -> None:
         ("compute: fp8, weights: nf4", "lora", "multiplies FP8 weights, but `features.weights: nf4`"),
         ("activation_budget: 0.5, compile: false", "lora", "only compiled blocks keep a share"),
         ("activation_budget: 0.5, activation_checkpointing: true", "lora", "checkpointing keeps none"),
+        ("block_swap: 2", "full", "is for a frozen base, and `method: full` trains it"),
+        ("block_swap: 2, activation_checkpointing: false", "lora", "in host memory are recomputed whole"),
+        ("block_swap: 2, activation_budget: 0.5", "lora", "contradicts `features.activation_budget: 0.5`"),
     ],
 )
 def test_contradictions(features: str, method: str, says: str, tmp_path: Path) -> None:
@@ -71,6 +80,8 @@ def test_contradictions(features: str, method: str, says: str, tmp_path: Path) -
         "compute: bf16, weights: fp8",
         "activation_budget: 1, compile: false, activation_checkpointing: true",
         "activation_budget: 0.3, activation_checkpointing: false, compile: true",
+        "block_swap: 0, activation_checkpointing: false",
+        "block_swap: 8, activation_checkpointing: true, activation_budget: 1",
     ],
 )
 def test_what_goes_together(features: str, tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def test_kernels_that_may_crash_are_not_taken_unseen(config: Config, geometry: G
     assert found.attention == "efficient"
     assert row(found, "attention").reason == (
         "first of the profile's order; not measured here; flash: crashed with SIGABRT;"
-        " cudnn, cudnn_strided, flash_attn_2, flash_attn_4: not measured here (`trainer probe`);"
+        " cudnn, cudnn_strided, flash_attn_2, flash_attn_4: not measured here (`trainer probe CONFIG`);"
         " flash_attn_3: is for compute capability 9.0, this is NVIDIA A100-SXM4-80GB (compute capability 8.0)"
     )
 
@@ -135,8 +135,10 @@ def test_where_auto_makes_no_graphs(config: Config, geometry: Geometry) -> None:
         "a CPU has no CUDA graphs",
     )
     assert "packed rows differ" in graphs(config(), h200, packed)[1]
-    assert graphs(recomputed, h200, geometry) == (False, "not with recomputed blocks yet")
-    # it works there, so what is written is honoured
+    assert graphs(recomputed, h200, geometry) == (
+        False,
+        "not proved with recomputed blocks; features.cuda_graphs: true tries it",
+    )
     both = config(features__activation_checkpointing=True, features__cuda_graphs=True)
     assert graphs(both, h200, geometry) == (True, "as written")
 

@@ -28,7 +28,7 @@ def chosen(facts: Facts, geometry: Geometry, asked: Any) -> tuple[str, str, int]
 @pytest.mark.parametrize(
     ("kernels", "expected", "why"),
     [
-        ({}, ("bf16", "bf16", 1), "FP8: not measured here (`trainer probe`)"),
+        ({}, ("bf16", "bf16", 1), "FP8: not measured here (`trainer probe CONFIG`)"),
         (
             {"bf16": 2.0, "fp8": 1.0},
             ("fp8", "fp8", 2),
@@ -173,7 +173,7 @@ def test_an_imposed_budget_replaces_the_profiles_share(config: Config, geometry:
     assert row(found, "memory_budget").reason == "imposed, of 80.0 GiB"
     # all of a card may be imposed, though a profile would leave a part of it
     assert plan(config(features__memory_budget="80GiB"), hopper(), geometry).budget_bytes == 80 * GIB
-    with pytest.raises(HardwareError, match=r"features\.memory_budget: 81GiB is more than .* 80\.0 GiB"):
+    with pytest.raises(HardwareError, match=r"features\.memory_budget: 81GiB is more than .* 80\.00 GiB"):
         plan(config(features__memory_budget="81GiB"), hopper(), geometry)
 
 
@@ -182,8 +182,24 @@ def test_an_imposed_budget_on_shared_memory_leaves_the_headroom(config: Config, 
     busy = dataclasses.replace(spark.memory, available_bytes=30 * GIB)
     facts = dataclasses.replace(spark, memory=busy)
     assert plan(config(features__memory_budget="10GiB"), facts, geometry).budget_bytes == 10 * GIB
-    with pytest.raises(HardwareError, match=r"is more than .* has to give, 10\.0 GiB"):
+    with pytest.raises(HardwareError, match=r"is more than .* has to give, 10\.00 GiB"):
         plan(config(features__memory_budget="11GiB"), facts, geometry)
+
+
+def test_an_imposed_budget_does_not_lift_the_cap_of_shared_memory(config: Config, geometry: Geometry) -> None:
+    """Beyond it the whole machine can stop answering."""
+    with pytest.raises(HardwareError, match=r"96GiB is more than .* 91\.\d\d GiB") as raised:
+        plan(config(features__memory_budget="96GiB"), machine("dgx-spark"), geometry)
+    assert "or write at most 91." in str(raised.value)
+
+
+def test_a_budget_of_all_of_a_card_says_what_may_be_written(config: Config, geometry: Geometry) -> None:
+    """Cards have a little less than their name says."""
+    with pytest.raises(HardwareError, match=r"24GiB is more than .* 23\.\d\d GiB") as raised:
+        plan(config(features__memory_budget="24GiB"), machine("rtx-4090"), geometry)
+    assert "write at most 23.9GiB" in str(raised.value)
+    found = plan(config(features__memory_budget="23.9GiB"), machine("rtx-4090"), geometry)
+    assert found.budget_bytes == int(23.9 * GIB)
 
 
 def test_the_nearest_fit_may_be_without_the_budget(config: Config, geometry: Geometry) -> None:

@@ -1,0 +1,85 @@
+"""Blocks that wait in host memory on a GPU: copies beside the work change no number."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu.fast_models import DEVICE
+from tests.unit.modeling.small_models import Case, Storage, case, difference, relative
+from trainer.engine.build import enable_activation_checkpointing
+from trainer.engine.proof import to_device
+from trainer.modeling.attention import set_attention
+from trainer.modeling.compiled import compile_blocks
+from trainer.modeling.siblings import join_siblings
+from trainer.modeling.swap import swap_blocks
+
+pytestmark = pytest.mark.gpu
+
+# wide enough for copies and products to take their time
+CHANGES = {
+    "num_layers": 2,
+    "num_single_layers": 10,
+    "attention_head_dim": 64,
+    "num_attention_heads": 16,
+    "axes_dims_rope": (16, 24, 24),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def made(storage: Storage, count: int, *, fast: bool) -> Case:
+    found = case("flux1_dev", storage=storage, size=512, changes=CHANGES)
+    model: Any = found.model.to(DEVICE, torch.bfloat16 if storage == "plain" else None)
+    batch, draw = to_device(found.batch, found.draw, DEVICE, model.dtype)
+    one = dataclasses.replace(found, batch=batch, draw=draw)
+    swapped = swap_blocks(model, one.family.blocks, count, device=DEVICE) if count else None
+    set_attention(model, "math")
+    enable_activation_checkpointing(model)
+    if fast:
+
+        def run() -> None:
+            with torch.no_grad():
+                one.predict()
+            if swapped is not None:
+                swapped.to_host()
+
+        join_siblings(model, run)
+        if swapped is not None:
+            swapped.pack()
+        compile_blocks(model, one.family.blocks, activation_budget=1.0)
+    return one
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("storage", ["plain", "int8", "nf4"])
+@pytest.mark.parametrize("count", [3, 12])
+def test_outputs_and_gradients_are_those_of_resident_blocks(storage: Storage, count: int, fast: bool) -> None:
+    one, other = made(storage, count, fast=fast), made(storage, 0, fast=fast)
+    for step in range(4):
+        (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
+        assert relative(output, wanted_output) < 1e-6
+        assert difference(found, wanted) < 1e-3  # sums of a backward pass may be made in any order
+        if step % 2 and not fast:
+            with torch.no_grad():
+                assert relative(one.predict(), other.predict()) < 1e-6
+
+
+def test_the_device_holds_two_of_the_waiting_blocks() -> None:
+    torch.cuda.empty_cache()
+    resident = made("plain", 0, fast=False)
+    whole = torch.cuda.memory_allocated()
+    del resident
+    torch.cuda.empty_cache()
+    one = made("plain", 12, fast=False)
+    swapped = one.model.single_transformer_blocks[0].swapped
+    assert torch.cuda.memory_allocated() <= whole - swapped.host_bytes + swapped.device_bytes + 2**20

@@ -1,0 +1,89 @@
+"""Blocks of transformers models that recompute themselves, compiled and not."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from tests.unit.modeling.small_models import case, difference, relative
+from trainer.engine.build import enable_activation_checkpointing
+from trainer.modeling.compiled import compile_blocks, graphs_compiled
+from trainer.modeling.recompute import Recomputed, give_base
+from trainer.modeling.siblings import join_siblings
+from trainer.modeling.swap import swap_blocks
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The real tracer and autograd, without the code generator, which needs a C++ compiler here."""
+    compile_module = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def test_outputs_and_gradients_stay_bit_for_bit() -> None:
+    one, other = case("llama"), case("llama")
+    enable_activation_checkpointing(one.model)
+    for _ in range(2):
+        (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
+        assert torch.equal(output, wanted_output)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_a_block_is_recomputed_once_and_only_for_gradients() -> None:
+    one = case("llama")
+    calls: list[int] = []
+    for layer in one.model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for _ in range(2):  # said twice is said once
+        enable_activation_checkpointing(one.model)
+    one.gradients()
+    assert len(calls) == 4
+    with torch.no_grad():
+        one.predict()
+    assert len(calls) == 6
+
+
+def test_blocks_keep_the_name_of_their_class_and_share_one() -> None:
+    model: Any = case("llama").model
+    kinds = {type(layer) for layer in model.model.layers}
+    enable_activation_checkpointing(model)
+    made = {type(layer) for layer in model.model.layers}
+    assert len(kinds) == len(made) == 1 and kinds != made
+    assert {kind.__name__ for kind in made} == {"LlamaDecoderLayer"}
+    block = torch.nn.Linear(2, 2)
+    give_base(block, Recomputed)
+    assert isinstance(block, Recomputed) and isinstance(block, torch.nn.Linear)
+
+
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("waiting", [0, 2])
+def test_compiled_blocks_with_joined_layers_recompute(waiting: int) -> None:
+    """One graph for blocks, one for the first, whose input has no gradient, and one for those that wait."""
+    changes = {"num_hidden_layers": 4}
+    wanted_output, wanted = case("llama", changes=changes).gradients()
+    one = case("llama", changes=changes)
+    swapped = swap_blocks(one.model, one.family.blocks, waiting, device="cpu") if waiting else None
+    enable_activation_checkpointing(one.model)
+
+    def run() -> None:
+        one.predict()
+        if swapped is not None:
+            swapped.to_host()
+
+    assert join_siblings(one.model, run) == 4 * 3
+    if swapped is not None:
+        swapped.pack()
+    assert compile_blocks(one.model, one.family.blocks, activation_budget=1.0) == 4
+    for _ in range(2):
+        output, found = one.gradients()
+        assert relative(output, wanted_output) < 1e-5
+        assert difference(found, wanted) < 1e-5
+    assert graphs_compiled() == (3 if waiting else 2)
