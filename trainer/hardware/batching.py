@@ -1,4 +1,4 @@
-"""Floor 2: a step's samples in micro-batches: smaller ones, and more of them, where they do not fit."""
+"""Floor 2: a step's samples in micro-batches: smaller ones, and more of them, where that is better."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ def smaller(config: RunConfig) -> Iterator[RunConfig]:
             yield config.model_copy(update={"train": train.model_copy(update=changes)})
 
 
-def rows(config: RunConfig, asked: RunConfig | None) -> Iterator[Decision]:
-    """How a step's samples are parted, where that is not as `asked`, the configuration that was written."""
-    if asked is None:
-        return
+def row(config: RunConfig, asked: RunConfig, how: str) -> Decision:
+    """How a step's samples are parted, other than `asked`, the configuration that was written.
+
+    `how` says by what setting the written micro-batches would fit; empty where they do not.
+    """
     size, steps = config.train.train_batch_size, config.train.gradient_accumulation_steps
     written = asked.train.train_batch_size
-    reason = f"{written} samples at once do not fit; a step still has {size * steps}"
-    yield Decision(feature="micro_batch", value=f"{size} x {steps}", source="auto", reason=reason)
+    why = f"fit only in {how}" if how else "do not fit"
+    reason = f"{written} samples at once {why}; a step still has {size * steps}"
+    return Decision(feature="micro_batch", value=f"{size} x {steps}", source="auto", reason=reason)
 
 
 def time_row(milliseconds: float, config: RunConfig, gpu: str) -> Decision:

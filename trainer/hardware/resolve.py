@@ -20,6 +20,8 @@ from trainer.hardware.profiles import Profile
 _MOST_SHM_BYTES = 16 * memory.GIB
 # of a budget that nobody imposed: measured peaks were up to 8 % above predicted ones
 _FILLED = 0.97
+# share of the time a sample that smaller micro-batches must come below
+_CLEARLY = 0.95
 GeometryOf = Callable[[RunConfig, str], Geometry]
 """Geometry of a changed configuration in a compute type, for suggestions."""
 
@@ -44,7 +46,7 @@ def resolve(
     machine_rows = compatibility.check(facts, profile)
     rows = (*([profile_row] if profile_row else []), *machine_rows)
     if geometry_of is None:
-        return _decide(situation, geometry, rows, swap=True)
+        return _decide(situation, geometry, swap=True).plan(rows)
     sized = geometry_of
 
     def planned(changed: RunConfig, geometry: Geometry, rows: tuple[Decision, ...]) -> Plan:
@@ -77,19 +79,37 @@ def _decide_whole_or_split(
     *,
     swap: bool,
 ) -> Plan:
-    """A plan, if need be of smaller micro-batches, as many more a step; raises the smallest one's error."""
+    """The best plan with the written micro-batches or smaller ones, as many more a step.
+
+    Smaller ones are taken where these do not fit, or fit only less precisely or clearly slower. Raises the
+    smallest one's error.
+    """
+    whole, last = None, None
     try:
-        return _decide(situation, geometry, rows, swap=swap)
-    except fit.DoesNotFitError as whole:
-        error = whole
-    dtype = choices.dtype(situation).value
+        whole = _decide(situation, geometry, swap=swap)
+    except fit.DoesNotFitError as error:
+        last = error
+    # sums of many small gradients in bf16, as a full fine-tune has them, lose what they add up
+    if whole is not None and (not whole.skipped or situation.config.method == "full"):
+        return whole.plan(rows)
+    best, dtype = whole, choices.dtype(situation).value
     for changed in batching.smaller(situation.config):
         split = dataclasses.replace(situation, config=changed)
         try:
-            return _decide(split, sized(changed, dtype), rows, asked=situation.config, swap=swap)
-        except fit.DoesNotFitError as smaller:
-            error = smaller
-    raise error
+            found = _decide(split, sized(changed, dtype), swap=swap)
+        except fit.DoesNotFitError as error:
+            last = error
+            continue
+        if best is None or found.is_better_than(best):
+            best = found
+        if not found.skipped or situation.config.method == "full":
+            break
+    if best is None:
+        assert last is not None
+        raise last
+    if best is whole:
+        return best.plan(rows)
+    return best.plan(rows, batching.row(best.situation.config, situation.config, whole.how if whole else ""))
 
 
 def dtype_of(config: RunConfig, facts: Facts, profile: Profile, sources: Mapping[str, str]) -> str:
@@ -102,6 +122,8 @@ def dtype_of(config: RunConfig, facts: Facts, profile: Profile, sources: Mapping
 class _Decided:
     """Every decision, before it becomes fields and rows."""
 
+    situation: Situation
+    geometry: Geometry
     dtype: Decision
     tf32: Decision
     attention: Decision
@@ -114,18 +136,31 @@ class _Decided:
     skipped: Sequence[fit.Outcome]
     step_milliseconds: float
 
+    def is_better_than(self, other: _Decided) -> bool:
+        """Whether it changes the base's precision less, or is clearly faster with as much of it."""
+        if self.chosen.tier != other.chosen.tier:
+            return self.chosen.tier < other.chosen.tier
+        return self._sample_milliseconds < _CLEARLY * other._sample_milliseconds
 
-def _decide(
-    situation: Situation,
-    geometry: Geometry,
-    machine_rows: tuple[Decision, ...],
-    *,
-    asked: RunConfig | None = None,
-    swap: bool,
-) -> Plan:
-    """The plan of a configuration; `asked` is the one that was written, where its batch was split.
+    @property
+    def _sample_milliseconds(self) -> float:
+        return self.chosen.milliseconds / self.situation.config.train.train_batch_size
 
-    With `swap` blocks may wait in host memory where nothing else fits.
+    @property
+    def how(self) -> str:
+        """The storage of the base, and whether blocks are recomputed, in words."""
+        recomputed = ", recomputed" if self.chosen.storage.checkpointing else ""
+        return f"{self.chosen.kind}{recomputed}"
+
+    def plan(self, machine_rows: tuple[Decision, ...], split: Decision | None = None) -> Plan:
+        """The plan with its table; `split` is the row of a step's samples, where they are parted."""
+        rows = _rows(self.situation, self.geometry, self, split)
+        return _plan(self.situation, self.geometry, self, (*machine_rows, *rows))
+
+
+def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided:
+    """The decisions for a configuration as it is; with `swap` blocks may wait in host memory where nothing
+    else fits.
     """
     swapping.require(situation, geometry)
     dtype, tf32 = choices.dtype(situation), choices.tf32(situation)
@@ -146,7 +181,9 @@ def _decide(
         swap=swap and swapping.may_swap(situation, geometry),
     )
     swapping.require_room(situation, chosen.storage, geometry)
-    decided = _Decided(
+    return _Decided(
+        situation=situation,
+        geometry=geometry,
         dtype=dtype,
         tf32=tf32,
         attention=attention,
@@ -159,7 +196,6 @@ def _decide(
         skipped=skipped,
         step_milliseconds=chosen.milliseconds if speed.known else 0.0,
     )
-    return _plan(situation, geometry, decided, (*machine_rows, *_rows(situation, geometry, decided, asked)))
 
 
 def _filled(situation: Situation, limit: fit.Budget) -> fit.Budget:
@@ -208,14 +244,14 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
 
 
 def _rows(
-    situation: Situation, geometry: Geometry, decided: _Decided, asked: RunConfig | None
+    situation: Situation, geometry: Geometry, decided: _Decided, split: Decision | None
 ) -> Iterator[Decision]:
     """The table below the machine's rows, in its order."""
     config, limit, chosen = situation.config, decided.limit, decided.chosen
     checkpoints, disk = _disk(config, chosen, geometry)
     yield _row("memory_budget", memory.gib(limit.bytes), limit.source, limit.reason)
     yield decided.dtype
-    yield from batching.rows(config, asked)
+    yield from filter(None, (split,))
     yield from fit.decisions(situation, geometry, chosen, decided.skipped, decided.compiling)
     yield from (decided.graphs, decided.attention, decided.tf32, decided.optimizer, decided.loader)
     yield from _policies(situation.profile)

@@ -112,11 +112,35 @@ def test_a_batch_that_does_not_fit_is_split(
         assert found.peak_bytes <= found.budget_bytes
         return found.micro_batch_size, found.accumulation_steps
 
-    assert [split(gib) for gib in (80, 9, 7, 6)] == [(6, 2), (3, 4), (2, 6), (1, 12)]
-    found = plan(big, small(7), scaled(big, "bf16"), geometry_of=scaled)
-    assert row(found, "micro_batch").value == "2 x 6"
+    assert [split(gib) for gib in (80, 9, 7, 6)] == [(6, 2), (3, 4), (1, 12), (1, 12)]
+    found = plan(big, small(9), scaled(big, "bf16"), geometry_of=scaled)
+    assert row(found, "micro_batch").value == "3 x 4"
     assert "6 samples at once do not fit; a step still has 12" in row(found, "micro_batch").reason
     assert "micro_batch" not in {one.feature for one in plan(big, small(80), scaled(big, "bf16")).decisions}
+
+
+def test_a_batch_that_fits_only_in_a_coarser_base_is_split(
+    config: Config, scaled: Callable[[RunConfig, str], Geometry]
+) -> None:
+    big = config(train__train_batch_size=6, train__gradient_accumulation_steps=2)
+    facts = small_with_nf4(11)
+    coarse = plan(big, facts, scaled(big, "bf16"))
+    assert coarse.weights != "bf16"
+    found = plan(big, facts, scaled(big, "bf16"), geometry_of=scaled)
+    assert (found.weights, found.micro_batch_size * found.accumulation_steps) == ("bf16", 12)
+    assert found.micro_batch_size < 6
+    assert f"6 samples at once fit only in {coarse.weights}" in row(found, "micro_batch").reason
+
+
+def test_a_full_fine_tune_is_not_split_for_speed(
+    config: Config, scaled: Callable[[RunConfig, str], Geometry]
+) -> None:
+    """Its gradients are summed in bf16."""
+    big = config(method="full", train__train_batch_size=6, train__gradient_accumulation_steps=2)
+    for gib in (31, 40, 60):
+        found = plan(big, small(gib), scaled(big, "bf16"), geometry_of=scaled)
+        alone = plan(big, small(gib), scaled(big, "bf16"))
+        assert found.micro_batch_size == alone.micro_batch_size == 6
 
 
 def test_the_nearest_fit_is_found_among_resolutions(
