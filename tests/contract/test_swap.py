@@ -32,7 +32,7 @@ from trainer.modeling.source import local_folder
 from trainer.modeling.swap import swapped_of, waiting_blocks
 
 _CASES = [
-    pytest.param(case, marks=() if case.family in ("flux1_dev", "llama") else pytest.mark.slow)
+    pytest.param(case, marks=() if case.family == "flux1_dev" else pytest.mark.slow)
     for case in LORA_CASES
 ]
 
@@ -145,7 +145,8 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("traced")
-@pytest.mark.parametrize("family", ["flux1_dev", pytest.param("llama", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["flux1_dev", "llama"])
 def test_compiled_blocks_wait_too(family: str, workshop: Workshop, tmp_path: Path) -> None:
     """To 1e-4, as joined layers sum in another order. What is around a block is not compiled."""
     case = Case(family=family, method="lora")

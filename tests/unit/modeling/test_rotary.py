@@ -250,6 +250,7 @@ def test_compiled_blocks_are_one_graph_a_kind(family: str) -> None:
     assert graphs_compiled() - before == compiled
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["flux1_dev", "qwen_image"])
 def test_compiled_blocks_take_other_sizes(family: str) -> None:
     """The second makes lengths symbols; a third one finds them."""
