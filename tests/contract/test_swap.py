@@ -32,8 +32,7 @@ from trainer.modeling.source import local_folder
 from trainer.modeling.swap import swapped_of, waiting_blocks
 
 _CASES = [
-    pytest.param(case, marks=() if case.family == "flux1_dev" else pytest.mark.slow)
-    for case in LORA_CASES
+    pytest.param(case, marks=() if case.family == "flux1_dev" else pytest.mark.slow) for case in LORA_CASES
 ]
 
 
