@@ -242,10 +242,11 @@ def _norm_rotary(  # type: ignore[no-untyped-def]
         part = (first, first_weight, first_cos, first_sin, first_tokens, first_token, first_head)
         _turn(part, rows, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
     elif JOINED:
+        # another name: what both branches assign would have to be of one type, and lengths differ in theirs
         second += sample * second_batch + head * second_head
-        part = (second, second_weight, second_cos, second_sin, second_tokens, second_token, second_head)
+        other = (second, second_weight, second_cos, second_sin, second_tokens, second_token, second_head)
         result += first_tokens * heads * WIDTH
-        _turn(part, rows, result, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        _turn(other, rows, result, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
 
 
 @triton.jit
@@ -327,6 +328,6 @@ def _norm_rotary_backward(  # type: ignore[no-untyped-def]
     elif JOINED:
         given = (gradient + first_tokens * gradient_token, gradient_token, gradient_head)
         second += sample * second_batch + head * second_head
-        part = (second, second_weight, second_cos, second_sin, second_tokens, second_token, second_head)
+        other = (second, second_weight, second_cos, second_sin, second_tokens, second_token, second_head)
         of_second += (sample * second_tokens * heads + head) * WIDTH
-        _turn_back(part, rows, given, of_second, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        _turn_back(other, rows, given, of_second, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
