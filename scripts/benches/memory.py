@@ -25,13 +25,12 @@ from typing import Any, NamedTuple
 
 from scripts.benches import arguments as types
 from scripts.benches import machine, profile_step
+from trainer import families
 from trainer.cli.options import load_config
 from trainer.config import environment
-from trainer.config.load import dump
 from trainer.engine.planning import machine_facts, plan_run, requested_profile
-from trainer.engine.spec import Spec, read_spec, write_spec
+from trainer.engine.spec import read_spec
 from trainer.errors import ConfigError, TrainerError
-from trainer.hardware.render import plan_to_json
 
 _GIB = 1024**3
 _STEPS = 6
@@ -160,7 +159,8 @@ def _row(case: _Case) -> dict[str, Any]:
         folder = Path(scratch)
         if blocks:
             base = profile_step.cut_base(family, base, folder / "base", blocks)
-        data = "data.sets=[{img_dir: .}]" if family != "llama" else "data.sets=[{chat_file: none.jsonl}]"
+        of_images = families.get(family).sample_kind == "image"
+        data = "data.sets=[{img_dir: .}]" if of_images else "data.sets=[{chat_file: none.jsonl}]"
         overrides = (
             *(f"model.pretrained_model_name_or_path={base}", "model.weights=random", data),
             *("lora.rank=16", "lora.target_modules=attention", "validation.prompts=[]"),
@@ -173,16 +173,8 @@ def _row(case: _Case) -> dict[str, Any]:
         except TrainerError as error:
             return {**row, "refused": str(error)}
         planned = sum(part.bytes for part in plan.train_memory)
-        (folder / "config.yaml").write_text(dump(loaded.config))
-        spec = Spec(
-            mode="train",
-            config_file=str(folder / "config.yaml"),
-            plan_text=plan_to_json(plan),
-            runtime_dir=str(folder / "runtime"),
-            cache_dir=str(folder / "cache"),
-        )
-        write_spec(spec, folder / "spec.json")
-        command = [sys.executable, "-m", "scripts.benches.memory", "--spec", str(folder / "spec.json")]
+        spec = profile_step.write_job(loaded, plan, folder)
+        command = [sys.executable, "-m", "scripts.benches.memory", "--spec", str(spec)]
         command += ["--tokens", str(tokens)]
         child = plan.child_environment(environment.snapshot())
         done = subprocess.run(command, env=child, capture_output=True, text=True, check=False)

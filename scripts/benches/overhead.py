@@ -23,12 +23,10 @@ from pathlib import Path
 from typing import Any
 
 from scripts.benches import arguments as types
+from scripts.benches import profile_step
 from trainer.cli.options import load_config
 from trainer.config import environment
-from trainer.config.load import dump
 from trainer.engine.planning import machine_facts, plan_run, requested_profile
-from trainer.engine.spec import Spec, write_spec
-from trainer.hardware.render import plan_to_json
 
 _WARM_UP = 12
 
@@ -54,17 +52,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         ]
         loaded = load_config((options.config,), overrides, None, folder / "run")
         plan = plan_run(loaded, machine_facts(), requested_profile())
-        (folder / "config.yaml").write_text(dump(loaded.config))
-        (folder / "runtime").mkdir()
-        spec = Spec(
-            mode="train",
-            config_file=str(folder / "config.yaml"),
-            plan_text=plan_to_json(plan),
-            runtime_dir=str(folder / "runtime"),
-            cache_dir=str(folder / "cache"),
-        )
-        write_spec(spec, folder / "spec.json")
-        command = [sys.executable, "-m", "scripts.benches.overhead", "--spec", str(folder / "spec.json")]
+        spec = profile_step.write_job(loaded, plan, folder)
+        command = [sys.executable, "-m", "scripts.benches.overhead", "--spec", str(spec)]
         command += ["--steps", str(options.steps), "--step-ms", str(options.step_ms)]
         child = plan.child_environment(environment.snapshot())
         return subprocess.run(command, env=child, check=False).returncode

@@ -28,9 +28,10 @@ from scripts.benches.trace import read_trace, summarize, summary_text
 from trainer import families
 from trainer.cli.options import load_config
 from trainer.config import environment
-from trainer.config.load import dump, load
+from trainer.config.load import Loaded, dump, load
 from trainer.engine.spec import Spec, read_spec, write_spec
 from trainer.errors import AccessError, ConfigError
+from trainer.hardware.plan import Plan
 from trainer.hardware.render import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
@@ -59,19 +60,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
             overrides += [f"model.pretrained_model_name_or_path={base}", "model.weights=random"]
             loaded = load_config(options.configs, overrides, None, folder / "run")
         _, plan = planned(loaded, probe=True)
-        (folder / "config.yaml").write_text(dump(loaded.config))
-        spec = Spec(
-            mode="train",
-            config_file=str(folder / "config.yaml"),
-            plan_text=plan_to_json(plan),
-            runtime_dir=str(folder / "runtime"),
-            cache_dir=str(folder / "cache"),
-        )
-        write_spec(spec, folder / "spec.json")
+        spec = write_job(loaded, plan, folder)
         command = [sys.executable, "-m", "scripts.benches.profile_step", *(arguments or sys.argv[1:])]
-        command += ["--spec", str(folder / "spec.json")]
+        command += ["--spec", str(spec)]
         child = plan.child_environment(environment.snapshot())
         return subprocess.run(command, env=child, check=False).returncode
+
+
+def write_job(loaded: Loaded, plan: Plan, folder: Path) -> Path:
+    """Write a training job whose files all lie in `folder`; gives the path of its spec."""
+    (folder / "config.yaml").write_text(dump(loaded.config))
+    (folder / "runtime").mkdir(exist_ok=True)
+    spec = Spec(
+        mode="train",
+        config_file=str(folder / "config.yaml"),
+        plan_text=plan_to_json(plan),
+        runtime_dir=str(folder / "runtime"),
+        cache_dir=str(folder / "cache"),
+    )
+    write_spec(spec, folder / "spec.json")
+    return folder / "spec.json"
 
 
 def _parser() -> argparse.ArgumentParser:

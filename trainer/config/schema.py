@@ -7,9 +7,10 @@ from the declared types, so a bound written here needs no second place.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -286,3 +287,13 @@ class RunConfig(Section):
     checkpoint: CheckpointSection = CheckpointSection()
     output_dir: UserPath
     """Folder of the run: checkpoints, the LoRA, previews, logs."""
+
+
+def changed(config: RunConfig, values: Mapping[str, Any]) -> RunConfig:
+    """`config` with other values, by dotted key and not checked again."""
+    for key, value in values.items():
+        section, _, name = key.rpartition(".")
+        if section:
+            name, value = section, vars(config)[section].model_copy(update={name: value})
+        config = config.model_copy(update={name: value})
+    return config

@@ -12,12 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config.load import Loaded
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
 
 PLAN_FILE = "plan.json"
-# key of the plan and of the configuration: those that a checkpoint and its run must have in common
-_KEPT = {"dtype": "model.dtype", "weights": "features.weights"}
 _BATCH, _ACCUMULATION = "train.train_batch_size", "train.gradient_accumulation_steps"
 
 
@@ -32,14 +30,17 @@ def continued(loaded: Loaded) -> Loaded:
     if config.checkpoint.resume_from_checkpoint != "auto" or not going_on or not path.is_file():
         return loaded
     began = _read(path)
-    kept = {
-        key: began[name] for name, key in _KEPT.items() if name in began and _value(config, key) == "auto"
-    }
-    kept |= _batches(config, began)
-    for key, value in kept.items():
-        config = _changed(config, key, value)
+    kept = _batches(config, began)
+    for name, key, asked in (
+        ("dtype", "model.dtype", config.model.dtype),
+        ("weights", "features.weights", config.features.weights),
+    ):
+        if asked == "auto" and name in began:
+            kept[key] = began[name]
     return dataclasses.replace(
-        loaded, config=config, sources={**loaded.sources, **dict.fromkeys(kept, str(path))}
+        loaded,
+        config=changed(config, kept),
+        sources={**loaded.sources, **dict.fromkeys(kept, str(path))},
     )
 
 
@@ -66,14 +67,3 @@ def _read(path: Path) -> dict[str, Any]:
             remedy="move it away: the run then goes on as is decided now, if its checkpoint allows that",
         ) from error
     return content
-
-
-def _value(config: RunConfig, key: str) -> Any:
-    section, _, name = key.partition(".")
-    return getattr(getattr(config, section), name)
-
-
-def _changed(config: RunConfig, key: str, value: Any) -> RunConfig:
-    section, _, name = key.partition(".")
-    changed = getattr(config, section).model_copy(update={name: value})
-    return config.model_copy(update={section: changed})

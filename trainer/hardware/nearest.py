@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, changed
 from trainer.errors import HardwareError
 from trainer.hardware.fit import DoesNotFitError
 from trainer.hardware.memory import QUANTIZED
@@ -27,7 +27,7 @@ def nearest_fit(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str:
     changes, fitting = [], []
     for change in _changes(config):
         try:
-            fitting.append(f"{_text((change,))} ({peak_of(_apply(config, (change,)))})")
+            fitting.append(f"{_text((change,))} ({peak_of(changed(config, dict((change,))))})")
         except DoesNotFitError:
             changes.append(change)
         except HardwareError:
@@ -37,7 +37,7 @@ def nearest_fit(config: RunConfig, peak_of: Callable[[RunConfig], str]) -> str:
     for count in range(2, len(changes) + 1):
         together = _latest(changes[:count])
         try:
-            peak = peak_of(_apply(config, together))
+            peak = peak_of(changed(config, dict(together)))
         except HardwareError:
             continue
         return _least(config, together, peak, peak_of)
@@ -51,7 +51,7 @@ def _least(
     for change in together:
         fewer = tuple(other for other in together if other != change)
         try:
-            peak = peak_of(_apply(config, fewer))
+            peak = peak_of(changed(config, dict(fewer)))
         except HardwareError:
             continue
         together = fewer
@@ -88,17 +88,6 @@ def _changes(config: RunConfig) -> Iterator[Change]:
 def _latest(changes: list[Change]) -> tuple[Change, ...]:
     """One change a key: the last."""
     return tuple(dict(changes).items())
-
-
-def _apply(config: RunConfig, changes: tuple[Change, ...]) -> RunConfig:
-    for key, value in changes:
-        section, _, field = key.rpartition(".")
-        if not section:
-            config = config.model_copy(update={field: value})
-            continue
-        changed = vars(config)[section].model_copy(update={field: value})
-        config = config.model_copy(update={section: changed})
-    return config
 
 
 def _text(changes: tuple[Change, ...]) -> str:
