@@ -53,6 +53,11 @@ def amount(text: str) -> float:
     return value
 
 
+def amounts(text: str) -> tuple[float, ...]:
+    """Numbers above 0 with commas between them: 16,24.5."""
+    return tuple(amount(part) for part in text.split(","))
+
+
 def counts(text: str) -> tuple[int, ...]:
     """Whole numbers from 1 with commas between them: 2,4."""
     try:

@@ -17,14 +17,13 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from scripts.benches import arguments as types
-from scripts.benches import ours, profile_step
+from scripts.benches import gpus, ours, profile_step
 from trainer.cli.options import load_config
 from trainer.engine import checkpoint
 from trainer.telemetry.records import METRICS_LOG, read_metrics
@@ -60,8 +59,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="converge-", dir=options.work) as scratch:
         folder = Path(scratch)
         overrides = _common(options, folder)
-        with ThreadPoolExecutor(options.jobs) as pool:
-            runs = list(pool.map(lambda name: _train(options.config, name, overrides, folder), names))
+        runs = gpus.side_by_side(
+            lambda name, environ: _train(options.config, name, overrides, folder, environ),
+            names,
+            jobs=options.jobs,
+        )
         if "problem" in runs[0]:
             print(f"{names[0]}: {runs[0]['problem']}", file=sys.stderr)
             return 1
@@ -115,14 +117,17 @@ def _common(options: argparse.Namespace, folder: Path) -> list[str]:
     return [*overrides, *options.overrides]
 
 
-def _train(config: Path, name: str, overrides: Sequence[str], folder: Path) -> dict[str, Any]:
+def _train(
+    config: Path, name: str, overrides: Sequence[str], folder: Path, environ: Mapping[str, str]
+) -> dict[str, Any]:
     """One run: its losses, adapter and moments, or `problem`."""
     run = folder / name.replace(" ", "_").replace(",", "")
     command = [sys.executable, "-m", "trainer", "train", str(config), "--output", str(run)]
     for override in (*overrides, *SETTINGS[name]):
         command += ["--set", override]
     log = folder / f"{run.name}.txt"
-    code, _ = ours.run_child(command, log, {"TRAINER_RUNTIME_DIR": str(folder / f"{run.name}.runtime")})
+    runtime = {"TRAINER_RUNTIME_DIR": str(folder / f"{run.name}.runtime")}
+    code, _ = ours.run_child(command, log, {**environ, **runtime})
     lines = log.read_text(errors="replace").strip().splitlines()
     if code != 0:
         return {"problem": next((line for line in lines if "error:" in line), f"exit code {code}")}

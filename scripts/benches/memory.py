@@ -6,31 +6,32 @@ Every setting is planned as `trainer plan` does, built and trained for some step
 process of its own. Measured is the most that the allocator held, plus what the driver shows beyond it.
 Models may be cut to a few blocks: the calculator is asked about the same model.
 
-With --jobs several run side by side. What the driver shows is then everybody's: it is measured for one run of
-each way to compute, alone, and counted for all of that way. Where no setting could be measured, no record is
-written and the exit code is 1.
+With --jobs several run side by side, on all GPUs that CUDA_VISIBLE_DEVICES names. Where several share a GPU,
+what the driver shows is everybody's: it is measured for one run of each way to compute, alone, and counted
+for all of that way. Where no setting could be measured, no record is written and the exit code is 1.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from scripts.benches import arguments as types
-from scripts.benches import machine, profile_step
+from scripts.benches import gpus, machine, profile_step
 from trainer import families
 from trainer.cli.options import load_config
-from trainer.config import environment
+from trainer.config.load import Loaded
 from trainer.engine.planning import machine_facts, plan_run, requested_profile
 from trainer.engine.spec import read_spec
 from trainer.errors import ConfigError, TrainerError
+from trainer.hardware.plan import Plan
 
 _GIB = 1024**3
 _STEPS = 6
@@ -57,15 +58,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.spec is not None:
-        measure(options.spec, options.tokens)
+        measure(options.spec, options.tokens, options.timed)
         return 0
     if not options.families:
         parser.error("name what to measure: FAMILY=BASE")
     cases = _cases(options)
     machine.require_gpu(remedy="use a machine with one; `trainer plan` predicts without")
-    with ThreadPoolExecutor(options.jobs) as pool:
-        rows = list(pool.map(_row, cases))
-    if options.jobs > 1:
+    rows = gpus.side_by_side(measured_row, cases, jobs=options.jobs)
+    if options.jobs > len(gpus.visible()):
         _count_drivers(cases, rows)
     for row in rows:
         _compare(row)
@@ -102,20 +102,24 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--jobs", type=types.positive, default=1, help="runs side by side")
     parser.add_argument("--record", type=types.new_file, help="write the rows here")
     parser.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--timed", type=int, default=0, help=argparse.SUPPRESS)
     return parser
 
 
-class _Case(NamedTuple):
+class Case(NamedTuple):
     """One row to be measured."""
 
     family: str
     base: Path
     setting: str
-    blocks: tuple[int, ...]
-    tokens: int
+    overrides: tuple[str, ...]
+    blocks: tuple[int, ...] = ()
+    tokens: int = 512
+    timed: int = 0
+    """Steps that are timed after those that warm up."""
 
 
-def _cases(options: argparse.Namespace) -> list[_Case]:
+def _cases(options: argparse.Namespace) -> list[Case]:
     """Every setting of every family. Raises AccessError for a base that is none, ConfigError for --blocks."""
     blocks = dict(options.blocks)
     bases = [(family, types.require_base(base, f"{family}={base}")) for family, base in options.families]
@@ -129,19 +133,19 @@ def _cases(options: argparse.Namespace) -> list[_Case]:
     for family, base in bases:
         profile_step.block_keys(family, base, blocks.get(family, ()))
     return [
-        _Case(family, base, name, blocks.get(family, ()), options.tokens)
+        Case(family, base, name, SETTINGS[name], blocks.get(family, ()), options.tokens)
         for family, base in bases
         for name in options.settings or SETTINGS
     ]
 
 
-def _count_drivers(cases: Sequence[_Case], rows: Sequence[dict[str, Any]]) -> None:
+def _count_drivers(cases: Sequence[Case], rows: Sequence[dict[str, Any]]) -> None:
     """Put in what the driver shows beyond the allocator, measured alone for the first row of each way."""
-    alone: dict[str, float] = {}
-    for case, row in zip(cases, rows, strict=True):
+    first = {row["way"]: case for case, row in reversed(list(zip(cases, rows, strict=True))) if "way" in row}
+    again = gpus.side_by_side(measured_row, first.values(), jobs=min(len(first), len(gpus.visible())) or 1)
+    alone = {row["way"]: row["driver_gib"] for row in again}
+    for row in rows:
         if "way" in row:
-            if row["way"] not in alone:
-                alone[row["way"]] = _row(case)["driver_gib"]
             row["driver_gib"] = alone[row["way"]]
 
 
@@ -151,42 +155,63 @@ def _compare(row: dict[str, Any]) -> None:
         row["difference"] = round(row["planned_gib"] / peak - 1.0, 4)
 
 
-def _row(case: _Case) -> dict[str, Any]:
-    """One setting, planned here and measured in a child."""
-    family, base, name, blocks, tokens = case
-    row: dict[str, Any] = {"family": family, "setting": name, "blocks": ",".join(map(str, blocks))}
+def measured_row(case: Case, environ: Mapping[str, str]) -> dict[str, Any]:
+    """One setting's row, as `_row` gives it, and a line on stderr: many take long."""
+    row = _row(case, environ)
+    print(json.dumps(row), file=sys.stderr, flush=True)
+    return row
+
+
+def _row(case: Case, environ: Mapping[str, str]) -> dict[str, Any]:
+    """One setting, planned here and measured in a child; `refused` or `failed` where it could not be."""
+    row: dict[str, Any] = {
+        "family": case.family,
+        "setting": case.setting,
+        "blocks": ",".join(map(str, case.blocks)),
+    }
     with tempfile.TemporaryDirectory(prefix="memory-") as scratch:
         folder = Path(scratch)
-        if blocks:
-            base = profile_step.cut_base(family, base, folder / "base", blocks)
-        of_images = families.get(family).sample_kind == "image"
-        data = "data.sets=[{img_dir: .}]" if of_images else "data.sets=[{chat_file: none.jsonl}]"
-        overrides = (
-            *(f"model.pretrained_model_name_or_path={base}", "model.weights=random", data),
-            *("lora.rank=16", "lora.target_modules=attention", "validation.prompts=[]"),
-            *SETTINGS[name],
-        )
-        config = Path(__file__).resolve().parents[2] / "train_configs" / f"{family}_lora.yaml"
         try:
-            loaded = load_config((config,), overrides, None, folder / "run")
-            plan = plan_run(loaded, machine_facts(), requested_profile())
+            loaded, plan = planned(case, folder)
         except TrainerError as error:
             return {**row, "refused": str(error)}
-        planned = sum(part.bytes for part in plan.train_memory)
         spec = profile_step.write_job(loaded, plan, folder)
         command = [sys.executable, "-m", "scripts.benches.memory", "--spec", str(spec)]
-        command += ["--tokens", str(tokens)]
-        child = plan.child_environment(environment.snapshot())
+        command += ["--tokens", str(case.tokens), "--timed", str(case.timed)]
+        child = plan.child_environment(environ)
         done = subprocess.run(command, env=child, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         return {**row, "failed": done.stderr.strip()[-300:]}
     measured = json.loads(done.stdout.splitlines()[-1])
     parts = {part.name: round(part.bytes / _GIB, 3) for part in plan.train_memory}
-    way = f"{plan.compute}, {'compiled' if plan.compile else 'eager'}"
-    return {**row, **measured, "way": way, "planned_gib": round(planned / _GIB, 3), "parts": parts}
+    return {
+        **row,
+        **measured,
+        "way": f"{plan.compute}, {'compiled' if plan.compile else 'eager'}",
+        "planned_gib": round(sum(part.bytes for part in plan.train_memory) / _GIB, 3),
+        "planned_milliseconds": round(plan.step_milliseconds, 1),
+        "parts": parts,
+    }
 
 
-def measure(spec_path: Path, tokens: int) -> None:
+def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
+    """The run of a case and its plan; a cut base is written into `folder`. Raises as `plan_run`."""
+    base = case.base
+    if case.blocks:
+        base = profile_step.cut_base(case.family, base, folder / "base", case.blocks)
+    of_images = families.get(case.family).sample_kind == "image"
+    data = "data.sets=[{img_dir: .}]" if of_images else "data.sets=[{chat_file: none.jsonl}]"
+    overrides = (
+        *(f"model.pretrained_model_name_or_path={base}", "model.weights=random", data),
+        *("lora.rank=16", "lora.target_modules=attention", "validation.prompts=[]"),
+        *case.overrides,
+    )
+    config = Path(__file__).resolve().parents[2] / "train_configs" / f"{case.family}_lora.yaml"
+    loaded = load_config((config,), overrides, None, folder / "run")
+    return loaded, plan_run(loaded, machine_facts(), requested_profile())
+
+
+def measure(spec_path: Path, tokens: int, timed: int) -> None:
     """In the child: build, train, and print what was held while building and while training."""
     import torch
 
@@ -201,6 +226,7 @@ def measure(spec_path: Path, tokens: int) -> None:
     for _ in range(_STEPS):
         step()
     torch.cuda.synchronize()
+    times = [profile_step.timed_step(step, torch.cuda.synchronize) for _ in range(timed)]
     free, total = torch.cuda.mem_get_info()
     figures = {
         "held_gib": torch.cuda.max_memory_reserved() / _GIB,
@@ -208,6 +234,8 @@ def measure(spec_path: Path, tokens: int) -> None:
         "driver_gib": (total - free - torch.cuda.memory_reserved()) / _GIB,
         "loading_gib": loading / _GIB,
     }
+    if times:
+        figures["milliseconds"] = statistics.median(times)
     print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
 
 

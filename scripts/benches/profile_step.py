@@ -158,7 +158,7 @@ def profile(options: argparse.Namespace) -> None:
         step()
     synchronize()
     warmup_seconds = time.perf_counter() - started
-    times = [_timed(step, synchronize) for _ in range(options.timed)]
+    times = [timed_step(step, synchronize) for _ in range(options.timed)]
     memory = _memory(context.device)
     trace = options.trace or Path(spec.runtime_dir) / "trace.json"
     record_trace(step, options.steps, trace, operators=options.operators or context.device == "cpu")
@@ -290,7 +290,7 @@ def record_trace(step: Callable[[], None], steps: int, path: Path, *, operators:
     profiler.export_chrome_trace(str(path))
 
 
-def _timed(step: Callable[[], None], synchronize: Callable[[], None]) -> float:
+def timed_step(step: Callable[[], None], synchronize: Callable[[], None]) -> float:
     """Milliseconds of one step."""
     started = time.perf_counter()
     step()

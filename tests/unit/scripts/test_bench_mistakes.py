@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +46,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (f"memory flux1_dev={BASE} --blocks flux1_dev=abc", "'abc' is not of the form 2,4"),
         (f"memory flux1_dev={BASE} --jobs 0", "'0' is not a whole number from 1"),
         (f"memory flux1_dev={BASE} --record MISSING/x.json", "no file in a folder that exists"),
+        (f"sweep flux1_dev={BASE} --budgets 16,x", "'x' is not a number above 0"),
         ("load --gib 0", "'0' is not a number above 0"),
         ("load --gib nan", "'nan' is not a number above 0"),
         ("load --files 0", "'0' is not a whole number from 1"),
@@ -110,7 +111,8 @@ def test_a_base_is_a_folder_with_an_index(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "command", ["train flux1_dev --base {0}", "memory flux1_dev={0}", "converge --base {0}"]
+    "command",
+    ["train flux1_dev --base {0}", "memory flux1_dev={0}", "sweep flux1_dev={0}", "converge --base {0}"],
 )
 def test_a_missing_base_is_told_before_anything_starts(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -192,11 +194,11 @@ def test_a_memory_record_needs_figures(
 ) -> None:
     figures = {"way": "bf16, eager", "held_gib": 9.0, "driver_gib": 1.0, "planned_gib": 11.0}
 
-    def row(case: memory._Case) -> dict[str, Any]:
+    def row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
         known = measured and case.setting == "eager"
         return {"setting": case.setting, **(figures if known else {"refused": "no"})}
 
-    monkeypatch.setattr(memory, "_row", row)
+    monkeypatch.setattr(memory, "measured_row", row)
     path = tmp_path / "a.json"
     command = ["memory", f"flux1_dev={BASE}", "--record", str(path)]
     assert bench.main([*command, "--settings", "eager", "--settings", "compiled"]) == (0 if measured else 1)

@@ -1,0 +1,57 @@
+"""auto's choice beside the best that fits, and runs dealt out to GPUs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+
+from scripts.benches import gpus, sweep
+
+
+def row(setting: str, milliseconds: float, held: float) -> dict[str, Any]:
+    return {"setting": setting, "milliseconds": milliseconds, "held_gib": held, "driver_gib": 0.5}
+
+
+def test_the_best_is_the_fastest_that_fits() -> None:
+    rows = [
+        row("auto, 24 GiB", 330.0, 23.0),
+        row("fp8", 240.0, 23.6),  # with the driver's share it does not fit
+        row("int8", 300.0, 23.4),
+        {"setting": "nf4", "failed": "no"},
+    ]
+    found = sweep.judge(rows, 24.0)
+    assert (found["best"], found["best_setting"], found["auto"]) == (300.0, "int8", 330.0)
+    assert found["ratio"] == pytest.approx(1.1)
+    assert found["settings"] == 3
+
+
+@pytest.mark.parametrize("rows", [[row("int8", 300.0, 5.0)], [row("auto, 24 GiB", 300.0, 30.0)]])
+def test_no_verdict_without_figures(rows: list[dict[str, Any]]) -> None:
+    assert sweep.judge(rows, 24.0) == {"budget_gib": 24.0}
+
+
+def test_each_run_is_alone_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 3")
+    assert gpus.visible() == ["0", "3"]
+    busy: list[str] = []
+
+    def work(number: int, environ: Mapping[str, str]) -> tuple[int, str]:
+        gpu = environ["CUDA_VISIBLE_DEVICES"]
+        assert gpu not in busy
+        busy.append(gpu)
+        busy.remove(gpu)
+        return number, gpu
+
+    found = gpus.side_by_side(work, range(6), jobs=2)
+    assert [number for number, _ in found] == list(range(6))
+    assert {gpu for _, gpu in found} <= {"0", "3"}
+
+
+def test_jobs_share_gpus_evenly() -> None:
+    def work(_: int, environ: Mapping[str, str]) -> str:
+        return environ["CUDA_VISIBLE_DEVICES"]
+
+    seen = gpus.side_by_side(work, range(4), jobs=4, gpus=["0", "1"])
+    assert set(seen) <= {"0", "1"}
