@@ -23,6 +23,7 @@ COMMANDS = {
     "load": "how fast a base model's files reach the device",
     "save": "how long checkpoints and exports take",
     "memory": "what the memory plan predicts beside what is measured",
+    "count": "what a block keeps for backward, from which memory is planned",
     "sweep": "what auto picks under a budget beside the best of all settings",
     "overhead": "what a step costs beside its mathematics",
     "converge": "whether faster settings learn what bf16 learns",

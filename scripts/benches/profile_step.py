@@ -35,6 +35,8 @@ from trainer.hardware.plan import Plan
 from trainer.hardware.render import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
+    import torch
+
     from trainer.engine.build import Built
     from trainer.engine.context import Context
 
@@ -124,13 +126,7 @@ def block_keys(family_name: str, base: Path, counts: Sequence[int]) -> list[str]
 
     Raises AccessError where there is no such base, ConfigError for more counts than keys.
     """
-    path = types.require_base(base, "--blocks") / families.get(family_name).trained_component / "config.json"
-    if not path.is_file():
-        raise AccessError(
-            "there is no such file", where=str(path), remedy=f"is this a base of {family_name}?"
-        )
-    config = json.loads(path.read_text())
-    keys = [key for key in BLOCK_KEYS if key in config]
+    keys = count_keys(family_name, base)
     if len(counts) > len(keys):
         raise ConfigError(
             f"{len(counts)} counts, but {family_name} counts {', '.join(keys) or 'no blocks'}",
@@ -138,6 +134,17 @@ def block_keys(family_name: str, base: Path, counts: Sequence[int]) -> list[str]
             remedy="give as many numbers as there are kinds of blocks, or fewer",
         )
     return keys
+
+
+def count_keys(family_name: str, base: Path) -> list[str]:
+    """All keys by which a base's trained component counts its blocks. Raises AccessError without a base."""
+    path = types.require_base(base, "--blocks") / families.get(family_name).trained_component / "config.json"
+    if not path.is_file():
+        raise AccessError(
+            "there is no such file", where=str(path), remedy=f"is this a base of {family_name}?"
+        )
+    config = json.loads(path.read_text())
+    return [key for key in BLOCK_KEYS if key in config]
 
 
 def profile(options: argparse.Namespace) -> None:
@@ -217,25 +224,9 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
     from trainer.engine.graphs import Graphs
     from trainer.engine.optimizer import HostFlag
     from trainer.engine.proof import to_device
-    from trainer.families.protocol import Shape
 
     family, config = context.family, context.config
-    image = family.sample_kind == "image"
-    shape = Shape(
-        batch_size=context.plan.micro_batch_size,
-        width=config.data.resolution,
-        height=config.data.resolution,
-        text_tokens=tokens if image else config.data.max_sequence_length,
-        bytes_per_value=2,
-        controls=family.control_counts[0],
-    )
-    settings = family.settings(context.source, config)
-    batch = family.synthetic_batch(context.source.component_config(family.trained_component), shape, 0)
-    header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
-    draws = [
-        family.draw(settings, list(range(first, first + batch.size)), header)
-        for first in range(0, 4 * batch.size, batch.size)
-    ]
+    settings, batch, draws = _synthetic(context, tokens)
     state: dict[str, Any] = {"step": 0, "flag": None}
     if context.plan.pin_memory:
         batch = dataclasses.replace(batch, latents=_pinned(batch.latents), text=_pinned(batch.text))
@@ -264,6 +255,39 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
         state["step"] += 1
 
     return step
+
+
+def make_forward(context: Context, built: Built, tokens: int) -> Callable[[], torch.Tensor]:
+    """A function that gives a micro-batch's loss, a scalar, with its graph; the batch is on the device."""
+    from trainer.engine.proof import to_device
+
+    settings, batch, draws = _synthetic(context, tokens)
+    moved, draw = to_device(batch, draws[0], context.device, context.dtype)
+    return lambda: context.family.loss(built.model, moved, draw, settings).sum() / batch.weight
+
+
+def _synthetic(context: Context, tokens: int) -> tuple[Any, Any, list[Any]]:
+    """(the family's settings, a micro-batch, some draws for it) of the run's size, on the host."""
+    from trainer.families.protocol import Shape
+
+    family, config = context.family, context.config
+    image = family.sample_kind == "image"
+    shape = Shape(
+        batch_size=context.plan.micro_batch_size,
+        width=config.data.resolution,
+        height=config.data.resolution,
+        text_tokens=tokens if image else config.data.max_sequence_length,
+        bytes_per_value=2,
+        controls=family.control_counts[0],
+    )
+    settings = family.settings(context.source, config)
+    batch = family.synthetic_batch(context.source.component_config(family.trained_component), shape, 0)
+    header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
+    draws = [
+        family.draw(settings, list(range(first, first + batch.size)), header)
+        for first in range(0, 4 * batch.size, batch.size)
+    ]
+    return settings, batch, draws
 
 
 def _pinned(tensors: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,9 @@ from trainer.families.qwen_image import QWEN_IMAGE
 from trainer.modeling.attention import set_attention
 from trainer.modeling.compiled import compile_blocks
 from trainer.modeling.norms import fuse_head_norms
-from trainer.modeling.rotary import Part, fuse_rotary, norm_rotary
+from trainer.modeling.rotary import fuse_rotary, norm_rotary
 from trainer.modeling.siblings import join_siblings
+from trainer.modeling.turns import Part
 
 pytestmark = pytest.mark.gpu
 

@@ -108,6 +108,9 @@ class Graphs:
 
     def drop(self) -> None:
         """Free what the graphs hold, all activations of a step; they are captured again when needed."""
+        # the last replay may still run: neither the graph nor the memory that it writes may go before its
+        # end, and an expandable segment waits for its own stream alone before it is unmapped
+        torch.cuda.synchronize()
         self.captured.clear()
         self._pool.release()
         torch.cuda.empty_cache()

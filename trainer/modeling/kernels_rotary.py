@@ -36,12 +36,12 @@ def norm_rotary(
     if second is not None:
         tokens = tokens + second.shape[1]
     result = torch.empty((batch, tokens, heads, width), dtype=first.dtype, device=first.device)
-    grid, sizes = _tiles(first, second)
+    grid, sizes = tiles(first, second)
     wrap_triton(_norm_rotary)[grid](
         result,
         heads,
         *streams,
-        _rows(first_cos, first_sin, second_cos, second_sin),
+        row_stride(first_cos, first_sin, second_cos, second_sin),
         EPS=eps,
         SPLIT=first_sin is not None,
         **sizes,
@@ -64,12 +64,12 @@ def norm_rotary_backward(
     eps: float,
 ) -> list[torch.Tensor]:
     """The gradients of `norm_rotary` for its parts' values, contiguous."""
-    gradient = _aligned(gradient)
+    gradient = aligned(gradient)
     streams = _stream(first, first_weight, first_cos, first_sin)
     streams += streams if second is None else _stream(second, second_weight, second_cos, second_sin)
     given = [first] if second is None else [first, second]
     results = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in given]
-    grid, sizes = _tiles(first, second)
+    grid, sizes = tiles(first, second)
     wrap_triton(_norm_rotary_backward)[grid](
         gradient,
         *gradient.stride()[:3],
@@ -77,7 +77,7 @@ def norm_rotary_backward(
         gradient if second is None else results[1],
         first.shape[2],
         *streams,
-        _rows(first_cos, first_sin, second_cos, second_sin),
+        row_stride(first_cos, first_sin, second_cos, second_sin),
         EPS=eps,
         SPLIT=first_sin is not None,
         **sizes,
@@ -91,11 +91,11 @@ def _stream(
 ) -> tuple[Any, ...]:
     """A part as the kernels take it: its tensors, number of tokens, and strides of the values."""
     assert weight is not None and cos is not None
-    values = _aligned(values)
+    values = aligned(values)
     return (values, weight, cos, cos if sin is None else sin, values.shape[1], *values.stride()[:3])
 
 
-def _aligned(values: torch.Tensor) -> torch.Tensor:
+def aligned(values: torch.Tensor) -> torch.Tensor:
     """`values` where each row lies in one piece from a multiple of 8 values on, else a copy."""
     *strides, last = values.stride()
     if last == 1 and all(place % 8 == 0 for place in (*strides, values.storage_offset())):
@@ -103,14 +103,14 @@ def _aligned(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous()
 
 
-def _rows(*tables: torch.Tensor | None) -> int:
+def row_stride(*tables: torch.Tensor | None) -> int:
     """How far the rows of all tables are apart."""
     first, *others = (table.stride() for table in tables if table is not None)
     assert first[1] == 1 and first[0] % 4 == 0 and all(other == first for other in others)
     return first[0]
 
 
-def _tiles(first: torch.Tensor, second: torch.Tensor | None) -> tuple[Any, dict[str, Any]]:
+def tiles(first: torch.Tensor, second: torch.Tensor | None) -> tuple[Any, dict[str, Any]]:
     """The kernels' grid and sizes."""
     batch, tokens, heads, width = first.shape
     together = next(count for count in range(_MOST_HEADS, 0, -1) if heads % count == 0)
@@ -123,7 +123,9 @@ def _tiles(first: torch.Tensor, second: torch.Tensor | None) -> tuple[Any, dict[
 
 
 @triton.jit
-def _place(heads, first, second, JOINED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr):  # type: ignore[no-untyped-def]
+def place_of(  # type: ignore[no-untyped-def]
+    heads, first, second, JOINED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr
+):
     """This program's sample, first head and block of tokens, and the number of the first part's blocks."""
     groups = heads // HEADS
     program = tl.program_id(0)
@@ -142,7 +144,7 @@ def _pairs(rows):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _load(start, place, inside):  # type: ignore[no-untyped-def]
+def load_rows(start, place, inside):  # type: ignore[no-untyped-def]
     """Rows that begin at multiples of 16 bytes, which a compiler does not know of what torch made for it."""
     return tl.load(tl.multiple_of(start + place, (16, 16)), mask=inside, other=0.0)
 
@@ -169,14 +171,14 @@ def _tables(part, rows, token, column, SPLIT: tl.constexpr):  # type: ignore[no-
     _, weight, cos, sin, tokens, _, _ = part
     place, inside = token * rows + column, token < tokens
     of_real, of_imaginary = _pairs(tl.load(tl.broadcast_to(weight + column, place.shape)))
-    even, odd = _pairs(_load(cos, place, inside))
+    even, odd = _pairs(load_rows(cos, place, inside))
     if SPLIT:
-        odd, _ = _pairs(_load(sin, place, inside))
+        odd, _ = _pairs(load_rows(sin, place, inside))
     return of_real, of_imaginary, even, odd
 
 
 @triton.jit
-def _turn(  # type: ignore[no-untyped-def]
+def turn(  # type: ignore[no-untyped-def]
     part,
     rows,
     result,
@@ -197,7 +199,7 @@ def _turn(  # type: ignore[no-untyped-def]
     values += token * stride_token + column
     result += token * heads * WIDTH + column
     for head in range(HEADS):
-        real, imaginary = _pairs(_load(values, head * stride_head, inside))
+        real, imaginary = _pairs(load_rows(values, head * stride_head, inside))
         inverse = _inverse(real, imaginary, EPS)
         real, imaginary = real * inverse * of_real, imaginary * inverse * of_imaginary
         turned = _whole(real * cos - imaginary * sin, imaginary * cos + real * sin)
@@ -232,7 +234,7 @@ def _norm_rotary(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    sample, head, block, blocks = _place(heads, first_tokens, second_tokens, JOINED, TOKENS, HEADS)
+    sample, head, block, blocks = place_of(heads, first_tokens, second_tokens, JOINED, TOKENS, HEADS)
     start = sample * first_tokens * heads
     if JOINED:
         start += sample * second_tokens * heads
@@ -240,17 +242,17 @@ def _norm_rotary(  # type: ignore[no-untyped-def]
     if block < blocks:
         first += sample * first_batch + head * first_head
         part = (first, first_weight, first_cos, first_sin, first_tokens, first_token, first_head)
-        _turn(part, rows, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        turn(part, rows, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
     elif JOINED:
         # another name: what both branches assign would have to be of one type, and lengths differ in theirs
         second += sample * second_batch + head * second_head
         other = (second, second_weight, second_cos, second_sin, second_tokens, second_token, second_head)
         result += first_tokens * heads * WIDTH
-        _turn(other, rows, result, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        turn(other, rows, result, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
 
 
 @triton.jit
-def _turn_back(  # type: ignore[no-untyped-def]
+def turn_back(  # type: ignore[no-untyped-def]
     part,
     rows,
     given,
@@ -263,7 +265,7 @@ def _turn_back(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    """The gradient of `_turn` for its values, from that of its result; all begin as there."""
+    """The gradient of `turn` for its values, from that of its result; all begin as there."""
     values, _, _, _, tokens, stride_token, stride_head = part
     gradient, gradient_token, gradient_head = given
     token = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
@@ -274,8 +276,8 @@ def _turn_back(  # type: ignore[no-untyped-def]
     gradient += token * gradient_token + column
     result += token * heads * WIDTH + column
     for head in range(HEADS):
-        real, imaginary = _pairs(_load(values, head * stride_head, inside))
-        left, right = _pairs(_load(gradient, head * gradient_head, inside))
+        real, imaginary = _pairs(load_rows(values, head * stride_head, inside))
+        left, right = _pairs(load_rows(gradient, head * gradient_head, inside))
         inverse = _inverse(real, imaginary, EPS)
         real, imaginary = real * inverse, imaginary * inverse
         left, right = (left * cos + right * sin) * of_real, (right * cos - left * sin) * of_imaginary
@@ -317,17 +319,17 @@ def _norm_rotary_backward(  # type: ignore[no-untyped-def]
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
 ):
-    sample, head, block, blocks = _place(heads, first_tokens, second_tokens, JOINED, TOKENS, HEADS)
+    sample, head, block, blocks = place_of(heads, first_tokens, second_tokens, JOINED, TOKENS, HEADS)
     gradient += sample * gradient_batch + head * gradient_head
     if block < blocks:
         given = (gradient, gradient_token, gradient_head)
         first += sample * first_batch + head * first_head
         part = (first, first_weight, first_cos, first_sin, first_tokens, first_token, first_head)
         of_first += (sample * first_tokens * heads + head) * WIDTH
-        _turn_back(part, rows, given, of_first, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        turn_back(part, rows, given, of_first, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
     elif JOINED:
         given = (gradient + first_tokens * gradient_token, gradient_token, gradient_head)
         second += sample * second_batch + head * second_head
         other = (second, second_weight, second_cos, second_sin, second_tokens, second_token, second_head)
         of_second += (sample * second_tokens * heads + head) * WIDTH
-        _turn_back(other, rows, given, of_second, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        turn_back(other, rows, given, of_second, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)

@@ -15,17 +15,13 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 
-from trainer.modeling.norms import FUSED, is_fusible, unit_of
+from trainer.modeling.norms import FUSED, is_fusible
+from trainer.modeling.siblings import joined_product
+from trainer.modeling.turns import Part, turned, turned_back
+from trainer.modeling.wide import wide_norm_rotary
 
 if torch.version.cuda is not None:
     from trainer.modeling import kernels_rotary
-
-Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""A stream: values (batch, tokens, heads, width), weight (width,), and how tokens turn, (tokens, width) fp32.
-
-That is one table with cosines in columns 2 i and sines in columns 2 i + 1, and None; or one with cosines and
-one with sines, both in columns 2 i, whose other columns do not count.
-"""
 
 
 def norm_rotary(first: Part, second: Part | None, eps: float) -> torch.Tensor:
@@ -63,10 +59,10 @@ class _NormRotary(torch.autograd.Function):
         ctx.eps = eps
         if first.device.type != "cpu":
             return kernels_rotary.norm_rotary(*parts, eps)
-        turned = _turned((first, first_weight, first_cos, first_sin), eps)
+        result = turned((first, first_weight, first_cos, first_sin), eps)
         if second is None or second_weight is None or second_cos is None:
-            return turned
-        return torch.cat([turned, _turned((second, second_weight, second_cos, second_sin), eps)], dim=1)
+            return result
+        return torch.cat([result, turned((second, second_weight, second_cos, second_sin), eps)], dim=1)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -76,44 +72,10 @@ class _NormRotary(torch.autograd.Function):
             found = kernels_rotary.norm_rotary_backward(gradient, *parts, ctx.eps)
         else:
             tokens = parts[0].shape[1]
-            found = [_turned_back(gradient[:, :tokens], parts[:4], ctx.eps)]
+            found = [turned_back(gradient[:, :tokens], parts[:4], ctx.eps)]
             if is_joined:
-                found.append(_turned_back(gradient[:, tokens:], parts[4:], ctx.eps))
+                found.append(turned_back(gradient[:, tokens:], parts[4:], ctx.eps))
         return found[0], None, None, None, found[1] if is_joined else None, None, None, None, None
-
-
-def _turned(part: Part, eps: float) -> torch.Tensor:
-    """`norm_rotary` of one part."""
-    values, weight, cos, sin = part
-    real, imaginary = _pairs(unit_of(values, eps)[0] * weight.float())
-    cos, sin = _turns(cos, sin)
-    return _whole(real * cos - imaginary * sin, imaginary * cos + real * sin).to(values.dtype)
-
-
-def _turned_back(gradient: torch.Tensor, part: Part, eps: float) -> torch.Tensor:
-    """The gradient of `_turned` for its values."""
-    values, weight, cos, sin = part
-    real, imaginary = _pairs(gradient.float())
-    cos, sin = _turns(cos, sin)
-    given = _whole(real * cos + imaginary * sin, imaginary * cos - real * sin) * weight.float()
-    unit, inverse = unit_of(values, eps)
-    mean = (given * unit).mean(-1, keepdim=True)
-    return ((given - unit * mean) * inverse).to(values.dtype)
-
-
-def _turns(cos: torch.Tensor, sin: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of every pair, (tokens, 1, width / 2)."""
-    even, odd = _pairs(cos[:, None])
-    return even, odd if sin is None else _pairs(sin[:, None])[0]
-
-
-def _pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    real, imaginary = values.unflatten(-1, (-1, 2)).unbind(-1)
-    return real, imaginary
-
-
-def _whole(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
-    return torch.stack((real, imaginary), dim=-1).flatten(-2)
 
 
 def fuse_rotary(model: torch.nn.Module) -> int:
@@ -206,11 +168,7 @@ class _RealTables(_Fused):
         assert (encoder_hidden_states is None) == (attn.added_kv_proj_dim is None)
         cos, sin = image_rotary_emb
         if encoder_hidden_states is None:
-            query, key, value = (
-                _heads(attn, one(hidden_states)) for one in (attn.to_q, attn.to_k, attn.to_v)
-            )
-            query, key = _turn(attn.norm_q, query, cos, sin), _turn(attn.norm_k, key, cos, sin)
-            return self.attend(query, key, value, attention_mask)
+            return self.attend(*_own(attn, hidden_states, cos, sin), attention_mask)
         count = encoder_hidden_states.shape[1]
         text, image = (cos[:count], sin[:count]), (cos[count:], sin[count:])
         heads = _joined(attn, hidden_states, encoder_hidden_states, image, text)
@@ -275,6 +233,29 @@ def _eps(norm: Any) -> float:
     return torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
 
 
+def _products(layers: tuple[Any, Any, Any], inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """One product with queries, keys and values beside each other, or where there is none, three."""
+    wide = joined_product(layers, inputs)
+    return tuple(layer(inputs) for layer in layers) if wide is None else (wide,)
+
+
+def _apart(attn: Any, products: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+    """Heads of queries, keys and values from `_products`."""
+    return [_heads(attn, one) for one in (products if len(products) == 3 else products[0].chunk(3, dim=-1))]
+
+
+def _own(
+    attn: Any, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Queries, keys and values of one stream (batch, tokens, channels)."""
+    products = _products((attn.to_q, attn.to_k, attn.to_v), inputs)
+    if len(products) == 1:
+        part = products[0], attn.norm_q.weight, attn.norm_k.weight, cos, sin
+        return wide_norm_rotary(part, None, _eps(attn.norm_q))
+    query, key, value = _apart(attn, products)
+    return _turn(attn.norm_q, query, cos, sin), _turn(attn.norm_k, key, cos, sin), value
+
+
 def _joined(
     attn: Any,
     image: torch.Tensor,
@@ -283,12 +264,21 @@ def _joined(
     text_tables: tuple[torch.Tensor, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of two streams (batch, tokens, channels), the text's tokens first."""
-    layers = (attn.to_q, attn.to_k, attn.to_v), (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-    query, key, value = (_heads(attn, layer(image)) for layer in layers[0])
-    added_query, added_key, added_value = (_heads(attn, layer(text)) for layer in layers[1])
+    own = _products((attn.to_q, attn.to_k, attn.to_v), image)
+    added = _products((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), text)
+    if len(own) == len(added) == 1:
+        return wide_norm_rotary(
+            (added[0], attn.norm_added_q.weight, attn.norm_added_k.weight, *text_tables),
+            (own[0], attn.norm_q.weight, attn.norm_k.weight, *image_tables),
+            _eps(attn.norm_q),
+        )
+    query, key, value = _apart(attn, own)
+    added_query, added_key, added_value = _apart(attn, added)
     joined = [
-        norm_rotary((added, added_norm.weight, *text_tables), (own, norm.weight, *image_tables), _eps(norm))
-        for added, added_norm, own, norm in (
+        norm_rotary(
+            (first, first_norm.weight, *text_tables), (second, norm.weight, *image_tables), _eps(norm)
+        )
+        for first, first_norm, second, norm in (
             (added_query, attn.norm_added_q, query, attn.norm_q),
             (added_key, attn.norm_added_k, key, attn.norm_k),
         )

@@ -45,10 +45,10 @@ class _Member(LoraLinear):
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As peft's, for all members at the first one's call."""
         shared = self.shared
-        if self.disable_adapters or self.merged or self.active_adapters != [ADAPTER]:
+        if not _is_active(self):
             return super().forward(x, *args, **kwargs)
         if self.place == 0:
-            shared.pending = _outputs(shared, x)
+            shared.pending = _product(shared, x).split(shared.sizes, dim=-1)
         assert shared.pending is not None, "layers of one input are called in another order"
         output = shared.pending[self.place]
         if self.place == len(shared.members) - 1:
@@ -61,12 +61,27 @@ class _Single(LoraLinear):
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As peft's."""
-        if self.disable_adapters or self.merged or self.active_adapters != [ADAPTER]:
+        if not _is_active(self):
             return super().forward(x, *args, **kwargs)
         whole = self.base_layer(x)
         hidden = self.lora_A[ADAPTER](x)
         up = self.lora_B[ADAPTER].weight * self.scaling[ADAPTER]
         return add_low_rank(whole.flatten(0, -2), hidden.flatten(0, -2), up).view(whole.shape)
+
+
+def joined_product(layers: tuple[Any, ...], inputs: torch.Tensor) -> torch.Tensor | None:
+    """The outputs of `layers` beside each other, (..., all), by one product where they are one group.
+
+    None where they are not all layers of a group in their order, differ in size, or do not add their adapter.
+    """
+    first = layers[0]
+    if not all(isinstance(layer, _Member) and _is_active(layer) for layer in layers):
+        return None
+    shared = first.shared
+    is_whole = len(shared.members) == len(layers) and len(set(shared.sizes)) == 1
+    if not is_whole or not all(layer is own for layer, own in zip(layers, shared.members, strict=True)):
+        return None
+    return _product(shared, inputs)
 
 
 def join_siblings(model: torch.nn.Module, run: Callable[[], object]) -> int:
@@ -198,8 +213,13 @@ def _one(tensors: list[torch.Tensor]) -> torch.Tensor:
     return whole
 
 
-def _outputs(shared: _Shared, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Each member's output for the same input."""
+def _is_active(layer: Any) -> bool:
+    """Whether the layer adds its adapter's product to its base's, and no other's."""
+    return not (layer.disable_adapters or layer.merged) and layer.active_adapters == [ADAPTER]
+
+
+def _product(shared: _Shared, inputs: torch.Tensor) -> torch.Tensor:
+    """The members' outputs for the same input, beside each other."""
     first = shared.members[0]
     base = first.base_layer
     linear = torch.nn.functional.linear
@@ -224,4 +244,4 @@ def _outputs(shared: _Shared, inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         start += rank
     hidden = linear(inputs, down)
     changed = add_low_rank(whole.flatten(0, -2), hidden.flatten(0, -2), torch.cat(rows))
-    return changed.view(whole.shape).split(shared.sizes, dim=-1)
+    return changed.view(whole.shape)

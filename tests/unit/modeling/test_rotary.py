@@ -23,8 +23,9 @@ from trainer.families.protocol import Shape
 from trainer.modeling.attention import BACKENDS, set_attention
 from trainer.modeling.compiled import graphs_compiled
 from trainer.modeling.norms import fuse_head_norms
-from trainer.modeling.rotary import Part, fuse_rotary, norm_rotary
+from trainer.modeling.rotary import fuse_rotary, norm_rotary
 from trainer.modeling.siblings import join_siblings, part_siblings
+from trainer.modeling.turns import Part
 
 EPS = 1e-6
 # of sums in fp32 that are made in another order

@@ -112,7 +112,13 @@ def test_a_base_is_a_folder_with_an_index(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    ["train flux1_dev --base {0}", "memory flux1_dev={0}", "sweep flux1_dev={0}", "converge --base {0}"],
+    [
+        "train flux1_dev --base {0}",
+        "memory flux1_dev={0}",
+        "sweep flux1_dev={0}",
+        "count flux1_dev={0}",
+        "converge --base {0}",
+    ],
 )
 def test_a_missing_base_is_told_before_anything_starts(
     command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

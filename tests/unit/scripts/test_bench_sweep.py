@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from scripts.benches import gpus, sweep
+from scripts.benches import count, gpus, sweep
+from tests.unit.modeling.small_models import FAMILIES, case
 
 
 def row(setting: str, milliseconds: float, held: float) -> dict[str, Any]:
@@ -55,3 +56,13 @@ def test_jobs_share_gpus_evenly() -> None:
 
     seen = gpus.side_by_side(work, range(4), jobs=4, gpus=["0", "1"])
     assert set(seen) <= {"0", "1"}
+
+
+def test_lists_of_blocks_are_found_in_order() -> None:
+    made = case("flux1_dev")
+    found = list(count.block_lists(made.model, FAMILIES["flux1_dev"].blocks))
+    assert [type(one.blocks[0]).__name__ for one in found] == [
+        "FluxTransformerBlock",
+        "FluxSingleTransformerBlock",
+    ]
+    assert all(getattr(one.parent, one.name) is one.blocks for one in found)
