@@ -1,16 +1,18 @@
 """What one more block of a model keeps for backward, counted on a GPU: the calculator's figures.
 
-    python scripts/bench.py count flux1_dev=BASE qwen_image=BASE --record FILE
+    python scripts/bench.py count flux1_dev=BASE qwen_image=BASE --jobs 4 --table
 
 In each mode the first blocks of a full-width model are trained, one more at a time, on a synthetic batch.
 Printed are the bytes that are held after the forward pass and at the highest point of forward and backward,
-beyond what was held before, for each number of blocks of each kind. Several GPUs, and with --jobs several
-runs on one, work side by side: other processes' memory is not counted.
+beyond what was held before, for each number of blocks of each stack. --table writes them, in units of tokens
+x width, into trainer/hardware/activations.json. Several GPUs, and with --jobs several runs on one, work side
+by side: other processes' memory is not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import subprocess
 import sys
@@ -21,8 +23,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scripts.benches import arguments as types
 from scripts.benches import gpus, machine, memory, profile_step
+from trainer.engine.geometry import activation_units, head_bytes
 from trainer.engine.spec import read_spec
 from trainer.errors import TrainerError
+from trainer.hardware.activations import COUNTS
+from trainer.telemetry import atomic
 
 if TYPE_CHECKING:
     import torch
@@ -47,8 +52,9 @@ _WARM_UP = 2
 
 
 class _List(NamedTuple):
-    """Blocks of one kind in the model."""
+    """A stack of blocks in the model."""
 
+    path: str
     parent: Any
     name: str
     blocks: Any
@@ -69,7 +75,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = gpus.side_by_side(_row, cases, jobs=options.jobs)
     if options.record:
         options.record.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
-    return int(any("counted" not in row for row in rows))
+    if any("counted" not in row for row in rows):
+        print("not everything could be counted", file=sys.stderr)
+        return 1
+    if options.table:
+        table = json.loads(COUNTS.read_text())
+        for family in dict.fromkeys(case.family for case in cases):
+            entry = table_entry([row for row in rows if row["family"] == family])
+            table[family] = merged(table.get(family, {}), entry)
+        atomic.write_text(COUNTS, table_text(table))
+    return 0
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -81,12 +96,20 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=types.positive, default=512, help="text tokens")
     parser.add_argument("--jobs", type=types.positive, default=1, help="runs side by side")
     parser.add_argument("--record", type=types.new_file, help="write the rows here")
+    parser.add_argument("--table", action="store_true", help="write trainer/hardware/activations.json")
     parser.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
 def _row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
-    """One mode, counted in a child."""
+    """One mode's row, and a line on stdout."""
+    row = counted_row(case, environ)
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def counted_row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
+    """One mode, counted in a child; `refused` or `failed` where it could not be."""
     row: dict[str, Any] = {"family": case.family, "mode": case.setting}
     with tempfile.TemporaryDirectory(prefix="count-") as scratch:
         folder = Path(scratch)
@@ -105,11 +128,8 @@ def _row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
             check=False,
         )
     if done.returncode:
-        row["failed"] = done.stderr.strip()[-300:]
-    else:
-        row |= json.loads(done.stdout.splitlines()[-1])
-    print(json.dumps(row), flush=True)
-    return row
+        return {**row, "failed": done.stderr.strip()[-300:]}
+    return {**row, **json.loads(done.stdout.splitlines()[-1])}
 
 
 def count(spec_path: Path, tokens: int) -> None:
@@ -131,18 +151,26 @@ def count(spec_path: Path, tokens: int) -> None:
         for _ in range(_WARM_UP):
             _held(forward)
         counted[",".join(map(str, cut))] = _held(forward)
-    kinds = [type(one.blocks[0]).__name__ for one in lists]
-    print(json.dumps({"kinds": kinds, "counted": counted}))
+    model_config = context.source.component_config(context.family.trained_component)
+    shape = profile_step.synthetic_shape(context, tokens)
+    units = activation_units(context.family, model_config, shape)
+    found = {
+        "stacks": [one.path for one in lists],
+        "units": dataclasses.asdict(units),
+        "head": head_bytes(context.family, model_config, shape),
+        "counted": counted,
+    }
+    print(json.dumps(found))
 
 
 def block_lists(model: torch.nn.Module, kinds: Sequence[str]) -> Iterator[_List]:
     """Every list of repeated blocks, in the model's order."""
     import torch
 
-    for parent in list(model.modules()):
+    for path, parent in list(model.named_modules()):
         for name, child in parent.named_children():
             if isinstance(child, torch.nn.ModuleList) and type(child[0]).__name__ in kinds:
-                yield _List(parent, name, child)
+                yield _List(f"{path}.{name}".lstrip("."), parent, name, child)
 
 
 def _held(forward: Callable[[], torch.Tensor]) -> dict[str, int]:
@@ -156,6 +184,77 @@ def _held(forward: Callable[[], torch.Tensor]) -> dict[str, int]:
     kept = torch.cuda.memory_allocated() - before
     loss.backward()
     return {"kept": kept, "peak": torch.cuda.max_memory_allocated() - before}
+
+
+def table_entry(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """A family's entry of activations.json from the rows of its modes.
+
+    What is held beyond a block's activations cannot be seen where a language model's head holds more: there
+    it is taken from the mode that recomputes.
+    """
+    by_mode = {row["mode"]: row for row in rows}
+    some = rows[0]
+    least = by_mode["eager, recomputed"]
+    # a block that sees the caption alone has a smaller input
+    captions = [
+        name
+        for name, more in zip(some["stacks"], _more(least), strict=True)
+        if more < (some["units"]["captions"] + some["units"]["every"]) / 2
+    ]
+    ways = {}
+    for mode, row in by_mode.items():
+        every, more = row["units"]["every"], _more(row)
+        beyond = _beyond(row)
+        if row["head"] and "recomputed" not in mode and beyond < 1.1 * row["head"]:
+            style = mode.partition(",")[0]
+            beyond = _beyond(by_mode[f"{style}, recomputed"]) - max(_more(by_mode[style]))
+        units = [row["units"]["captions" if name in captions else "every"] for name in row["stacks"]]
+        ways[mode] = {
+            "fixed": round((_ones(row)["kept"] - sum(more)) / every, 3),
+            "blocks": [round(size / unit, 3) for size, unit in zip(more, units, strict=True)],
+            "beyond": round(beyond / every, 3),
+        }
+    return {"stacks": list(some["stacks"]), "captions": captions, "ways": ways}
+
+
+def _beyond(row: Mapping[str, Any]) -> int:
+    return max(held["peak"] - held["kept"] for cut, held in row["counted"].items() if "2" in cut)
+
+
+def _ones(row: Mapping[str, Any]) -> Mapping[str, int]:
+    """What one block of each stack holds."""
+    ones: Mapping[str, int] = row["counted"][",".join("1" for _ in row["stacks"])]
+    return ones
+
+
+def _more(row: Mapping[str, Any]) -> list[int]:
+    """What one more block of each stack keeps."""
+    numbers = range(len(row["stacks"]))
+    cuts = [",".join("2" if number == kind else "1" for number in numbers) for kind in numbers]
+    return [row["counted"][cut]["kept"] - _ones(row)["kept"] for cut in cuts]
+
+
+def merged(known: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A family's entry with newly counted modes over those that it had."""
+    return {**entry, "ways": {**known.get("ways", {}), **entry["ways"]}}
+
+
+def table_text(table: Mapping[str, Any]) -> str:
+    """activations.json with a line for each mode."""
+    texts = []
+    for name, entry in sorted(table.items()):
+        if "ways" not in entry:
+            texts.append(f" {json.dumps(name)}: {json.dumps(entry)}")
+            continue
+        order = sorted(entry["ways"], key=list(MODES).index)
+        ways = ",\n".join(f"   {json.dumps(way)}: {json.dumps(entry['ways'][way])}" for way in order)
+        texts.append(
+            f" {json.dumps(name)}: {{\n"
+            f'  "stacks": {json.dumps(entry["stacks"])},\n'
+            f'  "captions": {json.dumps(entry["captions"])},\n'
+            f'  "ways": {{\n{ways}\n  }}\n }}'
+        )
+    return "{\n" + ",\n".join(texts) + "\n}\n"
 
 
 if __name__ == "__main__":

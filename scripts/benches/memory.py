@@ -35,20 +35,19 @@ from trainer.hardware.plan import Plan
 
 _GIB = 1024**3
 _STEPS = 6
+_BF16 = ("features.weights=bf16", "features.compute=bf16")
+_EAGER, _COMPILED = (*_BF16, "features.compile=false"), (*_BF16, "features.compile=true")
+_RECOMPUTED = "features.activation_checkpointing=true"
 SETTINGS: dict[str, tuple[str, ...]] = {
-    "eager": ("features.compile=false",),
-    "eager, recomputed": ("features.compile=false", "features.activation_checkpointing=true"),
-    "eager, rank 64, all linears": (
-        "features.compile=false",
-        "lora.rank=64",
-        "lora.target_modules=all-linear",
-    ),
-    "eager, batch 2, 768 px": ("features.compile=false", "train.train_batch_size=2", "data.resolution=768"),
-    "int8, recomputed": ("features.weights=int8", "features.activation_checkpointing=true"),
-    "compiled": ("features.compile=true", "features.activation_checkpointing=false"),
-    "compiled, budget 0.4": ("features.compile=true", "features.activation_budget=0.4"),
+    "eager": _EAGER,
+    "eager, recomputed": (*_EAGER, _RECOMPUTED),
+    "eager, rank 64, all linears": (*_EAGER, "lora.rank=64", "lora.target_modules=all-linear"),
+    "eager, batch 2, 768 px": (*_EAGER, "train.train_batch_size=2", "data.resolution=768"),
+    "int8, recomputed": ("features.weights=int8", _RECOMPUTED),
+    "compiled": (*_COMPILED, "features.activation_checkpointing=false"),
+    "compiled, budget 0.4": (*_COMPILED, "features.activation_budget=0.4"),
     "fp8, two copies": ("features.compile=true", "features.compute=fp8"),
-    "nf4, recomputed": ("features.weights=nf4", "features.activation_checkpointing=true"),
+    "nf4, recomputed": ("features.weights=nf4", _RECOMPUTED),
 }
 """What the rows are called, and the overrides that make them."""
 

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
     from trainer.engine.build import Built
     from trainer.engine.context import Context
+    from trainer.families.protocol import Shape
 
 BLOCK_KEYS = ("num_layers", "num_single_layers", "num_visual_blocks", "num_text_blocks", "num_hidden_layers")
 """Keys of a model's config.json that count its repeated blocks, in the order of `--blocks`."""
@@ -266,21 +267,25 @@ def make_forward(context: Context, built: Built, tokens: int) -> Callable[[], to
     return lambda: context.family.loss(built.model, moved, draw, settings).sum() / batch.weight
 
 
-def _synthetic(context: Context, tokens: int) -> tuple[Any, Any, list[Any]]:
-    """(the family's settings, a micro-batch, some draws for it) of the run's size, on the host."""
+def synthetic_shape(context: Context, tokens: int) -> Shape:
+    """One micro-batch of the run's size."""
     from trainer.families.protocol import Shape
 
     family, config = context.family, context.config
-    image = family.sample_kind == "image"
-    shape = Shape(
+    return Shape(
         batch_size=context.plan.micro_batch_size,
         width=config.data.resolution,
         height=config.data.resolution,
-        text_tokens=tokens if image else config.data.max_sequence_length,
+        text_tokens=tokens if family.sample_kind == "image" else config.data.max_sequence_length,
         bytes_per_value=2,
         controls=family.control_counts[0],
     )
-    settings = family.settings(context.source, config)
+
+
+def _synthetic(context: Context, tokens: int) -> tuple[Any, Any, list[Any]]:
+    """(the family's settings, a micro-batch, some draws for it) of the run's size, on the host."""
+    family, shape = context.family, synthetic_shape(context, tokens)
+    settings = family.settings(context.source, context.config)
     batch = family.synthetic_batch(context.source.component_config(family.trained_component), shape, 0)
     header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
     draws = [

@@ -9,7 +9,6 @@ from diffusers import FluxTransformer2DModel
 
 from tests.unit.modeling.small_models import Storage, adapt, quantize
 from trainer.config.schema import FlowSection
-from trainer.engine.build import enable_activation_checkpointing
 from trainer.engine.fast import Fused, fuse
 from trainer.engine.graphs import Graphs
 from trainer.engine.masters import FlatMasters
@@ -19,6 +18,7 @@ from trainer.families.protocol import Batch, Draw, Shape
 from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
 from trainer.modeling.compiled import compile_blocks
+from trainer.modeling.recompute import recompute_blocks
 
 DEVICE = "cuda"
 CONFIG = {
@@ -57,7 +57,7 @@ def build(storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed
     set_attention(model, "flash")
     model.train()
     if recomputed:
-        enable_activation_checkpointing(model)
+        recompute_blocks(model, FLUX1_DEV.blocks)
     if fast:
         batch, draw = inputs(0)
 

@@ -11,10 +11,10 @@ import torch
 
 from tests.gpu.fast_models import DEVICE
 from tests.unit.modeling.small_models import Case, Storage, case, difference, relative
-from trainer.engine.build import enable_activation_checkpointing
 from trainer.engine.proof import to_device
 from trainer.modeling.attention import set_attention
 from trainer.modeling.compiled import compile_blocks
+from trainer.modeling.recompute import recompute_blocks
 from trainer.modeling.siblings import join_siblings
 from trainer.modeling.swap import swap_blocks
 
@@ -44,7 +44,7 @@ def made(storage: Storage, count: int, *, fast: bool) -> Case:
     one = dataclasses.replace(found, batch=batch, draw=draw)
     swapped = swap_blocks(model, one.family.blocks, count, device=DEVICE) if count else None
     set_attention(model, "math")
-    enable_activation_checkpointing(model)
+    recompute_blocks(model, one.family.blocks)
     if fast:
 
         def run() -> None:

@@ -21,7 +21,6 @@ from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RES
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from PIL import Image
 
-from tests.numerics.saved import kept_bytes
 from trainer.config.schema import FlowSection
 from trainer.data.images import fit, to_pixels
 from trainer.families import flow
@@ -304,36 +303,6 @@ def test_samples_share_a_batch_by_the_sizes_of_both_images() -> None:
 def test_adapters_are_written_by_the_function_that_both_pipelines_have() -> None:
     ours, base = FluxKontextPipeline.save_lora_weights, FluxPipeline.save_lora_weights
     assert ours.__func__ is base.__func__
-
-
-def saved_bytes(depth: int, preset: str, checkpointing: bool) -> int:
-    """Bytes that autograd keeps for backward in bf16 with `depth` blocks of each kind, no parameters."""
-    model = build(num_layers=depth, num_single_layers=depth).to(torch.bfloat16)
-    pattern = FLUX1_KONTEXT.lora_targets[preset]
-    lora.add_lora(model, rank=2, alpha=2, pattern=pattern, seed=0, device="cpu")
-    if checkpointing:
-        model.enable_gradient_checkpointing()
-    batch, run = example(512, 256, 1), settings()
-    text = {name: value.bfloat16() for name, value in batch.text.items()}
-    batch = Batch(latents=batch.latents, text=text, size=1, weight=1.0)
-    draw = FLUX1_KONTEXT.draw(run, [0], header(batch))
-    return kept_bytes(model, lambda: FLUX1_KONTEXT.loss(model.train(), batch, draw, run))
-
-
-def predicted_bytes(depth: int, preset: str, checkpointing: bool) -> int:
-    config = {**CONFIG, "num_layers": depth, "num_single_layers": depth}
-    shape = Shape(batch_size=1, width=256, height=512, text_tokens=16, bytes_per_value=2)
-    everything = preset == "all-linear"
-    return FLUX1_KONTEXT.activations(config, shape, checkpointing=checkpointing, linear_inputs=everything)
-
-
-@pytest.mark.parametrize("preset", ["attention", "all-linear"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_activation_bytes_per_block_are_what_autograd_keeps(preset: str, checkpointing: bool) -> None:
-    """Growth from two to three blocks of each kind: the ends of the model weigh much at this depth."""
-    measured = saved_bytes(3, preset, checkpointing) - saved_bytes(2, preset, checkpointing)
-    predicted = predicted_bytes(3, preset, checkpointing) - predicted_bytes(2, preset, checkpointing)
-    assert predicted == pytest.approx(measured, rel=0.06)
 
 
 def test_the_kernel_probe_runs_the_attention_of_all_tokens() -> None:

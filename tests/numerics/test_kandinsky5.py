@@ -21,7 +21,6 @@ from diffusers import (
 )
 
 from scripts import random_base
-from tests.numerics.saved import kept_bytes
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.kandinsky5 import KANDINSKY5
@@ -312,45 +311,6 @@ def test_a_saved_lora_loads_as_the_pipeline_loads_it(base: Path, source: ModelSo
             assert torch.allclose(KANDINSKY5.predict(model, batch, draw, run), wanted, atol=1e-6)
     assert (wanted - plain).abs().max() > 0.01
     assert KANDINSKY5.comfyui_keys("out_layer") == "diffusion_model.out_layer"
-
-
-def bf16(model: Kandinsky5Transformer3DModel) -> Kandinsky5Transformer3DModel:
-    """As from_pretrained does: some modules stay in fp32, and so do rope tables."""
-    kept = set(model._keep_in_fp32_modules)
-    for name, parameter in model.named_parameters():
-        if not kept & set(name.split(".")):
-            parameter.data = parameter.data.to(torch.bfloat16)
-    return model
-
-
-def saved_bytes(preset: str, checkpointing: bool, text_tokens: int, **depths: int) -> int:
-    """Bytes that autograd keeps for backward in bf16, no parameters."""
-    model = bf16(build(**depths))
-    pattern = KANDINSKY5.lora_targets[preset]
-    lora.add_lora(model, rank=2, alpha=2, pattern=pattern, seed=0, device="cpu")
-    if checkpointing:
-        model.enable_gradient_checkpointing()
-    batch, run = example(256, 1, text_tokens), settings()
-    text = {name: value.bfloat16() for name, value in batch.text.items()}
-    batch = Batch(latents=batch.latents, text=text, size=1, weight=1.0)
-    return kept_bytes(model, lambda: KANDINSKY5.loss(model.train(), batch, drawn(batch, run), run))
-
-
-@pytest.mark.parametrize("preset", ["attention", "all-linear"])
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize(("blocks", "text_tokens"), [("visual", 16), ("visual", 256), ("text", 256)])
-def test_activation_bytes_per_block_are_what_autograd_keeps(
-    preset: str, checkpointing: bool, blocks: str, text_tokens: int
-) -> None:
-    """Growth from two to three blocks of a kind: the ends of the model weigh much at this depth."""
-    shape = Shape(batch_size=1, width=256, height=256, text_tokens=text_tokens, bytes_per_value=2)
-    measured, predicted = [], []
-    for depth in (2, 3):
-        depths = {f"num_{blocks}_blocks": depth}
-        measured.append(saved_bytes(preset, checkpointing, text_tokens, **depths))
-        options = {"checkpointing": checkpointing, "linear_inputs": preset == "all-linear"}
-        predicted.append(KANDINSKY5.activations({**CONFIG, **depths}, shape, **options))
-    assert predicted[1] - predicted[0] == pytest.approx(measured[1] - measured[0], rel=0.06)
 
 
 def test_blocks_recompute_under_checkpointing() -> None:

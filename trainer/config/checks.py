@@ -130,12 +130,14 @@ def _budget_alone(context: Context) -> Found:
     features, key = context.config.features, "features.activation_budget"
     if features.activation_budget in ("auto", 1.0):
         return
-    for other, value, why in (
-        ("compile", False, "only compiled blocks keep a share of their activations"),
-        ("activation_checkpointing", True, "checkpointing keeps none of them"),
+    recomputing = features.activation_checkpointing not in ("auto", False)
+    for other, clashes, why in (
+        ("compile", features.compile is False, "only compiled blocks keep a share of their activations"),
+        ("activation_checkpointing", recomputing, "checkpointing recomputes blocks whole"),
     ):
-        if vars(features)[other] is value:
-            written = f"`features.{other}: {str(value).lower()}` ({context.source(f'features.{other}')})"
+        if clashes:
+            value = str(vars(features)[other]).lower()
+            written = f"`features.{other}: {value}` ({context.source(f'features.{other}')})"
             yield context.source(key), f"`{key}` contradicts {written}: {why}", "remove one of them"
 
 
@@ -148,13 +150,13 @@ def _swap_alone(context: Context) -> Found:
         what = f"`{key}` is for a frozen base, and `method: full` trains it"
         yield context.blame(key, "method"), what, f"write `method: lora`, or leave {key} out"
     for other, clashes in (
-        ("activation_checkpointing", features.activation_checkpointing is False),
+        ("activation_checkpointing", features.activation_checkpointing not in ("auto", True)),
         ("activation_budget", features.activation_budget not in ("auto", 1.0)),
     ):
         if clashes:
             value = str(vars(features)[other]).lower()
             written = f"`features.{other}: {value}` ({context.source(f'features.{other}')})"
-            what = f"`{key}` contradicts {written}: blocks that wait in host memory are recomputed whole"
+            what = f"`{key}` contradicts {written}: all blocks are recomputed where some wait in host memory"
             yield context.source(key), what, "remove one of them"
 
 

@@ -12,19 +12,18 @@ from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
-from torch.utils.checkpoint import checkpoint
 
 from trainer.engine.context import Context
 from trainer.engine.fast import compile_model, prove_fp8
 from trainer.engine.optimizer import Updater
-from trainer.errors import ConfigError, HardwareError
+from trainer.errors import HardwareError
 from trainer.hardware.memory import gib
 from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
 from trainer.modeling.empty import Waiting
 from trainer.modeling.load import load_streamed
 from trainer.modeling.quantize import QUANTIZED, count_quantized, replacer
-from trainer.modeling.recompute import RECOMPUTED, Recomputed, recompute_layers
+from trainer.modeling.recompute import recompute_blocks
 from trainer.modeling.swap import swap_blocks, waiting_blocks
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
@@ -126,7 +125,7 @@ def build(context: Context) -> Built:
         model.requires_grad_(True)
     model.train()
     if context.plan.activation_checkpointing:
-        enable_activation_checkpointing(model)
+        recompute_blocks(model, context.family.blocks, context.plan.recomputed_blocks)
     if context.plan.compile:
         compile_model(context, model)
     accelerator = Accelerator(cpu=context.device == "cpu", mixed_precision="no")
@@ -140,33 +139,3 @@ def build(context: Context) -> Built:
     context.say(f"training {count:,} parameters in {len(trainable)} tensors")
     updater = Updater(trainable, config.train, context.plan.optimizer)
     return Built(model=model, updater=updater, accelerator=accelerator)
-
-
-def enable_activation_checkpointing(model: Any) -> None:
-    """Recompute blocks in the backward pass; which ones a model's class declares.
-
-    Raises ConfigError where the class does not support it: asking would otherwise change nothing.
-    """
-    from transformers import PreTrainedModel
-
-    of_transformers = isinstance(model, PreTrainedModel)
-    kind = type(model)
-    if not (
-        kind.supports_gradient_checkpointing if of_transformers else kind._supports_gradient_checkpointing
-    ):
-        raise ConfigError(
-            f"{kind.__name__} does not support activation checkpointing",
-            where="features.activation_checkpointing",
-            remedy="set it to false, or use a smaller resolution or batch",
-        )
-    if of_transformers:
-        recompute_layers(model)
-    else:
-        model.enable_gradient_checkpointing(_recomputed)
-
-
-def _recomputed(block: Any, *inputs: Any) -> Any:
-    """A block's output; blocks that wait in host memory see to being recomputed themselves."""
-    if isinstance(block, Recomputed):
-        return block(*inputs)
-    return checkpoint(block.__call__, *inputs, **RECOMPUTED)

@@ -20,10 +20,11 @@ from trainer.data.controls import control_folders
 from trainer.engine.meta_shapes import SOURCE, built_shapes
 from trainer.engine.probe import matmul_shape_class, shape_class
 from trainer.errors import AccessError
+from trainer.families.language import LOGITS_TOKENS
 from trainer.families.protocol import AttentionShape, Family, Shape
-from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, Stack, stacks
+from trainer.hardware.activations import Activations, Units, activations, counted
+from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, Stack
 from trainer.hardware.geometry import (
-    Activations,
     ComponentGeometry,
     Geometry,
     Role,
@@ -31,8 +32,6 @@ from trainer.hardware.geometry import (
     kept_in_fp32,
     lora_parameters,
     packed_size,
-    quantizable,
-    quantized_linears,
     stored_as,
 )
 from trainer.hardware.memory import VALUE_BYTES
@@ -47,8 +46,8 @@ _VAE_UNITS = 3.25
 _TEXT_UNITS = 48
 # what the pipelines scale control images of another size to, and their previews' too
 _CONTROL_SIDE = 1024
-COMPILED_SHARE = {"saved": 0.9, "block": 0.9}
-"""What compiled blocks keep of what eager ones do: gives peaks within 2 % of measured ones on an H200."""
+# one logit with its fp32 copy, softmax and gradients, as counted on a GPU
+_LOGIT_BYTES = 12.5
 # diffusers' names of what sees the caption's tokens only, in blocks with two streams
 _TEXT_SIDE = re.compile(r"add_[qkv]_proj|to_add_out|_context|txt_|text_")
 _OVER_THE_VOCABULARY = re.compile("embed|shared|lm_head")
@@ -65,8 +64,8 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
     model_config = component_config(family, model_folder, family.trained_component)
     size = VALUE_BYTES[dtype]
     shape = run_shape(config, family, bytes_per_value=size)
-    linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
-    quantized, rows = quantizable(trained.shapes, family.high_precision)
+    linears = trained.quantized(family.high_precision)
+    quantized = sum(map(math.prod, linears.values()))
     stored, stored_bytes = "", 0
     if model_folder is not None and config.model.weights != "random":
         folder = model_folder / family.trained_component
@@ -75,28 +74,26 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
             quantized, stored_bytes = packed_size(folder)
 
     attention = family.attention_shape(model_config, shape)
-    work = _work(quantized_linears(trained.shapes, family.high_precision), attention, shape)
-    saved, recomputed = (
-        family.activations(model_config, shape, checkpointing=recompute, linear_inputs=linear_inputs)
-        for recompute in (False, True)
-    )
-    eager = Activations(saved=saved, inputs=work.inputs, block=max(0, recomputed - work.inputs))
+    work = _work(linears, attention, shape)
+    repeated = _stacks(family, trained, dtype)
+    eager, compiled = _activations(family, config, model_config, shape, repeated)
     vae, vae_tiled = _vae_peaks(family, config, model_folder, size)
     return Geometry(
         components=components,
         lora_parameters=_lora_parameters(family, config, trained),
         quantized_parameters=quantized,
-        quantized_rows=rows,
+        quantized_rows=sum(rows for rows, _ in linears.values()),
         stored_as=stored,
         stored_bytes=stored_bytes,
         activations=eager,
-        activations_compiled=_compiled(eager),
+        activations_compiled=compiled,
+        largest_quantized=max(map(math.prod, linears.values()), default=0),
         fp32_parameters=_kept_in_fp32(family, trained) if dtype == "bf16" else 0,
         matmul_flops=work.matmul_flops,
         attention_flops=work.attention_flops,
         attention_calls=work.attention_calls,
         blocks=work.blocks,
-        stacks=_stacks(family, trained, dtype),
+        stacks=repeated,
         packed=family.packed_by is not None,
         text_bytes_peak=_text_peak(components, config.data.max_sequence_length, size),
         vae_bytes_peak=vae,
@@ -126,20 +123,18 @@ class _Work:
     attention_flops: float
     attention_calls: int
     blocks: int
-    inputs: int
-    """Bytes of the inputs of all blocks."""
 
 
 def _work(linears: Mapping[str, tuple[int, int]], attention: AttentionShape, shape: Shape) -> _Work:
     """Floating point operations of linears, each with the tokens that it sees, and of attention."""
     every, text = attention.batch_size * attention.tokens, shape.batch_size * shape.text_tokens
-    flops, own, captions = 0.0, 0, 0
+    flops, own = 0.0, 0
     blocks = block_linears(tuple(linears))
     for textual, others in blocks:
         rest = every - text if textual else every
         flops += 2.0 * text * sum(math.prod(linears[name]) for name in textual)
         flops += 2.0 * rest * sum(math.prod(linears[name]) for name in others)
-        own, captions = own + bool(others), captions + (not others)
+        own += bool(others)
     width = attention.heads * attention.head_width
     pairs = attention.batch_size * attention.tokens**2
     return _Work(
@@ -147,7 +142,6 @@ def _work(linears: Mapping[str, tuple[int, int]], attention: AttentionShape, sha
         attention_flops=4.0 * pairs * width * own,
         attention_calls=own,
         blocks=len(blocks),
-        inputs=(own * every + captions * text) * width * shape.bytes_per_value,
     )
 
 
@@ -175,15 +169,47 @@ def block_linears(names: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[
 def _stacks(family: Family, trained: ComponentGeometry, dtype: str) -> tuple[Stack, ...]:
     """The repeated blocks of the trained component."""
     kept = kept_in_fp32(family.name) if dtype == "bf16" else ()
-    return stacks(trained.shapes, quantized_linears(trained.shapes, family.high_precision), kept)
+    return trained.stacks(family.high_precision, kept)
 
 
-def _compiled(eager: Activations) -> Activations:
-    return Activations(
-        saved=int(eager.saved * COMPILED_SHARE["saved"]),
-        inputs=eager.inputs,
-        block=int(eager.block * COMPILED_SHARE["block"]),
+def _activations(
+    family: Family,
+    config: RunConfig,
+    model_config: Mapping[str, Any],
+    shape: Shape,
+    repeated: Sequence[Stack],
+) -> tuple[Activations, Activations]:
+    """What a micro-batch holds, eager and compiled, from the family's counts."""
+    eager, compiled = (
+        activations(
+            counted(family.name),
+            {stack.name: stack.blocks for stack in repeated},
+            activation_units(family, model_config, shape),
+            compiled=compiled,
+            linear_inputs=config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET,
+            head=head_bytes(family, model_config, shape),
+        )
+        for compiled in (False, True)
     )
+    return eager, compiled
+
+
+def activation_units(family: Family, model_config: Mapping[str, Any], shape: Shape) -> Units:
+    """Bytes of one value of every token of a micro-batch."""
+    attention = family.attention_shape(model_config, shape)
+    value = attention.heads * attention.head_width * shape.bytes_per_value
+    return Units(
+        every=attention.batch_size * attention.tokens * value,
+        captions=shape.batch_size * shape.text_tokens * value,
+    )
+
+
+def head_bytes(family: Family, model_config: Mapping[str, Any], shape: Shape) -> int:
+    """The most that a language model's logits take; 0 for others, whose heads are no larger than a block."""
+    if family.sample_kind != "conversation":
+        return 0
+    tokens = min(shape.batch_size * shape.text_tokens, LOGITS_TOKENS)
+    return int(tokens * model_config["vocab_size"] * _LOGIT_BYTES)
 
 
 def _kept_in_fp32(family: Family, trained: ComponentGeometry) -> int:
@@ -276,7 +302,7 @@ def _lora_parameters(family: Family, config: RunConfig, trained: ComponentGeomet
     if config.method == "full":
         return 0
     pattern = target_pattern(config.lora.target_modules, family.lora_targets)
-    return lora_parameters(trained.shapes, pattern, config.lora.rank)
+    return lora_parameters(trained.linears, pattern, config.lora.rank)
 
 
 def target_pattern(requested: str | Sequence[str], presets: Mapping[str, str]) -> str:

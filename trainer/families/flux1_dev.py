@@ -219,19 +219,6 @@ class Flux1Dev:
         """ComfyUI's comfy/lora.py maps `transformer.<diffusers name>` for FLUX by `flux_to_diffusers`."""
         return f"transformer.{module}"
 
-    def activations(
-        self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool, linear_inputs: bool = False
-    ) -> int:
-        """Counted per block with saved-tensor hooks (tests/numerics), in units of tokens x width."""
-        width = config["num_attention_heads"] * config["attention_head_dim"]
-        tokens = shape.batch_size * (shape.height * shape.width // 256 + shape.text_tokens)
-        double, single = (20.5, 19.4) if linear_inputs else (15.4, 14.3)
-        doubles, singles = config["num_layers"], config["num_single_layers"]
-        units = doubles * double + singles * single
-        if checkpointing:  # inputs of all blocks, one block recomputed, 9 units of gradients
-            units = doubles + singles + max(double, single) + 9
-        return int(units * tokens * width * shape.bytes_per_value)
-
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """Joint attention over text and image tokens."""
         return AttentionShape(

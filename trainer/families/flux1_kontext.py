@@ -157,14 +157,6 @@ class Flux1Kontext:
         inputs = [{**flow.on_device(prompt.text, model), **_image_options(prompt)} for prompt in prompts]
         return flow.run_pipeline(pipeline, inputs, prompts, request, on_step)
 
-    def activations(
-        self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool, linear_inputs: bool = False
-    ) -> int:
-        """FLUX.1-dev's for the tokens of target and control."""
-        return FLUX1_DEV.activations(
-            config, _with_control(shape), checkpointing=checkpointing, linear_inputs=linear_inputs
-        )
-
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """Joint attention over the tokens of text, target and control."""
         return FLUX1_DEV.attention_shape(config, _with_control(shape))

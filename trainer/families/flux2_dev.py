@@ -223,19 +223,6 @@ class Flux2Dev:
         absent = re.match(r"time_guidance_embed|\w+_stream_modulation", module)
         return None if absent else f"transformer.{module}"
 
-    def activations(
-        self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool, linear_inputs: bool = False
-    ) -> int:
-        """Counted per block with saved-tensor hooks (tests/numerics), in units of tokens x width."""
-        width = config["num_attention_heads"] * config["attention_head_dim"]
-        tokens = shape.batch_size * (shape.height * shape.width // 256 + shape.text_tokens)
-        double, single = (24.1, 25.1) if linear_inputs else (20.1, 25.1)
-        doubles, singles = config["num_layers"], config["num_single_layers"]
-        units = doubles * double + singles * single
-        if checkpointing:  # inputs of all blocks, one block recomputed, 12 units of gradients
-            units = doubles + singles + max(double, single) + 12
-        return int(units * tokens * width * shape.bytes_per_value)
-
 
 def _position_ids(
     prepare: Callable[[Any], Any], shape: tuple[int, ...], device: torch.device

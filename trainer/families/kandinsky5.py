@@ -207,19 +207,6 @@ class Kandinsky5:
         """ComfyUI's own module names are diffusers', and comfy/lora.py takes them for every model."""
         return f"diffusion_model.{module}"
 
-    def activations(
-        self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool, linear_inputs: bool = False
-    ) -> int:
-        """Counted per block with saved-tensor hooks (tests/numerics), in units of tokens x width."""
-        image, text = (shape.batch_size * n for n in (shape.height * shape.width // 256, shape.text_tokens))
-        visual, textual = (29.1, 22.1) if linear_inputs else (24.1, 17.1)
-        block = visual * image + 4.0 * text  # with keys and values of the caption
-        visuals, textuals = config["num_visual_blocks"], config["num_text_blocks"]
-        units = visuals * block + textuals * textual * text
-        if checkpointing:  # inputs of all blocks, one block recomputed, 10 units of gradients
-            units = visuals * image + textuals * text + block + 10 * image
-        return int(units * config["model_dim"] * shape.bytes_per_value)
-
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """Self-attention over image tokens."""
         width, tokens = sum(config["axes_dims"]), shape.height * shape.width // 256

@@ -176,29 +176,6 @@ class Llama:
         """ComfyUI draws images."""
         return None
 
-    def activations(
-        self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool, linear_inputs: bool = False
-    ) -> int:
-        """Counted per block with saved-tensor hooks (tests/numerics), for kernels that keep no scores.
-
-        Norms keep their input in fp32, attention its query, key, value and output (packed: twice), the MLP
-        gate, activated gate and up. `linear_inputs` adds the MLP's inputs, and half of what norms keep more
-        in a full fine-tune. The head keeps its input only: the logits of a few tokens exist at one time, in
-        bf16 and fp32 with their gradients.
-        """
-        width, tokens = config["hidden_size"], shape.batch_size * shape.text_tokens
-        heads, inner = config["num_attention_heads"], config["intermediate_size"]
-        keys = 2 * _head_width(config) * config.get("num_key_value_heads", heads)
-        values = 8 * width + keys + 3 * inner  # a token, of one block
-        if linear_inputs:
-            values += 2 * width + inner
-        layers = config["num_hidden_layers"]
-        saved = layers * values
-        if checkpointing:  # inputs of all blocks, one block recomputed, its widest gradients
-            saved = layers * width + values + 2 * inner
-        logits = min(tokens, language.LOGITS_TOKENS) * config["vocab_size"] * (12 + 2 * shape.bytes_per_value)
-        return tokens * (saved + 4 * width) * shape.bytes_per_value + logits
-
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """One row that is one conversation: the longest call that a run can make."""
         return AttentionShape(

@@ -226,14 +226,5 @@ class Family(Protocol):
     def comfyui_keys(self, module: str) -> str | None:
         """Prefix under which ComfyUI knows a module of the trained component; None where it does not."""
 
-    def activations(
-        self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool, linear_inputs: bool = False
-    ) -> int:
-        """Bytes saved for backward in one micro-batch with a frozen base and LoRA on attention.
-
-        `linear_inputs`: the inputs of all linears are kept as well, as an int8 base, a LoRA on all linears
-        and a full fine-tune do.
-        """
-
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """The run's attention call, for the kernel probe."""

@@ -185,21 +185,6 @@ class QwenImage:
 
         return flow.save_pipeline_lora(QwenImagePipeline, state, config, folder, name)
 
-    def activations(
-        self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool, linear_inputs: bool = False
-    ) -> int:
-        """Counted per block with saved-tensor hooks (tests/numerics), in values by token and width."""
-        width = config["num_attention_heads"] * config["attention_head_dim"]
-        image = shape.height * shape.width // 256
-        tokens = image + shape.text_tokens
-        block = (22.1 if linear_inputs else 17.1) * tokens
-        if config["zero_cond_t"]:  # scales and gates of both modulations are kept for each image token
-            block += 4 * image
-        values = config["num_layers"] * block
-        if checkpointing:  # inputs of all blocks, one block recomputed, 9 of gradients
-            values = (config["num_layers"] + 9) * tokens + block
-        return int(values * shape.batch_size * width * shape.bytes_per_value)
-
 
 def predict_velocity(model: Any, batch: Batch, draw: Draw, controls: Sequence[torch.Tensor]) -> torch.Tensor:
     """The transformer's output (B, C, h, w) for the noised latents, with controls after them as tokens."""

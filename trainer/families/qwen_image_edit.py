@@ -167,14 +167,6 @@ class QwenImageEdit:
         inputs = [{**text, **image} for text, image in zip(texts, images, strict=True)]
         return flow.run_pipeline(pipeline, inputs, prompts, request, on_step, guidance="true_cfg_scale")
 
-    def activations(
-        self, config: Mapping[str, Any], shape: Shape, *, checkpointing: bool, linear_inputs: bool = False
-    ) -> int:
-        """Qwen-Image's for the tokens of the target and its controls, one at least, each of its size."""
-        both = _with_controls(shape)
-        kept = QWEN_IMAGE.activations
-        return kept(config, both, checkpointing=checkpointing, linear_inputs=linear_inputs)
-
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """Joint attention over the tokens of text, target and controls."""
         return QWEN_IMAGE.attention_shape(config, _with_controls(shape))

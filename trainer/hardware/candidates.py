@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -16,8 +17,12 @@ from trainer.hardware.plan import Decision
 PACKAGES = {"int8": "optimum-quanto", "nf4": "bitsandbytes"}
 """What each quantised storage of the base needs."""
 _INSTALL = {"int8": "pip install optimum-quanto", "nf4": "pip install 'trainer[nf4]'"}
-_BUDGETS = (0.8, 0.6, 0.4, 0.2)
-"""Shares of a compiled block's activations that `auto` tries."""
+_BUDGETS = (0.6,)
+"""Shares of a compiled block's activations that `auto` tries: what is cheap is recomputed. Below that, whole
+blocks are: how many can be any number, and memory falls by the same with each.
+"""
+_PARTS = 8
+"""`auto` tries to recompute this many parts of all blocks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,13 +71,13 @@ def ladder(situation: Situation, dtype: str, geometry: Geometry) -> Ladder:
 
 
 def storages(
-    situation: Situation, dtype: str, kinds: Sequence[Kind], *, compiled: bool
+    situation: Situation, dtype: str, kinds: Sequence[Kind], *, compiled: bool, blocks: int
 ) -> Iterator[tuple[int, Storage]]:
-    """Every combination that was not excluded, untiled, with the tier of its kind."""
+    """Every combination that was not excluded, untiled, with the tier of its kind; of a model's `blocks`."""
     config = situation.config
     for kind in kinds:
         compiles = compiled and not _uncompiled(situation, kind.weights)
-        for checkpointing, budget in _recomputing(situation, compiled=compiles):
+        for recomputed, budget in _recomputing(situation, compiled=compiles, blocks=blocks):
             yield (
                 kind.tier,
                 Storage(
@@ -84,7 +89,8 @@ def storages(
                     weight_copies=kind.copies,
                     compile=compiles,
                     activation_budget=budget,
-                    checkpointing=checkpointing,
+                    checkpointing=recomputed > 0,
+                    recomputed=recomputed if recomputed < blocks else 0,
                     tiling=False,
                     previews=bool(config.validation.prompts),
                     swapped=swapping.written(config),
@@ -92,21 +98,32 @@ def storages(
             )
 
 
-def _recomputing(situation: Situation, *, compiled: bool) -> list[tuple[bool, float]]:
-    """(checkpointing, activation budget) of each setting that may be tried."""
-    features = situation.config.features
-    checkpointing, budget = features.activation_checkpointing, features.activation_budget
-    if checkpointing is True or swapping.written(situation.config):
-        return [(True, 1.0)]
+def _recomputing(situation: Situation, *, compiled: bool, blocks: int) -> list[tuple[int, float]]:
+    """(blocks that are recomputed, activation budget) of each setting that may be tried."""
+    features, whole = situation.config.features, max(1, blocks)
+    asked, budget = features.activation_checkpointing, features.activation_budget
+    if asked is True or swapping.written(situation.config):
+        return [(whole, 1.0)]
+    if asked != "auto" and not isinstance(asked, bool):
+        return [(asked, 1.0)]
     if budget != "auto":
-        settings = [(False, budget)]
-    elif checkpointing == "auto" and situation.profile.prefer_checkpointing:
-        return [(True, 1.0)]
+        settings = [(0, budget)]
+    elif asked == "auto" and situation.profile.prefer_checkpointing:
+        return [(whole, 1.0)]
     else:
-        settings = [(False, 1.0), *((False, share) for share in _BUDGETS if compiled)]
-    if checkpointing == "auto" and budget in ("auto", 1.0):
-        settings.append((True, 1.0))
+        settings = [(0, 1.0), *((0, share) for share in _BUDGETS if compiled)]
+    if asked == "auto" and budget in ("auto", 1.0):
+        counts = {math.ceil(whole * part / _PARTS) for part in range(1, _PARTS + 1)}
+        settings += [(count, 1.0) for count in sorted(counts)]
     return settings
+
+
+def require_blocks(situation: Situation, geometry: Geometry) -> None:
+    """Raise HardwareError where more blocks are to be recomputed than the model has."""
+    key, asked = "features.activation_checkpointing", situation.config.features.activation_checkpointing
+    if asked != "auto" and not isinstance(asked, bool) and asked > geometry.blocks:
+        what = f"{asked} blocks are to be recomputed, the model has {geometry.blocks}"
+        raise situation.refuse(key, what, f"write {geometry.blocks} at most, or true for all")
 
 
 def compiling(situation: Situation, storage: Storage, decided: Decision) -> Decision:

@@ -293,8 +293,6 @@ def cuda_graphs(situation: Situation, geometry: Geometry, storage: Storage) -> D
             raise situation.refuse(key, obstacle, remedy)
         source = situation.source(key)
         return Decision(feature=feature, value=on_off(asked), source=source, reason="as written")
-    if storage.checkpointing:
-        obstacle = obstacle or f"not proved with recomputed blocks; {key}: true tries it"
     reason = obstacle or "thousands of launches become one: the host's speed does not matter"
     return Decision(feature=feature, value=on_off(not obstacle), source="auto", reason=reason)
 

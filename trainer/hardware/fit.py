@@ -121,7 +121,7 @@ def predicted(storage: Storage, geometry: Geometry, speed: Speed) -> float:
 def compile_gain(situation: Situation, dtype: str, geometry: Geometry, speed: Speed) -> float:
     """Milliseconds that a micro-batch is predicted to gain by compiled blocks, in the first setting."""
     kind = candidates.Kind(weights=dtype, compute=dtype)
-    _, eager = next(candidates.storages(situation, dtype, [kind], compiled=False))
+    _, eager = next(candidates.storages(situation, dtype, [kind], compiled=False, blocks=geometry.blocks))
     compiled = dataclasses.replace(eager, compile=True)
     return predicted(eager, geometry, speed) - predicted(compiled, geometry, speed)
 
@@ -145,7 +145,9 @@ def choose(
     ordered = sorted(
         (
             (tier, predicted(storage, geometry, speed), storage)
-            for tier, storage in candidates.storages(situation, dtype, ladder.kinds, compiled=compiled)
+            for tier, storage in candidates.storages(
+                situation, dtype, ladder.kinds, compiled=compiled, blocks=geometry.blocks
+            )
         ),
         key=lambda entry: entry[:2],
     )
@@ -157,7 +159,7 @@ def choose(
             return outcome, skipped
         skipped.append(outcome)
     no_more = ladder.no_more
-    recomputing = [outcome for outcome in skipped if outcome.storage.checkpointing]
+    recomputing = [one for one in skipped if one.storage.checkpointing and not one.storage.recomputed]
     if swap and recomputing:
         outcome = _swapped(geometry, recomputing, limit, speed)
         no_room = swapping.no_room(situation, outcome.storage, geometry)
@@ -255,7 +257,7 @@ def decisions(
     if storage.compute == "fp8":
         reason = "a transposed copy for backward" if storage.weight_copies == 2 else "transposed each time"
         rows.append(_row(situation, "weight_copies", str(storage.weight_copies), "auto", reason))
-    rows += [compiling, *_recomputing_rows(situation, chosen, skipped)]
+    rows += [compiling, *_recomputing_rows(situation, geometry, chosen, skipped)]
     without = min((memory.total(one.train) for one in skipped), default=0)
     rows += swapping.rows(situation, storage, geometry, without)
     untiled = "images are encoded and decoded whole" if not storage.tiling else "the VAE does not fit untiled"
@@ -265,11 +267,13 @@ def decisions(
 
 
 def _recomputing_rows(
-    situation: Situation, chosen: Outcome, skipped: Sequence[Outcome]
+    situation: Situation, geometry: Geometry, chosen: Outcome, skipped: Sequence[Outcome]
 ) -> Iterator[Decision]:
     """Activation checkpointing, and with compiled blocks the share of activations that is kept."""
     features, storage, profile = situation.config.features, chosen.storage, situation.profile
     feature, value = "activation_checkpointing", on_off(storage.checkpointing)
+    if storage.recomputed:
+        value = f"{storage.recomputed} of {geometry.blocks} blocks"
     same = [outcome for outcome in skipped if outcome.kind == chosen.kind]
     if features.activation_checkpointing == "auto" and profile.prefer_checkpointing and storage.checkpointing:
         reason = "memory here is shared with the host: the smaller peak is the safer"
@@ -313,8 +317,9 @@ def _kept(outcomes: Sequence[Outcome]) -> str:
     """What the first few settings need that recompute less."""
     least: dict[str, int] = {}
     for outcome in outcomes:
-        share = outcome.storage.activation_budget
-        label = "recomputing blocks" if outcome.storage.checkpointing else f"keeping {share:.0%}"
+        storage, label = outcome.storage, f"keeping {outcome.storage.activation_budget:.0%}"
+        if storage.checkpointing:
+            label = f"recomputing {storage.recomputed or 'all'} blocks"
         least[label] = min(outcome.peak_bytes, least.get(label, outcome.peak_bytes))
     return "; ".join(f"{label} needs {gib(need)}" for label, need in [*least.items()][:_MOST_NAMED])
 

@@ -7,17 +7,19 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from trainer.errors import AccessError, ConfigError
-from trainer.hardware.blocks import Stack
+from trainer.hardware.activations import Activations
+from trainer.hardware.blocks import Stack, stacks
 
 Shapes = Mapping[str, tuple[int, ...]]
 Role = Literal["trained", "text_encoder", "vae"]
 Stamp = tuple[tuple[Path, int, int], ...]
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,29 +42,25 @@ class ComponentGeometry:
         """`linear_weights` of its shapes."""
         return linear_weights(self.shapes)
 
+    def quantized(self, high_precision: Sequence[str]) -> Mapping[str, tuple[int, int]]:
+        """`quantized_linears` of its shapes."""
+        return self._known(tuple(high_precision), lambda: quantized_linears(self.linears, high_precision))
+
+    def stacks(self, high_precision: Sequence[str], kept_in_fp32: Sequence[str]) -> tuple[Stack, ...]:
+        """`blocks.stacks` of its shapes."""
+        key = ("stacks", *high_precision, "fp32", *kept_in_fp32)
+        return self._known(key, lambda: stacks(self.shapes, self.quantized(high_precision), kept_in_fp32))
+
+    def _known(self, key: tuple[str, ...], make: Callable[[], _T]) -> _T:
+        """What `make` gives, once: plans are made of the same component again and again."""
+        if key not in self._cache:
+            self._cache[key] = make()
+        found: _T = self._cache[key]
+        return found
+
     @functools.cached_property
-    def largest_linear(self) -> int:
-        """Values of the largest linear weight."""
-        return max((out * into for out, into in self.linears.values()), default=0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Activations:
-    """What one micro-batch keeps for backward, in bytes."""
-
-    saved: int
-    """Without recomputing anything."""
-    inputs: int
-    """Inputs of all repeated blocks: what stays when blocks are recomputed whole."""
-    block: int
-    """What the largest block has in its turn then: its own activations and gradients."""
-
-    def kept(self, *, checkpointing: bool, budget: float = 1.0) -> int:
-        """Peak with blocks recomputed whole, or with a share `budget` of what is beyond their inputs kept."""
-        if checkpointing:
-            return self.inputs + self.block
-        part = self.inputs + int(budget * (self.saved - self.inputs)) + self.block
-        return self.saved if budget == 1.0 else min(self.saved, part)
+    def _cache(self) -> dict[tuple[str, ...], Any]:
+        return {}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +80,8 @@ class Geometry:
     activations: Activations
     activations_compiled: Activations
     """With compiled blocks."""
+    largest_quantized: int = 0
+    """Parameters of the largest of those weights."""
     fp32_parameters: int = 0
     """Parameters that the model's class keeps in fp32 in a bf16 run."""
     matmul_flops: float = 0.0
@@ -312,21 +312,15 @@ def linear_weights(shapes: Shapes) -> dict[str, tuple[int, int]]:
     }
 
 
-def lora_parameters(shapes: Shapes, pattern: str, rank: int) -> int:
+def lora_parameters(linears: Mapping[str, tuple[int, int]], pattern: str, rank: int) -> int:
     """Parameters of a LoRA on every linear layer whose whole name matches `pattern`."""
-    targets = _matching(tuple(linear_weights(shapes)), pattern)
-    return rank * sum(sum(shapes[f"{name}.weight"]) for name in targets)
+    return rank * sum(sum(linears[name]) for name in _matching(tuple(linears), pattern))
 
 
-def quantizable(shapes: Shapes, high_precision: Sequence[str]) -> tuple[int, int]:
-    """(parameters, output rows) of the linear weights that a quantised base holds quantised."""
-    sizes = quantized_linears(shapes, high_precision).values()
-    return sum(rows * columns for rows, columns in sizes), sum(rows for rows, _ in sizes)
-
-
-def quantized_linears(shapes: Shapes, high_precision: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """(out, in) of those weights by module name."""
-    sizes = linear_weights(shapes)
+def quantized_linears(
+    sizes: Mapping[str, tuple[int, int]], high_precision: Sequence[str]
+) -> dict[str, tuple[int, int]]:
+    """(out, in), by module name, of the linear weights that a quantised base holds quantised."""
     kept = _matching(tuple(sizes), "|".join(f"(?:{pattern})" for pattern in high_precision))
     return {name: size for name, size in sizes.items() if name not in kept}
 

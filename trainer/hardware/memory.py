@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.hardware.blocks import Stack
-from trainer.hardware.geometry import ComponentGeometry, Geometry, Role, quantized_linears
+from trainer.hardware.geometry import ComponentGeometry, Geometry, Role
 from trainer.hardware.plan import MemoryRow
 
 GIB = 1024**3
@@ -22,6 +22,8 @@ layers, and in these what a class reads the type of, or looks up rows of.
 # CUDA context with its loaded kernels, and workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond
 # torch's own
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
+# holes that weights leave which are quantised one at a time
+_HOLES_BYTES = int(0.15 * GIB)
 # share of all else that the caching allocator holds in blocks it cannot hand out
 _FRAGMENTATION = 0.02
 # nf4 has one byte of scale a block of values, and one fp32 scale a block of those; code tables and offset of
@@ -57,6 +59,8 @@ class Storage:
     checkpointing: bool
     tiling: bool
     previews: bool
+    recomputed: int = 0
+    """Blocks that are recomputed with `checkpointing`, from the first on; 0: all."""
     stored: bool = False
     """The checkpoint holds `weights` as they are: no choice."""
     compute: str = "bf16"
@@ -217,9 +221,9 @@ def _encoders(geometry: Geometry) -> list[ComponentGeometry]:
     return [part for part in geometry.components if part.role == "text_encoder"]
 
 
-def _quantized(part: ComponentGeometry) -> dict[str, tuple[int, int]]:
+def _quantized(part: ComponentGeometry) -> Mapping[str, tuple[int, int]]:
     """(out, in) of the linears of a text encoder that are quantised, by name."""
-    return quantized_linears(part.shapes, ENCODERS_KEEP)
+    return part.quantized(ENCODERS_KEEP)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -335,8 +339,11 @@ def _nf4_size(count: int, linears: int) -> int:
 
 def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
     activations = geometry.activations_compiled if storage.compile else geometry.activations
-    training = activations.kept(checkpointing=storage.checkpointing, budget=storage.activation_budget)
-    detail = "saved for backward, blocks recomputed" if storage.checkpointing else "saved for backward"
+    count = storage.recomputed or len(activations.whole.blocks) if storage.checkpointing else 0
+    training = activations.peak(recomputed=count, budget=storage.activation_budget)
+    detail = "saved for backward"
+    if storage.checkpointing:
+        detail += f", the first {count} blocks recomputed" if storage.recomputed else ", blocks recomputed"
     if storage.activation_budget < 1.0:
         detail = f"saved for backward, {storage.activation_budget:g} of what blocks compute"
     if not storage.previews:
@@ -352,7 +359,7 @@ def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     """A product needs one weight unpacked, or in FP8 transposed, unless a copy is kept so; nf4's scales are
     unpacked to fp32 beside it.
     """
-    largest = max((part.largest_linear for part in geometry.components if part.role == "trained"), default=0)
+    largest = geometry.largest_quantized
     name, size = f"{storage.weights} unpacked", largest * storage.value_bytes
     if storage.weights == "nf4":
         size = min(largest, NF4_MOST_UNPACKED) * storage.value_bytes + largest // _NF4_BLOCK * 4
@@ -365,6 +372,8 @@ def _overhead(storage: Storage, rows: Sequence[MemoryRow]) -> tuple[MemoryRow, .
     if storage.device == "cpu":
         return (MemoryRow(name="process", bytes=_PROCESS_BYTES, detail="Python and libraries"),)
     lost = int(total(rows) * _FRAGMENTATION)
+    if any(row.name == "base weights" for row in rows) and storage.weights in PACKED:
+        lost += _HOLES_BYTES
     detail = f"context and workspaces, {_FRAGMENTATION:.0%} lost between blocks"
     return (MemoryRow(name="CUDA", bytes=CUDA_CONTEXT_BYTES + lost, detail=detail),)
 

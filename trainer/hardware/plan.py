@@ -54,6 +54,8 @@ class Plan:
     or `native`."""
     activation_checkpointing: bool
     """Blocks are recomputed whole in backward."""
+    recomputed_blocks: int
+    """Those, from the first on, where not all of them are; 0 for all, and for none."""
     swapped_blocks: int
     """Repeated blocks whose frozen weights wait in host memory and are copied to the device for each use."""
     micro_batch_size: int

@@ -149,7 +149,8 @@ class _Decided:
     @property
     def how(self) -> str:
         """The storage of the base, and whether blocks are recomputed, in words."""
-        recomputed = ", recomputed" if self.chosen.storage.checkpointing else ""
+        storage = self.chosen.storage
+        recomputed = f", {storage.recomputed or 'all'} blocks recomputed" if storage.checkpointing else ""
         return f"{self.chosen.kind}{recomputed}"
 
     def plan(self, machine_rows: tuple[Decision, ...], split: Decision | None = None) -> Plan:
@@ -163,6 +164,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
     else fits.
     """
     swapping.require(situation, geometry)
+    candidates.require_blocks(situation, geometry)
     dtype, tf32 = choices.dtype(situation), choices.tf32(situation)
     attention = choices.attention(situation, dtype.value, geometry.attention_shape_class)
     limit, loader = fit.budget(situation), choices.loader(situation)
@@ -223,6 +225,7 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
         cuda_graphs=decided.graphs.value == "on",
         attention=decided.attention.value,
         activation_checkpointing=storage.checkpointing,
+        recomputed_blocks=storage.recomputed,
         swapped_blocks=storage.swapped,
         micro_batch_size=train.train_batch_size,
         accumulation_steps=train.gradient_accumulation_steps,

@@ -68,9 +68,9 @@ _BANDWIDTH_SHARE = 0.8
 # pointwise work, forward and backward: bytes moved for each byte that is kept for backward, and time of
 # launches a block, which the device waits for
 _TRAFFIC = {"eager": 20.5, "compiled": 6.8}
-_LAUNCHES_MS = {"eager": 1.2, "compiled": 0.64}
+_LAUNCHES_MS = {"eager": 1.2, "compiled": 0.45}
 # quantising activations and gradients, bytes moved likewise
-_FP8_TRAFFIC = 2.1
+_FP8_TRAFFIC = 1.5
 # bytes moved to unpack one value of a weight for one product: eager int8 as it was on the H200, the others by
 # what is read and written
 _UNPACK_BYTES = {"int8": 14.0, "nf4": 6.0, "fp8": 14.0}
@@ -131,7 +131,7 @@ def milliseconds(
     twice that. Recomputing adds forward's share.
     """
     seen = seen or Measured(matmul={})
-    forwards, backwards = 1.0 + _recomputed(storage), 2.0 if storage.method == "full" else 1.0
+    forwards, backwards = 1.0 + _recomputed(storage, geometry), 2.0 if storage.method == "full" else 1.0
     products = forwards + backwards
     move_ms = 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
     style = "compiled" if storage.compile else "eager"
@@ -162,10 +162,10 @@ def _copying_ms(storage: Storage, geometry: Geometry, computing_ms: float) -> fl
     return storage.swapped * sum(max(0.0, copy - share * between) for share in (1 / 3, 2 / 3))
 
 
-def _recomputed(storage: Storage) -> float:
+def _recomputed(storage: Storage, geometry: Geometry) -> float:
     """Forward passes that backward repeats: 0 to 1."""
     if storage.checkpointing:
-        return 1.0
+        return storage.recomputed / geometry.blocks if storage.recomputed else 1.0
     return float((1.0 - storage.activation_budget) ** _CHEAP_FIRST)
 
 

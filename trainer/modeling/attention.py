@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
-from torch.utils.flop_counter import register_flop_formula
+from torch.utils.flop_counter import flop_registry, register_flop_formula
 
 _OWN_SLOT = "_native_cudnn"
 BACKENDS: dict[str, str] = {
@@ -267,3 +267,17 @@ def _operations(query: Sequence[int], key: Sequence[int], value: Sequence[int], 
     """Of the forward pass: what costs nothing is recomputed first where activations are short."""
     batch, tokens, heads, width = query
     return 2 * batch * heads * tokens * key[1] * (width + value[3])
+
+
+def _grouped_operations(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
+) -> int:
+    """Of torch's own kernels, tensors (B, heads, tokens, width): each query head is a product of its own."""
+    batch, heads, tokens, width = query.shape
+    return 2 * batch * heads * tokens * key.shape[2] * (width + value.shape[3])
+
+
+# torch 2.11 ends with an error where queries have more heads than keys
+for _kernel in ("flash", "cudnn"):
+    _packet = getattr(torch.ops.aten, f"_scaled_dot_product_{_kernel}_attention")
+    flop_registry[_packet] = _grouped_operations

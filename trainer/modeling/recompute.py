@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,25 +18,30 @@ generator's state.
 class Recomputed(torch.nn.Module):
     """A block that sees to being recomputed itself. Only ever the first base of a block's class."""
 
+    recomputes: bool = True
+    """False for a block that keeps its activations: all blocks of a kind stay of one class."""
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own; compiled blocks are compiled without what recomputes them."""
         call = super().__call__
-        if not torch.is_grad_enabled():
+        if not (self.recomputes and torch.is_grad_enabled()):
             return call(*args, **kwargs)
         return checkpoint(call, *args, **RECOMPUTED, **kwargs)
 
 
-def recompute_layers(model: torch.nn.Module) -> None:
-    """Let the repeated blocks of a transformers model be recomputed.
+def recompute_blocks(model: torch.nn.Module, kinds: Sequence[str], count: int = 0) -> int:
+    """Let the first `count` repeated blocks be recomputed, or all for 0; their number. `kinds` name classes.
 
-    The library's own way is inside the block's forward: compiled with it, joined layers could not hand
-    outputs to each other.
+    The libraries' own ways recompute all or nothing, and transformers' is inside the block's forward:
+    compiled with it, joined layers could not hand outputs to each other.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    for module in model.modules():
-        if isinstance(module, GradientCheckpointingLayer) and not isinstance(module, Recomputed):
-            give_base(module, Recomputed)
+    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in kinds]
+    for number, block in enumerate(blocks):
+        if not isinstance(block, Recomputed):
+            give_base(block, Recomputed)
+            # one class for all of them: what is compiled for one serves the others
+            block.recomputes = not count or number < count
+    return count or len(blocks)
 
 
 def give_base(block: torch.nn.Module, base: type[Recomputed]) -> None:

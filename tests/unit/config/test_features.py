@@ -61,9 +61,9 @@ def test_blocks_that_wait_are_a_whole_number(text: str, tmp_path: Path) -> None:
         ("compute: fp8", "full", "is for a frozen base"),
         ("compute: fp8, weights: nf4", "lora", "multiplies FP8 weights, but `features.weights: nf4`"),
         ("activation_budget: 0.5, compile: false", "lora", "only compiled blocks keep a share"),
-        ("activation_budget: 0.5, activation_checkpointing: true", "lora", "checkpointing keeps none"),
+        ("activation_budget: 0.5, activation_checkpointing: true", "lora", "recomputes blocks whole"),
         ("block_swap: 2", "full", "is for a frozen base, and `method: full` trains it"),
-        ("block_swap: 2, activation_checkpointing: false", "lora", "in host memory are recomputed whole"),
+        ("block_swap: 2, activation_checkpointing: false", "lora", "all blocks are recomputed"),
         ("block_swap: 2, activation_budget: 0.5", "lora", "contradicts `features.activation_budget: 0.5`"),
     ],
 )

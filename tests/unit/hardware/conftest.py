@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainer.config.schema import RunConfig
+from trainer.hardware.activations import Activations, Held
 from trainer.hardware.facts import Facts, Gpu, facts_from_json
-from trainer.hardware.geometry import Activations, ComponentGeometry, Geometry
+from trainer.hardware.geometry import ComponentGeometry, Geometry
 
 MACHINES = Path(__file__).parent.parent.parent / "golden" / "machines"
 GIB = 1024**3
@@ -48,6 +49,21 @@ def config() -> Callable[..., RunConfig]:
     return build
 
 
+def kept(
+    whole: int, *, inputs: int = GIB // 2, block: int = GIB // 2, shares: Mapping[float, int] | None = None
+) -> Activations:
+    """57 equal blocks that keep `whole` together, their inputs, and one of them recomputed."""
+
+    def held(size: int, beyond: int = 0) -> Held:
+        return Held(fixed=size % 57, blocks=(size // 57,) * 57, beyond=beyond)
+
+    return Activations(
+        whole=held(whole),
+        recomputed=held(inputs, block),
+        shares={share: held(size) for share, size in (shares or {}).items()},
+    )
+
+
 @pytest.fixture
 def geometry() -> Geometry:
     """Round figures: 4 GiB of bf16 weights, half of them may be int8; 6 GiB of activations, 1 recomputed."""
@@ -65,8 +81,8 @@ def geometry() -> Geometry:
         lora_parameters=1024 * 1024,
         quantized_parameters=GIB,
         quantized_rows=0,
-        activations=Activations(saved=6 * GIB, inputs=GIB // 2, block=GIB // 2),
-        activations_compiled=Activations(saved=5 * GIB, inputs=GIB // 2, block=GIB // 2),
+        activations=kept(6 * GIB),
+        activations_compiled=kept(5 * GIB, shares={0.6: 3 * GIB, 0.2: 2 * GIB}),
         matmul_flops=59.5e12,
         attention_flops=14.9e12,
         attention_calls=57,

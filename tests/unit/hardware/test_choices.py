@@ -135,10 +135,7 @@ def test_where_auto_makes_no_graphs(config: Config, geometry: Geometry) -> None:
         "a CPU has no CUDA graphs",
     )
     assert "packed rows differ" in graphs(config(), h200, packed)[1]
-    assert graphs(recomputed, h200, geometry) == (
-        False,
-        "not proved with recomputed blocks; features.cuda_graphs: true tries it",
-    )
+    assert graphs(recomputed, h200, geometry)[0]
     both = config(features__activation_checkpointing=True, features__cuda_graphs=True)
     assert graphs(both, h200, geometry) == (True, "as written")
 

@@ -17,10 +17,11 @@ from trainer.hardware.geometry import (
     compact,
     component_shapes,
     header_shapes,
+    linear_weights,
     lora_parameters,
     packed_size,
     packed_tensors,
-    quantizable,
+    quantized_linears,
     read_table,
     stored_as,
 )
@@ -59,9 +60,10 @@ def test_lora_and_int8_of_flux1_dev() -> None:
     width = 3072
     # 19 double blocks with 8 projections of attention, 38 single ones with 3
     expected = (19 * 8 + 38 * 3) * 16 * 2 * width
-    assert lora_parameters(shapes, family.lora_targets["attention"], 16) == expected
-    assert lora_parameters(shapes, r".*\.attn\.to_q", 4) == 57 * 4 * 2 * width
-    parameters, rows = quantizable(shapes, family.high_precision)
+    assert lora_parameters(linear_weights(shapes), family.lora_targets["attention"], 16) == expected
+    assert lora_parameters(linear_weights(shapes), r".*\.attn\.to_q", 4) == 57 * 4 * 2 * width
+    sizes = quantized_linears(linear_weights(shapes), family.high_precision).values()
+    parameters, rows = sum(out * into for out, into in sizes), sum(out for out, _ in sizes)
     # per double block: 8 projections and two MLPs of factor 4; per single block: 3 projections, MLP in,
     # output
     double = 8 * width**2 + 2 * 2 * 4 * width**2

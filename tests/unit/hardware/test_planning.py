@@ -90,7 +90,7 @@ def test_a_full_fine_tune_and_wide_targets_keep_more_activations(config: Config)
         return run_geometry(FLUX, config(**changes), model_folder=None, dtype="bf16").activations.saved
 
     assert saved() < saved(lora__target_modules="all-linear") == saved(method="full")
-    assert saved(train__train_batch_size=2) == 2 * saved()
+    assert saved(train__train_batch_size=2) == pytest.approx(2 * saved(), rel=1e-6)
 
 
 def test_tiles_are_as_large_as_the_vae_was_trained_for(config: Config) -> None:

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from tests.unit.hardware.conftest import GIB, machine, with_gpu
+from tests.unit.hardware.conftest import GIB, kept, machine, with_gpu
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError, HardwareError
 from trainer.hardware.facts import Facts, KernelVerdict
-from trainer.hardware.geometry import Activations, Geometry
+from trainer.hardware.geometry import Geometry
 from trainer.hardware.plan import Decision, Plan
 from trainer.hardware.profiles import PROFILES, select
 from trainer.hardware.resolve import dtype_of, resolve
@@ -36,26 +36,25 @@ def row(found: Plan, feature: str) -> Decision:
     return next(decision for decision in found.decisions if decision.feature == feature)
 
 
-# compiled, the test geometry needs about 10.0 GiB in bf16, 5.9 with checkpointing, and 4.8 with int8 and
-# checkpointing
+# compiled, the test geometry needs about 10.0 GiB in bf16, 5.9 with all blocks recomputed, and 5.0 so in int8
 @pytest.mark.parametrize(
-    ("gib", "weights", "checkpointing", "share"),
+    ("gib", "weights", "recomputed", "share"),
     [
-        (80, "bf16", False, 1.0),
-        (10.3, "bf16", False, 0.6),
-        (7.75, "bf16", False, 0.2),
-        (6.7, "bf16", True, 1.0),
-        (6.45, "int8", False, 0.2),
-        (5.5, "int8", True, 1.0),
+        (80, "bf16", 0, 1.0),
+        (10.3, "bf16", 0, 0.6),
+        (7.75, "bf16", 43, 1.0),
+        (6.7, "bf16", 50, 1.0),
+        (6.45, "int8", 43, 1.0),
+        (5.9, "int8", 50, 1.0),
     ],
 )
 def test_auto_takes_the_fastest_that_fits(
-    config: Config, geometry: Geometry, gib: float, weights: str, checkpointing: bool, share: float
+    config: Config, geometry: Geometry, gib: float, weights: str, recomputed: int, share: float
 ) -> None:
     found = plan(config(), small(gib), geometry)
     assert found.compile
-    assert (found.weights, found.activation_checkpointing) == (weights, checkpointing)
-    assert found.activation_budget == share
+    assert (found.weights, found.recomputed_blocks) == (weights, recomputed)
+    assert (found.activation_checkpointing, found.activation_budget) == (recomputed > 0, share)
     assert found.peak_bytes <= 0.97 * found.budget_bytes
 
 
@@ -68,10 +67,22 @@ def test_without_compiled_blocks_there_is_checkpointing_only(config: Config, geo
 def test_what_was_skipped_is_said(config: Config, geometry: Geometry) -> None:
     found = plan(config(), small(6.45), geometry)
     assert row(found, "weights").reason == "bf16 needs 5.9 GiB at least"
-    shares = row(found, "activation_budget")
-    assert shares.value == "0.2"
-    assert shares.reason.startswith("keeping 100% needs 8.9 GiB; keeping 80% needs")
-    assert shares.reason.count("needs") == 3
+    recomputing = row(found, "activation_checkpointing")
+    assert recomputing.value == "43 of 57 blocks"
+    assert recomputing.reason.startswith("keeping 100% needs 9.1 GiB; keeping 60% needs 7.0 GiB; recomputing")
+    assert recomputing.reason.count("needs") == 3
+    shares = row(plan(config(), small(10.3), geometry), "activation_budget")
+    assert (shares.value, shares.reason) == ("0.6", "keeping 100% needs 9.9 GiB")
+
+
+def test_a_number_of_recomputed_blocks_is_taken_as_written(config: Config, geometry: Geometry) -> None:
+    found = plan(config(features__activation_checkpointing=20), small(80), geometry)
+    assert (found.activation_checkpointing, found.recomputed_blocks) == (True, 20)
+    assert row(found, "activation_checkpointing").value == "20 of 57 blocks"
+    all_of_them = plan(config(features__activation_checkpointing=57), small(80), geometry)
+    assert (all_of_them.activation_checkpointing, all_of_them.recomputed_blocks) == (True, 0)
+    with pytest.raises(HardwareError, match="58 blocks are to be recomputed, the model has 57"):
+        plan(config(features__activation_checkpointing=58), small(80), geometry)
 
 
 def test_nothing_fits(config: Config, geometry: Geometry) -> None:
@@ -96,8 +107,8 @@ def scaled(geometry: Geometry) -> Callable[[RunConfig, str], Geometry]:
 
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
         scale = changed.train.train_batch_size * changed.data.resolution**2 / 1024**2
-        kept = Activations(saved=int(6 * GIB * scale), inputs=int(GIB * scale), block=0)
-        return dataclasses.replace(geometry, activations=kept, activations_compiled=kept)
+        held = kept(int(6 * GIB * scale), inputs=int(GIB * scale), block=0)
+        return dataclasses.replace(geometry, activations=held, activations_compiled=held)
 
     return geometry_of
 
@@ -185,7 +196,7 @@ def test_nf4_is_the_last_that_auto_takes(config: Config, geometry: Geometry) -> 
     # about 4.5 GiB; the VAE untiled needs more than that in caching
     found = plan(config(), with_bitsandbytes(small(5)), geometry)
     assert (found.weights, found.activation_checkpointing) == ("nf4", True)
-    assert row(found, "weights").reason == "bf16 needs 5.9 GiB at least; int8 needs 4.8 GiB at least"
+    assert row(found, "weights").reason == "bf16 needs 5.9 GiB at least; int8 needs 5.0 GiB at least"
     assert found.peak_bytes <= found.budget_bytes
     assert plan(config(), with_bitsandbytes(small(5.9)), geometry).weights == "int8"
     with pytest.raises(HardwareError, match="nf4 needs bitsandbytes, which is not installed"):

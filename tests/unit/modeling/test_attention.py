@@ -15,7 +15,7 @@ import torch
 from diffusers import FluxTransformer2DModel
 from diffusers.models import attention_dispatch
 from torch.nn.attention import SDPBackend
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
 from trainer.modeling import attention as module
 from trainer.modeling.attention import SDPA_BACKENDS, attention, set_attention
@@ -29,6 +29,7 @@ SIZE = (2, 6, 4, 8)
 FAKES = {
     "flash_attn/__init__.py": """\
 import torch
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
@@ -40,6 +41,7 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
     "flash_attn/cute/__init__.py": "",
     "flash_attn/cute/interface.py": """\
 import torch
+from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from flash_attn import flash_attn_func
 
@@ -244,3 +246,13 @@ def test_the_operations_of_the_fourth_are_counted() -> None:
         attention(query, key, value, "flash_attn_4")
     # 2 multiply-adds a pair of tokens, head and value: for the scores, and for the sums
     assert counted.get_total_flops() == 2 * 2 * (2 * 4 * 6 * 10 * 8)
+
+
+@pytest.mark.parametrize("kernel", ["flash", "cudnn"])
+def test_operations_of_grouped_heads_are_counted(kernel: str) -> None:
+    """The partitioner of compiled blocks asks for them; torch 2.11 refuses to count groups."""
+    packet = getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_attention")
+    query, key = (torch.empty(2, heads, 16, 32, device="meta") for heads in (8, 2))
+    assert flop_registry[packet](query, key, key, out_val=None) == 2 * 2 * 8 * 16 * 16 * (32 + 32)
+    plain = sdpa_flop_count(query.shape, query.shape, query.shape)
+    assert flop_registry[packet](query, query, query, out_val=None) == plain

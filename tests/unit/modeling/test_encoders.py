@@ -23,7 +23,7 @@ from transformers import (
 
 from trainer import families
 from trainer.errors import AccessError
-from trainer.hardware.geometry import quantized_linears
+from trainer.hardware.geometry import linear_weights, quantized_linears
 from trainer.hardware.memory import ENCODERS_KEEP
 from trainer.modeling.load import load_component, load_streamed
 from trainer.modeling.quantize import count_quantized, replacer
@@ -127,7 +127,7 @@ def test_the_layers_are_quantised_and_nothing_else(kind: Any, encoder: Callable[
     modules = dict(quantized.named_modules())
     changed = {name for name, module in whole.named_modules() if type(module) is not type(modules[name])}
     shapes = {name: tuple(value.shape) for name, value in whole.named_parameters()}
-    planned = quantized_linears(shapes, ENCODERS_KEEP)
+    planned = quantized_linears(linear_weights(shapes), ENCODERS_KEEP)
     assert changed == set(planned)  # what the planner counts
     assert count_quantized(quantized, "int8")[0] == len(changed) >= 8
     others = {

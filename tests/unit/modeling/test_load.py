@@ -16,11 +16,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.stored_nf4 import stored_state
 from tests.unit.modeling.test_quantize import CONFIG
-from trainer.engine.build import enable_activation_checkpointing
 from trainer.errors import AccessError, ConfigError
 from trainer.hardware.geometry import header_shapes, packed_size
 from trainer.modeling.load import load_streamed
 from trainer.modeling.quantize import Replace, count_quantized, replacer
+from trainer.modeling.recompute import recompute_blocks
 from trainer.modeling.source import ModelSource
 
 INDEX = "model.safetensors.index.json"
@@ -280,14 +280,6 @@ def test_blocks_of_a_language_model_recompute(llama: Path) -> None:
     calls: list[int] = []
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    enable_activation_checkpointing(model)
+    recompute_blocks(model, ("LlamaDecoderLayer",))
     model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert len(calls) == 4
-
-
-def test_a_class_that_cannot_recompute_is_refused() -> None:
-    class Plain(LlamaForCausalLM):
-        supports_gradient_checkpointing = False
-
-    with pytest.raises(ConfigError, match="Plain does not support activation checkpointing"):
-        enable_activation_checkpointing(Plain(LlamaConfig(**LLAMA)))

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.modeling.small_models import case, difference, relative
-from trainer.engine.build import enable_activation_checkpointing
+from tests.unit.modeling.small_models import FAMILIES, case, difference, relative
+from trainer.hardware.activations import counted
 from trainer.modeling.compiled import compile_blocks, graphs_compiled
-from trainer.modeling.recompute import Recomputed, give_base
+from trainer.modeling.recompute import Recomputed, give_base, recompute_blocks
 from trainer.modeling.siblings import join_siblings
 from trainer.modeling.swap import swap_blocks
 
@@ -30,7 +30,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def test_outputs_and_gradients_stay_bit_for_bit() -> None:
     one, other = case("llama"), case("llama")
-    enable_activation_checkpointing(one.model)
+    recompute_blocks(one.model, one.family.blocks)
     for _ in range(2):
         (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
         assert torch.equal(output, wanted_output)
@@ -43,7 +43,7 @@ def test_a_block_is_recomputed_once_and_only_for_gradients() -> None:
     for layer in one.model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for _ in range(2):  # said twice is said once
-        enable_activation_checkpointing(one.model)
+        recompute_blocks(one.model, one.family.blocks)
     one.gradients()
     assert len(calls) == 4
     with torch.no_grad():
@@ -54,13 +54,36 @@ def test_a_block_is_recomputed_once_and_only_for_gradients() -> None:
 def test_blocks_keep_the_name_of_their_class_and_share_one() -> None:
     model: Any = case("llama").model
     kinds = {type(layer) for layer in model.model.layers}
-    enable_activation_checkpointing(model)
+    recompute_blocks(model, FAMILIES["llama"].blocks)
     made = {type(layer) for layer in model.model.layers}
     assert len(kinds) == len(made) == 1 and kinds != made
     assert {kind.__name__ for kind in made} == {"LlamaDecoderLayer"}
     block = torch.nn.Linear(2, 2)
     give_base(block, Recomputed)
     assert isinstance(block, Recomputed) and isinstance(block, torch.nn.Linear)
+
+
+def test_the_first_blocks_alone_recompute_and_all_are_of_one_class() -> None:
+    changes = {"num_layers": 2, "num_single_layers": 3}
+    one, other = case("flux1_dev", changes=changes), case("flux1_dev", changes=changes)
+    assert recompute_blocks(one.model, one.family.blocks, 3) == 3
+    calls: list[int] = []
+    blocks = [*one.model.transformer_blocks, *one.model.single_transformer_blocks]
+    for number, block in enumerate(blocks):
+        block.attn.register_forward_pre_hook(lambda *_, number=number: calls.append(number))
+    (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
+    assert calls == [0, 1, 2, 3, 4, 2, 1, 0]
+    assert torch.equal(output, wanted_output)
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert [len({type(block) for block in part}) for part in (blocks[:2], blocks[2:])] == [1, 1]
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_blocks_come_in_the_order_in_which_they_are_counted(name: str) -> None:
+    model = case(name).model
+    kinds = FAMILIES[name].blocks
+    found = [path.rpartition(".")[0] for path, part in model.named_modules() if type(part).__name__ in kinds]
+    assert list(dict.fromkeys(found)) == counted(name)["stacks"]
 
 
 @pytest.mark.usefixtures("traced")
@@ -71,7 +94,7 @@ def test_compiled_blocks_with_joined_layers_recompute(waiting: int) -> None:
     wanted_output, wanted = case("llama", changes=changes).gradients()
     one = case("llama", changes=changes)
     swapped = swap_blocks(one.model, one.family.blocks, waiting, device="cpu") if waiting else None
-    enable_activation_checkpointing(one.model)
+    recompute_blocks(one.model, one.family.blocks)
 
     def run() -> None:
         one.predict()

@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from tests.unit.modeling.small_models import Case, Storage, case
-from trainer.engine.build import enable_activation_checkpointing
 from trainer.hardware.blocks import waiting
 from trainer.modeling import empty
 from trainer.modeling.empty import modules_inside
 from trainer.modeling.lora import adapter_state, remove_lora
-from trainer.modeling.recompute import Recomputed
+from trainer.modeling.recompute import Recomputed, recompute_blocks
 from trainer.modeling.siblings import join_siblings, part_siblings
 from trainer.modeling.swap import Swapped, swap_blocks, swapped_of, waiting_blocks
 
@@ -32,7 +31,7 @@ def made(family: str, count: int, storage: Storage = "plain", **options: Any) ->
     found = case(family, storage=storage, changes=BLOCKS[family], **options)
     if count:
         swap_blocks(found.model, found.family.blocks, count, device="cpu")
-    enable_activation_checkpointing(found.model)
+    recompute_blocks(found.model, found.family.blocks)
     return found
 
 

@@ -1,0 +1,59 @@
+"""Committed activations beside what a GPU holds: every family, eager and compiled, blocks at full width."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import pytest
+
+from scripts.benches import count, gpus, memory
+from trainer import families
+from trainer.engine.geometry import CONFIGS
+from trainer.hardware.activations import Activations, Units, activations, counted
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
+
+MOST = 1.03
+"""Of what is committed: a step that holds more fails."""
+WAYS = ("eager", "compiled", "compiled, recomputed", "compiled, budget 0.6")
+_SIDE_BY_SIDE = 4
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
+    """All of them counted at once: each takes half a minute, mostly of the host."""
+    folder = tmp_path_factory.mktemp("bases")
+    cases = []
+    for family in families.names():
+        shutil.copytree(CONFIGS / family, folder / family)
+        cases += [memory.Case(family, folder / family, way, count.MODES[way]) for way in WAYS]
+    found = gpus.side_by_side(count.counted_row, cases, jobs=_SIDE_BY_SIDE)
+    return {(row["family"], row["mode"]): row for row in found}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("family", families.names())
+def test_a_step_holds_what_is_committed(
+    family: str, way: str, rows: dict[tuple[str, str], dict[str, Any]]
+) -> None:
+    row = rows[family, way]
+    assert "counted" in row, row
+    for cut, held in row["counted"].items():
+        blocks = dict(zip(row["stacks"], map(int, cut.split(",")), strict=True))
+        planned = _planned(family, blocks, row, compiled=way.startswith("compiled"))
+        if "recomputed" in way:
+            kept, peak = planned.recomputed.kept, planned.peak(recomputed=sum(blocks.values()))
+        elif "budget" in way:
+            kept, peak = planned.shares[0.6].kept, planned.peak(budget=0.6)
+        else:
+            kept, peak = planned.whole.kept, planned.peak()
+        assert held["kept"] == pytest.approx(kept, rel=MOST - 1), cut
+        assert held["peak"] <= MOST * peak, cut
+
+
+def _planned(family: str, blocks: dict[str, int], row: dict[str, Any], *, compiled: bool) -> Activations:
+    units = Units(**row["units"])
+    return activations(
+        counted(family), blocks, units, compiled=compiled, linear_inputs=False, head=row["head"]
+    )

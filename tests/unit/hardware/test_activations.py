@@ -1,0 +1,93 @@
+"""What a micro-batch holds, from counts of one block; that every family has counts of its own stacks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trainer import families
+from trainer.hardware.activations import Activations, Held, Units, activations, counted
+from trainer.hardware.blocks import stacks
+from trainer.hardware.geometry import TABLES, linear_weights, quantized_linears, read_table
+
+COUNTS: dict[str, Any] = {
+    "stacks": ["text", "image"],
+    "captions": ["text"],
+    "ways": {
+        "eager": {"fixed": 1.0, "blocks": [10.0, 20.0], "beyond": 5.0},
+        "eager, all linears": {"fixed": 1.0, "blocks": [14.0, 25.0], "beyond": 5.0},
+        "eager, recomputed": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 30.0},
+        "compiled": {"fixed": 0.0, "blocks": [8.0, 15.0], "beyond": 4.0},
+        "compiled, all linears": {"fixed": 0.0, "blocks": [12.0, 20.0], "beyond": 4.0},
+        "compiled, recomputed": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 20.0},
+        "compiled, budget 0.6": {"fixed": 0.0, "blocks": [6.0, 10.0], "beyond": 6.0},
+    },
+}
+
+
+def found(*, compiled: bool = False, linear_inputs: bool = False, head: int = 0) -> Activations:
+    return activations(
+        COUNTS,
+        {"image": 3, "text": 2},
+        Units(every=100, captions=10),
+        compiled=compiled,
+        linear_inputs=linear_inputs,
+        head=head,
+    )
+
+
+def test_each_block_keeps_its_count_of_the_tokens_it_sees() -> None:
+    eager = found()
+    assert eager.whole == Held(fixed=100, blocks=(100, 100, 2000, 2000, 2000), beyond=500)
+    assert eager.peak() == eager.saved == 100 + 200 + 6000 + 500
+    assert eager.peak(recomputed=5) == 200 + 20 + 300 + 3000
+    assert not eager.shares
+
+
+def test_inputs_of_all_linears_are_kept_beside_or_recomputed() -> None:
+    wide = found(linear_inputs=True)
+    assert wide.whole.blocks == (140, 140, 2500, 2500, 2500)
+    assert wide.recomputed.blocks == found().recomputed.blocks
+    assert wide.recomputed.beyond == 3000 + 500
+    assert found(compiled=True, linear_inputs=True).shares[0.6].blocks == (100, 100, 1500, 1500, 1500)
+
+
+def test_the_first_blocks_are_recomputed_when_the_others_are_done() -> None:
+    eager = found()
+    assert eager.peak(recomputed=3) == max(
+        10 + 10 + 100 + 100 + 2000 + 2000 + 500,  # where backward starts
+        10 + 10 + 100 + 200 + 3000,  # where it recomputes
+    )
+    assert eager.peak(recomputed=1) == eager.peak() - 100 + 10
+
+
+def test_a_budget_that_was_not_counted_needs_what_a_larger_one_does() -> None:
+    compiled = found(compiled=True)
+    assert compiled.peak(budget=0.6) == compiled.peak(budget=0.4) == 120 + 3000 + 600
+    assert compiled.peak(budget=0.8) == compiled.saved
+
+
+def test_a_head_counts_where_it_is_more_than_a_block_s_gradients() -> None:
+    assert found(head=400).saved == found().saved
+    assert found(head=700).saved == found().saved + 200
+    assert found(head=700).peak(recomputed=5) == found().peak(recomputed=5)
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_every_family_has_counts_of_all_its_stacks(name: str) -> None:
+    family = families.get(name)
+    shapes = read_table(TABLES / f"{name}.json")[family.trained_component]
+    counts = counted(name)
+    linears = quantized_linears(linear_weights(shapes), family.high_precision)
+    assert {one.name for one in stacks(shapes, linears)} == set(counts["stacks"])
+    assert set(counts["captions"]) <= set(counts["stacks"])
+    for way, row in counts["ways"].items():
+        assert len(row["blocks"]) == len(counts["stacks"]), way
+        assert row["beyond"] > 0 and all(block > 0 for block in row["blocks"]), way
+    for style in ("eager", "compiled"):
+        plain, wide, least = (
+            counts["ways"][f"{style}{way}"] for way in ("", ", all linears", ", recomputed")
+        )
+        for block, more, less in zip(plain["blocks"], wide["blocks"], least["blocks"], strict=True):
+            assert less <= block <= more

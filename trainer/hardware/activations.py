@@ -1,0 +1,136 @@
+"""Floor 2: what a micro-batch's activations take: counts of one block, times the run's blocks and tokens.
+
+The counts (activations.json) were made on a GPU by `bench.py count`, in units of tokens x width x bytes of a
+value: what a block keeps for backward is the same for any number of blocks and tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+COUNTS = Path(__file__).with_name("activations.json")
+_LIKE = "like"
+_ALL_LINEARS, _RECOMPUTED, _BUDGET = "all linears", "recomputed", "budget"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes under one way to keep activations."""
+
+    fixed: int
+    """Outside the blocks."""
+    blocks: tuple[int, ...]
+    """Of each block, in the order in which they compute."""
+    beyond: int
+    """What is held at the highest point besides: mostly gradients of one block."""
+
+    @property
+    def kept(self) -> int:
+        """After the forward pass."""
+        return self.fixed + sum(self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What one micro-batch holds beside weights and optimizer, in bytes."""
+
+    whole: Held
+    """Nothing is recomputed."""
+    recomputed: Held
+    """Every block is: its input stays."""
+    shares: Mapping[float, Held] = field(default_factory=dict)
+    """Compiled blocks that keep a share of their activations, by `features.activation_budget`."""
+    head: int = 0
+    """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
+
+    @property
+    def saved(self) -> int:
+        """The highest point where nothing is recomputed."""
+        return self.whole.kept + max(self.whole.beyond, self.head)
+
+    def peak(self, *, recomputed: int = 0, budget: float = 1.0) -> int:
+        """The highest point with the first `recomputed` blocks recomputed, or with a budget below 1.
+
+        Backward starts with the last blocks: where the first are recomputed, the others have given back what
+        they kept. A budget that was not counted needs what the next larger one does.
+        """
+        if budget < 1.0:
+            held = next((self.shares[one] for one in sorted(self.shares) if one >= budget), self.whole)
+            return held.kept + max(held.beyond, self.head)
+        if not recomputed:
+            return self.saved
+        inputs = sum(self.recomputed.blocks[:recomputed])
+        others = self.whole.fixed + sum(self.whole.blocks[recomputed:])
+        return max(
+            inputs + others + max(self.whole.beyond if others else 0, self.head),
+            inputs + self.recomputed.fixed + max(self.recomputed.beyond, self.head),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """Bytes of one value of every token."""
+
+    every: int
+    """Of all tokens that the blocks see."""
+    captions: int
+    """Of the caption's: some models have blocks that see no others."""
+
+
+def counted(family: str) -> Mapping[str, Any]:
+    """The counts of a family. Raises KeyError where it has none."""
+    table = _table()
+    found: Mapping[str, Any] = table[family]
+    return table[found[_LIKE]] if _LIKE in found else found
+
+
+def activations(
+    counts: Mapping[str, Any],
+    blocks: Mapping[str, int],
+    units: Units,
+    *,
+    compiled: bool,
+    linear_inputs: bool,
+    head: int,
+) -> Activations:
+    """From a family's counts and the number of blocks of each stack.
+
+    `linear_inputs`: the inputs of all linears are kept as well, as a LoRA on all linears and a full fine-tune
+    do.
+    """
+    ways, style = counts["ways"], "compiled" if compiled else "eager"
+    more = dict.fromkeys(range(len(counts["stacks"])), 0.0)
+    if linear_inputs:
+        wide, narrow = ways[f"{style}, {_ALL_LINEARS}"]["blocks"], ways[style]["blocks"]
+        more = {number: one - other for number, (one, other) in enumerate(zip(wide, narrow, strict=True))}
+
+    def held(way: str, *, recomputes: bool = False) -> Held:
+        found = ways[way]
+        each: list[int] = []
+        for number, name in enumerate(counts["stacks"]):
+            unit = units.captions if name in counts["captions"] else units.every
+            block = found["blocks"][number] + (0.0 if recomputes else more[number])
+            each += [int(block * unit)] * blocks.get(name, 0)
+        beyond = found["beyond"] + (max(more.values()) if recomputes else 0.0)
+        return Held(
+            fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond * units.every)
+        )
+
+    shares = {float(way.rpartition(" ")[2]): way for way in ways if compiled and f", {_BUDGET} " in way}
+    return Activations(
+        whole=held(style),
+        recomputed=held(f"{style}, {_RECOMPUTED}", recomputes=True),
+        shares={share: held(way) for share, way in shares.items()},
+        head=head,
+    )
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(COUNTS.read_text())
+    return table
