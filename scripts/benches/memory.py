@@ -14,6 +14,7 @@ for all of that way. Where no setting could be measured, no record is written an
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import subprocess
@@ -116,6 +117,8 @@ class Case(NamedTuple):
     tokens: int = 512
     timed: int = 0
     """Steps that are timed after those that warm up."""
+    weight_copies: int | None = None
+    """In place of the plan's, which takes as many copies of FP8 weights as fit."""
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
@@ -207,7 +210,10 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
     )
     config = Path(__file__).resolve().parents[2] / "train_configs" / f"{case.family}_lora.yaml"
     loaded = load_config((config,), overrides, None, folder / "run")
-    return loaded, plan_run(loaded, machine_facts(), requested_profile())
+    plan = plan_run(loaded, machine_facts(), requested_profile())
+    if case.weight_copies is not None:
+        plan = dataclasses.replace(plan, weight_copies=case.weight_copies)
+    return loaded, plan
 
 
 def measure(spec_path: Path, tokens: int, timed: int) -> None:

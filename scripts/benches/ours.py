@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from scripts.benches.record import REPOSITORY
+from scripts.benches.watch import Watch
 from trainer import families
 from trainer.config import environment
 from trainer.telemetry.records import METRICS_LOG, read_metrics
@@ -109,10 +110,11 @@ def layer(job: Job, variant: str, data_set: Mapping[str, Any], cache_dir: Path) 
     }
 
 
-def train(job: Job, variant: str, folder: Path, shared: Path) -> dict[str, Any]:
+def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = False) -> dict[str, Any]:
     """One run in processes of its own; gives its figures, `problem` where it did not end well.
 
-    `folder` must be new; data set and encoded samples lie in `shared`.
+    `folder` must be new; data set and encoded samples lie in `shared`. With `memory` the driver is asked what
+    is in use.
     """
     folder.mkdir(parents=True)
     data_set = write_data_set(job.family, shared / "data", resolution=job.resolution, tokens=job.tokens)
@@ -122,13 +124,21 @@ def train(job: Job, variant: str, folder: Path, shared: Path) -> dict[str, Any]:
     command = [sys.executable, "-m", "trainer", "train", *configs(job, folder), "--output", str(run)]
     for override in job.overrides:
         command += ["--set", override]
-    code, host_gib = run_child(command, folder / "log.txt", {"TRAINER_RUNTIME_DIR": str(folder / "runtime")})
+    with Watch(run / METRICS_LOG, memory=memory) as watch:
+        runtime = {"TRAINER_RUNTIME_DIR": str(folder / "runtime")}
+        code, host_gib = run_child(command, folder / "log.txt", runtime)
     if code != 0:
         tail = (folder / "log.txt").read_text(errors="replace").strip().splitlines()[-12:]
         print("\n".join(tail), file=sys.stderr)
         return {"problem": f"exit code {code}"}
     rows = read_metrics(run / METRICS_LOG)
-    return {**figures(rows, job.steps), **planned(run / "plan.json"), "host_gib": host_gib}
+    return {
+        **figures(rows, job.steps),
+        **planned(run / "plan.json"),
+        "host_gib": host_gib,
+        "first_step_seconds": watch.first_step_seconds,
+        "device_gib": watch.device_gib,
+    }
 
 
 def configs(job: Job, folder: Path) -> list[str]:
@@ -162,6 +172,10 @@ def planned(path: Path) -> dict[str, Any]:
     if plan["compute"] == "fp8":
         names += ("weight_copies",)
     chosen = [f"{name.replace('_', ' ')} {_word(plan[name])}" for name in names]
+    if plan["recomputed_blocks"]:
+        chosen.append(f"the first {plan['recomputed_blocks']} blocks recomputed")
+    if plan["swapped_blocks"]:
+        chosen.append(f"{plan['swapped_blocks']} blocks wait in host memory")
     if plan["activation_budget"] != 1.0:
         chosen.append(f"activation budget {plan['activation_budget']}")
     result: dict[str, Any] = {"settings": ", ".join(chosen), "precision": plan["compute"]}

@@ -148,6 +148,14 @@ def count_keys(family_name: str, base: Path) -> list[str]:
     return [key for key in BLOCK_KEYS if key in config]
 
 
+def count_blocks(family_name: str, base: Path) -> int:
+    """All repeated blocks of a base's trained component. Raises AccessError without a base."""
+    keys = count_keys(family_name, base)
+    path = base / families.get(family_name).trained_component / "config.json"
+    config = json.loads(path.read_text())
+    return sum(int(config[key]) for key in keys)
+
+
 def profile(options: argparse.Namespace) -> None:
     """In the child: build, time, profile, print."""
     import torch

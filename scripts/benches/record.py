@@ -44,6 +44,10 @@ class Row:
     reserved_gib: float | None = None
     planned_gib: float | None = None
     host_gib: float | None = None
+    device_gib: float | None = None
+    """Most device memory that the driver showed in use, from start to end, encoding included."""
+    first_steps: tuple[float, ...] = ()
+    """Seconds from the start of the command to the first step's line in the log, round by round."""
     busy_fraction: float | None = None
     """Union of kernel times over wall time, from a profile of further steps."""
     copy_share: float | None = None
@@ -104,6 +108,12 @@ def merge(row: Row, samples: Sequence[Mapping[str, Any]]) -> Row:
         reserved_gib=_largest(samples, "reserved_gib", 1),
         planned_gib=_largest(samples, "planned_gib", 1),
         host_gib=_largest(samples, "host_gib", 1),
+        device_gib=_largest(samples, "device_gib", 1),
+        first_steps=tuple(
+            round(float(sample["first_step_seconds"]), 1)
+            for sample in samples
+            if sample.get("first_step_seconds") is not None
+        ),
         busy_fraction=_largest(samples, "busy_fraction", 3),
         copy_share=_largest(samples, "copy_share", 4),
         settings=next((str(sample["settings"]) for sample in samples if "settings" in sample), row.settings),
@@ -135,7 +145,7 @@ def from_json(text: str, where: str) -> Record | Table:
             cells = tuple(tuple(map(str, row)) for row in content.pop("rows"))
             return Table(**{**content, "columns": tuple(content["columns"])}, rows=cells, machine=machine)
         rows = tuple(
-            Row(**{**row, "round_medians": tuple(row.get("round_medians", ()))})
+            Row(**{**row, **{name: tuple(row.get(name, ())) for name in ("round_medians", "first_steps")}})
             for row in content.pop("rows")
         )
         return Record(**content, rows=rows, machine=machine)

@@ -2,45 +2,36 @@
 
     python scripts/bench.py sweep flux1_dev=BASE --budgets 16,24,48 --record FILE
 
-Every way to store the base, with and without compiled blocks, is measured with nothing recomputed, with a
-part of the activations kept, and with all recomputed: milliseconds of a step and the most device memory that
-was held. Then each budget's plan is made as `trainer plan --budget` makes it, and measured in the same way.
-The best is the fastest setting whose measured peak is within the budget. Each run is alone on its GPU; where
-CUDA_VISIBLE_DEVICES names several, they work side by side.
+Every way to store the base is measured with nothing recomputed, with cheap parts of all blocks recomputed,
+and with a quarter of the blocks to all, compiled, and bf16 eager too: milliseconds of a step and the most
+device memory that was held. Then each budget's plan is made as `trainer plan --budget` makes it, and measured
+in the same way. The best is the fastest setting whose measured peak is within the budget. Each run is alone on
+its GPU; where CUDA_VISIBLE_DEVICES names several, they work side by side.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import sys
 from collections.abc import Sequence
+from itertools import product
 from typing import Any
 
 from scripts.benches import arguments as types
-from scripts.benches import gpus, machine, memory
+from scripts.benches import gpus, machine, memory, profile_step
 
 STORED: dict[str, tuple[str, ...]] = {
     "bf16": ("features.weights=bf16", "features.compute=bf16"),
     "fp8": ("features.weights=fp8", "features.compute=fp8"),
+    "fp8, one copy": ("features.weights=fp8", "features.compute=fp8"),
     "int8": ("features.weights=int8",),
     "nf4": ("features.weights=nf4",),
 }
-KEPT: dict[str, tuple[str, ...]] = {
-    "everything kept": ("features.compile=true", "features.activation_checkpointing=false"),
-    **{
-        f"{share} kept": ("features.compile=true", f"features.activation_budget={share}")
-        for share in (0.7, 0.5, 0.3, 0.15)
-    },
-    "blocks recomputed": ("features.compile=true", "features.activation_checkpointing=true"),
-    "eager": ("features.compile=false", "features.activation_checkpointing=false"),
-    "eager, blocks recomputed": ("features.compile=false", "features.activation_checkpointing=true"),
-}
-SETTINGS: dict[str, tuple[str, ...]] = {
-    f"{stored}, {kept}": (*STORED[stored], *KEPT[kept]) for stored, kept in itertools.product(STORED, KEPT)
-}
-"""What the rows are called, and the overrides that make them."""
+COMPILED = ("features.compile=true",)
+_EAGER = ("features.compile=false",)
+_PARTS = 4
+"""Into so many parts the blocks are divided for being recomputed."""
 _TIMED = 10
 # a run that is long enough for auto to compile
 _LONG = "train.max_train_steps=3000"
@@ -53,9 +44,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     base = types.require_base(base, f"{family}={base}")
     machine.require_gpu(remedy="use a machine with one; `trainer plan --budget` predicts without")
     found = gpus.visible()
-    settings = {f"auto, {budget:g} GiB": _auto(budget) for budget in options.budgets} | SETTINGS
+    blocks = profile_step.count_blocks(family, base)
+    settings = {f"auto, {budget:g} GiB": _auto(budget) for budget in options.budgets} | all_settings(blocks)
     cases = [
-        memory.Case(family, base, name, (_LONG, *overrides), timed=_TIMED)
+        memory.Case(
+            family,
+            base,
+            name,
+            (_LONG, *overrides),
+            timed=_TIMED,
+            weight_copies=1 if name.startswith("fp8, one copy") else None,
+        )
         for name, overrides in settings.items()
     ]
     rows = gpus.side_by_side(memory.measured_row, cases, jobs=len(found), gpus=found)
@@ -69,6 +68,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("auto has no figures under some budget", file=sys.stderr)
         return 1
     return 0
+
+
+def all_settings(blocks: int) -> dict[str, tuple[str, ...]]:
+    """What the rows are called, and the overrides that make them, for a model of so many blocks."""
+    key = "features.activation_checkpointing"
+    kept: dict[str, tuple[str, ...]] = {
+        "everything kept": (*COMPILED, f"{key}=false"),
+        "0.6 kept": (*COMPILED, "features.activation_budget=0.6"),
+        **{
+            f"{count} of {blocks} blocks recomputed": (*COMPILED, f"{key}={count}")
+            for count in (blocks * part // _PARTS for part in range(1, _PARTS))
+        },
+        "all blocks recomputed": (*COMPILED, f"{key}=true"),
+    }
+    eager = {
+        "bf16, eager": (*STORED["bf16"], *_EAGER, f"{key}=false"),
+        "bf16, eager, all blocks recomputed": (*STORED["bf16"], *_EAGER, f"{key}=true"),
+    }
+    compiled = {f"{stored}, {way}": (*STORED[stored], *kept[way]) for stored, way in product(STORED, kept)}
+    return compiled | eager
 
 
 def _auto(budget: float) -> tuple[str, ...]:

@@ -57,7 +57,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 if any(sample.get("problem") for sample in samples[variant]):
                     continue
                 machine.wait_until_idle()
-                sample = _run(job, variant, Path(name), number, profile=options.profile and number == 1)
+                profile = options.profile and number == 1
+                sample = _run(job, variant, Path(name), number, profile=profile, memory=options.memory)
                 samples[variant].append(sample)
                 print(f"round {number}, {variant}: {_short(sample)}", file=sys.stderr, flush=True)
         record = _record(options, job, samples, given)
@@ -87,6 +88,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
                      help="further settings of ours")  # fmt: skip
     one.add_argument("--profile", action="store_true", help="profile three further steps of each variant")
+    one.add_argument("--memory", action="store_true", help="ask the driver what is in use, every two seconds")
     one.add_argument("--floor", type=types.amount, help="milliseconds, in place of the computed floor")
     one.add_argument("--ceilings", type=_ceilings, default={}, metavar="bf16=765,...",
                      help="kernel rates for the floor, 1e12 operations a second")  # fmt: skip
@@ -134,13 +136,15 @@ def _job(options: argparse.Namespace) -> ours.Job:
     )
 
 
-def _run(job: ours.Job, variant: str, work: Path, number: int, *, profile: bool) -> dict[str, Any]:
+def _run(
+    job: ours.Job, variant: str, work: Path, number: int, *, profile: bool, memory: bool
+) -> dict[str, Any]:
     """One variant in one round."""
     folder = work / f"{variant}-{number}"
     if variant in PEERS:
         folder.mkdir()
         return _peer(job, variant, folder, profile=profile)
-    sample = ours.train(job, variant, folder, work / "shared")
+    sample = ours.train(job, variant, folder, work / "shared", memory=memory)
     if profile and "problem" not in sample:
         machine.wait_until_idle()
         sample |= _profile(job, folder)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from scripts.benches import count, gpus, sweep
+from scripts.benches.watch import Watch
 from tests.unit.modeling.small_models import FAMILIES, case
 
 
@@ -66,3 +69,26 @@ def test_lists_of_blocks_are_found_in_order() -> None:
         "FluxSingleTransformerBlock",
     ]
     assert all(getattr(one.parent, one.name) is one.blocks for one in found)
+
+
+def test_settings_divide_the_blocks() -> None:
+    found = sweep.all_settings(57)
+    recomputed = [name for name in found if name.startswith("int8") and "57 blocks" in name]
+    assert [name.split()[1] for name in recomputed] == ["14", "28", "42"]
+    assert "features.activation_checkpointing=28" in found["int8, 28 of 57 blocks recomputed"]
+    assert len(found) == 5 * 6 + 2
+
+
+def test_a_watch_sees_the_first_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with Watch(log) as watch:
+        time.sleep(0.3)
+        log.write_text("")
+        time.sleep(0.5)
+        assert watch.first_step_seconds is None
+        log.write_text("one")
+        deadline = time.monotonic() + 20
+        while watch.first_step_seconds is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+    assert watch.first_step_seconds is not None and watch.first_step_seconds > 0.7
+    assert watch.device_gib is None
