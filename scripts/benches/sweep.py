@@ -5,8 +5,8 @@
 Every way to store the base is measured with nothing recomputed, with cheap parts of all blocks recomputed,
 and with a quarter of the blocks to all, compiled, and bf16 eager too: milliseconds of a step and the most
 device memory that was held. Then each budget's plan is made as `trainer plan --budget` makes it, and measured
-in the same way. The best is the fastest setting whose measured peak is within the budget. Each run is alone on
-its GPU; where CUDA_VISIBLE_DEVICES names several, they work side by side.
+in the same way. The best is the fastest setting whose measured peak is within the budget. Each run is alone
+on its GPU; where CUDA_VISIBLE_DEVICES names several, they work side by side.
 """
 
 from __future__ import annotations

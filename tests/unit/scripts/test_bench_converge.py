@@ -50,6 +50,7 @@ def test_only_the_last_fifty_losses_are_averaged() -> None:
     reference = run([9.0] * 30 + [2.0] * 50, [1.0], [1.0])
     found = converge._compared(run([1.0] * 30 + [2.0] * 25 + [3.0] * 25, [1.0], [1.0]), reference)
     assert (found["last_loss"], found["last_loss_ratio"]) == (2.5, 1.25)
+    assert found["first_loss_ratio"] == pytest.approx((30 + 20 * 2) / (30 * 9 + 20 * 2), abs=1e-5)
     assert found["steps"] == 80, "single losses are compared over the whole run"
     assert found["most_apart"] == pytest.approx(8 / 9, abs=1e-6)
 
