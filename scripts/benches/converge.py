@@ -6,8 +6,8 @@
 Each setting trains with the same seed, so the same samples, noise and noise levels come in the same order, in
 a process of its own, some side by side. All are compared with the first, bf16 as diffusers wrote it: the mean
 loss of the first and of the last fifty steps (a base of less precision predicts worse from the start: does it
-learn less too?), how far single losses are apart, and the cosines of the final adapters and of their gradients
-(the optimizer's first moments: the mean of the last ten or so).
+learn less too?), how far single losses are apart, and the cosines of the final adapters and of their
+gradients (the optimizer's first moments: the mean of the last ten or so).
 """
 
 from __future__ import annotations
