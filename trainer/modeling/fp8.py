@@ -92,8 +92,26 @@ def times_weight(
 ) -> torch.Tensor:
     """A quantised gradient (rows, out) with the weight's scales in it times the weight: (rows, in)."""
     transposed = kept if is_transposed else transpose_bytes(kept)
-    ones = torch.ones((1, transposed.shape[0]), device=row_scale.device, dtype=torch.float32)
-    return multiply(gradient, row_scale, transposed.t(), ones, None, dtype)
+    return multiply(gradient, row_scale, transposed.t(), _ones(transposed), None, dtype)
+
+
+# scales of weights that have none left: one tensor a device for all products
+_kept_ones: dict[torch.device, torch.Tensor] = {}
+_MOST_ONES = 1 << 16
+
+
+def keep_ones(device: str) -> None:
+    """Make once what every product of a gradient needs: else each makes its own, in a kernel of its own."""
+    ones = torch.ones((1, _MOST_ONES), device=device, dtype=torch.float32)
+    _kept_ones[ones.device] = ones
+
+
+def _ones(rows: torch.Tensor) -> torch.Tensor:
+    """(1, number of rows), fp32."""
+    kept = _kept_ones.get(rows.device)
+    if kept is None or len(rows) > _MOST_ONES:
+        return torch.ones((1, len(rows)), device=rows.device, dtype=torch.float32)
+    return kept[:, : len(rows)]
 
 
 def multiply(

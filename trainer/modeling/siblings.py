@@ -30,7 +30,6 @@ class _Shared:
 
     members: tuple[Any, ...]
     sizes: list[int]
-    ranks: list[int]
     scaling: float
     pending: tuple[torch.Tensor, ...] | None = None
     """Outputs that were computed and not asked for yet."""
@@ -64,8 +63,10 @@ class _Single(LoraLinear):
         if not _is_active(self):
             return super().forward(x, *args, **kwargs)
         whole = self.base_layer(x)
-        hidden = self.lora_A[ADAPTER](x)
-        up = self.lora_B[ADAPTER].weight * self.scaling[ADAPTER]
+        first: Any = self.lora_A[ADAPTER].weight
+        down = _scaled(first, self.scaling[ADAPTER])
+        hidden = torch.nn.functional.linear(x, down)
+        up: Any = self.lora_B[ADAPTER].weight
         return add_low_rank(whole.flatten(0, -2), hidden.flatten(0, -2), up).view(whole.shape)
 
 
@@ -193,7 +194,6 @@ def _join(layers: list[Any]) -> None:
     shared = _Shared(
         members=tuple(layers),
         sizes=[base.out_features for base in bases],
-        ranks=[layer.r[ADAPTER] for layer in layers],
         scaling=first.scaling[ADAPTER],
     )
     for place, layer in enumerate(layers):
@@ -218,6 +218,11 @@ def _is_active(layer: Any) -> bool:
     return not (layer.disable_adapters or layer.merged) and layer.active_adapters == [ADAPTER]
 
 
+def _scaled(down: torch.Tensor, scaling: float) -> torch.Tensor:
+    """An adapter's first half with the adapter's scale: it is the smaller half, and 1 is left out."""
+    return down if scaling == 1.0 else down * scaling
+
+
 def _product(shared: _Shared, inputs: torch.Tensor) -> torch.Tensor:
     """The members' outputs for the same input, beside each other."""
     first = shared.members[0]
@@ -236,12 +241,6 @@ def _product(shared: _Shared, inputs: torch.Tensor) -> torch.Tensor:
     else:
         whole = linear(inputs, first.joint_weight, first.joint_bias)
     down = torch.cat([member.lora_A[ADAPTER].weight for member in shared.members])
-    total, start, rows = sum(shared.ranks), 0, []
-    for member, rank in zip(shared.members, shared.ranks, strict=True):
-        # each layer's second half meets its own part of the first only: zeros elsewhere, in one product
-        sides = (start, total - start - rank)
-        rows.append(torch.nn.functional.pad(member.lora_B[ADAPTER].weight * shared.scaling, sides))
-        start += rank
-    hidden = linear(inputs, down)
-    changed = add_low_rank(whole.flatten(0, -2), hidden.flatten(0, -2), torch.cat(rows))
-    return changed.view(whole.shape)
+    hidden = linear(inputs, _scaled(down, shared.scaling))
+    ups = [member.lora_B[ADAPTER].weight for member in shared.members]
+    return add_low_rank(whole.flatten(0, -2), hidden.flatten(0, -2), *ups).view(whole.shape)

@@ -12,7 +12,7 @@ import torch._functorch.config
 import torch._inductor.config
 
 from tests.unit.modeling.small_models import FAMILIES, Case, Storage, case, difference, relative, with_inputs
-from trainer.modeling import compiled
+from trainer.modeling import compiled, fp8
 from trainer.modeling.compiled import compile_blocks, eager, graphs_compiled
 from trainer.modeling.norms import fuse_head_norms
 from trainer.modeling.siblings import join_siblings
@@ -58,11 +58,15 @@ def resized(made: Case, size: int) -> Case:
 
 
 @pytest.mark.parametrize("storage", ["plain", "fp8_two_copies"])
-def test_compiled_blocks_compute_what_eager_ones_do(storage: Storage) -> None:
+def test_compiled_blocks_compute_what_eager_ones_do(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """And need one graph a kind and direction, not one a block; a later step compiles nothing."""
+    monkeypatch.setattr(fp8, "_kept_ones", {})
     plain = case("flux1_dev", storage=storage, changes=DEPTH)
     join_siblings(plain.model, plain.predict)
     wanted_output, wanted = plain.gradients()
+    fp8.keep_ones("cpu")  # what eager blocks make anew
     before = graphs_compiled()
     made = fast(storage, depth=DEPTH)
     for _ in range(2):

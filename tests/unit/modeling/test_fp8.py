@@ -9,6 +9,7 @@ import torch
 
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import relative
+from trainer.modeling import fp8
 from trainer.modeling.fp8 import MOST, fp8_linear, multiply, quantize_rows, transpose_bytes
 
 # e4m3 has three bits behind the point: half of one of eight steps between powers of two
@@ -199,3 +200,15 @@ def test_transposed_bytes_are_contiguous() -> None:
     turned = transpose_bytes(quantized)
     assert turned.is_contiguous() and turned.dtype == quantized.dtype
     assert torch.equal(turned.view(torch.uint8), quantized.view(torch.uint8).t())
+
+
+def test_ones_are_kept_for_all_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fp8, "_kept_ones", {})
+    rows = torch.empty(48, 16)
+    made = fp8._ones(rows)
+    fp8.keep_ones("cpu")
+    kept = fp8._ones(rows)
+    assert torch.equal(kept, made) and kept.shape == (1, 48)
+    assert kept.data_ptr() == fp8._ones(rows[:32]).data_ptr()
+    many = torch.empty(fp8._MOST_ONES + 1, 1)
+    assert fp8._ones(many).shape == (1, fp8._MOST_ONES + 1)

@@ -11,6 +11,7 @@ from peft.tuners.lora.layer import Linear as LoraLinear
 from tests.unit.modeling.small_models import Case, Storage, case, difference, relative
 from trainer.modeling import siblings
 from trainer.modeling.lora import ADAPTER, adapter_state, remove_lora
+from trainer.modeling.lowrank import add_low_rank
 from trainer.modeling.siblings import join_siblings, part_siblings
 
 # suffixes of what is joined, in the order of the calls, and how many such groups each model has
@@ -232,16 +233,16 @@ def test_a_layer_that_is_called_twice_stays_single() -> None:
 def test_a_layer_without_siblings_adds_its_product_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     added: list[tuple[int, ...]] = []
 
-    def counted(whole: torch.Tensor, hidden: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        added.append(tuple(up.shape))
-        return whole + hidden @ up.t()
+    def counted(whole: torch.Tensor, hidden: torch.Tensor, *ups: torch.Tensor) -> torch.Tensor:
+        added.append((len(ups), *ups[0].shape))
+        return add_low_rank(whole, hidden, *ups)
 
     monkeypatch.setattr(siblings, "add_low_rank", counted)
     one = joined("flux1_dev")
     one.predict()
     # query, key and value of each of four streams of tokens; the two outputs of the block that has them
     width, rank = 64, 4
-    assert sorted(added) == [(width, rank)] * 2 + [(3 * width, 3 * rank)] * 4
+    assert sorted(added) == [(1, width, rank)] * 2 + [(3, width, rank)] * 4
     part_siblings(one.model)
     added.clear()
     one.predict()
