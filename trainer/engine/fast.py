@@ -79,7 +79,7 @@ def compile_model(context: Context, model: Any) -> None:
             # holes that the separate weights left
             torch.cuda.empty_cache()
     budget = context.plan.activation_budget
-    blocks = compile_blocks(model, context.family.blocks, activation_budget=budget)
+    blocks = compile_blocks(model, context.family.blocks, activation_budget=budget, say=context.say)
     context.say(
         f"{blocks} blocks are compiled at the first step (about a minute, seconds where the cache is"
         f" warm){fused}"

@@ -156,3 +156,23 @@ def test_blocks_under_checkpointing_are_compiled_and_equal() -> None:
     assert graphs_compiled() > before
     assert relative(output, wanted_output) < 1e-5
     assert difference(found, wanted) < 1e-5
+
+
+def test_shapes_beyond_the_limit_run_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MOST_COMPILED", 2)
+    said: list[str] = []
+
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
+            return x * factor
+
+    model = Scaled()
+    assert (
+        compile_blocks(torch.nn.Sequential(model), ("Scaled",), activation_budget=1.0, say=said.append) == 1
+    )
+    x = torch.ones(3, requires_grad=True)
+    with torch._dynamo.config.patch(specialize_float=True):  # each number is a graph of its own
+        for factor in (1.0, 2.0, 3.0, 4.0, 5.0):
+            assert torch.equal(model(x, factor), x * factor)
+        assert graphs_compiled() >= 2
+    assert len(said) == 1 and "compiled for 2 sets of shapes" in said[0]
