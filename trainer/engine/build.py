@@ -21,7 +21,6 @@ from trainer.hardware.memory import gib
 from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
 from trainer.modeling.empty import Waiting
-from trainer.modeling.fp8 import keep_ones
 from trainer.modeling.load import load_streamed
 from trainer.modeling.quantize import QUANTIZED, count_quantized, replacer
 from trainer.modeling.recompute import recompute_blocks
@@ -87,7 +86,6 @@ def load_base(context: Context) -> Any:
         _swap(context, model)
     set_attention(model, plan.attention)
     if plan.compute == "fp8":
-        keep_ones(context.device)
         context.say(prove_fp8(context, model))
     return model
 
