@@ -40,8 +40,10 @@ SETTINGS = flow.FlowSettings(
 )
 
 
-def build(storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed: bool = False) -> Any:
-    """A small model in bf16 with a LoRA, and what a run does for speed; `trained`: the LoRA is not zero."""
+def build(storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed: int = 0) -> Any:
+    """A small model in bf16 with a LoRA, and what a run does for speed; `trained`: the LoRA is not zero;
+    `recomputed` are its first blocks that are recomputed.
+    """
     torch.manual_seed(0)
     with torch.device(DEVICE):
         model: Any = FluxTransformer2DModel(**CONFIG).to(torch.bfloat16)
@@ -57,7 +59,7 @@ def build(storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed
     set_attention(model, "flash")
     model.train()
     if recomputed:
-        recompute_blocks(model, FLUX1_DEV.blocks)
+        recompute_blocks(model, FLUX1_DEV.blocks, recomputed)
     if fast:
         batch, draw = inputs(0)
 

@@ -204,9 +204,9 @@ def agree(computed: Computed, graphs: Graphs, plan: list[tuple[int, int]]) -> No
         assert relative(ours, theirs) <= max(1e-3, 3 * relative(repeated, theirs))
 
 
-@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("recomputed", [0, 2, 99])
 @pytest.mark.parametrize("storage", ["bf16", "fp8", "int8", "nf4"])
-def test_graphs_compute_what_plain_calls_do(storage: str, recomputed: bool) -> None:
+def test_graphs_compute_what_plain_calls_do(storage: str, recomputed: int) -> None:
     computed = Computed(build(storage, fast=True, recomputed=recomputed))
     graphs = Graphs(computed, print)
     plan = [(number, 512) for number in range(6)]
@@ -306,6 +306,42 @@ def test_a_second_start_takes_what_the_first_compiled(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr[-2000:]
         said.append(done.stdout)
     assert said[0] == said[1]
+
+
+DROPPED = """
+import torch
+from trainer.engine.graphs import WARM_UP, Graphs
+from trainer.families.protocol import Batch
+
+weight = torch.randn(4096, 4096, device="cuda") / 64
+
+def compute(batch, draw, one):
+    values = batch.latents["x"]
+    for _ in range(100):
+        values = (values @ weight).clamp(-1.0, 1.0)
+    return values.sum() / one
+
+batch = Batch(latents={"x": torch.randn(4096, 4096, device="cuda")}, text={}, size=1, weight=1.0)
+one = torch.ones((), device="cuda")
+for _ in range(4):
+    graphs = Graphs(compute, print)
+    for _ in range(WARM_UP + 2):
+        loss = graphs(batch, None, one)
+    graphs.drop()
+    assert torch.ones(1 << 28, device="cuda").sum().item() == 1 << 28
+"""
+
+
+def test_graphs_are_dropped_when_the_last_one_has_ended() -> None:
+    """Dropped while it ran, a graph read and wrote memory that was given back."""
+    done = subprocess.run(
+        [sys.executable, "-c", DROPPED],
+        env={**os.environ, "PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
 
 
 # trainings
