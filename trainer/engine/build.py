@@ -22,7 +22,7 @@ from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
 from trainer.modeling.empty import Waiting
 from trainer.modeling.load import load_streamed
-from trainer.modeling.quantize import QUANTIZED, count_quantized, replacer
+from trainer.modeling.quantize import QUANTIZED, Replace, count_quantized, replacer
 from trainer.modeling.recompute import recompute_blocks
 from trainer.modeling.swap import swap_blocks, waiting_blocks
 from trainer.telemetry.progress import progress
@@ -66,12 +66,7 @@ def load_base(context: Context) -> Any:
             family.trained_component,
             device=context.device,
             dtype=context.dtype,
-            replace=replacer(
-                plan.weights,
-                family.high_precision,
-                fp8_compute=plan.compute == "fp8",
-                copies=plan.weight_copies,
-            ),
+            replace=_replacer(context),
             on_shard=on_shard,
             fill_zeros=context.config.method == "lora",
             loader=plan.loader,
@@ -88,6 +83,18 @@ def load_base(context: Context) -> Any:
     if plan.compute == "fp8":
         context.say(prove_fp8(context, model))
     return model
+
+
+def _replacer(context: Context) -> Replace | None:
+    """What stores linear layers as the plan says."""
+    plan, family = context.plan, context.family
+    return replacer(
+        plan.weights,
+        family.high_precision,
+        family.modulation,
+        fp8_compute=plan.compute == "fp8",
+        copies=plan.weight_copies,
+    )
 
 
 def _waiting(context: Context) -> Waiting | None:

@@ -5,6 +5,7 @@ Imports no torch: `trainer plan` answers at once.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -23,7 +24,7 @@ from trainer.errors import AccessError
 from trainer.families.language import LOGITS_TOKENS
 from trainer.families.protocol import AttentionShape, Family, Shape
 from trainer.hardware.activations import Activations, Units, activations, counted
-from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, Stack
+from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, NO_LINEARS, Stack, linears_of
 from trainer.hardware.geometry import (
     ComponentGeometry,
     Geometry,
@@ -65,14 +66,15 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
     size = VALUE_BYTES[dtype]
     shape = run_shape(config, family, bytes_per_value=size)
     linears = trained.quantized(family.high_precision)
-    quantized = sum(map(math.prod, linears.values()))
+    packed = linears_of(linears.values())
+    modulation = linears_of(trained.matching(family.modulation).values())
     stored, stored_bytes = "", 0
     if model_folder is not None and config.model.weights != "random":
         folder = model_folder / family.trained_component
         stored = stored_as(folder)
         if stored and any(folder.glob("*.safetensors")):
-            quantized, stored_bytes = packed_size(folder)
-
+            parameters, stored_bytes = packed_size(folder)  # whichever layers these are
+            packed, modulation = dataclasses.replace(packed, parameters=parameters), NO_LINEARS
     attention = family.attention_shape(model_config, shape)
     work = _work(linears, attention, shape)
     repeated = _stacks(family, trained, dtype)
@@ -81,13 +83,14 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
     return Geometry(
         components=components,
         lora_parameters=_lora_parameters(family, config, trained),
-        quantized_parameters=quantized,
-        quantized_rows=sum(rows for rows, _ in linears.values()),
+        quantized_parameters=packed.parameters,
+        quantized_rows=packed.rows,
         stored_as=stored,
         stored_bytes=stored_bytes,
         activations=eager,
         activations_compiled=compiled,
-        largest_quantized=max(map(math.prod, linears.values()), default=0),
+        modulation=modulation,
+        largest_quantized=packed.largest,
         fp32_parameters=_kept_in_fp32(family, trained) if dtype == "bf16" else 0,
         matmul_flops=work.matmul_flops,
         attention_flops=work.attention_flops,
@@ -169,7 +172,7 @@ def block_linears(names: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[
 def _stacks(family: Family, trained: ComponentGeometry, dtype: str) -> tuple[Stack, ...]:
     """The repeated blocks of the trained component."""
     kept = kept_in_fp32(family.name) if dtype == "bf16" else ()
-    return trained.stacks(family.high_precision, kept)
+    return trained.stacks(family.high_precision, family.modulation, kept)
 
 
 def _activations(

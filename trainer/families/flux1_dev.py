@@ -60,6 +60,7 @@ class Flux1Dev:
     }
     # embedders and modulation carry sigma and the caption into every block; they are small and sensitive
     high_precision = (r"(x|context)_embedder|proj_out", r"time_text_embed\..*", r".*\.?norm\w*\.linear")
+    modulation = (r"(single_)?transformer_blocks\..*\.norm\w*\.linear",)
     blocks = ("FluxTransformerBlock", "FluxSingleTransformerBlock")
     trained_component = "transformer"
     encoder_components: Mapping[EntryKind, tuple[str, ...]] = {

@@ -54,6 +54,7 @@ class Flux1Kontext:
     }
     lora_targets = FLUX1_DEV.lora_targets
     high_precision = FLUX1_DEV.high_precision
+    modulation = FLUX1_DEV.modulation
     blocks = FLUX1_DEV.blocks
     trained_component = FLUX1_DEV.trained_component
     encoder_components: Mapping[EntryKind, tuple[str, ...]] = FLUX1_DEV.encoder_components

@@ -66,6 +66,7 @@ class Flux2Dev:
         r"time_guidance_embed\..*",
         r"\w+_stream_modulation\w*\.linear|norm_out\.linear",
     )
+    modulation = (r"\w+_stream_modulation\w*\.linear",)
     blocks = ("Flux2TransformerBlock", "Flux2SingleTransformerBlock")
     trained_component = "transformer"
     encoder_components: Mapping[EntryKind, tuple[str, ...]] = {"text": ("text_encoder",), "latents": ("vae",)}

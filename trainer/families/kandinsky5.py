@@ -64,6 +64,7 @@ class Kandinsky5:
     }
     # embedders and modulation carry sigma and the caption into every block; they are small and sensitive
     high_precision = (r"\w+_embeddings\..*", r".*modulation\.out_layer", r"out_layer\.out_layer")
+    modulation = ()  # the class keeps them in fp32
     blocks = ("Kandinsky5TransformerEncoderBlock", "Kandinsky5TransformerDecoderBlock")
     trained_component = FLUX1_DEV.trained_component
     encoder_components: Mapping[EntryKind, tuple[str, ...]] = FLUX1_DEV.encoder_components

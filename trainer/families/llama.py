@@ -68,6 +68,7 @@ class Llama:
     }
     # the two ends of the model decide over single tokens
     high_precision = (r"lm_head", r"model\.embed_tokens")
+    modulation = ()
     blocks = ("LlamaDecoderLayer",)
     trained_component = ""
     encoder_components: Mapping[EntryKind, tuple[str, ...]] = {"text": ()}

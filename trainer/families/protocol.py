@@ -135,7 +135,11 @@ class Family(Protocol):
     lora_targets: Mapping[str, str]
     """Named presets of LoRA targets: a regular expression over whole module names."""
     high_precision: tuple[str, ...]
-    """Regular expressions over whole module names that are never quantised."""
+    """Regular expressions over whole names of modules that are kept as they are."""
+    modulation: tuple[str, ...]
+    """Those of them that int8 and nf4 bases quantise all the same, as others' 4-bit files do: they compute
+    for a sample, not for each token, so that their size is all they cost.
+    """
     blocks: tuple[str, ...]
     """Class names of the repeated blocks."""
     trained_component: str

@@ -56,6 +56,7 @@ class QwenImage:
     }
     # embedders and modulation carry sigma and the caption into every block; they are sensitive
     high_precision = (r"img_in|txt_in|proj_out", r"time_text_embed\..*", r".*_mod\.1", r"norm_out\.linear")
+    modulation = (r".*_mod\.1",)
     blocks = ("QwenImageTransformerBlock",)
     trained_component = "transformer"
     encoder_components: Mapping[EntryKind, tuple[str, ...]] = {"text": ("text_encoder",), "latents": ("vae",)}

@@ -54,6 +54,7 @@ class QwenImageEdit:
     }
     lora_targets = QWEN_IMAGE.lora_targets
     high_precision = QWEN_IMAGE.high_precision
+    modulation = QWEN_IMAGE.modulation
     blocks = QWEN_IMAGE.blocks
     trained_component = QWEN_IMAGE.trained_component
     encoder_components: Mapping[EntryKind, tuple[str, ...]] = QWEN_IMAGE.encoder_components

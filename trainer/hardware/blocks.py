@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +12,27 @@ BLOCK = re.compile(r"(.*?\b\w+\.\d+)\.")
 """Start of a tensor's name: the outermost numbered module that it is in."""
 LEAST_LINEARS = 2
 """A numbered module with fewer linear layers is no block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linears:
+    """Weights of some linear layers, in numbers."""
+
+    parameters: int = 0
+    rows: int = 0
+    """Of their outputs."""
+    largest: int = 0
+    """Parameters of the largest."""
+
+
+NO_LINEARS = Linears()
+
+
+def linears_of(sizes: Iterable[tuple[int, int]]) -> Linears:
+    """Of weights (out, in)."""
+    known = list(sizes)
+    each = [math.prod(size) for size in known]
+    return Linears(parameters=sum(each), rows=sum(rows for rows, _ in known), largest=max(each, default=0))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,16 +51,20 @@ class Stack:
     """All other parameters of the block."""
     fp32: int
     """Those of the others that the model's class keeps in fp32."""
+    modulation: Linears = NO_LINEARS
+    """Those of the others that int8 and nf4 bases quantise."""
 
 
 def stacks(
     shapes: Mapping[str, tuple[int, ...]],
     quantized: Mapping[str, tuple[int, int]],
     kept_in_fp32: Iterable[str] = (),
+    modulation: Mapping[str, tuple[int, int]] | None = None,
 ) -> tuple[Stack, ...]:
     """All stacks, the longest first: the order in which their blocks leave the device.
 
-    `quantized` are the linears, (out, in) by name, that a quantised base holds quantised.
+    `quantized` are the linears, (out, in) by name, that a quantised base holds quantised, `modulation` those
+    that int8 and nf4 hold so besides.
     """
     blocks: dict[str, dict[str, int]] = {}
     for name, shape in shapes.items():
@@ -50,6 +76,11 @@ def stacks(
         found = BLOCK.match(name)
         if found is not None:
             linears[found[1]].append(size)
+    besides: dict[str, list[tuple[int, int]]] = {}
+    for name, size in (modulation or {}).items():
+        found = BLOCK.match(name)
+        if found is not None:
+            besides.setdefault(found[1], []).append(size)
     numbered: dict[str, list[str]] = {}
     for name in blocks:
         if len(linears[name]) >= LEAST_LINEARS:
@@ -58,7 +89,8 @@ def stacks(
     made = []
     for stack, members in numbered.items():
         largest = max(members, key=lambda name: sum(blocks[name].values()))
-        made.append(_stack(stack, len(members), blocks[largest], linears[largest], kept))
+        one = _stack(stack, len(members), blocks[largest], linears[largest], kept)
+        made.append(dataclasses.replace(one, modulation=linears_of(besides.get(largest, ()))))
     return tuple(sorted(made, key=lambda one: (-one.blocks, one.name)))
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal, TypeVar
 
 from trainer.errors import AccessError, ConfigError
 from trainer.hardware.activations import Activations
-from trainer.hardware.blocks import Stack, stacks
+from trainer.hardware.blocks import NO_LINEARS, Linears, Stack, stacks
 
 Shapes = Mapping[str, tuple[int, ...]]
 Role = Literal["trained", "text_encoder", "vae"]
@@ -46,10 +46,26 @@ class ComponentGeometry:
         """`quantized_linears` of its shapes."""
         return self._known(tuple(high_precision), lambda: quantized_linears(self.linears, high_precision))
 
-    def stacks(self, high_precision: Sequence[str], kept_in_fp32: Sequence[str]) -> tuple[Stack, ...]:
+    def matching(self, patterns: Sequence[str]) -> Mapping[str, tuple[int, int]]:
+        """Its linears, (out, in) by name, whose whole names match one of the patterns."""
+
+        def make() -> dict[str, tuple[int, int]]:
+            found = _matching(tuple(self.linears), "|".join(f"(?:{pattern})" for pattern in patterns))
+            return {name: size for name, size in self.linears.items() if name in found}
+
+        return self._known(("matching", *patterns), make)
+
+    def stacks(
+        self, high_precision: Sequence[str], modulation: Sequence[str], kept_in_fp32: Sequence[str]
+    ) -> tuple[Stack, ...]:
         """`blocks.stacks` of its shapes."""
-        key = ("stacks", *high_precision, "fp32", *kept_in_fp32)
-        return self._known(key, lambda: stacks(self.shapes, self.quantized(high_precision), kept_in_fp32))
+        key = ("stacks", *high_precision, "modulation", *modulation, "fp32", *kept_in_fp32)
+        return self._known(
+            key,
+            lambda: stacks(
+                self.shapes, self.quantized(high_precision), kept_in_fp32, self.matching(modulation)
+            ),
+        )
 
     def _known(self, key: tuple[str, ...], make: Callable[[], _T]) -> _T:
         """What `make` gives, once: plans are made of the same component again and again."""
@@ -82,6 +98,8 @@ class Geometry:
     """With compiled blocks."""
     largest_quantized: int = 0
     """Parameters of the largest of those weights."""
+    modulation: Linears = NO_LINEARS
+    """What int8 and nf4 bases hold quantised besides: see `Family.modulation`."""
     fp32_parameters: int = 0
     """Parameters that the model's class keeps in fp32 in a bf16 run."""
     matmul_flops: float = 0.0

@@ -13,14 +13,14 @@ GIB = 1024**3
 VALUE_BYTES = {"bf16": 2, "fp32": 4}
 QUANTIZED = ("int8", "nf4")
 """Storages of a frozen base that need a library, the more precise first."""
+PACK_MODULATION = QUANTIZED
+"""Those that hold the linears of `Family.modulation` quantised too."""
 PACKED = (*QUANTIZED, "fp8")
 """Storages of a frozen base with fewer bytes than the run's type."""
 ENCODERS_KEEP = (r"(?!.*\.\d+\.).*", r".*\.(wo|relative_attention_bias)")
-"""Modules of a text encoder that are never quantised, as regular expressions over whole names: all but its
-layers, and in these what a class reads the type of, or looks up rows of.
-"""
-# CUDA context with its loaded kernels, and workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond
-# torch's own
+"""Expressions for modules of a text encoder that are never quantised: all but its layers, and in these what a
+class reads the type of, or looks up rows of."""
+# CUDA context, its kernels, workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond torch's own
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
 # holes that weights leave which are quantised one at a time
 _HOLES_BYTES = int(0.15 * GIB)
@@ -246,17 +246,27 @@ def waiting_bytes(storage: Storage, geometry: Geometry) -> WaitingBytes:
 
 
 def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:
-    others = stack.others * storage.value_bytes + stack.fp32 * _FP32_EXTRA["frozen"]
+    packed, rows, others = stack.quantized, stack.rows, stack.others
+    if storage.weights in PACK_MODULATION and geometry.modulation.parameters:
+        more = stack.modulation
+        packed, rows, others = packed + more.parameters, rows + more.rows, others - more.parameters
+    kept = others * storage.value_bytes + stack.fp32 * _FP32_EXTRA["frozen"]
     if storage.weights not in PACKED:
-        return stack.quantized * storage.value_bytes + others
+        return packed * storage.value_bytes + kept
     return (
-        others
+        kept
         + {
-            "int8": stack.quantized + stack.rows * _SCALE_BYTES,
-            "fp8": stack.quantized * storage.weight_copies + stack.rows * _SCALE_BYTES,
-            "nf4": _nf4_bytes(geometry) * stack.quantized // max(1, geometry.quantized_parameters),
+            "int8": packed + rows * _SCALE_BYTES,
+            "fp8": packed * storage.weight_copies + rows * _SCALE_BYTES,
+            "nf4": _nf4_bytes(storage, geometry) * packed // max(1, packed_parameters(storage, geometry)),
         }[storage.weights]
     )
+
+
+def packed_parameters(storage: Storage, geometry: Geometry) -> int:
+    """Parameters that a quantised base of this storage holds quantised."""
+    more = geometry.modulation.parameters if storage.weights in PACK_MODULATION else 0
+    return geometry.quantized_parameters + more
 
 
 def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
@@ -308,12 +318,15 @@ def _whole_base_row(storage: Storage, geometry: Geometry, trained: int) -> Memor
     if storage.weights not in PACKED:
         detail = f"{_count(trained)}, {storage.weights}{fp32}"
         return MemoryRow(name="base weights", bytes=trained * size + extra, detail=detail)
-    packed = geometry.quantized_parameters
+    packed = packed_parameters(storage, geometry)
     kept = trained - packed
+    rows = geometry.quantized_rows
+    if storage.weights in PACK_MODULATION:
+        rows += geometry.modulation.rows
     quantized = {
-        "int8": packed + geometry.quantized_rows * _SCALE_BYTES,
-        "fp8": packed * storage.weight_copies + geometry.quantized_rows * _SCALE_BYTES,
-        "nf4": _nf4_bytes(geometry),
+        "int8": packed + rows * _SCALE_BYTES,
+        "fp8": packed * storage.weight_copies + rows * _SCALE_BYTES,
+        "nf4": _nf4_bytes(storage, geometry),
     }[storage.weights]
     copies = " twice" if storage.weight_copies == 2 else ""
     others = f"{_count(kept - geometry.fp32_parameters)} in {storage.dtype}{fp32}"
@@ -324,12 +337,12 @@ def _whole_base_row(storage: Storage, geometry: Geometry, trained: int) -> Memor
     )
 
 
-def _nf4_bytes(geometry: Geometry) -> int:
+def _nf4_bytes(storage: Storage, geometry: Geometry) -> int:
     """Half a byte a value, with double quantised scales; or what the checkpoint's files hold."""
     linears = sum(len(part.linears) for part in geometry.components if part.role == "trained")
     if geometry.stored_bytes:
         return geometry.stored_bytes + linears * _NF4_TABLE_BYTES
-    return _nf4_size(geometry.quantized_parameters, linears)
+    return _nf4_size(packed_parameters(storage, geometry), linears)
 
 
 def _nf4_size(count: int, linears: int) -> int:
@@ -360,6 +373,8 @@ def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     unpacked to fp32 beside it.
     """
     largest = geometry.largest_quantized
+    if storage.weights in PACK_MODULATION:
+        largest = max(largest, geometry.modulation.largest)
     name, size = f"{storage.weights} unpacked", largest * storage.value_bytes
     if storage.weights == "nf4":
         size = min(largest, NF4_MOST_UNPACKED) * storage.value_bytes + largest // _NF4_BLOCK * 4

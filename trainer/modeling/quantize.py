@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from trainer.errors import AccessError, ConfigError
+from trainer.hardware.memory import PACK_MODULATION
 from trainer.modeling.nf4 import Nf4Linear, nf4_linear
 from trainer.modeling.rowscaled import Kind, RowScaledLinear, from_linear, takes_fp8
 
@@ -23,6 +24,7 @@ there.
 def replacer(
     weights: str,
     high_precision: Sequence[str],
+    modulation: Sequence[str] = (),
     *,
     fp8_compute: bool = False,
     copies: int = 1,
@@ -31,16 +33,19 @@ def replacer(
 
     int8 and fp8 have one scale a row, nf4 one a 64 values, quantised once more. All compute in the type of
     their inputs, but fp8 with `fp8_compute` in FP8, with so many `copies` of the weight. `high_precision` are
-    regular expressions over the whole names of modules that are kept as they are, as are those whose sides
-    FP8 kernels do not take.
+    regular expressions over the whole names of modules that are kept as they are, `modulation` of those
+    among them that int8 and nf4 quantise all the same; modules whose sides FP8 kernels do not take are kept
+    too.
     """
     if weights not in QUANTIZED:
         return None
-    keep = re.compile("|".join(f"(?:{pattern})" for pattern in high_precision) or "(?!)")
+    keep = _any_of(high_precision)
+    take = _any_of(modulation if weights in PACK_MODULATION else ())
 
     def replace(name: str, module: torch.nn.Module) -> torch.nn.Module | None:
         assert isinstance(module, torch.nn.Linear), name
-        if keep.fullmatch(name) or (fp8_compute and not takes_fp8(module)):
+        kept = keep.fullmatch(name) and not take.fullmatch(name)
+        if kept or (fp8_compute and not takes_fp8(module)):
             return None
         if weights == "nf4":
             return nf4_linear(module)
@@ -48,6 +53,10 @@ def replacer(
         return from_linear(module, kind, fp8_compute=fp8_compute, copies=copies)
 
     return replace
+
+
+def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
+    return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
 
 
 def packed_linear(

@@ -22,6 +22,7 @@ from trainer.engine.geometry import CONFIGS, run_geometry, target_pattern
 from trainer.engine.planning import local_folder, plan_run, predict, run_attention
 from trainer.errors import AccessError, ConfigError, HardwareError
 from trainer.families import get
+from trainer.hardware.blocks import NO_LINEARS
 from trainer.hardware.geometry import TABLES, header_shapes
 from trainer.hardware.render import plan_from_json
 
@@ -69,7 +70,10 @@ def test_lora_parameters_are_those_that_peft_adds(config: Config, tiny_flux1_dev
         assert geometry.lora_parameters == model.num_parameters(only_trainable=True) > 0
 
 
-def test_int8_parameters_are_those_that_quanto_quantises(config: Config, tiny_flux1_dev: Path) -> None:
+@pytest.mark.parametrize(("weights", "besides"), [("int8", True), ("nf4", True), ("fp8", False)])
+def test_packed_parameters_are_those_that_are_quantised(
+    config: Config, tiny_flux1_dev: Path, weights: str, besides: bool
+) -> None:
     import torch
     from diffusers import FluxTransformer2DModel
 
@@ -77,12 +81,15 @@ def test_int8_parameters_are_those_that_quanto_quantises(config: Config, tiny_fl
 
     geometry = run_geometry(FLUX, config(), model_folder=tiny_flux1_dev, dtype="fp32")
     model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
-    replace = replacer("int8", FLUX.high_precision)
+    replace = replacer(weights, FLUX.high_precision, FLUX.modulation)
     assert replace is not None
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     replaced = [module for name, module in linears if replace(name, module) is not None]
-    assert geometry.quantized_parameters == sum(module.weight.numel() for module in replaced)
-    assert geometry.quantized_rows == sum(module.out_features for module in replaced)
+    more = geometry.modulation if besides else NO_LINEARS
+    assert geometry.modulation.parameters > 0
+    quantized = sum(module.in_features * module.out_features for module in replaced)
+    assert geometry.quantized_parameters + more.parameters == quantized
+    assert geometry.quantized_rows + more.rows == sum(module.out_features for module in replaced)
 
 
 def test_a_full_fine_tune_and_wide_targets_keep_more_activations(config: Config) -> None:

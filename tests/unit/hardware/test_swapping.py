@@ -91,7 +91,7 @@ def test_the_largest_model_trains_on_a_24_gb_card() -> None:
     decision = row(plan, "block_swap")
     assert (decision.value, decision.source) == (str(plan.swapped_blocks), "auto")
     assert decision.reason == (
-        f"nothing smaller fits: without it training needs 24.3 GiB; {plan.swapped_blocks} of 56 blocks wait"
+        f"nothing smaller fits: without it training needs 23.5 GiB; {plan.swapped_blocks} of 56 blocks wait"
         " in host memory"
     )
     assert "waiting blocks" in {row.name for row in plan.host_memory}
@@ -140,7 +140,7 @@ def test_shared_memory_refuses_a_written_number(name: str, reason: str) -> None:
 def test_shared_memory_never_swaps() -> None:
     """Not by a profile's name: any GPU that is integrated."""
     facts = with_gpu(machine("rtx-4090"), integrated=True)
-    with pytest.raises(HardwareError, match=r"training needs 24\.3 GiB at least"):
+    with pytest.raises(HardwareError, match=r"training needs 23\.5 GiB at least"):
         planned(shipped("flux2_dev_lora"), facts)
     with pytest.raises(HardwareError, match="shares its memory with the CPU"):
         planned(shipped("flux2_dev_lora", features__block_swap=20), facts)
@@ -152,7 +152,7 @@ def test_no_more_blocks_than_there_are() -> None:
 
 
 def test_zero_is_never() -> None:
-    with pytest.raises(HardwareError, match=r"training needs 24\.3 GiB at least") as caught:
+    with pytest.raises(HardwareError, match=r"training needs 23\.5 GiB at least") as caught:
         planned(shipped("flux2_dev_lora", features__block_swap=0), machine("rtx-4090"))
     assert "fits with features.block_swap: auto" in str(caught.value)
 

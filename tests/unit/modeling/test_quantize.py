@@ -53,6 +53,14 @@ def test_names_of_high_precision_are_kept(weights: str) -> None:
     assert isinstance(replace("block.proj_out", linear()), torch.nn.Linear)
 
 
+@pytest.mark.parametrize(("weights", "taken"), [("int8", True), ("nf4", True), ("fp8", False)])
+def test_modulation_is_quantised_where_size_is_all_that_counts(weights: str, taken: bool) -> None:
+    replace = replacer(weights, (r".*norm\.linear", r"proj_out"), (r"blocks\..*norm\.linear",))
+    assert replace is not None
+    assert (replace("blocks.0.norm.linear", linear()) is not None) is taken
+    assert replace("norm.linear", linear()) is None and replace("proj_out", linear()) is None
+
+
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
 def test_layers_are_counted_by_their_kind(weights: str) -> None:
     model = torch.nn.Sequential(quantize(weights, linear()), linear())
