@@ -32,13 +32,13 @@ from trainer.telemetry import atomic
 if TYPE_CHECKING:
     import torch
 
-_EAGER = ("features.compile=false", "features.weights=bf16")
+_EAGER = ("features.compile=false", "features.weights=bf16", "features.activation_checkpointing=false")
 _COMPILED = ("features.compile=true", "features.weights=bf16", "features.activation_checkpointing=false")
 _LINEARS = ("lora.target_modules=all-linear",)
 MODES: Mapping[str, tuple[str, ...]] = {
     "eager": _EAGER,
     "eager, all linears": (*_EAGER, *_LINEARS),
-    "eager, recomputed": (*_EAGER, "features.activation_checkpointing=true"),
+    "eager, recomputed": (*_EAGER[:2], "features.activation_checkpointing=true"),
     "compiled": _COMPILED,
     "compiled, all linears": (*_COMPILED, *_LINEARS),
     "compiled, recomputed": (*_COMPILED[:2], "features.activation_checkpointing=true"),
@@ -48,6 +48,8 @@ MODES: Mapping[str, tuple[str, ...]] = {
     },
 }
 """What the rows are called, and the overrides that make them."""
+_NEEDED = ("eager", "eager, recomputed", "compiled", "compiled, recomputed")
+"""Without which a family has no entry."""
 _WARM_UP = 2
 
 
@@ -62,10 +64,15 @@ class _List(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Count; print a line of JSON for each family and mode."""
-    options = _parser().parse_args(arguments)
+    parser = _parser()
+    options = parser.parse_args(arguments)
     if options.spec is not None:
         count(options.spec, options.tokens)
         return 0
+    if not options.families:
+        parser.error("name what to count: FAMILY=BASE")
+    if options.table and options.modes and not set(_NEEDED) <= set(options.modes):
+        parser.error(f"--table needs these modes: {', '.join(_NEEDED)}")
     cases = [
         memory.Case(family, types.require_base(base, f"{family}={base}"), mode, MODES[mode])
         for family, base in options.families
@@ -75,16 +82,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows = gpus.side_by_side(_row, cases, jobs=options.jobs)
     if options.record:
         options.record.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
-    if any("counted" not in row for row in rows):
-        print("not everything could be counted", file=sys.stderr)
-        return 1
     if options.table:
         table = json.loads(COUNTS.read_text())
         for family in dict.fromkeys(case.family for case in cases):
-            entry = table_entry([row for row in rows if row["family"] == family])
-            table[family] = merged(table.get(family, {}), entry)
+            found = [row for row in rows if row["family"] == family and "counted" in row]
+            if set(_NEEDED) <= {row["mode"] for row in found}:
+                table[family] = merged(table.get(family, {}), table_entry(found))
         atomic.write_text(COUNTS, table_text(table))
-    return 0
+    missing = [f"{row['family']}, {row['mode']}" for row in rows if "counted" not in row]
+    if missing:
+        print(f"not counted: {'; '.join(missing)}", file=sys.stderr)
+    return int(bool(missing))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -243,9 +251,6 @@ def table_text(table: Mapping[str, Any]) -> str:
     """activations.json with a line for each mode."""
     texts = []
     for name, entry in sorted(table.items()):
-        if "ways" not in entry:
-            texts.append(f" {json.dumps(name)}: {json.dumps(entry)}")
-            continue
         order = sorted(entry["ways"], key=list(MODES).index)
         ways = ",\n".join(f"   {json.dumps(way)}: {json.dumps(entry['ways'][way])}" for way in order)
         texts.append(

@@ -22,9 +22,11 @@ def visible() -> list[str]:
         return [name.strip() for name in given.split(",")]
     try:
         listed = subprocess.run(["nvidia-smi", "-L"], check=True, capture_output=True, text=True, timeout=60)
-    except (FileNotFoundError, subprocess.CalledProcessError):
+    except (FileNotFoundError, subprocess.CalledProcessError, subprocess.TimeoutExpired):
         return [""]
-    return [str(number) for number, _ in enumerate(listed.stdout.strip().splitlines())] or [""]
+    # parts of a divided GPU are listed below it
+    found = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
+    return [str(number) for number, _ in enumerate(found)] or [""]
 
 
 def side_by_side(
@@ -42,7 +44,7 @@ def side_by_side(
     def one(item: T) -> R:
         gpu = free.get()
         try:
-            return work(item, {**environment.snapshot(), _VARIABLE: gpu})
+            return work(item, {**environment.snapshot(), **({_VARIABLE: gpu} if gpu else {})})
         finally:
             free.put(gpu)
 

@@ -145,10 +145,12 @@ def _count_drivers(cases: Sequence[Case], rows: Sequence[dict[str, Any]]) -> Non
     """Put in what the driver shows beyond the allocator, measured alone for the first row of each way."""
     first = {row["way"]: case for case, row in reversed(list(zip(cases, rows, strict=True))) if "way" in row}
     again = gpus.side_by_side(measured_row, first.values(), jobs=min(len(first), len(gpus.visible())) or 1)
-    alone = {row["way"]: row["driver_gib"] for row in again}
+    alone = {row["way"]: row["driver_gib"] for row in again if "way" in row}
     for row in rows:
-        if "way" in row:
+        if row.get("way") in alone:
             row["driver_gib"] = alone[row["way"]]
+        elif "way" in row:
+            row["failed"] = f"what the driver shows alone for {row.pop('way')} could not be measured"
 
 
 def _compare(row: dict[str, Any]) -> None:

@@ -130,7 +130,8 @@ def _budget_alone(context: Context) -> Found:
     features, key = context.config.features, "features.activation_budget"
     if features.activation_budget in ("auto", 1.0):
         return
-    recomputing = features.activation_checkpointing not in ("auto", False)
+    asked = features.activation_checkpointing
+    recomputing = asked != "auto" and asked is not False
     for other, clashes, why in (
         ("compile", features.compile is False, "only compiled blocks keep a share of their activations"),
         ("activation_checkpointing", recomputing, "checkpointing recomputes blocks whole"),
@@ -143,14 +144,14 @@ def _budget_alone(context: Context) -> Found:
 
 def _swap_alone(context: Context) -> Found:
     config, key = context.config, "features.block_swap"
-    features = config.features
+    features, asked = config.features, config.features.activation_checkpointing
     if features.block_swap in ("auto", 0):
         return
     if config.method == "full":
         what = f"`{key}` is for a frozen base, and `method: full` trains it"
         yield context.blame(key, "method"), what, f"write `method: lora`, or leave {key} out"
     for other, clashes in (
-        ("activation_checkpointing", features.activation_checkpointing not in ("auto", True)),
+        ("activation_checkpointing", asked != "auto" and asked is not True),  # 1 is not true
         ("activation_budget", features.activation_budget not in ("auto", 1.0)),
     ):
         if clashes:

@@ -59,6 +59,17 @@ def _require_size(value: object) -> object:
 
 Positive = Annotated[int, Field(ge=1)]
 Toggle = Literal["auto"] | bool
+
+
+def _number_first(value: object) -> object:
+    """A number as text is a number: `1` would be taken for true."""
+    if isinstance(value, str) and value.strip().isdecimal():
+        value = int(value)
+    if not isinstance(value, bool) and value == 0:
+        raise ValueError("write false for none")
+    return value
+
+
 Text = Annotated[str, Field(pattern=r"\S")]
 """Text with at least one character that is not white space."""
 Size = Annotated[Text, BeforeValidator(_require_size), Words("a size such as 24GiB or 24 GB")]
@@ -212,7 +223,7 @@ class FeaturesSection(Section):
     """Compile the repeated blocks with torch.compile: a faster step after a minute of compiling."""
     cuda_graphs: Toggle = "auto"
     """Replay a micro-batch as one CUDA graph: the host's speed does not matter; needs compiled blocks."""
-    activation_checkpointing: Toggle | Annotated[int, Field(ge=1)] = "auto"
+    activation_checkpointing: Annotated[Toggle | Positive, BeforeValidator(_number_first)] = "auto"
     """Recompute blocks in the backward pass: less memory, a slower step; a number: the first so many."""
     activation_budget: Literal["auto"] | Annotated[float, Field(gt=0, le=1)] = "auto"
     """Share of the activations that compiled blocks keep, the cheapest ones being recomputed; 1 keeps all."""

@@ -132,7 +132,8 @@ def build(context: Context) -> Built:
         model.requires_grad_(True)
     model.train()
     if context.plan.activation_checkpointing:
-        recompute_blocks(model, context.family.blocks, context.plan.recomputed_blocks)
+        count = recompute_blocks(model, context.family.blocks, context.plan.recomputed_blocks)
+        assert count, f"no block of {', '.join(context.family.blocks)} in the model"
     if context.plan.compile:
         compile_model(context, model)
     accelerator = Accelerator(cpu=context.device == "cpu", mixed_precision="no")

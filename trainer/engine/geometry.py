@@ -21,7 +21,7 @@ from trainer.data.controls import control_folders
 from trainer.engine.meta_shapes import SOURCE, built_shapes
 from trainer.engine.probe import matmul_shape_class, shape_class
 from trainer.errors import AccessError
-from trainer.families.language import LOGITS_TOKENS
+from trainer.families import language
 from trainer.families.protocol import AttentionShape, Family, Shape
 from trainer.hardware.activations import Activations, Units, activations, counted
 from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, NO_LINEARS, Stack, linears_of
@@ -183,13 +183,18 @@ def _activations(
     repeated: Sequence[Stack],
 ) -> tuple[Activations, Activations]:
     """What a micro-batch holds, eager and compiled, from the family's counts."""
+    linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
+    more = 0.0
+    if family.sample_kind == "conversation":
+        more = language.more_values(model_config, linear_inputs=linear_inputs)
     eager, compiled = (
         activations(
-            counted(family.name),
+            counted(family.counted_as(model_config)),
             {stack.name: stack.blocks for stack in repeated},
             activation_units(family, model_config, shape),
             compiled=compiled,
-            linear_inputs=config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET,
+            linear_inputs=linear_inputs,
+            more=more,
             head=head_bytes(family, model_config, shape),
         )
         for compiled in (False, True)
@@ -200,7 +205,8 @@ def _activations(
 def activation_units(family: Family, model_config: Mapping[str, Any], shape: Shape) -> Units:
     """Bytes of one value of every token of a micro-batch."""
     attention = family.attention_shape(model_config, shape)
-    value = attention.heads * attention.head_width * shape.bytes_per_value
+    width = model_config.get("hidden_size", attention.heads * attention.head_width)
+    value = width * shape.bytes_per_value
     return Units(
         every=attention.batch_size * attention.tokens * value,
         captions=shape.batch_size * shape.text_tokens * value,
@@ -211,7 +217,7 @@ def head_bytes(family: Family, model_config: Mapping[str, Any], shape: Shape) ->
     """The most that a language model's logits take; 0 for others, whose heads are no larger than a block."""
     if family.sample_kind != "conversation":
         return 0
-    tokens = min(shape.batch_size * shape.text_tokens, LOGITS_TOKENS)
+    tokens = min(shape.batch_size * shape.text_tokens, language.LOGITS_TOKENS)
     return int(tokens * model_config["vocab_size"] * _LOGIT_BYTES)
 
 

@@ -220,6 +220,10 @@ class Flux1Dev:
         """ComfyUI's comfy/lora.py maps `transformer.<diffusers name>` for FLUX by `flux_to_diffusers`."""
         return f"transformer.{module}"
 
+    def counted_as(self, config: Mapping[str, Any]) -> str:
+        """Its own: all bases have blocks of one shape."""
+        return self.name
+
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """Joint attention over text and image tokens."""
         return AttentionShape(

@@ -158,6 +158,10 @@ class Flux1Kontext:
         inputs = [{**flow.on_device(prompt.text, model), **_image_options(prompt)} for prompt in prompts]
         return flow.run_pipeline(pipeline, inputs, prompts, request, on_step)
 
+    def counted_as(self, config: Mapping[str, Any]) -> str:
+        """FLUX.1-dev's, whose blocks it has."""
+        return FLUX1_DEV.name
+
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """Joint attention over the tokens of text, target and control."""
         return FLUX1_DEV.attention_shape(config, _with_control(shape))

@@ -141,6 +141,10 @@ class Flux2Dev:
         mu = compute_empirical_mu(height * width, num_steps=50) if dynamic else None
         return flow.draw_samples(settings, positions, latents["mean"], mu=mu)
 
+    def counted_as(self, config: Mapping[str, Any]) -> str:
+        """Its own: all bases have blocks of one shape."""
+        return self.name
+
     def model_class(self, source: ModelSource) -> Any:
         """diffusers' Flux2Transformer2DModel."""
         from diffusers import Flux2Transformer2DModel

@@ -208,6 +208,10 @@ class Kandinsky5:
         """ComfyUI's own module names are diffusers', and comfy/lora.py takes them for every model."""
         return f"diffusion_model.{module}"
 
+    def counted_as(self, config: Mapping[str, Any]) -> str:
+        """Its own: all bases have blocks of one shape."""
+        return self.name
+
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """Self-attention over image tokens."""
         width, tokens = sum(config["axes_dims"]), shape.height * shape.width // 256

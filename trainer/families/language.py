@@ -27,6 +27,18 @@ _PEFT_PREFIX = "base_model.model."
 _DATE = "26 Jul 2024"
 
 
+def more_values(config: Mapping[str, Any], *, linear_inputs: bool) -> float:
+    """What a block keeps for backward more than the 8B's, which was counted, in values by token and width.
+
+    The MLP keeps gate, activated gate and up (`linear_inputs`: their product too), attention keys and values.
+    """
+    inner = config["intermediate_size"] / config["hidden_size"]
+    heads = config["num_attention_heads"]
+    width = config.get("head_dim") or config["hidden_size"] // heads
+    keys = config.get("num_key_value_heads", heads) * width / config["hidden_size"]
+    return (4 if linear_inputs else 3) * (inner - 3.5) + 2 * (keys - 0.25)
+
+
 def encode(tokenizer: Any, text: str, *, prompt: bool, max_sequence_length: int) -> dict[str, torch.Tensor]:
     """`input_ids` (L,) int64 of a conversation (JSON) and `loss_weight` (L,) fp32: 1 for every token of the
     assistant's messages and of what ends each of them, else 0. Of a prompt, a user's message, the ids alone.

@@ -177,6 +177,10 @@ class Llama:
         """ComfyUI draws images."""
         return None
 
+    def counted_as(self, config: Mapping[str, Any]) -> str:
+        """The 8B's; `language.more_values` has what other bases keep more."""
+        return self.name
+
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """One row that is one conversation: the longest call that a run can make."""
         return AttentionShape(

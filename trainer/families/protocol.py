@@ -230,5 +230,8 @@ class Family(Protocol):
     def comfyui_keys(self, module: str) -> str | None:
         """Prefix under which ComfyUI knows a module of the trained component; None where it does not."""
 
+    def counted_as(self, config: Mapping[str, Any]) -> str:
+        """The entry of trainer/hardware/activations.json that holds for a base with this config."""
+
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """The run's attention call, for the kernel probe."""

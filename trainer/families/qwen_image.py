@@ -128,6 +128,10 @@ class QwenImage:
         factors: Sequence[int] = config["dim_mult"]
         return 3 * config["base_dim"] * factors[min(1, len(factors) - 1)], 256
 
+    def counted_as(self, config: Mapping[str, Any]) -> str:
+        """Its own: all bases have blocks of one shape."""
+        return self.name
+
     def model_class(self, source: ModelSource) -> Any:
         """diffusers' QwenImageTransformer2DModel."""
         from diffusers import QwenImageTransformer2DModel

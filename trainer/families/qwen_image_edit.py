@@ -168,6 +168,10 @@ class QwenImageEdit:
         inputs = [{**text, **image} for text, image in zip(texts, images, strict=True)]
         return flow.run_pipeline(pipeline, inputs, prompts, request, on_step, guidance="true_cfg_scale")
 
+    def counted_as(self, config: Mapping[str, Any]) -> str:
+        """Its own where scales and gates are kept for each image token, else Qwen-Image's."""
+        return self.name if config["zero_cond_t"] else QWEN_IMAGE.name
+
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """Joint attention over the tokens of text, target and controls."""
         return QWEN_IMAGE.attention_shape(config, _with_controls(shape))

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 COUNTS = Path(__file__).with_name("activations.json")
-_LIKE = "like"
 _ALL_LINEARS, _RECOMPUTED, _BUDGET = "all linears", "recomputed", "budget"
 
 
@@ -84,9 +83,8 @@ class Units:
 
 def counted(family: str) -> Mapping[str, Any]:
     """The counts of a family. Raises KeyError where it has none."""
-    table = _table()
-    found: Mapping[str, Any] = table[family]
-    return table[found[_LIKE]] if _LIKE in found else found
+    found: Mapping[str, Any] = _table()[family]
+    return found
 
 
 def activations(
@@ -97,26 +95,28 @@ def activations(
     compiled: bool,
     linear_inputs: bool,
     head: int,
+    more: float = 0.0,
 ) -> Activations:
     """From a family's counts and the number of blocks of each stack.
 
     `linear_inputs`: the inputs of all linears are kept as well, as a LoRA on all linears and a full fine-tune
-    do.
+    do. `more` units are added to what each block keeps: it is not of the shape that was counted.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
-    more = dict.fromkeys(range(len(counts["stacks"])), 0.0)
+    besides = dict.fromkeys(range(len(counts["stacks"])), more)
     if linear_inputs:
         wide, narrow = ways[f"{style}, {_ALL_LINEARS}"]["blocks"], ways[style]["blocks"]
-        more = {number: one - other for number, (one, other) in enumerate(zip(wide, narrow, strict=True))}
+        pairs = enumerate(zip(wide, narrow, strict=True))
+        besides = {number: more + one - other for number, (one, other) in pairs}
 
     def held(way: str, *, recomputes: bool = False) -> Held:
         found = ways[way]
         each: list[int] = []
         for number, name in enumerate(counts["stacks"]):
             unit = units.captions if name in counts["captions"] else units.every
-            block = found["blocks"][number] + (0.0 if recomputes else more[number])
+            block = found["blocks"][number] + (0.0 if recomputes else besides[number])
             each += [int(block * unit)] * blocks.get(name, 0)
-        beyond = found["beyond"] + (max(more.values()) if recomputes else 0.0)
+        beyond = found["beyond"] + (max(besides.values()) if recomputes else 0.0)
         return Held(
             fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond * units.every)
         )

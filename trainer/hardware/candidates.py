@@ -71,13 +71,13 @@ def ladder(situation: Situation, dtype: str, geometry: Geometry) -> Ladder:
 
 
 def storages(
-    situation: Situation, dtype: str, kinds: Sequence[Kind], *, compiled: bool, blocks: int
+    situation: Situation, dtype: str, kinds: Sequence[Kind], geometry: Geometry, *, compiled: bool
 ) -> Iterator[tuple[int, Storage]]:
-    """Every combination that was not excluded, untiled, with the tier of its kind; of a model's `blocks`."""
-    config = situation.config
+    """Every combination that was not excluded, untiled, with the tier of its kind."""
+    config, blocks = situation.config, geometry.blocks
     for kind in kinds:
         compiles = compiled and not _uncompiled(situation, kind.weights)
-        for recomputed, budget in _recomputing(situation, compiled=compiles, blocks=blocks):
+        for recomputed, budget in _recomputing(situation, geometry, compiled=compiles):
             yield (
                 kind.tier,
                 Storage(
@@ -98,9 +98,9 @@ def storages(
             )
 
 
-def _recomputing(situation: Situation, *, compiled: bool, blocks: int) -> list[tuple[int, float]]:
+def _recomputing(situation: Situation, geometry: Geometry, *, compiled: bool) -> list[tuple[int, float]]:
     """(blocks that are recomputed, activation budget) of each setting that may be tried."""
-    features, whole = situation.config.features, max(1, blocks)
+    features, whole = situation.config.features, max(1, geometry.blocks)
     asked, budget = features.activation_checkpointing, features.activation_budget
     if asked is True or swapping.written(situation.config):
         return [(whole, 1.0)]
@@ -111,7 +111,8 @@ def _recomputing(situation: Situation, *, compiled: bool, blocks: int) -> list[t
     elif asked == "auto" and situation.profile.prefer_checkpointing:
         return [(whole, 1.0)]
     else:
-        settings = [(0, 1.0), *((0, share) for share in _BUDGETS if compiled)]
+        counted = geometry.activations_compiled.shares if compiled else {}
+        settings = [(0, 1.0), *((0, share) for share in _BUDGETS if share in counted)]
     if asked == "auto" and budget in ("auto", 1.0):
         counts = {math.ceil(whole * part / _PARTS) for part in range(1, _PARTS + 1)}
         settings += [(count, 1.0) for count in sorted(counts)]

@@ -121,7 +121,7 @@ def predicted(storage: Storage, geometry: Geometry, speed: Speed) -> float:
 def compile_gain(situation: Situation, dtype: str, geometry: Geometry, speed: Speed) -> float:
     """Milliseconds that a micro-batch is predicted to gain by compiled blocks, in the first setting."""
     kind = candidates.Kind(weights=dtype, compute=dtype)
-    _, eager = next(candidates.storages(situation, dtype, [kind], compiled=False, blocks=geometry.blocks))
+    _, eager = next(candidates.storages(situation, dtype, [kind], geometry, compiled=False))
     compiled = dataclasses.replace(eager, compile=True)
     return predicted(eager, geometry, speed) - predicted(compiled, geometry, speed)
 
@@ -146,7 +146,7 @@ def choose(
         (
             (tier, predicted(storage, geometry, speed), storage)
             for tier, storage in candidates.storages(
-                situation, dtype, ladder.kinds, compiled=compiled, blocks=geometry.blocks
+                situation, dtype, ladder.kinds, geometry, compiled=compiled
             )
         ),
         key=lambda entry: entry[:2],
@@ -225,6 +225,8 @@ def _does_not_fit(
     storage, reason = least.storage, no_more[0 if in_training else 1]
     hint = f"; {reason}" if reason else ""
     how = f"{least.kind} weights, activation checkpointing {on_off(storage.checkpointing)}"
+    if storage.recomputed:
+        how += f" for the first {storage.recomputed}"
     if not in_training:
         tiled = ", the VAE in tiles" if storage.tiling else ""
         how = f"text encoders in {storage.text_encoders or storage.dtype}{tiled}"

@@ -356,7 +356,7 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
     training = activations.peak(recomputed=count, budget=storage.activation_budget)
     detail = "saved for backward"
     if storage.checkpointing:
-        detail += f", the first {count} blocks recomputed" if storage.recomputed else ", blocks recomputed"
+        detail += f", first {count} recomputed" if storage.recomputed else ", blocks recomputed"
     if storage.activation_budget < 1.0:
         detail = f"saved for backward, {storage.activation_budget:g} of what blocks compute"
     if not storage.previews:

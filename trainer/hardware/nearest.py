@@ -60,7 +60,8 @@ def _least(
 
 def _changes(config: RunConfig) -> Iterator[Change]:
     """Changes to try, from the least to the most painful."""
-    if config.features.activation_checkpointing not in ("auto", True):
+    asked = config.features.activation_checkpointing
+    if asked != "auto" and asked is not True:  # 1 is not true
         yield "features.activation_checkpointing", True
     if config.features.activation_budget not in ("auto", 1.0):
         yield "features.activation_budget", "auto"

@@ -18,7 +18,7 @@ from trainer.hardware.profiles import Profile
 
 # beyond this a container on unified memory was given a share of the host's, not a limit
 _MOST_SHM_BYTES = 16 * memory.GIB
-# of a budget that nobody imposed: measured peaks were up to 8 % above predicted ones
+# of a budget that nobody imposed: measured peaks were up to 2.4 % above predicted ones
 _FILLED = 0.97
 # share of the time a sample that smaller micro-batches must come below
 _CLEARLY = 0.95

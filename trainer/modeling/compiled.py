@@ -8,6 +8,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
+
+from trainer.modeling.recompute import RECOMPUTED
 
 # distinct shapes of one kind of block that are compiled; beyond a few they are dynamic anyway
 MOST_COMPILED = 16
@@ -31,56 +34,76 @@ def compile_blocks(
 
     torch._dynamo.config.recompile_limit = MOST_COMPILED
     torch._functorch.config.activation_memory_budget = activation_budget
-    tell = _Once(say)
+    limits: dict[type, _Limit] = {}
     count = 0
     for module in model.modules():
         if type(module).__name__ in kinds:
+            limit = limits.setdefault(type(module), _Limit(say))
             module.compile(fullgraph=True)
             compiled: Any = module
-            compiled._compiled_call_impl = _within_limit(
-                compiled._compiled_call_impl, compiled._call_impl, tell
-            )
+            call = _within_limit(compiled._compiled_call_impl, limit, keeps_all=activation_budget == 1.0)
+            compiled._compiled_call_impl = call
             count += 1
     return count
 
 
-class _Once:
-    """Says that shapes run uncompiled, at the first of them."""
+class _Limit:
+    """Whether blocks of one class were compiled as often as they may be."""
 
     def __init__(self, say: Callable[[str], None]) -> None:
-        self._say, self._said = say, False
+        self.reached, self._say = False, say
 
-    def __call__(self) -> None:
-        if not self._said:
-            self._said = True
-            self._say(
-                f"blocks were compiled for {MOST_COMPILED} sets of shapes; further ones run uncompiled,"
-                " slower: fewer sizes of pictures or lengths of captions avoid that"
-            )
+    def reach(self) -> None:
+        """From now on; says so."""
+        self.reached = True
+        self._say(
+            f"blocks were compiled {MOST_COMPILED} times, as pictures and captions of more sizes came:"
+            " further ones run uncompiled, slower"
+        )
 
 
-def _within_limit(
-    compiled: Callable[..., Any], written: Callable[..., Any], tell: Callable[[], None]
-) -> Callable[..., Any]:
-    """`compiled`, and `written` for shapes beyond those that may be compiled: slower, but the run goes on."""
+def _within_limit(compiled: Callable[..., Any], limit: _Limit, *, keeps_all: bool) -> Callable[..., Any]:
+    """`compiled`, which beyond the limit runs new shapes as they are written.
+
+    Where compiled blocks do not keep all activations, blocks are recomputed whole from there on: uncompiled
+    ones would keep more than the plan has room for.
+    """
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
-    def call(*args: Any, **kwargs: Any) -> Any:
-        try:
+    def beyond(*args: Any, **kwargs: Any) -> Any:
+        stance: Any = torch.compiler.set_stance("eager_on_recompile")
+        with stance:
             return compiled(*args, **kwargs)
-        except FailOnRecompileLimitHit:
-            tell()
-        return written(*args, **kwargs)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if _written_only:
+            return compiled(*args, **kwargs)
+        if not limit.reached:
+            try:
+                return compiled(*args, **kwargs)
+            except FailOnRecompileLimitHit:
+                limit.reach()
+        if keeps_all or not torch.is_grad_enabled():
+            return beyond(*args, **kwargs)
+        return checkpoint(beyond, *args, **RECOMPUTED, **kwargs)
 
     return call
+
+
+# not empty while `eager` is entered: its stance is not to be changed
+_written_only: list[None] = []
 
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
     """Run compiled blocks as they are written: for what is not training, where a graph more does not pay."""
     stance: Any = torch.compiler.set_stance("force_eager")
-    with stance:
-        yield
+    _written_only.append(None)
+    try:
+        with stance:
+            yield
+    finally:
+        _written_only.pop()
 
 
 def graphs_compiled() -> int:

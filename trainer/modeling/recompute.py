@@ -39,9 +39,9 @@ def recompute_blocks(model: torch.nn.Module, kinds: Sequence[str], count: int = 
     for number, block in enumerate(blocks):
         if not isinstance(block, Recomputed):
             give_base(block, Recomputed)
-            # one class for all of them: what is compiled for one serves the others
-            block.recomputes = not count or number < count
-    return count or len(blocks)
+        # one class for all of them: what is compiled for one serves the others
+        block.recomputes = not count or number < count
+    return sum(block.recomputes for block in blocks)
 
 
 def give_base(block: torch.nn.Module, base: type[Recomputed]) -> None:

@@ -86,3 +86,23 @@ def test_contradictions(features: str, method: str, says: str, tmp_path: Path) -
 )
 def test_what_goes_together(features: str, tmp_path: Path) -> None:
     loaded(tmp_path, features)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("true", True), ("false", False), ("auto", "auto"), ("1", 1), ("20", 20), ("yes", True)],
+)
+def test_blocks_to_recompute_are_a_number_or_all(text: str, value: object, tmp_path: Path) -> None:
+    found = loaded(tmp_path, f"activation_checkpointing: {text}").config.features.activation_checkpointing
+    assert found == value and type(found) is type(value)
+
+
+@pytest.mark.parametrize("text", ["0", "-1", "2.5", "some"])
+def test_other_numbers_of_blocks_are_refused(text: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="activation_checkpointing"):
+        loaded(tmp_path, f"activation_checkpointing: {text}")
+
+
+def test_one_block_is_not_all_of_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="all blocks are recomputed where some wait"):
+        loaded(tmp_path, "block_swap: 2, activation_checkpointing: 1")

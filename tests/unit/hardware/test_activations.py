@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from trainer import families
+from trainer.engine.geometry import component_config
+from trainer.families import language
 from trainer.hardware.activations import Activations, Held, Units, activations, counted
 from trainer.hardware.blocks import stacks
 from trainer.hardware.geometry import TABLES, linear_weights, quantized_linears, read_table
@@ -78,7 +80,7 @@ def test_a_head_counts_where_it_is_more_than_a_block_s_gradients() -> None:
 def test_every_family_has_counts_of_all_its_stacks(name: str) -> None:
     family = families.get(name)
     shapes = read_table(TABLES / f"{name}.json")[family.trained_component]
-    counts = counted(name)
+    counts = counted(family.counted_as(component_config(family, None, family.trained_component)))
     linears = quantized_linears(linear_weights(shapes), family.high_precision)
     assert {one.name for one in stacks(shapes, linears)} == set(counts["stacks"])
     assert set(counts["captions"]) <= set(counts["stacks"])
@@ -91,3 +93,38 @@ def test_every_family_has_counts_of_all_its_stacks(name: str) -> None:
         )
         for block, more, less in zip(plain["blocks"], wide["blocks"], least["blocks"], strict=True):
             assert less <= block <= more
+
+
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+}
+
+
+def test_blocks_of_another_shape_keep_more_or_less() -> None:
+    assert language.more_values(LLAMA_8B, linear_inputs=False) == 0.0
+    one = {**LLAMA_8B, "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32}
+    assert language.more_values({**one, "head_dim": 64}, linear_inputs=False) == 3 * (4 - 3.5)
+    assert language.more_values({**one, "head_dim": 64}, linear_inputs=True) == 4 * (4 - 3.5)
+    whole = {**LLAMA_8B, "num_key_value_heads": 32}
+    assert language.more_values(whole, linear_inputs=False) == 2 * 0.75
+    more = activations(
+        COUNTS,
+        {"image": 3, "text": 2},
+        Units(every=100, captions=10),
+        compiled=False,
+        linear_inputs=False,
+        head=0,
+        more=1.5,
+    )
+    assert more.whole.blocks == (115, 115, 2150, 2150, 2150)
+    assert more.recomputed.blocks == found().recomputed.blocks
+    assert more.recomputed.beyond == found().recomputed.beyond + 150
+
+
+def test_an_edit_model_without_its_own_modulation_of_controls_is_counted_as_qwen_image() -> None:
+    family = families.get("qwen_image_edit")
+    assert family.counted_as({"zero_cond_t": True}) == "qwen_image_edit"
+    assert family.counted_as({"zero_cond_t": False}) == "qwen_image"

@@ -29,7 +29,6 @@ SIZE = (2, 6, 4, 8)
 FAKES = {
     "flash_attn/__init__.py": """\
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 
 def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
@@ -41,7 +40,6 @@ def flash_attn_func(q, k, v, dropout_p=0.0, softmax_scale=None, causal=False):
     "flash_attn/cute/__init__.py": "",
     "flash_attn/cute/interface.py": """\
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from flash_attn import flash_attn_func
 

@@ -11,6 +11,7 @@ import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
 
+from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import FAMILIES, Case, Storage, case, difference, relative, with_inputs
 from trainer.modeling import compiled, fp8
 from trainer.modeling.compiled import compile_blocks, eager, graphs_compiled
@@ -158,21 +159,44 @@ def test_blocks_under_checkpointing_are_compiled_and_equal() -> None:
     assert difference(found, wanted) < 1e-5
 
 
-def test_shapes_beyond_the_limit_run_as_they_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiled, "MOST_COMPILED", 2)
+def few(budget: float = 1.0) -> tuple[Case, list[str]]:
+    """A model whose blocks are compiled four times at most."""
     said: list[str] = []
+    made = case("flux1_dev", changes=SHORT)
+    join_siblings(made.model, made.predict)
+    compile_blocks(made.model, KINDS, activation_budget=budget, say=said.append)
+    return made, said
 
-    class Scaled(torch.nn.Module):
-        def forward(self, x: torch.Tensor, factor: float) -> torch.Tensor:
-            return x * factor
 
-    model = Scaled()
-    assert (
-        compile_blocks(torch.nn.Sequential(model), ("Scaled",), activation_budget=1.0, say=said.append) == 1
-    )
-    x = torch.ones(3, requires_grad=True)
-    with torch._dynamo.config.patch(specialize_float=True):  # each number is a graph of its own
-        for factor in (1.0, 2.0, 3.0, 4.0, 5.0):
-            assert torch.equal(model(x, factor), x * factor)
-        assert graphs_compiled() >= 2
-    assert len(said) == 1 and "compiled for 2 sets of shapes" in said[0]
+@pytest.mark.parametrize("budget", [1.0, 0.4])
+def test_shapes_beyond_the_limit_run_as_they_are_written(
+    budget: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "MOST_COMPILED", 4)
+    made, said = few(budget)
+    before = graphs_compiled()
+    counts = []
+    with torch._dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False):
+        for size in (64, 96, 128, 160, 64):  # two graphs each: the first block's input has no gradient
+            wanted_output, wanted = resized(case("flux1_dev", changes=SHORT), size).gradients()
+            output, found = resized(made, size).gradients()
+            assert relative(output, wanted_output) < 1e-5
+            assert difference(found, wanted) < 1e-4
+            counts.append(graphs_compiled() - before)
+    assert counts == [2, 4, 4, 4, 4]
+    assert len(said) == 1 and "compiled 4 times" in said[0]
+
+
+def test_beyond_the_limit_blocks_that_kept_a_part_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "MOST_COMPILED", 2)
+    kept = []
+    for budget in (1.0, 0.4):
+        torch._dynamo.reset()
+        made, said = few(budget)
+        with torch._dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False):
+            made.gradients()
+            other = resized(made, 96)
+            other.gradients()
+            assert len(said) == 1
+            kept.append(kept_bytes(made.model, lambda other=other: other.predict().sum()))
+    assert kept[1] < 0.5 * kept[0]

@@ -76,7 +76,7 @@ def test_settings_divide_the_blocks() -> None:
     recomputed = [name for name in found if name.startswith("int8") and "57 blocks" in name]
     assert [name.split()[1] for name in recomputed] == ["14", "28", "42"]
     assert "features.activation_checkpointing=28" in found["int8, 28 of 57 blocks recomputed"]
-    assert len(found) == 5 * 6 + 2
+    assert len(found) == 5 * 8 + 2
 
 
 def test_a_watch_sees_the_first_line(tmp_path: Path) -> None:
@@ -92,3 +92,17 @@ def test_a_watch_sees_the_first_line(tmp_path: Path) -> None:
             time.sleep(0.05)
     assert watch.first_step_seconds is not None and watch.first_step_seconds > 0.7
     assert watch.device_gib is None
+
+
+def test_auto_that_holds_more_than_its_budget_is_no_win() -> None:
+    found = sweep.judge([row("auto, 24 GiB", 200.0, 30.0), row("int8", 300.0, 20.0)], 24.0)
+    assert found == {"budget_gib": 24.0, "auto_peak_gib": 30.5}
+
+
+def test_a_machine_without_nvidia_smi_hides_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def work(_: int, environ: Mapping[str, str]) -> bool:
+        return "CUDA_VISIBLE_DEVICES" in environ
+
+    assert gpus.side_by_side(work, range(2), jobs=1, gpus=[""]) == [False, False]
