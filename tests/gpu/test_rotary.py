@@ -90,6 +90,15 @@ def test_kernels_compute_what_the_cpu_does(
         assert relative(ours, theirs) < (1e-5 if dtype == torch.float32 else 1e-3)
 
 
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_heads_of_several_programs_are_each_their_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a full-size model, which has more heads than one program takes."""
+    from trainer.modeling import kernels_rotary
+
+    monkeypatch.setattr(kernels_rotary, "_MOST_HEADS", 1)
+    test_kernels_compute_what_the_cpu_does(torch.float32, kind, 64, (5, 70), True)
+
+
 def test_values_that_are_not_aligned_are_copied() -> None:
     torch.manual_seed(0)
     values, *rest = on_device(part(9, "real", width=64, dtype=torch.bfloat16))

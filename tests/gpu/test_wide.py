@@ -64,6 +64,15 @@ def test_kernels_compute_what_the_cpu_does(
         start += one.shape[1]
 
 
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_heads_of_several_programs_are_each_their_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a full-size model, which has more heads than one program takes."""
+    from trainer.modeling import kernels_rotary
+
+    monkeypatch.setattr(kernels_rotary, "_MOST_HEADS", 1)
+    test_kernels_compute_what_the_cpu_does(torch.float32, kind, 64, (5, 70), (2,))
+
+
 def test_products_and_gradients_that_are_not_aligned_are_copied() -> None:
     torch.manual_seed(0)
     wide, *rest = on_device(wide_part(9, "real", width=64, dtype=torch.bfloat16))
