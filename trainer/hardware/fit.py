@@ -316,9 +316,10 @@ def _needs(outcomes: Sequence[Outcome]) -> str:
 
 
 def _kept(outcomes: Sequence[Outcome]) -> str:
-    """What the first few settings need that recompute less."""
+    """What settings need that recompute less: those that recompute no block, and the one with the most."""
     least: dict[str, int] = {}
-    for outcome in outcomes:
+    recomputing = [one for one in outcomes if one.storage.checkpointing]
+    for outcome in [*(one for one in outcomes if not one.storage.checkpointing), *recomputing[-1:]]:
         storage, label = outcome.storage, f"keeping {outcome.storage.activation_budget:.0%}"
         if storage.checkpointing:
             label = f"recomputing {storage.recomputed or 'all'} blocks"
