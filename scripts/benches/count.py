@@ -19,6 +19,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scripts.benches import arguments as types
@@ -87,7 +88,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for family in dict.fromkeys(case.family for case in cases):
             found = [row for row in rows if row["family"] == family and "counted" in row]
             if set(_NEEDED) <= {row["mode"] for row in found}:
-                table[family] = merged(table.get(family, {}), table_entry(found))
+                known = table.get(family, {})
+                table[family] = merged(known, table_entry(found, known.get("beside", {})))
         atomic.write_text(COUNTS, table_text(table))
     missing = [f"{row['family']}, {row['mode']}" for row in rows if "counted" not in row]
     if missing:
@@ -194,9 +196,13 @@ def _held(forward: Callable[[], torch.Tensor]) -> dict[str, int]:
     return {"kept": kept, "peak": torch.cuda.max_memory_allocated() - before}
 
 
-def table_entry(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+def table_entry(
+    rows: Sequence[Mapping[str, Any]], beside: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, Any]:
     """A family's entry of activations.json from the rows of its modes.
 
+    `beside`, by stack, are values that a block keeps of each token of the caption besides: they are not
+    counted apart, but written into the entry by hand, and are left out of the counts.
     What is held beyond a block's activations cannot be seen where a language model's head holds more: there
     it is taken from the mode that recomputes.
     """
@@ -217,12 +223,21 @@ def table_entry(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
             style = mode.partition(",")[0]
             beyond = _beyond(by_mode[f"{style}, recomputed"]) - max(_more(by_mode[style]))
         units = [row["units"]["captions" if name in captions else "every"] for name in row["stacks"]]
+        left = [0.0 if "recomputed" in mode else beside.get(name, 0.0) for name in row["stacks"]]
+        more = [size - part * row["units"]["captions"] for size, part in zip(more, left, strict=True)]
+        if "recomputed" in mode:
+            beyond -= max(beside.values(), default=0.0) * row["units"]["captions"]
         ways[mode] = {
-            "fixed": round((_ones(row)["kept"] - sum(more)) / every, 3),
+            "fixed": round((_ones(row)["kept"] - sum(_more(row))) / every, 3),
             "blocks": [round(size / unit, 3) for size, unit in zip(more, units, strict=True)],
             "beyond": round(beyond / every, 3),
         }
-    return {"stacks": list(some["stacks"]), "captions": captions, "ways": ways}
+    return {
+        "stacks": list(some["stacks"]),
+        "captions": captions,
+        "beside": dict(beside),
+        "ways": ways,
+    }
 
 
 def _beyond(row: Mapping[str, Any]) -> int:
@@ -257,6 +272,7 @@ def table_text(table: Mapping[str, Any]) -> str:
             f" {json.dumps(name)}: {{\n"
             f'  "stacks": {json.dumps(entry["stacks"])},\n'
             f'  "captions": {json.dumps(entry["captions"])},\n'
+            f'  "beside": {json.dumps(entry["beside"])},\n'
             f'  "ways": {{\n{ways}\n  }}\n }}'
         )
     return "{\n" + ",\n".join(texts) + "\n}\n"

@@ -103,6 +103,8 @@ def activations(
     do. `more` units are added to what each block keeps: it is not of the shape that was counted.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
+    # values that a block keeps of each token of the caption, which it does not compute for
+    captions = [counts["beside"].get(name, 0.0) * units.captions for name in counts["stacks"]]
     besides = dict.fromkeys(range(len(counts["stacks"])), more)
     if linear_inputs:
         wide, narrow = ways[f"{style}, {_ALL_LINEARS}"]["blocks"], ways[style]["blocks"]
@@ -115,11 +117,12 @@ def activations(
         for number, name in enumerate(counts["stacks"]):
             unit = units.captions if name in counts["captions"] else units.every
             block = found["blocks"][number] + (0.0 if recomputes else besides[number])
-            each += [int(block * unit)] * blocks.get(name, 0)
-        beyond = found["beyond"] + (max(besides.values()) if recomputes else 0.0)
-        return Held(
-            fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond * units.every)
-        )
+            size = int(block * unit + (0.0 if recomputes else captions[number]))
+            each += [size] * blocks.get(name, 0)
+        beyond = found["beyond"] * units.every
+        if recomputes:  # one block's
+            beyond += max(besides.values()) * units.every + max(captions)
+        return Held(fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond))
 
     shares = {float(way.rpartition(" ")[2]): way for way in ways if compiled and f", {_BUDGET} " in way}
     return Activations(

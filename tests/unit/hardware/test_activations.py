@@ -16,6 +16,7 @@ from trainer.hardware.geometry import TABLES, linear_weights, quantized_linears,
 COUNTS: dict[str, Any] = {
     "stacks": ["text", "image"],
     "captions": ["text"],
+    "beside": {},
     "ways": {
         "eager": {"fixed": 1.0, "blocks": [10.0, 20.0], "beyond": 5.0},
         "eager, all linears": {"fixed": 1.0, "blocks": [14.0, 25.0], "beyond": 5.0},
@@ -128,3 +129,18 @@ def test_an_edit_model_without_its_own_modulation_of_controls_is_counted_as_qwen
     family = families.get("qwen_image_edit")
     assert family.counted_as({"zero_cond_t": True}) == "qwen_image_edit"
     assert family.counted_as({"zero_cond_t": False}) == "qwen_image"
+
+
+def test_what_is_kept_of_a_caption_beside_grows_with_the_caption() -> None:
+    counts = {**COUNTS, "beside": {"image": 4.0}}
+    held = activations(
+        counts,
+        {"image": 3, "text": 2},
+        Units(every=100, captions=50),
+        compiled=False,
+        linear_inputs=False,
+        head=0,
+    )
+    assert held.whole.blocks == (500, 500, 2200, 2200, 2200)
+    assert held.recomputed.beyond == 3000 + 200
+    assert held.recomputed.blocks == (50, 50, 100, 100, 100)

@@ -38,6 +38,7 @@ def test_an_entry_has_units_of_the_tokens_that_blocks_see() -> None:
     assert entry == {
         "stacks": ["text", "image"],
         "captions": ["text"],
+        "beside": {},
         "ways": {
             "eager": {"fixed": 1.0, "blocks": [17.0, 24.0], "beyond": 7.0},
             "eager, recomputed": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 30.0},
@@ -68,3 +69,16 @@ def test_new_modes_are_written_over_the_old_ones() -> None:
     found = count.merged(known, entry)["ways"]
     assert found == {"eager": {"fixed": 3}, "compiled": {"fixed": 2}}
     assert count.merged({"like": "b"}, entry) == entry
+
+
+def test_values_of_captions_are_left_out_of_the_counts() -> None:
+    entry = count.table_entry(
+        [
+            row("eager", {"image": 24400}, fixed=1000, beyond=7000),
+            row("eager, recomputed", {"image": 1000}, fixed=2000, beyond=30400),
+        ],
+        {"image": 4.0},
+    )
+    assert entry["beside"] == {"image": 4.0}
+    assert entry["ways"]["eager"] == {"fixed": 1.0, "blocks": [24.0], "beyond": 7.0}
+    assert entry["ways"]["eager, recomputed"] == {"fixed": 2.0, "blocks": [1.0], "beyond": 30.0}
