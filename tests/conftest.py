@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -31,3 +32,17 @@ def tiny_base(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]
 def tiny_flux1_dev(tiny_base: Callable[[str], Path]) -> Path:
     """Folder of the tiny FLUX.1-dev base. Read only."""
     return tiny_base("flux1_dev")
+
+
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The real tracer and autograd, without the code generator, which needs a C++ compiler here."""
+    import torch
+    import torch._dynamo.utils
+
+    compile_module = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
+    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    yield
+    torch._dynamo.reset()

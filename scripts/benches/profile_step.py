@@ -139,21 +139,23 @@ def block_keys(family_name: str, base: Path, counts: Sequence[int]) -> list[str]
 
 def count_keys(family_name: str, base: Path) -> list[str]:
     """All keys by which a base's trained component counts its blocks. Raises AccessError without a base."""
+    return list(_block_counts(family_name, base))
+
+
+def count_blocks(family_name: str, base: Path) -> int:
+    """All repeated blocks of a base's trained component. Raises AccessError without a base."""
+    return sum(_block_counts(family_name, base).values())
+
+
+def _block_counts(family_name: str, base: Path) -> dict[str, int]:
+    """Repeated blocks by the key that counts them."""
     path = types.require_base(base, "--blocks") / families.get(family_name).trained_component / "config.json"
     if not path.is_file():
         raise AccessError(
             "there is no such file", where=str(path), remedy=f"is this a base of {family_name}?"
         )
     config = json.loads(path.read_text())
-    return [key for key in BLOCK_KEYS if key in config]
-
-
-def count_blocks(family_name: str, base: Path) -> int:
-    """All repeated blocks of a base's trained component. Raises AccessError without a base."""
-    keys = count_keys(family_name, base)
-    path = base / families.get(family_name).trained_component / "config.json"
-    config = json.loads(path.read_text())
-    return sum(int(config[key]) for key in keys)
+    return {key: int(config[key]) for key in BLOCK_KEYS if key in config}
 
 
 def profile(options: argparse.Namespace) -> None:

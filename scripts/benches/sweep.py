@@ -28,7 +28,7 @@ STORED: dict[str, tuple[str, ...]] = {
     "int8": ("features.weights=int8",),
     "nf4": ("features.weights=nf4",),
 }
-COMPILED = ("features.compile=true",)
+_COMPILED = ("features.compile=true",)
 _EAGER = ("features.compile=false",)
 _PARTS = 4
 """Into so many parts the blocks are divided for being recomputed."""
@@ -74,13 +74,13 @@ def all_settings(blocks: int) -> dict[str, tuple[str, ...]]:
     """What the rows are called, and the overrides that make them, for a model of so many blocks."""
     key = "features.activation_checkpointing"
     kept: dict[str, tuple[str, ...]] = {
-        "everything kept": (*COMPILED, f"{key}=false"),
-        **{f"{share} kept": (*COMPILED, f"features.activation_budget={share}") for share in (0.6, 0.4, 0.2)},
+        "everything kept": (*_COMPILED, f"{key}=false"),
+        **{f"{share} kept": (*_COMPILED, f"features.activation_budget={share}") for share in (0.6, 0.4, 0.2)},
         **{
-            f"{count} of {blocks} blocks recomputed": (*COMPILED, f"{key}={count}")
+            f"{count} of {blocks} blocks recomputed": (*_COMPILED, f"{key}={count}")
             for count in sorted({max(1, blocks * part // _PARTS) for part in range(1, _PARTS)})
         },
-        "all blocks recomputed": (*COMPILED, f"{key}=true"),
+        "all blocks recomputed": (*_COMPILED, f"{key}=true"),
     }
     eager = {
         "bf16, eager": (*STORED["bf16"], *_EAGER, f"{key}=false"),
@@ -97,7 +97,7 @@ def _auto(budget: float) -> tuple[str, ...]:
 def judge(rows: Sequence[dict[str, Any]], budget: float) -> dict[str, Any]:
     """auto's milliseconds under a budget beside the fastest measured setting that keeps within it.
 
-    None where auto has no figures, or held more than the budget.
+    Without them where auto has no figures, or held more than the budget.
     """
     known = [row for row in rows if "milliseconds" in row]
     chosen = next((row for row in known if row["setting"] == f"auto, {budget:g} GiB"), None)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.contract.runs import LORA_CASES, Case, Workshop, numbers
 from trainer.modeling.compiled import graphs_compiled
@@ -17,15 +14,7 @@ _SHORT = ("validation.held_out=0", "validation.every_steps=2", "train.log_every_
 _CASES = [LORA_CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in LORA_CASES[1:])]
 
 
-@pytest.fixture(autouse=True)
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The real tracer and autograd, without the code generator, which needs a C++ compiler here."""
-    compile_module = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("traced")
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)

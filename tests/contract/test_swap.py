@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -130,17 +129,6 @@ def test_the_plan_counts_the_blocks_that_wait(case: Case, workshop: Workshop, tm
     for stack in geometry.stacks:
         block = model.get_submodule(f"{stack.name}.0")
         assert sum(p.numel() for p in block.parameters()) == stack.quantized + stack.others
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The real tracer and autograd, without the code generator, which needs a C++ compiler here."""
-    compile_module = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.usefixtures("traced")

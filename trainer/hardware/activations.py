@@ -1,7 +1,8 @@
 """Floor 2: what a micro-batch's activations take: counts of one block, times the run's blocks and tokens.
 
 The counts (activations.json) were made on a GPU by `bench.py count`, in units of tokens x width x bytes of a
-value: what a block keeps for backward is the same for any number of blocks and tokens.
+value: what a block keeps for backward is the same for any number of blocks and tokens. Parts of them are
+derived from shapes: docs/adr/0007-activations-are-counted.md.
 """
 
 from __future__ import annotations
@@ -103,25 +104,26 @@ def activations(
     do. `more` units are added to what each block keeps: it is not of the shape that was counted.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
-    # values that a block keeps of each token of the caption, which it does not compute for
-    captions = [counts["beside"].get(name, 0.0) * units.captions for name in counts["stacks"]]
-    besides = dict.fromkeys(range(len(counts["stacks"])), more)
+    plain = ways[style]["blocks"]
+    # units that a block keeps beyond those of its way; bytes of the caption's tokens, which it only reads
+    extra = [more] * len(plain)
     if linear_inputs:
-        wide, narrow = ways[f"{style}, {_ALL_LINEARS}"]["blocks"], ways[style]["blocks"]
-        pairs = enumerate(zip(wide, narrow, strict=True))
-        besides = {number: more + one - other for number, (one, other) in pairs}
+        wide = ways[f"{style}, {_ALL_LINEARS}"]["blocks"]
+        extra = [more + one - other for one, other in zip(wide, plain, strict=True)]
+    caption_bytes = [counts["beside"].get(name, 0.0) * units.captions for name in counts["stacks"]]
 
     def held(way: str, *, recomputes: bool = False) -> Held:
         found = ways[way]
         each: list[int] = []
         for number, name in enumerate(counts["stacks"]):
             unit = units.captions if name in counts["captions"] else units.every
-            block = found["blocks"][number] + (0.0 if recomputes else besides[number])
-            size = int(block * unit + (0.0 if recomputes else captions[number]))
-            each += [size] * blocks.get(name, 0)
+            size = found["blocks"][number] * unit
+            if not recomputes:
+                size += extra[number] * unit + caption_bytes[number]
+            each += [int(size)] * blocks.get(name, 0)
         beyond = found["beyond"] * units.every
         if recomputes:  # one block's
-            beyond += max(besides.values()) * units.every + max(captions)
+            beyond += max(extra) * units.every + max(caption_bytes)
         return Held(fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond))
 
     shares = {float(way.rpartition(" ")[2]): way for way in ways if compiled and f", {_BUDGET} " in way}

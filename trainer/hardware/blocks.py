@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+_T = TypeVar("_T")
 BLOCK = re.compile(r"(.*?\b\w+\.\d+)\.")
 """Start of a tensor's name: the outermost numbered module that it is in."""
 LEAST_LINEARS = 2
@@ -41,10 +42,8 @@ class Stack:
 
     name: str
     blocks: int
-    linears: int
-    """Linear layers of a block whose weights a quantised base would hold quantised."""
     quantized: int
-    """Parameters of those weights."""
+    """Parameters of the linear weights that a quantised base would hold quantised."""
     rows: int
     """Their output rows."""
     others: int
@@ -66,48 +65,44 @@ def stacks(
     `quantized` are the linears, (out, in) by name, that a quantised base holds quantised, `modulation` those
     that int8 and nf4 hold so besides.
     """
-    blocks: dict[str, dict[str, int]] = {}
-    for name, shape in shapes.items():
-        found = BLOCK.match(name)
-        if found is not None:
-            blocks.setdefault(found[1], {})[name] = math.prod(shape)
-    linears: dict[str, list[tuple[int, int]]] = {name: [] for name in blocks}
-    for name, size in quantized.items():
-        found = BLOCK.match(name)
-        if found is not None:
-            linears[found[1]].append(size)
-    besides: dict[str, list[tuple[int, int]]] = {}
-    for name, size in (modulation or {}).items():
-        found = BLOCK.match(name)
-        if found is not None:
-            besides.setdefault(found[1], []).append(size)
+    tensors, linears = _by_block(shapes), _by_block(quantized)
+    more = _by_block(modulation or {})
     numbered: dict[str, list[str]] = {}
-    for name in blocks:
-        if len(linears[name]) >= LEAST_LINEARS:
+    for name in tensors:
+        if len(linears.get(name, {})) >= LEAST_LINEARS:
             numbered.setdefault(name.rpartition(".")[0], []).append(name)
     kept = frozenset(kept_in_fp32)
     made = []
     for stack, members in numbered.items():
-        largest = max(members, key=lambda name: sum(blocks[name].values()))
-        one = _stack(stack, len(members), blocks[largest], linears[largest], kept)
-        made.append(dataclasses.replace(one, modulation=linears_of(besides.get(largest, ()))))
+        sizes = {name: sum(map(math.prod, tensors[name].values())) for name in members}
+        largest = max(members, key=sizes.__getitem__)
+        own = linears_of(linears[largest].values())
+        made.append(
+            Stack(
+                name=stack,
+                blocks=len(members),
+                quantized=own.parameters,
+                rows=own.rows,
+                others=sizes[largest] - own.parameters,
+                fp32=sum(
+                    math.prod(shape)
+                    for tensor, shape in tensors[largest].items()
+                    if not kept.isdisjoint(tensor.split("."))
+                ),
+                modulation=linears_of(more.get(largest, {}).values()),
+            )
+        )
     return tuple(sorted(made, key=lambda one: (-one.blocks, one.name)))
 
 
-def _stack(
-    name: str, count: int, block: Mapping[str, int], linears: Sequence[tuple[int, int]], kept: frozenset[str]
-) -> Stack:
-    quantized = sum(math.prod(size) for size in linears)
-    fp32 = sum(size for tensor, size in block.items() if not kept.isdisjoint(tensor.split(".")))
-    return Stack(
-        name=name,
-        blocks=count,
-        linears=len(linears),
-        quantized=quantized,
-        rows=sum(rows for rows, _ in linears),
-        others=sum(block.values()) - quantized,
-        fp32=fp32,
-    )
+def _by_block(sizes: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
+    """Those of repeated blocks, by block and name."""
+    found: dict[str, dict[str, _T]] = {}
+    for name, size in sizes.items():
+        block = BLOCK.match(name)
+        if block is not None:
+            found.setdefault(block[1], {})[name] = size
+    return found
 
 
 def waiting(lengths: Sequence[int], count: int) -> list[list[int]]:

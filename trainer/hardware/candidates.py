@@ -18,8 +18,8 @@ PACKAGES = {"int8": "optimum-quanto", "nf4": "bitsandbytes"}
 """What each quantised storage of the base needs."""
 _INSTALL = {"int8": "pip install optimum-quanto", "nf4": "pip install 'trainer[nf4]'"}
 _BUDGETS = (0.6,)
-"""Shares of a compiled block's activations that `auto` tries: what is cheap is recomputed. Below that, whole
-blocks are: how many can be any number, and memory falls by the same with each.
+"""Shares of a compiled block's activations that `auto` tries: what is cheap is recomputed. For less memory
+whole blocks are.
 """
 _PARTS = 8
 """`auto` tries to recompute this many parts of all blocks."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.hardware.blocks import Stack
+from trainer.hardware.blocks import NO_LINEARS, Linears, Stack
 from trainer.hardware.geometry import ComponentGeometry, Geometry, Role
 from trainer.hardware.plan import MemoryRow
 
@@ -158,7 +158,8 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
         rows.append(MemoryRow(name="blocks passing through", bytes=size, detail=detail))
     if storage.weights in PACKED:
         rows += _quantized_extra(storage, geometry)
-    return (*rows, *_overhead(storage, rows))
+    holes = _HOLES_BYTES if storage.weights in PACKED else 0
+    return (*rows, *_overhead(storage, rows, holes=holes))
 
 
 def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[MemoryRow, ...]]:
@@ -253,20 +254,25 @@ def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:
     kept = others * storage.value_bytes + stack.fp32 * _FP32_EXTRA["frozen"]
     if storage.weights not in PACKED:
         return packed * storage.value_bytes + kept
+    everything = max(1, packed_linears(storage, geometry).parameters)
     return (
         kept
         + {
             "int8": packed + rows * _SCALE_BYTES,
             "fp8": packed * storage.weight_copies + rows * _SCALE_BYTES,
-            "nf4": _nf4_bytes(storage, geometry) * packed // max(1, packed_parameters(storage, geometry)),
+            "nf4": _nf4_bytes(storage, geometry) * packed // everything,
         }[storage.weights]
     )
 
 
-def packed_parameters(storage: Storage, geometry: Geometry) -> int:
-    """Parameters that a quantised base of this storage holds quantised."""
-    more = geometry.modulation.parameters if storage.weights in PACK_MODULATION else 0
-    return geometry.quantized_parameters + more
+def packed_linears(storage: Storage, geometry: Geometry) -> Linears:
+    """What a quantised base of this storage holds quantised."""
+    more = geometry.modulation if storage.weights in PACK_MODULATION else NO_LINEARS
+    return Linears(
+        parameters=geometry.quantized_parameters + more.parameters,
+        rows=geometry.quantized_rows + more.rows,
+        largest=max(geometry.largest_quantized, more.largest),
+    )
 
 
 def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
@@ -318,11 +324,9 @@ def _whole_base_row(storage: Storage, geometry: Geometry, trained: int) -> Memor
     if storage.weights not in PACKED:
         detail = f"{_count(trained)}, {storage.weights}{fp32}"
         return MemoryRow(name="base weights", bytes=trained * size + extra, detail=detail)
-    packed = packed_parameters(storage, geometry)
+    all_packed = packed_linears(storage, geometry)
+    packed, rows = all_packed.parameters, all_packed.rows
     kept = trained - packed
-    rows = geometry.quantized_rows
-    if storage.weights in PACK_MODULATION:
-        rows += geometry.modulation.rows
     quantized = {
         "int8": packed + rows * _SCALE_BYTES,
         "fp8": packed * storage.weight_copies + rows * _SCALE_BYTES,
@@ -342,7 +346,7 @@ def _nf4_bytes(storage: Storage, geometry: Geometry) -> int:
     linears = sum(len(part.linears) for part in geometry.components if part.role == "trained")
     if geometry.stored_bytes:
         return geometry.stored_bytes + linears * _NF4_TABLE_BYTES
-    return _nf4_size(packed_parameters(storage, geometry), linears)
+    return _nf4_size(packed_linears(storage, geometry).parameters, linears)
 
 
 def _nf4_size(count: int, linears: int) -> int:
@@ -372,9 +376,7 @@ def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     """A product needs one weight unpacked, or in FP8 transposed, unless a copy is kept so; nf4's scales are
     unpacked to fp32 beside it.
     """
-    largest = geometry.largest_quantized
-    if storage.weights in PACK_MODULATION:
-        largest = max(largest, geometry.modulation.largest)
+    largest = packed_linears(storage, geometry).largest
     name, size = f"{storage.weights} unpacked", largest * storage.value_bytes
     if storage.weights == "nf4":
         size = min(largest, NF4_MOST_UNPACKED) * storage.value_bytes + largest // _NF4_BLOCK * 4
@@ -383,12 +385,10 @@ def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     return [MemoryRow(name=name, bytes=size, detail="one weight at a time, transient")] if size else []
 
 
-def _overhead(storage: Storage, rows: Sequence[MemoryRow]) -> tuple[MemoryRow, ...]:
+def _overhead(storage: Storage, rows: Sequence[MemoryRow], *, holes: int = 0) -> tuple[MemoryRow, ...]:
     if storage.device == "cpu":
         return (MemoryRow(name="process", bytes=_PROCESS_BYTES, detail="Python and libraries"),)
-    lost = int(total(rows) * _FRAGMENTATION)
-    if any(row.name == "base weights" for row in rows) and storage.weights in PACKED:
-        lost += _HOLES_BYTES
+    lost = int(total(rows) * _FRAGMENTATION) + holes
     detail = f"context and workspaces, {_FRAGMENTATION:.0%} lost between blocks"
     return (MemoryRow(name="CUDA", bytes=CUDA_CONTEXT_BYTES + lost, detail=detail),)
 

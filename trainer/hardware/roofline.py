@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trainer.hardware.facts import Gpu, KernelVerdict
 from trainer.hardware.geometry import Geometry
-from trainer.hardware.memory import QUANTIZED, Storage, packed_parameters, waiting_bytes
+from trainer.hardware.memory import QUANTIZED, Storage, packed_linears, waiting_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -188,7 +188,9 @@ def _product_ms(storage: Storage, geometry: Geometry, peaks: Rates, seen: Measur
     if storage.compute == "fp8":
         return geometry.matmul_flops / ((peaks.fp8 or peaks.bf16) * 1e9 * _MATMUL_SHARE["fp8"])
     each = (_UNPACK_BYTES_COMPILED if storage.compile else _UNPACK_BYTES).get(kind, 0.0)
-    unpacked = each * packed_parameters(storage, geometry) * 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
+    unpacked = (
+        each * packed_linears(storage, geometry).parameters * 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
+    )
     return plain + unpacked
 
 

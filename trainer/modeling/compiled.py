@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.modeling.recompute import RECOMPUTED
 
-# distinct shapes of one kind of block that are compiled; beyond a few they are dynamic anyway
+# times that one kind of block is compiled, for new shapes; after a few its sizes are dynamic anyway
 MOST_COMPILED = 16
 
 
@@ -26,8 +26,8 @@ def compile_blocks(
     """Compile every module whose class is named in `kinds`, at its first call; returns their number.
 
     `activation_budget` below 1 recomputes in backward what is cheapest, so that this share of the
-    activations beyond a block's input stays. `say` is told once where more sets of shapes come than are
-    compiled: these run as they are written.
+    activations beyond a block's input stays. `say` is told once of each kind where more shapes come than it
+    is compiled for: these run as they are written.
     """
     import torch._dynamo
     import torch._functorch.config

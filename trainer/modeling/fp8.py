@@ -95,7 +95,7 @@ def times_weight(
     return multiply(gradient, row_scale, transposed.t(), _ones(transposed), None, dtype)
 
 
-# scales of weights that have none left: one tensor a device for all products
+# a product wants scales of both sides, and a gradient's already hold the weight's: ones, on each device
 _kept_ones: dict[torch.device, torch.Tensor] = {}
 _MOST_ONES = 1 << 16
 

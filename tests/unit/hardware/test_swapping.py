@@ -24,7 +24,7 @@ from trainer.hardware.memory import Storage, host_rows, total, train_rows, waiti
 from trainer.hardware.plan import Decision, Plan
 
 Config = Callable[..., RunConfig]
-STACK = Stack(name="blocks", blocks=10, linears=4, quantized=GIB // 16, rows=1024, others=1024 * 1024, fp32=0)
+STACK = Stack(name="blocks", blocks=10, quantized=GIB // 16, rows=1024, others=1024 * 1024, fp32=0)
 
 
 @pytest.fixture

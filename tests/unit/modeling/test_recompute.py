@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -15,17 +13,6 @@ from trainer.modeling.compiled import compile_blocks, graphs_compiled
 from trainer.modeling.recompute import Recomputed, give_base, recompute_blocks
 from trainer.modeling.siblings import join_siblings
 from trainer.modeling.swap import swap_blocks
-
-
-@pytest.fixture
-def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The real tracer and autograd, without the code generator, which needs a C++ compiler here."""
-    compile_module = functools.partialmethod(torch.nn.Module.compile, backend="aot_eager")
-    monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
-    torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def test_outputs_and_gradients_stay_bit_for_bit() -> None:
