@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import shutil
 from typing import Any
 
 import pytest
 
 from scripts.benches import count, gpus, memory
+from scripts.random_base import build
 from trainer import families
-from trainer.engine.geometry import CONFIGS, component_config
+from trainer.engine.geometry import component_config
 from trainer.hardware.activations import Activations, Units, activations, counted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
@@ -37,7 +37,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
     folder = tmp_path_factory.mktemp("bases")
     cases = []
     for family in families.names():
-        shutil.copytree(CONFIGS / family, folder / family)
+        build(family, "full", folder / family, weights=False)
         cases += [memory.Case(family, folder / family, way, count.MODES[way]) for way in ways(family)]
     found = gpus.side_by_side(count.counted_row, cases, jobs=_SIDE_BY_SIDE)
     return {(row["family"], row["mode"]): row for row in found}

@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels through the model, int8, compensated updates, peaks."""
+"""What only a GPU can show: kernels through the model, int8, compensated updates."""
 
 from __future__ import annotations
 
@@ -148,7 +148,7 @@ def test_the_probe_finds_kernels_that_work(verdicts: dict[str, KernelVerdict]) -
 
 
 def test_the_probe_finds_matmuls_that_work(verdicts: dict[str, KernelVerdict]) -> None:
-    assert verdicts["matmul.bf16"].works
+    assert verdicts["matmul.bf16"].works, verdicts["matmul.bf16"].reason
     if torch.cuda.get_device_capability() >= (8, 9):
         assert verdicts["matmul.fp8"].works, verdicts["matmul.fp8"].reason
     assert verdicts["matmul.int8"].works, verdicts["matmul.int8"].reason
@@ -197,23 +197,3 @@ def test_a_bad_step_changes_nothing_on_the_gpu() -> None:
     _, bad = updater.step(1e-3, torch.tensor(1.0, device="cuda"))
     assert bad.item() == 1.0
     assert torch.equal(held["w"], torch.ones_like(held["w"]))
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_peak_memory_is_what_the_family_predicts(checkpointing: bool) -> None:
-    """Activations of three blocks at the real width and 1024 px; the ends weigh much at this depth."""
-    model = build(torch.bfloat16)
-    lora.add_lora(
-        model, rank=16, alpha=16, pattern=FLUX1_DEV.lora_targets["attention"], seed=0, device="cuda:0"
-    )
-    set_attention(model, "flash")
-    if checkpointing:
-        model.enable_gradient_checkpointing()
-    gradients(model.train(), torch.bfloat16)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    gradients(model, torch.bfloat16)
-    measured = torch.cuda.max_memory_allocated() - before
-    shape = Shape(batch_size=1, width=1024, height=1024, text_tokens=512, bytes_per_value=2)
-    predicted = FLUX1_DEV.activations(CONFIG, shape, checkpointing=checkpointing)
-    assert measured == pytest.approx(predicted, rel=0.25)

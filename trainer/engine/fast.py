@@ -68,6 +68,18 @@ def _fused(model: Any, run: Callable[[], None]) -> Fused:
     return fused
 
 
+def _compact(context: Context, model: Any) -> None:
+    """Give back the holes that separate weights left where they were joined."""
+    from trainer.modeling.blockmemory import compact
+    from trainer.modeling.swap import swapped_of
+
+    swapped = swapped_of(model)
+    waiting = () if swapped is None else swapped.blocks
+    blocks = [module for module in model.modules() if type(module).__name__ in context.family.blocks]
+    compact(block for block in blocks if block not in waiting)
+    torch.cuda.empty_cache()
+
+
 def compile_model(context: Context, model: Any) -> None:
     """Fuse what can be computed together; the repeated blocks compile at their first call."""
     from trainer.modeling.compiled import compile_blocks
@@ -77,8 +89,7 @@ def compile_model(context: Context, model: Any) -> None:
     if context.config.method == "lora":
         fused = f"; {_fused(model, small_forward(context, model))}"
         if context.device != "cpu":
-            # holes that the separate weights left
-            torch.cuda.empty_cache()
+            _compact(context, model)
     budget = context.plan.activation_budget
     blocks = compile_blocks(model, context.family.blocks, activation_budget=budget, say=context.say)
     context.say(

@@ -9,6 +9,7 @@ import contextlib
 import importlib.util
 import itertools
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -48,6 +49,7 @@ _PACKAGES = {
 }
 _HOPPER, _FP8_CAPABILITY = (9, 0), (8, 9)
 _REFERENCE_HEADS = 2
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b.*: ")
 _WARMUP, _REPEATS = 3, 10
 
 
@@ -219,9 +221,11 @@ def _failed(kernel: str, shape: AttentionShape, reason: str) -> KernelVerdict:
 
 
 def _death(code: int, stderr: str) -> str:
-    """How the process ended, with the last line it wrote."""
+    """How the process ended, with the exception it raised, else the last line it wrote."""
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
-    last = lines[-1].strip()[:200] if lines else "no message"
+    # what CUDA's errors say stands in their first line, advice in those after it
+    raised = [line for line in lines if _EXCEPTION.match(line)]
+    last = (raised or lines or ["no message"])[-1].strip()[:200]
     if code < 0:
         return f"crashed with {signal.Signals(-code).name}: {last}"
     return f"failed: {last}"

@@ -24,20 +24,23 @@ def measure_matmul(kernel: str, tokens: int, rows: int, columns: int) -> Measure
     device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16
     weight = torch.randn((rows, columns), device=device, dtype=dtype) / columns**0.5
-    inputs = torch.randn((tokens, columns), device=device, dtype=dtype, requires_grad=True)
+    inputs = torch.randn((tokens, columns), device=device, dtype=dtype)
     upstream = torch.randn((tokens, rows), device=device, dtype=dtype)
     linear = _linear(kernel, weight)
 
     def once() -> tuple[torch.Tensor, ...]:
-        output = linear(inputs)
-        return output, *torch.autograd.grad(output, inputs, upstream)
+        # a leaf of its own: autograd waits for the stream that first used one, which a capture must not
+        leaf = inputs.detach().requires_grad_()
+        output = linear(leaf)
+        (gradient,) = torch.autograd.grad(output, leaf, upstream)
+        return output.detach(), gradient
 
     output, gradient = once()
     # rows do not depend on each other
     part = slice(min(tokens, _REFERENCE_ROWS))
     exact = weight.float()
     errors = {
-        "output": relative_error(output[part], inputs.detach()[part].float() @ exact.t()),
+        "output": relative_error(output[part], inputs[part].float() @ exact.t()),
         "gradient of the input": relative_error(gradient[part], upstream[part].float() @ exact),
     }
     # a run replays its steps as graphs
@@ -48,13 +51,14 @@ def measure_matmul(kernel: str, tokens: int, rows: int, columns: int) -> Measure
 def _captured(work: Callable[[], object]) -> Callable[[], object]:
     """`work` as one CUDA graph: its kernels without the time that the host takes to launch them."""
     stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        work()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    with torch.autograd.set_multithreading_enabled(False):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
     return graph.replay
 
 

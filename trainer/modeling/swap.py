@@ -11,8 +11,7 @@ A block's tensors always are views of a buffer, though of another block's bytes 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -20,36 +19,11 @@ from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import HardwareError
 from trainer.hardware.blocks import waiting
+from trainer.modeling.blockmemory import Packed, pack, point, views
 from trainer.modeling.recompute import RECOMPUTED, Recomputed, give_base
 
 Pass = Literal["forward", "backward", "prediction"]
-# compiled kernels may rely on what the allocator gives out; a storage keeps its tensors' places modulo this
-_ALIGNMENT = 256
 _BUFFERS = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Place:
-    """One frozen tensor and where its bytes are in its block's."""
-
-    tensor: torch.Tensor
-    dtype: torch.dtype
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    start: int
-
-    def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor as a view of a block's bytes, 1-D uint8."""
-        typed = memory.view(self.dtype)
-        return torch.as_strided(typed, self.size, self.stride, self.start // self.dtype.itemsize)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Packed:
-    """One block's frozen tensors under each other in host memory."""
-
-    bytes: torch.Tensor
-    places: tuple[_Place, ...]
 
 
 class _Waiting(Recomputed):
@@ -91,7 +65,7 @@ class Swapped:
         self.blocks = tuple(blocks)
         self._device = torch.device(device)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._packed: list[_Packed] = []
+        self._packed: list[Packed] = []
         self._pinned: list[torch.Tensor] = []
         # memory must not be freed while it is pinned; a process that ends unpins it anyway
         weakref.finalize(self, _unpin, self._pinned).atexit = False
@@ -121,13 +95,13 @@ class Swapped:
         """
         self._buffers, self._views = [], []
         for number, block in enumerate(self.blocks):
-            packed, this = _pack(block), slice(number, number + 1)
+            packed, this = pack(block), slice(number, number + 1)
             if self._stream is not None:
                 _unpin(self._pinned[this])
                 _pin(packed.bytes)
                 self._pinned[this] = [packed.bytes]
             self._packed[this] = [packed]
-            _point(packed, packed.bytes)
+            point(packed, packed.bytes)
         largest = max(packed.bytes.numel() for packed in self._packed)
         self._buffers = [
             torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(_BUFFERS)
@@ -135,7 +109,7 @@ class Swapped:
         self._copied = [torch.cuda.Event() for _ in range(_BUFFERS)] if self._stream is not None else []
         self._held: list[int | None] = [None] * _BUFFERS
         self._latest = 0
-        self._views = [[_views(packed, buffer) for buffer in self._buffers] for packed in self._packed]
+        self._views = [[views(packed, buffer) for buffer in self._buffers] for packed in self._packed]
         for number in range(self.number):
             self._bind(number, 0)
 
@@ -143,7 +117,7 @@ class Swapped:
         """Let every block's tensors be those in host memory, to change them; `pack` must follow."""
         self._synchronize()
         for packed in self._packed:
-            _point(packed, packed.bytes)
+            point(packed, packed.bytes)
 
     def stage(self, number: int, turn: Pass) -> None:
         """Have a block's weights on the device for what is enqueued next, and begin to copy the one after.
@@ -228,63 +202,6 @@ def swap_blocks(model: torch.nn.Module, kinds: Sequence[str], count: int, *, dev
 def swapped_of(model: torch.nn.Module) -> Swapped | None:
     """What `swap_blocks` made of the model."""
     return next((module.swapped for module in model.modules() if isinstance(module, _Waiting)), None)
-
-
-def _frozen(block: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The block's frozen tensors; buffers are made its own, as layers of several blocks may share one."""
-    yield from (parameter for parameter in block.parameters() if not parameter.requires_grad)
-    for module in block.modules():
-        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
-            own = module._buffers[name] = buffer.data
-            yield own
-
-
-def _pack(block: torch.nn.Module) -> _Packed:
-    """Copy the bytes of the block's frozen tensors, those that several share once."""
-    tensors = [tensor for tensor in _frozen(block) if tensor.numel()]
-    spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
-    for tensor in tensors:
-        storage, (low, high) = tensor.untyped_storage(), _span(tensor)
-        _, lowest, highest = spans.get(storage.data_ptr(), (storage, low, high))
-        spans[storage.data_ptr()] = storage, min(low, lowest), max(high, highest)
-    starts, end = {}, 0
-    for key, (_, low, high) in spans.items():
-        starts[key] = end - low
-        end += -(-(high - low) // _ALIGNMENT) * _ALIGNMENT
-    memory = torch.empty(end, dtype=torch.uint8)
-    for key, (storage, low, high) in spans.items():
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        memory[starts[key] + low : starts[key] + high].copy_(whole[low:high])
-    return _Packed(bytes=memory, places=tuple(_place(tensor, starts) for tensor in tensors))
-
-
-def _place(tensor: torch.Tensor, starts: dict[int, int]) -> _Place:
-    offset = int(tensor.storage_offset()) * tensor.itemsize
-    return _Place(
-        tensor=tensor,
-        dtype=tensor.dtype,
-        size=tuple(tensor.shape),
-        stride=tensor.stride(),
-        start=starts[tensor.untyped_storage().data_ptr()] + offset,
-    )
-
-
-def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of its storage that a tensor has, down to a multiple of the alignment, and the end."""
-    first = int(tensor.storage_offset())
-    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    low = first * tensor.itemsize // _ALIGNMENT * _ALIGNMENT
-    return low, (last + 1) * tensor.itemsize
-
-
-def _views(packed: _Packed, memory: torch.Tensor) -> list[torch.Tensor]:
-    return [place.within(memory) for place in packed.places]
-
-
-def _point(packed: _Packed, memory: torch.Tensor) -> None:
-    """Let the block's tensors be views of `memory`."""
-    for place, view in zip(packed.places, _views(packed, memory), strict=True):
-        place.tensor.data = view
 
 
 def _unpin(memories: Sequence[torch.Tensor]) -> None:

@@ -82,6 +82,13 @@ def test_a_crash_and_a_wrong_result_are_verdicts(answers: list[Any]) -> None:
     assert (Process.started, Process.running) == (3, 0)
 
 
+def test_the_reason_is_the_exception_not_the_advice_after_it(answers: list[Any]) -> None:
+    said = "warning: x\nTraceback\ntorch.AcceleratorError: CUDA error: not permitted\nCompile with this\n"
+    answers.append((1, said))
+    (found,) = probe.probe(KERNELS[:1], SHAPE, "bf16", {})
+    assert found.reason == "failed: torch.AcceleratorError: CUDA error: not permitted"
+
+
 def test_a_kernel_that_hangs_alone_has_failed(answers: list[Any]) -> None:
     answers.extend([None, (0, GOOD)])
     found = probe.probe(KERNELS[:2], SHAPE, "bf16", {})
