@@ -16,6 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 
 MOST = 1.03
 """Of what is committed: a step that holds more fails."""
+LEAST = 0.7
+"""Of what is committed: one that holds less was counted for other shapes, or is out of date."""
 WAYS = ("eager", "compiled", "compiled, recomputed", "compiled, budget 0.6")
 _SIDE_BY_SIDE = 4
 
@@ -60,8 +62,8 @@ def test_a_step_holds_what_is_committed(
             kept, peak = planned.shares[0.6].kept, planned.peak(budget=0.6)
         else:
             kept, peak = planned.whole.kept, planned.peak()
-        assert held["kept"] == pytest.approx(kept, rel=MOST - 1), cut
-        assert held["peak"] <= MOST * peak, cut
+        assert LEAST * kept <= held["kept"] <= MOST * kept, cut
+        assert LEAST * peak <= held["peak"] <= MOST * peak, cut
 
 
 def _planned(family: str, blocks: dict[str, int], row: dict[str, Any], *, compiled: bool) -> Activations:

@@ -281,8 +281,17 @@ def _compile_obstacle(situation: Situation) -> str:
 _NEEDS_COMPILED = "only with compiled blocks"
 
 
-def cuda_graphs(situation: Situation, geometry: Geometry, storage: Storage) -> Decision:
-    """Whether a micro-batch is replayed as one CUDA graph; raises HardwareError where that cannot be had."""
+# share of an imposed budget beyond which memory between tensors decides whether a run fits
+_TIGHT = 0.96
+
+
+def cuda_graphs(
+    situation: Situation, geometry: Geometry, storage: Storage, *, filled: float = 0.0
+) -> Decision:
+    """Whether a micro-batch is replayed as one CUDA graph; raises HardwareError where that cannot be had.
+
+    `filled` is the share of an imposed budget that training is predicted to fill.
+    """
     asked, feature, key = situation.config.features.cuda_graphs, "cuda_graphs", "features.cuda_graphs"
     obstacle = _graphs_obstacle(situation, geometry, storage)
     if asked != "auto":
@@ -293,6 +302,10 @@ def cuda_graphs(situation: Situation, geometry: Geometry, storage: Storage) -> D
             raise situation.refuse(key, obstacle, remedy)
         source = situation.source(key)
         return Decision(feature=feature, value=on_off(asked), source=source, reason="as written")
+    if filled > _TIGHT and not obstacle:
+        obstacle = (
+            f"{filled:.0%} of the budget is filled, and what graphs hold cannot be given back in pieces"
+        )
     reason = obstacle or "thousands of launches become one: the host's speed does not matter"
     return Decision(feature=feature, value=on_off(not obstacle), source="auto", reason=reason)
 

@@ -183,6 +183,8 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
         swap=swap and swapping.may_swap(situation, geometry),
     )
     swapping.require_room(situation, chosen.storage, geometry)
+    imposed = situation.config.features.memory_budget != "auto"
+    filled = memory.total(chosen.train) / limit.bytes if imposed else 0.0
     return _Decided(
         situation=situation,
         geometry=geometry,
@@ -190,7 +192,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
         tf32=tf32,
         attention=attention,
         compiling=candidates.compiling(situation, chosen.storage, compiling),
-        graphs=choices.cuda_graphs(situation, geometry, chosen.storage),
+        graphs=choices.cuda_graphs(situation, geometry, chosen.storage, filled=filled),
         optimizer=_optimizer(situation.config.method, dtype.value),
         loader=loader,
         limit=dataclasses.replace(limit, reason=target.reason),

@@ -15,6 +15,27 @@ from torch.library import triton_op, wrap_triton
 _TILE = 128
 # values of a row that one program holds in registers; longer rows are read twice
 MOST_HELD = 16384
+# columns up to which one part is as fast as two
+MOST_NARROW = 4096
+
+
+def parts(columns: int) -> dict[str, int | bool]:
+    """How one program holds a row: in one part or two, of powers of two that leave few lanes idle.
+
+    Three quarters of a power of two, as widths are, would leave a quarter of its lanes with nothing to do.
+    """
+    first = min(triton.next_power_of_2(columns), MOST_HELD)
+    second = 0
+    if MOST_NARROW < columns < first:
+        first //= 2
+        second = triton.next_power_of_2(columns - first)
+    looped = columns > first + second
+    return {"FIRST": first, "SECOND": second, "EXACT": first + second == columns, "LOOPED": looped}
+
+
+def warps(columns: int) -> int:
+    """For one row of so many values."""
+    return 4 if columns <= MOST_NARROW else 8 if columns <= MOST_HELD else 16
 
 
 @triton_op("trainer::quantize_rows", mutates_args={})
@@ -25,7 +46,6 @@ def quantize_rows(
     rows, columns = values.shape
     quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
-    block = min(triton.next_power_of_2(columns), MOST_HELD)
     wrap_triton(_quantize)[(rows,)](
         values,
         values if column_scale is None else column_scale,
@@ -35,11 +55,33 @@ def quantize_rows(
         MOST=most,
         LEAST=least,
         SCALED=column_scale is not None,
-        BLOCK=block,
-        LOOPED=columns > block,
-        num_warps=4 if block <= 4096 else 8 if block <= 8192 else 16,
+        **parts(columns),
+        num_warps=warps(columns),
     )
     return quantized, scale
+
+
+@triton.jit
+def _scaled(values, column_scale, column, columns, SCALED: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """These columns of a row in fp32, * column_scale; zeros beyond it."""
+    if EXACT:
+        part = tl.load(values + column).to(tl.float32)
+        if SCALED:
+            part *= tl.load(column_scale + column)
+    else:
+        part = tl.load(values + column, mask=column < columns, other=0.0).to(tl.float32)
+        if SCALED:
+            part *= tl.load(column_scale + column, mask=column < columns, other=0.0)
+    return part
+
+
+@triton.jit
+def store_part(quantized, part, inverse, column, columns, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    """These columns of a row as FP8."""
+    if EXACT:
+        tl.store(quantized + column, (part * inverse).to(tl.float8e4nv))
+    else:
+        tl.store(quantized + column, (part * inverse).to(tl.float8e4nv), mask=column < columns)
 
 
 @triton.jit
@@ -52,47 +94,48 @@ def _quantize(  # type: ignore[no-untyped-def]
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
     SCALED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    EXACT: tl.constexpr,
     LOOPED: tl.constexpr,
 ):
     row = tl.program_id(0)
     start = row.to(tl.int64) * columns
-    column = tl.arange(0, BLOCK)
+    values += start
+    quantized += start
+    column = tl.arange(0, FIRST)
     if LOOPED:
-        largest = tl.zeros((BLOCK,), dtype=tl.float32)
-        for first in range(0, columns, BLOCK):
-            inside = first + column < columns
-            part = tl.load(values + start + first + column, mask=inside, other=0.0).to(tl.float32)
-            if SCALED:
-                part *= tl.load(column_scale + first + column, mask=inside, other=0.0)
-            largest = tl.maximum(largest, tl.abs(part), propagate_nan=tl.PropagateNan.ALL)
-        factor = tl.maximum(largest_of(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        largest = tl.zeros((FIRST,), dtype=tl.float32)
+        for first in range(0, columns, FIRST):
+            part = _scaled(values, column_scale, first + column, columns, SCALED, False)
+            largest = greater(largest, tl.abs(part))
+        factor = greater(largest_of(largest), LEAST) / MOST
         tl.store(scale + row, factor)
-        for first in range(0, columns, BLOCK):
-            inside = first + column < columns
-            part = tl.load(values + start + first + column, mask=inside, other=0.0).to(tl.float32)
-            if SCALED:
-                part *= tl.load(column_scale + first + column, mask=inside, other=0.0)
-            tl.store(quantized + start + first + column, (part / factor).to(tl.float8e4nv), mask=inside)
+        for first in range(0, columns, FIRST):
+            part = _scaled(values, column_scale, first + column, columns, SCALED, False)
+            store_part(quantized, part, 1.0 / factor, first + column, columns, False)
     else:
-        inside = column < columns
-        part = tl.load(values + start + column, mask=inside, other=0.0).to(tl.float32)
-        if SCALED:
-            part *= tl.load(column_scale + column, mask=inside, other=0.0)
-        factor = tl.maximum(largest_of(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        part = _scaled(values, column_scale, column, columns, SCALED, EXACT)
+        factor = greater(largest_of(tl.abs(part)), LEAST) / MOST
+        if SECOND > 0:
+            beyond = FIRST + tl.arange(0, SECOND)
+            rest = _scaled(values, column_scale, beyond, columns, SCALED, EXACT)
+            factor = greater(factor, largest_of(tl.abs(rest)) / MOST)
+            store_part(quantized, rest, 1.0 / factor, beyond, columns, EXACT)
         tl.store(scale + row, factor)
-        tl.store(quantized + start + column, (part / factor).to(tl.float8e4nv), mask=inside)
+        store_part(quantized, part, 1.0 / factor, column, columns, EXACT)
 
 
 @triton.jit
-def _greater(left, right):  # type: ignore[no-untyped-def]
+def greater(left, right):  # type: ignore[no-untyped-def]
+    """NaN where one of both is."""
     return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
 def largest_of(part):  # type: ignore[no-untyped-def]
     """NaN where one value is."""
-    return tl.reduce(part, 0, _greater)
+    return tl.reduce(part, 0, greater)
 
 
 @triton_op("trainer::transpose_bytes", mutates_args={})

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from trainer.modeling.kernels import MOST_HELD, largest_of
+from trainer.modeling.kernels import greater, largest_of, parts, store_part, warps
 
 
 @triton_op("trainer::gelu_quantize_rows", mutates_args={})
@@ -24,7 +24,6 @@ def gelu_quantize_rows(
     columns = first + values.shape[1]
     quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
-    block = min(triton.next_power_of_2(columns), MOST_HELD)
     wrap_triton(_gelu_quantize)[(rows,)](
         values if left is None else left,
         values,
@@ -37,9 +36,8 @@ def gelu_quantize_rows(
         MOST=most,
         LEAST=least,
         JOINED=left is not None,
-        BLOCK=block,
-        LOOPED=columns > block,
-        num_warps=_warps(block),
+        **parts(columns),
+        num_warps=warps(columns),
     )
     return quantized, scale
 
@@ -52,7 +50,6 @@ def gelu_backward_quantize_rows(
     rows, columns = values.shape
     quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
     scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
-    block = min(triton.next_power_of_2(columns), MOST_HELD)
     wrap_triton(_gelu_backward_quantize)[(rows,)](
         gradient,
         values,
@@ -64,15 +61,10 @@ def gelu_backward_quantize_rows(
         columns,
         MOST=most,
         LEAST=least,
-        BLOCK=block,
-        LOOPED=columns > block,
-        num_warps=_warps(block),
+        **parts(columns),
+        num_warps=warps(columns),
     )
     return quantized, scale
-
-
-def _warps(block: int) -> int:
-    return 4 if block <= 4096 else 8 if block <= 8192 else 16
 
 
 # GELU is value * sigmoid(2 u) with u = sqrt(2 / pi) (value + 0.044715 value^3), as sigmoid(2 u) is half of
@@ -104,7 +96,9 @@ def _gelu_slope(value):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _activated(left, values, column, first, columns, JOINED: tl.constexpr):  # type: ignore[no-untyped-def]
+def _activated(  # type: ignore[no-untyped-def]
+    left, values, column, first, columns, JOINED: tl.constexpr, EXACT: tl.constexpr
+):
     """These columns of [left, gelu(values)] in fp32, rounded as they would be stored; zeros beyond it."""
     if JOINED:
         inside = (column >= first) & (column < columns)
@@ -112,6 +106,8 @@ def _activated(left, values, column, first, columns, JOINED: tl.constexpr):  # t
         value = _gelu(value).to(values.dtype.element_ty).to(tl.float32)
         beside = tl.load(left + column, mask=column < first, other=0.0).to(tl.float32)
         value = tl.where(column < first, beside, value)
+    elif EXACT:
+        value = _gelu(tl.load(values + column).to(tl.float32)).to(values.dtype.element_ty).to(tl.float32)
     else:
         value = tl.load(values + column, mask=column < columns, other=0.0).to(tl.float32)
         value = _gelu(value).to(values.dtype.element_ty).to(tl.float32)
@@ -131,40 +127,51 @@ def _gelu_quantize(  # type: ignore[no-untyped-def]
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
     JOINED: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    EXACT: tl.constexpr,
     LOOPED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     left += row * left_stride
     values += row * values_stride
     quantized += row * columns
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, FIRST)
     if LOOPED:
-        largest = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(0, columns, BLOCK):
-            part = _activated(left, values, start + column, first, columns, JOINED)
-            largest = tl.maximum(largest, tl.abs(part), propagate_nan=tl.PropagateNan.ALL)
-        factor = tl.maximum(largest_of(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        largest = tl.zeros((FIRST,), dtype=tl.float32)
+        for start in range(0, columns, FIRST):
+            part = _activated(left, values, start + column, first, columns, JOINED, False)
+            largest = greater(largest, tl.abs(part))
+        factor = greater(largest_of(largest), LEAST) / MOST
         tl.store(scale + row, factor)
-        for start in range(0, columns, BLOCK):
-            part = _activated(left, values, start + column, first, columns, JOINED)
-            inside = start + column < columns
-            tl.store(quantized + start + column, (part / factor).to(tl.float8e4nv), mask=inside)
+        for start in range(0, columns, FIRST):
+            part = _activated(left, values, start + column, first, columns, JOINED, False)
+            store_part(quantized, part, 1.0 / factor, start + column, columns, False)
     else:
-        part = _activated(left, values, column, first, columns, JOINED)
-        factor = tl.maximum(largest_of(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        part = _activated(left, values, column, first, columns, JOINED, EXACT)
+        factor = greater(largest_of(tl.abs(part)), LEAST) / MOST
+        if SECOND > 0:
+            beyond = FIRST + tl.arange(0, SECOND)
+            rest = _activated(left, values, beyond, first, columns, JOINED, EXACT)
+            factor = greater(factor, largest_of(tl.abs(rest)) / MOST)
+            store_part(quantized, rest, 1.0 / factor, beyond, columns, EXACT)
         tl.store(scale + row, factor)
-        tl.store(quantized + column, (part / factor).to(tl.float8e4nv), mask=column < columns)
+        store_part(quantized, part, 1.0 / factor, column, columns, EXACT)
 
 
 @triton.jit
-def _scaled_gradient(gradient, values, column_scale, column, columns):  # type: ignore[no-untyped-def]
+def _scaled_gradient(gradient, values, column_scale, column, columns, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     """These columns of gradient * gelu'(values), rounded as they would be stored, * column_scale."""
-    inside = column < columns
-    value = tl.load(values + column, mask=inside, other=0.0).to(tl.float32)
-    given = tl.load(gradient + column, mask=inside, other=0.0).to(tl.float32)
-    part = (given * _gelu_slope(value)).to(gradient.dtype.element_ty).to(tl.float32)
-    return part * tl.load(column_scale + column, mask=inside, other=0.0)
+    if EXACT:
+        value = tl.load(values + column).to(tl.float32)
+        given = tl.load(gradient + column).to(tl.float32)
+        across = tl.load(column_scale + column)
+    else:
+        inside = column < columns
+        value = tl.load(values + column, mask=inside, other=0.0).to(tl.float32)
+        given = tl.load(gradient + column, mask=inside, other=0.0).to(tl.float32)
+        across = tl.load(column_scale + column, mask=inside, other=0.0)
+    return (given * _gelu_slope(value)).to(gradient.dtype.element_ty).to(tl.float32) * across
 
 
 @triton.jit
@@ -179,27 +186,33 @@ def _gelu_backward_quantize(  # type: ignore[no-untyped-def]
     columns,
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    EXACT: tl.constexpr,
     LOOPED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
     gradient += row * gradient_stride
     values += row * values_stride
     quantized += row * columns
-    column = tl.arange(0, BLOCK)
+    column = tl.arange(0, FIRST)
     if LOOPED:
-        largest = tl.zeros((BLOCK,), dtype=tl.float32)
-        for start in range(0, columns, BLOCK):
-            part = _scaled_gradient(gradient, values, column_scale, start + column, columns)
-            largest = tl.maximum(largest, tl.abs(part), propagate_nan=tl.PropagateNan.ALL)
-        factor = tl.maximum(largest_of(largest), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        largest = tl.zeros((FIRST,), dtype=tl.float32)
+        for start in range(0, columns, FIRST):
+            part = _scaled_gradient(gradient, values, column_scale, start + column, columns, False)
+            largest = greater(largest, tl.abs(part))
+        factor = greater(largest_of(largest), LEAST) / MOST
         tl.store(scale + row, factor)
-        for start in range(0, columns, BLOCK):
-            part = _scaled_gradient(gradient, values, column_scale, start + column, columns)
-            inside = start + column < columns
-            tl.store(quantized + start + column, (part / factor).to(tl.float8e4nv), mask=inside)
+        for start in range(0, columns, FIRST):
+            part = _scaled_gradient(gradient, values, column_scale, start + column, columns, False)
+            store_part(quantized, part, 1.0 / factor, start + column, columns, False)
     else:
-        part = _scaled_gradient(gradient, values, column_scale, column, columns)
-        factor = tl.maximum(largest_of(tl.abs(part)), LEAST, propagate_nan=tl.PropagateNan.ALL) / MOST
+        part = _scaled_gradient(gradient, values, column_scale, column, columns, EXACT)
+        factor = greater(largest_of(tl.abs(part)), LEAST) / MOST
+        if SECOND > 0:
+            beyond = FIRST + tl.arange(0, SECOND)
+            rest = _scaled_gradient(gradient, values, column_scale, beyond, columns, EXACT)
+            factor = greater(factor, largest_of(tl.abs(rest)) / MOST)
+            store_part(quantized, rest, 1.0 / factor, beyond, columns, EXACT)
         tl.store(scale + row, factor)
-        tl.store(quantized + column, (part / factor).to(tl.float8e4nv), mask=column < columns)
+        store_part(quantized, part, 1.0 / factor, column, columns, EXACT)

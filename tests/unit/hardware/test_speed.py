@@ -170,7 +170,7 @@ def test_an_imposed_budget_replaces_the_profiles_share(config: Config, geometry:
     assert found.budget_bytes == int(6.2 * GIB)
     assert found.peak_bytes <= found.budget_bytes
     assert found.activation_checkpointing
-    assert row(found, "memory_budget").reason == "imposed, of 80.0 GiB"
+    assert row(found, "memory_budget").reason.startswith("imposed, of 80.0 GiB; 2% is left")
     # all of a card may be imposed, though a profile would leave a part of it
     assert plan(config(features__memory_budget="80GiB"), hopper(), geometry).budget_bytes == 80 * GIB
     with pytest.raises(HardwareError, match=r"features\.memory_budget: 81GiB is more than .* 80\.00 GiB"):
