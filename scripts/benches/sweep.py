@@ -4,27 +4,35 @@
 
 Every way to store the base is measured with nothing recomputed, with cheap parts of all blocks recomputed,
 and with a quarter of the blocks to all, compiled, and bf16 eager too: milliseconds of a step and the most
-device memory that was held. Then each budget's plan is made as `trainer plan --budget` makes it, and measured
-in the same way. The best is the fastest setting whose measured peak is within the budget. Each run is alone
-on its GPU; where CUDA_VISIBLE_DEVICES names several, they work side by side.
+device memory that was held. Before that each budget's plan is made as `trainer plan --budget` makes it, and
+measured in the same way. The best is the fastest setting whose measured peak is within the budget. Each run
+is alone on its GPU; where CUDA_VISIBLE_DEVICES names several, they work side by side.
+
+A setting is left out where it cannot be the best under any budget: its predicted peak is more than 6 % above
+the largest, or a faster one fits each budget that it may fit. It is no faster than those of the same storage
+that recompute less. --all leaves none out.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Mapping, Sequence
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 from scripts.benches import arguments as types
 from scripts.benches import gpus, machine, memory, profile_step
+from trainer.errors import TrainerError
 
 STORED: dict[str, tuple[str, ...]] = {
-    "bf16": ("features.weights=bf16", "features.compute=bf16"),
     "fp8": ("features.weights=fp8", "features.compute=fp8"),
     "fp8, one copy": ("features.weights=fp8", "features.compute=fp8"),
+    "bf16": ("features.weights=bf16", "features.compute=bf16"),
     "int8": ("features.weights=int8",),
     "nf4": ("features.weights=nf4",),
 }
@@ -33,6 +41,8 @@ _EAGER = ("features.compile=false",)
 _PARTS = 4
 """Into so many parts the blocks are divided for being recomputed."""
 _TIMED = 10
+_MISSED = 1.06
+"""Of a budget: what is predicted to need more does not fit. Predictions miss by up to 4 %."""
 # a run that is long enough for auto to compile
 _LONG = "train.max_train_steps=3000"
 
@@ -57,7 +67,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for name, overrides in settings.items()
     ]
-    rows = gpus.side_by_side(memory.measured_row, cases, jobs=len(found), gpus=found)
+    known: list[dict[str, Any]] = []
+
+    def measured(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
+        row: dict[str, Any] = {"family": family, "setting": case.setting}
+        needless = "" if options.all else _needless(case, known, options.budgets)
+        row = {**row, "left_out": needless} if needless else memory.measured_row(case, environ)
+        known.append(row)
+        return row
+
+    rows = gpus.side_by_side(measured, cases, jobs=len(found), gpus=found)
     verdicts = [judge(rows, budget) for budget in options.budgets]
     for verdict in verdicts:
         print(json.dumps(verdict))
@@ -68,6 +87,58 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("auto has no figures under some budget, or held more than it", file=sys.stderr)
         return 1
     return 0
+
+
+def _needless(case: memory.Case, known: Sequence[dict[str, Any]], budgets: Sequence[float]) -> str:
+    """Why a setting cannot be the best under any budget; empty where it can, or where nothing is known."""
+    if case.setting.startswith("auto"):
+        return ""
+    with tempfile.TemporaryDirectory(prefix="sweep-") as scratch:
+        try:
+            _, plan = memory.planned(case, Path(scratch))
+        except TrainerError as error:
+            return str(error)
+    # a plan counts as many copies of the weights as it would take itself
+    needed = 0.0 if case.weight_copies else sum(part.bytes for part in plan.train_memory) / 2**30
+    return needless(case.setting, needed, [row for row in known if "milliseconds" in row], budgets)
+
+
+def needless(setting: str, needed: float, known: Sequence[dict[str, Any]], budgets: Sequence[float]) -> str:
+    """As `_needless`, for a setting whose predicted peak in GiB is `needed`, beside measured rows."""
+    fitted = [budget for budget in budgets if needed <= _MISSED * budget]
+    if not fitted:
+        return f"needs {needed:.1f} GiB by prediction"
+    # what recomputes more is slower
+    least = max(
+        (row["milliseconds"] for row in known if recomputes_less(row["setting"], setting)), default=0.0
+    )
+    best = [
+        min((row["milliseconds"] for row in known if peak(row) <= one), default=math.inf) for one in fitted
+    ]
+    return f"{least} ms at least, {best} are known" if all(least >= one for one in best) else ""
+
+
+def recomputes_less(other: str, setting: str) -> bool:
+    """Whether `other` stores the base as `setting` does, and recomputes only a part of what that does."""
+    stored, _, way = setting.rpartition(", ")
+    other_stored, _, other_way = other.rpartition(", ")
+    if stored != other_stored or other == setting:
+        return False
+    # comparisons with what a way does not say are false
+    shares, counts = (_share(other_way), _share(way)), (_count(other_way), _count(way))
+    return other_way == "everything kept" or shares[0] > shares[1] or counts[0] < counts[1]
+
+
+def _share(way: str) -> float:
+    """Of the activations that are kept, where cheap parts of all blocks are recomputed."""
+    return float(way.split()[0]) if way.endswith(" kept") and way != "everything kept" else math.nan
+
+
+def _count(way: str) -> float:
+    """Blocks that are recomputed."""
+    if way == "all blocks recomputed":
+        return math.inf
+    return float(way.split()[0]) if way.endswith(" blocks recomputed") else math.nan
 
 
 def all_settings(blocks: int) -> dict[str, tuple[str, ...]]:
@@ -130,6 +201,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--budgets", type=types.amounts, default=(16.0, 24.0, 48.0), help="GiB, separated by commas"
     )
+    parser.add_argument("--all", action="store_true", help="measure what cannot be the best, too")
     parser.add_argument("--record", type=types.new_file, help="write the rows here")
     return parser
 

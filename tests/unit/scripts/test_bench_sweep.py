@@ -106,3 +106,38 @@ def test_a_machine_without_nvidia_smi_hides_no_gpu(monkeypatch: pytest.MonkeyPat
         return "CUDA_VISIBLE_DEVICES" in environ
 
     assert gpus.side_by_side(work, range(2), jobs=1, gpus=[""]) == [False, False]
+
+
+def test_what_recomputes_less_is_no_slower() -> None:
+    chain = [f"fp8, {way}" for way in ("everything kept", "0.6 kept", "0.4 kept")]
+    blocks = [f"fp8, {way}" for way in ("14 of 57 blocks recomputed", "42 of 57 blocks recomputed")]
+    every = "fp8, all blocks recomputed"
+    assert sweep.recomputes_less(chain[0], chain[1]) and sweep.recomputes_less(chain[1], chain[2])
+    assert sweep.recomputes_less(chain[0], blocks[0]) and sweep.recomputes_less(blocks[0], blocks[1])
+    assert sweep.recomputes_less(blocks[1], every)
+    others = [
+        (chain[1], blocks[0]),
+        (blocks[1], blocks[0]),
+        (chain[2], every),
+        (every, chain[0]),
+        (every, every),
+    ]
+    assert not any(sweep.recomputes_less(other, setting) for other, setting in others)
+    assert not sweep.recomputes_less("fp8, one copy, everything kept", "fp8, all blocks recomputed")
+    assert not sweep.recomputes_less("bf16, eager", "bf16, all blocks recomputed")
+
+
+def test_only_what_cannot_be_the_best_is_left_out() -> None:
+    known = [
+        row("fp8, everything kept", 240.0, 43.0),
+        row("fp8, one copy, all blocks recomputed", 340.0, 15.0),
+    ]
+    budgets = (16.0, 24.0, 48.0)
+    assert sweep.needless("bf16, everything kept", 60.0, known, budgets) == "needs 60.0 GiB by prediction"
+    # nothing that fits 24 GiB is faster by what is known
+    assert not sweep.needless("int8, 0.6 kept", 24.9, known, budgets)
+    slow = [*known, row("int8, everything kept", 400.0, 40.0)]
+    assert "400.0 ms at least" in sweep.needless("int8, 0.6 kept", 24.9, slow, budgets)
+    # a prediction may miss by some per cent
+    assert not sweep.needless("nf4, everything kept", 16.9, known, budgets)
+    assert sweep.needless("fp8, 0.6 kept", 36.0, known, budgets) == "240.0 ms at least, [240.0] are known"
