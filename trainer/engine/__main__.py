@@ -99,7 +99,7 @@ def _work(
     """Everything that needs torch."""
     from trainer.engine import run
     from trainer.engine.context import Context
-    from trainer.errors import OutOfMemoryError
+    from trainer.engine.shortage import out_of_memory
 
     run.quiet_libraries()
     family = get(config.family)
@@ -125,12 +125,7 @@ def _work(
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        raise OutOfMemoryError(
-            f"memory ran out ({error})",
-            where=f"phase {status.phase}",
-            remedy="use features.activation_checkpointing: true, features.weights: int8, or a lower "
-            "data.resolution; the last checkpoint is intact",
-        ) from error
+        raise out_of_memory(error, status.phase, config, context.plan) from error
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
