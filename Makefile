@@ -5,17 +5,19 @@ SHELL := /bin/bash
 
 BIN := .venv/bin
 STAMP := .venv/.installed
+CONTAINER_STAMP := .venv/.installed-container
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Interpreters that are tried, in this order: the first of a supported version that can make a virtual environment.
 PYTHONS ?= python3 python3.13 python3.12 python3.11 python3.14
 # Test processes at a time. One thread each: tiny tensors gain nothing from more.
 WORKERS ?= 2
+IMAGE ?= trainer:0.1.0-cpu
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 # pytest's code 5 is "no test selected", which is no failure where a marker selects tests.
 OR_NONE := || { code=$$?; [ $$code -eq 5 ] || exit $$code; }
 SHELL_FILES = .ci/run $(shell find . -name '*.sh' -not -path './.venv/*' -not -path './build/*')
 
-.PHONY: help setup demo test test-container test-gpu lint type docs golden clean
+.PHONY: help setup demo test test-container test-gpu lint type docs golden scan clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' Makefile
@@ -48,7 +50,17 @@ demo: $(STAMP) ## teach a tiny model a style in two minutes, prove it and see it
 test: $(STAMP) ## all tests that run anywhere
 	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) -m "not gpu and not slow and not container"
 
-test-container: $(STAMP) ## tests that need docker, compose or kubectl
+$(CONTAINER_STAMP): $(STAMP)
+	@$(PIP) --no-build-isolation -e '.[dev,container]'
+	@touch $@
+
+test-container: $(CONTAINER_STAMP) ## images, real containers, compose files and manifests; as root it installs and starts an engine
+	@if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null \
+		&& ! { command -v docker && command -v debootstrap; } >/dev/null; then \
+		echo "installing docker.io and debootstrap"; \
+		apt-get update -qq; \
+		DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends docker.io debootstrap >/dev/null; \
+	fi
 	@$(TEST_ENV) $(BIN)/pytest -q -m container $(OR_NONE)
 
 test-gpu: $(STAMP) ## tests that need a CUDA device
@@ -64,16 +76,23 @@ lint: $(STAMP) ## ruff, import-linter, shellcheck, hadolint
 type: $(STAMP) ## mypy, strict below the data floor
 	$(BIN)/mypy
 
-docs: $(STAMP) ## write the generated files: train_configs/schema.json, docs/families.md, docs/benchmarks.md
+docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmarks.md, tables of DOCKER.md, k8s' copies
 	@mkdir -p build
 	$(BIN)/trainer config schema > build/schema.json
 	$(BIN)/trainer families --markdown > build/families.md
 	mv build/schema.json train_configs/schema.json
 	mv build/families.md docs/families.md
 	$(BIN)/python scripts/bench.py page
+	$(BIN)/python -m scripts.render_docker_md
+	$(BIN)/python -m scripts.render_k8s
 
 golden: $(STAMP) ## write the golden files anew; read the diff before you commit it
 	$(TEST_ENV) $(BIN)/python -m tests.golden.update
+
+scan: ## known flaws in the packages of an image: make scan IMAGE=trainer:0.1.0-cpu (needs trivy or grype)
+	@if command -v trivy >/dev/null; then trivy image --scanners vuln --ignore-unfixed $(IMAGE); \
+	elif command -v grype >/dev/null; then grype $(IMAGE) --only-fixed; \
+	else echo "error: neither trivy nor grype is installed" >&2; exit 1; fi
 
 clean: ## remove what builds and tests leave; keeps .venv and runs/
 	rm -rf build dist .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -44,6 +44,7 @@ from trainer.engine.entries import fill_cache, list_entries
 from trainer.engine.feed import feed
 from trainer.engine.proof import to_device
 from trainer.errors import ExitCode, StoppedError
+from trainer.telemetry.metrics import METRICS_FILE
 from trainer.telemetry.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
 
@@ -132,9 +133,18 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(
     assert (tmp_path / "run" / "samples" / "step-000006.png").exists()
     before = taken[: CHECKPOINT_STEP * ACCUMULATION]
     taken.clear()
-    job = workshop.job(case, tmp_path)
+    published: list[str] = []
+
+    def read_published(phase: Phase, step: int | None, item_done: bool) -> None:
+        if phase is Phase.TRAIN and item_done:
+            published.append((tmp_path / "runtime" / METRICS_FILE).read_text())
+
+    job = workshop.job(case, tmp_path, status=ToldStatus(tmp_path, read_published))
     job.train()
     assert "resumed from step-000005" in job.said
+    # before the first save of this process
+    assert f"trainer_checkpoint_step {CHECKPOINT_STEP}.0" in published[0]
+    assert 'trainer_phase{phase="train"} 1.0' in published[1]
     assert before + taken == straight.samples
     # the log's line after the resume is about the steps that this process made; a row of a language model
     # holds as many conversations as fit

@@ -32,6 +32,7 @@ COMMANDS: dict[str, Row] = {
     "config": Row(target="trainer.cli.config:config", summary="Show, check or document configurations."),
     "families": Row(target="trainer.cli.families:families", summary="List the model families."),
     "health": Row(target="trainer.cli.health:health", summary="Say whether the run is alive."),
+    "preflight": Row(target="trainer.cli.preflight:preflight", summary="Check a container before a command."),
 }
 """In the order in which the help lists them."""
 

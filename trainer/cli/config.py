@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import click
 
 from trainer.cli.options import config_arguments, load_config
+from trainer.config.appliance import IMAGE_ENVIRONMENT, SECRETS
 
 
 @click.group(
@@ -22,6 +24,53 @@ Examples:
 )
 def config() -> None:
     """Show, check or document configurations."""
+
+
+@config.command(
+    epilog="""\b
+Examples:
+  trainer config variables              # with their values here
+  trainer config variables --markdown   # the table of DOCKER.md
+"""
+)
+@click.option("--markdown", is_flag=True, help="Without values, and with what the images set.")
+def variables(markdown: bool) -> None:
+    """List the environment variables that matter to a run."""
+    from trainer.config import environment
+
+    if markdown:
+        click.echo(variables_markdown(), nl=False)
+        return
+    for variable in environment.VARIABLES:
+        value = environment.read(variable.name)
+        shown = "unset" if value is None else "set" if variable.name in SECRETS else f"= {value}"
+        default = f" (unset: {variable.default})" if variable.default else ""
+        click.echo(f"{variable.name}  {shown}\n    {variable.meaning}{default}")
+
+
+def variables_markdown() -> str:
+    """The table of variables as Markdown, one row each, and the one for keys of the configuration."""
+    from trainer.config.environment import CONFIG_PREFIX, VARIABLES
+
+    images = {"TRAINER_PROFILE": "the image's own", **IMAGE_ENVIRONMENT}
+    rows = [
+        (f"`{one.name}`", _code(one.default), _code(images.get(one.name, "")), one.meaning)
+        for one in VARIABLES
+    ]
+    keys = f"any key of the configuration: `{CONFIG_PREFIX}TRAIN__SEED=7` is `train.seed: 7`"
+    rows.append((f"`{CONFIG_PREFIX}SECTION__KEY`", "", "", keys))
+    return markdown_table(("variable", "unset means", "in the images", "meaning"), rows)
+
+
+def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with a newline at its end; a | in a cell is text."""
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def _code(text: str) -> str:
+    """A value as code; words stay words."""
+    return f"`{text}`" if text and " " not in text else text
 
 
 @config.command(

@@ -36,7 +36,21 @@ class Variable:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable(name="TRAINER_PROFILE", default="auto", meaning="hardware profile: dgx-spark, rtx-4090, ..."),
+    Variable(
+        name="TRAINER_PROFILE",
+        default="auto",
+        meaning="hardware profile: auto, dgx-spark, rtx-4090, hopper-fp8, generic-cuda or cpu",
+    ),
+    Variable(
+        name="UNIFIED_MEMORY",
+        default="as the GPU says",
+        meaning="true: only train where CPU and GPU share one memory; false: only where they do not",
+    ),
+    Variable(
+        name="DISABLE_CPU_OFFLOAD",
+        default="false",
+        meaning="true: no weights of the base wait in host memory, whatever fits (features.block_swap: 0)",
+    ),
     Variable(
         name="TRAINER_FACTS", default="", meaning="JSON file that replaces the facts read from this machine"
     ),
@@ -64,15 +78,42 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(name="HF_HUB_CACHE", default="$HF_HOME/hub", meaning="downloaded repositories"),
     Variable(name="HF_HUB_OFFLINE", default="0", meaning="1: never ask the hub"),
     Variable(name="HF_TOKEN", default="", meaning="access token; a file (HF_TOKEN_PATH) leaks less easily"),
+    Variable(name="HF_TOKEN_FILE", default="", meaning="containers: file whose text becomes HF_TOKEN"),
     Variable(name="HF_TOKEN_PATH", default="$HF_HOME/token", meaning="file that holds the access token"),
     Variable(name="XDG_CACHE_HOME", default="~/.cache", meaning="the user's cache folder"),
-    Variable(name="CUDA_VISIBLE_DEVICES", default="all GPUs", meaning="GPUs that the run may use"),
+    Variable(name="HOME", default="the user's", meaning="where libraries write what has no other place"),
     Variable(
-        name="LD_LIBRARY_PATH", default="", meaning="read for warnings: a foreign cuDNN here breaks torch"
+        name="TORCHINDUCTOR_CACHE_DIR",
+        default="$TRAINER_CACHE_DIR/compile/inductor",
+        meaning="compiled blocks, for runs that compile",
     ),
+    Variable(
+        name="TRITON_CACHE_DIR",
+        default="$TRAINER_CACHE_DIR/compile/triton",
+        meaning="compiled kernels, for runs that compile",
+    ),
+    Variable(name="CUDA_VISIBLE_DEVICES", default="all GPUs", meaning="GPUs that a run may use, as 0,1"),
+    Variable(
+        name="NVIDIA_VISIBLE_DEVICES",
+        default="",
+        meaning="GPUs that the container toolkit hands in",
+    ),
+    Variable(
+        name="NVIDIA_DRIVER_CAPABILITIES", default="", meaning="parts of the driver that the toolkit hands in"
+    ),
+    Variable(
+        name="CUDA_HOME",
+        default="/usr/local/cuda",
+        meaning="CUDA toolkit, which `trainer probe` in a container reports; training needs none",
+    ),
+    Variable(name="LD_LIBRARY_PATH", default="", meaning="looked through: a foreign cuDNN here breaks torch"),
     Variable(name="PYTORCH_ALLOC_CONF", default="set by the plan", meaning="torch's allocator"),
+    Variable(
+        name="OMP_WAIT_POLICY", default="set by the plan", meaning="how threads wait on a CPU; yours stays"
+    ),
 )
 
+_SWITCH = {"true": True, "1": True, "false": False, "0": False}
 _NAMES = tuple(variable.name for variable in VARIABLES)
 # what Kubernetes injects for a Service named trainer or trainer-something
 _SERVICE = re.compile(r"_SERVICE_(HOST|PORT(_\w+)?)$|_PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?$")
@@ -89,6 +130,17 @@ def read(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     assert name in _NAMES, f"{name} is not in the table of variables"
     value = (os.environ if environ is None else environ).get(name, "")
     return None if not value or _SERVICE_URL.match(value) else value
+
+
+def switch(name: str, environ: Mapping[str, str] | None = None) -> bool | None:
+    """A listed variable as a switch; None when it is unset. Raises ConfigError for other words."""
+    value = read(name, environ)
+    if value is None:
+        return None
+    found = _SWITCH.get(value.strip().lower())
+    if found is None:
+        raise ConfigError(f'"{value}" is neither true nor false', where=name, remedy="write true or false")
+    return found
 
 
 def runtime_dir() -> Path:
@@ -136,6 +188,15 @@ def user_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
         return Path(value).expanduser()
     base = read("XDG_CACHE_HOME", environ)
     return (Path(base).expanduser() if base else Path("~/.cache").expanduser()) / "trainer"
+
+
+def hub_cache_dir() -> Path:
+    """Folder of repositories that were downloaded from the hub; it need not exist yet."""
+    cache, home, base = read("HF_HUB_CACHE"), read("HF_HOME"), read("XDG_CACHE_HOME")
+    if cache:
+        return Path(cache).expanduser()
+    folder = Path(home) if home else Path(base or "~/.cache") / "huggingface"
+    return folder.expanduser() / "hub"
 
 
 def cache_dir(config: RunConfig, environ: Mapping[str, str] | None = None) -> Path:

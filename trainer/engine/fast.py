@@ -76,8 +76,11 @@ def _compact(context: Context, model: Any) -> None:
     swapped = swapped_of(model)
     waiting = () if swapped is None else swapped.blocks
     blocks = [module for module in model.modules() if type(module).__name__ in context.family.blocks]
-    compact(block for block in blocks if block not in waiting)
-    torch.cuda.empty_cache()
+    for block in blocks:
+        if block not in waiting:
+            compact([block])
+            # each time: without expandable segments no block takes the place of another
+            torch.cuda.empty_cache()
 
 
 def compile_model(context: Context, model: Any) -> None:

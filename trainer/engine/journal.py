@@ -34,10 +34,12 @@ class Journal:
         self._marked = time.monotonic()
 
     def cut_back(self, step: int) -> None:
-        """Forget everything after `step`; at 0 everything, because a fresh start measures that step again."""
+        """Forget everything after a checkpoint's step; at 0 everything: a fresh start measures that step again."""
         last_kept = step if step > 0 else -1
         self.metrics_log.truncate_after(last_kept)
         self.events.truncate_after(last_kept)
+        if step > 0:
+            self.metrics.checkpoint(step)
 
     def start_clock(self) -> None:
         """Start timing the steps up to the next log step; previews and saves in between are not steps."""

@@ -96,7 +96,10 @@ def train(run: Run, state: State) -> None:
         with progress(total, "training", start=state.step) as bar:
             run.journal.start_clock()
             while state.step < total:
+                first = state.flag is None
                 _one_step(run, state, batches)
+                if first:
+                    run.journal.phase(Phase.TRAIN)
                 _after_step(run, state, bar)
         _check_finite(run, state)
         if _keeps_last_step(run):

@@ -16,8 +16,10 @@ from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.machine import read_facts
 from trainer.hardware.plan import Decision, Plan
+from trainer.hardware.preflight import require_memory_kind
 from trainer.hardware.profiles import select
 from trainer.hardware.resolve import dtype_of, resolve
+from trainer.hardware.swapping import NO_OFFLOAD
 from trainer.modeling.source import local_folder
 
 
@@ -43,13 +45,15 @@ def plan_run(
 
     `find_model` says where the base model is on this disk; `local_folder` if not given. Raises
     HardwareError (69) where the machine cannot do it, AccessError (77) where the base model is a folder
-    that is not there.
+    that is not there. UNIFIED_MEMORY and DISABLE_CPU_OFFLOAD of this process's environment are obeyed.
     """
+    unified, no_offload = environment.switch("UNIFIED_MEMORY"), environment.switch(NO_OFFLOAD)
     config, sources = loaded.config, loaded.sources
     family = families.get(config.family)
     check_family(family, loaded)
     folder = (find_model or local_folder)(config)
     profile, reason = select(facts, requested_profile)
+    require_memory_kind(facts, profile, unified)
 
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
         return run_geometry(family, changed, model_folder=folder, dtype=dtype)
@@ -63,6 +67,7 @@ def plan_run(
         sources,
         profile_row=Decision(feature="profile", value=profile.name, source=source, reason=reason),
         geometry_of=geometry_of,
+        offload=not no_offload,
     )
 
 

@@ -49,7 +49,7 @@ _PACKAGES = {
 }
 _HOPPER, _FP8_CAPABILITY = (9, 0), (8, 9)
 _REFERENCE_HEADS = 2
-_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b.*: ")
+_EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b(:|$)")
 _WARMUP, _REPEATS = 3, 10
 
 
@@ -224,7 +224,7 @@ def _death(code: int, stderr: str) -> str:
     """How the process ended, with the exception it raised, else the last line it wrote."""
     lines = [line for line in stderr.strip().splitlines() if line.strip()]
     # what CUDA's errors say stands in their first line, advice in those after it
-    raised = [line for line in lines if _EXCEPTION.match(line)]
+    raised = [line for line in lines if code > 0 and _EXCEPTION.match(line)]
     last = (raised or lines or ["no message"])[-1].strip()[:200]
     if code < 0:
         return f"crashed with {signal.Signals(-code).name}: {last}"

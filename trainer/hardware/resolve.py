@@ -35,22 +35,37 @@ def resolve(
     *,
     profile_row: Decision | None = None,
     geometry_of: GeometryOf | None = None,
+    offload: bool = True,
 ) -> Plan:
     """Every decision of a run with its reason.
 
     What the user wrote is honoured or refused; only `auto` changes. `geometry` is that of the compute type
     that `dtype_of` gives. Raises HardwareError where torch, driver or memory do not suffice, with the
-    nearest configuration that fits where `geometry_of` can size others.
+    nearest configuration that fits where `geometry_of` can size others. Without `offload`
+    (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was written.
     """
     situation = Situation(config=config, facts=facts, profile=profile, sources=sources)
     machine_rows = compatibility.check(facts, profile)
     rows = (*([profile_row] if profile_row else []), *machine_rows)
     if geometry_of is None:
+        situation = situation if offload else swapping.without(situation)
         return _decide(situation, geometry, swap=True).plan(rows)
-    sized = geometry_of
+    return _nearest_told(situation, geometry, rows, geometry_of, offload=offload)
+
+
+def _nearest_told(
+    situation: Situation,
+    geometry: Geometry,
+    rows: tuple[Decision, ...],
+    sized: GeometryOf,
+    *,
+    offload: bool,
+) -> Plan:
+    """The plan, or a refusal that names what does fit."""
 
     def planned(changed: RunConfig, geometry: Geometry, rows: tuple[Decision, ...]) -> Plan:
         other = dataclasses.replace(situation, config=changed)
+        other = other if offload else swapping.without(other)
         try:
             return _decide_whole_or_split(other, geometry, rows, sized, swap=False)
         except fit.DoesNotFitError:
@@ -61,14 +76,23 @@ def resolve(
         return memory.gib(planned(changed, sized(changed, choices.dtype(other).value), ()).peak_bytes)
 
     try:
-        return planned(config, geometry, rows)
+        return planned(situation.config, geometry, rows)
     except fit.DoesNotFitError as error:
+        remedy = nearest_fit(situation.config, peak_of)
+        if not offload:
+            remedy = _offloaded(situation, geometry, sized) + remedy
         raise HardwareError(
-            [
-                Problem(what=problem.what, where=problem.where, remedy=nearest_fit(config, peak_of))
-                for problem in error.problems
-            ]
+            [Problem(what=problem.what, where=problem.where, remedy=remedy) for problem in error.problems]
         ) from None
+
+
+def _offloaded(situation: Situation, geometry: Geometry, sized: GeometryOf) -> str:
+    """Whether the run fits where blocks may wait in host memory, as the beginning of a remedy."""
+    try:
+        peak = _decide_whole_or_split(situation, geometry, (), sized, swap=True).peak_bytes
+    except fit.DoesNotFitError:
+        return ""
+    return f"fits without {swapping.NO_OFFLOAD} ({memory.gib(peak)}); "
 
 
 def _decide_whole_or_split(

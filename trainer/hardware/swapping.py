@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, changed
+from trainer.errors import ConfigError
 from trainer.hardware import memory
 from trainer.hardware.choices import Situation
 from trainer.hardware.geometry import Geometry
@@ -13,12 +14,32 @@ from trainer.hardware.memory import Storage, gib
 from trainer.hardware.plan import Decision
 
 FEATURE, KEY = "block_swap", "features.block_swap"
+NO_OFFLOAD = "DISABLE_CPU_OFFLOAD"
+"""The variable that forbids it."""
 
 
 def written(config: RunConfig) -> int:
     """The number that the user asked for; 0 where the plan may decide."""
     asked = config.features.block_swap
     return 0 if asked == "auto" else asked
+
+
+def without(situation: Situation) -> Situation:
+    """The same where no block may wait. Raises ConfigError for a number of blocks that was written."""
+    count = written(situation.config)
+    if count:
+        raise ConfigError(
+            f"{KEY} is {count}, but {NO_OFFLOAD} is true",
+            where=situation.source(KEY),
+            remedy="leave one of them out",
+        )
+    if situation.config.features.block_swap != "auto":
+        return situation
+    return dataclasses.replace(
+        situation,
+        config=changed(situation.config, {KEY: 0}),
+        sources={**situation.sources, KEY: f"{NO_OFFLOAD}=true"},
+    )
 
 
 def require(situation: Situation, geometry: Geometry) -> None:
@@ -93,7 +114,8 @@ def rows(
     asked = situation.config.features.block_swap
     if asked != "auto":
         source = situation.source(KEY)
-        yield Decision(feature=FEATURE, value=str(asked), source=source, reason="as written")
+        reason = "as written" if asked else "as written: no weights wait in host memory"
+        yield Decision(feature=FEATURE, value=str(asked), source=source, reason=reason)
     elif storage.swapped:
         reason = (
             f"nothing smaller fits: without it training needs {gib(without_bytes)};"

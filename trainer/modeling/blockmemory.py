@@ -97,7 +97,8 @@ def compact(blocks: Iterable[torch.nn.Module]) -> None:
     """Let the frozen tensors of each block lie in one piece, on the device where they are.
 
     Weights that are joined leave holes where the separate ones were, of a size that little else has and too
-    small to be given back: up to a sixth of an int8 base. What a copied block leaves takes the next one.
+    small to be given back: up to a sixth of an int8 base. What a copied block leaves can be given back, or
+    take the next one.
     """
     for block in blocks:
         devices = {tensor.device for tensor in _frozen(block) if tensor.numel()}

@@ -53,7 +53,7 @@ class StopFlag:
             return
         if self.requested is ExitCode.OUT_OF_MEMORY:
             raise OutOfMemoryError(
-                "stopped because the host's available memory fell below the soft floor",
+                "stopped because the host runs out of available memory: below a floor, or soon there",
                 remedy="end other processes or lower data.resolution, then start again to resume",
             )
         raise StoppedError("stopped on request", remedy="start the same command again to resume")

@@ -21,11 +21,10 @@ from typing import TextIO
 
 import trainer
 from trainer.errors import ConfigError, ExitCode, NoSpaceError
-from trainer.telemetry import host, server, status, stop
+from trainer.telemetry import host, memory_floor, server, status, stop
 from trainer.telemetry.metrics import METRICS_FILE
 from trainer.telemetry.status import BUDGET_SECONDS, HUNG_FACTOR, STATUS_FILE, Phase, StatusWriter, Verdict
 
-GIB = 1024**3
 RUNTIME_DIR_VARIABLE = "TRAINER_RUNTIME_DIR"
 _LOCK_FILE = "lock"
 _TICK_SECONDS = 0.1
@@ -36,18 +35,13 @@ _INTERRUPTED = 128 + signal.SIGINT
 
 
 @dataclass(frozen=True, kw_only=True)
-class Limits:
-    """When the supervisor acts. Tests shrink them."""
+class Limits(memory_floor.Floors):
+    """When the supervisor acts; the memory's floors count on unified memory only. Tests shrink them."""
 
     interval_seconds: float = 1.0
     """Time between two looks at heartbeat and memory."""
     budget_scale: float = 1.0
     """Factor on all phase budgets."""
-    soft_floor_bytes: int = 10 * GIB
-    """Unified memory only: below it for `soft_samples` looks in a row, the child is asked to save and end."""
-    soft_samples: int = 5
-    hard_floor_bytes: int = 6 * GIB
-    """Unified memory only: below it the child is killed at once, before the whole host locks up."""
 
 
 def supervise(
@@ -124,7 +118,8 @@ class _Watch:
         self._oom_kills_before = host.oom_kills(memory_events)
         self._asked: tuple[float, signal.Signals, ExitCode] | None = None
         self._killed: tuple[float, int, str] | None = None
-        self._low_samples = 0
+        self._samples: tuple[memory_floor.Sample, ...] = ()
+        self._trained = False
         self._was_healthy = True
         self._awake_since = -math.inf
 
@@ -190,7 +185,8 @@ class _Watch:
 
     def _look(self, now: float) -> None:
         """Look at the heartbeat, at the time since the child was asked to end, and at the memory."""
-        judged = self.verdict()
+        current = status.read_status(self._directory)
+        judged = self._judge(current)
         if judged.healthy != self._was_healthy:
             self._was_healthy = judged.healthy
             kill_at = "" if judged.budget is None else f"; killed at {HUNG_FACTOR * judged.budget:.1f} s"
@@ -201,24 +197,21 @@ class _Watch:
         grace = BUDGET_SECONDS[Phase.SAVE] * self._limits.budget_scale
         if self._asked is not None and now - self._asked[0] > grace:
             self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
+        self._trained = self._trained or (current is not None and current.phase is Phase.TRAIN)
         if self._unified_memory:
-            self._look_at_memory()
+            self._look_at_memory(now)
 
-    def _look_at_memory(self) -> None:
+    def _look_at_memory(self, now: float) -> None:
         available = host.available_bytes(self._meminfo)
         if available is None:
             return
-        limits = self._limits
-        left = f"{available / GIB:.1f} GiB of host memory are left"
-        if available < limits.hard_floor_bytes:
-            floor = f"{limits.hard_floor_bytes / GIB:.1f} GiB"
-            why = f"killed before the host locks up: {left}, the hard floor is {floor}"
-            self._kill(ExitCode.OUT_OF_MEMORY, why)
-        self._low_samples = self._low_samples + 1 if available < limits.soft_floor_bytes else 0
-        if self._low_samples >= limits.soft_samples:
-            floor = f"{limits.soft_floor_bytes / GIB:.1f} GiB"
-            why = f"{left}, the soft floor is {floor}: the run saves and ends"
-            self._ask(stop.MEMORY_SIGNAL, ExitCode.OUT_OF_MEMORY, why)
+        newest = memory_floor.Sample(at=now, available=available, trained=self._trained)
+        self._samples = memory_floor.remember(self._samples, newest, self._limits)
+        decision = memory_floor.decide(self._samples, self._limits)
+        if decision.action is memory_floor.Action.KILL:
+            self._kill(ExitCode.OUT_OF_MEMORY, decision.reason)
+        elif decision.action is memory_floor.Action.ASK:
+            self._ask(stop.MEMORY_SIGNAL, ExitCode.OUT_OF_MEMORY, decision.reason)
 
     def _ask(self, signum: signal.Signals, exit_code: ExitCode, why: str) -> None:
         if self._asked is None and self._killed is None:

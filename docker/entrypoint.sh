@@ -1,0 +1,79 @@
+#!/usr/bin/env bash
+# What a container starts: prepares the environment and becomes the command, under tini, which is PID 1.
+#
+#   no word at all             trainer probe: what this machine is, and how to go on
+#   an option, or a command    trainer WORDS, once `trainer preflight` found nothing wrong
+#   any other program          runs as it is
+#
+# Decisions are made in Python, by `trainer preflight`: here are only those that need no Python. Nothing is downloaded.
+set -euo pipefail
+
+COMMANDS=(plan train fetch cache probe sample verify-lora config families health preflight)
+SECRETS=(HF_TOKEN)
+STOPPED=75
+BAD_CONFIG=78
+
+# fail WHERE WHAT REMEDY: an error as the trainer prints its own
+fail() {
+    printf 'error: bad configuration (exit code %d)\n%s: %s\n    -> %s\n' "$BAD_CONFIG" "$1" "$2" "$3" >&2
+    exit "$BAD_CONFIG"
+}
+
+# file_env NAME: take NAME from the file that NAME_FILE names; an empty file is no value
+file_env() {
+    local name="$1" file_name="${1}_FILE"
+    local file="${!file_name:-}" value="${!name:-}"
+    if [[ -z $file ]]; then
+        return
+    fi
+    if [[ -n $value ]]; then
+        fail "$file_name" "$name is set too" "leave one of them out"
+    elif [[ -d $file ]]; then
+        fail "$file_name" "$file is a folder" "Docker makes one where the file to mount does not exist: check that path"
+    elif [[ ! -e $file ]]; then
+        fail "$file_name" "there is no file $file" "mount it, or leave $file_name out"
+    elif [[ ! -r $file ]]; then
+        fail "$file_name" "$file cannot be read by user $(id -u):$(id -g)" "on the host: chmod or chown the file"
+    fi
+    value="$(<"$file")"
+    value="${value%$'\r'}"
+    unset "$file_name"
+    if [[ -n $value ]]; then
+        export "$name=$value"
+    fi
+}
+
+# is_ours WORD: whether it is for the trainer
+is_ours() {
+    local command
+    for command in "${COMMANDS[@]}"; do
+        if [[ $1 == "$command" ]]; then
+            return 0
+        fi
+    done
+    # a word that no program has is a slip of the pen: the trainer says which command was meant
+    [[ $1 == -* ]] || ! type -P -- "$1" >/dev/null
+}
+
+# a stop before the start is a stop as during a run; bash obeys once the child has ended
+trap 'exit "$STOPPED"' TERM INT
+
+for secret in "${SECRETS[@]}"; do
+    file_env "$secret"
+done
+# libraries ask who runs them, and a container may have any user id, also one without a name
+export USER="${USER:-trainer}"
+
+if [[ ${1:-} == trainer ]]; then
+    shift
+elif [[ $# -gt 0 ]] && ! is_ours "$1"; then
+    exec -- "$@"
+fi
+if [[ $# -eq 0 ]]; then
+    set -- probe
+fi
+
+# two statements: eval "$(...)" would go on after a failure
+exports="$(trainer preflight -- "$@")"
+eval "$exports"
+exec trainer "$@"

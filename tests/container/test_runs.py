@@ -1,0 +1,179 @@
+"""Real containers train, read-only and without network; they are stopped, killed, frozen and resumed."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+
+from tests.container.boxes import Box
+from tests.container.conftest import SOMEBODY, Start, mounts, somebodys
+from tests.container.engine import Engine
+from tests.container.images import ROOT
+from trainer.config.appliance import GROUP, USER
+from trainer.errors import ExitCode
+
+pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]
+
+QUICKSTART = "/opt/trainer/train_configs/quickstart.yaml"
+KILLED = 137
+SHORT = (
+    "train.train_batch_size=2",
+    "train.lr_warmup_steps=0",
+    "validation.prompts=[]",
+    "validation.img_dir=null",
+)
+TMPFS_CACHE = ("--tmpfs", "/cache:mode=1777")
+
+
+def words(steps: int, *overrides: str) -> list[str]:
+    """A short quickstart as words for the image."""
+    settings = (*SHORT, f"train.max_train_steps={steps}", *overrides)
+    return ["train", QUICKSTART, *(word for text in settings for word in ("--set", text))]
+
+
+def steps_saved(output: Path) -> list[str]:
+    return sorted(folder.name for folder in (output / "quickstart" / "checkpoints").glob("step-*"))
+
+
+def require_proved(box: Box, output: Path, *, owner: int) -> None:
+    """The run ended well, with a LoRA that was proved and belongs to the user of the run."""
+    assert box.exit_code() == ExitCode.OK, box.log()
+    assert "Proved: reloaded from disk" in box.log()
+    for name in ("quickstart.safetensors", "quickstart.comfyui.safetensors"):
+        file = output / "quickstart" / "lora" / name
+        assert file.stat().st_size > 10_000
+        assert file.stat().st_uid == owner
+
+
+def folder_of(path: Path, user: str) -> Path:
+    """A folder that this user may write: its own, or one of group 0."""
+    uid, gid = (int(number) for number in user.split(":"))
+    path.mkdir()
+    return somebodys(path, uid=0, gid=0, mode=0o770) if gid == GROUP else somebodys(path, uid=uid, gid=gid)
+
+
+@pytest.mark.parametrize(
+    "user",
+    [f"{USER}:{GROUP}", f"{SOMEBODY}:{SOMEBODY}", f"{random.Random().randrange(20_000, 2**31 - 2)}:{GROUP}"],
+    ids=["default", "caller", "random"],
+)
+def test_the_quickstart_trains_a_proved_lora(start: Start, tmp_path: Path, user: str) -> None:
+    output = folder_of(tmp_path / "output", user)
+    data = tmp_path / "data"
+    data.mkdir()
+    for file in (ROOT / "examples" / "style").glob("c*"):
+        (data / file.name).write_bytes(file.read_bytes())
+    command = [*words(4), "--dataset", "/data", "--output", "/output/quickstart"]
+    options = (*mounts(data=data, output=output), *TMPFS_CACHE)
+    # None: what the image says
+    box = start(*command, options=options, user=None if user == f"{USER}:{GROUP}" else user)
+    require_proved(box, output, owner=int(user.partition(":")[0]))
+    assert f"{len(list(data.glob('*.png')))}/{len(list(data.glob('*.png')))}" in box.log()
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_the_same_command_goes_on_after_a_stop_and_after_a_kill(
+    engine: Engine, start: Start, output: Path, samples_cache: Path, how: str
+) -> None:
+    # its own output_dir is runs/quickstart, which lies on the volume
+    command = words(60, "checkpoint.checkpointing_steps=10")
+    options = mounts(output=output, cache=samples_cache)
+    box = start(*command, options=options)
+    if how == "stop":
+        box.wait_for(lambda: box.step() >= 2)
+        engine.ask("stop", "-t", "120", box.name)
+        assert box.exit_code() == ExitCode.STOPPED, box.log()
+    else:
+        box.wait_for(lambda: steps_saved(output))
+        engine.ask("kill", "-s", "KILL", box.name)
+        assert box.exit_code() == KILLED
+    (saved,) = steps_saved(output)[-1:]
+    assert int(saved.removeprefix("step-")) < 60
+    resumed = start(*command, options=options)
+    require_proved(resumed, output, owner=SOMEBODY)
+    assert f"resumed from {saved}" in resumed.log().lower() or saved in resumed.log()
+    assert "step-000060" in steps_saved(output)
+
+
+def test_a_frozen_run_turns_unhealthy_and_is_ended(
+    start: Start, output: Path, samples_cache: Path, tmp_path: Path
+) -> None:
+    # the budgets of the image are minutes: in this container training may be silent for 6 s
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    shrink = "from trainer.telemetry.status import BUDGET_SECONDS, Phase\nBUDGET_SECONDS[Phase.TRAIN] = 6.0\n"
+    (patch / "sitecustomize.py").write_text(shrink)
+    checks = ("--health-interval", "1s", "--health-retries", "1", "--health-timeout", "5s")
+    options = (*mounts(output=output, cache=samples_cache, patch=patch), "-e", "PYTHONPATH=/patch", *checks)
+    box = start(*words(100_000, "checkpoint.checkpointing_steps=100000"), options=options)
+    assert box.health() == "starting"
+    box.wait_for(lambda: box.step() >= 1)
+    box.wait_for(lambda: box.health() == "healthy")
+    _in(box, f"kill -STOP {box.training_pid()}")
+    box.wait_for(lambda: box.health() == "unhealthy")
+    assert box.exit_code() == ExitCode.HUNG
+    assert "unhealthy: no heartbeat for" in box.log()
+    assert "killed as hung" in box.log()
+
+
+def test_a_bad_configuration_is_named_in_the_log(start: Start, output: Path, tmp_path: Path) -> None:
+    config = tmp_path / "config"
+    config.mkdir()
+    text = (ROOT / "train_configs" / "quickstart.yaml").read_text()
+    (config / "bad.yaml").write_text(text.replace("learning_rate:", "learning_rat:"))
+    box = start("train", "/config/bad.yaml", options=(*mounts(config=config, output=output), *TMPFS_CACHE))
+    assert box.exit_code() == ExitCode.BAD_CONFIG
+    assert "learning_rat" in box.log()
+    assert "did you mean" in box.log()
+    assert "Traceback" not in box.log()
+
+
+def test_a_full_disk_ends_the_run_and_spares_the_last_checkpoint(
+    engine: Engine, start: Start, samples_cache: Path
+) -> None:
+    volume = f"trainer-test-{random.Random().randrange(10**9)}"
+    tmpfs = ("type=tmpfs", "device=tmpfs", f"o=size=64m,uid={SOMEBODY}")
+    engine.ask("volume", "create", *(word for option in tmpfs for word in ("--opt", option)), volume)
+    options = ("-v", f"{volume}:/output", *mounts(cache=samples_cache))
+    try:
+        holder = start("600", options=(*options, "--entrypoint", "sleep"))  # keeps the tmpfs mounted
+        command = words(400, "checkpoint.checkpointing_steps=20")
+        box = start(*command, options=options)
+        box.wait_for(lambda: "checkpoint step-000020 saved" in box.log())
+        _in(holder, "head -c 100M /dev/zero > /output/filler || true")
+        assert box.exit_code() == ExitCode.NO_SPACE, box.log()
+        assert "Traceback" not in box.log()
+        saved = _in(holder, "ls /output/quickstart/checkpoints").split()
+        assert "step-000020" in saved or len(saved) == 2, saved
+        _in(holder, "rm /output/filler")
+        newest = int(max(saved).removeprefix("step-"))
+        resumed = start(*words(newest + 20, "checkpoint.checkpointing_steps=20"), options=options)
+        assert resumed.exit_code() == ExitCode.OK, resumed.log()
+        assert "Proved: reloaded from disk" in resumed.log()
+    finally:
+        for box in (holder,):
+            engine.run("rm", "-f", box.name)
+        engine.run("volume", "rm", "-f", volume)
+
+
+def _in(box: Box, script: str) -> str:
+    return box.engine.ask("exec", box.name, "sh", "-c", script)
+
+
+def test_every_shipped_configuration_plans(start: Start, output: Path, tmp_path: Path) -> None:
+    names = sorted(file.name for file in (ROOT / "train_configs").glob("*.yaml"))
+    # a machine on which everything fits
+    facts = json.loads((ROOT / "tests" / "golden" / "machines" / "h200.json").read_text())
+    facts["gpus"][0]["total_memory_bytes"] *= 8
+    folder = tmp_path / "facts"
+    folder.mkdir()
+    (folder / "huge.json").write_text(json.dumps(facts))
+    script = 'for f in train_configs/*.yaml; do trainer plan "$f" >/tmp/log 2>&1; code=$?; '
+    script += 'echo "$(basename $f) $code"; [ $code = 0 ] || cat /tmp/log; done'
+    huge = ("-e", "TRAINER_FACTS=/facts/huge.json", "-e", "TRAINER_PROFILE=auto")
+    box = start("sh", "-c", script, options=(*mounts(facts=folder, output=output), *TMPFS_CACHE, *huge))
+    assert box.exit_code() == 0
+    assert box.log().splitlines() == [f"{name} 0" for name in names]

@@ -1,0 +1,379 @@
+"""What the entrypoint is told on recorded machines: message, exit code and exported environment."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.hardware.conftest import MACHINES, machine, with_gpu
+from trainer.cli import main
+from trainer.cli import preflight as module
+from trainer.cli.commands import COMMANDS
+from trainer.hardware.facts import Facts, facts_to_json
+
+ROOT = Path(__file__).resolve().parents[3]
+CONFIG = str(ROOT / "train_configs" / "flux1_dev_lora.yaml")
+SPARK = "export PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.75\n"
+DISCRETE = "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
+CPU = '[ -n "${OMP_WAIT_POLICY+set}" ] || export OMP_WAIT_POLICY=PASSIVE\n'
+WAYS = (
+    "give the container its GPUs (docker run --gpus all, or the compose file of your hardware) and leave"
+    " CUDA_VISIBLE_DEVICES unset or set to indices; TRAINER_PROFILE=cpu trains on the CPU on purpose;"
+    " in Kubernetes: resources.limits with nvidia.com/gpu: 1"
+)
+
+Answer = tuple[int, str, str]
+"""Exit code, stdout, stderr."""
+Ask = Callable[..., Answer]
+
+
+@pytest.fixture
+def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> Ask:
+    """ask(facts, *words, NAME=value): `trainer preflight WORDS` on a machine, in a container with mounts."""
+    for name in ("UNIFIED_MEMORY", "DISABLE_CPU_OFFLOAD", "LD_LIBRARY_PATH", "HF_HUB_CACHE", "CUDA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "output").mkdir()
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "models"))
+    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
+    mounts(monkeypatch, tmp_path, ("/data", "/home/me/data"), (str(tmp_path), "/home/me/tmp"))
+
+    def run(facts: Facts, *words: str, **variables: str) -> Answer:
+        path = tmp_path / "facts.json"
+        path.write_text(facts_to_json(facts))
+        monkeypatch.setenv("TRAINER_FACTS", str(path))
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        code = main(["preflight", "--", *words])
+        captured = capfd.readouterr()
+        return code, captured.out, captured.err
+
+    return run
+
+
+def mounts(monkeypatch: pytest.MonkeyPatch, folder: Path, *pairs: tuple[str, str]) -> None:
+    """The container's mounts: (path in it, path on the host)."""
+    lines = [f"2 1 8:1 {root} {path} rw - ext4 /dev/sda1 rw" for path, root in (("/", "/"), *pairs)]
+    lines[0] = "1 0 0:50 / / rw - overlay overlay rw"
+    (folder / "mountinfo").write_text("\n".join(lines))
+    monkeypatch.setattr(module, "MOUNTINFO", folder / "mountinfo")
+
+
+def train(folder: Path) -> tuple[str, ...]:
+    return ("train", CONFIG, "--output", str(folder / "output" / "lora"))
+
+
+@pytest.mark.parametrize(
+    ("name", "profile", "exported"),
+    [
+        ("dgx-spark", "dgx-spark", SPARK),
+        ("rtx-4090", "rtx-4090", DISCRETE),
+        ("h200", "hopper-fp8", DISCRETE),
+        ("a100-80gb", "generic-cuda", DISCRETE),
+        ("driver-550-cuda-12-torch", "generic-cuda", DISCRETE),
+    ],
+)
+def test_machines_that_train(ask: Ask, tmp_path: Path, name: str, profile: str, exported: str) -> None:
+    for requested in ("auto", profile):
+        answer = ask(machine(name), *train(tmp_path), TRAINER_PROFILE=requested)
+        assert answer == (0, exported, "")
+
+
+@pytest.mark.parametrize("name", ["dgx-spark", "rtx-4090", "h200", "cpu"])
+def test_exports_are_those_of_the_plan(
+    ask: Ask,
+    tmp_path: Path,
+    name: str,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = str(ROOT / "train_configs" / "quickstart.yaml")
+    facts = machine(name)
+    monkeypatch.chdir(ROOT)
+    words = (config, "--output", str(tmp_path / "output" / "lora"))
+    code, exported, _ = ask(facts, "train", *words)
+    assert code == 0
+    assert main(["plan", *words, "--export"]) == 0
+    assert capfd.readouterr().out == exported == {"dgx-spark": SPARK, "cpu": CPU}.get(name, DISCRETE)
+
+
+REFUSED = {
+    "driver too old": (
+        machine("driver-550-cuda-13-torch"),
+        {},
+        "driver 550.163.01: runs CUDA 12.4 and older, torch was built for 13.0\n"
+        "    -> upgrade the driver to 580 or newer, or use a build of torch for CUDA 12; as a container: an"
+        " image for CUDA 12 instead of this one for CUDA 13 (DOCKER.md says how to build it)\n",
+    ),
+    "no GPU": (
+        machine("no-gpu-cuda-torch"),
+        {"TRAINER_PROFILE": "generic-cuda"},
+        f"TRAINER_PROFILE: profile generic-cuda needs a GPU, and none is visible\n    -> {WAYS}\n",
+    ),
+    "hidden GPU": (
+        dataclasses.replace(machine("h200"), gpus=(), gpu_problem="libcuda is not visible"),
+        {},
+        "TRAINER_PROFILE: an NVIDIA driver is loaded, but no GPU is visible (libcuda is not visible)\n"
+        f"    -> {WAYS}\n",
+    ),
+    "CPU torch": (
+        machine("cpu-torch-on-gpu"),
+        {},
+        "torch 2.13.0: a CPU-only build, but this machine has a GPU (NVIDIA GeForce RTX 4090)\n"
+        "    -> install the CUDA build of torch, or use the container image; TRAINER_PROFILE=cpu trains on"
+        " the CPU on purpose; as a container: the image for rtx-4090 instead of the one for cpu\n",
+    ),
+    "GPU too old": (
+        machine("too-old-gpu"),
+        {},
+        "torch 2.13.0: carries no code for NVIDIA GeForce GTX 1080 (sm_61), only sm_75 sm_80 sm_86 sm_90"
+        " sm_100 sm_120 compute_120\n"
+        "    -> use a build of torch whose list covers sm_61, or another GPU; TRAINER_PROFILE=cpu trains on"
+        " the CPU on purpose\n",
+    ),
+    "wrong profile": (
+        machine("rtx-4090"),
+        {"TRAINER_PROFILE": "dgx-spark"},
+        "TRAINER_PROFILE=dgx-spark: profile dgx-spark contradicts this machine (NVIDIA GeForce RTX 4090): it"
+        " is for compute capability 12.1, this GPU has 8.9\n"
+        "    -> use TRAINER_PROFILE=rtx-4090, or auto\n",
+    ),
+    "unified memory elsewhere": (
+        machine("h200"),
+        {"UNIFIED_MEMORY": "TRUE"},
+        "UNIFIED_MEMORY=true: it requires the profile dgx-spark, and the profile is hopper-fp8\n"
+        "    -> unset UNIFIED_MEMORY: NVIDIA H200 has memory of its own\n",
+    ),
+    "no headroom": (
+        dataclasses.replace(
+            machine("dgx-spark"),
+            memory=dataclasses.replace(machine("dgx-spark").memory, available_bytes=18 * 1024**3),
+        ),
+        {},
+        "unified memory: 18.0 GiB of 121.7 GiB are available, and 20.0 GiB must stay free for the host:"
+        " nothing is left to train with\n"
+        "    -> stop what else uses memory (docker ps, a notebook, a desktop)\n",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_machines_that_cannot(ask: Ask, tmp_path: Path, case: str) -> None:
+    facts, variables, said = REFUSED[case]
+    code, out, err = ask(facts, *train(tmp_path), **variables)
+    assert (code, out) == (69, "")
+    assert err == f"error: this hardware cannot do it (exit code 69)\n{said}"
+
+
+@pytest.mark.parametrize("name", ["UNIFIED_MEMORY", "DISABLE_CPU_OFFLOAD"])
+def test_a_switch_that_is_none(ask: Ask, tmp_path: Path, name: str) -> None:
+    assert ask(machine("h200"), *train(tmp_path), **{name: "yes"}) == (
+        78,
+        "",
+        "error: bad configuration (exit code 78)\n"
+        f'{name}: "yes" is neither true nor false\n'
+        "    -> write true or false\n",
+    )
+
+
+def test_small_shared_memory(ask: Ask, tmp_path: Path) -> None:
+    facts = dataclasses.replace(machine("rtx-4090"), shm_bytes=16 * 1024**2)
+    assert ask(facts, *train(tmp_path)) == (
+        78,
+        "",
+        "error: bad configuration (exit code 78)\n"
+        "/dev/shm: 16 MiB, at least 64 MiB are needed\n"
+        "    -> docker run --shm-size 8g; in compose: shm_size: 8g; in Kubernetes: an emptyDir with medium:"
+        " Memory\n",
+    )
+
+
+def test_a_foreign_cudnn(ask: Ask, tmp_path: Path) -> None:
+    for folder in ("clean", "cudnn"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "cudnn" / "libcudnn.so.9").touch()
+    path = f":{tmp_path}/clean::{tmp_path}/absent:{tmp_path}/cudnn"
+    assert ask(machine("h200"), *train(tmp_path), LD_LIBRARY_PATH=path) == (
+        78,
+        "",
+        "error: bad configuration (exit code 78)\n"
+        "LD_LIBRARY_PATH: a foreign cuDNN hides the one that torch brings, and torch aborts:"
+        f" {tmp_path}/cudnn/libcudnn.so.9\n"
+        f"    -> take {tmp_path}/cudnn out of it, or unset it\n",
+    )
+    assert ask(machine("h200"), *train(tmp_path), LD_LIBRARY_PATH=f"{tmp_path}/clean")[0] == 0
+
+
+def test_torchs_own_cudnn_is_not_foreign(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = tmp_path / "site-packages/nvidia/cudnn/lib"
+    own.mkdir(parents=True)
+    (own / "libcudnn.so.9").touch()
+    torch = tmp_path / "site-packages/torch"
+    monkeypatch.setattr("trainer.hardware.torch_build.torch_folder", lambda: torch)
+    assert ask(machine("h200"), *train(tmp_path), LD_LIBRARY_PATH=str(own))[0] == 0
+
+
+def test_a_misplaced_mount(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts(monkeypatch, tmp_path, ("/app/data", "/home/me/cats"), (str(tmp_path), "/home/me/tmp"))
+    assert ask(machine("h200"), *train(tmp_path)) == (
+        78,
+        "",
+        "error: bad configuration (exit code 78)\n"
+        "/app/data: a folder is mounted here, where nothing looks: images with captions, or conversations"
+        " belong on /data\n"
+        "    -> mount it there: -v /home/me/cats:/data:ro\n",
+    )
+    for named in (("--dataset", "/app/data"), ("--set", "data.cache_dir=/app/data/x")):
+        _, _, err = ask(machine("h200"), *train(tmp_path), *named)
+        assert "where nothing looks" not in err, "the user named it"
+
+
+def test_folders_are_asked_by_writing(ask: Ask) -> None:
+    """Root may write in /proc by its bits, and cannot."""
+    code, out, err = ask(machine("h200"), "train", CONFIG, "--output", "/proc/runs/lora")
+    assert (code, out) == (78, "")
+    assert f"/proc/runs/lora: the run's folder cannot be written by user {os.getuid()}:{os.getgid()}: " in err
+
+
+def test_an_output_that_cannot_be_written(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    refuse(monkeypatch, tmp_path / "output")
+    owner = (tmp_path / "output").stat().st_uid
+    alternative = f" or run as its owner: docker run --user {owner}:0;" if owner else ""
+    assert ask(machine("h200"), *train(tmp_path)) == (
+        78,
+        "",
+        "error: bad configuration (exit code 78)\n"
+        f"{tmp_path}/output/lora: the run's folder cannot be written by user {os.getuid()}:{os.getgid()}:"
+        " Permission denied\n"
+        f"    -> on the host: sudo chown -R {os.getuid()}:{os.getgid()} /home/me/tmp/output (that is its path"
+        f" on its disk: where you mounted another one, chown that);{alternative} in Kubernetes:"
+        " securityContext.fsGroup\n",
+    )
+
+
+def refuse(monkeypatch: pytest.MonkeyPatch, refused: Path) -> None:
+    """No file can be made in `refused`; root could, whatever its bits say."""
+    real = module.tempfile.TemporaryFile
+
+    def made(dir: Path) -> object:
+        if dir == refused:
+            raise PermissionError(13, "Permission denied")
+        return real(dir=dir)
+
+    monkeypatch.setattr(module.tempfile, "TemporaryFile", made)
+
+
+@pytest.mark.parametrize(
+    ("words", "folder", "meaning"),
+    [
+        (("cache", CONFIG), "cache", "the folder of encoded samples"),
+        (("fetch", CONFIG), "models", "the folder of base models"),
+        (("sample", CONFIG), "models", "the folder of base models"),
+    ],
+)
+def test_each_command_has_its_folders(
+    ask: Ask,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...],
+    folder: str,
+    meaning: str,
+) -> None:
+    assert ask(machine("h200"), *words)[0] == 0
+    (tmp_path / folder).mkdir()
+    refuse(monkeypatch, tmp_path / folder)
+    code, _, err = ask(machine("h200"), *words)
+    assert code == 78 and meaning in err
+    if folder == "models":
+        assert ask(machine("h200"), *words, "--set", "model.download=never")[2].count(meaning) == 0
+
+
+def test_results_on_no_mount_are_warned_of(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts(monkeypatch, tmp_path)
+    code, out, err = ask(machine("h200"), *train(tmp_path))
+    assert (code, out) == (0, DISCRETE)
+    assert err.startswith(f"warning: {tmp_path}/output/lora is not on a mounted folder")
+
+
+def test_machine_and_container_are_told_together(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts(monkeypatch, tmp_path, ("/app/data", "/home/me/cats"))
+    code, _, err = ask(machine("too-old-gpu"), *train(tmp_path))
+    assert code == 69
+    assert "exit code 69" in err and "/app/data: a folder" in err
+
+
+def test_what_the_plan_refuses_is_refused_here(ask: Ask, tmp_path: Path) -> None:
+    small = with_gpu(machine("rtx-4090"), total_memory_bytes=4 * 1024**3)
+    code, out, err = ask(small, *train(tmp_path))
+    assert (code, out) == (69, "") and "the run does not fit" in err
+    code, _, err = ask(machine("h200"), "train", str(tmp_path / "absent.yaml"))
+    assert code == 78 and "absent.yaml: no such file" in err
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--help",),
+        ("--version",),
+        ("train", "--help"),
+        ("train",),
+        ("trian", CONFIG),
+        *((name,) for name in COMMANDS if name not in ("probe", "verify-lora")),
+        ("plan", CONFIG),
+        ("config", "check", CONFIG),
+        ("verify-lora", "my.safetensors"),
+    ],
+)
+def test_what_needs_no_machine_is_let_through(ask: Ask, words: tuple[str, ...]) -> None:
+    assert ask(machine("too-old-gpu"), *words) == (0, "", "")
+
+
+def test_words_that_are_wrong_are_left_to_the_command(ask: Ask, tmp_path: Path) -> None:
+    assert ask(machine("h200"), *train(tmp_path), "--outptu", "/x") == (0, "", "")
+
+
+def test_verify_lora_with_a_configuration_needs_the_machine(ask: Ask) -> None:
+    words = ("verify-lora", "my.safetensors", "--config", CONFIG)
+    assert ask(machine("too-old-gpu"), *words)[0] == 69
+    assert ask(machine("h200"), *words) == (0, DISCRETE, "")
+
+
+@pytest.mark.parametrize("words", [(), ("probe",), ("probe", CONFIG)])
+def test_probe_is_told_what_would_stop_a_run(ask: Ask, words: tuple[str, ...]) -> None:
+    code, out, err = ask(machine("driver-550-cuda-13-torch"), *words)
+    assert (code, out) == (0, "")
+    assert "driver   runs CUDA 12.4 and older: driver 550.163.01\nruntime  CUDA 13.0: torch 2.13.0" in err
+    assert "a run would stop here:\nerror: this hardware cannot do it (exit code 69)\ndriver 550" in err
+    assert "docker run --rm --gpus all -v" in err
+
+
+def test_probe_on_a_cpu_asks_for_no_gpu(ask: Ask) -> None:
+    _, _, err = ask(machine("cpu"), "probe", TRAINER_PROFILE="cpu")
+    assert "--gpus" not in err
+
+
+def test_the_toolkit_is_found(ask: Ask, tmp_path: Path) -> None:
+    (tmp_path / "cuda-12.8" / "bin").mkdir(parents=True)
+    (tmp_path / "cuda").symlink_to(tmp_path / "cuda-12.8")
+    assert "toolkit  none, and none is needed\n" in ask(machine("h200"), CUDA_HOME=f"{tmp_path}/cuda")[2]
+    (tmp_path / "cuda" / "bin" / "nvcc").touch()
+    _, _, err = ask(machine("h200"), CUDA_HOME=f"{tmp_path}/cuda")
+    assert f"toolkit  CUDA 12.8 in {tmp_path}/cuda, which training does not use\n" in err
+
+
+def test_facts_that_cannot_be_read(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ask(machine("h200"))
+    monkeypatch.setenv("TRAINER_FACTS", str(tmp_path / "absent.json"))
+    assert main(["preflight", *train(tmp_path)]) == 69
+
+
+def test_every_recorded_machine_is_judged() -> None:
+    """A machine that is recorded anew belongs in one of the tables above."""
+    judged = {"dgx-spark", "rtx-4090", "h200", "a100-80gb", "driver-550-cuda-12-torch"}
+    judged |= {"driver-550-cuda-13-torch", "no-gpu-cuda-torch", "cpu-torch-on-gpu", "too-old-gpu", "cpu"}
+    assert {path.stem for path in MACHINES.glob("*.json")} == judged

@@ -1,0 +1,245 @@
+"""The entrypoint itself: the real script under bash, with a trainer that says how it was called."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainer.cli.commands import COMMANDS
+from trainer.cli.errors import error_text
+from trainer.config.appliance import SECRETS
+from trainer.errors import ConfigError, ExitCode
+
+ENTRYPOINT = Path(__file__).resolve().parents[3] / "docker" / "entrypoint.sh"
+# what `trainer preflight` does is in $PREFLIGHT; any other call tells its words, environment and process
+TRAINER = """#!/bin/bash
+if [[ $1 == preflight ]]; then
+    echo "checked:$(printf ' <%s>' "${@:2}")" >> "$CALLS"
+    eval "$PREFLIGHT"
+    exit
+fi
+words="$(printf ' <%s>' "$@")"
+echo "trainer:$words pid=$$ alloc=${PYTORCH_ALLOC_CONF-} token=${HF_TOKEN-} file=${HF_TOKEN_FILE-}"
+exit "${ENDS_WITH:-0}"
+"""
+
+Start = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    """start(*words, NAME=value): the entrypoint with nothing but coreutils, bash and that trainer."""
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    (programs / "trainer").write_text(TRAINER)
+    (programs / "trainer").chmod(0o755)
+
+    def run(*words: str, **variables: str) -> subprocess.Popen[str]:
+        environment = {
+            "PATH": f"{programs}:/usr/bin:/bin",
+            "CALLS": str(tmp_path / "calls"),
+            "PREFLIGHT": ":",
+        }
+        return subprocess.Popen(
+            [str(ENTRYPOINT), *words],
+            env={**environment, **variables},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+
+    return run
+
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(start: Start) -> Run:
+    """As `start`: exit code, stdout with SAME for the script's own process id, and stderr."""
+
+    def ended(*words: str, **variables: str) -> tuple[int, str, str]:
+        process = start(*words, **variables)
+        out, err = process.communicate(timeout=30)
+        return process.returncode, out.replace(f"pid={process.pid} ", "pid=SAME "), err
+
+    return ended
+
+
+@pytest.fixture
+def checked(tmp_path: Path) -> Callable[[], list[str]]:
+    """The words of every preflight."""
+
+    def calls() -> list[str]:
+        path = tmp_path / "calls"
+        return path.read_text().splitlines() if path.exists() else []
+
+    return calls
+
+
+def ours(words: str, *, alloc: str = "", token: str = "", file: str = "") -> str:
+    return f"trainer: {words} pid=SAME alloc={alloc} token={token} file={file}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "called"),
+    [
+        ((), "<probe>"),
+        (("trainer",), "<probe>"),
+        (("--help",), "<--help>"),
+        (("train", "/config/my run.yaml", "--set", "a=b c"), "<train> </config/my run.yaml> <--set> <a=b c>"),
+        (("trainer", "train", "x.yaml"), "<train> <x.yaml>"),
+        (("trian", "x.yaml"), "<trian> <x.yaml>"),
+        (("/config/my.yaml",), "</config/my.yaml>"),
+        (("plan", "*"), "<plan> <*>"),
+    ],
+)
+def test_words_for_the_trainer(
+    run: Run, checked: Callable[[], list[str]], words: tuple[str, ...], called: str
+) -> None:
+    assert run(*words) == (0, ours(called), "")
+    assert checked() == [f"checked: <--> {called}"]
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_is_the_trainers_also_where_a_program_has_its_name(
+    run: Run, tmp_path: Path, command: str
+) -> None:
+    (tmp_path / "bin" / command).symlink_to("/bin/false")
+    if command == "preflight":
+        assert run(command)[0] == 0
+    else:
+        assert run(command) == (0, ours(f"<{command}>"), "")
+
+
+def test_the_scripts_tables_are_the_appliances() -> None:
+    text = ENTRYPOINT.read_text()
+    tables = dict(re.findall(r"^([A-Z]+)=\((.*)\)$", text, flags=re.M))
+    assert tables["COMMANDS"].split() == list(COMMANDS)
+    assert tables["SECRETS"].split() == list(SECRETS)
+    codes = {name: int(code) for name, code in re.findall(r"^([A-Z_]+)=(\d+)$", text, flags=re.M)}
+    assert codes == {name: ExitCode[name] for name in codes} and set(codes) == {"STOPPED", "BAD_CONFIG"}
+
+
+def test_any_other_program_runs_as_it_is(run: Run, checked: Callable[[], list[str]]) -> None:
+    code, out, err = run("bash", "-c", 'echo "pid=$$ $0 $1"; exit 7', "a b", "*", PREFLIGHT="exit 69")
+    assert (code, out, err) == (7, "pid=SAME a b *\n", "")
+    assert run("/bin/echo", "hello", PREFLIGHT="exit 69")[1] == "hello\n"
+    assert checked() == [], "its machine may be any"
+
+
+def test_other_programs_get_secrets_too(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("hf_abc\n")
+    assert run("printenv", "HF_TOKEN", HF_TOKEN_FILE=str(tmp_path / "token")) == (0, "hf_abc\n", "")
+
+
+def test_exports_reach_the_command(run: Run) -> None:
+    exports = "echo export PYTORCH_ALLOC_CONF=expandable_segments:True; echo note >&2"
+    expected = ours("<train>", alloc="expandable_segments:True")
+    assert run("train", PREFLIGHT=exports) == (0, expected, "note\n")
+
+
+def test_a_value_is_text_and_never_a_program(run: Run, tmp_path: Path) -> None:
+    value = f"a b; touch {tmp_path}/made"
+    _, out, _ = run("train", PREFLIGHT=f"echo \"export PYTORCH_ALLOC_CONF='{value}'\"")
+    assert out == ours("<train>", alloc=value)
+    assert not (tmp_path / "made").exists()
+
+
+@pytest.mark.parametrize("code", [69, 78, 1])
+def test_what_preflight_refuses_is_not_started(run: Run, code: int) -> None:
+    refusal = f"echo export PYTORCH_ALLOC_CONF=x; echo 'error: no' >&2; exit {code}"
+    assert run("train", "x.yaml", PREFLIGHT=refusal) == (code, "", "error: no\n")
+
+
+def test_the_commands_exit_code_is_the_containers(run: Run) -> None:
+    assert run("train", ENDS_WITH="75")[0] == 75
+
+
+def test_a_secret_by_value(run: Run) -> None:
+    assert run("train", HF_TOKEN="hf_abc") == (0, ours("<train>", token="hf_abc"), "")
+
+
+@pytest.mark.parametrize("ending", ["", "\n", "\r\n"])
+def test_a_secret_by_file(run: Run, tmp_path: Path, ending: str) -> None:
+    (tmp_path / "my token").write_bytes(b"hf_$(abc)" + ending.encode())
+    code, out, err = run("train", HF_TOKEN="", HF_TOKEN_FILE=str(tmp_path / "my token"))
+    assert (code, err) == (0, "")
+    assert out == ours("<train>", token="hf_$(abc)"), "and the file's name is gone"
+
+
+def test_an_empty_file_is_no_secret(run: Run, tmp_path: Path) -> None:
+    """Compose files mount one where there is no token."""
+    (tmp_path / "token").touch()
+    assert run("train", HF_TOKEN_FILE=str(tmp_path / "token")) == (0, ours("<train>"), "")
+    assert run("bash", "-c", "[[ -v HF_TOKEN ]]", HF_TOKEN_FILE=str(tmp_path / "token"))[0] == 1
+
+
+@pytest.mark.parametrize("case", ["both", "missing", "folder"])
+def test_secrets_that_cannot_be_had(
+    run: Run, checked: Callable[[], list[str]], tmp_path: Path, case: str
+) -> None:
+    token = tmp_path / "token"
+    variables = {"HF_TOKEN_FILE": str(token)}
+    if case == "both":
+        token.write_text("hf_abc")
+        variables["HF_TOKEN"] = "hf_secret"
+        problem = ("HF_TOKEN is set too", "leave one of them out")
+    elif case == "missing":
+        problem = (f"there is no file {token}", "mount it, or leave HF_TOKEN_FILE out")
+    else:
+        token.mkdir()
+        problem = (
+            f"{token} is a folder",
+            "Docker makes one where the file to mount does not exist: check that path",
+        )
+    said = error_text(ConfigError(problem[0], where="HF_TOKEN_FILE", remedy=problem[1]))
+    assert run("train", **variables) == (78, "", f"{said}\n")
+    assert checked() == []
+
+
+def test_libraries_that_ask_for_a_user_get_one(run: Run) -> None:
+    assert run("printenv", "USER") == (0, "trainer\n", "")
+    assert run("printenv", "USER", USER="me") == (0, "me\n", "")
+
+
+def test_a_signal_reaches_the_command(start: Start) -> None:
+    """exec: the process that tini started is the command, and the script's own trap is gone."""
+    command = 'trap "echo got it; exit 3" TERM; echo "pid=$$"; while :; do sleep 0.05; done'
+    process = start("bash", "-c", command)
+    assert process.stdout is not None
+    assert process.stdout.readline() == f"pid={process.pid}\n"
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=30)[0] == "got it\n"
+    assert process.returncode == 3
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_stop_before_the_start_is_a_stop(start: Start, tmp_path: Path, number: int) -> None:
+    process = start("train", PREFLIGHT="while [[ ! -e $CALLS.go ]]; do sleep 0.05; done")
+    until = time.monotonic() + 30
+    while not (tmp_path / "calls").exists():
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    process.send_signal(number)
+    (tmp_path / "calls.go").touch()
+    out, _ = process.communicate(timeout=30)
+    assert (process.returncode, out) == (75, "")
+
+
+def test_the_script_is_short_and_can_be_run() -> None:
+    text = ENTRYPOINT.read_text()
+    assert len(text.splitlines()) < 100
+    assert text.startswith("#!/usr/bin/env bash\n") and "set -euo pipefail" in text
+    assert os.access(ENTRYPOINT, os.X_OK)
+    assert not re.search(
+        r"\b(curl|wget|pip|git|apt-get|python3?)\b", re.sub(r"^\s*#.*", "", text, flags=re.M)
+    )

@@ -1,0 +1,261 @@
+"""k8s/ through kubectl: every combination renders, and what comes out is valid."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import os
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.unit.container_files.k8s_files import (
+    BASE,
+    COMPONENTS,
+    K8S,
+    OVERLAYS,
+    Manifest,
+    combined,
+    container,
+    environment,
+    load,
+    one,
+    plain,
+    pod_spec,
+    render,
+    rendered,
+)
+from tests.unit.container_files.k8s_rules import house, restricted, unresolved
+from tests.unit.house.sources import ROOT
+from trainer import __version__
+from trainer.config.appliance import GROUP, USER, VOLUMES
+
+COMBINATIONS = [chosen for count in range(5) for chosen in itertools.combinations(COMPONENTS, count)]
+NEWEST_MINORS = 3
+OPERATOR = "monitoring.coreos.com/v1"
+MODELLED = {(OPERATOR, "PodMonitor"), (OPERATOR, "PrometheusRule")}
+"""Custom resources that a package ships models of."""
+CORE = re.compile(r"v1|(apps|batch|networking\.k8s\.io)/v1")
+UNVALIDATED = {("kueue.x-k8s.io/v1beta2", "LocalQueue"): "no package ships a schema or model of it"}
+"""What nothing here checks."""
+
+
+def everything(tmp_path: Path) -> list[Manifest]:
+    """One of each kind that there is, as kubectl renders it."""
+    chosen = [name for name in COMPONENTS if name not in ("no-operator", "offline")]
+    return combined(tmp_path, "hopper-fp8", chosen) + render(K8S / "files")
+
+
+def kind(manifest: Manifest) -> tuple[str, str]:
+    return manifest["apiVersion"], manifest["kind"]
+
+
+def test_there_are_the_components() -> None:
+    assert {path.name for path in (K8S / "components").iterdir()} == set(COMPONENTS)
+
+
+@pytest.mark.container
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_kubectl_merges_as_our_own_merge_does(name: str) -> None:
+    """Else what is tested without kubectl is not what a cluster gets."""
+    ours, theirs = one(plain(name), "Job"), copy.deepcopy(one(rendered(name), "Job"))
+    assert theirs["metadata"].pop("labels") == theirs["spec"]["template"]["metadata"]["labels"]
+    assert theirs["spec"]["template"]["metadata"]["labels"].pop("app.kubernetes.io/instance") == name
+    configs = pod_spec(theirs)["volumes"]
+    (config,) = [volume["configMap"] for volume in configs if "configMap" in volume]
+    config["name"] = re.sub("-[a-z0-9]{10}$", "", config["name"])
+    for job in (ours, theirs):
+        for entries in (pod_spec(job)["volumes"], container(job)["env"]):
+            entries.sort(key=lambda entry: entry["name"])
+    assert theirs == ours
+
+
+@pytest.mark.container
+@pytest.mark.parametrize("name", OVERLAYS)
+def test_every_combination_of_components_renders(name: str, tmp_path: Path) -> None:
+    for chosen in COMBINATIONS:
+        manifests = combined(tmp_path, name, chosen)
+        names = [(kind(manifest), manifest["metadata"]["name"]) for manifest in manifests]
+        assert len(set(names)) == len(names)
+        assert not unresolved(manifests)
+        job, kinds = one(manifests, "Job"), {manifest["kind"] for manifest in manifests}
+        assert not restricted(job) and not house(job)
+        assert ("PodMonitor" in kinds) == ("no-operator" not in chosen)
+        assert ("PrometheusRule" in kinds) == ("monitoring" in chosen)
+        assert ("LocalQueue" in kinds) == job["spec"].get("suspend", False) == ("kueue" in chosen)
+        offline = "egress" not in one(manifests, "NetworkPolicy")["spec"]
+        assert offline == (environment(job).get("HF_HUB_OFFLINE") == "1") == ("offline" in chosen)
+
+
+@pytest.mark.container
+def test_a_queue_takes_the_job_that_names_it(tmp_path: Path) -> None:
+    manifests = combined(tmp_path, "rtx-4090", ["kueue"])
+    named = one(manifests, "Job")["metadata"]["labels"]["kueue.x-k8s.io/queue-name"]
+    assert named == one(manifests, "LocalQueue")["metadata"]["name"]
+
+
+@pytest.mark.container
+def test_offline_leaves_no_way_out(tmp_path: Path) -> None:
+    policy = one(combined(tmp_path, "rtx-4090", ["offline"]), "NetworkPolicy")["spec"]
+    assert "Egress" in policy["policyTypes"] and "egress" not in policy
+    assert policy["ingress"], "Prometheus may still ask"
+
+
+@pytest.mark.container
+def test_the_dashboard_is_where_grafana_looks(tmp_path: Path) -> None:
+    manifests = combined(tmp_path, "rtx-4090", ["monitoring"])
+    (dashboard,) = [m for m in manifests if m["metadata"]["name"] == "trainer-dashboard"]
+    assert dashboard["metadata"]["labels"]["grafana_dashboard"] == "1"
+    source = (ROOT / "compose/monitoring/grafana/dashboards/trainer.json").read_text()
+    assert dashboard["data"] == {"trainer.json": source}
+
+
+@pytest.mark.container
+def test_the_example_of_an_own_run_renders(tmp_path: Path) -> None:
+    """The one in the comment at the top of the base."""
+    text = (BASE / "kustomization.yaml").read_text()
+    (example,) = re.findall(r"^#   resources:.*\n(?:#   .*\n)+", text, re.M)
+    own = yaml.safe_load(example.replace("#   ", ""))
+    assert own.keys() == {"resources", "components", "images", "configMapGenerator", "patches"}
+    for key in ("resources", "components"):
+        own[key] = [os.path.relpath(ROOT / folder, tmp_path) for folder in own[key]]
+    (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(own))
+    (tmp_path / "my-cats.yaml").write_text("family: flux1_dev\n")
+    manifests = render(tmp_path)
+    job = one(manifests, "Job")
+    assert not unresolved(manifests)
+    assert container(job)["image"] == f"registry.example.com/trainer:{__version__}-rtx-4090"
+    assert container(job)["args"] == ["train", "/config/my-cats.yaml"]
+    (config,) = [m for m in manifests if m["metadata"]["name"].startswith("trainer-config")]
+    assert config["data"].keys() > {"my-cats.yaml", "quickstart.yaml"}
+
+
+@pytest.mark.container
+def test_a_changed_configuration_is_another_config_map(tmp_path: Path) -> None:
+    names = set()
+    for text in ("family: flux1_dev\n", "family: llama\n"):
+        (tmp_path / "my.yaml").write_text(text)
+        own = {
+            "resources": [os.path.relpath(K8S / "overlays/cpu", tmp_path)],
+            "configMapGenerator": [{"name": "trainer-config", "behavior": "merge", "files": ["my.yaml"]}],
+        }
+        (tmp_path / "kustomization.yaml").write_text(yaml.safe_dump(own))
+        (volume,) = [v for v in pod_spec(one(render(tmp_path), "Job"))["volumes"] if v["name"] == "config"]
+        names.add(volume["configMap"]["name"])
+    assert len(names) == 2
+
+
+def test_the_pod_for_files_has_the_claims_of_the_job() -> None:
+    (pod,) = load(K8S / "files/pod.yaml")
+    (image,) = load(K8S / "files/kustomization.yaml")[0]["images"]
+    assert (image["name"], image["newTag"]) == (container(pod)["image"], f"{__version__}-cpu")
+    assert not restricted(pod) and not house(pod)
+    assert not unresolved([pod, *load(BASE / "volumes.yaml")])
+    context = pod_spec(pod)["securityContext"]
+    assert (context["runAsUser"], context["runAsGroup"], context["fsGroup"]) == (USER, GROUP, GROUP)
+    places = {mount["name"]: mount["mountPath"] for mount in container(pod)["volumeMounts"]}
+    held = [volume for volume in pod_spec(pod)["volumes"] if volume["name"] != "tmp"]
+    claims = {volume["name"]: volume["persistentVolumeClaim"]["claimName"] for volume in held}
+    folders = {volume.name: volume.path for volume in VOLUMES if volume.name != "config"}
+    assert places == folders | {"tmp": "/tmp"}
+    assert claims == {name: f"trainer-{name}" for name in folders}
+    # else the Job's policy and monitor would take it for a run
+    assert pod["metadata"]["labels"] == {"app.kubernetes.io/name": "trainer-files"}
+
+
+@pytest.mark.container
+def test_core_objects_are_valid_in_three_kubernetes_versions(tmp_path: Path) -> None:
+    import kubernetes_validate
+    from kubernetes_validate.utils import all_versions
+
+    minors = {tuple(map(int, version.split(".")[:2])) for version in all_versions()}
+    manifests = [manifest for name in OVERLAYS for manifest in rendered(name)] + everything(tmp_path)
+    core = [manifest for manifest in manifests if kind(manifest) not in MODELLED | UNVALIDATED.keys()]
+    assert {"Job", "Pod", "NetworkPolicy", "PersistentVolumeClaim"} < {manifest["kind"] for manifest in core}
+    for major, minor in sorted(minors)[-NEWEST_MINORS:]:
+        for manifest in core:
+            used = kubernetes_validate.validate(manifest, f"{major}.{minor}", strict=True)
+            assert used == f"{major}.{minor}"
+
+
+@pytest.mark.container
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda spec: spec.update(restartPolicy=True),
+        lambda spec: spec.update(terminationGracePeriod=1800),
+        lambda spec: spec["volumes"][0].update(emptydir={}),
+        lambda spec: spec["containers"][0]["livenessProbe"].update(httpget={}),
+    ],
+)
+def test_the_schemas_find_mistakes(damage: Callable[[Any], None]) -> None:
+    import kubernetes_validate
+
+    job = copy.deepcopy(one(rendered("cpu"), "Job"))
+    damage(pod_spec(job))
+    with pytest.raises(kubernetes_validate.ValidationError):
+        kubernetes_validate.validate(job, kubernetes_validate.latest_version(), strict=True)
+
+
+def unknown_to_the_operator(manifest: Manifest) -> list[str]:
+    """Fields that the published model of a custom resource does not know. Raises for wrong types."""
+    from cloudcoil.models.prometheus_operator import v1
+
+    model = {"PodMonitor": v1.PodMonitor, "PrometheusRule": v1.PrometheusRule}[manifest["kind"]]
+    kept = model.model_validate(manifest).model_dump(mode="json", by_alias=True, exclude_unset=True)
+    return list(_missing(manifest, kept, manifest["kind"]))
+
+
+def _missing(given: Any, kept: Any, where: str) -> Iterator[str]:
+    if isinstance(given, dict):
+        for key, value in given.items():
+            if key in kept:
+                yield from _missing(value, kept[key], f"{where}.{key}")
+            else:
+                yield f"{where}.{key}"
+    if isinstance(given, list):
+        for value, counterpart in zip(given, kept, strict=True):
+            yield from _missing(value, counterpart, where)
+
+
+@pytest.mark.container
+def test_custom_resources_fit_their_published_models(tmp_path: Path) -> None:
+    custom = [manifest for manifest in everything(tmp_path) if kind(manifest) in MODELLED]
+    assert {kind(manifest) for manifest in custom} == MODELLED
+    for manifest in custom:
+        assert not unknown_to_the_operator(manifest)
+
+
+@pytest.mark.container
+def test_the_models_find_mistakes() -> None:
+    monitor = copy.deepcopy(one(rendered("cpu"), "PodMonitor"))
+    monitor["spec"]["podMetricsEndpoints"][0]["intervall"] = "15s"
+    assert unknown_to_the_operator(monitor) == ["PodMonitor.spec.podMetricsEndpoints.intervall"]
+    monitor["spec"]["podMetricsEndpoints"] = "metrics"
+    with pytest.raises(ValueError, match="podMetricsEndpoints"):
+        unknown_to_the_operator(monitor)
+
+
+@pytest.mark.container
+def test_every_kind_is_validated_or_listed(tmp_path: Path) -> None:
+    """What is not Kubernetes' own is checked against a model, or known not to be."""
+    kinds = {kind(manifest) for manifest in everything(tmp_path)}
+    custom = {(version, name) for version, name in kinds if not CORE.fullmatch(version)}
+    assert custom == MODELLED | UNVALIDATED.keys()
+
+
+@pytest.mark.container
+@pytest.mark.parametrize("unvalidated", UNVALIDATED, ids=" ".join)
+def test_unvalidated(unvalidated: tuple[str, str]) -> None:
+    """Stands in the summary of every run, until a package knows it."""
+    import kubernetes_validate
+
+    version, name = unvalidated
+    newest = kubernetes_validate.latest_version()
+    with pytest.raises(kubernetes_validate.SchemaNotFoundError):
+        kubernetes_validate.validate({"apiVersion": version, "kind": name}, newest, strict=True)
+    pytest.skip(f"UNVALIDATED {' '.join(unvalidated)}: {UNVALIDATED[unvalidated]}")

@@ -1,0 +1,318 @@
+"""Floor 2: what stops a container before anything is started: pure functions from what was read to problems.
+
+Profile, driver, torch and memory are judged where the plan judges them; here is what only a container has.
+"""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+
+from trainer.config.appliance import MISPLACED, TARGETS, VOLUMES
+from trainer.errors import HardwareError, Problem
+from trainer.hardware import compatibility
+from trainer.hardware.facts import Facts, driver_text, version_text
+from trainer.hardware.memory import gib
+from trainer.hardware.profiles import PROFILES, Profile, select
+
+LEAST_SHM_BYTES = 64 * 1024**2
+"""What Docker and Kubernetes give by default: enough for one process, which loads data in threads."""
+_OLDEST_CUDA = 12
+"""CUDA majors for which there is a torch that the project runs on."""
+_PASS_GPU = "; in Kubernetes: resources.limits with nvidia.com/gpu: 1"
+_CHOWN_NOTE = "(that is its path on its disk: where you mounted another one, chown that)"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mount:
+    """One mounted file system or folder."""
+
+    path: str
+    root: str
+    """The folder on its own file system: on most hosts the path that was mounted."""
+    kind: str
+    """overlay, ext4, tmpfs, ..."""
+    read_only: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Folder:
+    """A folder that the command will write to."""
+
+    path: str
+    meaning: str
+    existing: str
+    """The deepest part of the path that exists."""
+    owner: int
+    """User id of `existing`."""
+    error: str
+    """Why `existing` cannot be written; empty where it can."""
+    is_result: bool = False
+    """True for what nobody can compute or download again."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Surroundings:
+    """What the container was given besides its machine."""
+
+    user: int
+    group: int
+    mounts: tuple[Mount, ...]
+    folders: tuple[Folder, ...] = ()
+    cudnn: tuple[str, ...] = ()
+    """Files of a cuDNN that is not torch's own, in the folders of LD_LIBRARY_PATH."""
+    named: str = ""
+    """Text with every path that the user wrote: command line, variables, configuration."""
+
+
+def parse_mounts(mountinfo: str) -> tuple[Mount, ...]:
+    """Mounts from the text of /proc/self/mountinfo, in their order: a later one hides an earlier one."""
+    mounts = []
+    for line in mountinfo.splitlines():
+        before, dash, after = line.partition(" - ")
+        fields = before.split(" ")
+        if not dash or len(fields) < 6:
+            continue
+        root, path, options = _unescaped(fields[3]), _unescaped(fields[4]), fields[5].split(",")
+        kind, *_, super_options = after.split(" ")
+        read_only = "ro" in options or "ro" in super_options.split(",")
+        mounts.append(Mount(path=path, root=root, kind=kind, read_only=read_only))
+    return tuple(mounts)
+
+
+def holding(path: str, mounts: Sequence[Mount]) -> Mount | None:
+    """The mount that a path lies on; None where no root is listed."""
+    best: Mount | None = None
+    for mount in mounts:
+        if _is_below(path, mount.path) and (best is None or len(mount.path) >= len(best.path)):
+            best = mount
+    return best
+
+
+def machine_problems(facts: Facts, requested: str, unified: bool | None) -> tuple[Problem, ...]:
+    """Why no run can start on this machine with this profile: those of the plan, and memory without headroom.
+
+    `unified` is the value of UNIFIED_MEMORY.
+    """
+    try:
+        profile, _ = select(facts, requested)
+    except HardwareError as error:
+        no_gpu = not facts.gpus and requested in ("auto", *PROFILES)
+        return _advised(error.problems, _PASS_GPU if no_gpu else "")
+    problems: list[Problem] = []
+    try:
+        require_memory_kind(facts, profile, unified)
+    except HardwareError as error:
+        problems += error.problems
+    try:
+        compatibility.check(facts, profile)
+    except HardwareError as error:
+        problems += _advised(error.problems, _image_advice(facts, profile))
+    return (*problems, *_headroom(facts, profile))
+
+
+def require_memory_kind(facts: Facts, profile: Profile, unified: bool | None) -> None:
+    """Raise HardwareError where UNIFIED_MEMORY says another kind of memory than profile or GPU has."""
+    if unified is None:
+        return
+    shared = [one.name for one in PROFILES.values() if one.match.integrated]
+    gpu = facts.gpus[0] if profile.device == "cuda" else None
+    setting = f"UNIFIED_MEMORY={'true' if unified else 'false'}"
+    if unified and profile.name not in shared:
+        fits = gpu is not None and not PROFILES[shared[0]].match.contradiction(gpu)
+        why = f": {gpu.name} has memory of its own" if gpu is not None and not gpu.integrated else ""
+        raise HardwareError(
+            f"it requires the profile {' or '.join(shared)}, and the profile is {profile.name}",
+            where=setting,
+            remedy=f"set TRAINER_PROFILE to {shared[0]} or auto" if fits else f"unset UNIFIED_MEMORY{why}",
+        )
+    if not unified and gpu is not None and (profile.name in shared or gpu.integrated):
+        raise HardwareError(
+            f"it excludes {gpu.name}, which shares its memory with the CPU (profile {profile.name})",
+            where=setting,
+            remedy="unset UNIFIED_MEMORY, or set it to true",
+        )
+
+
+def container_problems(
+    facts: Facts | None, requested: str, surroundings: Surroundings
+) -> tuple[Problem, ...]:
+    """What was set or mounted so that a run cannot start. `facts` is None where they cannot be read, or the
+    command needs no machine.
+    """
+    problems = [*_misplaced(surroundings), *_unwritable(surroundings)]
+    if facts is not None and facts.shm_bytes < LEAST_SHM_BYTES:
+        problems.append(_small_shm(facts, requested))
+    # facts that cannot be read may be missing because of it: torch was asked, and aborted
+    if requested != "cpu" and (facts is None or facts.gpus):
+        problems += _foreign_cudnn(surroundings.cudnn)
+    return tuple(problems)
+
+
+def warnings(surroundings: Surroundings) -> Iterator[str]:
+    """What works, but loses what was made: folders in the container's own layer."""
+    for folder in surroundings.folders:
+        mount = holding(folder.existing, surroundings.mounts)
+        if folder.is_result and not folder.error and mount is not None and mount.kind == "overlay":
+            yield (
+                f"{folder.path} is not on a mounted folder: what the run writes is gone with the container;"
+                f" {_writable_remedy(folder, None, '')}"
+            )
+
+
+def describe(facts: Facts, requested: str, mounts: Sequence[Mount], toolkit: str) -> list[str]:
+    """Lines for people: the three CUDAs apart, the profile that a run would get, and our volumes."""
+    runtime = "none: a CPU-only torch" if facts.torch else "none: torch is not installed"
+    if facts.torch is not None and facts.torch.cuda is not None:
+        own = f"torch {version_text(facts.torch.version)} brings it"
+        runtime = f"CUDA {version_text(facts.torch.cuda)}: {own}"
+    driver = "none visible"
+    if facts.driver_cuda is not None:
+        driver = f"runs CUDA {version_text(facts.driver_cuda)} and older: driver {driver_text(facts.driver)}"
+    elif facts.driver is not None:
+        driver = f"{driver_text(facts.driver)}, without libcuda in this container"
+    try:
+        profile, reason = select(facts, requested)
+        chosen = f"{profile.name}: {reason}"
+    except HardwareError:
+        chosen = f"TRAINER_PROFILE={requested} does not fit, see below"
+    rows = [("driver", driver), ("runtime", runtime), ("toolkit", toolkit), ("profile", chosen)]
+    at = {mount.path: mount for mount in mounts}
+    for volume in VOLUMES:
+        mount = at.get(volume.path)
+        state = "not mounted" if mount is None else "mounted, read-only" if mount.read_only else "mounted"
+        rows.append((volume.path, f"{state}: {volume.meaning}"))
+    return [f"{name:<9}{text}" for name, text in rows]
+
+
+def _advised(problems: Sequence[Problem], advice: str) -> tuple[Problem, ...]:
+    """The problems with more advice behind the first one's remedy."""
+    first, *rest = problems
+    return (Problem(what=first.what, where=first.where, remedy=first.remedy + advice), *rest)
+
+
+def _image_advice(facts: Facts, profile: Profile) -> str:
+    """Which image to use instead; empty where another one would not help."""
+    torch, driver_cuda = facts.torch, facts.driver_cuda
+    if profile.device == "cpu" or torch is None:
+        return ""
+    if torch.cuda is None:
+        return f"; as a container: the image for {profile.name} instead of the one for cpu"
+    if driver_cuda is not None and _OLDEST_CUDA <= driver_cuda[0] < torch.cuda[0]:
+        return (
+            f"; as a container: an image for CUDA {driver_cuda[0]} instead of this one for"
+            f" CUDA {torch.cuda[0]} (DOCKER.md says how to build it)"
+        )
+    return ""
+
+
+def _headroom(facts: Facts, profile: Profile) -> Iterator[Problem]:
+    """Memory that is the host's, of which nothing is left beyond what must stay free."""
+    memory, headroom = facts.memory, profile.headroom_bytes
+    if headroom is None or memory.available_bytes > headroom:
+        return
+    limit = memory.cgroup_limit_bytes
+    raised = f", or raise the container's memory limit of {gib(limit)}" if limit is not None else ""
+    yield Problem(
+        what=f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} are available, and"
+        f" {gib(headroom)} must stay free for the host: nothing is left to train with",
+        where="unified memory" if profile.device == "cuda" else "host memory",
+        remedy=f"stop what else uses memory (docker ps, a notebook, a desktop){raised}",
+    )
+
+
+def _small_shm(facts: Facts, requested: str) -> Problem:
+    try:
+        name = select(facts, requested)[0].name
+    except HardwareError:
+        name = "generic-cuda"
+    size = next(target.shm for target in TARGETS if target.profile == name).removesuffix("i").lower()
+    return Problem(
+        what=f"{facts.shm_bytes / 1024**2:.0f} MiB, at least {LEAST_SHM_BYTES // 1024**2} MiB are needed",
+        where="/dev/shm",
+        remedy=f"docker run --shm-size {size}; in compose: shm_size: {size}; in Kubernetes: an emptyDir with"
+        " medium: Memory",
+    )
+
+
+def _foreign_cudnn(files: Sequence[str]) -> Iterator[Problem]:
+    if files:
+        folders = sorted({str(PurePosixPath(file).parent) for file in files})
+        yield Problem(
+            what=f"a foreign cuDNN hides the one that torch brings, and torch aborts: {files[0]}",
+            where="LD_LIBRARY_PATH",
+            remedy=f"take {' and '.join(folders)} out of it, or unset it",
+        )
+
+
+def _misplaced(surroundings: Surroundings) -> Iterator[Problem]:
+    """Mounts where other images have their volumes, and which nobody names."""
+    access = {volume.path: volume for volume in VOLUMES}
+    for mount in surroundings.mounts:
+        wrong = next((one for one in MISPLACED if _is_below(mount.path, one)), None)
+        if wrong is None or _names(surroundings.named, wrong):
+            continue
+        ours = MISPLACED[wrong]
+        read_only = ":ro" if access[ours].access == "ro" else ""
+        folder = shlex.quote(_disk_path(mount, mount.path) or "FOLDER")
+        yield Problem(
+            what=f"a folder is mounted here, where nothing looks: {access[ours].meaning} belong on {ours}",
+            where=mount.path,
+            remedy=f"mount it there: -v {folder}:{ours}{read_only}",
+        )
+
+
+def _unwritable(surroundings: Surroundings) -> Iterator[Problem]:
+    """Folders that the command must write to and cannot."""
+    user = f"{surroundings.user}:{surroundings.group}"
+    for folder in surroundings.folders:
+        if not folder.error:
+            continue
+        mount = holding(folder.existing, surroundings.mounts)
+        yield Problem(
+            what=f"{folder.meaning} cannot be written by user {user}: {folder.error}",
+            where=folder.path,
+            remedy=_writable_remedy(folder, mount, user),
+        )
+
+
+def _writable_remedy(folder: Folder, mount: Mount | None, user: str) -> str:
+    if mount is None or mount.path == "/":
+        volume = next((one.path for one in VOLUMES if _is_below(folder.path, one.path)), folder.path)
+        return f'mount a folder there: docker run -v "$PWD{volume}":{volume}'
+    if mount.read_only:
+        return f"{mount.path} is mounted read-only: mount it without :ro"
+    if mount.kind == "tmpfs":
+        uid, _, gid = user.partition(":")
+        return f"--tmpfs {mount.path}:uid={uid},gid={gid}; in Kubernetes: securityContext.fsGroup"
+    path = _disk_path(mount, folder.existing)
+    text = f"on the host: sudo chown -R {user} "
+    text += f"{shlex.quote(path)} {_CHOWN_NOTE}" if path else f"FOLDER, which is mounted on {mount.path}"
+    if folder.owner:
+        text += f"; or run as its owner: docker run --user {folder.owner}:0"
+    return f"{text}; in Kubernetes: securityContext.fsGroup"
+
+
+def _disk_path(mount: Mount, path: str) -> str:
+    """A path of the container as its disk has it; empty where that says too little to name it to anyone."""
+    # a disk that is mounted whole has the root /, and `chown -R` of that would be the host's own root
+    if mount.root.count("/") < 2:
+        return ""
+    return mount.root + path.removeprefix(mount.path)
+
+
+def _names(text: str, path: str) -> bool:
+    """Whether the path, or one below it, is in the text."""
+    return re.search(rf"(?<![\w./-]){re.escape(path)}(?![\w.-])", text) is not None
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return folder == "/" or path == folder or path.startswith(f"{folder}/")
+
+
+def _unescaped(text: str) -> str:
+    r"""Blanks and backslashes are written as \040 and the like."""
+    return re.sub(r"\\([0-7]{3})", lambda found: chr(int(found[1], 8)), text)
