@@ -9,8 +9,8 @@ measured in the same way. The best is the fastest setting whose measured peak is
 is alone on its GPU; where CUDA_VISIBLE_DEVICES names several, they work side by side.
 
 A setting is taken not to be the best under any budget, and left out, where its predicted peak is more than
-6 % above the largest, or a faster one fits each budget that it may fit: it is taken to be no faster than those
-of the same storage that recompute less. --all leaves none out.
+6 % above the largest, or a faster one fits each budget that it may fit: it is taken to be no faster than
+those of the same storage that recompute less. --all leaves none out.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ OPTIONAL = [
     Requirement(text) for extra in ("dev", "tiny-base") for text in PROJECT["optional-dependencies"][extra]
 ]
 MAKE_TARGETS = [
-    "help", "setup", "demo", "test", "test-container", "test-gpu", "lint", "type", "docs", "golden", "scan", "clean",
+    "help", "setup", "demo", "test", "test-container", "test-gpu",
+    "lint", "type", "docs", "golden", "scan", "clean",
 ]  # fmt: skip
 
 
