@@ -34,7 +34,7 @@ class Journal:
         self._marked = time.monotonic()
 
     def cut_back(self, step: int) -> None:
-        """Forget all after a checkpoint's step; at 0 everything, as a fresh start measures that step again."""
+        """Forget all after a checkpoint's step; at 0 everything: a fresh start measures that step again."""
         last_kept = step if step > 0 else -1
         self.metrics_log.truncate_after(last_kept)
         self.events.truncate_after(last_kept)
