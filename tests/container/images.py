@@ -24,8 +24,8 @@ from tests.container.engine import Engine, EngineError, NoEngineError
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
-WHEELS = ROOT / "build" / "wheels"
-"""Where the Dockerfile looks for local wheels."""
+WHEELS = ROOT / "build" / "test-wheels"
+"""Not build/wheels, where the Dockerfile looks by itself: images for GPUs must not find a CPU build."""
 _LEFT_OUT = (
     "etc/resolv.conf", "etc/hostname", "debootstrap", "var/cache/apt", "var/lib/apt/lists", "var/log",
 )  # fmt: skip
@@ -46,7 +46,7 @@ def packages() -> list[str]:
 
 
 def find_source(engine: Engine, folder: Path) -> Source:
-    """Everything from this machine; what is missing is made once and kept in `folder` and build/wheels.
+    """Everything from this machine; what is missing is made once and kept in `folder` and `WHEELS`.
 
     Raises NoEngineError where this machine lacks the means.
     """
@@ -61,7 +61,7 @@ def find_source(engine: Engine, folder: Path) -> Source:
     base = _base(engine, folder)
     python = engine.ask("run", "--rm", "--network", "none", base, "python3", "-c", _ASK_VERSION)
     _fill_wheels(python)
-    arguments = (f"BASE_IMAGE={base}", "PIP_NO_INDEX=1")
+    arguments = (f"BASE_IMAGE={base}", f"WHEELS={WHEELS.relative_to(ROOT)}", "PIP_NO_INDEX=1")
     options = [word for argument in arguments for word in ("--build-arg", argument)]
     return Source(options=("--network", "none", *options))
 
@@ -119,7 +119,7 @@ def _mirror(codename: str) -> list[str]:
 
 
 def _fill_wheels(python: str) -> None:
-    """Put what the cpu target installs into build/wheels, through this machine's pip."""
+    """Put what the cpu target installs into `WHEELS`, through this machine's pip."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = ["setuptools", *project["dependencies"]]
     stamp = WHEELS / f".complete-{python}-{_digest([*wanted, (ROOT / 'constraints.txt').read_text()])}"

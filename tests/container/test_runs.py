@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -94,7 +96,7 @@ def test_the_same_command_goes_on_after_a_stop_and_after_a_kill(
     assert int(saved.removeprefix("step-")) < 60
     resumed = start(*command, options=options)
     require_proved(resumed, output, owner=SOMEBODY)
-    assert f"resumed from {saved}" in resumed.log().lower() or saved in resumed.log()
+    assert f"resumed from {saved}" in resumed.log()
     assert "step-000060" in steps_saved(output)
 
 
@@ -131,32 +133,35 @@ def test_a_bad_configuration_is_named_in_the_log(start: Start, output: Path, tmp
     assert "Traceback" not in box.log()
 
 
-def test_a_full_disk_ends_the_run_and_spares_the_last_checkpoint(
-    engine: Engine, start: Start, samples_cache: Path
-) -> None:
-    volume = f"trainer-test-{random.Random().randrange(10**9)}"
+@pytest.fixture
+def small_disk(engine: Engine) -> Iterator[str]:
+    """A volume of 64 MiB in memory, which lasts as long as a container uses it."""
+    name = f"trainer-test-{uuid.uuid4().hex}"
     tmpfs = ("type=tmpfs", "device=tmpfs", f"o=size=64m,uid={SOMEBODY}")
-    engine.ask("volume", "create", *(word for option in tmpfs for word in ("--opt", option)), volume)
-    options = ("-v", f"{volume}:/output", *mounts(cache=samples_cache))
-    try:
-        holder = start("600", options=(*options, "--entrypoint", "sleep"))  # keeps the tmpfs mounted
-        command = words(400, "checkpoint.checkpointing_steps=20")
-        box = start(*command, options=options)
-        box.wait_for(lambda: "checkpoint step-000020 saved" in box.log())
-        _in(holder, "head -c 100M /dev/zero > /output/filler || true")
-        assert box.exit_code() == ExitCode.NO_SPACE, box.log()
-        assert "Traceback" not in box.log()
-        saved = _in(holder, "ls /output/quickstart/checkpoints").split()
-        assert "step-000020" in saved or len(saved) == 2, saved
-        _in(holder, "rm /output/filler")
-        newest = int(max(saved).removeprefix("step-"))
-        resumed = start(*words(newest + 20, "checkpoint.checkpointing_steps=20"), options=options)
-        assert resumed.exit_code() == ExitCode.OK, resumed.log()
-        assert "Proved: reloaded from disk" in resumed.log()
-    finally:
-        for box in (holder,):
-            engine.run("rm", "-f", box.name)
-        engine.run("volume", "rm", "-f", volume)
+    engine.ask("volume", "create", *(word for option in tmpfs for word in ("--opt", option)), name)
+    yield name
+    engine.ask("volume", "rm", name)
+
+
+# the disk before `start`: it is removed after the containers that use it
+def test_a_full_disk_ends_the_run_and_spares_the_last_checkpoint(
+    small_disk: str, start: Start, samples_cache: Path
+) -> None:
+    options = ("-v", f"{small_disk}:/output", *mounts(cache=samples_cache))
+    holder = start("600", options=(*options, "--entrypoint", "sleep"))
+    box = start(*words(400, "checkpoint.checkpointing_steps=20"), options=options)
+    box.wait_for(lambda: "checkpoint step-000020 saved" in box.log())
+    _in(holder, "head -c 100M /dev/zero > /output/filler || true")
+    assert box.exit_code() == ExitCode.NO_SPACE, box.log()
+    assert "Traceback" not in box.log()
+    saved = [name for name in _in(holder, "ls /output/quickstart/checkpoints").split() if "." not in name]
+    assert saved
+    _in(holder, "rm /output/filler")
+    newest = int(max(saved).removeprefix("step-"))
+    resumed = start(*words(newest + 20, "checkpoint.checkpointing_steps=20"), options=options)
+    assert resumed.exit_code() == ExitCode.OK, resumed.log()
+    assert f"resumed from {max(saved)}" in resumed.log()
+    assert "Proved: reloaded from disk" in resumed.log()
 
 
 def _in(box: Box, script: str) -> str:

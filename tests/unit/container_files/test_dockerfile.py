@@ -171,7 +171,8 @@ def test_the_build_gets_what_it_copies_and_nothing_else() -> None:
         if one.name == "COPY" and "--from=" not in one.words
         for word in [word for word in one.words.split() if not word.startswith("--")][:-1]
     ]
-    assert sorted(set(copied)) == sorted(allowed)
+    # tests of the images have wheels of their own
+    assert sorted({*copied, "build/test-wheels/*.whl"}) == sorted(allowed)
     assert all(list(ROOT.glob(path)) for path in copied if "*" not in path)
 
 
