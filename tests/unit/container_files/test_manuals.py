@@ -384,5 +384,12 @@ def test_runs_mount_our_volumes() -> None:
     }
 
 
-def test_place_for_image_sizes_is_marked() -> None:
-    assert (ROOT / "DOCKER.md").read_text().count("<!-- image sizes -->") == 1
+def test_layers_of_the_cpu_image_add_up() -> None:
+    text = (ROOT / "DOCKER.md").read_text().partition("### Image sizes")[2].partition("### ")[0]
+    rows = [line.split("|")[1:-1] for line in text.splitlines() if line.startswith("| ")][1:]
+    sizes, compressed = ([float(row[column]) for row in rows] for column in (1, 2))
+    whole = re.search(r"([\d.]+) GB,\s+([\d.]+) GB compressed", text)
+    assert whole is not None and len(rows) == 5
+    assert sum(sizes) == pytest.approx(1000 * float(whole[1]), rel=0.05)
+    assert sum(compressed) == pytest.approx(1000 * float(whole[2]), rel=0.05)
+    assert "estimate" in text
