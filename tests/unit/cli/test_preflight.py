@@ -282,6 +282,8 @@ def test_each_command_has_its_folders(
     folder: str,
     meaning: str,
 ) -> None:
+    # where nothing may be downloaded, nothing is written there; the library reads the variable once
+    monkeypatch.setattr("trainer.modeling.hub.is_offline", lambda: False)
     assert ask(machine("h200"), *words)[0] == 0
     (tmp_path / folder).mkdir()
     refuse(monkeypatch, tmp_path / folder)

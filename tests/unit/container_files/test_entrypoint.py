@@ -54,6 +54,8 @@ def start(tmp_path: Path) -> Start:
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
+            # tests that run in the background of a shell have it ignored, and children would inherit that
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
 
     return run
