@@ -30,7 +30,7 @@ class Volume:
     access: Literal["ro", "rw"]
     meaning: str
     name: str
-    """Of the volume in compose files and of the claim in manifests."""
+    """Of the volume in manifests, whose claim is trainer-NAME."""
 
 
 VOLUMES: tuple[Volume, ...] = (

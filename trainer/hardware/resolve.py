@@ -227,7 +227,9 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
 
 
 def _filled(situation: Situation, limit: fit.Budget) -> fit.Budget:
-    """What a prediction may reach: beyond an imposed budget the allocator fails, others are not the end."""
+    """What a prediction may reach. More of an imposed budget, which is the user's word; beyond it the
+    allocator fails.
+    """
     share = _FILLED if situation.config.features.memory_budget == "auto" else _FILLED_IMPOSED
     reason = f"{limit.reason}; {1 - share:.0%} is left for what predictions miss"
     return dataclasses.replace(limit, bytes=int(limit.bytes * share), reason=reason)

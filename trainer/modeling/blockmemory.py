@@ -102,7 +102,7 @@ def compact(blocks: Iterable[torch.nn.Module]) -> None:
     """
     for block in blocks:
         devices = {tensor.device for tensor in _frozen(block) if tensor.numel()}
+        assert len(devices) <= 1, f"a block's frozen tensors are on {devices}"
         for device in devices:
-            assert len(devices) == 1, f"a block's frozen tensors are on {devices}"
             packed = pack(block, device)
             point(packed, packed.bytes)
