@@ -47,6 +47,14 @@ MODES: Mapping[str, tuple[str, ...]] = {
         f"compiled, budget {share}": (*_COMPILED[:2], f"features.activation_budget={share}")
         for share in (0.8, 0.6, 0.4, 0.2)
     },
+    **{
+        f"compiled, {weights}, budget 0.6": (
+            "features.compile=true",
+            f"features.weights={weights}",
+            "features.activation_budget=0.6",
+        )
+        for weights in ("int8", "nf4")
+    },
 }
 """What the rows are called, and the overrides that make them."""
 _NEEDED = ("eager", "eager, recomputed", "compiled", "compiled, recomputed")

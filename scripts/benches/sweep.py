@@ -4,13 +4,15 @@
 
 Every way to store the base is measured with nothing recomputed, with cheap parts of all blocks recomputed,
 and with a quarter of the blocks to all, compiled, and bf16 eager too: milliseconds of a step and the most
-device memory that was held. Before that each budget's plan is made as `trainer plan --budget` makes it, and
-measured in the same way. The best is the fastest setting whose measured peak is within the budget. Each run
-is alone on its GPU; where CUDA_VISIBLE_DEVICES names several, they work side by side.
+device memory that was held. Before that each budget's plan is made as `trainer train` makes it, with kernels
+that have no verdict probed first, and measured in the same way. The best is the fastest setting whose
+measured peak is within the budget. Each run is alone on its GPU; where CUDA_VISIBLE_DEVICES names several,
+they work side by side.
 
 A setting is taken not to be the best under any budget, and left out, where its predicted peak is more than
 6 % above the largest, or a faster one fits each budget that it may fit: it is taken to be no faster than
-those of the same storage that recompute less. --all leaves none out.
+those of the same storage that recompute less, and one copy of FP8 weights no faster than two. --all leaves
+none out.
 """
 
 from __future__ import annotations
@@ -67,6 +69,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         )
         for name, overrides in settings.items()
     ]
+    for case in cases[: len(options.budgets)]:
+        _probe(case)
     known: list[dict[str, Any]] = []
 
     def measured(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -89,6 +93,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _probe(case: memory.Case) -> None:
+    """Measure kernels without a verdict, as `trainer train` does: without one auto keeps to safe kernels."""
+    from trainer.cli import jobs
+
+    with tempfile.TemporaryDirectory(prefix="sweep-") as scratch:
+        try:
+            loaded, _ = memory.planned(case, Path(scratch))
+        except TrainerError:
+            return  # the case's own row says why it cannot be planned
+        jobs.planned(loaded, probe=True)
+
+
 def _needless(case: memory.Case, known: Sequence[dict[str, Any]], budgets: Sequence[float]) -> str:
     """Why a setting cannot be the best under any budget; empty where it can, or where nothing is known."""
     if case.setting.startswith("auto"):
@@ -98,8 +114,10 @@ def _needless(case: memory.Case, known: Sequence[dict[str, Any]], budgets: Seque
             _, plan = memory.planned(case, Path(scratch))
         except TrainerError as error:
             return str(error)
-    # a plan counts as many copies of the weights as it would take itself
-    needed = 0.0 if case.weight_copies else sum(part.bytes for part in plan.train_memory) / 2**30
+    needed = sum(part.bytes for part in plan.train_memory) / 2**30
+    if case.weight_copies == 1:
+        # a plan counts as many copies of the weights as it would take itself
+        needed -= sum(part.bytes for part in plan.train_memory if part.name == "base weights") / 2 / 2**30
     return needless(case.setting, needed, [row for row in known if "milliseconds" in row], budgets)
 
 
@@ -119,11 +137,16 @@ def needless(setting: str, needed: float, known: Sequence[dict[str, Any]], budge
 
 
 def recomputes_less(other: str, setting: str) -> bool:
-    """Whether `other` stores the base as `setting` does, and recomputes only a part of what that does."""
+    """Whether `other` recomputes only a part of what `setting` does, and stores the base in the same way.
+
+    Or, of FP8, twice instead of once, and recomputes no more: then no step transposes weights.
+    """
     stored, _, way = setting.rpartition(", ")
     other_stored, _, other_way = other.rpartition(", ")
-    if stored != other_stored or other == setting:
+    if other == setting or other_stored not in (stored, stored.removesuffix(", one copy")):
         return False
+    if other_way == way:
+        return True
     # comparisons with what a way does not say are false
     shares, counts = (_share(other_way), _share(way)), (_count(other_way), _count(way))
     return other_way == "everything kept" or shares[0] > shares[1] or counts[0] < counts[1]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -45,6 +45,8 @@ class Activations:
     """Every block is: its input stays."""
     shares: Mapping[float, Held] = field(default_factory=dict)
     """Compiled blocks that keep a share of their activations, by `features.activation_budget`."""
+    packed_shares: Mapping[str, Mapping[float, Held]] = field(default_factory=dict)
+    """The same by how weights are stored that a product unpacks: compilers keep other things there."""
     head: int = 0
     """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
 
@@ -53,14 +55,16 @@ class Activations:
         """The highest point where nothing is recomputed."""
         return self.whole.kept + max(self.whole.beyond, self.head)
 
-    def peak(self, *, recomputed: int = 0, budget: float = 1.0) -> int:
+    def peak(self, *, recomputed: int = 0, budget: float = 1.0, weights: str = "") -> int:
         """The highest point with the first `recomputed` blocks recomputed, or with a budget below 1.
 
-        Backward starts with the last blocks: where the first are recomputed, the others have given back what
-        they kept. A budget that was not counted needs what the next larger one does.
+        `weights` is how the frozen base is stored, where a budget depends on it. Backward starts with the
+        last blocks: where the first are recomputed, the others have given back what they kept. A budget that
+        was not counted needs what the next larger one does.
         """
         if budget < 1.0:
-            held = next((self.shares[one] for one in sorted(self.shares) if one >= budget), self.whole)
+            shares = {**self.shares, **self.packed_shares.get(weights, {})}
+            held = next((shares[one] for one in sorted(shares) if one >= budget), self.whole)
             return held.kept + max(held.beyond, self.head)
         if not recomputed:
             return self.saved
@@ -126,13 +130,32 @@ def activations(
             beyond += max(extra) * units.every + max(caption_bytes)
         return Held(fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond))
 
-    shares = {float(way.rpartition(" ")[2]): way for way in ways if compiled and f", {_BUDGET} " in way}
+    shares, packed_shares = _shares(ways) if compiled else ({}, {})
     return Activations(
         whole=held(style),
         recomputed=held(f"{style}, {_RECOMPUTED}", recomputes=True),
         shares={share: held(way) for share, way in shares.items()},
+        packed_shares={
+            weights: {share: held(way) for share, way in found.items()}
+            for weights, found in packed_shares.items()
+        },
         head=head,
     )
+
+
+def _shares(ways: Iterable[str]) -> tuple[dict[float, str], dict[str, dict[float, str]]]:
+    """Ways with a budget by the share that is kept; those of packed weights by their storage first.
+
+    "compiled, budget 0.6" and "compiled, int8, budget 0.6".
+    """
+    plain: dict[float, str] = {}
+    packed: dict[str, dict[float, str]] = {}
+    for way in ways:
+        before, budget, share = way.rpartition(f", {_BUDGET} ")
+        if budget:
+            weights = before.partition(", ")[2]
+            (packed.setdefault(weights, {}) if weights else plain)[float(share)] = way
+    return plain, packed
 
 
 @functools.cache

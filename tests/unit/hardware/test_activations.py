@@ -25,6 +25,7 @@ COUNTS: dict[str, Any] = {
         "compiled, all linears": {"fixed": 0.0, "blocks": [12.0, 20.0], "beyond": 4.0},
         "compiled, recomputed": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 20.0},
         "compiled, budget 0.6": {"fixed": 0.0, "blocks": [6.0, 10.0], "beyond": 6.0},
+        "compiled, int8, budget 0.6": {"fixed": 0.0, "blocks": [2.0, 3.0], "beyond": 7.0},
     },
 }
 
@@ -69,6 +70,13 @@ def test_a_budget_that_was_not_counted_needs_what_a_larger_one_does() -> None:
     compiled = found(compiled=True)
     assert compiled.peak(budget=0.6) == compiled.peak(budget=0.4) == 120 + 3000 + 600
     assert compiled.peak(budget=0.8) == compiled.saved
+
+
+def test_a_budget_over_packed_weights_needs_what_was_counted_of_them() -> None:
+    compiled = found(compiled=True)
+    assert compiled.peak(budget=0.6, weights="int8") == 40 + 900 + 700
+    assert compiled.peak(budget=0.6, weights="nf4") == compiled.peak(budget=0.6)
+    assert compiled.peak(recomputed=5, weights="int8") == compiled.peak(recomputed=5)
 
 
 def test_a_head_counts_where_it_is_more_than_a_block_s_gradients() -> None:
