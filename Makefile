@@ -6,6 +6,8 @@ SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/.installed
 CONTAINER_STAMP := .venv/.installed-container
+# A pip beside that of .venv: older ones download every wheel in a dry run.
+PINS_PIP := build/pins-pip
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Interpreters that are tried, in this order: the first of a supported version that can make a virtual environment.
 PYTHONS ?= python3 python3.13 python3.12 python3.11 python3.14
@@ -17,7 +19,7 @@ TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 OR_NONE := || { code=$$?; [ $$code -eq 5 ] || exit $$code; }
 SHELL_FILES = .ci/run $(shell find . -name '*.sh' -not -path './.venv/*' -not -path './build/*')
 
-.PHONY: help setup demo test test-container test-gpu lint type docs golden scan clean
+.PHONY: help setup demo test test-container test-gpu lint type pins docs golden scan clean
 
 help: ## show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-16s %s\n", $$1, $$2 }' Makefile
@@ -76,7 +78,13 @@ lint: $(STAMP) ## ruff, import-linter, shellcheck, hadolint
 type: $(STAMP) ## mypy, strict below the data floor
 	$(BIN)/mypy
 
-docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmarks.md, tables of DOCKER.md, k8s' copies
+$(PINS_PIP)/pip/__init__.py: $(STAMP)
+	@$(PIP) --target $(PINS_PIP) --upgrade pip==26.3
+
+pins: $(PINS_PIP)/pip/__init__.py ## every pin of the images for GPUs has a wheel for its platform (asks the package index)
+	@PYTHONPATH=$(PINS_PIP) $(BIN)/python -m scripts.check_pins
+
+docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmarks.md, coming-from.md, tables of DOCKER.md, k8s' copies
 	@mkdir -p build
 	$(BIN)/trainer config schema > build/schema.json
 	$(BIN)/trainer families --markdown > build/families.md
@@ -84,6 +92,7 @@ docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmark
 	mv build/families.md docs/families.md
 	$(BIN)/python scripts/bench.py page
 	$(BIN)/python -m scripts.render_docker_md
+	$(BIN)/python -m scripts.render_coming_from
 	$(BIN)/python -m scripts.render_k8s
 
 golden: $(STAMP) ## write the golden files anew; read the diff before you commit it

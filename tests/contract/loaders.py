@@ -36,7 +36,7 @@ class Own:
     """Take another model in place of `model`."""
 
 
-def lora_file(done: Finished) -> Path:
+def lora_file(done: Finished | Job) -> Path:
     """The LoRA that diffusers or peft load."""
     files = [path for path in done.folder.glob("lora/*.safetensors") if ".comfyui." not in path.name]
     assert len(files) == 1

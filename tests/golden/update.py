@@ -7,12 +7,12 @@ import os
 import tempfile
 from pathlib import Path
 
-from tests.golden import losses, plans
+from tests.golden import losses, plans, presets
 from tests.tiny import build_tiny
 
 
 def main() -> None:
-    """Rewrite every golden plan and the golden losses."""
+    """Rewrite every golden plan, what presets resolve to, and the golden losses."""
     os.chdir(plans.ROOT)
     with tempfile.TemporaryDirectory() as folder:
         for machine in plans.machines():
@@ -20,6 +20,8 @@ def main() -> None:
             path.write_text(plans.machine_text(machine))
             print(path.relative_to(plans.ROOT))
         work = Path(folder)
+        presets.write_golden(work / "presets")
+        print(presets.GOLDEN.relative_to(plans.ROOT))
         base = functools.cache(lambda family: build_tiny(family, work / "tiny" / family))
         for path in losses.write_losses(base, work):
             print(path.relative_to(plans.ROOT))

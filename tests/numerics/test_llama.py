@@ -17,12 +17,14 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from scripts import random_base
 from scripts.random_bases.llama import tokenizer as make_tokenizer
 from tests.numerics.saved import kept_bytes
+from trainer.config.schema import LoraSection
 from trainer.engine.meta_shapes import meta_shapes
 from trainer.errors import AccessError, DataError, StoppedError
 from trainer.families import language
 from trainer.families.llama import LLAMA
 from trainer.families.protocol import Batch, PreviewPrompt, PreviewRequest, Shape
-from trainer.hardware.geometry import TABLES, linear_weights, lora_parameters, quantized_linears, read_table
+from trainer.hardware.adapters import adapter_parameters
+from trainer.hardware.geometry import TABLES, linear_weights, quantized_linears, read_table
 from trainer.modeling import lora
 from trainer.modeling.attention import SDPA_BACKENDS
 from trainer.modeling.packed import packed_attention, set_packed_attention
@@ -462,7 +464,8 @@ def test_the_committed_table_is_the_published_model() -> None:
     assert shapes == meta_shapes(folder, "transformers", "LlamaForCausalLM")
     assert sum(math.prod(shape) for shape in shapes.values()) == 8_030_261_248
     # 16 * (in + out) of q, o (4096, 4096), k, v (4096, 1024), gate, up, down (4096, 14336), 32 blocks
-    assert lora_parameters(linear_weights(shapes), LLAMA.lora_targets["all-linear"], 16) == 41_943_040
+    lora, targets = LoraSection(rank=16), LLAMA.lora_targets["all-linear"]
+    assert adapter_parameters(linear_weights(shapes), targets, lora) == 41_943_040
     sizes = quantized_linears(linear_weights(shapes), LLAMA.high_precision).values()
     parameters = sum(out * into for out, into in sizes)
     assert parameters == 8_030_261_248 - 2 * 128_256 * 4096 - 65 * 4096

@@ -126,7 +126,7 @@ def test_one_euler_step_with_the_target_reaches_the_clean_latents(source: ModelS
     noised = flow.interpolate(clean, draw)
     reached = scheduler.step(noise - clean, scheduler.timesteps[1], noised, return_dict=False)[0]
     assert torch.allclose(reached, clean, atol=1e-5)
-    zero = flow.velocity_loss(noise - clean, clean, draw)
+    zero = flow.velocity_loss(noise - clean, clean, batch, draw)
     assert zero.item() == pytest.approx(0, abs=1e-10)
 
 

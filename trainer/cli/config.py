@@ -13,7 +13,7 @@ from trainer.config.appliance import IMAGE_ENVIRONMENT, SECRETS
 
 @click.group(
     epilog="""\b
-Layers, low to high: schema, family, files from left to right,
+Layers, low to high: schema, family, --preset, files from left to right,
 TRAINER__SECTION__KEY, --set, --dataset and --output.
 
 \b
@@ -37,6 +37,7 @@ Examples:
 def variables(markdown: bool) -> None:
     """List the environment variables that matter to a run."""
     from trainer.config import environment
+    from trainer.config.secrets import redacted
 
     if markdown:
         click.echo(variables_markdown(), nl=False)
@@ -45,7 +46,7 @@ def variables(markdown: bool) -> None:
         value = environment.read(variable.name)
         shown = "unset" if value is None else "set" if variable.name in SECRETS else f"= {value}"
         default = f" (unset: {variable.default})" if variable.default else ""
-        click.echo(f"{variable.name}  {shown}\n    {variable.meaning}{default}")
+        click.echo(redacted(f"{variable.name}  {shown}\n    {variable.meaning}{default}"))
 
 
 def variables_markdown() -> str:
@@ -83,13 +84,18 @@ Examples:
 )
 @config_arguments
 def show(
-    configs: tuple[Path, ...], overrides: tuple[str, ...], dataset: Path | None, output: Path | None
+    configs: tuple[Path, ...],
+    presets: tuple[str, ...],
+    overrides: tuple[str, ...],
+    dataset: Path | None,
+    output: Path | None,
 ) -> None:
     """Print the merged configuration, with the source of each value behind it."""
     from trainer.config.load import dump_with_sources
+    from trainer.config.secrets import redacted
 
-    loaded = load_config(configs, overrides, dataset, output)
-    click.echo(dump_with_sources(loaded.config, loaded.sources), nl=False)
+    loaded = load_config(configs, overrides, dataset, output, presets)
+    click.echo(redacted(dump_with_sources(loaded.config, loaded.sources)), nl=False)
 
 
 @config.command(
@@ -101,10 +107,14 @@ Examples:
 )
 @config_arguments
 def check(
-    configs: tuple[Path, ...], overrides: tuple[str, ...], dataset: Path | None, output: Path | None
+    configs: tuple[Path, ...],
+    presets: tuple[str, ...],
+    overrides: tuple[str, ...],
+    dataset: Path | None,
+    output: Path | None,
 ) -> None:
     """Check the files as one configuration; all mistakes are listed at once. Loads no image and no model."""
-    loaded = load_config(configs, overrides, dataset, output)
+    loaded = load_config(configs, overrides, dataset, output, presets)
     for path in configs:
         count = sum(source.rpartition(":")[0] == str(path) for source in loaded.sources.values())
         click.echo(f"ok: {path}: {count} {'value' if count == 1 else 'values'} in effect")
@@ -127,3 +137,28 @@ def schema() -> None:
     from trainer.config.schema_json import json_schema
 
     click.echo(json.dumps(json_schema(families.names()), indent=2))
+
+
+@config.command(
+    epilog="""\b
+Examples:
+  trainer families                         # lists the names
+  trainer config template FAMILY > my.yaml
+"""
+)
+@click.argument("family")
+def template(family: str) -> None:
+    """Print a configuration of every key with its help, and with the family's values."""
+    from trainer import families
+    from trainer.config import template as text
+    from trainer.config.fields import closest
+    from trainer.errors import ConfigError
+
+    if family not in families.names():
+        near = closest(family, families.names())
+        hint = f"did you mean `{near}`? " if near else ""
+        remedy = f"{hint}known: {', '.join(families.names())}"
+        raise ConfigError(f'unknown family "{family}"', where="FAMILY", remedy=remedy)
+    one = families.get(family)
+    conversations = one.sample_kind == "conversation"
+    click.echo(text.template(family, one.defaults, conversations=conversations), nl=False)

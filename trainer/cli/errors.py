@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import click
 
+from trainer.config.secrets import redacted
 from trainer.errors import MEANING, ExitCode, TrainerError
 
 _INTERRUPTED = 128 + 2  # as a shell reports SIGINT
@@ -45,4 +46,5 @@ def error_text(error: TrainerError) -> str:
     """All problems of an error: where, what, and the remedy below it."""
     count = len(error.problems)
     title = MEANING[error.exit_code] if count == 1 else f"{MEANING[error.exit_code]}, {count} problems"
-    return "\n".join([f"error: {title} (exit code {error.exit_code.value})", *map(str, error.problems)])
+    text = "\n".join([f"error: {title} (exit code {error.exit_code.value})", *map(str, error.problems)])
+    return redacted(text)

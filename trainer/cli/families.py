@@ -88,6 +88,7 @@ def _size(family: Family) -> str:
 
 def _full(family: Family) -> str:
     """What a full fine-tune keeps on one device."""
-    from trainer.hardware.memory import GIB, state_bytes
+    from trainer.hardware.memory import GIB
+    from trainer.hardware.states import state_bytes
 
     return f"{_parameters(family) * state_bytes('full', 'bf16') / GIB:.0f} GiB at least"

@@ -31,13 +31,17 @@ commit of `model.revision`; `trainer train` then uses what is here without askin
 )
 @config_arguments
 def fetch(
-    configs: tuple[Path, ...], overrides: tuple[str, ...], dataset: Path | None, output: Path | None
+    configs: tuple[Path, ...],
+    presets: tuple[str, ...],
+    overrides: tuple[str, ...],
+    dataset: Path | None,
+    output: Path | None,
 ) -> None:
     """Download what is missing of the base model, check that it is complete, and say where it is."""
     from trainer import families
     from trainer.modeling.source import resolve_source, weights_line
 
-    config = load_config(configs, overrides, dataset, output).config
+    config = load_config(configs, overrides, dataset, output, presets).config
     family = families.get(config.family)
     components = families.components(family)
     with contextlib.ExitStack() as stack:

@@ -35,13 +35,11 @@ def run_job(
     before_after: bool = False,
     verify: bool = False,
     prune: bool = False,
+    import_folder: str = "",
     port: int | None = None,
     unified_memory: bool = False,
 ) -> int:
-    """Hand one job to the training process, watch over it, and return its exit code.
-
-    The job's files are its own: a second command must not change what the first one is about to read.
-    """
+    """Hand one job to the training process, watch over it, and return its exit code."""
     from trainer.config import environment
     from trainer.config.load import dump
     from trainer.engine.spec import Spec, write_spec
@@ -50,6 +48,7 @@ def run_job(
     from trainer.telemetry.supervisor import supervise
 
     shared = environment.make_runtime_dir()
+    # the job's files are its own: a second command must not change what the first one is about to read
     with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=shared, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         runtime_dir = shared if mode in _SHARED_MODES else folder
@@ -66,6 +65,7 @@ def run_job(
             before_after=before_after,
             verify=verify,
             prune=prune,
+            import_folder=import_folder,
         )
         write_spec(spec, folder / "spec.json")
         return supervise(
@@ -178,6 +178,7 @@ def with_prompts(loaded: Loaded, prompts: tuple[str, ...]) -> Loaded:
 
 def print_plan(plan: Plan) -> None:
     """The plan as people read it, on stderr: stdout belongs to results."""
+    from trainer.config.secrets import redacted
     from trainer.hardware.render import plan_text
 
-    click.echo(plan_text(plan), err=True)
+    click.echo(redacted(plan_text(plan)), err=True)

@@ -3,8 +3,8 @@
 @click.command()
 @config_arguments
 @budget_option
-def plan(configs, overrides, dataset, output, budget):
-    loaded = load_config(configs, (*overrides, *budget), dataset, output)
+def plan(configs, presets, overrides, dataset, output, budget):
+    loaded = load_config(configs, (*overrides, *budget), dataset, output, presets)
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def config_arguments(function: F) -> F:
-    """Add CONFIG... and `layer_options`: parameters configs, overrides, dataset, output."""
+    """Add CONFIG... and `layer_options`: parameters configs, presets, overrides, dataset, output."""
     # whether a file can be read is for `load` to say, with the exit code of a bad configuration
     argument = click.argument(
         "configs", metavar="CONFIG...", nargs=-1, required=True, type=click.Path(path_type=Path)
@@ -45,9 +45,17 @@ def budget_option(function: F) -> F:
 
 
 def layer_options(function: F) -> F:
-    """Add `--set`, `--dataset` and `--output`: parameters overrides, dataset, output."""
+    """Add `--preset`, `--set`, `--dataset`, `--output`: parameters presets, overrides, dataset, output."""
     path = click.Path(path_type=Path)
     options = (
+        click.option(
+            "--preset",
+            "presets",
+            metavar="NAME[,NAME]",
+            multiple=True,
+            help="Start from a preset of train_configs/presets. It is below your files: what they write wins;"
+            " to let the preset win, name its file behind yours.",
+        ),
         click.option(
             "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Set one key: train.seed=1."
         ),
@@ -68,17 +76,28 @@ def load_config(
     overrides: Sequence[str] = (),
     dataset: Path | None = None,
     output: Path | None = None,
+    presets: Sequence[str] = (),
 ) -> Loaded:
-    """Load the configuration against all known families. Raises ConfigError with every problem."""
+    """Load the configuration against all known families, and tell of what has no effect: presets' values,
+    other programs' variables.
+
+    Raises ConfigError with every problem.
+    """
     from trainer import families
     from trainer.config.load import load
 
     known = {name: families.get(name) for name in families.names()}
-    return load(
+    loaded = load(
         configs,
         overrides=overrides,
         dataset=dataset,
         output=output,
+        chosen_presets=presets,
         family_defaults={name: family.defaults for name, family in known.items()},
         lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
     )
+    for warning in loaded.warnings:
+        click.echo(f"warning: {warning}", err=True)
+    for note in loaded.notes:
+        click.echo(f"note: {note}", err=True)
+    return loaded

@@ -38,6 +38,7 @@ Examples:
 )
 def plan(
     configs: tuple[Path, ...],
+    presets: tuple[str, ...],
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
@@ -46,15 +47,16 @@ def plan(
     form: str | None,
 ) -> None:
     """Show every hardware decision with its source and reason, and the memory that the run will need."""
+    from trainer.config.secrets import redacted
     from trainer.engine.continued import continued
     from trainer.engine.planning import machine_facts, plan_run, requested_profile
     from trainer.hardware.render import environment_exports, plan_text, plan_to_json
 
-    loaded = continued(load_config(configs, (*overrides, *budget), dataset, output))
+    loaded = continued(load_config(configs, (*overrides, *budget), dataset, output, presets))
     decided = plan_run(loaded, machine_facts(facts_file), requested_profile())
     if form == "json":
-        click.echo(plan_to_json(decided), nl=False)
+        click.echo(redacted(plan_to_json(decided)), nl=False)
     elif form == "export":
         click.echo(environment_exports(decided), nl=False)
     else:
-        click.echo(plan_text(decided))
+        click.echo(redacted(plan_text(decided)))

@@ -91,6 +91,7 @@ def _judged(surroundings: Surroundings, *, on_machine: bool) -> tuple[Facts | No
 
     facts: Facts | None = None
     machine: tuple[Problem, ...] = ()
+    misnamed: tuple[Problem, ...] = ()
     requested, unified = requested_profile(), environment.switch("UNIFIED_MEMORY")
     if on_machine:
         try:
@@ -98,7 +99,9 @@ def _judged(surroundings: Surroundings, *, on_machine: bool) -> tuple[Facts | No
             machine = machine_problems(facts, requested, unified)
         except HardwareError as error:
             machine = error.problems
-    container = container_problems(facts, requested, surroundings)
+        except ConfigError as error:
+            misnamed = error.problems
+    container = (*misnamed, *container_problems(facts, requested, surroundings))
     errors: list[TrainerError] = [HardwareError(machine)] if machine else []
     return facts, [*errors, ConfigError(container)] if container else errors
 
@@ -149,7 +152,8 @@ def _loaded(name: str, words: Sequence[str]) -> Loaded | None:
     if not given["configs"]:
         return None
     overrides = (*(given["overrides"] or ()), *(given.get("budget") or ()))
-    loaded = load_config(given["configs"], overrides, given["dataset"], given["output"])
+    presets = given["presets"] or ()
+    loaded = load_config(given["configs"], overrides, given["dataset"], given["output"], presets)
     return continued(loaded) if name == "train" else loaded
 
 

@@ -27,6 +27,7 @@ Examples:
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def probe(
     configs: tuple[Path, ...],
+    presets: tuple[str, ...],
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
@@ -36,16 +37,19 @@ def probe(
     from trainer.cli.jobs import probe_kernels
     from trainer.engine.planning import machine_facts
     from trainer.hardware.facts import facts_to_json
+    from trainer.hardware.host import WSL_SPILLS
 
     facts = machine_facts()
     if configs:
-        loaded = load_config(configs, overrides, dataset, output)
+        loaded = load_config(configs, overrides, dataset, output, presets)
         facts = probe_kernels(loaded, facts, failed_too=True)
     if as_json:
         click.echo(facts_to_json(facts))
         return 0
     for line in describe(facts_to_json(facts)):
         click.echo(line)
+    if facts.wsl and facts.gpus:
+        click.echo(f"warning: {WSL_SPILLS}", err=True)
     return 0
 
 

@@ -26,6 +26,7 @@ Examples:
 @click.option("--picture", type=click.Path(path_type=Path), default=Path("sample.png"), show_default=True)
 def sample(
     configs: tuple[Path, ...],
+    presets: tuple[str, ...],
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
@@ -38,7 +39,7 @@ def sample(
     from trainer.cli.jobs import planned, run_job, with_prompts
     from trainer.errors import ConfigError
 
-    loaded = load_config(configs, overrides, dataset, output)
+    loaded = load_config(configs, overrides, dataset, output, presets)
     if prompts:
         loaded = with_prompts(loaded, prompts)
     if not loaded.config.validation.prompts:
@@ -74,6 +75,7 @@ Examples:
 def verify_lora(
     file: Path,
     configs: tuple[Path, ...],
+    presets: tuple[str, ...],
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
@@ -86,6 +88,6 @@ def verify_lora(
         return 0
     from trainer.cli.jobs import planned, run_job
 
-    loaded = load_config(configs, overrides, dataset, output)
+    loaded = load_config(configs, overrides, dataset, output, presets)
     _, plan = planned(loaded, probe=False)
     return run_job(loaded, plan, "verify", lora_file=str(file.resolve()))

@@ -24,6 +24,7 @@ The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save f
 @click.option("--no-probe", is_flag=True, help="Do not measure kernels that have no verdict yet.")
 def train(
     configs: tuple[Path, ...],
+    presets: tuple[str, ...],
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
@@ -37,7 +38,7 @@ def train(
 
     stop_before_start()
 
-    loaded = continued(load_config(configs, (*overrides, *budget), dataset, output))
+    loaded = continued(load_config(configs, (*overrides, *budget), dataset, output, presets))
     facts, plan = planned(loaded, probe=not no_probe)
     print_plan(plan)
     return run_job(
@@ -60,20 +61,36 @@ Examples:
 @budget_option
 @click.option("--verify", is_flag=True, help="Read every entry and encode damaged ones again.")
 @click.option("--prune", is_flag=True, help="Then remove the family's entries that this run does not use.")
+@click.option(
+    "--import-pt",
+    metavar="DIR",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="First take in another trainer's .pt files, one an image (docs/data.md).",
+)
 def cache(
     configs: tuple[Path, ...],
+    presets: tuple[str, ...],
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
     budget: tuple[str, ...],
     verify: bool,
     prune: bool,
+    import_pt: Path | None,
 ) -> int:
     """Encode images and captions ahead of a run; `train` then starts at once."""
     from trainer.cli.jobs import planned, run_job, stop_before_start
 
     stop_before_start()
-    loaded = load_config(configs, (*overrides, *budget), dataset, output)
+    loaded = load_config(configs, (*overrides, *budget), dataset, output, presets)
     facts, plan = planned(loaded, probe=False)
     unified_memory = any(gpu.integrated for gpu in facts.gpus)
-    return run_job(loaded, plan, "cache", verify=verify, prune=prune, unified_memory=unified_memory)
+    return run_job(
+        loaded,
+        plan,
+        "cache",
+        verify=verify,
+        prune=prune,
+        import_folder=str(import_pt.absolute()) if import_pt else "",
+        unified_memory=unified_memory,
+    )

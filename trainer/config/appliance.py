@@ -82,7 +82,7 @@ IMAGE_ENVIRONMENT: Mapping[str, str] = {
 }
 """What every image sets besides TRAINER_PROFILE: caches lie on volumes, so that the root may be read-only."""
 
-SECRETS = ("HF_TOKEN",)
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 """Variables that may be given as NAME_FILE, the path of a file that holds the value."""
 
 

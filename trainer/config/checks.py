@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import environment, fields
+from trainer.config import environment, fields, training_checks
 from trainer.config.schema import DataSet, RunConfig, ValidationSection
+from trainer.config.tree import by_user
 from trainer.errors import Problem
 
 Found = Iterator[tuple[str, str, str]]
@@ -31,8 +32,7 @@ class Context:
 
     def written(self, key: str) -> bool:
         """True if the user wrote `key`, in whatever layer."""
-        source = self.source(key)
-        return source != "default" and not source.startswith("family ")
+        return by_user(self.source(key))
 
     def blame(self, *keys: str) -> str:
         """Source of the first of `keys` that the user wrote: the place to change."""
@@ -73,6 +73,10 @@ _UNUSED: tuple[Unused, ...] = (
         applies=lambda config: config.validation.img_dir is None,
         reason="no effect without `validation.img_dir`",
         remedy="remove it, or write img_dir",
+    ),
+    *(
+        Unused(keys=(key,), applies=applies, reason=f"no effect {reason}", remedy="remove it")
+        for key, applies, reason in training_checks.UNUSED
     ),
 )
 
@@ -163,7 +167,7 @@ def _swap_alone(context: Context) -> Found:
 
 def _weights_against_dtype(context: Context) -> Found:
     dtype, weights = context.config.model.dtype, context.config.features.weights
-    if {dtype, weights} == {"bf16", "fp32"}:
+    if dtype != "auto" and weights in ("bf16", "fp32") and dtype != weights:
         other = f"`model.dtype: {dtype}` ({context.source('model.dtype')})"
         where = context.blame("features.weights", "model.dtype")
         remedy = "write the same in both, or leave features.weights out"
@@ -226,6 +230,12 @@ def _set_of_nothing(context: Context) -> Found:
             yield context.source(f"{key}.chat_file"), what, "make it two sets, or remove one of them"
 
 
+def _only_regularising(context: Context) -> Found:
+    if all(one.is_reg for one in context.config.data.sets):
+        what = "every one of `data.sets` is a regularisation set"
+        yield context.source("data.sets.0.is_reg"), what, "add the set to be learned, or leave is_reg out"
+
+
 def _set_path(one: DataSet) -> Path | None:
     return one.chat_file if one.img_dir is None else one.img_dir
 
@@ -278,7 +288,7 @@ def _image_folders(config: RunConfig) -> list[Path]:
     held_out = config.validation
     named: list[Path | tuple[Path, ...] | None] = [held_out.img_dir, held_out.control_dir]
     for one in config.data.sets:
-        named += [one.img_dir, one.control_dir]
+        named += [one.img_dir, one.control_dir, one.mask_dir]
     folders = [named_one if isinstance(named_one, tuple) else (named_one,) for named_one in named]
     return [folder for group in folders for folder in group if folder is not None]
 
@@ -347,6 +357,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
     (("family", "method", "lora.target_modules"), _target_preset),
     (("data.sets",), _set_of_nothing),
     (("data.sets",), _same_set_twice),
+    (("data.sets",), _only_regularising),
     (("validation.img_dir", "validation.held_out"), _held_out_two_ways),
     (("validation.img_dir", "data.sets"), _held_out_trained),
     (("data.sets", "validation.img_dir", "output_dir"), _output_among_images),
@@ -354,6 +365,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
     (("model.pretrained_model_name_or_path", "output_dir"), _output_in_model),
     (("output_dir", "data.cache_dir"), _folders_are_files),
     (("checkpoint.resume_from_checkpoint",), _resume_word),
+    *training_checks.CHECKS,
 )
 """Keys that a check looks at -> the check."""
 

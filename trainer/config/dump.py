@@ -36,13 +36,14 @@ def _lines(config: RunConfig) -> list[tuple[str, str]]:
             kept = {name: item for name, item in value.items() if f"{key}.{name}" not in left_out}
             lines += [(f"{key}:", "")] if kept else []
             for name, item in kept.items():
-                lines += _entry(name, item, f"{key}.{name}", "  ")
+                lines += entry(name, item, f"{key}.{name}", "  ")
         else:
-            lines += _entry(key, value, key, "")
+            lines += entry(key, value, key, "")
     return lines
 
 
-def _entry(name: str, value: Any, key: str, indent: str) -> list[tuple[str, str]]:
+def entry(name: str, value: Any, key: str, indent: str) -> list[tuple[str, str]]:
+    """Lines of YAML for one key, each with the dotted key of its value, or without one."""
     if not isinstance(value, tuple):
         return [(f"{indent}{name}: {_scalar(value)}", key)]
     if not value:
@@ -62,6 +63,8 @@ def _scalar(value: Any) -> str:
     """One value on one line."""
     if isinstance(value, tuple):
         return f"[{', '.join(_quoted(one) for one in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_quoted(key)}: {_scalar(one)}' for key, one in value.items())}}}"
     if isinstance(value, Path):
         # a folder whose name begins with ~ is not somebody's home
         value = f"./{value}" if str(value).startswith("~") else str(value)

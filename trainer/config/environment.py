@@ -80,6 +80,13 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(name="HF_TOKEN", default="", meaning="access token; a file (HF_TOKEN_PATH) leaks less easily"),
     Variable(name="HF_TOKEN_FILE", default="", meaning="containers: file whose text becomes HF_TOKEN"),
     Variable(name="HF_TOKEN_PATH", default="$HF_HOME/token", meaning="file that holds the access token"),
+    Variable(
+        name="WANDB_API_KEY", default="", meaning="for train.report_to: wandb; a file leaks less easily"
+    ),
+    Variable(name="WANDB_API_KEY_FILE", default="", meaning="file whose text is used as WANDB_API_KEY"),
+    Variable(
+        name="WANDB_MODE", default="online", meaning="offline: only write what `wandb sync` sends later"
+    ),
     Variable(name="XDG_CACHE_HOME", default="~/.cache", meaning="the user's cache folder"),
     Variable(name="HOME", default="the user's", meaning="where libraries write what has no other place"),
     Variable(

@@ -13,52 +13,9 @@ import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from trainer.config import elsewhere
 from trainer.config.schema import RunConfig, Words
 from trainer.config.tree import KeyPath
-
-ALIASES: dict[str, str] = {
-    "accumulation_steps": "train.gradient_accumulation_steps",
-    "adam_weight_decay": "train.weight_decay",
-    "base_model": "model.pretrained_model_name_or_path",
-    "batch_size": "train.train_batch_size",
-    "cache_latents": "data.cache_dir",
-    "blocks_to_swap": "features.block_swap",
-    "caption_dropout": "data.caption_dropout_rate",
-    "dataset": "data.sets",
-    "dim": "lora.rank",
-    "folder_path": "data.sets",
-    "gradient_checkpointing": "features.activation_checkpointing",
-    "image_dir": "data.sets",
-    "instance_data_dir": "data.sets",
-    "instance_prompt": "data.trigger_word",
-    "keep_last": "checkpoint.checkpoints_total_limit",
-    "lora_alpha": "lora.alpha",
-    "lora_rank": "lora.rank",
-    "lr": "train.learning_rate",
-    "max_steps": "train.max_train_steps",
-    "mixed_precision": "model.dtype",
-    "model_name_or_path": "model.pretrained_model_name_or_path",
-    "name_or_path": "model.pretrained_model_name_or_path",
-    "network_alpha": "lora.alpha",
-    "network_dim": "lora.rank",
-    "output": "output_dir",
-    "max_memory": "features.memory_budget",
-    "quantization": "features.weights",
-    "quantize": "features.weights",
-    "resume": "checkpoint.resume_from_checkpoint",
-    "sample_prompts": "validation.prompts",
-    "save_every": "checkpoint.checkpointing_steps",
-    "save_steps": "checkpoint.checkpointing_steps",
-    "scheduler": "train.lr_scheduler",
-    "steps": "train.max_train_steps",
-    "target_layers": "lora.target_modules",
-    "torch_compile": "features.compile",
-    "training_folder": "output_dir",
-    "trigger": "data.trigger_word",
-    "validation_prompt": "validation.prompts",
-    "warmup_steps": "train.lr_warmup_steps",
-}
-"""Spellings of other trainers -> ours."""
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
@@ -146,9 +103,11 @@ def suggest_key(path: KeyPath) -> str:
         return f"nest it: `{section}:` on one line, `  {leaf}: ...` indented below it"
     if key in siblings:
         return f"write `{key}`"
-    meant = everywhere.get(key) or ALIASES.get(key)
-    if meant is not None:
-        return f"did you mean `{meant}`?"
+    if key in everywhere:
+        return f"did you mean `{everywhere[key]}`?"
+    foreign = elsewhere.key(key)
+    if foreign is not None:
+        return foreign.remedy
     near = closest(key, siblings)
     if near is not None:
         return f"did you mean `{near}`?"

@@ -66,7 +66,7 @@ def _assign(path: KeyPath, text: str, source: str) -> Layer:
         if fields.takes(path[:depth], tuple):
             remedy = f"lists are replaced whole: --set '{'.'.join(path[:depth])}=[...]'"
             return None, [Problem(what="a single item of a list cannot be set", where=source, remedy=remedy)]
-    structured = fields.takes(path, tuple) or fields.is_section(path)
+    structured = fields.takes(path, tuple) or fields.takes(path, dict) or fields.is_section(path)
     if structured and text.lstrip().startswith(("[", "{")):
         node, problems = strict_yaml.parse(text, lambda line: source)
         return None if node is None else at(path, node), problems

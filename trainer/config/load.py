@@ -9,8 +9,8 @@ from functools import reduce
 from pathlib import Path
 from typing import Any
 
-from trainer.config import environment, fields, layers
-from trainer.config.checks import Context, check
+from trainer.config import elsewhere, environment, fields, layers, presets
+from trainer.config.checks import Context, check, unused_keys
 from trainer.config.dump import dump, dump_with_sources
 from trainer.config.schema import RunConfig
 from trainer.config.tree import Node, from_plain, leaves, merge
@@ -24,11 +24,16 @@ __all__ = ["Loaded", "dump", "dump_with_sources", "load"]
 class Loaded:
     """A configuration and the source of each value by dotted key.
 
-    Sources: `FILE:LINE`, `family NAME`, `default`, a variable's name, `--set KEY`, `--dataset`, `--output`.
+    Sources: `FILE:LINE`, `family NAME`, `preset NAME`, `default`, a variable's name, `--set KEY`,
+    `--dataset`, `--output`.
     """
 
     config: RunConfig
     sources: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    """For people: values of presets that something else in the configuration replaced."""
+    warnings: tuple[str, ...] = ()
+    """Variables of the environment that do nothing here, or harm."""
 
 
 def load(
@@ -37,11 +42,13 @@ def load(
     overrides: Sequence[str] = (),
     dataset: Path | None = None,
     output: Path | None = None,
+    chosen_presets: Sequence[str] = (),
     family_defaults: Mapping[str, Mapping[str, Any]],
     lora_presets: Mapping[str, tuple[str, ...]] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """Merge schema, family, `paths` in order, TRAINER__*, `overrides` (a.b=c), then `dataset` and `output`.
+    """Merge schema, family, presets, `paths` in order, TRAINER__*, `overrides` (a.b=c), then `dataset` and
+    `output`.
 
     family_defaults: the layer of each known family. lora_presets: each family's words for
     `lora.target_modules`, not checked without. environ: the process environment if not given.
@@ -51,28 +58,44 @@ def load(
     written = [layers.from_file(path) for path in paths]
     written += layers.from_variables(environ) + layers.from_overrides(overrides)
     written += layers.from_options(dataset, output)
-    problems = [problem for _, found in written for problem in found]
-    problems += environment.misspelt(environ, fields.dotted_keys())
-    if any(tree is None and found for tree, found in written):
+    below = presets.layers(chosen_presets)
+    problems = [problem for _, found in (*below, *written) for problem in found]
+    problems += environment.misspelt(environ, fields.dotted_keys()) + _harmful(environ)
+    if any(tree is None and found for tree, found in (*below, *written)):
         raise ConfigError(_sorted(problems))  # with a layer missing, what else is wrong cannot be told
 
     origin = ", ".join(map(str, paths)) or "configuration"
     user = reduce(merge, [tree for tree, _ in written if tree is not None], Node(value={}, source=origin))
     family, unknown = _family(user, tuple(family_defaults))
     defaults = from_plain(family_defaults[family] if family else {}, f"family {family}")
-    tree = Node(value=merge(defaults, user).value, source=origin)
+    given = [preset for preset, _ in below if preset is not None]
+    tree = Node(value=reduce(merge, [defaults, *given, user]).value, source=origin)
 
     outcome = validate(tree)
     problems += [*unknown, *outcome.problems]
     sources = _sources(tree, outcome.config)
     if outcome.config is not None:
-        presets = lora_presets or {}
-        context = Context(config=outcome.config, sources=sources, environ=environ, lora_presets=presets)
+        words = lora_presets or {}
+        context = Context(config=outcome.config, sources=sources, environ=environ, lora_presets=words)
         problems += check(context, outcome.bad)
     if problems:
         raise ConfigError(_sorted(problems))
     assert outcome.config is not None
-    return Loaded(config=outcome.config, sources=sources)
+    notes = tuple(presets.unused(given, sources, unused_keys(outcome.config)))
+    return Loaded(config=outcome.config, sources=sources, notes=notes, warnings=_warnings(environ))
+
+
+def _warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(f"{name}: {row.says}; {row.remedy}" for name, row in elsewhere.variables(environ))
+
+
+def _harmful(environ: Mapping[str, str]) -> list[Problem]:
+    """Variables with which no run can do what it should."""
+    return [
+        Problem(what=row.says, where=name, remedy=row.remedy)
+        for name, row in elsewhere.variables(environ)
+        if row.is_error
+    ]
 
 
 def _family(user: Node, known: tuple[str, ...]) -> tuple[str | None, list[Problem]]:
@@ -93,6 +116,9 @@ def _sources(tree: Node, config: RunConfig | None) -> dict[str, str]:
     sources = dict.fromkeys(fields.dotted_keys(), "default")
     for index, one in enumerate(config.data.sets if config is not None else ()):
         sources |= dict.fromkeys((f"data.sets.{index}.{key}" for key in type(one).model_fields), "default")
+    for key in fields.dotted_keys():
+        node = tree.get(tuple(key.split(".")))
+        sources |= {} if node is None else {key: node.source}
     return sources | leaves(tree)
 
 

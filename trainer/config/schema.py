@@ -78,6 +78,10 @@ UserPath = Annotated[Path, BeforeValidator(_expand_home), BeforeValidator(_rejec
 """Relative paths start at the current directory, not at the file that names them."""
 
 
+RANKS = Words("a mapping of layers to whole numbers from 1 to 1024, such as {to_q: 8}")
+ALPHAS = Words("a mapping of layers to numbers above 0, such as {to_q: 8}")
+
+
 class Section(BaseModel):
     """Base of every section: frozen, unknown keys forbidden, NaN and infinity refused."""
 
@@ -102,22 +106,34 @@ class ModelSection(Section):
     loaded where the folder holds their weights, and built too where it holds none."""
     download: Literal["auto", "never"] = "auto"
     """`never` uses only what is on disk already."""
-    dtype: Literal["auto", "bf16", "fp32"] = "auto"
-    """Compute and storage type of the frozen base; `auto` is bf16 on a GPU and fp32 on a CPU."""
+    dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    """Compute and storage type of the frozen base; `auto` is bf16 on a GPU and fp32 on a CPU; fp16, for
+    `method: lora`, scales the loss and skips steps that overflow."""
 
 
 class DataSet(Section):
     """One folder of images with captions, or of conversations."""
 
     img_dir: UserPath | None = None
-    """Folder with png, jpg or webp files, each with a .txt of the same stem, or one metadata.jsonl."""
+    """Folder with png, jpg, webp, bmp, tiff or avif files, in sub-folders too, each with a .txt of the same
+    stem, or named in a metadata.jsonl or metadata.csv."""
     control_dir: UserPath | Annotated[tuple[UserPath, ...], Field(min_length=1)] | None = None
     """For families that edit: folder of the images before the edit, with the stems of those in `img_dir`; a
-    list of folders for several a sample. Without it, metadata.jsonl names them as `control_file_name`."""
+    list of folders for several a sample. Without it, metadata names them as `control_file_name`."""
+    mask_dir: UserPath | None = None
+    """Folder of loss masks with the stems of the images: white counts, black does not, grey in part."""
     chat_file: UserPath | None = None
     """For language models: a .jsonl or .parquet file whose rows hold conversations as `messages`."""
     repeats: Positive = 1
-    """How often every image counts in one epoch."""
+    """How often every image counts in one epoch: the weight of a set among several."""
+    loss_weight: Annotated[float, Field(gt=0, le=100)] = 1.0
+    """What the loss of every sample of the set is multiplied by."""
+    is_reg: bool = False
+    """Whether this is a regularisation set: no trigger word, never held out; `loss_weight` is its weight."""
+    flip: bool = False
+    """Train on every image mirrored too, cached as an image of its own."""
+    random_crop: Annotated[int, Field(ge=0, le=16)] = 0
+    """How many cuts of every image are cached, at random places, in place of the one in the middle."""
 
 
 class DataSection(Section):
@@ -135,6 +151,11 @@ class DataSection(Section):
     """Tokens that captions are padded or cut to; for conversations the length of a packed row."""
     cache_dir: UserPath | None = None
     """Where encoded samples are kept; TRAINER_CACHE_DIR, else the user's cache folder, when not given."""
+    cache_in_memory: Toggle = "auto"
+    """Whether entries that were read from the disk stay in memory: `auto` while a share of it is free, true
+    all of them, or the run is refused."""
+    on_bad_file: Literal["error", "skip"] = "error"
+    """`skip` leaves out what cannot be used and lists it, in the log and in `left_out.jsonl` of the run."""
 
 
 class LoraSection(Section):
@@ -146,6 +167,17 @@ class LoraSection(Section):
     """The adapter's output is scaled by alpha / rank."""
     target_modules: Text | Annotated[tuple[Text, ...], Field(min_length=1)] = "attention"
     """One preset of the family (`trainer families` lists them), or a list of module name suffixes."""
+    type: Literal["lora", "dora", "lokr"] = "lora"
+    """`dora` learns the length of every row of a weight by itself, `lokr` is a Kronecker product; both want a
+    base that is not quantised, and train slower."""
+    dropout: Annotated[float, Field(ge=0.0, lt=1)] = 0.0
+    """Share of the adapter's inputs that are set to zero in training."""
+    rank_pattern: Annotated[dict[Text, Annotated[int, Field(ge=1, le=1024)]], RANKS] = {}
+    """Other ranks for some layers, by the end of their names or a regular expression, as in peft."""
+    alpha_pattern: Annotated[dict[Text, Annotated[float, Field(gt=0)]], ALPHAS] = {}
+    """Other alphas for some layers, as `rank_pattern`."""
+    init_from: UserPath | None = None
+    """A file that an earlier run saved: its adapter is what training starts from."""
 
 
 class TrainSection(Section):
@@ -159,8 +191,9 @@ class TrainSection(Section):
     """Forward passes whose gradients are summed into one optimizer step."""
     learning_rate: Annotated[float, Field(gt=0, le=1.0)] = 1.0e-4
     """Peak learning rate."""
-    optimizer: Literal["adamw"] = "adamw"
-    """AdamW; the plan picks the fused or the compensated bf16 variant."""
+    optimizer: Literal["adamw", "adamw_8bit", "prodigy"] = "adamw"
+    """AdamW, of which the plan picks the fused or the compensated bf16 variant; `adamw_8bit` (bitsandbytes)
+    keeps its state in 8 bits; `prodigy` (prodigyopt) finds the rate itself: write learning_rate: 1."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of AdamW's running mean of gradients."""
     adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
@@ -169,12 +202,26 @@ class TrainSection(Section):
     """Added to AdamW's denominator."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.01
     """Decoupled weight decay."""
-    lr_scheduler: Literal["constant", "cosine"] = "constant"
-    """Course of the learning rate after warm-up; `cosine` falls to zero at the last step."""
+    lr_scheduler: Literal[
+        "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
+    ] = "constant"
+    """Course of the learning rate after warm-up, by diffusers' names; all but the constant ones fall to
+    zero (polynomial: to 1e-7) after the last step."""
+    lr_num_cycles: Positive = 1
+    """How often `cosine_with_restarts` falls."""
+    lr_power: Annotated[float, Field(gt=0)] = 1.0
+    """Exponent of `polynomial`."""
     lr_warmup_steps: Annotated[int, Field(ge=0)] = 0
     """Optimizer steps over which the learning rate rises from zero."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Gradients are scaled down to this norm."""
+    ema_decay: Annotated[float, Field(gt=0, lt=1)] | None = None
+    """Decay of a running mean of the weights, such as 0.999; files, previews and the validation loss are
+    then the mean's, checkpoints hold both."""
+    report_to: Literal["tensorboard", "wandb"] = "tensorboard"
+    """`wandb` sends losses and previews to Weights & Biases as well; WANDB_API_KEY, or WANDB_MODE=offline."""
+    tracker_project_name: Text = "trainer"
+    """Project at Weights & Biases."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Decides initialisation, sample order, noise and dropout."""
     log_every_steps: Positive = 10
@@ -279,6 +326,8 @@ class CheckpointSection(Section):
     resume_from_checkpoint: Literal["auto", "never"] | UserPath = "auto"
     """`auto` continues the newest valid checkpoint in `output_dir`, `never` refuses a folder that holds one;
     a path names one checkpoint."""
+    keep_best: bool = True
+    """With held-out samples: keep the LoRA of the lowest validation loss in `best/` of the run's folder."""
 
 
 class RunConfig(Section):

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import yaml
 
+from trainer.config import elsewhere
 from trainer.config.tree import Node, describe
 from trainer.errors import Problem
 
@@ -63,6 +64,8 @@ _Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~
 
 def read(path: Path) -> tuple[Node | None, list[Problem]]:
     """The tree in the file `path` and what is wrong with it; never raises for anything that a file can be."""
+    if path.suffix.lower() == ".toml" and path.is_file():
+        return None, [Problem(what="this is TOML, a configuration is YAML", where=str(path), remedy=_START)]
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)
@@ -149,6 +152,9 @@ def _unreadable(path: Path, error: OSError) -> Problem:
         remedy = (
             "check the path (in a container: is the folder mounted?); ready-made files are in train_configs/"
         )
+        foreign = elsewhere.file(path.name)
+        if foreign is not None:
+            remedy = foreign.remedy
         return Problem(what="no such file", where=str(path), remedy=remedy)
     reason = error.strerror or str(error)
     return Problem(

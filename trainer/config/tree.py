@@ -80,6 +80,22 @@ def from_plain(value: object, source: str) -> Node:
     return Node(value=value, source=source)
 
 
+def relabelled(node: Node, source: str) -> Node:
+    """The same tree, whose values all come from one place."""
+    if isinstance(node.value, dict):
+        return Node(
+            value={key: relabelled(child, source) for key, child in node.value.items()}, source=source
+        )
+    if isinstance(node.value, list):
+        return Node(value=[relabelled(child, source) for child in node.value], source=source)
+    return Node(value=node.value, source=source)
+
+
+def by_user(source: str) -> bool:
+    """Whether a source is something that the user wrote, in whatever layer."""
+    return source != "default" and not source.startswith(("family ", "preset "))
+
+
 def at(path: KeyPath, node: Node) -> Node:
     """A tree that holds `node` at `path` and nothing else."""
     for key in reversed(path):

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
-from trainer.config import fields
+from trainer.config import elsewhere, fields
 from trainer.config.schema import RunConfig
-from trainer.config.tree import KeyPath, Node, describe
+from trainer.config.tree import KeyPath, Node, by_user, describe, leaves
 from trainer.errors import Problem
 
 
@@ -33,7 +34,11 @@ def validate(tree: Node) -> Outcome:
         return Outcome(config=RunConfig.model_validate(plain), bad=frozenset(), problems=())
     except ValidationError as error:
         faults = _faults(error)
-    problems = tuple(_problem(tree, path, kind) for path, kind in faults.items())
+    problems = tuple(
+        problem
+        for path, kind in faults.items()
+        for problem in (_problem(tree, path, kind), *_foreign(tree, path, kind))
+    )
     assert isinstance(plain, dict)
     for path in faults:
         _repair(plain, path)
@@ -64,10 +69,10 @@ _STAND_INS: dict[str, Any] = {
 """For required keys, by name."""
 
 _HINTS: dict[str, str] = {
-    "model.dtype": "write bf16 or fp32; float16 saves no memory against bfloat16",
+    "model.dtype": "write bf16, fp16 or fp32",
     "data.caption_dropout_rate": "it is a share: 0.05 means 5 %",
     "train.learning_rate": "write for example 1e-4",
-    "train.optimizer": "write adamw, or leave it out; the plan picks the variant that fits the memory",
+    "train.optimizer": "write adamw, adamw_8bit or prodigy, or leave it out",
 }
 
 
@@ -94,12 +99,21 @@ def _problem(tree: Node, path: KeyPath, kind: str) -> Problem:
     if kind == "extra_forbidden":
         return Problem(what=f"unknown key `{name}`", where=source, remedy=fields.suggest_key(path))
     if kind == "missing":
-        where = tree.source if source.startswith("family ") else source
+        where = source if by_user(source) else tree.source
         return Problem(what=f"`{name}` is missing", where=where, remedy=_HOW_TO_ADD[path[-1]])
     node = tree.get(path)
     got = "nothing" if node is None else describe(node)
     what = f"`{name}`: expected {fields.expected(path)}, got {got}"
     return Problem(what=what, where=source, remedy=_remedy(path, node))
+
+
+def _foreign(tree: Node, path: KeyPath, kind: str) -> Iterator[Problem]:
+    """Keys of other trainers below an unknown section: each is told what it is here."""
+    node = tree.get(path) if kind == "extra_forbidden" else None
+    for name, source in leaves(node).items() if node is not None else ():
+        row = elsewhere.key(name.rpartition(".")[2]) if name else None
+        if row is not None:
+            yield Problem(what=f"unknown key `{'.'.join(path)}.{name}`", where=source, remedy=row.remedy)
 
 
 def _remedy(path: KeyPath, node: Node | None) -> str:

@@ -88,6 +88,11 @@ class Cache:
         except (DamagedFileError, FileNotFoundError) as error:
             raise self._damaged(kind, key, error) from error
 
+    def held_bytes(self, entries: Collection[tuple[str, str]]) -> int:
+        """Memory that these entries, (kind, key), take once they are read."""
+        # a file has a header besides the tensors, which is more than rounding
+        return sum(_OBJECT_BYTES + self.path(*entry).stat().st_size for entry in entries)
+
     def read(self, kind: str, key: str) -> Mapping[str, torch.Tensor]:
         """The entry's tensors on the CPU, compared with their checksum: not to be changed, they may be kept.
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.records import ChatRecord
-from trainer.data.scan import capped
+from trainer.data.leftout import capped, list_left_out, nothing_left
+from trainer.data.records import ChatRecord, Scan
 from trainer.errors import ConfigError, DataError, Problem
 
 if TYPE_CHECKING:
@@ -57,18 +57,21 @@ class _RowError(Exception):
         self.remedy = remedy
 
 
-def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[ChatRecord, ...]:
+def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan:
     """Records of all conversations of all sets, in order of set and row.
 
     `progress(done, total)` runs once a row and may raise to stop. Raises one DataError with all problems of
-    all files, and ConfigError for a .parquet file where pyarrow is not installed.
+    all files, and ConfigError for a .parquet file where pyarrow is not installed. With `on_bad_file: skip`
+    bad rows are left out; a file that cannot be read is an error all the same.
     """
     problems: list[Problem] = []
+    fatal = False
     rows: list[_Row] = []
     for index, one in enumerate(config.data.sets):
         try:
             rows += _rows(index, one)
         except DataError as error:
+            fatal = True
             problems += error.problems
     records: list[ChatRecord] = []
     for done, row in enumerate(rows, start=1):
@@ -78,9 +81,11 @@ def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> tupl
             problems.append(Problem(what=error.what, where=row.where, remedy=error.remedy))
         if progress is not None:
             progress(done, len(rows))
-    if problems:
+    if problems and (fatal or config.data.on_bad_file == "error"):
         raise DataError(capped(problems))
-    return tuple(records)
+    if not records:
+        raise nothing_left(problems)
+    return Scan(records=tuple(records), left_out=list_left_out(problems, {}))
 
 
 def _rows(index: int, one: DataSet) -> list[_Row]:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
-from trainer.data.captions import METADATA_NAME, Metadata
 from trainer.data.listing import Listing, list_folder
+from trainer.data.metadata import METADATA_NAME, Metadata
 from trainer.errors import Problem
 
 
@@ -18,6 +18,8 @@ class Pairs:
 
     controls: Mapping[Path, tuple[Path, ...]]
     problems: tuple[Problem, ...]
+    unusable: bool = False
+    """Whether a folder of controls is wrong as a whole, or it cannot be told which are meant."""
 
 
 def control_folders(control_dir: Path | Sequence[Path] | None) -> tuple[Path, ...]:
@@ -28,9 +30,9 @@ def control_folders(control_dir: Path | Sequence[Path] | None) -> tuple[Path, ..
 
 
 def without_controls(listing: Listing, metadata: Metadata) -> Listing:
-    """The listing without the images that metadata.jsonl names as controls only: they are no samples."""
+    """The listing without the images that metadata names as controls only: they are no samples."""
     named = {name for names in metadata.controls.values() for name in names} - set(metadata.named)
-    images = tuple(path for path in listing.images if path.name not in named)
+    images = tuple(path for path in listing.images if listing.name(path) not in named)
     return dataclasses.replace(listing, images=images)
 
 
@@ -39,20 +41,23 @@ def pair_controls(
 ) -> Pairs:
     """The control images of every image in `listing`; `counts` are the least and most that a sample has.
 
-    One folder in `folders` gives one control a sample, found by its stem, unless metadata.jsonl names them:
+    One folder in `folders` gives one control a sample, found by its stem, unless metadata names them:
     those lie in the first folder, or in `beside` where there is none.
     """
     problems: list[Problem] = []
-    if metadata.controls and len(folders) > 1:
+    unusable = bool(metadata.controls) and len(folders) > 1
+    if unusable:
         what = f"{METADATA_NAME} names the control images, and there are {len(folders)} folders of them"
         remedy = "name one folder, or remove `control_file_name`"
-        problems.append(Problem(what=what, where=str(listing.metadata), remedy=remedy))
+        problems.append(Problem(what=what, where=", ".join(map(str, listing.metadata)), remedy=remedy))
     if metadata.controls:
         home = list_folder(folders[0]) if folders else beside
         found = _by_name(listing, metadata, home, problems)
         problems += home.problems if folders else ()
+        unusable = unusable or home.unusable
     else:
         listings = [list_folder(folder) for folder in folders]
+        unusable = any(one.unusable for one in listings)
         problems += [problem for one in listings for problem in one.problems]
         found = _by_stem(listing, list(zip(folders, listings, strict=True)), problems)
     for image, controls in found.items():
@@ -61,7 +66,7 @@ def pair_controls(
             problems.append(Problem(what=what, where=str(image), remedy=remedy))
     known = {problem.where for problem in problems}
     problems += [problem for problem in _wrong_counts(found, counts) if problem.where not in known]
-    return Pairs(controls=found, problems=tuple(problems))
+    return Pairs(controls=found, problems=tuple(problems), unusable=unusable)
 
 
 def _by_stem(
@@ -69,37 +74,47 @@ def _by_stem(
 ) -> dict[Path, tuple[Path, ...]]:
     """The image of equal stem in every folder."""
     found: dict[Path, tuple[Path, ...]] = {image: () for image in listing.images}
-    stems = {image.stem for image in listing.images}
     for folder, controls in folders:
-        by_stem = {path.stem: path for path in controls.images}
-        for image in listing.images:
-            control = by_stem.get(image.stem)
-            if control is not None:
-                found[image] = (*found[image], control)
-            elif not controls.problems:
-                what, remedy = f"no control image {image.stem}.* in {folder}", "add it, or remove this image"
-                problems.append(Problem(what=what, where=str(image), remedy=remedy))
-        for stem, control in by_stem.items():
-            if stem not in stems:
-                what = "a control image without an image of the same stem"
-                remedy = "add the image, or remove this"
-                problems.append(Problem(what=what, where=str(control), remedy=remedy))
+        for image, control in match_stems(listing, folder, controls, "control image", problems).items():
+            found[image] = (*found[image], control)
+    return found
+
+
+def match_stems(
+    listing: Listing, folder: Path, others: Listing, noun: str, problems: list[Problem]
+) -> dict[Path, Path]:
+    """For every image the file of equal stem in another folder; what lacks a partner goes to `problems`."""
+    found: dict[Path, Path] = {}
+    # also of images that cannot be used: their partners are no second mistake
+    stems = {PurePosixPath(name).with_suffix("").as_posix() for name in listing.names}
+    by_stem = {others.stem(path): path for path in others.images}
+    for image in listing.images:
+        other = by_stem.get(listing.stem(image))
+        if other is not None:
+            found[image] = other
+        elif not others.unusable:
+            what, remedy = f"no {noun} {listing.stem(image)}.* in {folder}", "add it, or remove this image"
+            problems.append(Problem(what=what, where=str(image), remedy=remedy))
+    for stem, other in by_stem.items():
+        if stem not in stems:
+            what, remedy = f"a {noun} without an image of the same stem", "add the image, or remove this"
+            problems.append(Problem(what=what, where=str(other), remedy=remedy))
     return found
 
 
 def _by_name(
     listing: Listing, metadata: Metadata, home: Listing, problems: list[Problem]
 ) -> dict[Path, tuple[Path, ...]]:
-    """The images that metadata.jsonl names."""
-    by_name = {path.name: path for path in home.images}
+    """The images that metadata names."""
+    by_name = {home.name(path): path for path in home.images}
     found: dict[Path, tuple[Path, ...]] = {}
     for image in listing.images:
-        names = metadata.controls.get(image.name, ())
+        names = metadata.controls.get(listing.name(image), ())
         missing = [name for name in names if name not in by_name]
         for name in missing:
             remedy = "correct the name, or add the image"
             what = f"the control image {name} is not there"
-            problems.append(Problem(what=what, where=metadata.named[image.name], remedy=remedy))
+            problems.append(Problem(what=what, where=metadata.named[listing.name(image)], remedy=remedy))
         if not missing:
             found[image] = tuple(by_name[name] for name in names)
     return found

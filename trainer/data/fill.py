@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from trainer.data.cache import Cache, entry_key
 from trainer.data.images import CROP_VERSION
-from trainer.data.records import ImageRecord, Record
+from trainer.data.masks import MASK_VERSION
+from trainer.data.records import CENTRED, ImageRecord, Record, View
 from trainer.errors import DivergedError
 
 if TYPE_CHECKING:
@@ -31,11 +32,14 @@ class ControlView:
     content_sha256: str
     crop: tuple[int, int] | None
     """Width and height of the bucket that it is cut to as the target is; None: whole, of its own aspect."""
+    view: View = CENTRED
+    colour: str = ""
 
     @property
     def key(self) -> str:
         """What identifies its pixels."""
-        return self.content_sha256 + ("" if self.crop is None else f" {self.crop[0]}x{self.crop[1]}")
+        crop = "" if self.crop is None else f"{self.crop[0]}x{self.crop[1]}"
+        return " ".join(part for part in (self.content_sha256, crop, self.view.key, self.colour) if part)
 
 
 def control_views(record: Record) -> tuple[ControlView, ...]:
@@ -48,6 +52,9 @@ def control_views(record: Record) -> tuple[ControlView, ...]:
             path=control.path,
             content_sha256=control.content_sha256,
             crop=bucket if record.crops_alike(control) else None,
+            # a whole control is mirrored with its target, and has no cut to move
+            view=record.view if record.crops_alike(control) else View(flip=record.view.flip),
+            colour=control.colour,
         )
         for control in record.controls
     )
@@ -135,6 +142,11 @@ def latents_entry(record: ImageRecord, parts: Mapping[str, str]) -> LatentsEntry
         "size": f"{record.bucket_width}x{record.bucket_height}",
         "crop_version": str(CROP_VERSION),
     }
+    # what a picture does not have is no part of its key: keys of before there was such a thing hold
+    own |= {"colour": record.colour} if record.colour else {}
+    own |= {"view": record.view.key} if record.view.key else {}
+    if record.mask is not None:
+        own |= {"mask": record.mask.content_sha256, "mask_version": str(MASK_VERSION)}
     own |= {f"control {number}": view.key for number, view in enumerate(control_views(record))}
     return LatentsEntry(key=entry_key("latents", {**parts, **own}), record=record)
 

@@ -5,23 +5,27 @@ from __future__ import annotations
 import hashlib
 import io
 import struct
+import warnings
 import zlib
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from PIL import Image, ImageFile, UnidentifiedImageError
+from PIL import Image, ImageFile, UnidentifiedImageError, features
 
+from trainer.data.colour import UnreadableModeError, profile_state, to_rgb
+from trainer.data.records import CENTRED, View
 from trainer.errors import DataError
 
 if TYPE_CHECKING:
     import torch
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp")
-FORMATS_TEXT = "png, jpg, jpeg and webp are read"
+SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
+FORMATS_TEXT = "png, jpg, jpeg, webp, bmp, tif, tiff and avif are read"
 CROP_VERSION = 1
 """Part of every latents entry's key: raise it when `read_image`, `fit` or `to_pixels` gives other pixels."""
 
-_FORMATS = ("PNG", "JPEG", "WEBP")
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF")
 _MAX_FILE_BYTES = 512 * 1024**2
 _EXIF_ORIENTATION = 0x0112
 _TRANSPOSE: dict[int, Image.Transpose] = {
@@ -38,10 +42,6 @@ _ORIENTATIONS_ON_THEIR_SIDE = frozenset({5, 6, 7, 8})
 # What files turn out to be that only look like a picture: (offset, first bytes, name).
 _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"GIF8", "a GIF image"),
-    (0, b"BM", "a BMP image"),
-    (0, b"II*\x00", "a TIFF image"),
-    (0, b"MM\x00*", "a TIFF image"),
-    (4, b"ftypavif", "an AVIF image"),
     (4, b"ftyphei", "a HEIC image"),
     (4, b"ftypmif1", "a HEIC image"),
     (4, b"ftyp", "a video"),
@@ -54,7 +54,24 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 )
 
 # What PIL raises on damaged files.
-_DECODE_ERRORS = (OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error)
+_DECODE_ERRORS = (
+    OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, TypeError, KeyError, IndexError,
+    OverflowError, RuntimeError, MemoryError, ArithmeticError,
+)  # fmt: skip
+_AVIF_BRANDS = (b"ftypavif", b"ftypavis")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What decoding a picture tells."""
+
+    width: int
+    """In pixels after EXIF orientation, as `height` is."""
+    height: int
+    colour: str
+    """How its colours become sRGB, see `colour.profile_state`; empty where they are taken for it."""
+    unapplied: str
+    """Why its colour profile is not applied, in words; else empty."""
 
 
 def read_bytes(path: Path) -> bytes:
@@ -79,22 +96,41 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
-def measure(data: bytes, where: str) -> tuple[int, int]:
-    """Width and height in pixels after EXIF orientation, of a picture that was decoded to its last byte.
+def measure(data: bytes, where: str) -> Measured:
+    """Size and colours of a picture that was decoded to its last byte.
 
     The format is told by the content, not by the name. Raises DataError that starts with `where`.
     """
     image, orientation = _decode(data, where)
     width, height = image.size
-    return (height, width) if orientation in _ORIENTATIONS_ON_THEIR_SIDE else (width, height)
+    if orientation in _ORIENTATIONS_ON_THEIR_SIDE:
+        width, height = height, width
+    colour, unapplied = profile_state(image)
+    if image.mode == "F" or image.mode.startswith("I"):
+        _flat(image, where)  # whether its values are colours is in them
+    return Measured(width=width, height=height, colour=colour, unapplied=unapplied)
 
 
 def read_image(path: Path, *, content_sha256: str | None = None) -> Image.Image:
-    """The picture as RGB: upright by its EXIF orientation, laid over white, grey spread to three channels.
+    """The picture as sRGB of eight bits: upright by its EXIF orientation, over white, its profile applied.
 
-    Colour profiles are not applied. With `content_sha256` the file must still have that hash, or DataError is
-    raised, as for a file that cannot be decoded.
+    With `content_sha256` the file must still have that hash, or DataError is raised, as for a file that
+    cannot be decoded.
     """
+    image, orientation = _decode(_unchanged(path, content_sha256), str(path))
+    return _upright(_flat(image, str(path)), orientation)
+
+
+def read_mask(path: Path, *, content_sha256: str | None = None) -> Image.Image:
+    """A mask as grey of eight bits ("L"), upright; colours by their luminance. Raises as `read_image`."""
+    image, orientation = _decode(_unchanged(path, content_sha256), str(path))
+    # its values are numbers, not colours: a profile says nothing about them
+    image.info.pop("icc_profile", None)
+    return _upright(_flat(image, str(path)), orientation).convert("L")
+
+
+def _unchanged(path: Path, content_sha256: str | None) -> bytes:
+    """The file's bytes, which must have that hash where one is given."""
     data = read_bytes(path)
     if content_sha256 is not None and hashlib.sha256(data).hexdigest() != content_sha256:
         raise DataError(
@@ -102,22 +138,35 @@ def read_image(path: Path, *, content_sha256: str | None = None) -> Image.Image:
             where=str(path),
             remedy="leave the data set alone while a run starts, and start again",
         )
-    image, orientation = _decode(data, str(path))
-    flat = _to_rgb(image)
-    return flat.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else flat
+    return data
 
 
-def fit(image: Image.Image, bucket_width: int, bucket_height: int) -> Image.Image:
-    """The largest centred part of the bucket's shape, resampled to the bucket's size with Lanczos.
+def _upright(image: Image.Image, orientation: int) -> Image.Image:
+    return image.transpose(_TRANSPOSE[orientation]) if orientation in _TRANSPOSE else image
 
-    Scaling and cropping are one step with fractional borders, so that a picture is never stretched.
+
+def _flat(image: Image.Image, where: str) -> Image.Image:
+    try:
+        return to_rgb(image)
+    except UnreadableModeError as error:
+        remedy = "convert it to 8 or 16 bits, or remove it"
+        raise DataError(f"the picture holds {error}", where=where, remedy=remedy) from error
+
+
+def fit(image: Image.Image, bucket_width: int, bucket_height: int, view: View = CENTRED) -> Image.Image:
+    """The largest part of the bucket's shape, resampled to the bucket's size with Lanczos.
+
+    Scaling and cropping are one step with fractional borders, so that a picture is never stretched. `view`
+    says where the part lies, and whether it is mirrored afterwards.
     """
     width, height = image.size
     scale = max(bucket_width / width, bucket_height / height)
     kept_width, kept_height = min(bucket_width / scale, width), min(bucket_height / scale, height)
-    left, top = (width - kept_width) / 2, (height - kept_height) / 2
-    box = (left, top, left + kept_width, top + kept_height)
-    return image.resize((bucket_width, bucket_height), Image.Resampling.LANCZOS, box=box)
+    left, top = (width - kept_width) * view.place[0], (height - kept_height) * view.place[1]
+    # rounding may put an outermost part a hair outside
+    box = (left, top, min(left + kept_width, width), min(top + kept_height, height))
+    cut = image.resize((bucket_width, bucket_height), Image.Resampling.LANCZOS, box=box)
+    return cut.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.flip else cut
 
 
 def to_pixels(image: Image.Image) -> torch.Tensor:
@@ -131,12 +180,19 @@ def to_pixels(image: Image.Image) -> torch.Tensor:
 
 def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
     """The fully decoded picture and its EXIF orientation."""
+    if data[4:12] in _AVIF_BRANDS and not features.check("avif"):
+        what = "the file holds an AVIF image, which this installation's Pillow cannot read"
+        remedy = "install a Pillow with AVIF (its wheels have it since 11.3), or convert the file to png"
+        raise DataError(what, where=where, remedy=remedy)
     try:
-        image = Image.open(io.BytesIO(data), formats=_FORMATS)
-        _refuse_animation(image, where)
-        image.load()
-        # after load(): png may carry EXIF behind the pixels
-        orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
+        with warnings.catch_warnings():
+            # of odd metadata, and of large pictures, which are no reason to warn
+            warnings.simplefilter("ignore")
+            image = Image.open(io.BytesIO(data), formats=_FORMATS)
+            _refuse_more_frames(image, where)
+            image.load()
+            # after load(): png may carry EXIF behind the pixels
+            orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
     except Image.DecompressionBombError as error:
         raise DataError(
             "the picture claims more than 178 million pixels, which may be a decompression bomb",
@@ -148,34 +204,24 @@ def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
     return image, orientation if isinstance(orientation, int) else 1
 
 
-def _refuse_animation(image: Image.Image, where: str) -> None:
-    """Raise DataError when a png or webp has a second frame; the extras of a phone's jpg are no frames."""
+def _refuse_more_frames(image: Image.Image, where: str) -> None:
+    """Raise DataError where there is a second frame or page; the extras of a phone's jpg are neither."""
     if image.format == "MPO":
         return  # what PIL makes of a jpg with a second picture: a depth or gain map
     try:
         image.seek(1)
     except EOFError:
+        image.seek(0)
         return
-    raise DataError(
-        "the picture is animated", where=where, remedy="save the frame that you want as a picture of its own"
-    )
-
-
-def _to_rgb(image: Image.Image) -> Image.Image:
-    """RGB of any mode that png, jpg and webp have."""
-    if image.mode.startswith("I"):
-        # 16-bit grey: PIL's own conversion clips at 255, which gives a white picture
-        import numpy as np
-
-        return Image.fromarray((np.asarray(image) >> 8).astype(np.uint8)).convert("RGB")
-    if not image.has_transparency_data:
-        return image.convert("RGB")
-    layer = image.convert("RGBA")
-    return Image.alpha_composite(Image.new("RGBA", layer.size, "white"), layer).convert("RGB")
+    paged = image.format == "TIFF"
+    what, part = ("the file has several pages", "page") if paged else ("the picture is animated", "frame")
+    raise DataError(what, where=where, remedy=f"save the {part} that you want as a picture of its own")
 
 
 def _disguise(data: bytes) -> str:
     """What the bytes are instead of a picture that is read, or an empty text."""
+    if data[4:12] in _AVIF_BRANDS:
+        return ""
     start = data[:64].lstrip()
     for offset, signature, name in _SIGNATURES:
         if start[offset : offset + len(signature)] == signature:

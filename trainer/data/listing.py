@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import stat
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.data.captions import METADATA_NAME
 from trainer.data.images import FORMATS_TEXT, SUFFIXES
+from trainer.data.metadata import METADATA_NAMES
 from trainer.errors import Problem
 
 # Left by systems and other programs, never meant as samples. Hidden files and folders are passed over too.
@@ -18,68 +20,166 @@ _CLUTTER_STEMS = frozenset({"readme", "license", "licence"})
 _CLUTTER_SUFFIXES = frozenset({".npz"})  # other trainers' caches
 # fmt: off
 _OTHER_MEDIA = frozenset({
-    ".avif", ".bmp", ".cr2", ".dng", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jpe", ".jxl",
-    ".nef", ".psd", ".svg", ".tga", ".tif", ".tiff", ".avi", ".mkv", ".mov", ".mp4", ".webm",
+    ".cr2", ".dng", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jpe", ".jxl",
+    ".nef", ".psd", ".svg", ".tga", ".avi", ".mkv", ".mov", ".mp4", ".webm",
 })
 # fmt: on
 _PICTURE_SUFFIXES = _OTHER_MEDIA.union(SUFFIXES)
+# what kohya's scripts read repeats from
+_REPEATS_IN_NAME = re.compile(r"(\d+)_.+")
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listing:
-    """The usable files of one folder, by name order, and a problem for every other one."""
+    """The usable files of one folder and those below it, by name order, and a problem for every other one."""
 
+    folder: Path
     images: tuple[Path, ...] = ()
     captions: tuple[Path, ...] = ()
-    metadata: Path | None = None
+    metadata: tuple[Path, ...] = ()
     names: frozenset[str] = frozenset()
-    """Everything in the folder, usable or not."""
+    """Everything in the folders, usable or not; names are relative to `folder`."""
     problems: tuple[Problem, ...] = ()
+    unusable: bool = False
+    """Whether nothing of it can be read, or there is no image."""
+
+    def name(self, path: Path) -> str:
+        """A file's name within the set: `cat.png`, `pets/cat.png`."""
+        return path.relative_to(self.folder).as_posix()
+
+    def stem(self, path: Path) -> str:
+        """The name without its suffix, by which captions, controls and masks are found."""
+        return path.relative_to(self.folder).with_suffix("").as_posix()
 
 
-def list_folder(folder: Path) -> Listing:
-    """Sort the entries of `folder`; nothing is opened and nothing is left out without a word."""
+@dataclass(kw_only=True)
+class _Walk:
+    """What a walk through the folders has found so far."""
+
+    folder: Path
+    root: Path
+    """The real path of `folder`; no link may lead out of it."""
+    apart: frozenset[Path]
+    """Real paths of folders below that belong to something else."""
+    usable: list[Path] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    visited: set[Path] = field(default_factory=set)
+    """Real paths of folders that were read."""
+
+
+def list_folder(folder: Path, *, apart: Sequence[Path] = ()) -> Listing:
+    """Sort the files of `folder` and its sub-folders; nothing is opened, nothing left out without a word.
+
+    Sub-folders in `apart` (those of masks and controls) are passed over.
+    """
+    try:
+        root = folder.resolve(strict=True)
+        os.scandir(folder).close()
+    except (OSError, RuntimeError) as error:
+        return Listing(folder=folder, problems=(_unreadable_folder(folder, error),), unusable=True)
+    others = {path.resolve() for path in apart if path.exists()}
+    walk = _Walk(folder=folder, root=root, apart=frozenset(others - {root}))
+    waiting = [folder]
+    while waiting:  # no recursion: folders may be nested deeper than Python's stack
+        waiting += _read(walk, waiting.pop())
+    return _sorted(walk)
+
+
+def _read(walk: _Walk, folder: Path) -> list[Path]:
+    """Take in one folder; gives those inside it."""
+    walk.visited.add(folder.resolve())
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries)
-        root = folder.resolve(strict=True)
     except OSError as error:
-        return Listing(problems=(_unreadable_folder(folder, error),))
-    problems: list[Problem] = []
-    usable: list[Path] = []
+        walk.problems.append(_unreadable_folder(folder, error))
+        return []
+    inside = []
     for name in names:
         path = folder / name
+        walk.names.append(path.relative_to(walk.folder).as_posix())
         if name.startswith(".") or name.casefold() in _CLUTTER_NAMES:
             continue
-        problem = _entry_problem(path, root)
-        if problem is None:
-            usable.append(path)
+        problem = _entry_problem(path, walk.root)
+        if problem is not None:
+            walk.problems.append(problem)
+        elif path.is_dir():
+            inside += _enter(walk, path)
         else:
-            problems.append(problem)
+            walk.usable.append(path)
+    return inside
+
+
+def _enter(walk: _Walk, path: Path) -> list[Path]:
+    """The folder, if it is to be read."""
+    real = path.resolve()
+    if real in walk.apart:
+        return []
+    # a link to a hidden folder is followed: Kubernetes mounts files so
+    plain = path.is_symlink() and not any(part.startswith(".") for part in real.relative_to(walk.root).parts)
+    if plain or real in walk.visited:
+        what = "the symbolic link leads to a folder that is read already"
+        walk.problems.append(Problem(what=what, where=str(path), remedy="remove the link"))
+        return []
+    walk.visited.add(real)
+    repeats = _REPEATS_IN_NAME.fullmatch(path.name)
+    if repeats and int(repeats[1]) > 1:
+        _log.warning(
+            "%s: other trainers read %s repeats from such a name; here a name says nothing. List the folder "
+            "under data.sets with `repeats: %s` if that is meant.",
+            path, repeats[1], repeats[1],
+        )  # fmt: skip
+    return [path]
+
+
+def _sorted(walk: _Walk) -> Listing:
+    """What was found, by kind."""
+    usable = sorted(walk.usable, key=lambda path: path.relative_to(walk.folder).as_posix())
     images = tuple(path for path in usable if path.suffix.lower() in SUFFIXES)
     # also of pictures that are refused: their captions are no second mistake
-    stems = {Path(name).stem for name in names if Path(name).suffix.lower() in _PICTURE_SUFFIXES}
-    captions = tuple(path for path in usable if path.suffix.lower() == ".txt" and path.stem in stems)
-    metadata = next((path for path in usable if path.name == METADATA_NAME), None)
-    known = {*images, *captions, metadata}
-    problems += [_leftover(path) for path in usable if path not in known and not _is_clutter(path)]
-    problems += _duplicates(images, "image") + _duplicates(captions, "caption")
-    if not images and not problems:
+    stems = {
+        (walk.folder / name).with_suffix("")
+        for name in walk.names
+        if Path(name).suffix.lower() in _PICTURE_SUFFIXES
+    }
+    captions = tuple(
+        path for path in usable if path.suffix.lower() == ".txt" and path.with_suffix("") in stems
+    )
+    metadata = tuple(path for path in usable if path.name in METADATA_NAMES)
+    known = {*images, *captions, *metadata}
+    problems = [
+        *walk.problems,
+        *(_leftover(path) for path in usable if path not in known and not _is_clutter(path)),
+        *_duplicates(images, "image"),
+        *_duplicates(captions, "caption"),
+        *_second_metadata(metadata),
+    ]
+    empty = not images and not problems
+    if empty:
         what = f"the folder holds no image; {FORMATS_TEXT}"
-        problems.append(Problem(what=what, where=str(folder), remedy="put images with captions into it"))
+        problems = [Problem(what=what, where=str(walk.folder), remedy="put images with captions into it")]
     return Listing(
-        images=images, captions=captions, metadata=metadata, names=frozenset(names), problems=tuple(problems)
+        folder=walk.folder,
+        images=images,
+        captions=captions,
+        metadata=metadata,
+        names=frozenset(walk.names),
+        problems=tuple(problems),
+        unusable=empty,
     )
 
 
-def _unreadable_folder(folder: Path, error: OSError) -> Problem:
+def _unreadable_folder(folder: Path, error: Exception) -> Problem:
     """Why a folder cannot be listed."""
     if isinstance(error, FileNotFoundError):
         what = "the folder does not exist"
     elif isinstance(error, NotADirectoryError):
         what = "this is a file, not a folder"
     else:
-        what = f"the folder cannot be read: {error.strerror or error}"
+        text = error.strerror if isinstance(error, OSError) else ""
+        what = f"the folder cannot be read: {text or error}"
     remedy = "check `img_dir`, and in a container that the folder is mounted and readable for its user"
     return Problem(what=what, where=str(folder), remedy=remedy)
 
@@ -92,16 +192,17 @@ def _entry_problem(path: Path, root: Path) -> Problem | None:
         return Problem(what="the file name is not valid UTF-8", where=where, remedy="rename it")
     try:
         if path.is_symlink() and not path.resolve(strict=True).is_relative_to(root):
+            real = path.resolve(strict=True)
             what = "the symbolic link leads out of the folder"
+            if root.is_relative_to(real):
+                what, remedy = "the symbolic link leads to a folder around this one", "remove the link"
+                return Problem(what=what, where=where, remedy=remedy)
             return Problem(what=what, where=where, remedy="copy the file itself into the folder")
         mode = path.stat().st_mode
     except (OSError, RuntimeError) as error:
         what = "the symbolic link leads nowhere" if path.is_symlink() else f"the file cannot be read: {error}"
         return Problem(what=what, where=where, remedy="copy the file itself into the folder, or remove it")
-    if stat.S_ISDIR(mode):
-        what = "a folder inside an image folder is not read"
-        return Problem(what=what, where=where, remedy="list it under `data.sets` as a set, or move it away")
-    if not stat.S_ISREG(mode):
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         return Problem(what="this is not a regular file", where=where, remedy="move it away")
     return None
 
@@ -124,7 +225,7 @@ def _leftover(path: Path) -> Problem:
     elif path.stem.casefold() in {"metadata", "captions"}:
         what, remedy = (
             "captions are not read from this file",
-            f"write {METADATA_NAME}, or .txt beside the images",
+            f"write {' or '.join(METADATA_NAMES)}, or .txt beside the images",
         )
     else:
         what, remedy = "neither an image nor a caption", "move it away"
@@ -135,10 +236,10 @@ def _duplicates(paths: tuple[Path, ...], noun: str) -> list[Problem]:
     """A problem for every file whose stem an earlier one has: captions go by the stem."""
 
     def later() -> Iterator[tuple[Path, Path]]:
-        first: dict[str, Path] = {}
+        first: dict[Path, Path] = {}
         for path in paths:
-            if first.setdefault(path.stem, path) != path:
-                yield path, first[path.stem]
+            if first.setdefault(path.with_suffix(""), path) != path:
+                yield path, first[path.with_suffix("")]
 
     return [
         Problem(
@@ -148,6 +249,15 @@ def _duplicates(paths: tuple[Path, ...], noun: str) -> list[Problem]:
         )
         for path, earlier in later()
     ]
+
+
+def _second_metadata(paths: tuple[Path, ...]) -> Iterator[Problem]:
+    """A problem for every folder with two files of metadata."""
+    first: dict[Path, Path] = {}
+    for path in paths:
+        if first.setdefault(path.parent, path) != path:
+            what = f"captions are in {first[path.parent].name} already"
+            yield Problem(what=what, where=str(path), remedy="keep one of the two files")
 
 
 def _printable(text: str) -> bool:

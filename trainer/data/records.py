@@ -2,8 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+
+@dataclass(frozen=True, kw_only=True)
+class View:
+    """How an image is cut to its bucket; the default is the centred cut."""
+
+    flip: bool = False
+    """Mirrored, left for right."""
+    place: tuple[float, float] = (0.5, 0.5)
+    """Where the cut lies in what is left over, across and down, from 0 to 1."""
+
+    @property
+    def key(self) -> str:
+        """What tells two views of one image apart; empty for the default."""
+        parts = [] if self.place == (0.5, 0.5) else [f"place {self.place[0]:.6f} {self.place[1]:.6f}"]
+        return " ".join([*parts, *(["flip"] if self.flip else [])])
+
+
+CENTRED = View()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -13,6 +33,16 @@ class Control:
     path: Path
     width: int
     height: int
+    content_sha256: str
+    colour: str = ""
+    """How its colours become sRGB where they are not: part of what its pixels depend on."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mask:
+    """Where a sample's loss counts: white counts, black does not. Of the image's aspect, of any size."""
+
+    path: Path
     content_sha256: str
 
 
@@ -25,7 +55,8 @@ class ImageRecord:
 
     path: Path
     identifier: str
-    """Position and file name within the sets, stable and free of absolute paths: `0/cat.png`."""
+    """Position and file name within the sets, stable and free of absolute paths: `0/cat.png`,
+    `0/pets/cat.png`."""
     caption: str
     width: int
     height: int
@@ -35,6 +66,15 @@ class ImageRecord:
     content_sha256: str
     """Hash of the file's bytes."""
     controls: tuple[Control, ...] = ()
+    colour: str = ""
+    """As `Control.colour`."""
+    set_index: int = 0
+    view: View = CENTRED
+    mask: Mask | None = None
+    loss_weight: float = 1.0
+    """What its loss is multiplied by."""
+    is_reg: bool = False
+    """Of a regularisation set: no trigger word, never held out."""
 
     def crops_alike(self, control: Control) -> bool:
         """Whether a control is cut as the image is: of equal size, the two show the same things."""
@@ -58,3 +98,20 @@ class ChatRecord:
 
 
 Record = ImageRecord | ChatRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeftOut:
+    """A file that is not trained on because of `data.on_bad_file: skip`."""
+
+    file: str
+    """The sample's, or that of a stray file; a conversation's with its row."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scan:
+    """The samples of all sets, in order of set and name, and what was left out of them."""
+
+    records: Sequence[Record]
+    left_out: tuple[LeftOut, ...] = ()

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from trainer.config.load import load
 from trainer.config.schema import RunConfig
+from trainer.data.leftout import report_left_out
 from trainer.engine.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
 from trainer.errors import ConfigError, ExitCode, TrainerError
@@ -85,7 +86,9 @@ def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -
                 bars[what] = open_bars.enter_context(progress(total, what))
             bars[what].advance()
 
-        return scan_samples(get(config.family), config, on_image)
+        samples = scan_samples(get(config.family), config, on_image)
+        report_left_out(samples.left_out, config.output_dir if spec.mode == "train" else None)
+        return samples
 
 
 def _work(

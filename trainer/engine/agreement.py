@@ -17,7 +17,7 @@ def check_family(family: Family, loaded: Loaded) -> None:
     """Raise one ConfigError with everything in the configuration that the family does not take."""
     problems = [
         Problem(what=f"`{key}`: {what}", where=loaded.sources.get(key, key), remedy=remedy)
-        for check in (_sets, _controls, _length, _captions)
+        for check in (_sets, _controls, _length, _captions, _image_keys)
         for key, what, remedy in check(family, loaded.config)
     ]
     if problems:
@@ -68,3 +68,25 @@ def _captions(family: Family, config: RunConfig) -> Found:
     if config.data.trigger_word:
         what = "a conversation has no caption to put a word before"
         yield "data.trigger_word", what, "leave it out"
+
+
+_IMAGE_KEYS: tuple[tuple[str, str], ...] = (
+    ("mask_dir", "a language model learns from the assistant's words, and takes no mask besides"),
+    ("loss_weight", "the loss is a mean over tokens: write `repeats` to weigh a set"),
+    ("is_reg", "there is no trigger word to keep away"),
+    ("flip", "a conversation cannot be mirrored"),
+    ("random_crop", "a conversation is never cut"),
+)
+"""Keys of a set that are about images -> why a conversation has none of it."""
+
+
+def _image_keys(family: Family, config: RunConfig) -> Found:
+    """What is done to images needs images."""
+    if family.sample_kind == "image":
+        return
+    for number, one in enumerate(config.data.sets):
+        values, standard = one.model_dump(), DataSet().model_dump()
+        for key, reason in _IMAGE_KEYS:
+            if values[key] != standard[key]:
+                what = f"{family.title} trains on conversations, and {reason}"
+                yield f"data.sets.{number}.{key}", what, "leave it out"

@@ -22,6 +22,7 @@ from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
 from trainer.modeling.empty import Waiting
 from trainer.modeling.load import load_streamed
+from trainer.modeling.loraload import start_from
 from trainer.modeling.quantize import QUANTIZED, Replace, count_quantized, replacer
 from trainer.modeling.recompute import recompute_blocks
 from trainer.modeling.swap import swap_blocks, waiting_blocks
@@ -127,12 +128,20 @@ def build(context: Context) -> Built:
             pattern=pattern,
             seed=config.train.seed,
             device=context.device,
+            kind=config.lora.type,
+            dropout=config.lora.dropout,
+            rank_pattern=config.lora.rank_pattern,
+            alpha_pattern=config.lora.alpha_pattern,
         )
+        if config.lora.init_from is not None:
+            count = start_from(model, config.lora.init_from)
+            context.say(f"the adapter starts from {config.lora.init_from}: {count} tensors")
     else:
         model.requires_grad_(True)
     model.train()
     if context.plan.activation_checkpointing:
-        count = recompute_blocks(model, context.family.blocks, context.plan.recomputed_blocks)
+        draws = config.method == "lora" and config.lora.dropout > 0
+        count = recompute_blocks(model, context.family.blocks, context.plan.recomputed_blocks, draws=draws)
         assert count, f"no block of {', '.join(context.family.blocks)} in the model"
     if context.plan.compile:
         compile_model(context, model)

@@ -17,7 +17,11 @@ from trainer.modeling.source import ModelSource
 from trainer.telemetry.status import StatusWriter
 from trainer.telemetry.stop import StopFlag
 
-DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+DTYPES: dict[str, torch.dtype] = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,8 +28,10 @@ from trainer.data.fill import (
     text_entry,
 )
 from trainer.data.images import fit, read_image, to_pixels
+from trainer.data.masks import mask_pixels
 from trainer.data.records import Control, ImageRecord, Record
 from trainer.engine.context import Context, free_memory
+from trainer.families import flow
 from trainer.families.protocol import Batch, EntryKind, Family, Header
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.status import Phase
@@ -56,6 +59,16 @@ class Entries:
     latents: tuple[LatentsEntry, ...]
     """None where samples have no images."""
     prompts: tuple[Prompt, ...]
+
+    @functools.cached_property
+    def masked(self) -> bool:
+        """Whether any sample has a loss mask: then every batch has one."""
+        return any(entry.record.mask is not None for entry in self.latents)
+
+    @functools.cached_property
+    def weighted(self) -> bool:
+        """Whether any sample's loss has a weight."""
+        return any(entry.record.loss_weight != 1 for entry in self.latents)
 
     def headers(self, record: int, *, dropped: bool) -> tuple[Header, Header]:
         """Shapes of one sample's latents and text."""
@@ -106,7 +119,10 @@ def _prompts(
     found = []
     for caption, own in zip(prompts, controls or [()] * len(prompts), strict=True):
         shown = own if context.family.text_sees_controls else ()
-        views = [ControlView(path=one.path, content_sha256=one.content_sha256, crop=None) for one in shown]
+        views = [
+            ControlView(path=one.path, content_sha256=one.content_sha256, crop=None, colour=one.colour)
+            for one in shown
+        ]
         entry = text_entry(caption, parts, views, prompt=not drawn)
         empty = text_entry("", parts, views) if drawn else None
         found.append(Prompt(entry=entry, empty=empty, controls=own))
@@ -194,9 +210,10 @@ def _encoders(context: Context, kind: str) -> Iterator[Encode]:
             )
         record = entry.record
         picture = read_image(record.path, content_sha256=record.content_sha256)
-        image = fit(picture, record.bucket_width, record.bucket_height)
+        image = fit(picture, record.bucket_width, record.bucket_height, record.view)
         controls = [_control_pixels(family, view) for view in control_views(record)]
-        return family.encode_pixels(loaded[0], to_pixels(image), controls)
+        encoded = family.encode_pixels(loaded[0], to_pixels(image), controls)
+        return encoded if record.mask is None else encoded | flow.mask_entry(mask_pixels(record), encoded)
 
     context.status.beat(Phase.CACHE)
     try:
@@ -209,7 +226,9 @@ def _encoders(context: Context, kind: str) -> Iterator[Encode]:
 def _control_image(view: ControlView) -> Image.Image:
     """A control image as the encoders see it: cut as its target is, or whole."""
     picture = read_image(view.path, content_sha256=view.content_sha256)
-    return picture if view.crop is None else fit(picture, *view.crop)
+    if view.crop is not None:
+        return fit(picture, *view.crop, view.view)
+    return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.view.flip else picture
 
 
 def _control_pixels(family: Family, view: ControlView) -> torch.Tensor:
@@ -226,7 +245,14 @@ def load_batch(
     """One batch of samples (record, caption dropped) on the CPU; text values in the model's type."""
     cache = entries.cache
     text = [cache.read("text", (entries.empties if drop else entries.texts)[i].key) for i, drop in samples]
-    latents = [cache.read("latents", entries.latents[i].key) for i, _ in samples] if entries.latents else []
+    latents = [
+        flow.weighed(
+            cache.read("latents", entries.latents[i].key),
+            entries.latents[i].record.loss_weight if entries.weighted else None,
+            masked=entries.masked,
+        )
+        for i, _ in (samples if entries.latents else ())
+    ]
     batch = context.family.collate(text, latents)
 
     def ready(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -245,6 +271,9 @@ def data_fingerprint(records: Sequence[Record]) -> str:
         row = [record.identifier, record.content_sha256, record.caption, str(record.repeats)]
         if isinstance(record, ImageRecord):
             row.append(f"{record.bucket_width}x{record.bucket_height}")
+            row += [part for part in (record.colour, record.view.key) if part]
+            row += [] if record.mask is None else [f"mask {record.mask.content_sha256}"]
+            row += [] if record.loss_weight == 1 else [f"loss_weight {record.loss_weight!r}"]
         row += [view.key for view in control_views(record)]
         digest.update("\0".join(row).encode() + b"\n")
     return digest.hexdigest()[:16]

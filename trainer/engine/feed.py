@@ -14,6 +14,7 @@ from trainer.data.cache import Cache
 from trainer.data.sampler import MicroBatch, Sampler
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries, load_batch
+from trainer.errors import OutOfMemoryError
 from trainer.families.protocol import Batch, Draw
 from trainer.hardware.host import read_memory
 
@@ -22,6 +23,7 @@ _THREADS = 2
 _AHEAD = 4
 # entries of a run on which reading takes a large part of a step are small: this share holds them many times
 _KEPT_SHARE = 1 / 8
+_GIB = 1024**3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +58,29 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
     )
 
 
-def keep_bytes(context: Context) -> int:
-    """Room for entries that stay in memory: a share of what is available now and the plan does not claim.
+def keep_bytes(context: Context, entries: Entries) -> int:
+    """Room for entries that stay in memory, as `data.cache_in_memory` says.
 
-    The plan's claim is the device's memory. It counts everywhere, because on some machines that is the
-    host's; where it is large, steps are so slow that reading costs nothing.
+    `auto`: a share of what is available now and the plan does not claim. The plan's claim is the device's
+    memory. It counts everywhere, because on some machines that is the host's; where it is large, steps are so
+    slow that reading costs nothing. Raises OutOfMemoryError where all of them are asked for and do not fit.
     """
+    wanted = context.config.data.cache_in_memory
+    if wanted is False:
+        return 0
     memory = read_memory(Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    return int(max(0, memory.available_bytes - context.plan.peak_bytes) * _KEPT_SHARE)
+    if wanted == "auto":
+        return int(max(0, memory.available_bytes - context.plan.peak_bytes) * _KEPT_SHARE)
+    needed = entries.cache.held_bytes({(one.kind, one.key) for one in entries.all()})
+    # it was asked for by name: beyond what is available now there is no share to keep for others
+    if needed > memory.available_bytes:
+        raise OutOfMemoryError(
+            f"all entries of the cache take {needed / _GIB:.2f} GiB in memory, "
+            f"{memory.available_bytes / _GIB:.2f} GiB are available",
+            where="data.cache_in_memory",
+            remedy="write auto: what does not fit is read from the disk",
+        )
+    return needed
 
 
 def feed(
@@ -75,7 +92,7 @@ def feed(
     micro-batch's turn.
     """
     sampler = make_sampler(context, entries)
-    cache = Cache(entries.cache.directory, context.family.name, keep_bytes=keep_bytes(context))
+    cache = Cache(entries.cache.directory, context.family.name, keep_bytes=keep_bytes(context, entries))
     kept, pin_memory = dataclasses.replace(entries, cache=cache), context.plan.pin_memory
 
     def prepare(micro_batch: MicroBatch) -> Fed:

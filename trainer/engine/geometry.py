@@ -24,6 +24,7 @@ from trainer.errors import AccessError
 from trainer.families import language
 from trainer.families.protocol import AttentionShape, Family, Shape
 from trainer.hardware.activations import Activations, Units, activations, counted
+from trainer.hardware.adapters import adapter_parameters
 from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, NO_LINEARS, Stack, linears_of
 from trainer.hardware.geometry import (
     ComponentGeometry,
@@ -31,7 +32,6 @@ from trainer.hardware.geometry import (
     Role,
     component_shapes,
     kept_in_fp32,
-    lora_parameters,
     packed_size,
     stored_as,
 )
@@ -91,7 +91,7 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
         activations_compiled=compiled,
         modulation=modulation,
         largest_quantized=packed.largest,
-        fp32_parameters=_kept_in_fp32(family, trained) if dtype == "bf16" else 0,
+        fp32_parameters=_kept_in_fp32(family, trained) if dtype != "fp32" else 0,
         matmul_flops=work.matmul_flops,
         attention_flops=work.attention_flops,
         attention_calls=work.attention_calls,
@@ -171,7 +171,7 @@ def block_linears(names: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[
 
 def _stacks(family: Family, trained: ComponentGeometry, dtype: str) -> tuple[Stack, ...]:
     """The repeated blocks of the trained component."""
-    kept = kept_in_fp32(family.name) if dtype == "bf16" else ()
+    kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
     return trained.stacks(family.high_precision, family.modulation, kept)
 
 
@@ -311,7 +311,7 @@ def _lora_parameters(family: Family, config: RunConfig, trained: ComponentGeomet
     if config.method == "full":
         return 0
     pattern = target_pattern(config.lora.target_modules, family.lora_targets)
-    return lora_parameters(trained.linears, pattern, config.lora.rank)
+    return adapter_parameters(trained.linears, pattern, config.lora)
 
 
 def target_pattern(requested: str | Sequence[str], presets: Mapping[str, str]) -> str:

@@ -9,19 +9,22 @@ from pathlib import Path
 import torch
 
 from trainer import __version__
+from trainer.config.secrets import redacted
 from trainer.engine.context import Context, peak_memory_bytes
 from trainer.telemetry.events import EventLog
 from trainer.telemetry.log import step_line
 from trainer.telemetry.metrics import RunMetrics
 from trainer.telemetry.records import METRICS_LOG, MetricsLog, StepRecord, ValidationRecord
 from trainer.telemetry.status import Phase
+from trainer.telemetry.tracker import Tracker
 
 
 class Journal:
     """Writers of one run, all cut back to the same step on resume."""
 
-    def __init__(self, context: Context, runtime_dir: Path) -> None:
+    def __init__(self, context: Context, runtime_dir: Path, tracker: Tracker | None = None) -> None:
         self.context = context
+        self.tracker = tracker
         self.metrics_log = MetricsLog(context.run_dir / METRICS_LOG)
         self.events = EventLog(context.run_dir / "tensorboard")
         self.metrics = RunMetrics(runtime_dir)
@@ -30,6 +33,7 @@ class Journal:
             version=__version__, torch=torch.__version__, family=config.family, method=config.method
         )
         self.metrics.plan_info({row.feature: row.value for row in context.plan.decisions})
+        self.metrics.memory_budget(context.plan.budget_bytes)
         self.metrics.write()
         self._marked = time.monotonic()
 
@@ -58,6 +62,8 @@ class Journal:
         """Record the held-out loss before the first step."""
         self.metrics_log.append(record)
         self.events.validation(record)
+        if self.tracker is not None:
+            self.tracker.scalars(record)
         self.metrics.validation(record.validation_loss)
         self.metrics.write()
 
@@ -95,6 +101,8 @@ class Journal:
         total = self.context.config.train.max_train_steps
         self.metrics_log.append(record)
         self.events.scalars(record)
+        if self.tracker is not None:
+            self.tracker.scalars(record)
         self.metrics.step(record, planned_steps=total, steps=steps, samples=samples)
         self.metrics.write()
         # what writing took belongs to the next step: nothing that the run waits for is left out of its times
@@ -102,8 +110,10 @@ class Journal:
         return step_line(record, total=total)
 
     def picture(self, tag: str, path: Path, step: int) -> None:
-        """Add a PNG to TensorBoard."""
+        """Add a PNG to TensorBoard, and to the tracker."""
         self.events.image(tag, path.read_bytes(), step=step)
+        if self.tracker is not None:
+            self.tracker.image(tag, path, step=step)
 
     def sync(self) -> None:
         """Put everything recorded on the disk, before a checkpoint that relies on it becomes valid."""
@@ -114,3 +124,16 @@ class Journal:
         """Close the files."""
         self.metrics_log.close()
         self.events.close()
+        if self.tracker is not None:
+            self.tracker.close()
+
+
+def start_tracker(context: Context) -> Tracker | None:
+    """The run at Weights & Biases, where the configuration wants one; raises ConfigError as Tracker."""
+    train = context.config.train
+    if train.report_to != "wandb":
+        return None
+    settings = {row.feature: row.value for row in context.plan.decisions}
+    shown = {"family": context.config.family, "method": context.config.method, **settings}
+    shown = {name: redacted(value) for name, value in shown.items()}
+    return Tracker(context.run_dir, train.tracker_project_name, shown)

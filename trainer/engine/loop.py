@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainer.data.sampler import MicroBatch
-from trainer.engine import checkpoint
+from trainer.engine import best, checkpoint
 from trainer.engine.build import Built
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries
@@ -22,13 +23,16 @@ from trainer.engine.fast import uncompiled
 from trainer.engine.feed import Fed, feed
 from trainer.engine.graphs import Graphs
 from trainer.engine.journal import Journal
-from trainer.engine.optimizer import HostFlag, learning_rate
+from trainer.engine.lossscale import FLOOR
+from trainer.engine.optimizer import HostFlag
 from trainer.engine.pictures import write_strip
 from trainer.engine.preview import draw_previews, preview_path
 from trainer.engine.proof import to_device
+from trainer.engine.schedule import learning_rate
 from trainer.engine.validation import HeldOut, measure
 from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError
 from trainer.families.protocol import Batch, Draw
+from trainer.modeling.seeds import seeded
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.records import ValidationRecord
 from trainer.telemetry.status import Phase
@@ -50,6 +54,8 @@ class State:
     interval_tokens: int = 0
     device_loss: torch.Tensor | None = None
     """Sum of the step losses that have not been read from the device."""
+    device_lost: torch.Tensor | None = None
+    """In fp16, how many of these were not finite, and are not in the sum."""
     grad_norm: torch.Tensor | None = None
     flag: HostFlag | None = None
     """1.0 where the last step was not finite; read one step later."""
@@ -129,7 +135,8 @@ def _one_step(run: Run, state: State, batches: Iterator[Fed]) -> None:
         context.stop.raise_if_requested()
         batch, draw = to_device(fed.batch, fed.draw, context.device, context.dtype)
         if run.graphs is None:
-            step_loss += micro_batch(run, batch, draw, weight)
+            with _dropout_drawn(run, fed):
+                step_loss += micro_batch(run, batch, draw, weight)
         else:
             step_loss += run.graphs(batch, draw, torch.full((), weight, device=context.device))
         phase = Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
@@ -139,7 +146,7 @@ def _one_step(run: Run, state: State, batches: Iterator[Fed]) -> None:
     state.grad_norm, bad = built.updater.step(rate, step_loss)
     state.flag = HostFlag(bad)
     state.suspects = tuple(fed.micro_batch for fed in step)
-    state.device_loss = step_loss if state.device_loss is None else state.device_loss + step_loss
+    _sum_up(state, step_loss, scaled=built.updater.scale is not None)
     state.step += 1
     state.interval_steps += 1
     state.timed_steps += 1
@@ -148,11 +155,29 @@ def _one_step(run: Run, state: State, batches: Iterator[Fed]) -> None:
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
 
 
+def _sum_up(state: State, loss: torch.Tensor, *, scaled: bool) -> None:
+    """Add a step's loss to what the next line of the log is the mean of."""
+    if scaled:
+        # a step that overflowed in the forward pass was skipped, and has no loss
+        lost = (~torch.isfinite(loss)).long()
+        loss = torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
+        state.device_lost = lost if state.device_lost is None else state.device_lost + lost
+    state.device_loss = loss if state.device_loss is None else state.device_loss + loss
+
+
+def _dropout_drawn(run: Run, fed: Fed) -> contextlib.AbstractContextManager[None]:
+    """What the adapter's dropout draws in a micro-batch follows from the seed and its first sample alone."""
+    config, first = run.context.config, fed.micro_batch.samples[0]
+    if config.method != "lora" or not config.lora.dropout:
+        return contextlib.nullcontext()
+    return seeded(f"{config.train.seed}/dropout/{first.position}", run.context.device)
+
+
 def micro_batch(run: Run, batch: Batch, draw: Draw | None, weight: float | torch.Tensor) -> torch.Tensor:
     """Forward and backward: adds the gradients to the optimizer's sums and returns the loss, a scalar."""
     losses = run.context.family.loss(run.built.model, batch, draw, run.settings)
     loss = losses.sum() / weight
-    run.built.accelerator.backward(loss)
+    run.built.accelerator.backward(run.built.updater.scaled(loss))
     run.built.updater.accumulate()
     return loss.detach()
 
@@ -166,8 +191,14 @@ def _check_finite(run: Run, state: State) -> None:
     saved = (
         f"the checkpoint of step {state.saved_step} is intact" if state.saved_step else "nothing was saved"
     )
+    what = "the loss or a gradient is NaN or infinite; the step changed nothing"
+    if run.built.updater.scale is not None:
+        what = (
+            f"gradients overflow fp16 however small the loss is made (its scale fell below {FLOOR:g}); the"
+            " last steps changed nothing"
+        )
     raise DivergedError(
-        f"step {state.step}: the loss or a gradient is NaN or infinite; the step changed nothing and {saved}",
+        f"step {state.step}: {what} and {saved}",
         where=", ".join(files),
         remedy="look at these files, lower train.learning_rate, or train in fp32",
     )
@@ -196,7 +227,10 @@ def _validate(run: Run, step: int) -> ValidationRecord | None:
     if run.held_out is None:
         return None
     with beside_training(run):
-        return measure(run.context, run.built.model, run.held_out, step=step)
+        record = measure(run.context, run.built.model, run.held_out, step=step)
+        if step:
+            best.keep(run.context, run.built.model, record)
+    return record
 
 
 def _validate_before_training(run: Run) -> None:
@@ -237,10 +271,12 @@ def _untimed(run: Run, work: Callable[[], _T]) -> _T:
 
 @contextlib.contextmanager
 def beside_training(run: Run) -> Generator[None, None, None]:
-    """Room for what is not training: without the activations that graphs hold, and without compiling more."""
+    """Room for what is not training: without the activations that graphs hold, and without compiling more;
+    with the mean of the weights, where one is kept.
+    """
     if run.graphs is not None:
         run.graphs.drop()
-    with uncompiled(run.context):
+    with uncompiled(run.context), run.built.updater.averaged():
         yield
 
 
@@ -249,6 +285,9 @@ def _collect_loss(state: State) -> None:
     if state.device_loss is not None:
         state.interval_loss += float(state.device_loss.item())
         state.device_loss = None
+    if state.device_lost is not None:
+        state.interval_steps -= int(state.device_lost.item())
+        state.device_lost = None
 
 
 def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
@@ -257,7 +296,7 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
     _check_finite(run, state)
     assert state.grad_norm is not None
     row = {
-        "loss": state.interval_loss / state.interval_steps,
+        "loss": state.interval_loss / state.interval_steps if state.interval_steps > 0 else math.nan,
         "learning_rate": learning_rate(train, state.step),
         "grad_norm": float(state.grad_norm.item()),
     }

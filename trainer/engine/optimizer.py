@@ -1,30 +1,21 @@
-"""Floor 6: parameter updates: fp32 masters with fused AdamW, or compensated bf16 AdamW for full
-fine-tunes.
-"""
+"""Floor 6: parameter updates: fp32 masters, a loss scale for fp16, and the running mean of the weights."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from trainer.config.schema import TrainSection
+from trainer.engine import optimizers
+from trainer.engine.average import Average
+from trainer.engine.lossscale import LossScale
 from trainer.engine.masters import FlatMasters
 
-
-def learning_rate(train: TrainSection, step: int) -> float:
-    """Learning rate of optimizer step `step` (1 is the first): linear warm-up, then constant or half a
-    cosine to 0.
-    """
-    if step <= train.lr_warmup_steps:
-        return train.learning_rate * step / train.lr_warmup_steps
-    if train.lr_scheduler == "constant":
-        return train.learning_rate
-    rest = max(1, train.max_train_steps - train.lr_warmup_steps)
-    progress = min(1.0, (step - 1 - train.lr_warmup_steps) / rest)
-    return train.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
+_FLAT = "flat"
+_MEAN = "ema"
 
 
 class HostFlag:
@@ -60,49 +51,38 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) ->
 class Updater:
     """Owns gradients, masters and optimizer state of the trainable parameters, by name.
 
-    `adamw_fused_fp32`: bf16 parameters get fp32 masters, gradients accumulate in fp32, and a step with a
-    non-finite gradient changes nothing without waiting for the device. `adamw_kahan_bf16`: optimi's AdamW
-    with Kahan summation, all state in bf16; the flag is read before the step.
+    `adamw_fused_fp32`: bf16 and fp16 parameters get fp32 masters, gradients accumulate in fp32, and a step
+    with a non-finite gradient changes nothing without waiting for the device. `adamw_8bit` and `prodigy` have
+    masters too. `adamw_kahan_bf16`: optimi's AdamW with Kahan summation, all state in bf16. In these three
+    the flag is read before the step.
     """
 
     def __init__(self, parameters: Mapping[str, torch.nn.Parameter], train: TrainSection, kind: str) -> None:
         self.parameters = dict(parameters)
         self.train = train
-        self.kahan = kind == "adamw_kahan_bf16"
+        self.kind = kind
         types = {parameter.dtype for parameter in self.parameters.values()}
+        own = kind == "adamw_kahan_bf16" or types == {torch.float32}
         # parameters in fp32 are their own masters, as are those of the compensated sums
-        self.flat = None if self.kahan or types == {torch.float32} else FlatMasters(self.parameters)
-        self.optimizer = self._build()
+        self.flat = None if own else FlatMasters(self.parameters)
+        values = list(self.parameters.values()) if self.flat is None else [self.flat.flat]
+        self.optimizer = optimizers.build(kind, values, train)
+        self.scale = LossScale(values[0].device) if torch.float16 in types else None
+        self.average = None if train.ema_decay is None else Average(values, train.ema_decay)
         self.steps_taken = 0
 
-    def _build(self) -> torch.optim.Optimizer:
-        train = self.train
-        betas = (train.adam_beta1, train.adam_beta2)
-        values = list(self.parameters.values()) if self.flat is None else [self.flat.flat]
-        if not self.kahan:
-            return torch.optim.AdamW(
-                values,
-                lr=train.learning_rate,
-                betas=betas,
-                eps=train.adam_epsilon,
-                weight_decay=train.weight_decay,
-                fused=True,
-            )
-        from optimi import AdamW
+    @property
+    def _masters(self) -> list[torch.nn.Parameter]:
+        return list(self.parameters.values()) if self.flat is None else [self.flat.flat]
 
-        on_gpu = values[0].device.type == "cuda"
-        optimizer: torch.optim.Optimizer = AdamW(
-            values,
-            lr=train.learning_rate,
-            betas=betas,
-            eps=train.adam_epsilon,
-            weight_decay=train.weight_decay,
-            kahan_sum=True,
-            # one kernel a tensor; foreach would hold copies of all of them at once
-            triton=on_gpu,
-            foreach=False,
-        )
-        return optimizer
+    @property
+    def _names(self) -> list[str]:
+        """Of the masters, in their order."""
+        return list(self.parameters) if self.flat is None else [_FLAT]
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """What backward starts from: in fp16 a multiple of the loss, whose gradients do not vanish."""
+        return loss if self.scale is None else self.scale.scaled(loss)
 
     def accumulate(self) -> None:
         """Add this micro-batch's gradients to the masters' and free them."""
@@ -117,32 +97,67 @@ class Updater:
             parameter.grad = None
 
     def step(self, rate: float, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Clip and update; returns (gradient norm before clipping, 1.0 where it or `loss` is not finite),
-        both fp32.
+        """Clip and update; gives (gradient norm before clipping, 1.0 where the run cannot go on), both fp32.
+
+        It cannot where the norm or `loss` is not finite; in fp16 not before the loss scale is at its floor.
         """
-        norm = self._clip()
+        if self.flat is not None:
+            self.flat.flat.grad = self.flat.gradient
+        if self.scale is not None:
+            self.scale.unscale(self._masters)
+        norm = clip_gradients(self._masters, self.train.max_grad_norm)
         bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(loss)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        if self.kahan:
-            if bad.item() == 0.0:
-                self.optimizer.step()
-        else:
+        self._update(bad)
+        fatal = bad if self.scale is None else self.scale.update(bad)
+        self.steps_taken += 1
+        if self.average is not None:
+            self.average.update(self._masters, self.steps_taken)
+        if self.flat is not None:
+            self.flat.publish()
+        self.drop_gradients()
+        return norm, fatal
+
+    def _update(self, bad: torch.Tensor) -> None:
+        """One step of the optimizer, unless `bad` is 1.0."""
+        if self.kind == "adamw_fused_fp32":
             # AdamW's fused kernel reads these two, as torch.amp.GradScaler sets them
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.found_inf = bad  # type: ignore[attr-defined]
             self.optimizer.step()
-        self.steps_taken += 1
-        if self.flat is not None:
-            self.flat.publish()
-        self.drop_gradients()
-        return norm, bad
+        elif bad.item() == 0.0:
+            self.optimizer.step()
 
-    def _clip(self) -> torch.Tensor:
-        if self.flat is None:
-            return clip_gradients(list(self.parameters.values()), self.train.max_grad_norm)
-        self.flat.flat.grad = self.flat.gradient
-        return clip_gradients([self.flat.flat], self.train.max_grad_norm)
+    @contextlib.contextmanager
+    def averaged(self) -> Iterator[None]:
+        """The model with the mean of its weights, where one is kept, and afterwards as it was."""
+        if self.average is None:
+            yield
+            return
+        # with masters the parameters are copies of them already
+        kept = [value.detach().clone() for value in self._masters] if self.flat is None else []
+        self._publish_average()
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for value, before in zip(self._masters, kept, strict=False):
+                    value.copy_(before)
+            if self.flat is not None:
+                self.flat.publish()
+
+    @torch.no_grad()
+    def _publish_average(self) -> None:
+        means = self._means()
+        torch._foreach_copy_(list(self.parameters.values()), [means[name] for name in self.parameters])
+
+    def _means(self) -> dict[str, torch.Tensor]:
+        """The mean of every parameter."""
+        assert self.average is not None
+        if self.flat is not None:
+            return self.flat.by_name(self.average.means[0])
+        return dict(zip(self.parameters, self.average.means, strict=True))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The masters by name, for a checkpoint."""
@@ -151,7 +166,17 @@ class Updater:
         return {name: parameter.detach() for name, parameter in self.parameters.items()}
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Optimizer state as `<parameter>/<key>`; the step count is `steps_taken`."""
+        """Optimizer state, mean and loss scale as `<parameter>/<key>`; the step count is `steps_taken`."""
+        tensors: dict[str, torch.Tensor] = {}
+        if self.kind in optimizers.WHOLE_STATE:
+            tensors |= optimizers.whole_state(self.optimizer, self._names)
+        else:
+            tensors |= self._moments()
+        if self.average is not None:
+            tensors |= {f"{name}/{_MEAN}": mean for name, mean in self._means().items()}
+        return tensors if self.scale is None else tensors | self.scale.state()
+
+    def _moments(self) -> dict[str, torch.Tensor]:
         tensors: dict[str, torch.Tensor] = {}
         if self.flat is not None:
             for key, value in self._tensors(self.flat.flat).items():
@@ -174,6 +199,22 @@ class Updater:
         """Continue from a checkpoint's `weights`, `state` and step count, all of them on any device."""
         for name, master in self.weights().items():
             master.copy_(weights[name])
+        state = dict(state)
+        if self.average is not None:
+            for name, mean in self._means().items():
+                mean.copy_(state.pop(f"{name}/{_MEAN}"))
+        applied = steps_taken
+        if self.scale is not None:
+            applied = self.scale.load(state)
+        if self.kind in optimizers.WHOLE_STATE:
+            optimizers.load_whole_state(self.optimizer, self._names, state)
+        else:
+            self._load_moments(state, applied)
+        self.steps_taken = steps_taken
+        if self.flat is not None:
+            self.flat.publish()
+
+    def _load_moments(self, state: Mapping[str, torch.Tensor], steps_applied: int) -> None:
         by_key: dict[str, dict[str, torch.Tensor]] = {}
         for label, value in state.items():
             name, _, key = label.rpartition("/")
@@ -181,21 +222,18 @@ class Updater:
         # a parameter that never had a gradient has no state
         entries: dict[int, dict[str, Any]]
         if self.flat is not None:
-            entries = {0: self._joined(self.flat, by_key)}
+            entries = {0: self._joined(self.flat, by_key)} if by_key else {}
         else:
             entries = {i: {**by_key[name]} for i, name in enumerate(self.parameters) if name in by_key}
         plain = self.optimizer.state_dict()
-        if self.kahan:
+        if self.kind == "adamw_kahan_bf16":
             for group in plain["param_groups"]:
-                group.update(setup=True, kahan_sum=True, step=torch.tensor(steps_taken, dtype=torch.int32))
+                group.update(setup=True, kahan_sum=True, step=torch.tensor(steps_applied, dtype=torch.int32))
         else:
             for entry in entries.values():
-                entry["step"] = torch.tensor(float(steps_taken))
+                entry["step"] = torch.tensor(float(steps_applied))
         plain["state"] = entries
         self.optimizer.load_state_dict(plain)
-        self.steps_taken = steps_taken
-        if self.flat is not None:
-            self.flat.publish()
 
     @staticmethod
     def _joined(flat: FlatMasters, by_key: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:

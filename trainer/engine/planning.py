@@ -43,9 +43,10 @@ def plan_run(
 ) -> Plan:
     """The plan of a run on the machine that `facts` describe.
 
-    `find_model` says where the base model is on this disk; `local_folder` if not given. Raises
-    HardwareError (69) where the machine cannot do it, AccessError (77) where the base model is a folder
-    that is not there. UNIFIED_MEMORY and DISABLE_CPU_OFFLOAD of this process's environment are obeyed.
+    `find_model` says where the base model is on this disk; `local_folder` if not given. Raises ConfigError
+    (78) for a profile that does not exist, HardwareError (69) where the machine cannot do it, AccessError
+    (77) where the base model is a folder that is not there. UNIFIED_MEMORY and DISABLE_CPU_OFFLOAD of this
+    process's environment are obeyed.
     """
     unified, no_offload = environment.switch("UNIFIED_MEMORY"), environment.switch(NO_OFFLOAD)
     config, sources = loaded.config, loaded.sources

@@ -21,13 +21,16 @@ from trainer.engine.context import Context
 from trainer.errors import DataError, DivergedError, NoSpaceError, Problem
 from trainer.families.protocol import ON_HOST, Batch, Draw, Shape
 from trainer.modeling import lora
+from trainer.modeling.comfyui import write_comfyui
 from trainer.modeling.tensorfile import rewrite_sorted
 from trainer.telemetry import atomic
 
-TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3}
+TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
 """Largest relative difference between the trained model and the one loaded from the file."""
 _SEED = 20_240_801
 _INPUTS = 2
+_GROWS_FROM_ZERO = {".lora_B": (".lora_A",), ".lokr_w1": (".lokr_w2", ".lokr_w2_a")}
+"""Parts of an adapter that training starts at zero, and what each is multiplied with."""
 _MOST_TOKENS = 512
 """A language model's output is tokens x vocabulary: a full row would be gigabytes."""
 
@@ -148,8 +151,14 @@ def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, 
     if context.family.comfyui is None:
         return path, None
     comfyui = folder / f"{name}.comfyui.safetensors"
-    alpha = context.config.lora.alpha
-    lora.write_comfyui(state, comfyui, metadata, alpha=alpha, key_of=context.family.comfyui_keys)
+    write_comfyui(
+        state,
+        comfyui,
+        metadata,
+        config=lora.adapter_config(model),
+        key_of=context.family.comfyui_keys,
+        weight_of=lambda module: model.get_submodule(module).get_base_layer().weight,
+    )
     return path, comfyui
 
 
@@ -225,7 +234,7 @@ def check_file(path: Path) -> int:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot be read as safetensors ({error})", where=str(path)) from error
-    ups = [name for name in tensors if ".lora_B" in name]
+    ups = [name for name in tensors if any(part in name for part in _GROWS_FROM_ZERO)]
     problems = _file_problems(tensors, ups)
     if problems:
         raise DataError([Problem(what=what, where=str(path)) for what in problems])
@@ -238,11 +247,14 @@ def _file_problems(tensors: Mapping[str, torch.Tensor], ups: Sequence[str]) -> l
     ]
     if not ups:
         problems.append("holds no lora_B tensor: this is not a LoRA, or it was saved empty")
-    problems += [
-        f"{name} has no partner lora_A" for name in ups if name.replace(".lora_B", ".lora_A") not in tensors
-    ]
+    for name in ups:
+        part = next(part for part in _GROWS_FROM_ZERO if part in name)
+        partners = _GROWS_FROM_ZERO[part]
+        if not any(name.replace(part, partner) in tensors for partner in partners):
+            problems.append(f"{name} has no partner {partners[0][1:]}")
     if ups and not any(bool(tensors[name].any()) for name in ups):
-        problems.append("every lora_B is zero: the adapter changes nothing")
+        grown = next(part for part in _GROWS_FROM_ZERO if part in ups[0])
+        problems.append(f"every {grown[1:]} is zero: the adapter changes nothing")
     return problems
 
 

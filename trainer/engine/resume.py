@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from trainer.config.schema import LoraSection
 from trainer.data.records import Record
 from trainer.engine import checkpoint
 from trainer.engine.context import Context
@@ -44,7 +46,28 @@ def run_fingerprint(context: Context, records: Sequence[Record]) -> dict[str, st
             "lora.alpha": str(config.lora.alpha),
             "lora.target_modules": targets if isinstance(targets, str) else ",".join(sorted(targets)),
         }
+        fingerprint |= _adapter_options(config.lora)
+    if config.train.ema_decay is not None:
+        fingerprint["train.ema_decay"] = str(config.train.ema_decay)
     return fingerprint
+
+
+def _adapter_options(lora: LoraSection) -> dict[str, str]:
+    """Those that differ from what they are when nobody writes them: older checkpoints have none."""
+    usual = LoraSection()
+    found = {
+        f"lora.{name}": str(value)
+        for name, value in (
+            ("type", lora.type),
+            ("dropout", lora.dropout),
+            ("rank_pattern", sorted(lora.rank_pattern.items())),
+            ("alpha_pattern", sorted(lora.alpha_pattern.items())),
+        )
+        if vars(lora)[name] != vars(usual)[name]
+    }
+    if lora.init_from is not None:
+        found["lora.init_from"] = hashlib.sha256(lora.init_from.read_bytes()).hexdigest()[:16]
+    return found
 
 
 def find_checkpoint(context: Context, fingerprint: dict[str, str]) -> tuple[Path, checkpoint.Snapshot] | None:

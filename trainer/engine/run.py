@@ -12,15 +12,18 @@ from typing import Any
 
 import torch
 
+from trainer.config.secrets import redacted
 from trainer.data.cache import prune
-from trainer.engine import checkpoint, loop, proof, resume
+from trainer.engine import best, checkpoint, loop, proof, resume
 from trainer.engine.build import build, load_base
 from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
 from trainer.engine.continued import PLAN_FILE
+from trainer.engine.cut import tell_cut_captions
 from trainer.engine.entries import Entries, fill_cache, list_entries
 from trainer.engine.fast import uncompiled
 from trainer.engine.full import export_full, prove_full
-from trainer.engine.journal import Journal
+from trainer.engine.imported import import_entries
+from trainer.engine.journal import Journal, start_tracker
 from trainer.engine.pictures import before_after, row, shown, write_png, write_strip
 from trainer.engine.preview import draw_previews, drop_previews_after, sample, write_before_after
 from trainer.engine.samples import Samples, prompt_controls
@@ -54,7 +57,11 @@ def quiet_libraries() -> None:
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     """Encode everything that `train` would; then remove what this configuration does not use, if asked to."""
     apply_backend_settings(context)
+    tell_cut_captions(context, samples.all)
     entries = list_entries(context, samples.all, samples.prompt_controls)
+    if spec.import_folder:
+        count = import_entries(context, entries, Path(spec.import_folder))
+        context.say(f"imported {count} files from {spec.import_folder}")
     report = fill_cache(context, entries, verify=spec.verify)
     if spec.prune:
         files, size = prune(entries.cache.folder, entries.keys())
@@ -91,23 +98,20 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         resume.require_free_folder(context, fingerprint)
     resume.require_space(context)
     _write_run_files(context, spec, fingerprint)
+    tell_cut_captions(context, samples.all)
     entries = list_entries(context, samples.training, samples.prompt_controls)
     held_out = held_out_entries(context, samples.held_out)
     report = fill_cache(context, list_entries(context, samples.all, samples.prompt_controls))
     caching_peak = take_peak(context.device)
+    tracker = start_tracker(context)  # before minutes of loading
     built = build(context)
-    before = None
-    if context.config.method == "full":
-        with uncompiled(context):
-            before = proof.fixed_outputs(context, built.model)
-    state = loop.State()
-    if found is not None:
-        state = _resume(context, built.updater, *found)
-    journal = Journal(context, Path(spec.runtime_dir))
+    before = _outputs_before(context, built.model)
+    state = loop.State() if found is None else _resume(context, built.updater, *found)
+    journal = Journal(context, Path(spec.runtime_dir), tracker)
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
     journal.cut_back(state.step)
     _tell_changed_held_out(context, held_out)
-    drop_previews_after(context, state.step)
+    _drop_after(context, state.step)
     run = loop.Run(
         context=context,
         built=built,
@@ -123,7 +127,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         journal.phase(Phase.SAVE)
         with loop.beside_training(run):
             if context.config.method == "lora":
-                summary = _finish_lora(context, built.model)
+                summary = _finish_lora(context, built.model, held_out)
             else:
                 summary = _finish_full(context, built.model, before)
             _last_preview(run, state)
@@ -134,6 +138,21 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     finally:
         journal.sync()
         journal.close()
+
+
+def _outputs_before(context: Context, model: Any) -> list[torch.Tensor] | None:
+    """What the base puts out, for a full fine-tune, which has nothing to take off; else None."""
+    if context.config.method == "lora":
+        return None
+    with uncompiled(context):
+        return proof.fixed_outputs(context, model)
+
+
+def _drop_after(context: Context, step: int) -> None:
+    """Remove what a process left that trained on after this step."""
+    if step == 0:
+        best.forget(context)
+    drop_previews_after(context, step)
 
 
 def _tell_changed_held_out(context: Context, held_out: HeldOut | None) -> None:
@@ -185,13 +204,13 @@ def _write_run_files(context: Context, spec: Spec, fingerprint: dict[str, str]) 
     atomic.write_text(
         context.run_dir / resume.RUN_FILE, json.dumps(fingerprint, indent=1, sort_keys=True) + "\n"
     )
-    atomic.write_text(context.run_dir / "config.resolved.yaml", Path(spec.config_file).read_text())
-    atomic.write_text(context.run_dir / PLAN_FILE, spec.plan_text)
+    atomic.write_text(context.run_dir / "config.resolved.yaml", redacted(Path(spec.config_file).read_text()))
+    atomic.write_text(context.run_dir / PLAN_FILE, redacted(spec.plan_text))
     decisions: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
     log.get("run").info("run folder %s", context.run_dir, extra={"fields": {"plan": decisions}})
 
 
-def _finish_lora(context: Context, model: Any) -> str:
+def _finish_lora(context: Context, model: Any, held_out: HeldOut | None = None) -> str:
     if not proof.is_finite_adapter(model):
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
     if context.plan.compile:
@@ -201,6 +220,9 @@ def _finish_lora(context: Context, model: Any) -> str:
         # the proof is about the plain model that others load the file into
         part_siblings(model)
     path, comfyui, result = proof.export_lora(context, model)
+    kept = best.prove(context, model, held_out, path)
+    if kept:
+        context.say(kept)
     if comfyui is None:
         return f"LoRA: {path}. Proved: {result}."
     return f"LoRA: {path} (diffusers), {comfyui} (ComfyUI). Proved: {result}."

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from trainer.config.schema import DataSet, RunConfig
-from trainer.data.records import Control, Record
+from trainer.data.leftout import MAX_PROBLEMS_SHOWN
+from trainer.data.opened import measure_controls
+from trainer.data.records import Control, ImageRecord, LeftOut, Record, Scan
 from trainer.data.sampler import held_out_split
-from trainer.data.scan import MAX_PROBLEMS_SHOWN, measure_controls
+from trainer.data.variants import with_variants
 from trainer.errors import ConfigError, DataError, Problem
 from trainer.families.protocol import Family
 
@@ -21,6 +24,8 @@ class Samples:
     held_out: tuple[Record, ...] = ()
     prompt_controls: tuple[tuple[Control, ...], ...] = ()
     """Images that each validation prompt edits; none where the family takes none."""
+    left_out: tuple[LeftOut, ...] = ()
+    """Files of all folders that are passed over because of `data.on_bad_file: skip`."""
 
     @property
     def all(self) -> tuple[Record, ...]:
@@ -47,7 +52,7 @@ def scan_samples(
         # captions, sizes and trigger word as in training
         data = config.data.model_copy(update={"sets": (held_out_set,)})
         scans[f"checking held-out {noun}"] = config.model_copy(update={"data": data})
-    found: list[tuple[Record, ...]] = []
+    found: list[Scan] = []
     problems: list[Problem] = []
     for what, scanned in scans.items():
         try:
@@ -57,15 +62,39 @@ def scan_samples(
     if problems:
         raise DataError(problems)
     if separate:
-        training, held_out = found
+        training, held_out = (tuple(one.records) for one in found)
         _require_untrained(training, held_out)
     else:
-        training, held_out = held_out_split(found[0], validation.held_out, validation.seed)
+        training, held_out = _held_out(found[0].records, validation.held_out, validation.seed)
     return Samples(
-        training=training,
+        # views are made of what trains only: what is held out is measured as it is
+        training=with_variants(training, config.data.sets),
         held_out=held_out,
         prompt_controls=prompt_controls(family, config, (*held_out, *training)),
+        left_out=tuple(row for one in found for row in one.left_out),
     )
+
+
+def _held_out(
+    records: Sequence[Record], count: int, seed: int
+) -> tuple[tuple[Record, ...], tuple[Record, ...]]:
+    """Split into (train, held out): regularisation sets train only, and the held-out loss has no weights."""
+    regularising = {record.content_sha256 for record in records if _is_reg(record)}
+    others = [record for record in records if record.content_sha256 not in regularising]
+    if not regularising:
+        training, held_out = held_out_split(records, count, seed)
+    else:
+        training, held_out = held_out_split(others, count, seed) if others or count else ((), ())
+        kept = {record.identifier for record in held_out}
+        training = tuple(record for record in records if record.identifier not in kept)
+    return training, tuple(
+        dataclasses.replace(record, loss_weight=1.0) if isinstance(record, ImageRecord) else record
+        for record in held_out
+    )
+
+
+def _is_reg(record: Record) -> bool:
+    return isinstance(record, ImageRecord) and record.is_reg
 
 
 def prompt_controls(

@@ -32,6 +32,8 @@ class Spec:
     """For `sample`: the base model's pictures above those with the adapter."""
     verify: bool = False
     """For `cache`: compare entries with their checksums."""
+    import_folder: str = ""
+    """For `cache`: folder of another trainer's .pt files; empty for none."""
     prune: bool = False
     """For `cache`: remove the family's entries that this configuration does not use."""
 

@@ -52,6 +52,8 @@ def measure(context: Context, model: Any, held_out: HeldOut, *, step: int) -> Va
     """
     entries, settings = held_out.entries, held_out.settings
     total, weight = torch.zeros((), device=context.device), 0.0
+    was_training = model.training
+    model.eval()  # without an adapter's dropout
     for record in range(len(entries.records)):
         if step == 0:
             context.stop.raise_if_requested()
@@ -68,5 +70,6 @@ def measure(context: Context, model: Any, held_out: HeldOut, *, step: int) -> Va
         context.status.beat(
             Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=context.config.train.max_train_steps
         )
+    model.train(was_training)
     loss = float(total.item()) / weight
     return ValidationRecord(step=step, validation_loss=loss, validation_data=held_out.data)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.families import flow
+from trainer.families import flow, limits
 from trainer.families.protocol import (
     AttentionShape,
     Batch,
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from trainer.config.schema import RunConfig
-    from trainer.data.records import ImageRecord
+    from trainer.data.records import Scan
     from trainer.modeling.source import ModelSource
 
 _BLOCKS = r"(transformer_blocks|single_transformer_blocks)\.\d+"
@@ -71,9 +71,10 @@ class Flux1Dev:
     vae_shape = staticmethod(flow.autoencoder_kl_shape)
     collate = staticmethod(flow.collate)
     control_size = staticmethod(flow.unchanged_size)
+    caption_tokens = staticmethod(limits.counted("tokenizer_2", "T5Tokenizer"))
     load_adapter = staticmethod(flow.load_pipeline_lora)
 
-    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[ImageRecord, ...]:
+    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan:
         """All captioned images of the run's sets."""
         return flow.scan(config, progress, multiple=self.pixel_multiple)
 
@@ -173,7 +174,7 @@ class Flux1Dev:
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
         prediction = self.predict(model, batch, draw, settings)
-        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), draw)
+        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), batch, draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from trainer.config.schema import RunConfig
-    from trainer.data.records import ImageRecord
+    from trainer.data.records import Scan
     from trainer.modeling.source import ModelSource
 
 
@@ -63,6 +63,7 @@ class Flux1Kontext:
     # the pipelines share prompt encoding, VAE, LoRA format, and a shift that counts the target's tokens only
     load_encoders = staticmethod(FLUX1_DEV.load_encoders)
     encode_text = staticmethod(FLUX1_DEV.encode_text)
+    caption_tokens = staticmethod(FLUX1_DEV.caption_tokens)
     vae_shape = staticmethod(FLUX1_DEV.vae_shape)
     collate = staticmethod(FLUX1_DEV.collate)
     settings = staticmethod(FLUX1_DEV.settings)
@@ -72,7 +73,7 @@ class Flux1Kontext:
     load_adapter = staticmethod(FLUX1_DEV.load_adapter)
     comfyui_keys = staticmethod(FLUX1_DEV.comfyui_keys)
 
-    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[ImageRecord, ...]:
+    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan:
         """All captioned images of the run's sets, each with the image before the edit."""
         return flow.scan(config, progress, multiple=self.pixel_multiple, controls=self.control_counts)
 
@@ -129,7 +130,7 @@ class Flux1Kontext:
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
         prediction = self.predict(model, batch, draw, settings)
-        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), draw)
+        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), batch, draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """That of FLUX.1-dev with a control of the target's size."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.families import flow
+from trainer.families import flow, limits
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import (
     Batch,
@@ -75,6 +75,7 @@ class Flux2Dev:
     # as in FLUX.1: one token is 16x16 pixels, captions are padded to one length, blocks attend to both
     scan = staticmethod(FLUX1_DEV.scan)
     control_size = staticmethod(FLUX1_DEV.control_size)
+    caption_tokens = staticmethod(limits.counted_in_chat("tokenizer", "PixtralProcessor"))
     vae_shape = staticmethod(FLUX1_DEV.vae_shape)
     batch_key = staticmethod(FLUX1_DEV.batch_key)
     collate = staticmethod(FLUX1_DEV.collate)
@@ -181,7 +182,8 @@ class Flux2Dev:
 
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
-        return flow.velocity_loss(self.predict(model, batch, draw, settings), batch.latents["mean"], draw)
+        prediction = self.predict(model, batch, draw, settings)
+        return flow.velocity_loss(prediction, batch.latents["mean"], batch, draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""

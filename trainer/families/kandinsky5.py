@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.families import flow
+from trainer.families import flow, limits
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import (
     AttentionShape,
@@ -73,6 +73,7 @@ class Kandinsky5:
     # images, VAE and LoRA files are as FLUX.1's; `draw` has no dynamic shift where the scheduler's is static
     scan = staticmethod(FLUX1_DEV.scan)
     control_size = staticmethod(FLUX1_DEV.control_size)
+    caption_tokens = staticmethod(limits.counted("tokenizer", "Qwen2VLProcessor", after="<|im_end|>"))
     vae_shape = staticmethod(FLUX1_DEV.vae_shape)
     collate = staticmethod(FLUX1_DEV.collate)
     settings = staticmethod(FLUX1_DEV.settings)
@@ -155,7 +156,7 @@ class Kandinsky5:
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
         prediction = self.predict(model, batch, draw, settings)
-        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), draw)
+        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), batch, draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""

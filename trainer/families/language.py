@@ -250,17 +250,19 @@ def load_adapter(model: Any, path: Path, *, adapter_name: str) -> None:
 
     Raises AccessError where that config is missing, DataError where the file is another model's.
     """
-    from peft import LoraConfig, set_peft_model_state_dict
+    from peft import PeftConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
+
+    from trainer.modeling.lora import is_adapter
 
     if not (path.parent / ADAPTER_CONFIG).is_file():
         what = f"{ADAPTER_CONFIG} is not beside the adapter, which cannot be read without it"
         raise AccessError(what, where=str(path), remedy="copy both files into one folder")
     state = {name.removeprefix(_PEFT_PREFIX): value for name, value in load_file(path).items()}
-    model.add_adapter(LoraConfig.from_pretrained(str(path.parent)), adapter_name=adapter_name)
+    model.add_adapter(PeftConfig.from_pretrained(str(path.parent)), adapter_name=adapter_name)
     loaded: Any = set_peft_model_state_dict(model, state, adapter_name=adapter_name)
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if is_adapter(name):
             parameter.data = parameter.data.to(model.dtype)
     missing = [name for name in loaded.missing_keys if f".{adapter_name}." in name]
     if loaded.unexpected_keys or missing:

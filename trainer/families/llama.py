@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from trainer.config.schema import RunConfig
-    from trainer.data.records import ChatRecord
+    from trainer.data.records import Scan
     from trainer.modeling.source import ModelSource
 
 _BLOCKS = r"model\.layers\.\d+"
@@ -74,7 +74,7 @@ class Llama:
     encoder_components: Mapping[EntryKind, tuple[str, ...]] = {"text": ()}
     support_components: tuple[str, ...] = ()  # the tokenizer lies beside the model
 
-    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[ChatRecord, ...]:
+    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan:
         """All conversations of the run's files."""
         from trainer.data.chat import scan
 
@@ -94,6 +94,9 @@ class Llama:
     ) -> dict[str, torch.Tensor]:
         """`input_ids` (L,) int64 and, but for prompts, `loss_weight` (L,) fp32."""
         return language.encode(encoders, text, prompt=prompt, max_sequence_length=max_sequence_length)
+
+    def caption_tokens(self, source: ModelSource) -> None:
+        """None: `encode_text` refuses what is too long."""
 
     def encode_pixels(
         self, encoders: Any, pixels: torch.Tensor, controls: Sequence[torch.Tensor]

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from trainer.config.schema import RunConfig
-    from trainer.data.records import Record
+    from trainer.data.records import Scan
     from trainer.modeling.source import ModelSource
 
 EntryKind = Literal["text", "latents"]
@@ -150,8 +150,9 @@ class Family(Protocol):
     support_components: tuple[str, ...]
     """Folders without weights that are needed besides: tokenizers, scheduler."""
 
-    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[Record, ...]:
-        """All samples of the run, checked; raises DataError with every problem found."""
+    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan:
+        """All samples of the run, checked; raises DataError with every problem found, or lists what was left
+        out, as `data.on_bad_file` says."""
 
     def load_encoders(
         self, kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
@@ -164,6 +165,12 @@ class Family(Protocol):
         """One text entry on the CPU, without a batch axis.
 
         `controls` are RGB, empty unless `text_sees_controls`. `prompt`: of a preview, where that differs.
+        """
+
+    def caption_tokens(self, source: ModelSource) -> Callable[[str], int] | None:
+        """Counts a caption's tokens as they count against `data.max_sequence_length`, by the tokenizer alone.
+
+        None where nothing is cut.
         """
 
     def encode_pixels(

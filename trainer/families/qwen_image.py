@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.families import flow
+from trainer.families import flow, limits
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import (
     Batch,
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 _BLOCKS = r"transformer_blocks\.\d+"
 _ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 _MLP = r"(img_mlp|txt_mlp)\.net\.(0\.proj|2)"
+# the end of the pipeline's template counts against the limit, its beginning is dropped
+_AFTER_CAPTION = "<|im_end|>\n<|im_start|>assistant\n"
 
 
 class QwenImage:
@@ -65,6 +67,7 @@ class QwenImage:
     # what these do for FLUX.1-dev holds here: latents are packed and shifted alike, entries have equal names
     scan = staticmethod(FLUX1_DEV.scan)
     control_size = staticmethod(FLUX1_DEV.control_size)
+    caption_tokens = staticmethod(limits.counted("tokenizer", "Qwen2Tokenizer", after=_AFTER_CAPTION))
     batch_key = staticmethod(FLUX1_DEV.batch_key)
     collate = staticmethod(FLUX1_DEV.collate)
     settings = staticmethod(FLUX1_DEV.settings)
@@ -145,7 +148,7 @@ class QwenImage:
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
         prediction = self.predict(model, batch, draw, settings)
-        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), draw)
+        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), batch, draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """Random latents and captions for the LoRA proof and benchmarks, fp32 on the CPU."""

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
-from trainer.families import flow, qwen_image
+from trainer.families import flow, limits, qwen_image
 from trainer.families.protocol import (
     AttentionShape,
     Batch,
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
     from trainer.config.schema import RunConfig
-    from trainer.data.records import ImageRecord
+    from trainer.data.records import Scan
 
 
 class QwenImageEdit:
@@ -61,6 +61,7 @@ class QwenImageEdit:
     support_components = (*QWEN_IMAGE.support_components, "processor")
 
     # the pipelines share VAE, LoRA format, and a shift that counts the target's tokens only
+    caption_tokens = staticmethod(limits.counted("tokenizer", "Qwen2Tokenizer"))
     vae_shape = staticmethod(QWEN_IMAGE.vae_shape)
     collate = staticmethod(QWEN_IMAGE.collate)
     settings = staticmethod(QWEN_IMAGE.settings)
@@ -70,7 +71,7 @@ class QwenImageEdit:
     load_adapter = staticmethod(QWEN_IMAGE.load_adapter)
     comfyui_keys = staticmethod(QWEN_IMAGE.comfyui_keys)
 
-    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> tuple[ImageRecord, ...]:
+    def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan:
         """All captioned images of the run's sets, each with the images before the edit."""
         return flow.scan(config, progress, multiple=self.pixel_multiple, controls=self.control_counts)
 
@@ -134,7 +135,7 @@ class QwenImageEdit:
     def loss(self, model: Any, batch: Batch, draw: Draw, settings: flow.FlowSettings) -> torch.Tensor:
         """Squared error of the predicted velocity, one value a sample."""
         prediction = self.predict(model, batch, draw, settings)
-        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), draw)
+        return flow.velocity_loss(prediction, flow.sample_latents(batch, draw), batch, draw)
 
     def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
         """That of Qwen-Image with one control of the target's size."""

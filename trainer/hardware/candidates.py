@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.hardware import swapping
+from trainer.hardware.adapters import needs_whole_base
 from trainer.hardware.choices import FP8_CAPABILITY, Situation, fp8_verdict
 from trainer.hardware.facts import version_text
 from trainer.hardware.geometry import Geometry
@@ -94,6 +95,8 @@ def storages(
                     tiling=False,
                     previews=bool(config.validation.prompts),
                     swapped=swapping.written(config),
+                    optimizer=config.train.optimizer,
+                    averaged=config.train.ema_decay is not None,
                 ),
             )
 
@@ -157,6 +160,9 @@ def _fp8_uncompiled(situation: Situation) -> bool:
 def _automatic(situation: Situation, dtype: str, geometry: Geometry) -> Ladder:
     """bf16 and what was measured to beat it; FP8 where the budget needs it; then the smaller storages."""
     kinds = [Kind(weights=dtype, compute=dtype)]
+    if needs_whole_base(situation.config):
+        what = f"lora.type: {situation.config.lora.type} wants a base that is not quantised"
+        return Ladder(kinds=tuple(kinds), no_more=what)
     missing = {kind: _missing(situation, geometry, kind) for kind in QUANTIZED}
     verdict = fp8_verdict(situation, geometry)
     may_multiply = situation.profile.prefer_fp8 and situation.config.features.compute == "auto"
@@ -233,6 +239,9 @@ def _stored(situation: Situation, geometry: Geometry) -> str:
             f"{config} says that the weights are stored in {kind}, which cannot be trained",
             "use method: lora, or the model's full-precision files",
         )
+    if needs_whole_base(situation.config):
+        what = f"{situation.config.lora.type} wants a base that is not quantised; {config} says {kind}"
+        raise situation.refuse("lora.type", what, "write lora, or use the model's full-precision files")
     missing = _not_installed(situation, kind)
     if missing:
         raise situation.refuse("features.weights", f"{config}: {missing}", _INSTALL[kind])

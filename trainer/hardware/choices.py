@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError, HardwareError
+from trainer.hardware.adapters import plain_path
 from trainer.hardware.compatibility import BF16_CAPABILITY
 from trainer.hardware.facts import Facts, KernelVerdict, version_text
 from trainer.hardware.geometry import Geometry
@@ -71,10 +72,10 @@ def dtype(situation: Situation) -> Decision:
     features = situation.config.features
     asked, weights = situation.config.model.dtype, features.weights
     key = "model.dtype"
-    if features.compute == "bf16" and "fp32" in (asked, weights):
-        other = "model.dtype" if asked == "fp32" else "features.weights"
+    if features.compute == "bf16" and (asked in ("fp16", "fp32") or weights == "fp32"):
+        other = "model.dtype" if asked in ("fp16", "fp32") else "features.weights"
         raise ConfigError(
-            f"features.compute is bf16, but {other} is fp32",
+            f"features.compute is bf16, but {other} is {asked if other == 'model.dtype' else weights}",
             where=situation.source("features.compute"),
             remedy="leave one of them out",
         )
@@ -96,6 +97,8 @@ def dtype(situation: Situation) -> Decision:
             key, f"{situation.gpu} has no bf16, which needs 8.0", f"leave {key} out, or use fp32"
         )
     slow = " (slow on most CPUs)" if asked == "bf16" and not situation.on_gpu else ""
+    if asked == "fp16":
+        slow = "; the loss is scaled, and steps that overflow are skipped"
     return Decision(feature="dtype", value=asked, source=situation.source(key), reason=f"as written{slow}")
 
 
@@ -209,7 +212,7 @@ def _attention_obstacle(situation: Situation, name: str, dtype: str) -> str:
         return f"needs compute capability 8.0, this is {situation.gpu}"
     if name == "flash_attn_3" and situation.facts.gpus[0].capability != _FLASH_3_CAPABILITY:
         return f"is for compute capability 9.0, this is {situation.gpu}"
-    return "" if dtype == "bf16" else f"needs bf16, the run computes in {dtype}"
+    return "" if dtype in ("bf16", "fp16") else f"needs bf16, the run computes in {dtype}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +252,7 @@ def compiling(situation: Situation, gain_milliseconds: float, micro_batches: int
     share = features.activation_budget
     if features.compile != "auto":
         if features.compile and obstacle:
-            raise situation.refuse("features.compile", obstacle, "install it, or leave features.compile out")
+            raise situation.refuse("features.compile", obstacle, _compile_remedy(situation))
         source = situation.source("features.compile")
         return Decision(feature=feature, value=on_off(features.compile), source=source, reason="as written")
     if share not in ("auto", 1.0):
@@ -262,7 +265,9 @@ def compiling(situation: Situation, gain_milliseconds: float, micro_batches: int
     how = "predicted" if known else "guessed: this GPU's rates are not known"
     gain = f"{_whole(micro_batches)} micro-batches would gain {_whole(seconds)} s ({how})"
     cost = f"compiling costs about {COMPILE_SECONDS} s"
-    if not situation.on_gpu:
+    if plain_path(situation.config):
+        value, reason = False, obstacle
+    elif not situation.on_gpu:
         value, reason = False, "for GPUs; true compiles here too"
     elif obstacle:
         value, reason = False, obstacle
@@ -272,12 +277,21 @@ def compiling(situation: Situation, gain_milliseconds: float, micro_batches: int
 
 
 def _compile_obstacle(situation: Situation) -> str:
-    """Why torch.compile cannot work here; empty where it can."""
+    """Why blocks are not compiled here; empty where they can be."""
+    option = plain_path(situation.config)
+    if option:
+        return f"{option} keeps to the plain path: compiled blocks are for plain LoRA in bf16 and fp32"
     if situation.on_gpu and "triton" not in situation.facts.packages:
         return "it needs triton, which is not installed"
     return "" if situation.facts.c_compiler else "it needs a C compiler (gcc or clang), and there is none"
 
 
+def _compile_remedy(situation: Situation) -> str:
+    option = plain_path(situation.config)
+    return f"leave features.compile or {option.partition(':')[0]} out" if option else _INSTALL_IT
+
+
+_INSTALL_IT = "install it, or leave features.compile out"
 _NEEDS_COMPILED = "only with compiled blocks"
 
 

@@ -7,9 +7,10 @@ import re
 from trainer.errors import HardwareError, Problem
 from trainer.hardware.facts import Facts, Gpu, TorchBuild, Version, driver_text, version_text
 from trainer.hardware.plan import Decision
-from trainer.hardware.profiles import Profile
+from trainer.hardware.profiles import ON_PURPOSE, Profile
 
-ON_PURPOSE = "TRAINER_PROFILE=cpu trains on the CPU on purpose"
+OLDEST_CUDA = 12
+"""CUDA majors for which there is a torch that the project runs on."""
 # first driver branch of each CUDA major (CUDA release notes, minor version compatibility)
 FIRST_DRIVER: dict[int, int] = {11: 450, 12: 525, 13: 580}
 BF16_CAPABILITY = (8, 0)
@@ -26,7 +27,8 @@ def check(facts: Facts, profile: Profile) -> tuple[Decision, ...]:
         raise HardwareError(
             f"a CPU-only build, but this machine has a GPU ({gpu.name})",
             where=f"torch {version_text(facts.torch.version)}",
-            remedy=f"install the CUDA build of torch, or use the container image; {ON_PURPOSE}",
+            remedy=f"install the CUDA build of torch; as a container: the image for {profile.name} instead of"
+            f" the one for cpu; {ON_PURPOSE}",
         )
     driver_problem, driver_reason = _driver(facts, facts.torch.cuda)
     arch_problem, arch_reason = _architecture(facts, facts.torch, gpu)
@@ -73,10 +75,13 @@ def _driver(facts: Facts, built_for: Version) -> tuple[Problem | None, str]:
     if cuda[0] < built_for[0]:
         needed = FIRST_DRIVER.get(built_for[0])
         upgrade = f"upgrade the driver to {needed} or newer" if needed else "upgrade the driver"
+        image = f"; as a container: an image for CUDA {cuda[0]} (DOCKER.md says how to build it)"
         problem = Problem(
             what=f"runs CUDA {version_text(cuda)} and older, torch was built for {version_text(built_for)}",
             where=f"driver {known}",
-            remedy=f"{upgrade}, or use a build of torch for CUDA {cuda[0]}",
+            remedy=f"{upgrade}, or use a build of torch for CUDA {cuda[0]}{image}"
+            if cuda[0] >= OLDEST_CUDA
+            else upgrade,
         )
         return problem, ""
     if cuda < built_for:

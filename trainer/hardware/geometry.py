@@ -330,11 +330,6 @@ def linear_weights(shapes: Shapes) -> dict[str, tuple[int, int]]:
     }
 
 
-def lora_parameters(linears: Mapping[str, tuple[int, int]], pattern: str, rank: int) -> int:
-    """Parameters of a LoRA on every linear layer whose whole name matches `pattern`."""
-    return rank * sum(sum(linears[name]) for name in _matching(tuple(linears), pattern))
-
-
 def quantized_linears(
     sizes: Mapping[str, tuple[int, int]], high_precision: Sequence[str]
 ) -> dict[str, tuple[int, int]]:

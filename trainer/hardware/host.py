@@ -77,6 +77,13 @@ def parse_driver_version(text: str) -> Version | None:
     return version_from(found.group(1)) if found else None
 
 
+WSL_SPILLS = (
+    "WSL: when GPU memory runs out, the driver moves it to host memory silently and training turns very slow;"
+    " leave some free"
+)
+"""What to know there, for plans and probes."""
+
+
 def is_wsl(proc_version: str) -> bool:
     """True for a kernel of the Windows Subsystem for Linux, from the text of /proc/version."""
     return "microsoft" in proc_version.lower()

@@ -17,6 +17,8 @@ from trainer.hardware.facts import Facts, Gpu, HostMemory, facts_from_json
 PACKAGES = (
     "accelerate",
     "bitsandbytes",
+    "prodigyopt",
+    "wandb",
     "diffusers",
     "fastsafetensors",
     "flash-attn",

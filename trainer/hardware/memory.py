@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.hardware import states
 from trainer.hardware.blocks import NO_LINEARS, Linears, Stack
 from trainer.hardware.geometry import ComponentGeometry, Geometry, Role
 from trainer.hardware.plan import MemoryRow
 
 GIB = 1024**3
-VALUE_BYTES = {"bf16": 2, "fp32": 4}
+VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 QUANTIZED = ("int8", "nf4")
 """Storages of a frozen base that need a library, the more precise first."""
 PACK_MODULATION = QUANTIZED
@@ -73,54 +74,15 @@ class Storage:
     """`int8` or `nf4`: storage of the text encoders' layers while captions are encoded; empty: `dtype`."""
     swapped: int = 0
     """Repeated blocks whose frozen weights wait in host memory."""
+    optimizer: str = "adamw"
+    """As `train.optimizer`."""
+    averaged: bool = False
+    """A running mean of the trained weights is kept."""
 
     @property
     def value_bytes(self) -> int:
         """Bytes of one value in the compute type."""
         return VALUE_BYTES[self.dtype]
-
-
-@dataclass(frozen=True, kw_only=True)
-class StateBytes:
-    """Bytes per trained parameter."""
-
-    weights: int
-    gradients: int
-    optimizer: int
-    kept_as: str
-    summed_as: str
-    moments: str
-
-
-_FP32 = StateBytes(
-    weights=4, gradients=4, optimizer=8, kept_as="fp32", summed_as="fp32", moments="two fp32 moments"
-)
-_STATE: dict[tuple[str, str], StateBytes] = {
-    ("lora", "bf16"): StateBytes(
-        weights=2 + 4,
-        gradients=2 + 4,
-        optimizer=8,
-        kept_as="bf16 with flat fp32 masters",
-        summed_as="bf16, summed in flat fp32",
-        moments="two fp32 moments",
-    ),
-    ("lora", "fp32"): _FP32,
-    ("full", "bf16"): StateBytes(
-        weights=2,
-        gradients=2,
-        optimizer=6,
-        kept_as="bf16",
-        summed_as="bf16",
-        moments="two bf16 moments and the compensation",
-    ),
-    ("full", "fp32"): _FP32,
-}
-
-
-def state_bytes(method: str, dtype: str) -> int:
-    """Bytes that one trained parameter takes: its weights, gradients and the optimizer's state."""
-    state = _STATE[method, dtype]
-    return state.weights + state.gradients + state.optimizer
 
 
 def total(rows: Sequence[MemoryRow]) -> int:
@@ -135,7 +97,7 @@ def gib(count: int) -> str:
 
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """What training holds at its peak; previews take the place of activations, not room beside them."""
-    state = _STATE[storage.method, storage.dtype]
+    state = states.of(storage)
     trained = parameters(geometry, "trained")
     count = geometry.lora_parameters if storage.method == "lora" else trained
     name = "adapter" if storage.method == "lora" else "trained weights"
@@ -143,13 +105,15 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     if storage.method == "full":
         more = {part: geometry.fp32_parameters * size for part, size in _FP32_EXTRA.items()}
     weights, gradients = count * state.weights + more["weights"], count * state.gradients + more["gradients"]
-    moments = count * state.optimizer + more["optimizer"]
+    moments = int(count * state.optimizer) + more["optimizer"]
     rows = [
         MemoryRow(name=name, bytes=weights, detail=f"{_count(count)}, {state.kept_as}"),
         MemoryRow(name="gradients", bytes=gradients, detail=state.summed_as),
         MemoryRow(name="optimizer state", bytes=moments, detail=state.moments),
         _activation_row(storage, geometry),
     ]
+    if storage.averaged:
+        rows.append(MemoryRow(name="EMA", bytes=count * states.MEAN_BYTES, detail="the weights' mean, fp32"))
     if storage.method == "lora":
         rows.insert(0, _base_row(storage, geometry, trained))
     if storage.swapped:
@@ -304,7 +268,8 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int) -> int
         count, master, final = geometry.lora_parameters, 4, 2 * storage.value_bytes
     else:
         count, master, final = parameters(geometry, "trained"), storage.value_bytes, storage.value_bytes
-    per_checkpoint = count * (master + _STATE[storage.method, storage.dtype].optimizer)
+    mean = states.MEAN_BYTES if storage.averaged else 0
+    per_checkpoint = int(count * (master + states.of(storage).optimizer + mean))
     return checkpoints * per_checkpoint + count * final
 
 
@@ -357,7 +322,7 @@ def _nf4_size(count: int, linears: int) -> int:
 def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
     activations = geometry.activations_compiled if storage.compile else geometry.activations
     count = storage.recomputed or len(activations.whole.blocks) if storage.checkpointing else 0
-    training = activations.peak(recomputed=count, budget=storage.activation_budget)
+    training = activations.peak(recomputed=count, budget=storage.activation_budget, weights=storage.weights)
     detail = "saved for backward"
     if storage.checkpointing:
         detail += f", first {count} recomputed" if storage.recomputed else ", blocks recomputed"

@@ -34,11 +34,11 @@ class Plan:
     device: str
     """`cuda` or `cpu`."""
     dtype: str
-    """`bf16` or `fp32`: the run's type, and storage of the base unless `weights` says another."""
+    """`bf16`, `fp16` or `fp32`: the run's type, and storage of the base unless `weights` says another."""
     weights: str
-    """`bf16`, `fp32`, `int8`, `nf4` or `fp8`: storage of the base."""
+    """`bf16`, `fp16`, `fp32`, `int8`, `nf4` or `fp8`: storage of the base."""
     compute: str
-    """`bf16`, `fp32` or `fp8`: what frozen linears multiply in; `fp8` only with weights in fp8."""
+    """`bf16`, `fp16`, `fp32` or `fp8`: what frozen linears multiply in; `fp8` only with weights in fp8."""
     weight_copies: int
     """2: FP8 weights have a transposed copy for backward (faster); 1: they are transposed each time."""
     text_encoder_weights: str
@@ -68,7 +68,8 @@ class Plan:
     loader: str
     """`safetensors`, `fastsafetensors`, or `auto`: decided for each file by where its bytes are."""
     optimizer: str
-    """`adamw_fused_fp32` (fp32 masters) or `adamw_kahan_bf16` (compensated, for full fine-tunes in bf16)."""
+    """`adamw_fused_fp32` (fp32 masters), `adamw_kahan_bf16` (compensated, for full fine-tunes in bf16),
+    `adamw_8bit` or `prodigy` (both with fp32 masters)."""
     environment: Mapping[str, str]
     """Variables that must exist before the training process imports torch."""
     train_memory: tuple[MemoryRow, ...]

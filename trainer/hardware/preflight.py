@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from trainer.config.appliance import MISPLACED, TARGETS, VOLUMES
-from trainer.errors import HardwareError, Problem
+from trainer.errors import ConfigError, HardwareError, Problem
 from trainer.hardware import compatibility
 from trainer.hardware.facts import Facts, driver_text, version_text
 from trainer.hardware.memory import gib
@@ -20,9 +20,6 @@ from trainer.hardware.profiles import PROFILES, Profile, select
 
 LEAST_SHM_BYTES = 64 * 1024**2
 """What Docker and Kubernetes give by default: enough for one process, which loads data in threads."""
-_OLDEST_CUDA = 12
-"""CUDA majors for which there is a torch that the project runs on."""
-_PASS_GPU = "; in Kubernetes: resources.limits with nvidia.com/gpu: 1"
 _CHOWN_NOTE = "(that is its path on its disk: where you mounted another one, chown that)"
 
 
@@ -95,13 +92,12 @@ def holding(path: str, mounts: Sequence[Mount]) -> Mount | None:
 def machine_problems(facts: Facts, requested: str, unified: bool | None) -> tuple[Problem, ...]:
     """Why no run can start on this machine with this profile: those of the plan, and memory without headroom.
 
-    `unified` is the value of UNIFIED_MEMORY.
+    `unified` is the value of UNIFIED_MEMORY. Raises ConfigError for a profile that does not exist.
     """
     try:
         profile, _ = select(facts, requested)
     except HardwareError as error:
-        no_gpu = not facts.gpus and requested in ("auto", *PROFILES)
-        return _advised(error.problems, _PASS_GPU if no_gpu else "")
+        return error.problems
     problems: list[Problem] = []
     try:
         require_memory_kind(facts, profile, unified)
@@ -110,7 +106,7 @@ def machine_problems(facts: Facts, requested: str, unified: bool | None) -> tupl
     try:
         compatibility.check(facts, profile)
     except HardwareError as error:
-        problems += _advised(error.problems, _image_advice(facts, profile))
+        problems += error.problems
     return (*problems, *_headroom(facts, profile))
 
 
@@ -177,7 +173,7 @@ def describe(facts: Facts, requested: str, mounts: Sequence[Mount], toolkit: str
     try:
         profile, reason = select(facts, requested)
         chosen = f"{profile.name}: {reason}"
-    except HardwareError:
+    except (ConfigError, HardwareError):
         chosen = f"TRAINER_PROFILE={requested} does not fit, see below"
     rows = [("driver", driver), ("runtime", runtime), ("toolkit", toolkit), ("profile", chosen)]
     at = {mount.path: mount for mount in mounts}
@@ -186,27 +182,6 @@ def describe(facts: Facts, requested: str, mounts: Sequence[Mount], toolkit: str
         state = "not mounted" if mount is None else "mounted, read-only" if mount.read_only else "mounted"
         rows.append((volume.path, f"{state}: {volume.meaning}"))
     return [f"{name:<9}{text}" for name, text in rows]
-
-
-def _advised(problems: Sequence[Problem], advice: str) -> tuple[Problem, ...]:
-    """The problems with more advice behind the first one's remedy."""
-    first, *rest = problems
-    return (Problem(what=first.what, where=first.where, remedy=first.remedy + advice), *rest)
-
-
-def _image_advice(facts: Facts, profile: Profile) -> str:
-    """Which image to use instead; empty where another one would not help."""
-    torch, driver_cuda = facts.torch, facts.driver_cuda
-    if profile.device == "cpu" or torch is None:
-        return ""
-    if torch.cuda is None:
-        return f"; as a container: the image for {profile.name} instead of the one for cpu"
-    if driver_cuda is not None and _OLDEST_CUDA <= driver_cuda[0] < torch.cuda[0]:
-        return (
-            f"; as a container: an image for CUDA {driver_cuda[0]} instead of this one for"
-            f" CUDA {torch.cuda[0]} (DOCKER.md says how to build it)"
-        )
-    return ""
 
 
 def _headroom(facts: Facts, profile: Profile) -> Iterator[Problem]:
@@ -227,7 +202,7 @@ def _headroom(facts: Facts, profile: Profile) -> Iterator[Problem]:
 def _small_shm(facts: Facts, requested: str) -> Problem:
     try:
         name = select(facts, requested)[0].name
-    except HardwareError:
+    except (ConfigError, HardwareError):
         name = "generic-cuda"
     size = next(target.shm for target in TARGETS if target.profile == name).removesuffix("i").lower()
     return Problem(

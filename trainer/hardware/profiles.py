@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainer.errors import HardwareError
+from trainer.config.fields import closest
+from trainer.errors import ConfigError, HardwareError
 from trainer.hardware.facts import Facts, Gpu, version_text
 
 GIB = 1024**3
+ON_PURPOSE = "TRAINER_PROFILE=cpu trains on the CPU on purpose"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -155,18 +157,14 @@ PROFILES: Mapping[str, Profile] = {profile.name: profile for profile in _TABLE}
 def select(facts: Facts, requested: str = "auto") -> tuple[Profile, str]:
     """The profile and why: the first whose match fits the first GPU, or the requested one.
 
-    Raises HardwareError for an unknown name, for a requested profile that contradicts the facts, and for
-    `auto` on a machine whose GPUs cannot be used: training never moves to the CPU silently.
+    Raises ConfigError for an unknown name, and HardwareError for a requested profile that contradicts the
+    facts and for `auto` on a machine whose GPUs cannot be used: training never moves to the CPU silently.
     """
     if requested == "auto":
         return _automatic(facts)
     profile = PROFILES.get(requested)
     if profile is None:
-        raise HardwareError(
-            f"there is no profile {requested!r}",
-            where="TRAINER_PROFILE",
-            remedy=f"one of auto, {', '.join(PROFILES)}",
-        )
+        raise _unknown(requested)
     if profile.device == "cpu":
         return profile, f"requested; {profile.title}"
     if not facts.gpus:
@@ -180,6 +178,17 @@ def select(facts: Facts, requested: str = "auto") -> tuple[Profile, str]:
             remedy=f"use TRAINER_PROFILE={fitting.name}, or auto",
         )
     return profile, f"requested; {profile.title}"
+
+
+def _unknown(requested: str) -> ConfigError:
+    known = ("auto", *PROFILES)
+    near = closest(requested, known)
+    hint = f"did you mean `{near}`? " if near else ""
+    return ConfigError(
+        f'there is no profile "{requested}"',
+        where="TRAINER_PROFILE",
+        remedy=f"{hint}known: {', '.join(known)}",
+    )
 
 
 def _automatic(facts: Facts) -> tuple[Profile, str]:
@@ -198,9 +207,9 @@ def _no_gpu(facts: Facts, what: str) -> HardwareError:
     return HardwareError(
         what + detail,
         where="TRAINER_PROFILE",
-        remedy="give the container its GPUs (docker run --gpus all, or the compose file of your hardware)"
-        " and leave CUDA_VISIBLE_DEVICES unset or set to indices; TRAINER_PROFILE=cpu trains on the"
-        " CPU on purpose",
+        remedy="give the container its GPUs (docker run --gpus all; the compose file of your hardware; in"
+        " Kubernetes: resources.limits with nvidia.com/gpu: 1) and leave CUDA_VISIBLE_DEVICES unset or set to"
+        f" indices; {ON_PURPOSE}",
     )
 
 

@@ -8,10 +8,20 @@ from dataclasses import dataclass
 
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError, Problem
-from trainer.hardware import batching, candidates, choices, compatibility, fit, memory, swapping
+from trainer.hardware import (
+    batching,
+    candidates,
+    choices,
+    compatibility,
+    fit,
+    memory,
+    optimizers,
+    swapping,
+)
 from trainer.hardware.choices import Situation
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
+from trainer.hardware.host import WSL_SPILLS
 from trainer.hardware.nearest import nearest_fit
 from trainer.hardware.plan import Decision, Plan
 from trainer.hardware.profiles import Profile
@@ -190,6 +200,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
     swapping.require(situation, geometry)
     candidates.require_blocks(situation, geometry)
     dtype, tf32 = choices.dtype(situation), choices.tf32(situation)
+    optimizer = optimizers.choose(situation, dtype.value)
     attention = choices.attention(situation, dtype.value, geometry.attention_shape_class)
     limit, loader = fit.budget(situation), choices.loader(situation)
     speed = fit.speed(situation, geometry, attention.value)
@@ -217,7 +228,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
         attention=attention,
         compiling=candidates.compiling(situation, chosen.storage, compiling),
         graphs=choices.cuda_graphs(situation, geometry, chosen.storage, filled=filled),
-        optimizer=_optimizer(situation.config.method, dtype.value),
+        optimizer=optimizer,
         loader=loader,
         limit=dataclasses.replace(limit, reason=target.reason),
         chosen=chosen,
@@ -284,20 +295,13 @@ def _rows(
     yield from filter(None, (split,))
     yield from fit.decisions(situation, geometry, chosen, decided.skipped, decided.compiling)
     yield from (decided.graphs, decided.attention, decided.tf32, decided.optimizer, decided.loader)
+    yield from optimizers.rows(situation)
     yield from _policies(situation.profile)
     yield batching.time_row(decided.step_milliseconds, config, situation.gpu)
     yield _row("caching", memory.gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
     yield _row("disk", memory.gib(disk), "auto", f"{checkpoints} in output_dir, and the final files")
     sources = "; ".join(sorted({component.source for component in geometry.components}))
     yield _row("sizes", _parameters(geometry), "facts", sources)
-
-
-def _optimizer(method: str, dtype: str) -> Decision:
-    if method == "full" and dtype == "bf16":
-        reason = "compensated (Kahan) sums: plain bf16 loses small updates"
-        return _row("optimizer", "adamw_kahan_bf16", "auto", reason)
-    reason = "fp32 throughout" if dtype == "fp32" else "fp32 masters of the bf16 adapter"
-    return _row("optimizer", "adamw_fused_fp32", "auto", reason)
 
 
 def _disk(config: RunConfig, chosen: fit.Outcome, geometry: Geometry) -> tuple[str, int]:
@@ -326,10 +330,7 @@ def _warnings(situation: Situation, host_bytes: int) -> Iterator[str]:
         available = memory.gib(facts.memory.available_bytes)
         yield f"the training process needs {memory.gib(host_bytes)} of host memory, {available} are available"
     if facts.wsl and situation.on_gpu:
-        yield (
-            "WSL: when GPU memory runs out, the driver moves it to host memory silently and training turns"
-            " very slow; leave some free"
-        )
+        yield WSL_SPILLS
     if len(facts.gpus) > 1 and situation.on_gpu:
         yield f"{len(facts.gpus)} GPUs are visible, one process trains on the first ({facts.gpus[0].name})"
     if situation.on_gpu and facts.gpus[0].integrated and facts.shm_bytes > _MOST_SHM_BYTES:

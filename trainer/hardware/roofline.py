@@ -176,7 +176,7 @@ def _transposes(storage: Storage) -> bool:
 
 def _rate(storage: Storage, peaks: Rates) -> float:
     """FLOP a millisecond of tensor cores in the run's type; products that stay fp32 run in TF32."""
-    return peaks.bf16 * (1.0 if storage.dtype == "bf16" else 0.5) * 1e9
+    return peaks.bf16 * (0.5 if storage.dtype == "fp32" else 1.0) * 1e9
 
 
 def _product_ms(storage: Storage, geometry: Geometry, peaks: Rates, seen: Measured) -> float:

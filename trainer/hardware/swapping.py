@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
 from trainer.hardware import memory
+from trainer.hardware.adapters import plain_path
 from trainer.hardware.choices import Situation
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.memory import Storage, gib
@@ -71,6 +72,9 @@ def _obstacle(situation: Situation) -> str:
         )
     if situation.config.method != "lora":
         return "weights that are trained cannot wait in host memory: it is for method: lora"
+    option = plain_path(situation.config)
+    if option:
+        return f"{option} keeps to the plain path, where no block waits"
     features = situation.config.features
     if features.activation_checkpointing is False or features.activation_budget not in ("auto", 1.0):
         return "blocks that wait must be recomputed, and other settings say how activations are kept"

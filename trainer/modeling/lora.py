@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError, DataError, Problem
+from trainer.errors import ConfigError, Problem
+from trainer.hardware.adapters import pattern_value
 from trainer.modeling.seeds import seeded
 from trainer.modeling.targets import suffix_pattern
-from trainer.modeling.tensorfile import write_tensors
 
 ADAPTER = "default"
 
@@ -55,35 +54,93 @@ def linear_names(model: torch.nn.Module) -> list[str]:
     return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
-def add_lora(model: Any, *, rank: int, alpha: float, pattern: str, seed: int, device: str) -> None:
-    """Inject a seeded LoRA (A gaussian, B zero, in the model's dtype) whose parameters alone are trainable.
+def add_lora(
+    model: Any,
+    *,
+    rank: int,
+    alpha: float,
+    pattern: str,
+    seed: int,
+    device: str,
+    kind: str = "lora",
+    dropout: float = 0.0,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+) -> None:
+    """Inject a seeded adapter (of a LoRA A gaussian, B zero; in the model's dtype) whose parameters alone are
+    trainable. `kind` is that of `lora.type`, the patterns are peft's.
 
-    Raises ConfigError when the pattern matches no linear layer.
+    Raises ConfigError when a pattern matches no linear layer.
     """
-    from peft import LoraConfig
-
     expression = re.compile(pattern)
     targets = [name for name in linear_names(model) if expression.fullmatch(name)]
     if not targets:
         raise ConfigError("the LoRA targets match no layer of this model", where="lora.target_modules")
+    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
+    _require_matches("lora.rank_pattern", ranks, targets)
+    _require_matches("lora.alpha_pattern", alphas, targets)
     model.requires_grad_(False)
-    config = LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]  # peft only divides it by the rank
-        target_modules=targets,
-        init_lora_weights="gaussian",
-    )
+    config = _peft_config(kind, rank, alpha, dropout, targets, ranks, alphas)
     with seeded(f"{seed}/lora", device):
         model.add_adapter(config, adapter_name=ADAPTER)
     to_model_type(model)
     for name, parameter in model.named_parameters():
-        assert parameter.requires_grad == (".lora_" in name), name
+        assert parameter.requires_grad == is_adapter(name), name
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a model belongs to an adapter."""
+    return ".lora_" in name or ".lokr_" in name
+
+
+def _peft_config(
+    kind: str,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: list[str],
+    ranks: dict[str, int],
+    alphas: dict[str, float],
+) -> Any:
+    """peft's configuration of one kind of adapter. Types: peft only divides an alpha by a rank."""
+    from peft import LoKrConfig, LoraConfig
+
+    common: dict[str, Any] = {"target_modules": targets, "rank_pattern": ranks, "alpha_pattern": alphas}
+    if kind == "lokr":
+        return LoKrConfig(r=rank, alpha=alpha, **common)  # type: ignore[arg-type]
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_dropout=dropout,
+        use_dora=kind == "dora",
+        init_lora_weights="gaussian",
+        **common,
+    )
+
+
+def _require_matches(where: str, pattern: Mapping[str, float], targets: Sequence[str]) -> None:
+    """Raise ConfigError for keys of a pattern that no target's name ends with."""
+    problems = []
+    for key in pattern:
+        try:
+            matches = any(pattern_value({key: 1}, name, 0) for name in targets)
+        except re.error as error:
+            remedy = "escape what is meant literally by a backslash"
+            what = f"{key!r} is no regular expression ({error})"
+            problems.append(Problem(what=what, where=where, remedy=remedy))
+            continue
+        if not matches:
+            known = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in targets})
+            what = f"no layer with an adapter is called {key!r}"
+            problems.append(Problem(what=what, where=where, remedy=f"known: {', '.join(known)}"))
+    if problems:
+        raise ConfigError(problems)
 
 
 def to_model_type(model: Any) -> None:
     """Give the adapter the model's dtype: peft leaves another on layers whose weights are stored as bytes."""
     for name, parameter in model.named_parameters():
-        if ".lora_" in name:
+        if is_adapter(name):
             parameter.data = parameter.data.to(model.dtype)
 
 
@@ -112,31 +169,6 @@ def adapter_config(model: Any) -> dict[str, Any]:
     # where the base was loaded from is a path of this machine
     plain["base_model_name_or_path"] = None
     return plain
-
-
-def write_comfyui(
-    state: Mapping[str, torch.Tensor],
-    path: Path,
-    metadata: Mapping[str, str],
-    *,
-    alpha: float,
-    key_of: Callable[[str], str | None],
-) -> None:
-    """Write the same adapter with ComfyUI's keys and an alpha tensor per layer; see `Family.comfyui_keys`.
-
-    ComfyUI scales by alpha / rank and takes alpha as rank where it is missing. Raises DataError for a layer
-    that
-    ComfyUI does not know.
-    """
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in state.items():
-        module, _, part = name.partition(".lora_")
-        prefix = key_of(module)
-        if prefix is None:
-            raise DataError(f"ComfyUI does not know the layer {module}", where="lora.target_modules")
-        tensors[f"{prefix}.lora_{part}"] = tensor
-        tensors[f"{prefix}.alpha"] = torch.tensor(float(alpha), dtype=torch.float32)
-    write_tensors(path, tensors, {"format": "pt", **metadata}, None)
 
 
 def effective_change(down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:

@@ -10,8 +10,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-"""How blocks are recomputed. Nothing in them is drawn at random, and a CUDA graph could not restore a
-generator's state.
+"""How blocks are recomputed. Nothing in them is drawn at random but an adapter's dropout, and a CUDA graph
+could not restore a generator's state.
 """
 
 
@@ -20,17 +20,23 @@ class Recomputed(torch.nn.Module):
 
     recomputes: bool = True
     """False for a block that keeps its activations: all blocks of a kind stay of one class."""
+    draws: bool = False
+    """True for a block with dropout, which must be the same when it is recomputed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As the block's own; compiled blocks are compiled without what recomputes them."""
         call = super().__call__
         if not (self.recomputes and torch.is_grad_enabled()):
             return call(*args, **kwargs)
-        return checkpoint(call, *args, **RECOMPUTED, **kwargs)
+        how = RECOMPUTED | {"preserve_rng_state": self.draws}
+        return checkpoint(call, *args, **how, **kwargs)
 
 
-def recompute_blocks(model: torch.nn.Module, kinds: Sequence[str], count: int = 0) -> int:
-    """Let the first `count` repeated blocks be recomputed, or all for 0; their number. `kinds` name classes.
+def recompute_blocks(
+    model: torch.nn.Module, kinds: Sequence[str], count: int = 0, *, draws: bool = False
+) -> int:
+    """Let the first `count` repeated blocks be recomputed, or all for 0; their number. `kinds` name classes;
+    `draws` says that there is dropout in them.
 
     The libraries' own ways recompute all or nothing, and transformers' is inside the block's forward:
     compiled with it, joined layers could not hand outputs to each other.
@@ -41,6 +47,7 @@ def recompute_blocks(model: torch.nn.Module, kinds: Sequence[str], count: int = 
             give_base(block, Recomputed)
         # one class for all of them: what is compiled for one serves the others
         block.recomputes = not count or number < count
+        block.draws = draws
     return sum(block.recomputes for block in blocks)
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
+from trainer.config.secrets import redacted
 from trainer.telemetry.records import StepRecord, cut_torn_line
 
 _ROOT = "trainer"
@@ -82,7 +83,7 @@ class _HumanFormatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
         text = f"{self.formatTime(record, self.datefmt)} {level}{record.getMessage()}"
-        return f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text
+        return redacted(f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text)
 
 
 class _JsonFormatter(logging.Formatter):
@@ -99,4 +100,4 @@ class _JsonFormatter(logging.Formatter):
         row.update(record.__dict__.get("fields", {}))
         if record.exc_info:
             row["traceback"] = self.formatException(record.exc_info)
-        return json.dumps(row, default=str, ensure_ascii=False)
+        return redacted(json.dumps(row, default=str, ensure_ascii=False))

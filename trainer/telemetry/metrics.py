@@ -17,6 +17,7 @@ from prometheus_client import (
     generate_latest,
 )
 
+from trainer.config.secrets import redacted
 from trainer.errors import NoSpaceError
 from trainer.telemetry import atomic
 from trainer.telemetry.records import StepRecord
@@ -80,6 +81,11 @@ METRICS: tuple[Metric, ...] = (
         name="trainer_device_memory_reserved_bytes",
         kind="gauge",
         help="Device memory held by the allocator now.",
+    ),
+    Metric(
+        name="trainer_memory_budget_bytes",
+        kind="gauge",
+        help="Device memory that the plan keeps within; on a CPU of the host's.",
     ),
     Metric(name="trainer_checkpoint_step", kind="gauge", help="Step of the newest valid checkpoint."),
     Metric(
@@ -204,6 +210,10 @@ class RunMetrics:
         for feature, value in rows.items():
             info.labels(feature=feature, value=value).set(1)
 
+    def memory_budget(self, budget_bytes: int) -> None:
+        """Say within how much device memory the plan keeps."""
+        self._gauge("trainer_memory_budget_bytes").set(budget_bytes)
+
     def phase(self, phase: Phase) -> None:
         """Say which phase the run is in."""
         for other in Phase:
@@ -246,7 +256,7 @@ class RunMetrics:
     def write(self) -> None:
         """Publish all values at once for the supervisor to serve; a full folder keeps the last ones."""
         with contextlib.suppress(NoSpaceError):  # the heartbeat, written to the same folder, has told it
-            atomic.write_text(self._path, self._registry.text(), sync=False)
+            atomic.write_text(self._path, redacted(self._registry.text()), sync=False)
 
     def _gauge(self, name: str) -> Gauge:
         return self._registry.gauges[name]

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainer.config.secrets import redacted
 from trainer.errors import MEANING, ExitCode, NoSpaceError
 from trainer.telemetry import atomic
 
@@ -236,14 +237,18 @@ def _ended_text(status: Status) -> str:
     return f"ended with exit code {code} in phase {status.phase}{_progress_text(status)}: {meaning}"
 
 
+def _text(status: Status) -> str:
+    return redacted(json.dumps(dataclasses.asdict(status)))
+
+
 def _write(path: Path, status: Status) -> None:
     # No fsync: a status that a power cut swallows describes a process that the power cut ended.
-    atomic.write_text(path, json.dumps(dataclasses.asdict(status)), sync=False)
+    atomic.write_text(path, _text(status), sync=False)
 
 
 def _overwrite(path: Path, status: Status) -> None:
     """Write over the old status in its own room, so that a run in a full folder is not taken for hung."""
-    text = json.dumps(dataclasses.asdict(status)).encode()
+    text = _text(status).encode()
     with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
         file.write(text.ljust(path.stat().st_size))
 

@@ -21,9 +21,9 @@ SPARK = "export PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.75\n"
 DISCRETE = "export PYTORCH_ALLOC_CONF=expandable_segments:True\n"
 CPU = '[ -n "${OMP_WAIT_POLICY+set}" ] || export OMP_WAIT_POLICY=PASSIVE\n'
 WAYS = (
-    "give the container its GPUs (docker run --gpus all, or the compose file of your hardware) and leave"
-    " CUDA_VISIBLE_DEVICES unset or set to indices; TRAINER_PROFILE=cpu trains on the CPU on purpose;"
-    " in Kubernetes: resources.limits with nvidia.com/gpu: 1"
+    "give the container its GPUs (docker run --gpus all; the compose file of your hardware; in Kubernetes:"
+    " resources.limits with nvidia.com/gpu: 1) and leave CUDA_VISIBLE_DEVICES unset or set to indices;"
+    " TRAINER_PROFILE=cpu trains on the CPU on purpose"
 )
 
 Answer = tuple[int, str, str]
@@ -106,7 +106,7 @@ REFUSED = {
         {},
         "driver 550.163.01: runs CUDA 12.4 and older, torch was built for 13.0\n"
         "    -> upgrade the driver to 580 or newer, or use a build of torch for CUDA 12; as a container: an"
-        " image for CUDA 12 instead of this one for CUDA 13 (DOCKER.md says how to build it)\n",
+        " image for CUDA 12 (DOCKER.md says how to build it)\n",
     ),
     "no GPU": (
         machine("no-gpu-cuda-torch"),
@@ -123,8 +123,8 @@ REFUSED = {
         machine("cpu-torch-on-gpu"),
         {},
         "torch 2.13.0: a CPU-only build, but this machine has a GPU (NVIDIA GeForce RTX 4090)\n"
-        "    -> install the CUDA build of torch, or use the container image; TRAINER_PROFILE=cpu trains on"
-        " the CPU on purpose; as a container: the image for rtx-4090 instead of the one for cpu\n",
+        "    -> install the CUDA build of torch; as a container: the image for rtx-4090 instead of the one"
+        " for cpu; TRAINER_PROFILE=cpu trains on the CPU on purpose\n",
     ),
     "GPU too old": (
         machine("too-old-gpu"),
@@ -166,6 +166,44 @@ def test_machines_that_cannot(ask: Ask, tmp_path: Path, case: str) -> None:
     code, out, err = ask(facts, *train(tmp_path), **variables)
     assert (code, out) == (69, "")
     assert err == f"error: this hardware cannot do it (exit code 69)\n{said}"
+
+
+def test_the_manual_quotes_the_refusal_of_an_old_driver(ask: Ask, tmp_path: Path) -> None:
+    _, _, err = ask(machine("driver-550-cuda-13-torch"), *train(tmp_path))
+    assert f"```text\n{err}```\n" in (ROOT / "docs" / "cuda13.md").read_text()
+
+
+MISNAMED = (
+    "error: bad configuration (exit code 78)\n"
+    'TRAINER_PROFILE: there is no profile "rtx4080"\n'
+    "    -> did you mean `rtx-4090`? known: auto, dgx-spark, rtx-4090, hopper-fp8, generic-cuda, cpu\n"
+)
+
+
+@pytest.mark.parametrize("name", ["rtx-4090", "cpu", "no-gpu-cuda-torch"])
+def test_a_profile_that_does_not_exist(
+    ask: Ask, tmp_path: Path, name: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A slip of the pen, whatever the machine: of the container, and of every command that plans."""
+    assert ask(machine(name), *train(tmp_path), TRAINER_PROFILE="rtx4080") == (78, "", MISNAMED)
+    assert main(["plan", CONFIG]) == 78
+    assert capfd.readouterr().err == MISNAMED
+
+
+def test_a_misnamed_profile_and_a_misplaced_mount_are_told_together(
+    ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mounts(monkeypatch, tmp_path, ("/app/data", "/home/me/cats"))
+    code, _, err = ask(machine("rtx-4090"), *train(tmp_path), TRAINER_PROFILE="rtx4080")
+    assert code == 78
+    assert err.startswith(MISNAMED.replace("configuration", "configuration, 2 problems"))
+    assert "\n/app/data: a folder" in err
+
+
+def test_probe_is_told_of_a_misnamed_profile_and_goes_on(ask: Ask) -> None:
+    code, out, err = ask(machine("rtx-4090"), TRAINER_PROFILE="rtx4080")
+    assert (code, out) == (0, "")
+    assert f"a run would stop here:\n{MISNAMED}" in err
 
 
 @pytest.mark.parametrize("name", ["UNIFIED_MEMORY", "DISABLE_CPU_OFFLOAD"])

@@ -50,6 +50,11 @@ def variable(name: str, value: str, what: str, remedy: str) -> Bad:
 
 
 FILES: dict[str, Bad] = {
+    "TOML": Bad(
+        text=GOOD,
+        arguments=("c.toml",),
+        problems=(("c.toml", "this is TOML, a configuration is YAML", "train_configs/"),),
+    ),
     "empty file": Bad(text="", problems=(("c.yaml", "holds no settings", "train_configs/"),)),
     "comments only": Bad(text="# nothing\n", problems=(("c.yaml", "holds no settings", "train_configs/"),)),
     "a list": Bad(text="- a\n- b\n", problems=(("c.yaml:1", "got a list", "train_configs/"),)),
@@ -108,6 +113,23 @@ KEYS: dict[str, Bad] = {
         "train:\n  gradient_checkpointing: true\n",
         ("c.yaml:9", "unknown key", "did you mean `features.activation_checkpointing`?"),
     ),
+    "another trainer's key without one of ours": added(
+        "train_text_encoder: true\n",
+        ("c.yaml:8", "unknown key `train_text_encoder`", "there is none here, leave it out: text encoders"),
+    ),
+    "another trainer's section": added(
+        "network:\n  linear: 8\n  linear_alpha: 8\n",
+        ("c.yaml:8", "unknown key `network`", "it is a section: `lora:`"),
+        ("c.yaml:9", "unknown key `network.linear`", "did you mean `lora.rank`?"),
+        ("c.yaml:10", "unknown key `network.linear_alpha`", "did you mean `lora.alpha`?"),
+    ),
+    "unified memory": added(
+        "features:\n  unified_memory: true\n",
+        ("c.yaml:9", "unknown key `features.unified_memory`", "UNIFIED_MEMORY=true in the environment"),
+    ),
+    "secret in a file": added(
+        "hf_token: x\n", ("c.yaml:8", "unknown key `hf_token`", "HF_TOKEN_PATH names, never into")
+    ),
     "key in capitals": added("train:\n  Seed: 1\n", ("c.yaml:9", "unknown key `train.Seed`", "write `seed`")),
     "dotted key": added("train.seed: 1\n", ("c.yaml:8", "unknown key `train.seed`", "nest it")),
     "misspelt section": added(
@@ -116,6 +138,11 @@ KEYS: dict[str, Bad] = {
     "key like nothing": added("lora:\n  xyzzy: 1\n", ("c.yaml:9", "unknown key", "known here: rank, alpha")),
     "key of a set beside the sets": changed(
         "  sets:", "  img_dir: images\n  sets:", ("c.yaml:5", "unknown key `data.img_dir`", "`data.sets`?")
+    ),
+    "nothing but regularisation": changed(
+        "    - img_dir: images",
+        "    - {img_dir: images, is_reg: true}",
+        ("c.yaml:6", "every one of `data.sets` is a regularisation set", "leave is_reg out"),
     ),
     "key in a set": changed(
         "    - img_dir: images",
@@ -166,7 +193,7 @@ VALUES: dict[str, Bad] = {
     "half precision": changed(
         "base",
         "base\n  dtype: float16",
-        ("c.yaml:4", "expected auto, bf16 or fp32", "float16 saves no memory"),
+        ("c.yaml:4", "expected auto, bf16, fp16 or fp32", "write bf16, fp16 or fp32"),
     ),
     "word not among the choices": added(
         "features:\n  attention: flsh\n", ("c.yaml:9", 'got "flsh"', "did you mean `flash`?")
@@ -294,6 +321,30 @@ MEANING: dict[str, Bad] = {
 
 OUTSIDE: dict[str, Bad] = {
     "no such file": given("missing.yaml", problem=("missing.yaml", "no such file", "check the path")),
+    "another trainer's file": given(
+        "train_dgx_spark.yaml",
+        problem=("train_dgx_spark.yaml", "no such file", "`train_configs/hardware/dgx-spark.yaml`?"),
+    ),
+    "unknown --preset": given(
+        "--preset", "stile", problem=("--preset stile", 'unknown preset "stile"', "did you mean `style`?")
+    ),
+    "two presets, one misspelt": given(
+        "--preset",
+        "fast,stile",
+        problem=("--preset stile", 'unknown preset "stile"', "did you mean `style`?"),
+    ),
+    "another trainer's key to set": given(
+        "--set",
+        "train.unet_lr=1e-4",
+        problem=("--set train.unet_lr", "unknown key `train.unet_lr`", "did you mean `train.learning_rate`?"),
+    ),
+    "all GPUs": variable("CUDA_VISIBLE_DEVICES", "all", "`all` means no GPU at all", "unset it for all GPUs"),
+    "another trainer's key in a variable": variable(
+        "TRAINER__FEATURES__FP8_BACKEND",
+        "te",
+        "unknown key `features.fp8_backend`",
+        "did you mean `features.compute`?",
+    ),
     "a folder": given("images", problem=("images", "this is a directory", "name a YAML file")),
     "no equals sign": given(
         "--set", "train.seed", problem=("--set train.seed", "expected KEY=VALUE", "--set train.seed=1")
@@ -343,12 +394,17 @@ def report(
     (folder / "images").mkdir()
     text = case.text.encode() if isinstance(case.text, str) else case.text
     (folder / "c.yaml").write_bytes(text)
+    (folder / "c.toml").write_text("[network]\ndim = 8\n")
     for name, value in case.environ.items():
         monkeypatch.setenv(name, value)
     code = main(["config", "check", "c.yaml", *case.arguments])
     captured = capsys.readouterr()
     assert captured.out == ""
     return code, captured.err.rstrip("\n").replace("\n    -> ", " -> ").split("\n")
+
+
+def test_there_are_enough() -> None:
+    assert len(CASES) == sum(map(len, (FILES, KEYS, VALUES, MEANING, OUTSIDE))) >= 60
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import fields
@@ -20,7 +20,18 @@ values = yaml_like | st.sampled_from(
     ["null", "[]", "{}", "[null]", "[{}]", "{a: b}", "-1", "9" * 5000, "x" * 5000, "\0"]
 )
 keys = st.sampled_from(
-    [*fields.dotted_keys(), "data", "model", "train", "data.sets.0", "data.sets.x", "a..b", "."]
+    [
+        *fields.dotted_keys(),
+        "data",
+        "model",
+        "train",
+        "data.sets.0",
+        "data.sets.x",
+        "a..b",
+        ".",
+        "network.linear",
+        "steps",
+    ]
 )
 
 
@@ -38,12 +49,14 @@ def survives(file: Path, raw: bytes, overrides: list[str], environ: dict[str, st
         assert all(problem.where and problem.what and problem.remedy for problem in error.problems)
 
 
+@settings(max_examples=1300, deadline=None)
 @given(raw=st.binary(max_size=60) | yaml_like.map(str.encode))
 def test_any_file(file: Path, raw: bytes) -> None:
     survives(file, raw, [], {})
     survives(file, GOOD.encode() + raw, [], {})
 
 
+@settings(max_examples=700, deadline=None)  # each by three ways in
 @given(key=keys, value=values)
 def test_any_value(file: Path, key: str, value: str) -> None:
     survives(file, GOOD.encode(), [f"{key}={value}"], {})

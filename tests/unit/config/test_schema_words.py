@@ -15,13 +15,6 @@ def test_every_key_says_what_it_takes(key: str) -> None:
     assert "Annotated" not in words and "class" not in words
 
 
-def test_aliases_lead_to_keys_and_hide_none() -> None:
-    assert set(fields.ALIASES.values()) <= set(fields.dotted_keys())
-    assert not set(fields.ALIASES) & set(RunConfig.model_fields)
-    leaves = {key.rpartition(".")[2] for key in fields.dotted_keys()}
-    assert not set(fields.ALIASES) & leaves
-
-
 def test_hints_belong_to_keys() -> None:
     assert set(validate._HINTS) <= set(fields.dotted_keys())
 

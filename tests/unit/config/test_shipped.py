@@ -16,22 +16,35 @@ from trainer.cli.options import load_config
 from trainer.config.schema_json import json_schema
 
 FOLDER = Path(__file__).resolve().parents[3] / "train_configs"
-FILES = sorted(FOLDER.rglob("*.yaml"))
+FILES = sorted(FOLDER.glob("*.yaml"))
+OVERLAYS = sorted(path for path in FOLDER.rglob("*.yaml") if path not in FILES)
+MINE = "family: flux1_dev\ndata: {sets: [{img_dir: /data}]}\noutput_dir: /output/run\n"
 
 
 def test_there_are_some() -> None:
     assert {"flux1_dev_lora.yaml", "flux1_dev_full.yaml", "quickstart.yaml"} <= {file.name for file in FILES}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_loads_and_pleases_the_editor(file: Path) -> None:
+@pytest.mark.parametrize("file", FILES + OVERLAYS, ids=lambda file: file.name)
+def test_loads_and_pleases_the_editor(file: Path, tmp_path: Path) -> None:
     text = file.read_text(encoding="utf-8")
     first, _, _ = text.partition("\n")
     modeline = re.fullmatch(r"# yaml-language-server: \$schema=(\S+)", first)
     assert modeline is not None
     schema = json.loads((file.parent / modeline[1]).read_text(encoding="utf-8"))
-    load_config([file])
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(MINE)
+    sources = load_config([mine, file]).sources.values()
+    assert any(source.startswith(f"{file}:") for source in sources)
     jsonschema.validate(_as_editors_read(text), schema)
+
+
+@pytest.mark.parametrize("file", OVERLAYS, ids=lambda file: file.name)
+def test_every_value_of_an_overlay_says_why(file: Path) -> None:
+    lines = [
+        line for line in file.read_text(encoding="utf-8").splitlines() if re.match(r" +[a-z_]+: \S", line)
+    ]
+    assert lines and not [line for line in lines if " # " not in line]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
@@ -41,11 +54,13 @@ def test_names_the_licence_of_the_base_model(file: Path) -> None:
         assert families.get(config.family).licence in file.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_profile_owned_keys_stay_commented_out(file: Path) -> None:
+@pytest.mark.parametrize("file", FILES + [one for one in OVERLAYS if one.parent.name == "hardware"], ids=str)
+def test_profile_owned_keys_stay_commented_out(file: Path, tmp_path: Path) -> None:
+    mine = tmp_path / "mine.yaml"
+    mine.write_text(MINE)
     assert not [
         key
-        for key, source in load_config([file]).sources.items()
+        for key, source in load_config([mine, file]).sources.items()
         if key.startswith("features") and source != "default"
     ]
 

@@ -248,6 +248,13 @@ def test_every_kind_is_validated_or_listed(tmp_path: Path) -> None:
     assert custom == MODELLED | UNVALIDATED.keys()
 
 
+@pytest.mark.parametrize("unvalidated", UNVALIDATED, ids=" ".join)
+def test_the_manual_names_what_is_unvalidated(unvalidated: tuple[str, str]) -> None:
+    version, name = unvalidated
+    said = f"`{name}` (`{version}`) is unvalidated: {UNVALIDATED[unvalidated]}"
+    assert said in " ".join((ROOT / "DOCKER.md").read_text().split())
+
+
 @pytest.mark.container
 @pytest.mark.parametrize("unvalidated", UNVALIDATED, ids=" ".join)
 def test_unvalidated(unvalidated: tuple[str, str]) -> None:

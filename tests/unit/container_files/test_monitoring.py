@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
+from tests.programs import program
 from tests.unit.hardware.conftest import machine
 from tests.unit.house.sources import ROOT
 from trainer.config.appliance import METRICS_PORT
@@ -129,20 +129,8 @@ def served(folder: Path) -> set[str]:
 
 @pytest.fixture(scope="module")
 def promtool(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """promtool from PATH or build/ci, else out of Debian's package, which is not installed for it."""
-    local = ROOT / "build" / "ci" / "bin" / "promtool"
-    found = shutil.which("promtool") or (str(local) if local.exists() else None)
-    if found is not None:
-        return found
-    if shutil.which("apt-get") is None:
-        pytest.skip("no promtool, and no apt-get to take it from (package: prometheus)")
-    folder = tmp_path_factory.mktemp("promtool")
-    subprocess.run(["apt-get", "download", "-qq", "prometheus"], cwd=folder, capture_output=True)
-    packages = list(folder.glob("prometheus_*.deb"))
-    if not packages:
-        pytest.skip("no promtool, and apt-get cannot download the package prometheus")
-    subprocess.run(["dpkg-deb", "-x", str(packages[0]), str(folder)], check=True)
-    return str(folder / "usr" / "bin" / "promtool")
+    """Judges configuration and rules."""
+    return program("promtool", package="prometheus", folder=tmp_path_factory.mktemp("promtool"))
 
 
 def test_the_names_in_an_expression_are_found() -> None:

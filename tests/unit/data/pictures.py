@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import struct
+import zlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -26,6 +28,16 @@ def encoded(image: Image.Image, image_format: str = "PNG") -> bytes:
     buffer = io.BytesIO()
     image.save(buffer, image_format)
     return buffer.getvalue()
+
+
+def bomb() -> bytes:
+    """A png of a few bytes that claims 40000x40000 pixels."""
+
+    def chunk(kind: bytes, data: bytes) -> bytes:
+        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+    header = struct.pack(">IIBBBBB", 40000, 40000, 8, 0, 0, 0, 0)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
 
 
 def write_pair(folder: Path, name: str, caption: str = "a thing", *, seed: int = 0) -> Path:
@@ -53,7 +65,8 @@ def scan(
 ) -> tuple[ImageRecord, ...]:
     """Scan folders as sets of one run; the first set has one repeat, the next one two."""
     sets = [DataSet(img_dir=folder, repeats=index + 1) for index, folder in enumerate(folders)]
-    return scan_images(sets, resolution=resolution, multiple=16, trigger_word=trigger_word, progress=progress)
+    options = {"resolution": resolution, "multiple": 16, "trigger_word": trigger_word}
+    return tuple(scan_images(sets, **options, progress=progress).records)  # type: ignore[arg-type]
 
 
 def record(index: int, content: str | None = None) -> ImageRecord:

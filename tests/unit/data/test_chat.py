@@ -14,8 +14,8 @@ import pytest
 
 from trainer.config.schema import DataSection, DataSet, ModelSection, RunConfig
 from trainer.data import chat
+from trainer.data.leftout import MAX_PROBLEMS_SHOWN
 from trainer.data.records import ChatRecord
-from trainer.data.scan import MAX_PROBLEMS_SHOWN
 from trainer.errors import ConfigError, DataError, ExitCode, StoppedError
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "chat.jsonl"
@@ -38,7 +38,7 @@ def scan(*files: Path, progress: Callable[[int, int], None] | None = None) -> tu
         data=DataSection(sets=[DataSet(chat_file=file, repeats=i) for i, file in enumerate(files, 1)]),
         output_dir=Path("any"),
     )
-    return chat.scan(config, progress)
+    return tuple(record for record in chat.scan(config, progress).records if isinstance(record, ChatRecord))
 
 
 def problems(*files: Path) -> list[tuple[str, str, str]]:
@@ -246,3 +246,24 @@ def test_parquet_rows_are_read_as_lines_are(tmp_path: Path, monkeypatch: pytest.
         (f"{tmp_path / 'a.parquet'}:2", "no message is the assistant's"),
         (f"{tmp_path / 'a.parquet'}:3", "the row has no `messages`"),
     ]
+
+
+def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", GOOD, {"messages": []}, GOOD)
+    config = RunConfig(
+        family="any",
+        model=ModelSection(pretrained_model_name_or_path="any"),
+        data=DataSection(sets=[DataSet(chat_file=path)], on_bad_file="skip"),
+        output_dir=Path("any"),
+    )
+    found = chat.scan(config, None)
+    assert [record.identifier for record in found.records] == ["0/1", "0/3"]
+    assert [(one.file, one.reason) for one in found.left_out] == [
+        (f"{path}:2", "the messages are no list, or an empty one")
+    ]
+    write(path, {"messages": []})
+    with pytest.raises(DataError, match="no sample is left"):
+        chat.scan(config, None)
+    path.unlink()
+    with pytest.raises(DataError, match="does not exist"):
+        chat.scan(config, None)

@@ -35,7 +35,8 @@ def controls(folder: Path, *names: str, width: int = 40) -> Path:
 
 
 def scan(one: DataSet, counts: tuple[int, int] = (1, 1)) -> tuple[ImageRecord, ...]:
-    return scan_images((one,), resolution=64, multiple=16, trigger_word=None, controls=counts)
+    found = scan_images((one,), resolution=64, multiple=16, trigger_word=None, controls=counts)
+    return tuple(record for record in found.records if isinstance(record, ImageRecord))
 
 
 def told(one: DataSet, counts: tuple[int, int] = (1, 1)) -> list[str]:

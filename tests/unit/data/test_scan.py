@@ -14,7 +14,7 @@ from PIL import Image
 
 from tests.unit.data.pictures import encoded, picture, scan, write_pair, write_rows
 from trainer.data.captions import clean_caption, with_trigger_word
-from trainer.data.scan import MAX_PROBLEMS_SHOWN
+from trainer.data.leftout import MAX_PROBLEMS_SHOWN
 from trainer.errors import DataError, StoppedError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -142,7 +142,7 @@ def test_every_problem_of_every_set_is_told_at_once(tmp_path: Path) -> None:
 
 def test_a_long_list_is_cut_and_counted(tmp_path: Path) -> None:
     for index in range(MAX_PROBLEMS_SHOWN + 7):
-        (tmp_path / f"{index}.bmp").touch()
+        (tmp_path / f"{index}.gif").touch()
     with pytest.raises(DataError) as caught:
         scan(tmp_path)
     assert len(caught.value.problems) == MAX_PROBLEMS_SHOWN + 1
@@ -150,8 +150,8 @@ def test_a_long_list_is_cut_and_counted(tmp_path: Path) -> None:
 
 
 def test_small_images_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    write_pair(tmp_path, "a.png")
-    write_pair(tmp_path, "b.png")
+    write_pair(tmp_path, "a.png", seed=1)
+    write_pair(tmp_path, "b.png", seed=2)
     with caplog.at_level(logging.WARNING):
         scan(tmp_path, resolution=64)
     assert len(caplog.records) == 1

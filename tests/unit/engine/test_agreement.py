@@ -55,6 +55,15 @@ IMAGES, CHATS = {"sets": [{"img_dir": "images"}]}, {"sets": [{"chat_file": "chat
         (DRAWS, {**IMAGES, "max_sequence_length": 4096}, {}, "data.max_sequence_length", "tokens at most"),
         (WRITES, {**CHATS, "caption_dropout_rate": 0.1}, {}, "data.caption_dropout_rate", "no caption"),
         (WRITES, {**CHATS, "trigger_word": "zwx"}, {}, "data.trigger_word", "no caption"),
+        *(
+            (WRITES, {"sets": [{"chat_file": "chats.jsonl", key: value}]}, {}, f"data.sets.0.{key}", words)
+            for key, value, words in (
+                ("mask_dir", "masks", "learns from the assistant's words"),
+                ("loss_weight", 0.5, "a mean over tokens"),
+                ("flip", True, "cannot be mirrored"),
+                ("random_crop", 2, "never cut"),
+            )
+        ),
     ],
 )
 def test_place_and_reason(

@@ -18,7 +18,7 @@ from trainer.data.cache import Cache, DamagedEntryError, entry_key
 from trainer.data.fill import LatentsEntry, TextEntry
 from trainer.engine import feed
 from trainer.engine.entries import Entries, load_batch
-from trainer.errors import ConfigError
+from trainer.errors import ConfigError, OutOfMemoryError
 from trainer.families import get
 from trainer.families.flow import FlowSettings, draw_samples, dynamic_mu, sample_seed
 
@@ -44,7 +44,7 @@ def entries(tmp_path: Path) -> Entries:
     for name in [*range(SAMPLES), ""]:
         text = {"prompt_embeds": torch.randn(3, 5), "pooled_prompt_embeds": torch.randn(7)}
         cache.write("text", key("text", name), text)
-    record: Any = SimpleNamespace(repeats=1)
+    record: Any = SimpleNamespace(repeats=1, mask=None, loss_weight=1.0)
     return Entries(
         cache=cache,
         records=(record,) * SAMPLES,
@@ -58,10 +58,11 @@ def entries(tmp_path: Path) -> Entries:
 @pytest.fixture
 def context() -> Any:
     train = SimpleNamespace(seed=5)
+    data = SimpleNamespace(caption_dropout_rate=0.3, cache_in_memory="auto")
     return SimpleNamespace(
         family=get("flux1_dev"),
         dtype=torch.bfloat16,
-        config=SimpleNamespace(train=train, data=SimpleNamespace(caption_dropout_rate=0.3)),
+        config=SimpleNamespace(train=train, data=data),
         plan=SimpleNamespace(pin_memory=False, peak_bytes=0, micro_batch_size=BATCH),
     )
 
@@ -86,7 +87,7 @@ def test_batches_are_those_of_the_stream(
     context: Any, entries: Entries, start: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In its order, over several epochs, however much room there is for entries."""
-    monkeypatch.setattr(feed, "keep_bytes", lambda context: room)
+    monkeypatch.setattr(feed, "keep_bytes", lambda context, entries: room)
     expected = list(one_by_one(context, entries, start, 25))
     found = [values(fed.batch, fed.draw) for fed in feed.feed(context, entries, SETTINGS, start, 25)]
     assert len(found) == len(expected)
@@ -130,11 +131,38 @@ def feeding() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
 
 
-def test_room_is_a_share_of_what_the_plan_leaves(context: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_room_is_a_share_of_what_the_plan_leaves(
+    context: Any, entries: Entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(feed, "read_memory", lambda *paths: SimpleNamespace(available_bytes=9000))
     for claimed, room in ((0, 1125), (1000, 1000), (9000, 0), (50_000, 0)):
         context.plan.peak_bytes = claimed
-        assert feed.keep_bytes(context) == room
+        assert feed.keep_bytes(context, entries) == room
+
+
+def test_all_entries_stay_in_memory_or_none(
+    context: Any, entries: Entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context.config.data.cache_in_memory = False
+    assert feed.keep_bytes(context, entries) == 0
+    context.config.data.cache_in_memory = True
+    room = feed.keep_bytes(context, entries)
+    cache = Cache(entries.cache.directory, "flux1_dev", keep_bytes=room)
+    wanted = {(entry.kind, entry.key) for entry in entries.all()}
+    for kind, name in wanted:
+        cache.read(kind, name)
+        cache.path(kind, name).unlink()
+    assert all(cache.read(kind, name) for kind, name in wanted)
+
+
+def test_entries_that_cannot_all_stay_are_refused(
+    context: Any, entries: Entries, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context.config.data.cache_in_memory = True
+    monkeypatch.setattr(feed, "read_memory", lambda *paths: SimpleNamespace(available_bytes=9000))
+    with pytest.raises(OutOfMemoryError, match=r"all entries .* GiB are available") as caught:
+        feed.keep_bytes(context, entries)
+    assert caught.value.problems[0].where == "data.cache_in_memory"
 
 
 @pytest.mark.parametrize("shape", [(4, 4, 4), (3, 5, 7), (1, 1, 3)])

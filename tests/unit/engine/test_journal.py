@@ -9,9 +9,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.engine import journal
 from trainer.engine.journal import Journal
+from trainer.telemetry.metrics import METRICS_FILE
 from trainer.telemetry.records import METRICS_LOG
 
 
@@ -30,9 +32,8 @@ class Clock:
 def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
     """A journal of a run on a CPU whose clock ticks when it is read."""
     config = SimpleNamespace(family="x", method="lora", train=SimpleNamespace(max_train_steps=9))
-    context: Any = SimpleNamespace(
-        run_dir=tmp_path, config=config, plan=SimpleNamespace(decisions=()), device="cpu"
-    )
+    plan = SimpleNamespace(decisions=(), budget_bytes=17 * 1024**3)
+    context: Any = SimpleNamespace(run_dir=tmp_path, config=config, plan=plan, device="cpu")
     monkeypatch.setattr(journal, "time", Clock())
     made = Journal(context, tmp_path / "runtime")
     yield made
@@ -56,6 +57,16 @@ def test_the_next_step_pays_for_writing_the_line(book: Journal) -> None:
     assert (row["seconds_per_step"], row["samples_per_second"]) == (1.0, 2.0)
     book.pause(0.5)
     assert log(book, 3)["seconds_per_step"] == 0.5
+
+
+def test_the_plans_budget_is_published_before_the_first_step(book: Journal) -> None:
+    text = (book.context.run_dir / "runtime" / METRICS_FILE).read_text()
+    published = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert published["trainer_memory_budget_bytes"] == 17 * 1024**3
 
 
 def test_a_cpu_has_no_device_memory(book: Journal) -> None:

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizer import Updater, learning_rate
+from trainer.engine.optimizer import Updater
+from trainer.engine.schedule import learning_rate
 
 
 def parameters(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:
@@ -26,18 +27,23 @@ KINDS = [
     ("adamw_fused_fp32", torch.float32),
     ("adamw_fused_fp32", torch.bfloat16),
     ("adamw_kahan_bf16", torch.bfloat16),
+    ("adamw_8bit", torch.bfloat16),
+    ("adamw_8bit", torch.float32),
+    ("prodigy", torch.bfloat16),
+    ("prodigy", torch.float32),
 ]
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 def test_five_steps_and_a_resume_equal_ten(kind: str, dtype: torch.dtype) -> None:
-    train = TrainSection(learning_rate=1e-3)
+    rate = 1.0 if kind == "prodigy" else 1e-3
+    train = TrainSection(learning_rate=rate)
     straight = parameters(dtype)
     updater = Updater(straight, train, kind)
     for step in range(10):
         gradients(straight, step)
         updater.accumulate()
-        updater.step(1e-3, torch.tensor(1.0))
+        updater.step(rate, torch.tensor(1.0))
         if step == 4:
             weights = {name: value.clone() for name, value in updater.weights().items()}
             state = {name: value.clone() for name, value in updater.state().items()}
@@ -47,9 +53,12 @@ def test_five_steps_and_a_resume_equal_ten(kind: str, dtype: torch.dtype) -> Non
     for step in range(5, 10):
         gradients(resumed, step)
         again.accumulate()
-        again.step(1e-3, torch.tensor(1.0))
+        again.step(rate, torch.tensor(1.0))
     for name in straight:
         assert torch.equal(straight[name], resumed[name])
+    assert any(
+        not torch.equal(again.weights()[name], start.float()) for name, start in parameters(dtype).items()
+    )
 
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
@@ -114,7 +123,7 @@ def test_schedules() -> None:
     assert 0 < rates[-1] < 1e-4
 
 
-@pytest.mark.parametrize(("kind", "dtype"), KINDS)
+@pytest.mark.parametrize(("kind", "dtype"), KINDS[:3])
 def test_a_parameter_that_never_had_a_gradient_is_resumed(kind: str, dtype: torch.dtype) -> None:
     """Its state is missing, in checkpoints of older versions for all kinds."""
     train = TrainSection(learning_rate=1e-3)
@@ -132,3 +141,57 @@ def test_a_parameter_that_never_had_a_gradient_is_resumed(kind: str, dtype: torc
     resumed.step(1e-3, torch.tensor(1.0))
     assert all(bool(value.isfinite().all()) for value in resumed.weights().values())
     assert not torch.equal(resumed.weights()["b.w"], weights["b.w"])
+
+
+def test_the_state_of_8_bit_adamw_is_a_quarter() -> None:
+    held = {"w": torch.nn.Parameter(torch.randn(256, 64).bfloat16())}
+    updater = Updater(held, TrainSection(), "adamw_8bit")
+    held["w"].grad = torch.ones(256, 64, dtype=torch.bfloat16)
+    updater.accumulate()
+    updater.step(1e-3, torch.tensor(1.0))
+    moments = [value for name, value in updater.state().items() if name.endswith(("/state1", "/state2"))]
+    assert [value.dtype for value in moments] == [torch.uint8, torch.uint8]
+    assert all(value.numel() == held["w"].numel() for value in moments)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_the_mean_of_the_weights_follows_them_and_gives_them_back(dtype: torch.dtype) -> None:
+    held = parameters(dtype)
+    updater = Updater(held, TrainSection(ema_decay=0.9), "adamw_fused_fp32")
+    wanted = {name: value.detach().float() for name, value in held.items()}
+    for step in range(1, 6):
+        gradients(held, step)
+        updater.accumulate()
+        updater.step(1e-2, torch.tensor(1.0))
+        decay = min(0.9, (1 + step) / (10 + step))
+        masters = updater.weights()
+        wanted = {name: decay * value + (1 - decay) * masters[name].float() for name, value in wanted.items()}
+    before = {name: value.detach().clone() for name, value in held.items()}
+    with updater.averaged():
+        for name, value in held.items():
+            assert not torch.equal(value, before[name])
+            assert torch.allclose(value.float(), wanted[name].to(dtype).float(), rtol=1e-2, atol=1e-6)
+    assert all(torch.equal(value, before[name]) for name, value in held.items())
+
+
+def test_a_scaled_step_in_fp16_is_the_step_itself() -> None:
+    """A gradient that fp16 rounds to zero reaches the weights through the scale, an infinite one does not."""
+    held = {"w": torch.nn.Parameter(torch.zeros(8, dtype=torch.float16))}
+    updater = Updater(held, TrainSection(weight_decay=0.0, max_grad_norm=1e9), "adamw_fused_fp32")
+    tiny = 1e-9
+    assert torch.tensor(tiny, dtype=torch.float16) == 0
+    loss = (held["w"].float() * tiny).sum()
+    updater.scaled(loss).backward()
+    updater.accumulate()
+    norm, fatal = updater.step(1e-2, loss.detach())
+    assert norm.item() == pytest.approx(tiny * 8**0.5, rel=1e-2)
+    assert fatal.item() == 0.0
+    after = updater.weights()["w"].clone()
+    assert after.any()
+    for overflow in range(1, 18):
+        held["w"].grad = torch.full((8,), float("inf"), dtype=torch.float16)
+        updater.accumulate()
+        _, fatal = updater.step(1e-2, loss.detach())
+        assert torch.equal(updater.weights()["w"], after)
+        # from 2^16 it takes seventeen halvings to fall below 1
+        assert fatal.item() == (1.0 if overflow == 17 else 0.0)

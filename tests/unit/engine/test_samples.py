@@ -90,3 +90,47 @@ def test_pictures_in_both_folders_are_listed(
     monkeypatch.setattr(samples, "MAX_PROBLEMS_SHOWN", 1)
     with pytest.raises(DataError, match=r"\.\.\. and 1 more"):
         scan(train, img_dir=other)
+
+
+def test_regularisation_sets_are_never_held_out_and_the_held_out_loss_has_no_weights(
+    folders: tuple[Path, Path],
+) -> None:
+    train, other = folders
+    family = families.get(families.names()[0])
+    sets = [{"img_dir": train, "loss_weight": 2.0, "flip": True}, {"img_dir": other, "is_reg": True}]
+    config = RunConfig.model_validate(
+        {
+            "family": family.name,
+            "model": {"pretrained_model_name_or_path": "-"},
+            "data": {"sets": sets, "resolution": 64},
+            "validation": {"held_out": 2},
+            "output_dir": "-",
+        }
+    )
+    found = scan_samples(family, config)
+    assert {record.path.parent for record in found.held_out} == {train}
+    assert [(record.loss_weight, record.view.key) for record in found.held_out] == [(1.0, "")] * 2
+    trained = [(record.path.parent, record.loss_weight, record.view.flip) for record in found.training]
+    assert trained == [(train, 2.0, False), (train, 2.0, True), (other, 1.0, False), (other, 1.0, False)]
+    too_many = config.validation.model_copy(update={"held_out": 3})
+    with pytest.raises(DataError, match="3 samples cannot be held out"):
+        scan_samples(family, config.model_copy(update={"validation": too_many}))
+
+
+def test_what_is_left_out_of_every_folder_is_handed_on(folders: tuple[Path, Path]) -> None:
+    train, other = folders
+    (train / "a.txt").write_text("")
+    (other / "z.png").write_bytes(b"")
+    family = families.get(families.names()[0])
+    config = RunConfig.model_validate(
+        {
+            "family": family.name,
+            "model": {"pretrained_model_name_or_path": "-"},
+            "data": {"sets": [{"img_dir": train}], "resolution": 64, "on_bad_file": "skip"},
+            "validation": {"img_dir": other},
+            "output_dir": "-",
+        }
+    )
+    found = scan_samples(family, config)
+    assert [one.file for one in found.left_out] == [str(train / "a.png"), str(other / "z.png")]
+    assert len(found.training) == 2 and len(found.held_out) == 1

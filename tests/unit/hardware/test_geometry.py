@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from trainer.config.schema import LoraSection
 from trainer.errors import AccessError, ConfigError
 from trainer.families import get
+from trainer.hardware.adapters import adapter_parameters
 from trainer.hardware.geometry import (
     TABLES,
     Role,
@@ -18,7 +20,6 @@ from trainer.hardware.geometry import (
     component_shapes,
     header_shapes,
     linear_weights,
-    lora_parameters,
     packed_size,
     packed_tensors,
     quantized_linears,
@@ -60,8 +61,10 @@ def test_lora_and_int8_of_flux1_dev() -> None:
     width = 3072
     # 19 double blocks with 8 projections of attention, 38 single ones with 3
     expected = (19 * 8 + 38 * 3) * 16 * 2 * width
-    assert lora_parameters(linear_weights(shapes), family.lora_targets["attention"], 16) == expected
-    assert lora_parameters(linear_weights(shapes), r".*\.attn\.to_q", 4) == 57 * 4 * 2 * width
+    linears, lora = linear_weights(shapes), LoraSection(rank=16)
+    assert adapter_parameters(linears, family.lora_targets["attention"], lora) == expected
+    lora = LoraSection(rank=4)
+    assert adapter_parameters(linears, r".*\.attn\.to_q", lora) == 57 * 4 * 2 * width
     sizes = quantized_linears(linear_weights(shapes), family.high_precision).values()
     parameters, rows = sum(out * into for out, into in sizes), sum(out for out, _ in sizes)
     # per double block: 8 projections and two MLPs of factor 4; per single block: 3 projections, MLP in,

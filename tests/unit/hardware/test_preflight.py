@@ -189,7 +189,7 @@ def test_how_to_pass_a_gpu_is_told_where_one_is_missing_only() -> None:
     (problem,) = machine_problems(machine("no-gpu-cuda-torch"), "rtx-4090", None)
     for way in ("docker run --gpus all", "compose file", "nvidia.com/gpu: 1"):
         assert way in problem.remedy
-    (problem,) = machine_problems(machine("no-gpu-cuda-torch"), "rtx-4080", None)
+    (problem,) = machine_problems(machine("h200"), "rtx-4090", None)
     assert "nvidia.com/gpu" not in problem.remedy
 
 

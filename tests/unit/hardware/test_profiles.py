@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 
 from tests.unit.hardware.conftest import GIB, machine, with_gpu
-from trainer.errors import HardwareError
+from trainer.errors import ConfigError, HardwareError
 from trainer.hardware.compatibility import check, covering
 from trainer.hardware.profiles import PROFILES, select
 
@@ -43,7 +43,6 @@ def test_auto_goes_by_attributes_not_by_names() -> None:
         ("dgx-spark", "hopper-fp8", "capability 9.0, this GPU has 12.1"),
         ("h200", "rtx-4090", "use TRAINER_PROFILE=hopper-fp8"),
         ("cpu", "generic-cuda", "no"),
-        ("cpu", "dgx-sparc", "no profile 'dgx-sparc'"),
     ],
 )
 def test_a_profile_that_contradicts_the_machine_is_refused_by_name(
@@ -53,6 +52,22 @@ def test_a_profile_that_contradicts_the_machine_is_refused_by_name(
         select(machine(name), requested)
     assert requested in str(caught.value)
     assert says in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("requested", "remedy"),
+    [
+        ("dgx-sparc", "did you mean `dgx-spark`? known: "),
+        ("Hopper FP8", "did you mean `hopper-fp8`? known: "),
+        ("h200", "known: "),
+    ],
+)
+def test_an_unknown_profile_is_a_bad_configuration(requested: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        select(machine("h200"), requested)
+    (problem,) = caught.value.problems
+    assert problem.where == "TRAINER_PROFILE" and f'"{requested}"' in problem.what
+    assert problem.remedy == remedy + ", ".join(["auto", *PROFILES])
 
 
 def test_the_cpu_can_be_asked_for_on_a_gpu_host() -> None:

@@ -22,7 +22,7 @@ OPTIONAL = [
 ]
 MAKE_TARGETS = [
     "help", "setup", "demo", "test", "test-container", "test-gpu",
-    "lint", "type", "docs", "golden", "scan", "clean",
+    "lint", "type", "pins", "docs", "golden", "scan", "clean",
 ]  # fmt: skip
 
 

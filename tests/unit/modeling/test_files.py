@@ -11,7 +11,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import DataError, NoSpaceError
-from trainer.modeling import lora, tensorfile
+from trainer.modeling import tensorfile
+from trainer.modeling.comfyui import write_comfyui
 
 
 def tensors() -> dict[str, torch.Tensor]:
@@ -81,7 +82,15 @@ def adapter(rank: int) -> dict[str, torch.Tensor]:
 
 def test_comfyui_file_has_its_keys_and_one_alpha_a_layer(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
-    lora.write_comfyui(adapter(4), path, {}, alpha=2.0, key_of=lambda module: f"transformer.{module}")
+    config = {"r": 4, "lora_alpha": 2.0, "rank_pattern": {}, "alpha_pattern": {"proj_mlp": 3.0}}
+    write_comfyui(
+        adapter(4),
+        path,
+        {},
+        config=config,
+        key_of=lambda module: f"transformer.{module}",
+        weight_of=no_weight,
+    )
     loaded = load_file(path)
     assert sorted(loaded) == [
         f"transformer.{module}.{part}"
@@ -89,8 +98,13 @@ def test_comfyui_file_has_its_keys_and_one_alpha_a_layer(tmp_path: Path) -> None
         for part in ("alpha", "lora_A.weight", "lora_B.weight")
     ]
     assert loaded["transformer.transformer_blocks.0.attn.to_q.alpha"].item() == 2.0
+    assert loaded["transformer.single_transformer_blocks.3.proj_mlp.alpha"].item() == 3.0
+
+
+def no_weight(module: str) -> torch.Tensor:
+    raise AssertionError(f"a plain LoRA needs no weight of {module}")
 
 
 def test_a_layer_that_comfyui_does_not_know_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"transformer_blocks\.0\.attn\.to_q"):
-        lora.write_comfyui(adapter(4), tmp_path / "x", {}, alpha=2.0, key_of=lambda _: None)
+        write_comfyui(adapter(4), tmp_path / "x", {}, config={}, key_of=lambda _: None, weight_of=no_weight)

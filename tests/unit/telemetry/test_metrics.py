@@ -21,6 +21,7 @@ def full_text(directory: Path) -> str:
     metrics.build_info(version="0.1.0", torch="2.13.0", family="flux1_dev", method="lora")
     metrics.plan_info({"attention": "old"})
     metrics.plan_info({"attention": "flash", "weights": 'int8 "quoted"\nline'})
+    metrics.memory_budget(17 * 1024**3)
     metrics.phase(Phase.CACHE)
     metrics.phase(Phase.TRAIN)
     metrics.cache_entries(reused=7, encoded=3)
@@ -56,6 +57,7 @@ def test_every_metric_of_the_table_is_served_with_its_value(tmp_path: Path) -> N
     assert values["trainer_step_seconds_count",] == 20
     assert values["trainer_step_seconds_sum",] == pytest.approx(5.0)
     assert values["trainer_checkpoint_step",] == 20
+    assert values["trainer_memory_budget_bytes",] == 17 * 1024**3
     assert values["trainer_cache_entries_total", ("origin", "reused")] == 7
     assert values["trainer_phase", ("phase", "train")] == 1
     assert sum(value for key, value in values.items() if key[0] == "trainer_phase") == 1

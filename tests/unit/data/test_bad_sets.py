@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import os
-import struct
-import zlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
-from tests.unit.data.pictures import encoded, picture, scan, write_pair, write_rows
+from tests.unit.data.pictures import bomb, encoded, picture, scan, write_pair, write_rows
+from trainer.config.schema import DataSet
 from trainer.data import listing
 from trainer.data.captions import MAX_CAPTION_BYTES
+from trainer.data.records import Scan
+from trainer.data.scan import scan_images
 from trainer.errors import DataError, ExitCode
 
-FORMATS = "png, jpg, jpeg and webp are read"
+FORMATS = "png, jpg, jpeg, webp, bmp, tif, tiff and avif are read"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,10 +28,12 @@ class Bad:
     spoil: Callable[[Path], object]
     problems: tuple[tuple[str, str, str], ...]
     """Place within the folder (empty: the folder), words of what is wrong, words of the remedy."""
+    masks: bool = False
+    """Whether the set has masks, in the folder `masks` beside it."""
 
 
-def bad(spoil: Callable[[Path], object], *problems: tuple[str, str, str]) -> Bad:
-    return Bad(spoil=spoil, problems=problems)
+def bad(spoil: Callable[[Path], object], *problems: tuple[str, str, str], masks: bool = False) -> Bad:
+    return Bad(spoil=spoil, problems=problems, masks=masks)
 
 
 def content(name: str, data: bytes) -> Callable[[Path], object]:
@@ -76,16 +80,6 @@ def rows_only(*lines: object) -> Callable[[Path], object]:
     return lambda folder: write_rows(folder, lines)
 
 
-def bomb() -> bytes:
-    """A png of a few bytes that claims 40000x40000 pixels."""
-
-    def chunk(kind: bytes, data: bytes) -> bytes:
-        return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
-
-    header = struct.pack(">IIBBBBB", 40000, 40000, 8, 0, 0, 0, 0)
-    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", b"") + chunk(b"IEND", b"")
-
-
 def animated(name: str, image_format: str) -> Callable[[Path], object]:
     def spoil(folder: Path) -> None:
         write_pair(folder, name)
@@ -130,25 +124,59 @@ def remove(folder: Path) -> None:
     folder.rmdir()
 
 
-PNG, JPG, WEBP = (encoded(picture(), name) for name in ("PNG", "JPEG", "WEBP"))
+def deep(folder: Path) -> Path:
+    """A folder in a folder with a good pair, which is no mistake."""
+    below = folder / "a" / "b"
+    below.mkdir(parents=True)
+    write_pair(below, "good.png")
+    return below
+
+
+def table(text: str) -> Callable[[Path], object]:
+    """A metadata.csv in a folder whose images are captioned already."""
+    return lambda folder: (folder / CSV).write_text(text, encoding="utf-8")
+
+
+def mask(folder: Path, name: str, *, value: int = 255, size: tuple[int, int] = (40, 30)) -> Path:
+    """A mask beside the set."""
+    masks = folder.parent / "masks"
+    masks.mkdir(exist_ok=True)
+    Image.new("L", size, value).save(masks / name)
+    return masks / name
+
+
+PNG, JPG, WEBP, BMP, TIFF, AVIF = (
+    encoded(picture(), name) for name in ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF")
+)
 GOOD_ROW = {"file_name": "x.png", "text": "a thing"}
-META = "metadata.jsonl"
+META, CSV = "metadata.jsonl", "metadata.csv"
 
 CASES: dict[str, Bad] = {
     # the folder
     "no folder": bad(remove, ("", "the folder does not exist", "`img_dir`")),
     "a file, not a folder": bad(replace_by_file, ("", "a file, not a folder", "`img_dir`")),
     "empty folder": bad(empty_the_folder, ("", f"no image; {FORMATS}", "put images")),
-    "sub-folder": bad(lambda folder: (folder / "more").mkdir(), ("more", "a folder inside", "`data.sets`")),
-    # files that do not belong
-    "bmp": bad(
-        content("x.bmp", b"BM"), ("x.bmp", f".bmp files are not read; {FORMATS}", "convert it to png")
+    "link to a folder above": bad(
+        lambda folder: (deep(folder) / "up").symlink_to(folder),
+        ("a/b/up", "leads to a folder that is read already", "remove the link"),
     ),
+    "link to a folder around the set": bad(
+        lambda folder: (folder / "up").symlink_to(folder.parent),
+        ("up", "leads to a folder around this one", "remove the link"),
+    ),
+    "one folder twice by a link": bad(
+        lambda folder: (folder / "twice").symlink_to(deep(folder)),
+        ("twice", "leads to a folder that is read already", "remove the link"),
+    ),
+    "a folder of a folder without captions": bad(
+        lambda folder: image_only(deep(folder)), ("a/b/x.png", "no caption", "write x.txt beside it")
+    ),
+    # files that do not belong
+    "raw": bad(stray("x.dng"), ("x.dng", f".dng files are not read; {FORMATS}", "convert it to png")),
     "heic": bad(stray("x.HEIC"), ("x.HEIC", ".heic files are not read", "convert it to png")),
-    "avif": bad(stray("x.avif"), ("x.avif", ".avif files are not read", "convert it to png")),
-    "tiff, gif and a video": bad(
-        lambda folder: [stray(name)(folder) for name in ("x.tiff", "y.gif", "z.mp4")],
-        ("x.tiff", ".tiff files are not read", "convert"),
+    "icon, gif and a video": bad(
+        lambda folder: [stray(name)(folder) for name in ("x.ico", "y.gif", "z.mp4")],
+        ("x.ico", ".ico files are not read", "convert"),
         ("y.gif", ".gif files are not read", "convert"),
         ("z.mp4", ".mp4 files are not read", "convert"),
     ),
@@ -156,7 +184,7 @@ CASES: dict[str, Bad] = {
         stray("x.txt"), ("x.txt", "without an image of the same name", "rename it")
     ),
     "captions in another format": bad(
-        stray("metadata.csv"), ("metadata.csv", "captions are not read from this file", META)
+        stray("captions.json"), ("captions.json", "captions are not read from this file", META)
     ),
     "unknown file": bad(
         stray("weights.bin"), ("weights.bin", "neither an image nor a caption", "move it away")
@@ -247,19 +275,107 @@ CASES: dict[str, Bad] = {
     ),
     "path into a sub-folder": bad(
         rows_only({"file_name": "train/x.png", "text": "a"}),
-        (f"{META}:1", "'train/x.png' points", "bare name"),
+        (f"{META}:1", "train/x.png is not in the folder", "correct the name"),
     ),
     "path out of the set": bad(
-        rows_only({"file_name": "../x.png", "text": "a"}), (f"{META}:1", "'../x.png' points out", "bare name")
+        rows_only({"file_name": "../x.png", "text": "a"}),
+        (f"{META}:1", "'../x.png' points out", "into a folder there"),
     ),
     "absolute path": bad(
-        rows_only({"file_name": "/etc/passwd", "text": "a"}), (f"{META}:1", "points out", "bare name")
+        rows_only({"file_name": "/etc/passwd", "text": "a"}),
+        (f"{META}:1", "points out", "into a folder there"),
     ),
     "metadata in latin-1": bad(
         lambda folder: (folder / META).write_bytes(b'{"file_name": "x.png", "text": "caf\xe9"}\n'),
         (f"{META}:1", "not UTF-8", "save it as UTF-8"),
     ),
+    "path out of the set by a detour": bad(
+        rows_only({"file_name": "a/../../x.png", "text": "a"}), (f"{META}:1", "points out", "into a folder")
+    ),
+    # metadata.csv
+    "semicolons": bad(
+        table("file_name;text\nx.png;a"), (f"{CSV}:1", "not separated by commas", "file_name,text")
+    ),
+    "no header": bad(table("x.png,a thing"), (f"{CSV}:1", "unknown key 'x.png'", "only `file_name`")),
+    "misspelt column": bad(
+        table("filename,text\nx.png,a"), (f"{CSV}:1", "unknown key 'filename'", "did you mean `file_name`?")
+    ),
+    "no column of texts": bad(
+        table("file_name\nx.png"), (f"{CSV}:1", "the column `text` is missing", "file_name,text")
+    ),
+    "a column twice": bad(
+        table("file_name,text,text\nx.png,a,b"), (f"{CSV}:1", "a column is there twice", "keep one")
+    ),
+    "empty table": bad(table(""), (f"{CSV}:1", "the file is empty", "file_name,text")),
+    "commas without quotes": bad(
+        table('file_name,text\ny.png,"a\nb"\nx.png,a cat, a mat'),
+        (f"{CSV}:4", "the row has 3 cells, the header 2", "double quotes"),
+        (f"{CSV}:2", "y.png is not in the folder", "correct the name"),
+    ),
+    "open quotes": bad(table('file_name,text\nx.png,"a'), (f"{CSV}:2", "not valid CSV", "cat.png")),
+    "empty cell": bad(
+        table("file_name,text\nx.png,"),
+        (f"{CSV}:2", "caption is empty", "describe"),
+        (f"{CSV}:2", "x.png is not in the folder", "correct the name"),
+    ),
+    "table in latin-1": bad(
+        lambda folder: (folder / CSV).write_bytes(b"file_name,text\nx.png,caf\xe9\n"),
+        (f"{CSV}:2", "not UTF-8", "save it as UTF-8"),
+    ),
+    "table in utf-16": bad(
+        lambda folder: (folder / CSV).write_bytes("file_name,text\n".encode("utf-16")),
+        (f"{CSV}:1", "UTF-16", "save it as UTF-8"),
+    ),
+    "path out of the table's folder": bad(
+        table("file_name,text\n../x.png,a"), (f"{CSV}:2", "'../x.png' points out", "into a folder there")
+    ),
+    "two files of metadata": bad(
+        lambda folder: (table("file_name,text\n")(folder), write_rows(folder, [])),
+        (META, "captions are in metadata.csv already", "keep one"),
+    ),
+    # masks
+    "no folder of masks": bad(
+        lambda folder: None, ("../masks", "the folder does not exist", "mounted"), masks=True
+    ),
+    "no mask": bad(
+        lambda folder: (mask(folder, "good.png"), write_pair(folder, "x.png")),
+        ("x.png", "no mask x.*", "add it"),
+        masks=True,
+    ),
+    "mask without an image": bad(
+        lambda folder: (mask(folder, "good.png"), mask(folder, "x.png")),
+        ("../masks/x.png", "a mask without an image", "remove this"),
+        masks=True,
+    ),
+    "black mask": bad(
+        lambda folder: mask(folder, "good.png", value=0),
+        ("../masks/good.png", "black everywhere", "paint white"),
+        masks=True,
+    ),
+    "mask of another shape": bad(
+        lambda folder: mask(folder, "good.png", size=(30, 40)),
+        ("../masks/good.png", "the mask has 30x40 pixels, its image 40x30", "the image's size"),
+        masks=True,
+    ),
+    "damaged mask": bad(
+        lambda folder: mask(folder, "good.png").write_bytes(PNG[:-200]),
+        ("../masks/good.png", "damaged or cut off", "download it again"),
+        masks=True,
+    ),
     # image contents
+    "two pages": bad(animated("x.tiff", "TIFF"), ("x.tiff", "several pages", "save the page")),
+    "animated avif": bad(animated("x.avif", "AVIF"), ("x.avif", "animated", "save the frame")),
+    "floating point": bad(
+        content("x.tiff", encoded(Image.new("F", (40, 30), 0.5), "TIFF")),
+        ("x.tiff", "floating point values", "8 or 16 bits"),
+    ),
+    "32 bits": bad(
+        content("x.tiff", encoded(Image.new("I", (40, 30), 100_000), "TIFF")),
+        ("x.tiff", "values of 32 bits", "8 or 16 bits"),
+    ),
+    "cut bmp": bad(content("x.bmp", BMP[:-200]), ("x.bmp", "damaged or cut off", "download it again")),
+    "cut tiff": bad(content("x.tif", TIFF[:-200]), ("x.tif", "", "download it again")),
+    "cut avif": bad(content("x.avif", AVIF[:-200]), ("x.avif", "", "download it again")),
     "zero bytes": bad(content("x.png", b""), ("x.png", "empty (0 bytes)", "copy it again")),
     "cut png": bad(content("x.png", PNG[:-200]), ("x.png", "damaged or cut off", "download it again")),
     "cut jpg": bad(content("x.jpg", JPG[:-100]), ("x.jpg", "damaged or cut off", "download it again")),
@@ -290,6 +406,15 @@ CASES: dict[str, Bad] = {
 }
 
 
+def scan_set(folder: Path, *, masks: bool) -> Scan:
+    one = DataSet(img_dir=folder, mask_dir=folder.parent / "masks" if masks else None)
+    return scan_images((one,), resolution=64, multiple=16, trigger_word=None)
+
+
+def test_there_are_more_than_forty() -> None:
+    assert len(CASES) >= 40
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_the_problem_its_place_and_its_remedy_are_told(tmp_path: Path, name: str) -> None:
     case, folder = CASES[name], tmp_path / "set"
@@ -298,11 +423,11 @@ def test_the_problem_its_place_and_its_remedy_are_told(tmp_path: Path, name: str
     assert len(scan(folder)) == 1
     case.spoil(folder)
     with pytest.raises(DataError) as caught:
-        scan(folder)
+        scan_set(folder, masks=case.masks)
     error = caught.value
     assert error.exit_code == ExitCode.BAD_DATA == 65
     assert [problem.where for problem in error.problems] == [
-        f"{folder}/{place}".rstrip("/") for place, _, _ in case.problems
+        os.path.normpath(f"{folder}/{place}") for place, _, _ in case.problems
     ], str(error)
     for problem, (_, what, remedy) in zip(error.problems, case.problems, strict=True):
         assert what.replace("{folder}", str(folder)) in problem.what

@@ -1,0 +1,229 @@
+"""What is in an adapter's files, who loads them, and runs that start from one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.contract.conftest import Finished
+from tests.contract.loaders import lora_file, own
+from tests.contract.runs import (
+    Case,
+    Job,
+    Workshop,
+    numbers,
+)
+from trainer.engine import proof
+from trainer.engine.build import build, load_base
+from trainer.errors import ConfigError, ExitCode
+
+SMALLEST = Case(family="flux1_dev", method="lora")
+SLOW = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def made(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, Case], Job]:
+    """A short run of an option. Read only."""
+    known: dict[tuple[str, Case], Job] = {}
+
+    def run(name: str, case: Case) -> Job:
+        if (name, case) not in known:
+            job = workshop.job(
+                case,
+                tmp_path_factory.mktemp("option"),
+                "validation.prompts=[]",
+                "validation.held_out=0",
+                "train.max_train_steps=3",
+                *KINDS[name],
+            )
+            job.train()
+            known[name, case] = job
+        return known[name, case]
+
+    return run
+
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "patterns": ("lora.rank_pattern={to_q: 2, to_out.0: 6}", "lora.alpha_pattern={to_k: 3}"),
+    "dora": ("lora.type=dora",),
+    "lokr": ("lora.type=lokr",),
+}
+FILES = [
+    pytest.param(
+        kind,
+        Case(family=name, method="lora"),
+        id=f"{name}-{kind}",
+        marks=[] if name == SMALLEST.family else [SLOW],
+    )
+    for name in ("flux1_dev", "flux2_dev", "kandinsky5", "qwen_image", "llama")
+    for kind in KINDS
+    # the patterns are of layers that the others do not have
+    if kind != "patterns" or name in ("flux1_dev", "flux2_dev", "qwen_image")
+]
+CHANGED = {
+    # what the small run's rank 4 and alpha 8 are changed to, by the end of a layer's name
+    "to_q": 8 / 2,
+    "to_k": 3 / 4,
+    "to_out.0": 8 / 6,
+}
+
+
+@pytest.mark.parametrize(("kind", "case"), FILES)
+def test_peft_merges_what_diffusers_or_peft_load_and_comfyui_computes_the_same(
+    kind: str, case: Case, made: Callable[[str, Case], Job]
+) -> None:
+    job = made(kind, case)
+    path = lora_file(job)
+    model = load_base(job.context)
+    base = {name: value.clone() for name, value in model.state_dict().items()}
+    proof.load_lora(job.context, model, path)
+    merged = merge(model)
+    changed = {name for name, value in merged.items() if not torch.equal(value, base[f"{name}.weight"])}
+    assert changed
+    comfyui = path.with_suffix(".comfyui.safetensors")
+    assert comfyui.exists() == (job.context.family.comfyui is not None)
+    if not comfyui.exists():
+        return
+    tensors = load_file(comfyui)
+    for name, weight in merged.items():
+        key = job.context.family.comfyui_keys(name)
+        assert key is not None
+        ours = weight_by_comfyui(tensors, key, base[f"{name}.weight"])
+        assert torch.allclose(ours, weight, rtol=1e-5, atol=1e-6), name
+
+
+def merge(model: Any) -> dict[str, torch.Tensor]:
+    """peft's own merge: the weight of every adapted layer by name."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, BaseTunerLayer):
+            module.merge()
+            found[name] = module.get_base_layer().weight.detach().clone()
+    return found
+
+
+def weight_by_comfyui(tensors: dict[str, torch.Tensor], key: str, base: torch.Tensor) -> torch.Tensor:
+    """A layer's weight under a LoRA at strength 1, as ComfyUI computes it: see tests/contract/comfyui.py."""
+    alpha = tensors.get(f"{key}.alpha")
+    if f"{key}.lora_A.weight" in tensors:
+        down, up = tensors[f"{key}.lora_A.weight"], tensors[f"{key}.lora_B.weight"]
+        change = up @ down * (1.0 if alpha is None else alpha / down.shape[0])
+    else:
+        left = tensors[f"{key}.lokr_w1"]
+        right = tensors.get(f"{key}.lokr_w2")
+        rank = None
+        if right is None:
+            second = tensors[f"{key}.lokr_w2_b"]
+            right, rank = tensors[f"{key}.lokr_w2_a"] @ second, second.shape[0]
+        change = torch.kron(left, right) * (1.0 if alpha is None or rank is None else alpha / rank)
+    whole = base + change.reshape(base.shape)
+    scale = tensors.get(f"{key}.dora_scale")
+    if scale is None:
+        return whole
+    assert scale.shape == (base.shape[0], 1)
+    return whole * (scale / (base.norm(dim=1, keepdim=True) + torch.finfo(base.dtype).eps))
+
+
+def test_every_layer_has_the_rank_and_alpha_of_its_pattern(made: Callable[[str, Case], Job]) -> None:
+    path = lora_file(made("patterns", SMALLEST))
+    theirs = load_file(path.with_suffix(".comfyui.safetensors"))
+    seen = set()
+    for key, alpha in theirs.items():
+        if key.endswith(".alpha"):
+            module = key.removesuffix(".alpha")
+            end = next((end for end in CHANGED if module.endswith(f".{end}")), "")
+            rank = theirs[f"{module}.lora_A.weight"].shape[0]
+            assert alpha.item() / rank == pytest.approx(CHANGED.get(end, 8 / 4)), module
+            seen.add(end)
+    assert seen == {"", *CHANGED}
+
+
+# of LoKr only FLUX.2's pipeline has a loader; of the others the transformer has one
+OWN = [
+    one
+    for one in FILES
+    if one.values[0] != "lokr" or one.values[1].family in ("flux1_dev", "flux2_dev", "llama")
+]
+
+
+@pytest.mark.parametrize(("kind", "case"), OWN)
+def test_the_familys_own_loader_takes_the_file(
+    kind: str, case: Case, made: Callable[[str, Case], Job]
+) -> None:
+    """diffusers' pipelines and peft's PeftModel: what they put out is another picture, or other logits."""
+    job = made(kind, case)
+    loaded, path = own(job), lora_file(job)
+    without = loaded.output()
+    if kind == "lokr" and case == SMALLEST:
+        loaded.model.load_lora_adapter(path.parent, weight_name=path.name, prefix="transformer")
+    else:
+        loaded.load(path)
+    assert not torch.equal(loaded.output(), without)
+
+
+def test_a_run_starts_from_the_file_of_another_and_learns_on(
+    made: Callable[[str, Case], Job], workshop: Workshop, tmp_path: Path
+) -> None:
+    off = ("validation.prompts=[]", "validation.every_steps=2", "train.max_train_steps=2")
+    first = workshop.job(SMALLEST, tmp_path / "first", *off, "train.learning_rate=1e-2")
+    first.train()
+    path = lora_file(first)
+    second = workshop.job(SMALLEST, tmp_path / "second", *off, f"lora.init_from={path}")
+    second.train()
+    began, ended = numbers(second.folder)[0]["validation_loss"], numbers(first.folder)[-1]["validation_loss"]
+    assert began == pytest.approx(ended, rel=1e-6) != numbers(first.folder)[0]["validation_loss"]
+    assert any(line.startswith(f"the adapter starts from {path}: ") for line in second.said)
+    assert any("Proved: " in line for line in second.said)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["lora.rank=2"], ("is (4, ", "and (2, ", "and 5 more", "set lora.* as they were")),
+        (["lora.alpha=4"], ("has the alpha 8 in the file and 4 in this run",)),
+        (["lora.type=dora"], ("lora_magnitude_vector is not in the file",)),
+        (["lora.type=lokr"], ("lokr_w1 is not in the file",)),
+        (["lora.target_modules=[to_q]"], ("is in the file, and not in this run's adapter",)),
+    ],
+)
+def test_an_adapter_of_another_shape_is_no_start(
+    overrides: list[str],
+    words: tuple[str, ...],
+    finished: Callable[[Case], Finished],
+    workshop: Workshop,
+    tmp_path: Path,
+) -> None:
+    path = lora_file(finished(SMALLEST))
+    job = workshop.job(SMALLEST, tmp_path, *overrides, f"lora.init_from={path}")
+    with pytest.raises(ConfigError) as caught:
+        build(job.context)
+    text = str(caught.value)
+    assert caught.value.exit_code is ExitCode.BAD_CONFIG
+    assert text.startswith(f"lora.init_from: {path} is not this run's adapter")
+    assert all(word in text for word in words if word != "and 5 more"), text
+
+
+def test_files_for_comfyui_and_broken_ones_are_no_start(
+    finished: Callable[[Case], Finished], workshop: Workshop, tmp_path: Path
+) -> None:
+    comfyui = lora_file(finished(SMALLEST)).with_suffix(".comfyui.safetensors")
+    broken = tmp_path / "broken.safetensors"
+    broken.write_bytes(b"no tensors")
+    for path, words in ((comfyui, "laid out for ComfyUI"), (broken, "cannot be read")):
+        job = workshop.job(SMALLEST, tmp_path / "job", f"lora.init_from={path}")
+        with pytest.raises(ConfigError, match=words):
+            build(job.context)
+
+
+def test_a_pattern_that_no_layer_has_is_told(workshop: Workshop, tmp_path: Path) -> None:
+    job = workshop.job(SMALLEST, tmp_path, "lora.rank_pattern={to_qq: 2}", "lora.alpha_pattern={to_q: 2}")
+    with pytest.raises(ConfigError, match="no layer with an adapter is called 'to_qq'") as caught:
+        build(job.context)
+    assert "attn.to_q" in str(caught.value)

@@ -1,0 +1,284 @@
+"""`trainer export` and `trainer merge`: equal changes of the weights, equal outputs."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from tests.contract.loaders import changes_of_comfyui, changes_of_file
+from tests.contract.runs import LORA_CASES, Case, Job, Workshop
+from trainer import families
+from trainer.cli import main
+from trainer.engine import proof
+from trainer.engine.build import build, load_base
+from trainer.engine.export import export
+from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.modeling.adapterfile import merged_weight, read_adapter
+from trainer.modeling.source import resolve_source
+from trainer.modeling.tensorfile import split_shards
+
+COMFYUI_CASES = tuple(case for case in LORA_CASES if families.get(case.family).comfyui is not None)
+FLUX = Case(family="flux1_dev", method="lora")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Trained:
+    """A job, its model with an adapter that changes something, and the adapter's files."""
+
+    job: Job
+    model: Any
+    file: Path
+    comfyui: Path | None
+
+
+def trained(case: Case, workshop: Workshop, folder: Path, *overrides: str) -> Trained:
+    """As after training, with values drawn at random in place of learned ones."""
+    job = workshop.job(case, folder, *overrides)
+    model = build(job.context).model
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".lora_B" in name or ".lokr_w1" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
+    files = job.context.run_dir / "lora"
+    files.mkdir(parents=True)
+    file, comfyui = proof.write_lora_files(job.context, model, files)
+    return Trained(job=job, model=model, file=file, comfyui=comfyui)
+
+
+@pytest.fixture(params=COMFYUI_CASES, ids=str)
+def comfyui_case(request: pytest.FixtureRequest) -> Case:
+    return request.param
+
+
+def test_both_ways_change_the_weights_alike(comfyui_case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    done = trained(comfyui_case, workshop, tmp_path)
+    component = done.job.context.family.trained_component
+    expected = changes_of_file(done.file, component)
+    assert expected and all(change.any() for change in expected.values())
+    comfyui = export(done.file, "comfyui", tmp_path / "new.comfyui.safetensors", None)
+    changes = changes_of_comfyui(comfyui, component)
+    assert changes.keys() == expected.keys()
+    assert all(torch.equal(changes[name], expected[name]) for name in expected)
+    assert done.comfyui is not None and comfyui.read_bytes() == done.comfyui.read_bytes()
+
+    back = export(comfyui, "diffusers", tmp_path / "back.safetensors", None)
+    changes = changes_of_file(back, component)
+    assert changes.keys() == expected.keys()
+    assert all(torch.equal(changes[name], expected[name]) for name in expected)
+    with safe_open(back, framework="pt") as new, safe_open(done.file, framework="pt") as old:
+        kept = {key: value for key, value in old.metadata().items() if key != "lora_adapter_metadata"}
+        assert kept.items() <= new.metadata().items()
+    # the real loader takes it, and the model does the same
+    with_adapter = proof.fixed_outputs(done.job.context, done.model)
+    model = load_base(done.job.context)
+    proof.load_lora(done.job.context, model, back)
+    assert proof.relative_difference(proof.fixed_outputs(done.job.context, model), with_adapter) < 1e-5
+
+
+def test_ranks_and_alphas_by_layer_survive(workshop: Workshop, tmp_path: Path) -> None:
+    patterns = ("lora.rank_pattern={to_q: 2}", "lora.alpha_pattern={to_k: 3}")
+    done = trained(FLUX, workshop, tmp_path, *patterns)
+    back = export(
+        export(done.file, "comfyui", tmp_path / "c.safetensors", None),
+        "diffusers",
+        tmp_path / "d.safetensors",
+        None,
+    )
+    one, other = read_adapter(done.file), read_adapter(back)
+    assert one.layers.keys() == other.layers.keys()
+    zero = torch.zeros(())
+    for module, parts in one.layers.items():
+        shape = (parts["lora_B.weight"].shape[0], parts["lora_A.weight"].shape[1])
+        weight = zero.expand(shape)
+        assert torch.equal(
+            merged_weight(weight, parts, one.config, module),
+            merged_weight(weight, other.layers[module], other.config, module),
+        )
+    with_adapter = proof.fixed_outputs(done.job.context, done.model)
+    model = load_base(done.job.context)
+    proof.load_lora(done.job.context, model, back)
+    assert proof.relative_difference(proof.fixed_outputs(done.job.context, model), with_adapter) < 1e-5
+
+
+def test_export_by_command(workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    done = trained(FLUX, workshop, tmp_path)
+    assert (
+        main(["export", str(done.file), "--format", "comfyui", "--to", str(tmp_path / "x.safetensors")]) == 0
+    )
+    assert capsys.readouterr().out == f"LoRA for comfyui: {tmp_path / 'x.safetensors'}\n"
+    # the run wrote that file itself, and nothing is written over it
+    assert main(["export", str(done.file), "--format", "comfyui"]) == 78
+    assert f"{done.comfyui} exists" in capsys.readouterr().err
+
+
+def renamed(file: Path, target: Path, change: Callable[[str], str], metadata: dict[str, str]) -> Path:
+    save_file({change(name): value for name, value in load_file(file).items()}, target, metadata)
+    return target
+
+
+def test_what_is_not_converted_says_why(workshop: Workshop, tmp_path: Path) -> None:
+    done = trained(FLUX, workshop, tmp_path)
+    kohya = renamed(
+        done.file, tmp_path / "k.safetensors", lambda name: name.replace("lora_A", "lora_down"), {}
+    )
+    other = renamed(done.file, tmp_path / "o.safetensors", lambda name: name.replace("lora_", "x_"), {})
+    assert done.comfyui is not None
+    nameless = renamed(done.comfyui, tmp_path / "n.safetensors", str, {})
+    (tmp_path / "broken.safetensors").write_bytes(b"nothing")
+    cases: list[tuple[Path, str, str | None, type[TrainerError], str]] = [
+        (done.file, "diffusers", None, ConfigError, "laid out for diffusers already"),
+        (kohya, "diffusers", None, DataError, "as other trainers do"),
+        (other, "diffusers", None, DataError, "is no tensor of an adapter"),
+        (nameless, "diffusers", None, ConfigError, "give --family NAME"),
+        (nameless, "diffusers", "flux9", ConfigError, 'unknown family "flux9"'),
+        (tmp_path / "broken.safetensors", "comfyui", None, DataError, "cannot be read as safetensors"),
+    ]
+    for path, form, family, error, words in cases:
+        with pytest.raises(error, match=words):
+            export(path, form, tmp_path / "never.safetensors", family)
+    assert not (tmp_path / "never.safetensors").exists()
+    assert export(nameless, "diffusers", tmp_path / "named.safetensors", "flux1_dev").is_file()
+
+
+def test_a_dora_and_a_lokr_are_converted_only_where_nothing_is_lost(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    dora = trained(FLUX, workshop, tmp_path / "dora", "lora.type=dora")
+    with pytest.raises(ConfigError, match="a dora needs the weights of its base"):
+        export(dora.file, "comfyui", tmp_path / "never.safetensors", None)
+    lokr = trained(FLUX, workshop, tmp_path / "lokr", "lora.type=lokr")
+    assert lokr.comfyui is not None
+    written = export(lokr.file, "comfyui", tmp_path / "lokr.comfyui.safetensors", None)
+    assert written.read_bytes() == lokr.comfyui.read_bytes()
+    with pytest.raises(ConfigError, match="a lokr needs scales"):
+        export(lokr.comfyui, "diffusers", tmp_path / "never.safetensors", None)
+
+
+def merge(done: Trained, target: Path, *arguments: str) -> int:
+    config = done.job.context.run_dir.parent / "config.yaml"
+    return main(["merge", str(config), "--lora", str(done.file), "--to", str(target), *arguments])
+
+
+def outputs_of(done: Trained, folder: Path) -> list[torch.Tensor]:
+    """Of the model in `folder`, without an adapter."""
+    context = done.job.context
+    model = context.config.model.model_copy(update={"pretrained_model_name_or_path": str(folder)})
+    config = context.config.model_copy(update={"model": model})
+    source = resolve_source(
+        config, families.components(context.family), trained=context.family.trained_component
+    )
+    other = dataclasses.replace(context, source=source, config=config)
+    return proof.fixed_outputs(other, load_base(other))
+
+
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_a_merged_model_does_what_base_and_adapter_do(
+    case: Case, workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = trained(case, workshop, tmp_path)
+    base = outputs_of(done, done.job.context.source.folder)
+    with_adapter = proof.fixed_outputs(done.job.context, done.model)
+    assert proof.relative_difference(with_adapter, base) > 0.01
+    assert merge(done, tmp_path / "merged") == 0
+    assert "layers of" in capsys.readouterr().out
+    merged = outputs_of(done, tmp_path / "merged")
+    assert proof.relative_difference(merged, with_adapter) < 1e-3
+    # every file of the base is there, of the same size but for headers
+    here = {file.relative_to(tmp_path / "merged") for file in (tmp_path / "merged").rglob("*.safetensors")}
+    folder = done.job.context.source.folder
+    assert here == {file.relative_to(folder) for file in folder.rglob("*.safetensors")}
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr"])
+def test_other_kinds_of_adapters_merge_too(kind: str, workshop: Workshop, tmp_path: Path) -> None:
+    done = trained(FLUX, workshop, tmp_path, f"lora.type={kind}", "lora.rank_pattern={to_q: 2}")
+    with_adapter = proof.fixed_outputs(done.job.context, done.model)
+    base = outputs_of(done, done.job.context.source.folder)
+    assert proof.relative_difference(with_adapter, base) > 1e-3
+    assert merge(done, tmp_path / "merged") == 0
+    assert proof.relative_difference(outputs_of(done, tmp_path / "merged"), with_adapter) < 1e-3
+
+
+def sharded(folder: Path, target: Path, limit: int) -> Path:
+    """A copy of a base whose transformer is in several files."""
+    shutil.copytree(folder, target)
+    (file,) = (target / "transformer").glob("*.safetensors")
+    shards = split_shards(load_file(file), limit)
+    file.unlink()
+    weight_map = {}
+    for number, shard in enumerate(shards):
+        name = f"{file.stem}-{number}.safetensors"
+        save_file(shard, target / "transformer" / name)
+        weight_map |= dict.fromkeys(shard, name)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (target / "transformer" / f"{file.name}.index.json").write_text(json.dumps(index))
+    assert len(shards) > 2
+    return target
+
+
+def test_memory_is_that_of_one_shard(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = trained(FLUX, workshop, tmp_path)
+    base = sharded(done.job.context.source.folder, tmp_path / "base", limit := 100_000)
+    written: list[int] = []
+    from trainer.engine import merge as module
+
+    whole = module.write_tensors
+
+    def write(path: Path, tensors: Any, *rest: Any) -> None:
+        written.append(sum(tensor.nbytes for tensor in tensors.values()))
+        whole(path, tensors, *rest)
+
+    monkeypatch.setattr(module, "write_tensors", write)
+    arguments = ("--set", f"model.pretrained_model_name_or_path={base}")
+    assert merge(done, tmp_path / "merged", *arguments) == 0
+    assert len(written) > 2 and max(written) <= limit < sum(written)
+    with_adapter = proof.fixed_outputs(done.job.context, done.model)
+    assert proof.relative_difference(outputs_of(done, tmp_path / "merged"), with_adapter) < 1e-3
+
+
+def test_merging_is_refused_where_it_would_lose_something(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = trained(FLUX, workshop, tmp_path)
+    stored = tmp_path / "stored"
+    shutil.copytree(done.job.context.source.folder, stored)
+    config = stored / "transformer" / "config.json"
+    values = json.loads(config.read_text())
+    config.write_text(json.dumps({**values, "quantization_config": {"quant_method": "bitsandbytes"}}))
+    other = tmp_path / "other.safetensors"
+    renamed(done.file, other, lambda name: name.replace("blocks.0", "blocks.77"), read_metadata(done.file))
+    (tmp_path / "there").mkdir()
+    assert done.comfyui is not None
+    cases = [
+        (("--set", f"model.pretrained_model_name_or_path={stored}"), 78, "is stored quantised"),
+        (
+            ("--set", "features.weights=int8"),
+            78,
+            "--set features.weights: `features.weights: int8` is a base",
+        ),
+        (("--lora", str(done.comfyui)), 78, "it is laid out for ComfyUI"),
+        (("--lora", str(other)), 65, "layers of the adapter are not in the base"),
+        (("--to", str(tmp_path / "there")), 78, "there exists"),
+    ]
+    for arguments, code, words in cases:
+        assert merge(done, tmp_path / "never", *arguments) == code, words
+        assert words in capsys.readouterr().err
+    assert not list(tmp_path.glob("never*"))
+
+
+def read_metadata(path: Path) -> dict[str, str]:
+    with safe_open(path, framework="pt") as file:
+        return dict(file.metadata())

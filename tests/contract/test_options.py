@@ -1,0 +1,258 @@
+"""Every optimizer, schedule, precision and kind of adapter: a resume changes nothing, the file is proved."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.contract import runs
+from tests.contract.loaders import lora_file
+from tests.contract.runs import (
+    CHECKPOINT_STEP,
+    CPU_FACTS,
+    Case,
+    Job,
+    KilledError,
+    Workshop,
+    different,
+    dying_after,
+    files,
+    numbers,
+)
+from tests.unit.telemetry.test_tracker import Fake
+from trainer.engine import best, checkpoint
+from trainer.errors import DivergedError, ExitCode
+
+SMALLEST = Case(family="flux1_dev", method="lora")
+SLOW = pytest.mark.slow
+QUICK = ("validation.prompts=[]", "validation.held_out=1", "validation.every_steps=4")
+KEPT = ("lora/*", "best/*", "checkpoints/*/*")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Option:
+    """What is set beside the small run."""
+
+    name: str
+    overrides: tuple[str, ...]
+    case: Case = SMALLEST
+    is_slow: bool = False
+
+
+OPTIONS = (
+    Option(name="adamw_8bit", overrides=("train.optimizer=adamw_8bit", "lora.rank=128")),
+    Option(name="prodigy", overrides=("train.optimizer=prodigy", "train.learning_rate=1")),
+    Option(
+        name="prodigy-bf16",
+        overrides=("train.optimizer=prodigy", "train.learning_rate=1", "model.dtype=bf16"),
+        is_slow=True,
+    ),
+    Option(
+        name="adamw_8bit-bf16", overrides=("train.optimizer=adamw_8bit", "model.dtype=bf16"), is_slow=True
+    ),
+    Option(name="linear", overrides=("train.lr_scheduler=linear", "train.lr_warmup_steps=2"), is_slow=True),
+    Option(
+        name="polynomial",
+        overrides=("train.lr_scheduler=polynomial", "train.lr_power=2"),
+        is_slow=True,
+    ),
+    Option(
+        name="restarts",
+        overrides=("train.lr_scheduler=cosine_with_restarts", "train.lr_num_cycles=2"),
+        is_slow=True,
+    ),
+    Option(name="cosine", overrides=("train.lr_scheduler=cosine",), is_slow=True),
+    Option(name="bf16", overrides=("model.dtype=bf16",), is_slow=True),
+    Option(name="fp16-ema", overrides=("model.dtype=fp16", "train.ema_decay=0.9")),
+    Option(name="ema", overrides=("train.ema_decay=0.9",), is_slow=True),
+    Option(name="dropout", overrides=("lora.dropout=0.3", "features.activation_checkpointing=true")),
+    Option(
+        name="patterns",
+        overrides=("lora.rank_pattern={to_q: 2, to_out.0: 6}", "lora.alpha_pattern={to_k: 3}"),
+    ),
+    Option(name="dora", overrides=("lora.type=dora",)),
+    Option(name="dora-bf16", overrides=("lora.type=dora", "model.dtype=bf16"), is_slow=True),
+    Option(name="lokr", overrides=("lora.type=lokr", "lora.alpha_pattern={to_k: 3}")),
+    Option(name="lokr-bf16", overrides=("lora.type=lokr", "model.dtype=bf16"), is_slow=True),
+    Option(
+        name="full-ema",
+        overrides=("train.ema_decay=0.9",),
+        case=Case(family="flux1_dev", method="full"),
+        is_slow=True,
+    ),
+    Option(
+        name="full-prodigy",
+        overrides=("train.optimizer=prodigy", "train.learning_rate=1"),
+        case=Case(family="flux1_dev", method="full"),
+        is_slow=True,
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def installed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The recorded machine with the packages of all extras."""
+    facts = json.loads(CPU_FACTS.read_text())
+    facts["packages"] |= {"prodigyopt": "1.1.2", "wandb": "0.31.0"}
+    path = tmp_path / "facts.json"
+    path.write_text(json.dumps(facts))
+    monkeypatch.setattr(runs, "CPU_FACTS", path)
+
+
+def parameters(options: Sequence[Option]) -> list[object]:
+    return [pytest.param(one, id=one.name, marks=[SLOW] if one.is_slow else []) for one in options]
+
+
+def straight(option: Option, workshop: Workshop, folder: Path, *more: str) -> Job:
+    job = workshop.job(option.case, folder, *QUICK, *option.overrides, *more)
+    job.train()
+    return job
+
+
+@pytest.mark.parametrize("option", parameters(OPTIONS))
+def test_five_steps_a_kill_and_a_resume_equal_ten(option: Option, workshop: Workshop, tmp_path: Path) -> None:
+    whole = straight(option, workshop, tmp_path / "whole")
+    with pytest.raises(KilledError):
+        workshop.job(
+            option.case,
+            tmp_path / "parts",
+            *QUICK,
+            *option.overrides,
+            status=dying_after(tmp_path / "parts", CHECKPOINT_STEP + 2),
+        ).train()
+    parts = straight(option, workshop, tmp_path / "parts")
+    assert "resumed from step-000005" in parts.said
+    assert numbers(parts.folder) == numbers(whole.folder)
+    assert not different(files(parts.folder, *KEPT), files(whole.folder, *KEPT))
+    assert any("Proved: " in line for line in parts.said)
+    assert all(torch.isfinite(torch.tensor(row["loss"])) for row in numbers(whole.folder)[1:])
+    if option.case.method == "lora":
+        assert best.read(whole.folder) is not None
+
+
+def test_a_mean_of_the_weights_is_what_is_saved_and_the_weights_are_what_goes_on(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """The file holds the mean, which a run without one would not have; the checkpoint holds both."""
+    off = ("validation.prompts=[]", "validation.held_out=0", "train.max_train_steps=6")
+    with_mean = workshop.job(SMALLEST, tmp_path / "mean", *off, "train.ema_decay=0.5")
+    with_mean.train()
+    plain = workshop.job(SMALLEST, tmp_path / "plain", *off)
+    plain.train()
+    last = "checkpoints/step-000006"
+    masters, raw = (checkpoint.read_group(job.folder / last, "weights", "cpu") for job in (with_mean, plain))
+    assert all(torch.equal(masters[name], raw[name]) for name in raw)
+    state = checkpoint.read_group(with_mean.folder / last, "optimizer", "cpu")
+    saved, other = (load_file(lora_file(job)) for job in (with_mean, plain))
+    for name, value in saved.items():
+        inside = name.removeprefix("transformer.").replace(".weight", ".default.weight")
+        assert torch.equal(value, state[f"{inside}/ema"])
+        assert torch.equal(other[name], raw[inside])
+    assert any(not torch.equal(saved[name], other[name]) for name in saved)
+
+
+def test_the_best_is_the_lowest_held_out_loss_also_where_later_ones_are_higher(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    """A rate that ruins the LoRA in the end: the file in best/ is an earlier one."""
+    job = workshop.job(
+        SMALLEST,
+        tmp_path,
+        "validation.prompts=[]",
+        "validation.every_steps=1",
+        "train.learning_rate=0.1",
+        "train.max_train_steps=2",
+    )
+    job.train()
+    rows = [row for row in numbers(job.folder) if "validation_loss" in row and row["step"]]
+    lowest = min(rows, key=lambda row: row["validation_loss"])
+    kept = best.read(job.folder)
+    assert kept is not None
+    assert (kept["step"], kept["validation_loss"]) == (lowest["step"], lowest["validation_loss"])
+    assert kept["step"] == 1
+    assert any(line.startswith(f"best: step {kept['step']}, held-out loss") for line in job.said)
+    (file,) = (path for path in job.folder.glob("best/*.safetensors") if ".comfyui." not in path.name)
+    final = load_file(lora_file(job))
+    assert any(not torch.equal(value, final[name]) for name, value in load_file(file).items())
+
+
+def test_dropout_is_of_the_seed_and_the_sample(workshop: Workshop, tmp_path: Path) -> None:
+    """Two runs are equal, another seed differs, and without dropout the loss is another one."""
+    off = ("validation.prompts=[]", "validation.held_out=0", "train.max_train_steps=2")
+    losses: list[list[float]] = []
+    for name, more in (
+        ("a", ("lora.dropout=0.5",)),
+        ("b", ("lora.dropout=0.5",)),
+        ("recomputed", ("lora.dropout=0.5", "features.activation_checkpointing=true")),
+        ("without", ()),
+    ):
+        job = workshop.job(SMALLEST, tmp_path / name, *off, *more)
+        job.train()
+        losses.append([row[name] for row in numbers(job.folder) for name in ("loss", "grad_norm")])
+    assert losses[0] == losses[1]
+    # what is recomputed drops the same values: the gradients are the same
+    assert losses[0] == pytest.approx(losses[2], rel=1e-6)
+    assert losses[0] != losses[3]
+
+
+def test_fp16_skips_steps_that_overflow_and_ends_where_none_fits(workshop: Workshop, tmp_path: Path) -> None:
+    """Losses of some thousands overflow at the first scales, and infinite ones at every scale."""
+    off = ("validation.prompts=[]", "validation.held_out=0", "model.dtype=fp16", "train.log_every_steps=1")
+    job = workshop.job(SMALLEST, tmp_path / "skips", *off, "train.max_train_steps=6")
+    losing(job, factor=1e3).train()
+    rows = numbers(job.folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    state = checkpoint.read_group(job.folder / "checkpoints" / "step-000006", "optimizer", "cpu")
+    skipped = 6 - int(state["loss/applied"].item())
+    assert 0 < skipped < 6
+    assert state["loss/scale"].item() == 2.0 ** (16 - skipped)
+    never = workshop.job(SMALLEST, tmp_path / "ends", *off, "train.max_train_steps=40")
+    with pytest.raises(DivergedError, match="overflow fp16 however small") as caught:
+        losing(never, factor=float("inf")).train()
+    assert caught.value.exit_code is ExitCode.DIVERGED
+    assert "step 17: " in str(caught.value)
+
+
+def losing(job: Job, *, factor: float) -> Job:
+    """The job with a loss that is so many times as large."""
+    family = job.context.family
+
+    class Losing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(family, name)
+
+        def loss(self, *arguments: Any) -> torch.Tensor:
+            return family.loss(*arguments) * factor
+
+    return dataclasses.replace(job, context=dataclasses.replace(job.context, family=Losing()))
+
+
+def test_a_run_is_told_to_weights_and_biases(
+    workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses and pictures by step, and the end of it also where the run ends in an error."""
+    fake = Fake()
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    job = workshop.job(
+        SMALLEST,
+        tmp_path,
+        "train.report_to=wandb",
+        "train.tracker_project_name=mine",
+        "train.max_train_steps=3",
+    )
+    job.train()
+    assert fake.started[0]["project"] == "mine"
+    assert fake.started[0]["config"]["report_to"] == "wandb"
+    losses = [(step, values["loss"]) for values, step in fake.logged if "loss" in values]
+    assert losses == [(row["step"], row["loss"]) for row in numbers(job.folder) if "loss" in row]
+    assert {step for values, step in fake.logged if "previews" in values} == {0, 3}
+    assert fake.finished == 1

@@ -1,0 +1,36 @@
+"""What a whole run leaves holds no secret, though its configuration and its environment do."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.contract.runs import Case, Workshop
+from trainer.config.secrets import HIDDEN
+
+TOKEN, KEY = "hf_zyxwvutsrqponmlkjihg", "a-key-for-some-service"
+WRITTEN = (".json", ".jsonl", ".yaml", ".prom", ".txt", ".log")
+
+
+def test_the_files_of_a_run(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    monkeypatch.setenv("SOME_SERVICE_KEY", KEY)
+    prompts = f'validation.prompts=["{TOKEN}", "{KEY}", "https://me:pass@example.org"]'
+    job = workshop.job(Case(family="flux1_dev", method="lora"), tmp_path, prompts, "train.max_train_steps=2")
+    job.train()
+    assert json.loads((job.folder / "plan.json").read_text())["decisions"]
+    written = [
+        path
+        for folder in (job.folder, Path(job.spec.runtime_dir))
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix in WRITTEN
+    ]
+    assert {"config.resolved.yaml", "plan.json", "metrics.jsonl", "metrics.prom"} <= {
+        one.name for one in written
+    }
+    assert (job.folder / "config.resolved.yaml").read_text().count(HIDDEN) == 3
+    assert not [
+        path.name for path in written for secret in (TOKEN, KEY, "me:pass") if secret in path.read_text()
+    ]

@@ -1,0 +1,125 @@
+"""`trainer runs`: what runs were told and what came of them, as a table, CSV and a picture."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from trainer.cli import main
+from trainer.telemetry.curves import COLOURS
+
+
+def a_run(folder: Path, *, rank: int, losses: tuple[float | None, ...], finished: bool = True) -> Path:
+    """As a run leaves its folder: a log step a loss, and the held-out loss at every second one."""
+    folder.mkdir(parents=True)
+    (folder / "config.resolved.yaml").write_text(
+        f"family: tiny\nmethod: lora\nlora:\n  rank: {rank}\ntrain:\n  max_train_steps: 40\n"
+        f"data:\n  sets:\n  - img_dir: /data\noutput_dir: {folder}\n"
+    )
+    rows: list[dict[str, object]] = [{"step": 0, "validation_loss": 2.0, "validation_data": "x"}]
+    for number, loss in enumerate(losses, start=1):
+        row: dict[str, object] = {"step": 10 * number, "loss": loss, "seconds_per_step": 0.5}
+        row["device_memory_reserved_peak_bytes"] = 3 * 1024**3
+        if number % 2 == 0:
+            row |= {"validation_loss": 2.0 / number, "validation_data": "x"}
+        rows.append(row)
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if finished:
+        (folder / "lora").mkdir()
+        (folder / "lora" / "x.safetensors").touch()
+    else:
+        (folder / "checkpoints" / "step-000010").mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    a_run(Path("runs/one"), rank=16, losses=(1.0, 0.8, 0.5, 0.25))
+    a_run(Path("runs/more/two"), rank=32, losses=(1.2, None), finished=False)
+    return Path("runs")
+
+
+def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "list", "runs"]) == 0
+    head, first, second = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["run", "family", "method", "state"]
+    assert first.split()[:5] == ["runs/more/two", "tiny", "lora", "resumable", "20/40"]
+    assert second.split()[:6] == ["runs/one", "tiny", "lora", "finished", "40/40", "0.25"]
+    assert "2 -> 0.5 (-75 %)" in second and second.endswith("0.5     3.0")
+
+
+def test_csv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "list", "runs/one", "runs/more", "--csv"]) == 0
+    head, *rows = csv.reader(io.StringIO(capsys.readouterr().out))
+    named = [dict(zip(head, row, strict=True)) for row in rows]
+    assert [row["run"] for row in named] == ["runs/one", "runs/more/two"]
+    assert [row["loss"] for row in named] == ["0.25", ""]
+    assert named[0]["peak GiB"] == "3.0"
+
+
+def test_compare_shows_what_differs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "compare", "runs/one", "runs/more/two", "--csv"]) == 0
+    rows = {row[0]: row[1:] for row in csv.reader(io.StringIO(capsys.readouterr().out))}
+    assert rows[""] == ["one", "two"]
+    assert rows["lora.rank"] == ["16", "32"]
+    assert rows["step"] == ["40/40", "20/40"]
+    # what is the same, and the folders themselves, is no difference
+    assert not {"train.max_train_steps", "data.sets.0.img_dir", "output_dir"} & rows.keys()
+
+
+def test_plot(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["runs", "compare", "runs/one", "runs/more/two", "--plot", "losses.png"]) == 0
+    picture = Image.open("losses.png")
+    assert picture.format == "PNG"
+    counts = {colour: count for count, colour in picture.getcolors(1 << 24) or []}
+
+    def pixels(colour: str) -> int:
+        return counts.get(tuple(bytes.fromhex(colour[1:])), 0)
+
+    # the line of the first run is long; the second has one loss, and dots
+    assert pixels(COLOURS[0]) > 1000
+    assert 100 < pixels(COLOURS[1]) < 800
+    assert pixels(COLOURS[2]) == 0
+
+
+def test_a_falling_loss_falls_in_the_picture(folder: Path) -> None:
+    a_run(Path("falling"), rank=1, losses=(1.0, 0.1))
+    main(["runs", "list", "falling", "--plot", "falling.png"])
+    picture = Image.open("falling.png").convert("RGB")
+    colour = tuple(bytes.fromhex(COLOURS[0][1:]))
+    rows = [
+        [y for y in range(24, 660) if picture.getpixel((x, y)) == colour] for x in (700, 1100)
+    ]  # the losses are at steps 10 and 20 of 20: from the middle to the right
+    assert rows[0] and rows[1] and min(rows[0]) < min(rows[1])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (["runs", "list", "nowhere"], 78, "nowhere: no such folder"),
+        (["runs", "list", "empty"], 78, "empty: no run is in this folder"),
+        (["runs", "compare", "damaged"], 65, "config.resolved.yaml:1: not valid YAML"),
+        (["runs", "list", "torn"], 65, "metrics.jsonl: a line is no JSON"),
+        (["runs", "list", "begun", "--plot", "x.png"], 78, "no run has a loss yet"),
+        (["runs", "list", "runs", "--plot", "no/x.png"], 78, "--plot no/x.png: no such folder"),
+        (["runs"], 78, "Usage"),
+    ],
+)
+def test_mistakes(
+    arguments: list[str], code: int, said: str, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("empty").mkdir()
+    a_run(Path("damaged"), rank=1, losses=())
+    Path("damaged/config.resolved.yaml").write_text("]\n")
+    a_run(Path("torn"), rank=1, losses=())
+    Path("torn/metrics.jsonl").write_text("{torn\n")
+    a_run(Path("begun"), rank=1, losses=())
+    Path("begun/metrics.jsonl").unlink()
+    assert main(arguments) == code
+    assert said in capsys.readouterr().err

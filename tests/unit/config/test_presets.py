@@ -1,0 +1,97 @@
+"""`--preset`: below what the user wrote, above the family, and every value says where it is from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from trainer.cli.options import load_config
+from trainer.config import presets
+from trainer.config.load import Loaded, load
+from trainer.errors import ConfigError
+
+LEAST = "family: flux1_dev\ndata: {sets: [{img_dir: images}]}\noutput_dir: out\n"
+
+
+def loaded(folder: Path, *chosen: str, text: str = "", overrides: tuple[str, ...] = ()) -> Loaded:
+    file = folder / "c.yaml"
+    file.write_text(LEAST + text)
+    return load_config([file], overrides, presets=chosen)
+
+
+def test_a_preset_is_above_the_family_and_below_the_user(tmp_path: Path) -> None:
+    one = loaded(tmp_path, "style", text="train: {max_train_steps: 700}\n", overrides=("lora.alpha=3",))
+    assert (one.config.lora.rank, one.sources["lora.rank"]) == (32, "preset style")
+    assert one.config.lora.target_modules == "all-linear"
+    assert (one.config.train.max_train_steps, one.sources["train.max_train_steps"]) == (
+        700,
+        f"{tmp_path / 'c.yaml'}:4",
+    )
+    assert (one.config.lora.alpha, one.sources["lora.alpha"]) == (3.0, "--set lora.alpha")
+
+
+def test_family_values_are_below_a_preset(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text("family: tiny\nmodel: {pretrained_model_name_or_path: m}\n" + LEAST.partition("\n")[2])
+    family = {"tiny": {"lora": {"rank": 5}, "train": {"seed": 9}}}
+    one = load([file], chosen_presets=("concept",), family_defaults=family, environ={})
+    assert (one.config.lora.rank, one.sources["lora.rank"]) == (8, "preset concept")
+    assert (one.config.train.seed, one.sources["train.seed"]) == (9, "family tiny")
+
+
+@pytest.mark.parametrize("chosen", [("style,fast",), ("style", "fast"), ("style, fast",)])
+def test_a_later_preset_wins_and_what_it_hides_is_told(tmp_path: Path, chosen: tuple[str, ...]) -> None:
+    one = loaded(tmp_path, *chosen)
+    assert one.sources["lora.rank"] == "preset fast"
+    assert one.sources["train.lr_scheduler"] == "preset style"
+    (note,) = one.notes
+    assert note.startswith("preset style: not used: ") and "lora.rank (preset fast)" in note
+    assert "train.lr_scheduler" not in note
+
+
+def test_the_file_of_a_preset_wins_where_it_stands_behind(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(LEAST + "lora: {rank: 2}\n")
+    preset = presets.shipped_folder() / "presets" / "style.yaml"
+    assert load_config([file, preset]).config.lora.rank == 32
+
+
+def test_keys_without_effect_are_told_and_no_error(tmp_path: Path) -> None:
+    one = loaded(tmp_path, "concept", text="method: full\n")
+    assert one.notes == (
+        "preset concept: not used: lora.rank (without effect here), lora.alpha (without effect here),"
+        " lora.target_modules (without effect here)",
+    )
+
+
+def test_what_a_preset_contradicts_names_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, "low-vram", text="features: {activation_budget: 0.5}\n")
+    assert "`features.activation_checkpointing: true` (preset low-vram)" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"), [("caracter", "did you mean `character`?"), ("", "known: "), ("../x", "known: ")]
+)
+def test_an_unknown_preset(tmp_path: Path, name: str, hint: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, name)
+    (problem,) = caught.value.problems
+    assert problem.where == f"--preset {name}" and hint in problem.remedy
+    assert "character, concept, fast" in problem.remedy
+
+
+def test_a_package_without_files_says_where_it_looked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(presets, "__file__", str(tmp_path / "trainer" / "config" / "presets.py"))
+    monkeypatch.setattr(presets.sys, "prefix", str(tmp_path / "venv"))
+    with pytest.raises(ConfigError, match="no train_configs/presets in"):
+        presets.names()
+    # as in the images, where they lie beside the virtual environment
+    (tmp_path / "train_configs" / "presets").mkdir(parents=True)
+    (tmp_path / "train_configs" / "presets" / "mine.yaml").write_text("lora: {rank: 3}\n")
+    monkeypatch.setattr(presets, "__file__", str(tmp_path / "venv" / "lib" / "x" / "presets.py"))
+    assert presets.names() == ("mine",)
+    assert loaded(tmp_path, "mine").config.lora.rank == 3

@@ -1,0 +1,71 @@
+"""What contradicts what among adapters, optimizers and precision, and where it is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from trainer.config.load import Loaded, dump, load
+from trainer.errors import ConfigError, ExitCode
+
+BASE = {
+    "family": "x",
+    "model": {"pretrained_model_name_or_path": "base"},
+    "data": {"sets": [{"img_dir": "images"}]},
+    "output_dir": "out",
+}
+
+
+def loaded(folder: Path, *overrides: str) -> Loaded:
+    path = folder / "c.yaml"
+    path.write_text(yaml.safe_dump(BASE))
+    return load([path], overrides=overrides, family_defaults={"x": {}}, environ={})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["method=full", "model.dtype=fp16"], ("`model.dtype: fp16`", "write bf16 or fp32")),
+        (["lora.type=dora", "features.weights=int8"], ("`features.weights: int8`", "could not be proved")),
+        (["lora.type=lokr", "features.compute=fp8"], ("`features.compute: fp8`", "remove one")),
+        (["lora.type=lokr", "lora.dropout=0.1"], ("`lora.dropout` has no effect", "write dora or lora")),
+        (["lora.type=dora", "features.compile=true"], ("keeps to the plain path", "features.compile")),
+        (["lora.dropout=0.1", "features.block_swap=3"], ("keeps to the plain path", "features.block_swap")),
+        (["model.dtype=fp16", "features.cuda_graphs=true"], ("keeps to the plain path", "cuda_graphs")),
+        (["model.dtype=fp16", "features.weights=bf16"], ("`features.weights: bf16` contradicts", "fp16")),
+        (["train.optimizer=prodigy"], ("prodigy finds the rate itself", "write `train.learning_rate: 1`")),
+        (["train.optimizer=lion"], ("expected adamw, adamw_8bit or prodigy", "leave it out")),
+        (["train.lr_power=2"], ("no effect without `train.lr_scheduler: polynomial`", "remove it")),
+        (["train.lr_num_cycles=2"], ("no effect without", "cosine_with_restarts")),
+        (["train.tracker_project_name=a"], ("no effect without `train.report_to: wandb`", "remove")),
+        (["checkpoint.keep_best=true"], ("no effect without held-out samples", "remove it")),
+        (["method=full", "lora.rank_pattern={to_q: 2}"], ("`lora.rank_pattern` has no", "method: lora")),
+        (["lora.rank_pattern={to_q: 0}"], ("`lora.rank_pattern`: expected a mapping", "leave it out")),
+        (["lora.alpha_pattern=8"], ("expected a mapping of layers to numbers", 'got "8"')),
+        (["lora.init_from=nowhere.safetensors"], ("nowhere.safetensors is no file", "earlier run")),
+        (["train.ema_decay=1"], ("`train.ema_decay`", "above 0 and below 1 or null")),
+        (["lora.use_dora=true"], ("unknown key `lora.use_dora`", "did you mean `lora.type`?")),
+    ],
+)
+def test_a_contradiction_is_told_with_its_place(
+    overrides: list[str], words: tuple[str, str], tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, *overrides)
+    assert caught.value.exit_code is ExitCode.BAD_CONFIG
+    assert len(caught.value.problems) == 1, str(caught.value)
+    assert "--set " in caught.value.problems[0].where
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_patterns_are_written_as_mappings_or_by_one_key_and_load_again(tmp_path: Path) -> None:
+    first = loaded(tmp_path, "lora.rank_pattern={to_q: 2, 'a.*\\.to_k': 6}", "lora.alpha_pattern.to_q=3.5")
+    assert first.config.lora.rank_pattern == {"to_q": 2, "a.*\\.to_k": 6}
+    assert first.config.lora.alpha_pattern == {"to_q": 3.5}
+    assert first.sources["lora.rank_pattern"] == "--set lora.rank_pattern"
+    path = tmp_path / "again.yaml"
+    path.write_text(dump(first.config))
+    again = load([path], family_defaults={"x": {}}, environ={})
+    assert again.config == first.config

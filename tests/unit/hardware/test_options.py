@@ -1,0 +1,118 @@
+"""What optimizers, a mean of the weights and kinds of adapters change in a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.unit.modeling.test_adapters import LINEARS, built_size
+from trainer.config.load import load
+from trainer.config.schema import LoraSection
+from trainer.engine.planning import plan_run
+from trainer.errors import HardwareError
+from trainer.families import get
+from trainer.hardware.adapters import adapter_parameters
+from trainer.hardware.machine import read_recorded
+from trainer.hardware.plan import Plan
+
+MACHINES = Path(__file__).resolve().parents[2] / "golden" / "machines"
+FAMILY = "flux1_dev"
+
+
+def planned(folder: Path, machine: str, *overrides: str, packages: Mapping[str, str] | None = None) -> Plan:
+    path = folder / "c.yaml"
+    path.write_text(
+        f"family: {FAMILY}\nmodel:\n  pretrained_model_name_or_path: nobody/nothing\n"
+        "data:\n  sets:\n    - img_dir: images\noutput_dir: out\n"
+    )
+    loaded = load([path], overrides=overrides, family_defaults={FAMILY: get(FAMILY).defaults}, environ={})
+    facts = read_recorded(MACHINES / f"{machine}.json")
+    facts = dataclasses.replace(facts, packages={**facts.packages, **(packages or {})})
+    return plan_run(loaded, facts)
+
+
+def bytes_of(plan: Plan) -> dict[str, int]:
+    return {row.name: row.bytes for row in plan.train_memory}
+
+
+@pytest.mark.parametrize(
+    ("override", "optimizer", "install"),
+    [
+        ("train.optimizer=adamw_8bit", "adamw_8bit", "pip install 'trainer[adamw-8bit]'"),
+        ("train.optimizer=prodigy", "prodigy", "pip install 'trainer[prodigy]'"),
+        ("train.report_to=wandb", "adamw_fused_fp32", "pip install 'trainer[wandb]'"),
+    ],
+)
+def test_a_missing_package_is_refused_with_the_line_to_run(
+    override: str, optimizer: str, install: str, tmp_path: Path
+) -> None:
+    overrides = (override, "train.learning_rate=1")
+    everything = {"bitsandbytes": "0.50.2", "prodigyopt": "1.1.2", "wandb": "0.31.0"}
+    plan = planned(tmp_path, "h200", *overrides, packages=everything)
+    assert plan.optimizer == optimizer
+    with pytest.raises(HardwareError) as caught:
+        facts = read_recorded(MACHINES / "h200.json")
+        bare = {name: version for name, version in facts.packages.items() if name not in everything}
+        loaded = load(
+            [tmp_path / "c.yaml"],
+            overrides=overrides,
+            family_defaults={FAMILY: get(FAMILY).defaults},
+            environ={},
+        )
+        plan_run(loaded, dataclasses.replace(facts, packages=bare))
+    assert install in str(caught.value)
+    assert f"--set {override.partition('=')[0]}" in str(caught.value)
+
+
+def test_memory_and_disk_count_the_optimizer_and_the_mean(tmp_path: Path) -> None:
+    packages = {"prodigyopt": "1.1.2"}
+    rate = "train.learning_rate=1"
+    plain = planned(tmp_path, "h200", rate)
+    count = bytes_of(plain)["optimizer state"] // 8
+    for optimizer, size in (("adamw_8bit", 2 * (1 + 4 / 256)), ("prodigy", 16)):
+        plan = planned(tmp_path, "h200", rate, f"train.optimizer={optimizer}", packages=packages)
+        assert bytes_of(plan)["optimizer state"] == int(count * size)
+        assert "EMA" not in bytes_of(plan)
+        checkpoints = (plan.disk_bytes - plain.disk_bytes) / (count * (size - 8))
+        assert checkpoints == pytest.approx(round(checkpoints), abs=1e-3) and checkpoints >= 1
+    mean = planned(tmp_path, "h200", rate, "train.ema_decay=0.999")
+    assert bytes_of(mean)["EMA"] == 4 * count
+    assert mean.disk_bytes > plain.disk_bytes
+    assert {row.feature for row in mean.decisions} - {row.feature for row in plain.decisions} == {"ema"}
+
+
+@pytest.mark.parametrize(
+    "override", ["lora.type=dora", "lora.type=lokr", "lora.dropout=0.1", "model.dtype=fp16"]
+)
+def test_other_kinds_keep_to_the_plain_path_and_say_why(override: str, tmp_path: Path) -> None:
+    fast, plain = planned(tmp_path, "h200"), planned(tmp_path, "h200", override)
+    assert fast.compile and fast.cuda_graphs
+    assert not plain.compile and not plain.cuda_graphs and not plain.swapped_blocks
+    (row,) = (row for row in plain.decisions if row.feature == "compile")
+    assert override.replace("=", ": ") in row.reason
+    if override.startswith("lora.type"):
+        assert plain.weights == "bf16"
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr"])
+def test_kinds_that_want_a_whole_base_do_not_fall_back_to_a_quantised_one(kind: str, tmp_path: Path) -> None:
+    assert planned(tmp_path, "rtx-4090").weights != "bf16"
+    with pytest.raises(HardwareError, match="wants a base that is not quantised"):
+        planned(tmp_path, "rtx-4090", f"lora.type={kind}")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "prodigy"])
+def test_a_full_fine_tune_in_bf16_is_refused_other_optimizers(optimizer: str, tmp_path: Path) -> None:
+    overrides = ("method=full", "train.learning_rate=1", f"train.optimizer={optimizer}")
+    with pytest.raises(HardwareError, match="round its updates to bf16"):
+        planned(tmp_path, "h200", *overrides, packages={"prodigyopt": "1.1.2"})
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7, 40])
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
+def test_the_planned_size_is_what_peft_builds(kind: str, rank: int) -> None:
+    lora = LoraSection.model_validate({"type": kind, "rank": rank, "rank_pattern": {"to_k": 3, r"b\..*": 2}})
+    assert adapter_parameters(LINEARS, ".*", lora) == built_size(lora)

@@ -1,0 +1,71 @@
+"""Floor 7: `trainer export` and `trainer merge`: what becomes of a LoRA file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from trainer.cli.options import config_arguments, load_config
+
+_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_PATH = click.Path(path_type=Path)
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  trainer export runs/my-lora/lora/my-lora.safetensors --format comfyui
+  trainer export my-lora.comfyui.safetensors --format diffusers --to my-lora.safetensors
+
+\b
+A run writes both files by itself. Both change the weights of the base alike.
+"""
+)
+@click.argument("file", type=_FILE)
+@click.option("--format", "form", type=click.Choice(("comfyui", "diffusers")), required=True)
+@click.option("--to", "target", metavar="FILE", type=_PATH, help="The new file; beside FILE when not given.")
+@click.option("--family", metavar="NAME", help="For a file that does not say its model family.")
+def export(file: Path, form: str, target: Path | None, family: str | None) -> None:
+    """Write a LoRA file in the other layout."""
+    from trainer.modeling.vision import make_torchvision_importable
+
+    make_torchvision_importable()
+    from trainer.engine.export import export as convert
+
+    click.echo(f"LoRA for {form}: {convert(file, form, target, family)}")
+
+
+@click.command(
+    epilog="""\b
+Examples:
+  trainer merge my.yaml --lora runs/my-lora/lora/my-lora.safetensors --to my-model
+  trainer merge my.yaml --set model.revision=main --lora my-lora.safetensors --to my-model
+
+\b
+Needs room on the disk for a second copy of the base model, and host memory for its largest file.
+"""
+)
+@config_arguments
+@click.option("--lora", type=_FILE, required=True, help="LoRA file, for diffusers or of PEFT.")
+@click.option("--to", "target", metavar="DIR", type=_PATH, required=True, help="New folder for the model.")
+def merge(
+    configs: tuple[Path, ...],
+    presets: tuple[str, ...],
+    overrides: tuple[str, ...],
+    dataset: Path | None,
+    output: Path | None,
+    lora: Path,
+    target: Path,
+) -> None:
+    """Write the base model with a LoRA in it: a whole model that needs no LoRA."""
+    from trainer import families
+    from trainer.engine.merge import merge as merge_files
+    from trainer.modeling.source import resolve_source
+
+    loaded = load_config(configs, overrides, dataset, output, presets)
+    family = families.get(loaded.config.family)
+    components = families.components(family)
+    source = resolve_source(loaded.config, components, trained=family.trained_component)
+    layers = merge_files(loaded, source, lora, target, lambda line: click.echo(line, err=True))
+    click.echo(f"model: {target}; {layers} layers of {source.identity} are changed")

@@ -1,0 +1,110 @@
+"""Floor 7: `trainer runs`: what the runs of a folder were told and what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from trainer.telemetry.runs import Run
+
+F = TypeVar("F", bound=Callable[..., Any])
+_PATH = click.Path(path_type=Path)
+
+
+@click.group(
+    epilog="""\b
+Examples:
+  trainer runs list runs
+  trainer runs compare runs/rank-16 runs/rank-32 --plot losses.png
+  trainer runs list runs --csv > runs.csv
+"""
+)
+def runs() -> None:
+    """List and compare finished and running runs."""
+
+
+def _shared(function: F) -> F:
+    """Add FOLDER... and what both commands can write: parameters folders, as_csv, plot."""
+    folders = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True, type=_PATH)
+    as_csv = click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of a table.")
+    plot = click.option("--plot", metavar="FILE", type=_PATH, help="Also draw the losses into this PNG.")
+    return folders(as_csv(plot(function)))
+
+
+@runs.command(
+    name="list",
+    epilog="""\b
+Examples:
+  trainer runs list runs
+  trainer runs list /output --plot losses.png
+""",
+)
+@_shared
+def list_runs(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
+    """One line for each run in these folders, or below them."""
+    found = _read(folders)
+    rows = [["run", *found[0].figures], *([str(run.folder), *run.figures.values()] for run in found)]
+    _print(rows, as_csv=as_csv)
+    _plot(found, plot)
+
+
+@runs.command(
+    epilog="""\b
+Examples:
+  trainer runs compare runs/rank-16 runs/rank-32
+  trainer runs compare runs --csv > compared.csv
+"""
+)
+@_shared
+def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
+    """What differs between runs: settings, then figures; a column a run."""
+    from trainer.telemetry.runs import differences
+
+    found = _read(folders)
+    rows = [["", *(run.name for run in found)]]
+    rows += [[key, *values] for key, values in differences(found).items() if key != "output_dir"]
+    rows += [[column, *(run.figures[column] for run in found)] for column in found[0].figures]
+    _print(rows, as_csv=as_csv)
+    _plot(found, plot)
+
+
+def _read(folders: Sequence[Path]) -> list[Run]:
+    from trainer.telemetry.runs import find_runs, read_run
+
+    paths = dict.fromkeys(path for folder in folders for path in find_runs(folder))
+    return [read_run(path) for path in paths]
+
+
+def _print(rows: Sequence[Sequence[str]], *, as_csv: bool) -> None:
+    """CSV, or columns as wide as their widest cell."""
+    import csv
+    import io
+
+    if as_csv:
+        text = io.StringIO()
+        csv.writer(text, lineterminator="\n").writerows(rows)
+        click.echo(text.getvalue(), nl=False)
+        return
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for row in rows:
+        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
+        click.echo("  ".join(cells).rstrip())
+
+
+def _plot(found: Sequence[Run], path: Path | None) -> None:
+    from trainer.errors import ConfigError
+
+    if path is None:
+        return
+    if not any(run.losses or run.held_out for run in found):
+        raise ConfigError("no run has a loss yet", where="--plot", remedy="wait for its first log step")
+    if not path.parent.is_dir():
+        raise ConfigError("no such folder", where=f"--plot {path}", remedy="make it, or name another file")
+    from trainer.telemetry.curves import write_curves
+
+    write_curves(found, path)
+    click.echo(f"plot: {path}", err=True)

@@ -1,0 +1,78 @@
+"""Floor 4: what is worth knowing about a data set that is no mistake, each told once."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.config.schema import DataSet
+from trainer.data.opened import Opened
+from trainer.data.records import ImageRecord
+from trainer.data.variants import names_a_side
+
+_SHOWN = 20
+_log = logging.getLogger(__name__)
+
+
+def tell(records: Sequence[ImageRecord], opened: Mapping[Path, Opened], sets: Sequence[DataSet]) -> None:
+    """Warn of enlarged images, copies, profiles that are not applied, and sides that flipping swaps."""
+    _tell_enlarged(records)
+    _tell_copies(records)
+    _tell_unapplied(opened)
+    _tell_sides(records, sets)
+
+
+def _tell_enlarged(records: Sequence[ImageRecord]) -> None:
+    """Warn when images are smaller than what they are trained at: they are blurred by that."""
+    small = [
+        record
+        for record in records
+        if record.width * record.height < record.bucket_width * record.bucket_height
+    ]
+    if small:
+        least = min(small, key=lambda record: (record.width * record.height, record.identifier))
+        _log.warning(
+            "%d of %d images have fewer pixels than they are trained at and are enlarged; the smallest is %s "
+            "with %dx%d. A smaller data.resolution, or larger images, would be sharper.",
+            len(small), len(records), least.path, least.width, least.height,
+        )  # fmt: skip
+
+
+def _tell_copies(records: Sequence[ImageRecord]) -> None:
+    """Warn of files of equal content: an image that is there twice counts twice."""
+    first: dict[str, Path] = {}
+    lines = []
+    for record in records:
+        original = first.setdefault(record.content_sha256, record.path)
+        if original != record.path:
+            lines.append(f"{record.path} = {original}")
+    if lines:
+        _log.warning(
+            "%d of %d images %s of others and count again (to weigh images on purpose, write `repeats`):\n%s",
+            len(lines), len(records), "is a copy" if len(lines) == 1 else "are copies", _first(lines),
+        )  # fmt: skip
+
+
+def _tell_unapplied(opened: Mapping[Path, Opened]) -> None:
+    """Warn of colour profiles that cannot be applied."""
+    lines = [f"{path}: {one.measured.unapplied}" for path, one in opened.items() if one.measured.unapplied]
+    if lines:
+        _log.warning("%d images are read as sRGB:\n%s", len(lines), _first(lines))
+
+
+def _tell_sides(records: Sequence[ImageRecord], sets: Sequence[DataSet]) -> None:
+    """Warn where images are mirrored whose captions say left or right."""
+    wrong = [record for record in records if sets[record.set_index].flip and names_a_side(record.caption)]
+    if wrong:
+        lines = [f"{record.path}: {record.caption:.100}" for record in wrong]
+        _log.warning(
+            "`flip` is on, and %d captions say left or right, which is wrong of the mirrored image. Leave "
+            "flip out for these, or reword them:\n%s",
+            len(wrong), _first(lines),
+        )  # fmt: skip
+
+
+def _first(lines: Sequence[str]) -> str:
+    hidden = len(lines) - _SHOWN
+    return "\n".join([*lines[:_SHOWN], *([f"... and {hidden} more"] if hidden > 0 else [])])

@@ -1,0 +1,84 @@
+"""Floor 6: a saved LoRA in the other layout: diffusers' and ComfyUI's. Needs no base model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import families
+from trainer.errors import ConfigError
+from trainer.families.protocol import Family
+from trainer.modeling.adapterfile import AdapterFile, read_adapter
+from trainer.modeling.comfyui import write_comfyui
+from trainer.modeling.tensorfile import rewrite_sorted
+
+FORMATS = ("comfyui", "diffusers")
+
+
+def export(path: Path, form: str, target: Path | None, family_name: str | None) -> Path:
+    """Write `path` as `form`, into `target` or beside it; returns the new file.
+
+    `family_name` is for files that do not say it. Raises ConfigError for what cannot be converted, DataError
+    for a file that is no LoRA, NoSpaceError.
+    """
+    adapter = read_adapter(path)
+    if adapter.layout == form:
+        raise ConfigError(f"it is laid out for {form} already", where=str(path), remedy="use it as it is")
+    family = _family(adapter, path, family_name)
+    if family.comfyui is None:
+        what = f"ComfyUI takes no LoRAs of {family.title}"
+        raise ConfigError(what, where=str(path), remedy="PEFT loads its folder as it is")
+    if (adapter.kind == "lokr" and form == "diffusers") or adapter.kind == "dora":
+        needs = (
+            "the weights of its base" if adapter.kind == "dora" else "scales that its ComfyUI file has not"
+        )
+        remedy = "the run that trained it wrote both files: they are in its folder lora/"
+        raise ConfigError(f"a {adapter.kind} needs {needs} for that", where=str(path), remedy=remedy)
+    target = target or _beside(path, form)
+    if target.exists():
+        raise ConfigError(f"{target} exists", where="--to", remedy="name another file, or move it away")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if form == "comfyui":
+        write_comfyui(
+            adapter.state,
+            target,
+            adapter.metadata,
+            config=adapter.config,
+            key_of=family.comfyui_keys,
+            weight_of=_no_weight,
+        )
+        return target
+    written = family.save_adapter(adapter.state, _peft_config(adapter), target.parent, target.name)
+    rewrite_sorted(written, adapter.metadata)
+    return written
+
+
+def _family(adapter: AdapterFile, path: Path, name: str | None) -> Family:
+    name = name or adapter.metadata.get("family")
+    known = ", ".join(families.names())
+    if name is None:
+        what = "the file does not say which model family it is for"
+        raise ConfigError(what, where=str(path), remedy=f"give --family NAME: {known}")
+    if name not in families.names():
+        raise ConfigError(f'unknown family "{name}"', where="--family", remedy=f"known: {known}")
+    return families.get(name)
+
+
+def _beside(path: Path, form: str) -> Path:
+    stem = path.name.removesuffix(".safetensors").removesuffix(".comfyui")
+    return path.with_name(f"{stem}.{form}.safetensors")
+
+
+def _no_weight(module: str) -> torch.Tensor:
+    raise AssertionError(f"{module}: only a DoRA needs its base's weights")
+
+
+def _peft_config(adapter: AdapterFile) -> Mapping[str, Any]:
+    """peft's whole configuration, in the form that diffusers writes into a file's metadata."""
+    from peft import LoraConfig
+
+    config = LoraConfig(target_modules=sorted(adapter.layers), **adapter.config).to_dict()
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
