@@ -44,6 +44,10 @@ class Box:
         assert isinstance(found, dict)
         return found
 
+    def address(self, port: int) -> str:
+        """Where this machine finds a published port, as HOST:PORT."""
+        return self.engine.ask("port", self.name, f"{port}/tcp").splitlines()[0]
+
     def training_pid(self) -> int:
         """In the container; of the process that trains, not of its supervisor."""
         return int(self.status()["pid"])

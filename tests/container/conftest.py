@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 from collections.abc import Iterator, Sequence
@@ -20,13 +21,15 @@ CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "trai
 CPU_IMAGE = "trainer:test-cpu"
 SOMEBODY = 4321
 """A user that neither this machine nor the image knows."""
-SEALED = ("--read-only", "--network", "none", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true")
+SEALED = ("--read-only", "--cap-drop", "ALL", "--security-opt", "no-new-privileges:true")
 SCRATCH = ("--tmpfs", "/tmp:exec,mode=1777", "--tmpfs", "/run/trainer:mode=1777")
 _numbers = itertools.count()
 
 
 class Start(Protocol):
-    def __call__(self, *command: str, options: Sequence[str] = (), user: str | None = ...) -> Box: ...
+    def __call__(
+        self, *command: str, options: Sequence[str] = (), user: str | None = ..., network: str = ...
+    ) -> Box: ...
 
 
 @pytest.fixture(scope="session")
@@ -58,22 +61,36 @@ def cpu_image(engine: Engine, source: Source) -> str:
     return CPU_IMAGE
 
 
-@pytest.fixture
-def start(engine: Engine, cpu_image: str) -> Iterator[Start]:
-    """Start a container of the cpu image; whatever is left at the end is removed."""
+@contextlib.contextmanager
+def starting(engine: Engine, image: str) -> Iterator[Start]:
+    """Start containers of an image; whatever is left of them at the end is removed."""
     started: list[Box] = []
 
-    def run(*command: str, options: Sequence[str] = (), user: str | None = f"{SOMEBODY}:{SOMEBODY}") -> Box:
+    def run(
+        *command: str,
+        options: Sequence[str] = (),
+        user: str | None = f"{SOMEBODY}:{SOMEBODY}",
+        network: str = "none",
+    ) -> Box:
         box = Box(engine=engine, name=f"trainer-test-{os.getpid()}-{next(_numbers)}")
         started.append(box)
         who = () if user is None else ("--user", user)
-        words = ("run", "-d", "--name", box.name, *SEALED, *SCRATCH, *who, *options, cpu_image, *command)
-        engine.ask(*words)
+        words = ("run", "-d", "--name", box.name, "--network", network, *SEALED, *SCRATCH, *who, *options)
+        engine.ask(*words, image, *command)
         return box
 
-    yield run
-    for box in started:
-        engine.run("rm", "-f", "-v", box.name)
+    try:
+        yield run
+    finally:
+        for box in started:
+            engine.run("rm", "-f", "-v", box.name)
+
+
+@pytest.fixture
+def start(engine: Engine, cpu_image: str) -> Iterator[Start]:
+    """Start a container of the cpu image; whatever is left at the end is removed."""
+    with starting(engine, cpu_image) as run:
+        yield run
 
 
 @pytest.fixture(scope="session")

@@ -121,7 +121,11 @@ def test_a_change_of_the_code_installs_nothing_again(
     # the builder remembers earlier runs of this test
     code.write_text(code.read_text() + f"\n# changed: {uuid.uuid4()}\n")
     text = build(engine, source, target="cpu", tag="trainer:test-changed", context=context)
+    before, after = layers(engine, cpu_image), layers(engine, "trainer:test-changed")
     engine.ask("rmi", "trainer:test-changed")
+    # the last two are the package, and what is noted of torch with it
+    assert before[:-2] == after[:-2], "a host that has the image pulls no dependency again"
+    assert len(before) == len(after) and before[-2] != after[-2]
     outcomes = dict(DONE.findall(text))
     steps = {f"{stage} {what}": outcomes[number] for number, stage, what in STEP.findall(text)}
     again = sorted(name for name, outcome in steps.items() if outcome == "DONE")
@@ -131,6 +135,12 @@ def test_a_change_of_the_code_installs_nothing_again(
     assert not set(installing) & set(again)
     kept = ("base ", "tools ", "dependencies-cpu ", "files ")
     assert not [name for name in again if name.startswith(kept) and " FROM " not in name]
+
+
+def layers(engine: Engine, image: str) -> list[str]:
+    """Digests of the image's layers, the lowest one first."""
+    (found,) = json.loads(engine.ask("image", "inspect", image))
+    return list(found["RootFS"]["Layers"])
 
 
 def _copy(pattern: str, context: Path) -> None:

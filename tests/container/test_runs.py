@@ -14,40 +14,14 @@ from tests.container.boxes import Box
 from tests.container.conftest import SOMEBODY, Start, mounts, somebodys
 from tests.container.engine import Engine
 from tests.container.images import ROOT
+from tests.container.quickstart import require_proved, steps_saved, words
 from trainer.config.appliance import GROUP, USER
 from trainer.errors import ExitCode
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]
 
-QUICKSTART = "/opt/trainer/train_configs/quickstart.yaml"
 KILLED = 137
-SHORT = (
-    "train.train_batch_size=2",
-    "train.lr_warmup_steps=0",
-    "validation.prompts=[]",
-    "validation.img_dir=null",
-)
 TMPFS_CACHE = ("--tmpfs", "/cache:mode=1777")
-
-
-def words(steps: int, *overrides: str) -> list[str]:
-    """A short quickstart as words for the image."""
-    settings = (*SHORT, f"train.max_train_steps={steps}", *overrides)
-    return ["train", QUICKSTART, *(word for text in settings for word in ("--set", text))]
-
-
-def steps_saved(output: Path) -> list[str]:
-    return sorted(folder.name for folder in (output / "quickstart" / "checkpoints").glob("step-*"))
-
-
-def require_proved(box: Box, output: Path, *, owner: int) -> None:
-    """The run ended well, with a LoRA that was proved and belongs to the user of the run."""
-    assert box.exit_code() == ExitCode.OK, box.log()
-    assert "Proved: reloaded from disk" in box.log()
-    for name in ("quickstart.safetensors", "quickstart.comfyui.safetensors"):
-        file = output / "quickstart" / "lora" / name
-        assert file.stat().st_size > 10_000
-        assert file.stat().st_uid == owner
 
 
 def folder_of(path: Path, user: str) -> Path:
