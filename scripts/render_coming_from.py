@@ -21,9 +21,9 @@ says what this page says: it is never ignored. Capitals and hyphens do not count
 FAMILY` prints a file with every key of ours.
 
 Small overlays are chosen by `--preset NAME[,NAME]`: character, style, concept; fast, quality, low-vram. A
-preset is below your own files, so that what you wrote wins; to let it win, name its file behind yours
-(`trainer train my.yaml train_configs/presets/style.yaml`). The files in `train_configs/hardware` are for
-people who look for one: the machine is seen without.
+preset is laid over the files, and what it replaces in them is told; `--set` wins over it. To let your file
+win, name the preset's before it (`trainer train train_configs/presets/style.yaml my.yaml`). The files in
+`train_configs/hardware` are for people who look for one: the machine is seen without.
 """
 
 

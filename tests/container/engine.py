@@ -85,7 +85,10 @@ def engine(folder: Path) -> Iterator[Engine]:
     if shutil.which("dockerd") is None:
         raise NoEngineError("no container engine answers, and dockerd is not installed")
     with _private(existing.client, folder) as host:
-        yield Engine(client=existing.client, host=host)
+        private = Engine(client=existing.client, host=host)
+        yield private
+        # each change of the code leaves an image without a name; the layers that builds reuse stay
+        private.run("image", "prune", "--force", timeout=PATIENCE_SECONDS)
 
 
 @contextlib.contextmanager

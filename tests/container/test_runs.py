@@ -22,6 +22,7 @@ pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]
 
 KILLED = 137
 TMPFS_CACHE = ("--tmpfs", "/cache:mode=1777")
+OVERLAYS = ("presets", "hardware")
 
 
 def folder_of(path: Path, user: str) -> Path:
@@ -156,3 +157,15 @@ def test_every_shipped_configuration_plans(start: Start, output: Path, tmp_path:
     box = start("sh", "-c", script, options=(*mounts(facts=folder, output=output), *TMPFS_CACHE, *huge))
     assert box.exit_code() == 0
     assert box.log().splitlines() == [f"{name} 0" for name in names]
+
+
+def test_every_shipped_overlay_is_found(start: Start) -> None:
+    """Presets by their names, also from another folder, and files for hardware."""
+    configs = ROOT / "train_configs"
+    presets, hardware = (sorted(path.stem for path in (configs / name).glob("*.yaml")) for name in OVERLAYS)
+    assert presets and hardware
+    script = 'cd /tmp; c=/opt/trainer/train_configs; t="trainer config check $c/quickstart.yaml"; '
+    script += f"for p in {' '.join(presets)}; do $t --preset $p >log 2>&1 || cat log; done; "
+    script += f"for h in {' '.join(hardware)}; do $t $c/hardware/$h.yaml >log 2>&1 || cat log; done"
+    box = start("sh", "-c", script)
+    assert (box.exit_code(), box.log()) == (0, "")

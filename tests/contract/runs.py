@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import pytest
+import torch
 import yaml
 from PIL import Image, ImageOps
 
@@ -275,6 +277,20 @@ def dying_after(folder: Path, last_step: int) -> ToldStatus:
             raise KilledError
 
     return ToldStatus(folder, on_beat)
+
+
+def losing(job: Job, *, factor: float) -> Job:
+    """The job with a loss that is so many times as large."""
+    family = job.context.family
+
+    class Losing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(family, name)
+
+        def loss(self, *arguments: Any) -> torch.Tensor:
+            return family.loss(*arguments) * factor
+
+    return dataclasses.replace(job, context=dataclasses.replace(job.context, family=Losing()))
 
 
 def record_samples(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SampleRef, ...]]:

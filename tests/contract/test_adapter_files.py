@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests.contract.conftest import Finished
 from tests.contract.loaders import lora_file, own
@@ -168,10 +168,14 @@ def test_the_familys_own_loader_takes_the_file(
     assert not torch.equal(loaded.output(), without)
 
 
+@pytest.mark.parametrize(
+    "kind", ["lora", pytest.param("dora", marks=SLOW), "lokr", pytest.param("patterns", marks=SLOW)]
+)
 def test_a_run_starts_from_the_file_of_another_and_learns_on(
-    made: Callable[[str, Case], Job], workshop: Workshop, tmp_path: Path
+    kind: str, workshop: Workshop, tmp_path: Path
 ) -> None:
-    off = ("validation.prompts=[]", "validation.every_steps=2", "train.max_train_steps=2")
+    same = KINDS.get(kind, ())
+    off = ("validation.prompts=[]", "validation.every_steps=2", "train.max_train_steps=2", *same)
     first = workshop.job(SMALLEST, tmp_path / "first", *off, "train.learning_rate=1e-2")
     first.train()
     path = lora_file(first)
@@ -216,7 +220,17 @@ def test_files_for_comfyui_and_broken_ones_are_no_start(
     comfyui = lora_file(finished(SMALLEST)).with_suffix(".comfyui.safetensors")
     broken = tmp_path / "broken.safetensors"
     broken.write_bytes(b"no tensors")
-    for path, words in ((comfyui, "laid out for ComfyUI"), (broken, "cannot be read")):
+    files = [(comfyui, "laid out for ComfyUI"), (broken, "cannot be read")]
+    tensors = load_file(lora_file(finished(SMALLEST)))
+    for name, text, words in (
+        ("damaged", "{", "lora_adapter_metadata is damaged"),
+        ("list", "[]", "is not one of PEFT's"),
+        ("rooted", '{"transformer.use_rslora": true}', "scaled by the root of their rank"),
+    ):
+        path = tmp_path / f"{name}.safetensors"
+        save_file(tensors, path, {"lora_adapter_metadata": text})
+        files.append((path, words))
+    for path, words in files:
         job = workshop.job(SMALLEST, tmp_path / "job", f"lora.init_from={path}")
         with pytest.raises(ConfigError, match=words):
             build(job.context)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 import shutil
 from collections.abc import Callable
@@ -21,7 +22,7 @@ from trainer.cli import main
 from trainer.engine import proof
 from trainer.engine.build import build, load_base
 from trainer.engine.export import export
-from trainer.errors import ConfigError, DataError, TrainerError
+from trainer.errors import ConfigError, DataError, NoSpaceError, TrainerError
 from trainer.modeling.adapterfile import merged_weight, read_adapter
 from trainer.modeling.source import resolve_source
 from trainer.modeling.tensorfile import split_shards
@@ -121,9 +122,63 @@ def test_export_by_command(workshop: Workshop, tmp_path: Path, capsys: pytest.Ca
     assert f"{done.comfyui} exists" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("form", ["comfyui", "diffusers"])
+def test_a_full_disk_leaves_no_half_of_a_file(
+    form: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done = trained(FLUX, workshop, tmp_path)
+    assert done.comfyui is not None
+
+    def full(descriptor: int) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr("trainer.modeling.tensorfile.os.fsync", full)
+    (tmp_path / "new").mkdir()
+    with pytest.raises(NoSpaceError):
+        export(done.file if form == "comfyui" else done.comfyui, form, tmp_path / "new" / "x", None)
+    assert not list((tmp_path / "new").iterdir())
+
+
+def test_places_that_take_no_file(
+    workshop: Workshop, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    done = trained(FLUX, workshop, tmp_path)
+    below_a_file = str(done.file / "x")
+    assert main(["export", str(done.file), "--format", "comfyui", "--to", below_a_file]) == 78
+    assert f"--to {below_a_file}: a file stands where" in capsys.readouterr().err
+    assert merge(done, done.file / "x") == 78
+    assert f"--to {below_a_file}: a file stands where" in capsys.readouterr().err
+    inside = done.job.context.source.folder / "vae" / "merged"
+    assert merge(done, inside) == 78
+    assert "is in the base model's folder" in capsys.readouterr().err
+    assert not inside.exists()
+
+
 def renamed(file: Path, target: Path, change: Callable[[str], str], metadata: dict[str, str]) -> Path:
     save_file({change(name): value for name, value in load_file(file).items()}, target, metadata)
     return target
+
+
+def test_damaged_files_say_so(workshop: Workshop, tmp_path: Path) -> None:
+    done = trained(FLUX, workshop, tmp_path)
+    said, tensors = read_metadata(done.file), load_file(done.file)
+    config = json.loads(said["lora_adapter_metadata"])
+    half = {name: value for name, value in tensors.items() if name != min(tensors)}
+    without = {key: value for key, value in config.items() if not key.endswith("lora_alpha")}
+    path = tmp_path / "damaged.safetensors"
+    cases = [
+        (half, config, "has only one of lora_A and lora_B"),
+        (tensors, without, "not both rank and alpha"),
+        (tensors, {}, "not both rank and alpha"),
+    ]
+    for state, written, words in cases:
+        save_file(state, path, {**said, "lora_adapter_metadata": json.dumps(written)})
+        with pytest.raises(DataError, match=words):
+            export(path, "comfyui", tmp_path / "never.safetensors", None)
+    # an older PEFT wrote no patterns
+    plain = {key: value for key, value in config.items() if not key.endswith("_pattern")}
+    save_file(tensors, path, {**said, "lora_adapter_metadata": json.dumps(plain)})
+    assert export(path, "comfyui", tmp_path / "old.safetensors", None).is_file()
 
 
 def test_what_is_not_converted_says_why(workshop: Workshop, tmp_path: Path) -> None:
@@ -141,6 +196,7 @@ def test_what_is_not_converted_says_why(workshop: Workshop, tmp_path: Path) -> N
         (other, "diffusers", None, DataError, "is no tensor of an adapter"),
         (nameless, "diffusers", None, ConfigError, "give --family NAME"),
         (nameless, "diffusers", "flux9", ConfigError, 'unknown family "flux9"'),
+        (done.file, "comfyui", "qwen_image", ConfigError, "is a LoRA of flux1_dev"),
         (tmp_path / "broken.safetensors", "comfyui", None, DataError, "cannot be read as safetensors"),
     ]
     for path, form, family, error, words in cases:

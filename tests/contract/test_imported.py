@@ -24,9 +24,9 @@ def job(workshop: Workshop, tmp_path: Path) -> Job:
     return workshop.job(FLUX, tmp_path / "run", "validation.prompts=[]", cache=tmp_path / "cache")
 
 
-def saved(job: Job, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What another trainer would have saved for the first picture."""
-    record = job.records[0]
+def saved(job: Job, *, number: int = 0, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What another trainer would have saved for a picture, the first one."""
+    record = job.records[number]
     size = (1, 16, record.bucket_height // 8, record.bucket_width // 8)
     config = job.context.source.component_config("transformer")
     whole = {
@@ -37,10 +37,13 @@ def saved(job: Job, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
     return whole | changes
 
 
-def put(job: Job, folder: Path, content: Any) -> Path:
+def put(job: Job, folder: Path, content: Any, *, number: int = 0) -> Path:
     folder.mkdir(exist_ok=True)
-    path = (folder / job.records[0].path.name).with_suffix(".pt")
-    torch.save(content, path)
+    path = (folder / job.records[number].path.name).with_suffix(".pt")
+    if isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        torch.save(content, path)
     return path
 
 
@@ -60,7 +63,45 @@ def test_a_file_stands_for_its_image_and_caption(job: Job, tmp_path: Path) -> No
     assert torch.equal(text["prompt_embeds"], content["prompt_embeds"][0])
     assert torch.equal(text["pooled_prompt_embeds"], content["pooled_prompt_embeds"][0])
     assert entries.cache.read("latents", entries.latents[1].key)["std"].any(), "the others are encoded"
-    assert any("imported 1 files" in line for line in job.said)
+    assert any(line.endswith("old: 2 entries written") for line in job.said)
+
+
+def test_entries_of_before_stay_and_files_of_no_image_are_told(
+    job: Job, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    put(job, tmp_path / "old", saved(job))
+    (tmp_path / "old" / "stranger.pt").write_bytes(b"x")
+    take(job, tmp_path / "old")
+    entries = list_entries(job.context, job.records)
+    before = entries.cache.read("latents", entries.latents[0].key)["mean"]
+    put(job, tmp_path / "old", saved(job))
+    take(job, tmp_path / "old")
+    assert torch.equal(entries.cache.read("latents", entries.latents[0].key)["mean"], before)
+    assert any("old: 0 entries written, 2 were there before and stay" in line for line in job.said)
+    assert f"1 .pt files have the name of no image:\n{tmp_path / 'old' / 'stranger.pt'}" in caplog.text
+
+
+def test_training_takes_what_was_imported(job: Job, tmp_path: Path) -> None:
+    for number in range(len(job.records)):
+        put(job, tmp_path / "old", saved(job, number=number), number=number)
+    take(job, tmp_path / "old")
+    entries = list_entries(job.context, job.records)
+    count = len({one.key for one in (*entries.texts, *entries.latents)})
+    assert f"cache: {count} entries were there, 1 encoded" in job.said, "the empty caption"
+    job.train()
+    assert f"cache: {count + 1} entries were there, 0 encoded" in job.said
+
+
+def test_a_name_of_two_images_is_refused(job: Job, tmp_path: Path) -> None:
+    first, second = job.records[:2]
+    other = dataclasses.replace(second, identifier=f"1/{first.path.name}")
+    samples = dataclasses.replace(job.samples, held_out=(other,))
+    path = put(job, tmp_path / "old", saved(job))
+    with pytest.raises(DataError, match=f"it may be of {first.path} or of {second.path}") as caught:
+        run.cache_only(
+            job.context, samples, dataclasses.replace(job.spec, import_folder=str(tmp_path / "old"))
+        )
+    assert [problem.where for problem in caught.value.problems] == [str(path)]
 
 
 BAD: dict[str, tuple[Callable[[Job], Any], str]] = {
@@ -73,6 +114,20 @@ BAD: dict[str, tuple[Callable[[Job], Any], str]] = {
         lambda job: saved(job, latents=saved(job)["latents"] / 0),
         "`latents` has values that are not finite",
     ),
+    "whole numbers": (
+        lambda job: saved(job, latents=saved(job)["latents"].long()),
+        "`latents` is torch.int64, and plain floating point",
+    ),
+    "sparse": (
+        lambda job: saved(job, prompt_embeds=saved(job)["prompt_embeds"].to_sparse()),
+        "`prompt_embeds` is torch.float32, and plain",
+    ),
+    "no tokens": (
+        lambda job: saved(job, prompt_embeds=saved(job)["prompt_embeds"][:, :0]),
+        "`prompt_embeds` has 0 tokens",
+    ),
+    "nothing at all": (lambda job: b"", r"not a file of plain tensors \(EOFError\)"),
+    "an empty pickle": (lambda job: b"\x80\x02.", "not a file of plain tensors"),
     "other names": (lambda job: {"latent": torch.zeros(3)}, "it holds latent, and latents"),
     "a tensor": (lambda job: torch.zeros(3), "not a dict of tensors"),
     "code": (lambda job: {"latents": Path("x")}, "not a file of plain tensors"),

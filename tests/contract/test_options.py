@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -26,6 +24,7 @@ from tests.contract.runs import (
     different,
     dying_after,
     files,
+    losing,
     numbers,
 )
 from tests.unit.telemetry.test_tracker import Fake
@@ -220,20 +219,6 @@ def test_fp16_skips_steps_that_overflow_and_ends_where_none_fits(workshop: Works
         losing(never, factor=float("inf")).train()
     assert caught.value.exit_code is ExitCode.DIVERGED
     assert "step 17: " in str(caught.value)
-
-
-def losing(job: Job, *, factor: float) -> Job:
-    """The job with a loss that is so many times as large."""
-    family = job.context.family
-
-    class Losing:
-        def __getattr__(self, name: str) -> Any:
-            return getattr(family, name)
-
-        def loss(self, *arguments: Any) -> torch.Tensor:
-            return family.loss(*arguments) * factor
-
-    return dataclasses.replace(job, context=dataclasses.replace(job.context, family=Losing()))
 
 
 def test_a_run_is_told_to_weights_and_biases(

@@ -87,11 +87,14 @@ def test_a_plan_names_the_preset_as_the_source(
     for name in ("TRAINER_PROFILE", "TRAINER_FACTS"):
         monkeypatch.delenv(name, raising=False)
     (tmp_path / "c.yaml").write_text(
-        "family: flux1_dev\ndata: {sets: [{img_dir: x}]}\noutput_dir: out\nlora: {rank: 4}\n"
+        "family: flux1_dev\ndata: {sets: [{img_dir: x}]}\noutput_dir: out\nlora: {rank: 4, alpha: 4}\n"
     )
     facts = str(plans.MACHINES / "h200.json")
-    assert main(["plan", "c.yaml", "--preset", "low-vram", "--facts", facts]) == 0
+    assert main(["plan", "c.yaml", "--preset", "low-vram", "--set", "lora.rank=2", "--facts", facts]) == 0
     printed = capsys.readouterr()
     row = next(line for line in printed.out.splitlines() if line.startswith("activation_checkpointing"))
     assert row.split()[:2] == ["activation_checkpointing", "on"] and "preset low-vram" in row
-    assert printed.err == "note: preset low-vram: not used: lora.rank (c.yaml:4)\n"
+    assert printed.err == (
+        "note: preset low-vram: lora.alpha 8, not 4 (c.yaml:4)\n"
+        "note: preset low-vram: not used: lora.rank (--set lora.rank)\n"
+    )

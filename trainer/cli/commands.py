@@ -88,4 +88,4 @@ Exit codes:
 )
 @click.version_option(__version__, prog_name="trainer")
 def trainer() -> None:
-    """Fine-tune diffusion transformers: planned, measured and proved."""
+    """Fine-tune diffusion transformers and language models: planned, measured and proved."""

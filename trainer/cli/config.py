@@ -13,7 +13,7 @@ from trainer.config.appliance import IMAGE_ENVIRONMENT, SECRETS
 
 @click.group(
     epilog="""\b
-Layers, low to high: schema, family, --preset, files from left to right,
+Layers, low to high: schema, family, files from left to right, --preset,
 TRAINER__SECTION__KEY, --set, --dataset and --output.
 
 \b

@@ -31,8 +31,10 @@ def export(file: Path, form: str, target: Path | None, family: str | None) -> No
     from trainer.modeling.vision import make_torchvision_importable
 
     make_torchvision_importable()
+    from trainer.cli.targets import require_writable
     from trainer.engine.export import export as convert
 
+    require_writable(target or file, "--to" if target else "beside")
     click.echo(f"LoRA for {form}: {convert(file, form, target, family)}")
 
 
@@ -60,10 +62,12 @@ def merge(
 ) -> None:
     """Write the base model with a LoRA in it: a whole model that needs no LoRA."""
     from trainer import families
+    from trainer.cli.targets import require_writable
     from trainer.engine.merge import merge as merge_files
     from trainer.modeling.source import resolve_source
 
     loaded = load_config(configs, overrides, dataset, output, presets)
+    require_writable(target, "--to", folder=True)
     family = families.get(loaded.config.family)
     components = families.components(family)
     source = resolve_source(loaded.config, components, trained=family.trained_component)

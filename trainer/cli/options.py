@@ -53,14 +53,17 @@ def layer_options(function: F) -> F:
             "presets",
             metavar="NAME[,NAME]",
             multiple=True,
-            help="Start from a preset of train_configs/presets. It is below your files: what they write wins;"
-            " to let the preset win, name its file behind yours.",
+            help="Lay a preset of train_configs/presets over the files; what it replaces is told. --set wins"
+            " over it; to let your file win, name the preset's file before it.",
         ),
         click.option(
             "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Set one key: train.seed=1."
         ),
         click.option(
-            "--dataset", metavar="DIR", type=path, help="Train on this folder instead of `data.sets`."
+            "--dataset",
+            metavar="PATH",
+            type=path,
+            help="Train on this folder, or file of conversations, instead of `data.sets`.",
         ),
         click.option(
             "--output", metavar="DIR", type=path, help="Write the run here instead of `output_dir`."

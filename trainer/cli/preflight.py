@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import re
-import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,14 +20,16 @@ REPORTED = "probe"
 """The command that a container without one runs: it is told what would stop a run, and goes on."""
 ON_MACHINE = frozenset({"train", "cache", "sample", "verify-lora"})
 """Commands that compute; with a configuration they have a plan, whose environment is exported."""
-IN_CONTAINER = ON_MACHINE | {"fetch"}
+IN_CONTAINER = ON_MACHINE | {"fetch", "merge"}
 """Commands whose mounts and folders are checked; all others need nothing of their machine."""
 MOUNTINFO = Path("/proc/self/mountinfo")
 OUTPUT = "/output"
 
 _ADVICE = """
 To train, give the container your images and a place for the results:
-  docker run --rm{gpus} -v "$PWD/data":/data:ro -v "$PWD/output":/output -v "$PWD/models":/models \\
+  mkdir -p data models cache output
+  docker run --rm{gpus} --user "$(id -u):0" -v "$PWD/data":/data:ro \\
+    -v "$PWD/models":/models -v "$PWD/cache":/cache -v "$PWD/output":/output \\
     IMAGE train {prefix}/train_configs/flux1_dev_lora.yaml --dataset /data --output /output/my-lora
 `train --help` shows more, `families` lists the models, and any other program runs as it is: IMAGE bash
 """
@@ -175,20 +175,12 @@ def _folders(name: str, loaded: Loaded | None) -> Iterator[Folder]:
 
 
 def _folder(path: Path, meaning: str, *, is_result: bool = False) -> Folder:
-    """Ask by writing: permission bits do not tell of read-only mounts, or of what root may do."""
+    from trainer.cli.targets import nearest
     from trainer.hardware.preflight import Folder
 
     # a link in the image may lead to a volume
     path = path.expanduser().resolve()
-    existing = next(one for one in (path, *path.parents) if _is_folder(one))
-    error = ""
-    try:
-        with tempfile.TemporaryFile(dir=existing):
-            pass
-    except OSError as failed:
-        # a full disk is told by the command, with what it needs
-        full = failed.errno in (errno.ENOSPC, errno.EDQUOT)
-        error = "" if full else failed.strerror or str(failed)
+    existing, error = nearest(path)
     return Folder(
         path=str(path),
         meaning=meaning,
@@ -197,13 +189,6 @@ def _folder(path: Path, meaning: str, *, is_result: bool = False) -> Folder:
         error=error,
         is_result=is_result,
     )
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except PermissionError:  # of a folder above it, which is then the one to name
-        return False
 
 
 def _surroundings(folders: Iterable[Folder], named: str, *, on_machine: bool) -> Surroundings:

@@ -61,11 +61,11 @@ Examples:
 )
 @_shared
 def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
-    """What differs between runs: settings, then figures; a column a run."""
-    from trainer.telemetry.runs import differences
+    """What differs between runs, a column each: settings, then figures."""
+    from trainer.telemetry.runs import differences, labels
 
     found = _read(folders)
-    rows = [["", *(run.name for run in found)]]
+    rows = [["", *labels(found)]]
     rows += [[key, *values] for key, values in differences(found).items() if key != "output_dir"]
     rows += [[column, *(run.figures[column] for run in found)] for column in found[0].figures]
     _print(rows, as_csv=as_csv)
@@ -96,15 +96,15 @@ def _print(rows: Sequence[Sequence[str]], *, as_csv: bool) -> None:
 
 
 def _plot(found: Sequence[Run], path: Path | None) -> None:
+    from trainer.cli.targets import require_writable
     from trainer.errors import ConfigError
+    from trainer.telemetry.curves import write_curves
 
     if path is None:
         return
     if not any(run.losses or run.held_out for run in found):
         raise ConfigError("no run has a loss yet", where="--plot", remedy="wait for its first log step")
-    if not path.parent.is_dir():
-        raise ConfigError("no such folder", where=f"--plot {path}", remedy="make it, or name another file")
-    from trainer.telemetry.curves import write_curves
-
+    require_writable(path, "--plot")
+    path.parent.mkdir(parents=True, exist_ok=True)
     write_curves(found, path)
     click.echo(f"plot: {path}", err=True)

@@ -33,7 +33,7 @@ def _row(names: str, ours: str = "", note: str = "") -> Row:
 
 KEYS: Mapping[str, tuple[Row, ...]] = {
     "Whole files": (
-        _row("job process extension meta",
+        _row("job process extension meta config",
              note="this is another trainer's file: start from one in train_configs/ and move the keys over"),
         _row("accelerate_config distributed_type num_processes num_machines machine_rank main_process_port "
              "gpu_ids num_gpus gpus devices",
@@ -53,10 +53,11 @@ KEYS: Mapping[str, tuple[Row, ...]] = {
         _row("vae vae_path ae ae_path clip_l t5xxl text_encoder1 text_encoder2 text_encoder_path te_path "
              "text_encoder pretrained_vae_model_name_or_path", "model.pretrained_model_name_or_path",
              "Its folder or repository holds the other components as well."),
-        _row("model_type arch model_family model_version", "family", "`trainer families` lists them."),
+        _row("model_type arch model_family model_version", "family",
+             "`trainer families` lists them."),
         _row("training_type training_method train_type finetune_mode", "method", "lora or full"),
         _row("mixed_precision train_dtype compute_dtype precision weight_dtype full_bf16 full_fp16 bf16 fp16 "
-             "base_model_precision base_model_default_dtype", "model.dtype", "`auto` is bf16 on a GPU"),
+             "base_model_default_dtype", "model.dtype", "`auto` is bf16 on a GPU"),
         _row("variant", note="files are read in the type that they are in, and stored as the plan says"),
         _row("hub_token hf_token huggingface_token token use_auth_token",
              note="put it into a file that the environment variable HF_TOKEN_PATH names, never into a "
@@ -79,10 +80,10 @@ KEYS: Mapping[str, tuple[Row, ...]] = {
              "file_name and text"),
         _row("instance_prompt trigger class_tokens activation_text trigger_phrase instance_token",
              "data.trigger_word", "put before every caption that does not hold it already"),
-        _row("caption_dropout caption_dropout_prob caption_tag_dropout_rate", "data.caption_dropout_rate",
+        _row("caption_dropout caption_dropout_prob", "data.caption_dropout_rate",
              "a share: 0.05 is 5 %"),
         _row("shuffle_caption shuffle_tokens keep_tokens caption_prefix caption_suffix random_caption "
-             "tag_shuffle", note="captions are encoded once, as they are written"),
+             "tag_shuffle caption_tag_dropout_rate", note="captions are encoded once, as they are written"),
         _row("resolutions image_size img_size width height resolution_type size base_resolution sample_size",
              "data.resolution", "one number, the side of the square whose area every bucket keeps to"),
         _row("enable_bucket bucket_reso_steps min_bucket_reso max_bucket_reso bucket_no_upscale "
@@ -104,10 +105,14 @@ KEYS: Mapping[str, tuple[Row, ...]] = {
              "plan`)"),
     ),
     "LoRA": (
-        _row("network_dim network_rank linear lora_rank lora_r r dim lora_dim conv_dim", "lora.rank"),
+        _row("network_dim network_rank linear lora_rank lora_r r dim lora_dim", "lora.rank"),
+        _row("conv conv_dim conv_alpha conv_rank",
+             note="adapters are on linear layers: these models have few others"),
         _row("network_alpha linear_alpha lora_alpha", "lora.alpha",
              "the output is scaled by alpha / rank, as there"),
-        _row("network_dropout lora_dropout rank_dropout module_dropout", "lora.dropout"),
+        _row("network_dropout lora_dropout", "lora.dropout", "of the adapter's inputs"),
+        _row("rank_dropout module_dropout",
+             note="only the adapter's inputs are dropped, by lora.dropout"),
         _row("target_layers lora_layers lora_target only_if_contains transformer_only network_args "
              "lora_modules layer_filter train_transformer_layers single_blocks double_blocks "
              "lora_target_modules", "lora.target_modules",
@@ -139,29 +144,34 @@ KEYS: Mapping[str, tuple[Row, ...]] = {
         _row("lr_scheduler_power lr_end lr_min_ratio", "train.lr_power", "the end itself is not a setting"),
         _row("optimizer_type optim", "train.optimizer"),
         _row("use_8bit_adam use_8bit use_adam8bit adam8bit", "train.optimizer", "write adamw_8bit"),
-        _row("optimizer_args optimizer_params optimizer_config decouple d_coef betas", "train.adam_beta1",
+        _row("optimizer_args optimizer_params optimizer_config betas", "train.adam_beta1",
              "Each has a key of its own: adam_beta1, adam_beta2, adam_epsilon, weight_decay."),
+        _row("decouple d_coef d0 growth_rate use_bias_correction safeguard_warmup",
+             note="Prodigy's own settings are what its authors advise for diffusion models"),
         _row("adam_weight_decay", "train.weight_decay"),
         _row("max_norm gradient_clipping clip_grad_norm gradient_clip_val", "train.max_grad_norm"),
         _row("ema use_ema ema_config ema_foreach ema_update_after_step", "train.ema_decay"),
         _row("noise_offset pyramid_noise adaptive_noise_scale multires_noise_iterations "
              "multires_noise_discount ip_noise_gamma zero_terminal_snr",
              note="it is for models that predict noise; these match flows"),
-        _row("min_snr_gamma snr_gamma v_parameterization prediction_type noise_scheduler beta_schedule "
+        _row("min_snr_gamma snr_gamma v_parameterization prediction_type beta_schedule "
              "debiased_estimation_loss",
              note="it is for models that predict noise; flow.weighting_scheme weights these"),
-        _row("timestep_sampling timestep_type content_or_style timestep_distribution "
-             "flow_schedule_auto_shift", "flow.weighting_scheme", "`logit_normal` is others' sigmoid"),
-        _row("discrete_flow_shift timestep_shift flow_schedule_shift flow_shift sigmoid_scale", "flow.shift",
-             "a number, or `resolution`"),
+        _row("noise_scheduler", note="flow matching is all there is; the family decides it"),
+        _row("timestep_sampling timestep_type content_or_style timestep_distribution",
+             "flow.weighting_scheme", "`logit_normal` is others' sigmoid"),
+        _row("sigmoid_scale", "flow.logit_std", "with `weighting_scheme: logit_normal`"),
+        _row("discrete_flow_shift timestep_shift flow_schedule_shift flow_shift flow_schedule_auto_shift",
+             "flow.shift", "a number, or `resolution`"),
         _row("model_prediction_type loss_type huber_c scale_weight_norms",
              note="the loss is the squared error of the velocity, as in diffusers' scripts"),
         _row("prior_loss_weight with_prior_preservation class_data_dir class_prompt reg_data_dir "
              "num_class_images", "data.sets", "`is_reg` and `loss_weight` of a set"),
-        _row("logging_dir log_dir wandb_dir log_with log_every logging_steps log_tracker_name",
-             "train.log_every_steps", "Logs lie in `output_dir`."),
-        _row("wandb_project tracker_name tracker_run_name wandb_run_name project_name",
-             "train.tracker_project_name"),
+        _row("logging_dir log_dir wandb_dir log_every logging_steps", "train.log_every_steps",
+             "Logs lie in `output_dir`."),
+        _row("log_with use_wandb wandb tracker", "train.report_to", "tensorboard or wandb"),
+        _row("wandb_project tracker_name log_tracker_name project_name", "train.tracker_project_name"),
+        _row("tracker_run_name wandb_run_name", "output_dir", "a run is called as its folder"),
         _row("wandb_api_key", note="set WANDB_API_KEY in the environment"),
     ),
     "Memory and speed": (
@@ -171,7 +181,7 @@ KEYS: Mapping[str, tuple[Row, ...]] = {
         _row("memory_pool memory_pool_size cuda_memory_pool memory_fraction gpu_memory_fraction "
              "per_process_memory_fraction max_memory max_memory_gb vram_limit memory_limit",
              "features.memory_budget", "a size such as 20GiB"),
-        _row("disable_cpu_offload cpu_offload enable_cpu_offload offload low_vram lowvram offload_optimizer "
+        _row("disable_cpu_offload cpu_offload enable_cpu_offload offload low_vram lowvram "
              "layer_offloading layer_offload_fraction enable_model_cpu_offload offload_during_startup "
              "group_offload split_mode", "features.block_swap",
              "0 keeps the whole base on the device, as DISABLE_CPU_OFFLOAD=true"),
@@ -180,11 +190,13 @@ KEYS: Mapping[str, tuple[Row, ...]] = {
         _row("cuda_version cuda cuda_arch compute_capability torch_version driver_version",
              note="torch brings its own CUDA; `trainer probe` shows it, and the plan refuses a driver that "
              "is too old"),
-        _row("quantize quantization quantize_base qtype quantize_te qtype_te fp8_base fp8_scaled "
-             "quantize_via load_in_8bit load_in_4bit bnb_config nf4 fp8_base_unet text_encoder_1_precision",
+        _row("quantize quantization quantize_base qtype fp8_base fp8_scaled base_model_precision "
+             "quantize_via load_in_8bit load_in_4bit bnb_config nf4 fp8_base_unet",
              "features.weights", "bf16, int8, nf4 or fp8"),
-        _row("fp8_training fp8_backend fp8 use_fp8 float8 fp8_recipe te_fp8 transformer_engine fp8_llm "
-             "fp8_fast", "features.compute",
+        _row("quantize_te qtype_te text_encoder_1_precision text_encoder_2_precision fp8_llm fp8_t5",
+             note="the plan decides how text encoders are stored: they run once, before training"),
+        _row("fp8_training fp8_backend fp8 use_fp8 float8 fp8_recipe te_fp8 transformer_engine fp8_fast",
+             "features.compute",
              "fp8, for a frozen base; there is one way to do it, through torch"),
         _row("flash_attention_3 flash_attention flash_attn use_flash_attention flash3 attention_backend "
              "attn_mode attention_mechanism xformers sdpa mem_eff_attn split_attn sage_attn "
@@ -198,8 +210,8 @@ KEYS: Mapping[str, tuple[Row, ...]] = {
         _row("torch_compile compile_model dynamo_backend dynamo_mode compile_mode inductor use_torch_compile",
              "features.compile"),
         _row("tf32_compute allow_tf32 tf32_mode use_tf32 enable_tf32 matmul_precision", "features.tf32"),
-        _row("deepspeed deepspeed_config zero_stage zero3_init_flag fsdp fsdp_config ddp_timeout ddp "
-             "ddp_gradient_as_bucket_view context_parallel",
+        _row("deepspeed deepspeed_config zero_stage zero3_init_flag offload_optimizer offload_param fsdp "
+             "fsdp_config ddp_timeout ddp ddp_gradient_as_bucket_view context_parallel",
              note="one process trains on one GPU; what does not fit is quantised, recomputed or swapped by "
              "the plan"),
         _row("enable_vae_tiling vae_enable_tiling vae_enable_slicing vae_batch_size vae_chunk_size",

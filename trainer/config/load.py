@@ -31,7 +31,7 @@ class Loaded:
     config: RunConfig
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    """For people: values of presets that something else in the configuration replaced."""
+    """For people: values of files that presets replaced, and values of presets that are not in effect."""
     warnings: tuple[str, ...] = ()
     """Variables of the environment that do nothing here, or harm."""
 
@@ -47,7 +47,7 @@ def load(
     lora_presets: Mapping[str, tuple[str, ...]] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """Merge schema, family, presets, `paths` in order, TRAINER__*, `overrides` (a.b=c), then `dataset` and
+    """Merge schema, family, `paths` in order, presets, TRAINER__*, `overrides` (a.b=c), then `dataset` and
     `output`.
 
     family_defaults: the layer of each known family. lora_presets: each family's words for
@@ -55,21 +55,20 @@ def load(
     Raises ConfigError with every problem found.
     """
     environ = environment.snapshot() if environ is None else environ
-    written = [layers.from_file(path) for path in paths]
-    written += layers.from_variables(environ) + layers.from_overrides(overrides)
-    written += layers.from_options(dataset, output)
-    below = presets.layers(chosen_presets)
-    problems = [problem for _, found in (*below, *written) for problem in found]
+    files, chosen = [layers.from_file(path) for path in paths], presets.layers(chosen_presets)
+    single = layers.from_variables(environ) + layers.from_overrides(overrides)
+    single += layers.from_options(dataset, output)
+    problems = [problem for _, found in (*files, *chosen, *single) for problem in found]
     problems += environment.misspelt(environ, fields.dotted_keys()) + _harmful(environ)
-    if any(tree is None and found for tree, found in (*below, *written)):
+    if any(tree is None and found for tree, found in (*files, *chosen, *single)):
         raise ConfigError(_sorted(problems))  # with a layer missing, what else is wrong cannot be told
 
-    origin = ", ".join(map(str, paths)) or "configuration"
-    user = reduce(merge, [tree for tree, _ in written if tree is not None], Node(value={}, source=origin))
+    empty = Node(value={}, source=", ".join(map(str, paths)) or "configuration")
+    from_files, given = reduce(merge, _trees(files), empty), _trees(chosen)
+    user = reduce(merge, [*given, *_trees(single)], from_files)
     family, unknown = _family(user, tuple(family_defaults))
     defaults = from_plain(family_defaults[family] if family else {}, f"family {family}")
-    given = [preset for preset, _ in below if preset is not None]
-    tree = Node(value=reduce(merge, [defaults, *given, user]).value, source=origin)
+    tree = Node(value=merge(defaults, user).value, source=empty.source)
 
     outcome = validate(tree)
     problems += [*unknown, *outcome.problems]
@@ -81,8 +80,12 @@ def load(
     if problems:
         raise ConfigError(_sorted(problems))
     assert outcome.config is not None
-    notes = tuple(presets.unused(given, sources, unused_keys(outcome.config)))
+    notes = tuple(presets.told(given, from_files, sources, unused_keys(outcome.config)))
     return Loaded(config=outcome.config, sources=sources, notes=notes, warnings=_warnings(environ))
+
+
+def _trees(written: Sequence[layers.Layer]) -> list[Node]:
+    return [tree for tree, _ in written if tree is not None]
 
 
 def _warnings(environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -1,4 +1,4 @@
-"""Floor 1: `--preset`: small overlays below the user's own files, and where the shipped files are."""
+"""Floor 1: `--preset`: small overlays over the user's files, and where the shipped files are."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from trainer.config import fields
 from trainer.config.layers import Layer, from_file
-from trainer.config.tree import Node, leaves, relabelled
+from trainer.config.tree import Node, describe, leaves, relabelled
 from trainer.errors import ConfigError, Problem
 
 
@@ -52,17 +52,29 @@ def _layer(name: str, known: Sequence[str]) -> Layer:
     return None if tree is None else relabelled(tree, f"preset {name}"), problems
 
 
-def unused(presets: Sequence[Node], sources: Mapping[str, str], without_effect: Collection[str]) -> list[str]:
-    """A line for each preset whose values are not all in effect: which they are, and who wrote another.
+def told(
+    presets: Sequence[Node], files: Node, sources: Mapping[str, str], without_effect: Collection[str]
+) -> list[str]:
+    """For each preset a line of what it replaced in the user's files, and one of its values not in effect.
 
     `without_effect` are keys that this configuration does not use at all.
     """
     lines = []
     for preset in presets:
-        keys = leaves(preset)
-        lost = [f"{key} ({sources[key]})" for key in keys if sources[key] != preset.source]
-        lost += [f"{key} (without effect here)" for key in keys if key in without_effect]
-        if lost:
-            told = ", ".join(dict.fromkeys(lost))
-            lines.append(f"{preset.source}: not used: {told}")
+        replaced, lost = [], []
+        for key in leaves(preset):
+            path = tuple(key.split("."))
+            ours, theirs = preset.get(path), files.get(path)
+            if key in without_effect:
+                lost.append(f"{key} (without effect here)")
+            elif sources[key] != preset.source:
+                lost.append(f"{key} ({sources[key]})")
+            elif ours is not None and theirs is not None and theirs.plain() != ours.plain():
+                replaced.append(f"{key} {_shown(ours)}, not {_shown(theirs)} ({theirs.source})")
+        lines += [f"{preset.source}: {'; '.join(replaced)}"] if replaced else []
+        lines += [f"{preset.source}: not used: {', '.join(lost)}"] if lost else []
     return lines
+
+
+def _shown(node: Node) -> str:
+    return describe(node) if isinstance(node.value, dict | list) else str(node.plain())

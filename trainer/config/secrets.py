@@ -17,7 +17,8 @@ _NAMES = re.compile(r".*(TOKEN|_KEY|APIKEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)",
 """Variables whose values are secret. Names that end in _FILE or _PATH say where one is."""
 _SHORTEST = 8
 """A shorter value is a word or a number that stands in harmless texts too."""
-_IN_ADDRESS = re.compile(r"(?<=://)[^\s/@\"']+(?=@)")
+_IN_ADDRESS = re.compile(r"(?<=://)[^\s/\"']+(?=@)")
+"""Up to the last @: one may be in a password."""
 _KNOWN = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,})")
 """Forms of tokens that are known wherever they come from."""
 

@@ -17,18 +17,26 @@ from trainer.config.tree import from_plain, merge
 _WIDTH = 110
 _DECIDED = "features"
 """The section that the hardware plan decides: its keys are commented out."""
+_OF_IMAGES = frozenset(
+    {key for key in fields.dotted_keys() if key.startswith("flow.")}
+    | {"data.resolution", "data.caption_dropout_rate", "data.trigger_word"}
+    | {f"validation.{key}" for key in ("num_inference_steps", "guidance_scale", "control_images")}
+)
+_OF_CONVERSATIONS = frozenset({"validation.max_new_tokens"})
+"""Keys that say nothing to families of the other kind."""
 
 
 def template(family: str, defaults: Mapping[str, Any], *, conversations: bool) -> str:
     """YAML text that loads to the family's defaults, with one data set and an output folder to change.
 
-    `defaults` are the family's layer. Keys that are null, without effect or the plan's are commented out.
+    `defaults` are the family's layer. Keys that are null, without effect, the plan's or
+    another kind of family's are commented out.
     """
     sets = [{"chat_file": "/data/chat.jsonl"} if conversations else {"img_dir": "/data"}]
     required = {"family": family, "data": {"sets": sets}, "output_dir": f"/output/{family}"}
     tree = merge(from_plain(defaults, "family"), from_plain(required, "template"))
     config = RunConfig.model_validate(tree.plain())
-    left_out = unused_keys(config)
+    left_out = unused_keys(config) | (_OF_IMAGES if conversations else _OF_CONVERSATIONS)
     head = (
         f"Every key of a configuration for {family}, with its default: `trainer config template {family}`."
         " Change what you need and delete the rest: what is left out keeps its default."

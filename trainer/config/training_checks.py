@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,11 @@ _LEAST_PRODIGY_RATE = 0.1
 def _validates(config: RunConfig) -> bool:
     held_out = config.validation
     return bool(held_out.held_out or held_out.img_dir is not None or held_out.chat_file is not None)
+
+
+def keeps_best(config: RunConfig) -> bool:
+    """Whether the run keeps the LoRA of its lowest held-out loss."""
+    return config.method == "lora" and config.checkpoint.keep_best and _validates(config)
 
 
 UNUSED: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
@@ -70,6 +76,20 @@ def _kind_of_adapter(context: Context) -> Found:
         yield where, "`lora.dropout` has no effect with `lora.type: lokr`", "remove it, or write dora or lora"
 
 
+def _patterns(context: Context) -> Found:
+    lora = context.config.lora
+    if context.config.method == "full":
+        return
+    for name, keys in (("rank_pattern", lora.rank_pattern), ("alpha_pattern", lora.alpha_pattern)):
+        for key in keys:
+            try:
+                re.compile(f"(.*)({key})")  # as peft puts it into a larger one
+            except re.error as error:
+                what = f"`lora.{name}`: {key!r} is no regular expression ({error.msg})"
+                remedy = "write the end of a layer's name, or escape what is meant literally by a backslash"
+                yield context.source(f"lora.{name}"), what, remedy
+
+
 def _plain_path(context: Context) -> Found:
     config, features = context.config, context.config.features
     options = {
@@ -116,6 +136,7 @@ def _init_from(context: Context) -> Found:
 CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Iterator[tuple[str, str, str]]]], ...] = (
     (("method", "model.dtype"), _half_precision),
     (("method", "lora.type", "lora.dropout", "features.weights", "features.compute"), _kind_of_adapter),
+    (("method", "lora.rank_pattern", "lora.alpha_pattern"), _patterns),
     (("method", "model.dtype", "lora.type", "lora.dropout", "features"), _plain_path),
     (("train.optimizer", "train.learning_rate"), _prodigy_rate),
     (("method", "lora.init_from"), _init_from),

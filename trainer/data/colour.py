@@ -42,7 +42,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     """RGB in sRGB: by the embedded profile where there is one, laid over white, grey spread to all channels.
 
     Profiles are applied with relative colorimetric intent and black point compensation; 16 bits become 8 by
-    their upper half, before that. Raises UnreadableModeError for floating point and 32-bit values.
+    their upper half, before that. Raises UnreadableModeError for floating point and 32-bit values, and for
+    16 bits with a transparent one.
     """
     image = _eight_bits(image)
     icc = _profile(image)
@@ -63,10 +64,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
         flat = image.convert("RGB")
     if alpha is None:
         return flat
-    white = Image.new("RGB", flat.size, "white")
     layer = flat.convert("RGBA")
     layer.putalpha(alpha)
-    return Image.alpha_composite(white.convert("RGBA"), layer).convert("RGB")
+    return Image.alpha_composite(Image.new("RGBA", flat.size, "white"), layer).convert("RGB")
 
 
 def _profile(image: Image.Image) -> bytes | None:
@@ -87,8 +87,10 @@ def _eight_bits(image: Image.Image) -> Image.Image:
         raise UnreadableModeError("floating point values, of which nobody says what is white")
     if not image.mode.startswith("I"):
         return image
-    values = np.asarray(image).astype(np.int64)
-    if values.min() < 0 or values.max() > 0xFFFF:
+    if "transparency" in image.info:
+        raise UnreadableModeError("16 bits, of which one value means transparent")
+    values = np.asarray(image)  # of 16 bits, or of 32 with a sign: nothing wider, pictures may be huge
+    if values.dtype.itemsize > 2 and (values.min() < 0 or values.max() > 0xFFFF):
         raise UnreadableModeError("values of 32 bits, of which nobody says what is white")
     if image.format == "TIFF" and image.mode == "I;16" and _min_is_white(image):
         values = 0xFFFF - values

@@ -60,10 +60,7 @@ def pair_controls(
         unusable = any(one.unusable for one in listings)
         problems += [problem for one in listings for problem in one.problems]
         found = _by_stem(listing, list(zip(folders, listings, strict=True)), problems)
-    for image, controls in found.items():
-        if any(image.samefile(control) for control in controls):
-            what, remedy = "the image is its own control", "name the image before the edit"
-            problems.append(Problem(what=what, where=str(image), remedy=remedy))
+    problems += its_own(found, "control", "name the image before the edit")
     known = {problem.where for problem in problems}
     problems += [problem for problem in _wrong_counts(found, counts) if problem.where not in known]
     return Pairs(controls=found, problems=tuple(problems), unusable=unusable)
@@ -100,6 +97,13 @@ def match_stems(
             what, remedy = f"a {noun} without an image of the same stem", "add the image, or remove this"
             problems.append(Problem(what=what, where=str(other), remedy=remedy))
     return found
+
+
+def its_own(found: Mapping[Path, Sequence[Path]], noun: str, remedy: str) -> Iterator[Problem]:
+    """A problem for every image that was found as its own partner."""
+    for image, others in found.items():
+        if any(image.samefile(other) for other in others):
+            yield Problem(what=f"the image is its own {noun}", where=str(image), remedy=remedy)
 
 
 def _by_name(

@@ -122,11 +122,17 @@ def read_image(path: Path, *, content_sha256: str | None = None) -> Image.Image:
 
 
 def read_mask(path: Path, *, content_sha256: str | None = None) -> Image.Image:
-    """A mask as grey of eight bits ("L"), upright; colours by their luminance. Raises as `read_image`."""
+    """A mask as grey of eight bits ("L"), upright; colours by their luminance. Raises as `read_image`, and
+    for one that is transparent anywhere: other trainers count that as black, painters as what lies below.
+    """
     image, orientation = _decode(_unchanged(path, content_sha256), str(path))
     # its values are numbers, not colours: a profile says nothing about them
     image.info.pop("icc_profile", None)
-    return _upright(_flat(image, str(path)), orientation).convert("L")
+    flat = _flat(image, str(path))
+    if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] != 255:
+        remedy = "save it without transparency, white where it counts and black elsewhere"
+        raise DataError("the mask is transparent in places", where=str(path), remedy=remedy)
+    return _upright(flat, orientation).convert("L")
 
 
 def _unchanged(path: Path, content_sha256: str | None) -> bytes:
@@ -149,7 +155,7 @@ def _flat(image: Image.Image, where: str) -> Image.Image:
     try:
         return to_rgb(image)
     except UnreadableModeError as error:
-        remedy = "convert it to 8 or 16 bits, or remove it"
+        remedy = "convert it to plain 8 or 16 bits, or remove it"
         raise DataError(f"the picture holds {error}", where=where, remedy=remedy) from error
 
 

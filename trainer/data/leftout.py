@@ -34,7 +34,10 @@ def list_left_out(problems: Sequence[Problem], samples: Mapping[str, Sequence[st
     reasons: dict[str, list[str]] = {}
     for problem in problems:
         for file in samples.get(problem.where) or [problem.where]:
-            named = problem.what if file == problem.where else f"{Path(problem.where).name}: {problem.what}"
+            # a mask and a control have the image's name, in a folder of their own
+            place = Path(problem.where)
+            other = problem.where if place.name == Path(file).name else place.name
+            named = problem.what if file == problem.where else f"{other}: {problem.what}"
             told = reasons.setdefault(file, [])
             if named not in told:
                 told.append(named)

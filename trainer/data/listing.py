@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import re
 import stat
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +15,7 @@ from trainer.errors import Problem
 # Left by systems and other programs, never meant as samples. Hidden files and folders are passed over too.
 _CLUTTER_NAMES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 _CLUTTER_STEMS = frozenset({"readme", "license", "licence"})
-_CLUTTER_SUFFIXES = frozenset({".npz"})  # other trainers' caches
+_CLUTTER_SUFFIXES = frozenset({".npz", ".pt", ".safetensors"})  # other trainers' caches
 # fmt: off
 _OTHER_MEDIA = frozenset({
     ".cr2", ".dng", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jpe", ".jxl",
@@ -25,9 +23,6 @@ _OTHER_MEDIA = frozenset({
 })
 # fmt: on
 _PICTURE_SUFFIXES = _OTHER_MEDIA.union(SUFFIXES)
-# what kohya's scripts read repeats from
-_REPEATS_IN_NAME = re.compile(r"(\d+)_.+")
-_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +67,7 @@ class _Walk:
 def list_folder(folder: Path, *, apart: Sequence[Path] = ()) -> Listing:
     """Sort the files of `folder` and its sub-folders; nothing is opened, nothing left out without a word.
 
-    Sub-folders in `apart` (those of masks and controls) are passed over.
+    Sub-folders in `apart` (those of masks and controls, and other sets) are passed over.
     """
     try:
         root = folder.resolve(strict=True)
@@ -124,13 +119,6 @@ def _enter(walk: _Walk, path: Path) -> list[Path]:
         walk.problems.append(Problem(what=what, where=str(path), remedy="remove the link"))
         return []
     walk.visited.add(real)
-    repeats = _REPEATS_IN_NAME.fullmatch(path.name)
-    if repeats and int(repeats[1]) > 1:
-        _log.warning(
-            "%s: other trainers read %s repeats from such a name; here a name says nothing. List the folder "
-            "under data.sets with `repeats: %s` if that is meant.",
-            path, repeats[1], repeats[1],
-        )  # fmt: skip
     return [path]
 
 
@@ -180,7 +168,7 @@ def _unreadable_folder(folder: Path, error: Exception) -> Problem:
     else:
         text = error.strerror if isinstance(error, OSError) else ""
         what = f"the folder cannot be read: {text or error}"
-    remedy = "check `img_dir`, and in a container that the folder is mounted and readable for its user"
+    remedy = "check its name, and in a container that the folder is mounted and readable for its user"
     return Problem(what=what, where=str(folder), remedy=remedy)
 
 

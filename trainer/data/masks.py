@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from trainer.data.controls import match_stems
+from trainer.data.controls import its_own, match_stems
 from trainer.data.images import Measured, fit, read_mask
 from trainer.data.listing import Listing, list_folder
 from trainer.data.records import ImageRecord
@@ -30,7 +30,10 @@ def pair_masks(
         return {}, [], None
     masks = list_folder(folder)
     problems = list(masks.problems)
-    return match_stems(listing, folder, masks, "mask", problems), problems, masks
+    found = match_stems(listing, folder, masks, "mask", problems)
+    single = {image: (mask,) for image, mask in found.items()}
+    problems += its_own(single, "mask", "name a folder of masks in data.sets.mask_dir")
+    return found, problems, masks
 
 
 def wrong_shapes(image: Measured, path: Path, mask: Measured) -> Iterator[Problem]:

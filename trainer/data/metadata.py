@@ -37,6 +37,8 @@ class Metadata:
     """Captions by file name."""
     named: Mapping[str, str] = field(default_factory=dict)
     """Where each name stands, as `folder/metadata.jsonl:3`; also of rows whose caption is bad."""
+    again: Mapping[str, str] = field(default_factory=dict)
+    """Names by the places where they stand a second time."""
     controls: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of the images before the edit, of the rows that have any."""
 
@@ -45,6 +47,7 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
     """All good rows of a set's files, and a problem with its line number for every other one."""
     rows: dict[str, str] = {}
     named: dict[str, str] = {}
+    again: dict[str, str] = {}
     controls: dict[str, tuple[str, ...]] = {}
     problems: list[Problem] = []
     for path in paths:
@@ -57,6 +60,7 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
                 name = posixpath.normpath(posixpath.join(within, _file_name(row, path.name)))
                 if name in named:
                     first = named[name].removeprefix(f"{path}:")
+                    again[where] = name
                     raise CaptionError(
                         f"{name} is named a second time, first on line {first}", "keep one of the lines"
                     )
@@ -67,7 +71,7 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
                     controls[name] = tuple(posixpath.normpath(posixpath.join(within, one)) for one in before)
             except CaptionError as error:
                 problems.append(Problem(what=error.what, where=where, remedy=error.remedy))
-    return Metadata(rows=rows, named=named, controls=controls), problems
+    return Metadata(rows=rows, named=named, again=again, controls=controls), problems
 
 
 def _read(path: Path, problems: list[Problem]) -> Iterator[Row]:

@@ -116,5 +116,9 @@ def _unusable_mask(path: Path) -> tuple[str, str]:
     """What is wrong with the values of a mask."""
     _, brightest = read_mask(path).getextrema()
     if brightest == 0:
-        return "the mask is black everywhere: nothing would be learned", "paint white what counts"
-    return "", ""
+        found = "black everywhere"
+    elif brightest == 1:  # ones and zeros are what programs write that mean yes and no
+        found = "nowhere brighter than 1 of 255"
+    else:
+        return "", ""
+    return f"the mask is {found}: nothing would be learned", "paint white (255) what counts"

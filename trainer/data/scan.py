@@ -75,9 +75,10 @@ def scan_images(
     """
     sizes = buckets(resolution, multiple)
     found = _Found()
+    apart = [folder for one in sets for folder in _folders(one)]
     for set_index, one in enumerate(sets):
         assert one.img_dir is not None, "the configuration was checked"
-        _list_set(set_index, one, one.img_dir, controls, found)
+        _list_set(set_index, one, one.img_dir, controls, found, apart)
     masks = {item.mask for item in found.images if item.mask is not None}
     files = (path for item in found.images for path in item.files)
     opened = open_all(files, masks=masks, progress=progress)
@@ -99,22 +100,29 @@ def scan_images(
     return Scan(records=tuple(records), left_out=left_out)
 
 
-def _list_set(set_index: int, one: DataSet, folder: Path, counts: tuple[int, int], found: _Found) -> None:
-    """The images of one set with captions, control images and masks."""
+def _folders(one: DataSet) -> list[Path]:
+    """Every folder that a set names."""
+    return [*control_folders(one.control_dir), *(path for path in (one.img_dir, one.mask_dir) if path)]
+
+
+def _list_set(
+    set_index: int,
+    one: DataSet,
+    folder: Path,
+    counts: tuple[int, int],
+    found: _Found,
+    apart: Sequence[Path],
+) -> None:
+    """The images of one set with captions, control images and masks; not those in folders of others."""
     folders = control_folders(one.control_dir)
-    apart = [*folders, *([one.mask_dir] if one.mask_dir else [])]
     listing = list_folder(folder, apart=apart)
     metadata, metadata_problems = read_metadata(listing.metadata, folder)
     beside, listing = listing, listing if folders else without_controls(listing, metadata)
     pairs = pair_controls(listing, metadata, folders, counts, beside=beside)
     masks, mask_problems, mask_listing = pair_masks(listing, one.mask_dir)
     captions, caption_problems = _captions(listing, metadata)
-    problems = [*listing.problems, *metadata_problems, *caption_problems]
-    seen = {(problem.what, problem.where) for problem in problems}
-    problems += [
-        problem for problem in (*pairs.problems, *mask_problems) if (problem.what, problem.where) not in seen
-    ]
-    found.problems += problems
+    problems = (*listing.problems, *metadata_problems, *caption_problems, *pairs.problems, *mask_problems)
+    found.problems += {(problem.what, problem.where): problem for problem in problems}.values()
     found.fatal = found.fatal or listing.unusable or pairs.unusable
     found.fatal = found.fatal or (mask_listing is not None and mask_listing.unusable)
     for image in listing.images:
@@ -129,20 +137,23 @@ def _list_set(set_index: int, one: DataSet, folder: Path, counts: tuple[int, int
         found.images.append(item)
         for file in item.files:
             found.blame(str(file), image)
-        row = metadata.named.get(item.name)
-        if row is not None:
-            found.blame(row, image)
-    _blame_captions(listing, found)
+    _blame_captions(listing, metadata, found)
 
 
-def _blame_captions(listing: Listing, found: _Found) -> None:
-    """Also a caption file that cannot be used spoils its image."""
-    by_stem = {listing.stem(image): image for image in listing.images}
+def _blame_captions(listing: Listing, metadata: Metadata, found: _Found) -> None:
+    """Also caption files and rows of metadata that cannot be used spoil their images."""
+    by_name = {listing.name(image): image for image in listing.images}
+    for where, name in (*((row, name) for name, row in metadata.named.items()), *metadata.again.items()):
+        if name in by_name:
+            found.blame(where, by_name[name])
+    by_stem: dict[str, list[Path]] = {}
+    for image in listing.images:
+        by_stem.setdefault(listing.stem(image), []).append(image)
     for name in listing.names:
         path = PurePosixPath(name)
-        image = by_stem.get(path.with_suffix("").as_posix())
-        if path.suffix.lower() == ".txt" and image is not None:
-            found.blame(str(listing.folder / name), image)
+        if path.suffix.lower() == ".txt":
+            for image in by_stem.get(path.with_suffix("").as_posix(), ()):
+                found.blame(str(listing.folder / name), image)
 
 
 def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], list[Problem]]:
@@ -198,6 +209,7 @@ def _record(
     trigger_word: str | None,
 ) -> ImageRecord:
     """One finished record."""
+    assert item.caption, "an image without a caption was left in"
     opened = good[item.path]
     measured = opened.measured
     bucket_width, bucket_height = nearest_bucket(measured.width, measured.height, sizes)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from torch.optim.swa_utils import get_ema_multi_avg_fn
 
 
 class Average:
@@ -16,11 +15,21 @@ class Average:
     """
 
     def __init__(self, values: Sequence[torch.Tensor], decay: float) -> None:
-        self._decay = decay
+        self._least = 1.0 - decay
         self.means = [value.detach().float().clone() for value in values]
 
     def update(self, values: Sequence[torch.Tensor], steps_taken: int) -> None:
         """Take the values after another step into the mean; `steps_taken` counts it."""
-        decay = min(self._decay, (1 + steps_taken) / (10 + steps_taken))
-        current = [value.detach().float() for value in values]
-        get_ema_multi_avg_fn(decay)(self.means, current, steps_taken)
+        self._take(values, max(self._least, 9.0 / (10.0 + steps_taken)))
+
+    def update_unless(self, bad: torch.Tensor, values: Sequence[torch.Tensor], applied: torch.Tensor) -> None:
+        """As `update`, but nothing where `bad` is 1.0, without waiting for the device; `applied` counts steps
+        that were not bad.
+        """
+        self._take(values, (9.0 / (10.0 + applied)).clamp(min=self._least) * (1.0 - bad))
+
+    @torch.no_grad()
+    def _take(self, values: Sequence[torch.Tensor], share: float | torch.Tensor) -> None:
+        # one after the other: those of a full fine-tune would be copied to fp32 all at once
+        for mean, value in zip(self.means, values, strict=True):
+            mean.lerp_(value.detach().float(), share)

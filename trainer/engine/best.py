@@ -13,12 +13,13 @@ import torch
 from trainer.engine import proof
 from trainer.engine.context import Context
 from trainer.engine.validation import HeldOut, measure
-from trainer.errors import DataError
+from trainer.errors import DataError, NoSpaceError
 from trainer.modeling import lora
 from trainer.telemetry import atomic
 from trainer.telemetry.records import ValidationRecord
 
 FOLDER, RECORD = "best", "best.json"
+_NEW, _OLD = f"{FOLDER}.tmp", f"{FOLDER}.old"
 _TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
 """Largest relative difference between the loss in training and from the file, without what joins layers."""
 
@@ -31,32 +32,54 @@ def keep(context: Context, model: Any, record: ValidationRecord) -> None:
     comparable = kept is not None and kept["validation_data"] == record.validation_data
     if kept is not None and comparable and kept["validation_loss"] <= record.validation_loss:
         return
-    folder = context.run_dir / FOLDER
-    temporary = context.run_dir / f"{FOLDER}.tmp"
+    temporary = context.run_dir / _NEW
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        with atomic.no_space_told(folder):
+        with atomic.no_space_told(temporary):
             temporary.mkdir(parents=True)
         path, _ = proof.write_lora_files(context, model, temporary)
         row = {"file": path.name, **vars(record)}
+        # last: with it the folder is whole
         atomic.write_text(temporary / RECORD, json.dumps(row, indent=1, sort_keys=True) + "\n")
-        shutil.rmtree(folder, ignore_errors=True)
-        temporary.replace(folder)
-    finally:
+    except NoSpaceError:
         shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _put_in_place(context.run_dir)
     context.say(f"best so far: step {record.step}, held-out loss {record.validation_loss:.4g}")
+
+
+def _put_in_place(run_dir: Path) -> None:
+    """Make the whole new folder the kept one; a kill at any moment leaves one that `restore` finds."""
+    folder, old = run_dir / FOLDER, run_dir / _OLD
+    if folder.exists():
+        shutil.rmtree(old, ignore_errors=True)
+        folder.replace(old)
+    (run_dir / _NEW).replace(folder)
+    atomic.sync_directory(run_dir)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def restore(context: Context) -> None:
+    """Finish what a kill interrupted: the newest whole folder is the kept one, others go."""
+    run_dir = context.run_dir
+    for name in (_NEW, _OLD):
+        if (run_dir / name / RECORD).is_file() and not (run_dir / FOLDER).exists():
+            (run_dir / name).replace(run_dir / FOLDER)
+        shutil.rmtree(run_dir / name, ignore_errors=True)
 
 
 def forget(context: Context) -> None:
     """Remove what an earlier start of this run kept, which starts afresh."""
-    shutil.rmtree(context.run_dir / FOLDER, ignore_errors=True)
+    for name in (FOLDER, _NEW, _OLD):
+        shutil.rmtree(context.run_dir / name, ignore_errors=True)
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:
     """What is known of the kept one: step, validation_loss, validation_data, file; None without one."""
     path = run_dir / FOLDER / RECORD
     found: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
-    return found
+    # somebody may have moved the file away
+    return found if found is not None and (path.parent / found["file"]).is_file() else None
 
 
 def prove(context: Context, model: Any, held_out: HeldOut | None, last: Path) -> str:
@@ -66,6 +89,8 @@ def prove(context: Context, model: Any, held_out: HeldOut | None, last: Path) ->
     kept = read(context.run_dir)
     if not _wanted(context) or held_out is None or kept is None:
         return ""
+    if kept["validation_data"] != held_out.data:
+        return ""  # nothing was measured since the held-out samples changed: its loss is not of these
     path = context.run_dir / FOLDER / kept["file"]
     _exchange(context, model, path)
     again = measure(context, model, held_out, step=kept["step"]).validation_loss

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -9,13 +10,12 @@ from typing import Any
 import torch
 
 from trainer import families
+from trainer.engine.proof import save_adapter
 from trainer.errors import ConfigError
 from trainer.families.protocol import Family
 from trainer.modeling.adapterfile import AdapterFile, read_adapter
 from trainer.modeling.comfyui import write_comfyui
-from trainer.modeling.tensorfile import rewrite_sorted
-
-FORMATS = ("comfyui", "diffusers")
+from trainer.telemetry import atomic
 
 
 def export(path: Path, form: str, target: Path | None, family_name: str | None) -> Path:
@@ -40,24 +40,34 @@ def export(path: Path, form: str, target: Path | None, family_name: str | None) 
     target = target or _beside(path, form)
     if target.exists():
         raise ConfigError(f"{target} exists", where="--to", remedy="name another file, or move it away")
-    target.parent.mkdir(parents=True, exist_ok=True)
-    if form == "comfyui":
-        write_comfyui(
-            adapter.state,
-            target,
-            adapter.metadata,
-            config=adapter.config,
-            key_of=family.comfyui_keys,
-            weight_of=_no_weight,
-        )
-        return target
-    written = family.save_adapter(adapter.state, _peft_config(adapter), target.parent, target.name)
-    rewrite_sorted(written, adapter.metadata)
-    return written
+    with atomic.no_space_told(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # in a folder of its own until it is whole: a full disk leaves nothing that looks like a LoRA
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+            _write(adapter, family, form, Path(folder) / target.name).replace(target)
+    atomic.sync_directory(target.parent)
+    return target
+
+
+def _write(adapter: AdapterFile, family: Family, form: str, path: Path) -> Path:
+    if form == "diffusers":
+        return save_adapter(family, adapter.state, _peft_config(adapter), adapter.metadata, path)
+    write_comfyui(
+        adapter.state,
+        path,
+        adapter.metadata,
+        config=adapter.config,
+        key_of=family.comfyui_keys,
+        weight_of=_no_weight,
+    )
+    return path
 
 
 def _family(adapter: AdapterFile, path: Path, name: str | None) -> Family:
-    name = name or adapter.metadata.get("family")
+    said = adapter.metadata.get("family")
+    if name is not None and said not in (None, name):
+        raise ConfigError(f"{path} is a LoRA of {said}", where=f"--family {name}", remedy="leave it out")
+    name = name or said
     known = ", ".join(families.names())
     if name is None:
         what = "the file does not say which model family it is for"

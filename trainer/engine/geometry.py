@@ -24,7 +24,7 @@ from trainer.errors import AccessError
 from trainer.families import language
 from trainer.families.protocol import AttentionShape, Family, Shape
 from trainer.hardware.activations import Activations, Units, activations, counted
-from trainer.hardware.adapters import adapter_parameters
+from trainer.hardware.adapters import NOTHING_KEPT, Kept, adapter_parameters, kept_bytes
 from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, NO_LINEARS, Stack, linears_of
 from trainer.hardware.geometry import (
     ComponentGeometry,
@@ -76,9 +76,9 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
             parameters, stored_bytes = packed_size(folder)  # whichever layers these are
             packed, modulation = dataclasses.replace(packed, parameters=parameters), NO_LINEARS
     attention = family.attention_shape(model_config, shape)
-    work = _work(linears, attention, shape)
-    repeated = _stacks(family, trained, dtype)
-    eager, compiled = _activations(family, config, model_config, shape, repeated)
+    work, repeated = _work(linears, attention, shape), _stacks(family, trained, dtype)
+    adapter = _adapter_bytes(family, config, trained, attention, shape)
+    eager, compiled = _activations(family, config, model_config, shape, repeated, adapter)
     vae, vae_tiled = _vae_peaks(family, config, model_folder, size)
     return Geometry(
         components=components,
@@ -181,6 +181,7 @@ def _activations(
     model_config: Mapping[str, Any],
     shape: Shape,
     repeated: Sequence[Stack],
+    adapter: Kept,
 ) -> tuple[Activations, Activations]:
     """What a micro-batch holds, eager and compiled, from the family's counts."""
     linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
@@ -196,10 +197,31 @@ def _activations(
             linear_inputs=linear_inputs,
             more=more,
             head=head_bytes(family, model_config, shape),
+            adapter=adapter,
         )
         for compiled in (False, True)
     )
     return eager, compiled
+
+
+def _adapter_bytes(
+    family: Family, config: RunConfig, trained: ComponentGeometry, attention: AttentionShape, shape: Shape
+) -> Kept:
+    """What the adapter holds beyond a plain LoRA, whose own activations are part of the counts."""
+    lora = config.lora
+    if config.method == "full" or (lora.type == "lora" and not lora.dropout):
+        return NOTHING_KEPT
+    modulation = trained.matching(family.modulation)
+
+    def tokens_of(name: str) -> int:
+        if name in modulation:  # one a sample
+            return attention.batch_size
+        if _TEXT_SIDE.search(name):
+            return shape.batch_size * shape.text_tokens
+        return attention.batch_size * attention.tokens
+
+    pattern = target_pattern(lora.target_modules, family.lora_targets)
+    return kept_bytes(trained.linears, pattern, lora, tokens_of, shape.bytes_per_value)
 
 
 def activation_units(family: Family, model_config: Mapping[str, Any], shape: Shape) -> Units:

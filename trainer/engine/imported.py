@@ -8,13 +8,15 @@ axis of one. Nothing is said in such a file of what made it: the entries stand f
 
 from __future__ import annotations
 
+import logging
 import pickle
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
 import torch
 
-from trainer.data.leftout import capped
+from trainer.data.leftout import MAX_PROBLEMS_SHOWN, capped
 from trainer.data.records import ImageRecord
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries
@@ -25,48 +27,78 @@ from trainer.telemetry.status import Phase
 _LATENTS = "latents"
 _REMEDY = "leave it out of the folder, and the image is encoded here"
 # what torch.load raises on files that are not what it wrote
-_LOAD_ERRORS = (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, KeyError, TypeError, OSError)
+_LOAD_ERRORS = (
+    pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, OSError, struct.error,
+    AssertionError, AttributeError, ArithmeticError,
+)  # fmt: skip
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_log = logging.getLogger(__name__)
 
 
 class _FileError(Exception):
     """One file that cannot be taken; says why."""
 
 
-def import_entries(context: Context, entries: Entries, folder: Path) -> int:
-    """Write the entries whose samples have a file in `folder`; gives the number of files that were taken.
+def import_entries(context: Context, entries: Entries, folder: Path) -> None:
+    """Write the entries whose samples have a file in `folder`, and tell how many, and what was not taken.
 
     Entries that are there already keep their bytes. Raises DataError with every file that does not fit its
     image, before any is written, and ConfigError where files cannot say enough.
     """
     context.status.beat(Phase.CACHE)
     _require_plain(context, entries, folder)
+    files = {
+        number: path
+        for number, entry in enumerate(entries.latents)
+        if (path := _file(folder, entry.record)).is_file()
+    }
+    if not files:
+        what = "none of its .pt files has the name of an image"
+        raise DataError(what, where=str(folder), remedy="name them as the images: cat.pt for cat.png")
     problems: list[Problem] = []
-    files: dict[int, Path] = {}
-    for number, entry in enumerate(entries.latents):
-        name = entry.record.identifier.partition("/")[2]
-        path = (folder / name).with_suffix(".pt")
-        if not path.is_file():
-            continue
+    first: dict[Path, ImageRecord] = {}
+    for number, path in files.items():
         context.stop.raise_if_requested()
-        files[number] = path
+        record = entries.latents[number].record
         try:
-            _tensors(context, entry.record, path)
+            _require_one_image(path, record, first.setdefault(path, record))
+            _tensors(context, record, path)
         except _FileError as error:
             problems.append(Problem(what=str(error), where=str(path), remedy=_REMEDY))
     if problems:
         raise DataError(capped(problems))
-    if not files:
-        what = "none of its .pt files has the name of an image"
-        raise DataError(what, where=str(folder), remedy="name them as the images: cat.pt for cat.png")
+    kept = 0
     for number, path in files.items():
         context.stop.raise_if_requested()
         latents, text = _tensors(context, entries.latents[number].record, path)
         keys = ("latents", entries.latents[number].key), ("text", entries.texts[number].key)
         for (kind, key), tensors in zip(keys, (latents, text), strict=True):
-            if not entries.cache.has(kind, key):
+            if entries.cache.has(kind, key):
+                kept += 1
+            else:
                 entries.cache.write(kind, key, tensors)
         context.status.beat(Phase.CACHE)
-    return len(files)
+    _tell(context, folder, frozenset(files.values()), 2 * len(files), kept)
+
+
+def _file(folder: Path, record: ImageRecord) -> Path:
+    """Where the file of an image would be: the set's own folder has no part in its name."""
+    return (folder / record.identifier.partition("/")[2]).with_suffix(".pt")
+
+
+def _require_one_image(path: Path, record: ImageRecord, first: ImageRecord) -> None:
+    """Raise _FileError where images of two sets, or one that is held out, have the file's name."""
+    if (record.content_sha256, record.caption) != (first.content_sha256, first.caption):
+        raise _FileError(f"it may be of {first.path} or of {record.path}")
+
+
+def _tell(context: Context, folder: Path, taken: frozenset[Path], entries: int, kept: int) -> None:
+    said = f"imported {len(taken)} files from {folder}: {entries - kept} entries written"
+    context.say(f"{said}, {kept} were there before and stay" if kept else said)
+    others = sorted(str(path) for path in folder.rglob("*.pt") if path not in taken)
+    if others:
+        shown = [*others[:MAX_PROBLEMS_SHOWN], *(["..."] if len(others) > MAX_PROBLEMS_SHOWN else [])]
+        _log.warning("%d .pt files have the name of no image:\n%s", len(others), "\n".join(shown))
 
 
 def _require_plain(context: Context, entries: Entries, folder: Path) -> None:
@@ -92,7 +124,8 @@ def _tensors(
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except _LOAD_ERRORS as error:
-        raise _FileError(f"not a file of plain tensors ({str(error).splitlines()[0]:.120})") from error
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise _FileError(f"not a file of plain tensors ({reason:.120})") from error
     if not isinstance(loaded, dict) or not all(isinstance(one, torch.Tensor) for one in loaded.values()):
         raise _FileError("not a dict of tensors")
     family, data = context.family, context.config.data
@@ -121,12 +154,14 @@ def _tensors(
 
 def _fitting(name: str, found: torch.Tensor, wanted: torch.Tensor, *, any_length: bool) -> torch.Tensor:
     """The tensor without its axis of one, which must have the wanted shape but for the number of tokens."""
+    if found.dtype not in _DTYPES or found.layout != torch.strided or found.is_meta:
+        raise _FileError(f"`{name}` is {found.dtype}, and plain floating point values are needed")
     one = found[0] if found.ndim == wanted.ndim + 1 and len(found) == 1 else found
     shapes = [tuple(tensor.shape[1:] if any_length else tensor.shape) for tensor in (one, wanted)]
     if one.ndim != wanted.ndim or shapes[0] != shapes[1]:
         raise _FileError(f"`{name}` is {tuple(found.shape)}, and {tuple(wanted.shape)} is needed")
-    if any_length and len(one) > len(wanted):
+    if any_length and not 0 < len(one) <= len(wanted):
         raise _FileError(f"`{name}` has {len(one)} tokens, data.max_sequence_length is {len(wanted)}")
     if not bool(one.isfinite().all()):
         raise _FileError(f"`{name}` has values that are not finite")
-    return one.contiguous()
+    return one.detach().contiguous()

@@ -21,7 +21,8 @@ class LossScale:
     def __init__(self, device: torch.device) -> None:
         self._scale = torch.full((), _START, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
-        self._applied = torch.zeros((), dtype=torch.int64, device=device)
+        self.applied = torch.zeros((), dtype=torch.int64, device=device)
+        """How many steps were not skipped."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss to start backward from."""
@@ -36,18 +37,18 @@ class LossScale:
     @torch.no_grad()
     def update(self, bad: torch.Tensor) -> torch.Tensor:
         """Count a step, which overflowed where `bad` is 1.0; gives 1.0 where the scale is below its floor."""
-        self._applied += (bad == 0).long()
+        self.applied += (bad == 0).long()
         # what torch.amp.GradScaler.update does; the class itself wants fp32 parameters and a copy of the flag
         torch._amp_update_scale_(self._scale, self._growth, bad, 2.0, 0.5, _GROWTH_STEPS)
         return (self._scale < FLOOR).float()
 
     def state(self) -> dict[str, torch.Tensor]:
         """For a checkpoint."""
-        return {_SCALE: self._scale, _GROWTH: self._growth, _APPLIED: self._applied}
+        return {_SCALE: self._scale, _GROWTH: self._growth, _APPLIED: self.applied}
 
     def load(self, state: dict[str, Any]) -> int:
         """Take what `state` gave out of `state`; returns how many steps were not skipped."""
         self._scale.copy_(state.pop(_SCALE))
         self._growth.copy_(state.pop(_GROWTH))
-        self._applied.copy_(state.pop(_APPLIED))
-        return int(self._applied.item())
+        self.applied.copy_(state.pop(_APPLIED))
+        return int(self.applied.item())

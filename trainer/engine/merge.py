@@ -74,6 +74,10 @@ def _require(
         raise ConfigError("it is laid out for ComfyUI", where=str(lora), remedy=remedy)
     if target.exists():
         raise ConfigError(f"{target} exists", where="--to", remedy="name a new folder, or move it away")
+    if target.resolve().is_relative_to(source.folder.resolve()):
+        # what is copied would hold its own copy
+        what = f"{target} is in the base model's folder"
+        raise ConfigError(what, where="--to", remedy="name another place")
 
 
 def _copy_others(family: Family, source: ModelSource, folder: Path) -> None:

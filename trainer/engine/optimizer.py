@@ -112,8 +112,7 @@ class Updater:
         self._update(bad)
         fatal = bad if self.scale is None else self.scale.update(bad)
         self.steps_taken += 1
-        if self.average is not None:
-            self.average.update(self._masters, self.steps_taken)
+        self._update_average(bad)
         if self.flat is not None:
             self.flat.publish()
         self.drop_gradients()
@@ -128,6 +127,15 @@ class Updater:
             self.optimizer.step()
         elif bad.item() == 0.0:
             self.optimizer.step()
+
+    def _update_average(self, bad: torch.Tensor) -> None:
+        """Take the step into the mean of the weights; in fp16 not one that was skipped."""
+        if self.average is None:
+            return
+        if self.scale is None:
+            self.average.update(self._masters, self.steps_taken)
+        else:
+            self.average.update_unless(bad, self._masters, self.scale.applied)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from trainer import __version__
 from trainer.engine.context import Context
 from trainer.errors import DataError, DivergedError, NoSpaceError, Problem
-from trainer.families.protocol import ON_HOST, Batch, Draw, Shape
+from trainer.families.protocol import ON_HOST, Batch, Draw, Family, Shape
 from trainer.modeling import lora
 from trainer.modeling.comfyui import write_comfyui
 from trainer.modeling.tensorfile import rewrite_sorted
@@ -131,6 +131,30 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
     return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
 
 
+def save_adapter(
+    family: Family,
+    state: Mapping[str, torch.Tensor],
+    config: Mapping[str, Any],
+    metadata: Mapping[str, str],
+    path: Path,
+) -> Path:
+    """Write an adapter as the family's library does, with equal bytes for equal tensors; returns the file.
+
+    `config` is peft's; a language model's file has PEFT's name in place of `path`'s. Raises NoSpaceError.
+    """
+    try:
+        written = family.save_adapter(state, config, path.parent, path.name)
+    except SafetensorError as error:
+        # the library has no error class for it
+        if "os error 28" not in str(error):
+            raise
+        raise NoSpaceError(
+            str(error), where=str(path.parent), remedy="free space; nothing that was saved is lost"
+        ) from error
+    rewrite_sorted(written, metadata)
+    return written
+
+
 def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, Path | None]:
     """Write both files into `folder`, not proved; None where ComfyUI does not take them.
 
@@ -138,16 +162,8 @@ def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, 
     """
     name = context.run_dir.resolve().name
     state, metadata = lora.adapter_state(model), file_metadata(context)
-    try:
-        path = context.family.save_adapter(state, lora.adapter_config(model), folder, f"{name}.safetensors")
-    except SafetensorError as error:
-        # the library has no error class for it
-        if "os error 28" not in str(error):
-            raise
-        raise NoSpaceError(
-            str(error), where=str(folder), remedy="free space; the last step is saved"
-        ) from error
-    rewrite_sorted(path, metadata)
+    config = lora.adapter_config(model)
+    path = save_adapter(context.family, state, config, metadata, folder / f"{name}.safetensors")
     if context.family.comfyui is None:
         return path, None
     comfyui = folder / f"{name}.comfyui.safetensors"
@@ -155,7 +171,7 @@ def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, 
         state,
         comfyui,
         metadata,
-        config=lora.adapter_config(model),
+        config=config,
         key_of=context.family.comfyui_keys,
         weight_of=lambda module: model.get_submodule(module).get_base_layer().weight,
     )

@@ -17,6 +17,7 @@ from trainer.errors import ConfigError, NoSpaceError
 from trainer.telemetry.records import METRICS_LOG, read_metrics
 
 RUN_FILE = "run.json"
+_WRITTEN = ("checkpoints", "lora", "model", "best")
 _GIB = 1024**3
 
 
@@ -133,7 +134,7 @@ def require_free_folder(context: Context, fingerprint: dict[str, str]) -> None:
 def require_space(context: Context) -> None:
     """Raise NoSpaceError now rather than at the first checkpoint."""
     free = shutil.disk_usage(context.run_dir).free
-    held = [path for name in ("checkpoints", "lora", "model") for path in (context.run_dir / name).rglob("*")]
+    held = [path for name in _WRITTEN for path in (context.run_dir / name).rglob("*")]
     # what an earlier start of this run wrote is part of the need
     needed = context.plan.disk_bytes - sum(path.stat().st_size for path in held if path.is_file())
     if free < needed:

@@ -60,8 +60,7 @@ def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     tell_cut_captions(context, samples.all)
     entries = list_entries(context, samples.all, samples.prompt_controls)
     if spec.import_folder:
-        count = import_entries(context, entries, Path(spec.import_folder))
-        context.say(f"imported {count} files from {spec.import_folder}")
+        import_entries(context, entries, Path(spec.import_folder))
     report = fill_cache(context, entries, verify=spec.verify)
     if spec.prune:
         files, size = prune(entries.cache.folder, entries.keys())
@@ -149,9 +148,10 @@ def _outputs_before(context: Context, model: Any) -> list[torch.Tensor] | None:
 
 
 def _drop_after(context: Context, step: int) -> None:
-    """Remove what a process left that trained on after this step."""
+    """Remove what a process left that trained on after this step, and what it left half done."""
     if step == 0:
         best.forget(context)
+    best.restore(context)
     drop_previews_after(context, step)
 
 
@@ -271,6 +271,7 @@ def sample_once(context: Context, spec: Spec) -> None:
         titles.append(Path(spec.lora_file).name)
     captions = context.config.validation.prompts
     picture = before_after(rows, captions, titles) if spec.before_after else row(rows[0], captions, titles[0])
+    Path(spec.output_file).parent.mkdir(parents=True, exist_ok=True)
     write_png(picture, Path(spec.output_file))
     context.say(f"picture: {spec.output_file}")
 

@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from trainer.hardware.adapters import NOTHING_KEPT, Kept
+
 COUNTS = Path(__file__).with_name("activations.json")
 _ALL_LINEARS, _RECOMPUTED, _BUDGET = "all linears", "recomputed", "budget"
 
@@ -101,19 +103,17 @@ def activations(
     linear_inputs: bool,
     head: int,
     more: float = 0.0,
+    adapter: Kept = NOTHING_KEPT,
 ) -> Activations:
     """From a family's counts and the number of blocks of each stack.
 
     `linear_inputs`: the inputs of all linears are kept as well, as a LoRA on all linears and a full fine-tune
     do. `more` units are added to what each block keeps: it is not of the shape that was counted.
+    `adapter` is what the adapter holds beyond a plain LoRA.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
-    plain = ways[style]["blocks"]
-    # units that a block keeps beyond those of its way; bytes of the caption's tokens, which it only reads
-    extra = [more] * len(plain)
-    if linear_inputs:
-        wide = ways[f"{style}, {_ALL_LINEARS}"]["blocks"]
-        extra = [more + one - other for one, other in zip(wide, plain, strict=True)]
+    extra = _extra(ways, style, more, linear_inputs=linear_inputs)
+    # bytes of the caption's tokens, which a block only reads
     caption_bytes = [counts["beside"].get(name, 0.0) * units.captions for name in counts["stacks"]]
 
     def held(way: str, *, recomputes: bool = False) -> Held:
@@ -123,11 +123,11 @@ def activations(
             unit = units.captions if name in counts["captions"] else units.every
             size = found["blocks"][number] * unit
             if not recomputes:
-                size += extra[number] * unit + caption_bytes[number]
+                size += extra[number] * unit + caption_bytes[number] + adapter.blocks.get(name, 0)
             each += [int(size)] * blocks.get(name, 0)
-        beyond = found["beyond"] * units.every
+        beyond = found["beyond"] * units.every + adapter.beyond
         if recomputes:  # one block's
-            beyond += max(extra) * units.every + max(caption_bytes)
+            beyond += max(extra) * units.every + max(caption_bytes) + max(adapter.blocks.values(), default=0)
         return Held(fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond))
 
     shares, packed_shares = _shares(ways) if compiled else ({}, {})
@@ -141,6 +141,15 @@ def activations(
         },
         head=head,
     )
+
+
+def _extra(ways: Mapping[str, Any], style: str, more: float, *, linear_inputs: bool) -> list[float]:
+    """Units that a block of each stack keeps beyond those of its way."""
+    plain = ways[style]["blocks"]
+    if not linear_inputs:
+        return [more] * len(plain)
+    wide = ways[f"{style}, {_ALL_LINEARS}"]["blocks"]
+    return [more + one - other for one, other in zip(wide, plain, strict=True)]
 
 
 def _shares(ways: Iterable[str]) -> tuple[dict[float, str], dict[str, dict[float, str]]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 
 from trainer.config.schema import LoraSection, RunConfig
+from trainer.hardware.blocks import BLOCK
 
 
 def pattern_value(pattern: Mapping[str, float], module: str, default: float) -> float:
@@ -40,6 +42,55 @@ def _near_square(dimension: int) -> tuple[int, int]:
     """The two factors nearest each other, the smaller one first: peft's with decompose_factor -1."""
     first = next(n for n in range(math.isqrt(dimension), 0, -1) if dimension % n == 0)
     return first, dimension // first
+
+
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Bytes that an adapter holds besides what two products of low rank do."""
+
+    blocks: Mapping[str, int]
+    """Of the largest block of each stack, for backward."""
+    beyond: int
+    """Of the largest layer, while it computes."""
+
+
+NOTHING_KEPT = Kept(blocks={}, beyond=0)
+
+
+def kept_bytes(
+    linears: Mapping[str, tuple[int, int]],
+    pattern: str,
+    lora: LoraSection,
+    tokens_of: Callable[[str], int],
+    value_bytes: int,
+) -> Kept:
+    """What peft's layers hold for `lora.type` and `lora.dropout`, counted as what autograd saves of one.
+
+    DoRA: the base's output and the adapter's; while it computes its change, the changed weight and what they
+    are made of. LoKr: the change, as large as the weight. Dropout: the input that is left, and its mask.
+    """
+    expression, blocks, beyond = re.compile(pattern), dict[str, int](), 0
+    for name, (out, into) in linears.items():
+        if expression.fullmatch(name) is None:
+            continue
+        tokens, kept = tokens_of(name), 0
+        if lora.type == "dora":
+            kept += 2 * tokens * out * value_bytes
+            beyond = max(beyond, (3 * out * into + into * into) * value_bytes)
+        elif lora.type == "lokr":
+            kept += out * into * value_bytes
+            beyond = max(beyond, 3 * out * into * value_bytes)
+        if lora.dropout:
+            kept += tokens * into * (value_bytes + 1)
+        block = BLOCK.match(name)
+        key = "" if block is None else block[1]
+        blocks[key] = blocks.get(key, 0) + kept
+    outside = blocks.pop("", 0)
+    largest: dict[str, int] = {}
+    for key, size in blocks.items():
+        stack = key.rpartition(".")[0]
+        largest[stack] = max(largest.get(stack, 0), size)
+    return Kept(blocks=largest, beyond=beyond + outside)
 
 
 def plain_path(config: RunConfig) -> str:

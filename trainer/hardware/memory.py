@@ -258,8 +258,8 @@ def parameters(geometry: Geometry, role: Role) -> int:
     return sum(component.parameters for component in geometry.components if component.role == role)
 
 
-def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int) -> int:
-    """As many checkpoints as exist at one time, and the final files.
+def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int, copies: int = 1) -> int:
+    """As many checkpoints as exist at one time, and the final files in so many `copies`.
 
     A checkpoint holds the master weights and the optimizer's state, in the types that they train in. The
     final files are the adapter twice (diffusers and ComfyUI) or the whole model.
@@ -270,7 +270,7 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int) -> int
         count, master, final = parameters(geometry, "trained"), storage.value_bytes, storage.value_bytes
     mean = states.MEAN_BYTES if storage.averaged else 0
     per_checkpoint = int(count * (master + states.of(storage).optimizer + mean))
-    return checkpoints * per_checkpoint + count * final
+    return checkpoints * per_checkpoint + copies * count * final
 
 
 def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:

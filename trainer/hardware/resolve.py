@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.config.schema import RunConfig
+from trainer.config.training_checks import keeps_best
 from trainer.errors import HardwareError, Problem
 from trainer.hardware import (
     batching,
@@ -308,7 +309,9 @@ def _disk(config: RunConfig, chosen: fit.Outcome, geometry: Geometry) -> tuple[s
     """Scheduled checkpoints that exist at one time, in words, and the bytes of everything."""
     scheduled = config.train.max_train_steps // config.checkpoint.checkpointing_steps
     count = min(config.checkpoint.checkpoints_total_limit + 1, scheduled)
-    size = memory.disk_bytes(chosen.storage, geometry, checkpoints=count)
+    # the best one's, and what is to take its place
+    copies = 3 if keeps_best(config) else 1
+    size = memory.disk_bytes(chosen.storage, geometry, checkpoints=count, copies=copies)
     return f"{count} checkpoint{'s' if count != 1 else ''}", size
 
 

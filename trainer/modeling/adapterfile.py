@@ -74,9 +74,18 @@ def read_adapter(path: Path) -> AdapterFile:
     if layout == "comfyui":
         config, layers = _config_of_comfyui(layers), {name: _plain(parts) for name, parts in layers.items()}
     elif inside is not None:
-        config = {key.removeprefix("transformer."): value for key, value in json.loads(inside).items()}
+        config = {
+            key.removeprefix("transformer."): value
+            for key, value in _parsed(inside, CONFIG_INSIDE, path).items()
+        }
     else:
         config = _config_beside(path)
+    if config.get("use_rslora"):
+        what = "its layers are scaled by the root of their rank (use_rslora), which is not read"
+        raise DataError(what, where=str(path), remedy="name a LoRA that this trainer saved")
+    config = {"rank_pattern": {}, "alpha_pattern": {}, **config}
+    if "r" not in config or not config.keys() & {"lora_alpha", "alpha"}:
+        raise DataError("PEFT's configuration says not both rank and alpha", where=str(path))
     return AdapterFile(layout=layout, layers=layers, config=config, metadata=metadata)
 
 
@@ -103,6 +112,9 @@ def _by_layer(tensors: Mapping[str, torch.Tensor], layout: Layout, path: Path) -
             remedy = "name a LoRA that this trainer saved"
             raise DataError(f"{name} is no tensor of an adapter", where=str(path), remedy=remedy)
         found.setdefault(parted[1].removeprefix(prefix), {})[parted[2]] = tensor
+    for module, parts in found.items():
+        if ("lora_A.weight" in parts) != ("lora_B.weight" in parts):
+            raise DataError(f"{module} has only one of lora_A and lora_B", where=str(path))
     if not found:
         raise DataError("holds no tensor", where=str(path), remedy="name a LoRA that this trainer saved")
     return dict(found)
@@ -137,7 +149,16 @@ def _config_beside(path: Path) -> dict[str, Any]:
     if not beside.is_file():
         what = f"{CONFIG_BESIDE} is not beside the adapter, which cannot be read without it"
         raise AccessError(what, where=str(path), remedy="copy both files into one folder")
-    config: dict[str, Any] = json.loads(beside.read_text())
+    return _parsed(beside.read_text(errors="replace"), CONFIG_BESIDE, path)
+
+
+def _parsed(text: str, name: str, path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{name} is damaged ({error})", where=str(path)) from error
+    if not isinstance(config, dict):
+        raise DataError(f"{name} is not one of PEFT's", where=str(path))
     return config
 
 

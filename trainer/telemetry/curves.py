@@ -9,7 +9,7 @@ from pathlib import Path
 from PIL import Image, ImageDraw, ImageFont
 
 from trainer.telemetry import atomic
-from trainer.telemetry.runs import Run
+from trainer.telemetry.runs import Run, labels
 
 COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#bf3989", "#57606a", "#1b7c83")
 _INK, _GREY, _LINE = "#1f2328", "#59636e", "#d1d9e0"
@@ -42,7 +42,7 @@ def draw_curves(runs: Sequence[Run]) -> Image.Image:
         x = _LEFT + (_SIZE[0] - _LEFT - _RIGHT) * point[0] / steps
         return x, _SIZE[1] - _BOTTOM - (_SIZE[1] - _TOP - _BOTTOM) * point[1] / top
 
-    for number, run in enumerate(runs):
+    for number, (run, label) in enumerate(zip(runs, labels(runs), strict=True)):
         colour = COLOURS[number % len(COLOURS)]
         line = [place(point) for point in run.losses]
         if len(line) > 1:
@@ -52,7 +52,7 @@ def draw_curves(runs: Sequence[Run]) -> Image.Image:
         height = _SIZE[1] + (_TEXT + 10) * number
         draw.rectangle((_LEFT, height + 6, _LEFT + 24, height + 12), fill=colour)
         held_out = ", held-out loss as dots" if run.held_out else ""
-        draw.text((_LEFT + 36, height), f"{run.name}: loss{held_out}", fill=_INK, font=font)
+        draw.text((_LEFT + 36, height), f"{label}: loss{held_out}", fill=_INK, font=font)
     return picture
 
 

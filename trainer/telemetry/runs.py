@@ -32,10 +32,12 @@ class Run:
     figures: Mapping[str, str]
     """What the table of `trainer runs list` shows, by column."""
 
-    @property
-    def name(self) -> str:
-        """The folder's."""
-        return self.folder.resolve().name
+
+def labels(runs: Sequence[Run]) -> list[str]:
+    """A name for each run: its folder's, with what is above it where two would be the same."""
+    names = [run.folder.resolve().name for run in runs]
+    alone = len(set(names)) == len(names)
+    return names if alone else [str(run.folder) for run in runs]
 
 
 def find_runs(folder: Path) -> list[Path]:

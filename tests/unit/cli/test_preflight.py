@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -294,14 +295,14 @@ def test_an_output_that_cannot_be_written(ask: Ask, tmp_path: Path, monkeypatch:
 
 def refuse(monkeypatch: pytest.MonkeyPatch, refused: Path) -> None:
     """No file can be made in `refused`; root could, whatever its bits say."""
-    real = module.tempfile.TemporaryFile
+    real = tempfile.TemporaryFile
 
     def made(dir: Path) -> object:
         if dir == refused:
             raise PermissionError(13, "Permission denied")
         return real(dir=dir)
 
-    monkeypatch.setattr(module.tempfile, "TemporaryFile", made)
+    monkeypatch.setattr(tempfile, "TemporaryFile", made)
 
 
 @pytest.mark.parametrize(
@@ -310,6 +311,7 @@ def refuse(monkeypatch: pytest.MonkeyPatch, refused: Path) -> None:
         (("cache", CONFIG), "cache", "the folder of encoded samples"),
         (("fetch", CONFIG), "models", "the folder of base models"),
         (("sample", CONFIG), "models", "the folder of base models"),
+        (("merge", CONFIG), "models", "the folder of base models"),
     ],
 )
 def test_each_command_has_its_folders(
@@ -389,7 +391,7 @@ def test_probe_is_told_what_would_stop_a_run(ask: Ask, words: tuple[str, ...]) -
     assert (code, out) == (0, "")
     assert "driver   runs CUDA 12.4 and older: driver 550.163.01\nruntime  CUDA 13.0: torch 2.13.0" in err
     assert "a run would stop here:\nerror: this hardware cannot do it (exit code 69)\ndriver 550" in err
-    assert "docker run --rm --gpus all -v" in err
+    assert 'docker run --rm --gpus all --user "$(id -u):0" -v' in err
 
 
 def test_probe_on_a_cpu_asks_for_no_gpu(ask: Ask) -> None:

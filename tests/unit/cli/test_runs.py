@@ -73,6 +73,12 @@ def test_compare_shows_what_differs(folder: Path, capsys: pytest.CaptureFixture[
     assert not {"train.max_train_steps", "data.sets.0.img_dir", "output_dir"} & rows.keys()
 
 
+def test_runs_of_one_name_are_told_apart(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(Path("other/one"), rank=8, losses=(1.0,))
+    assert main(["runs", "compare", "runs/one", "other/one", "--csv"]) == 0
+    assert capsys.readouterr().out.startswith(",runs/one,other/one\n")
+
+
 def test_plot(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "compare", "runs/one", "runs/more/two", "--plot", "losses.png"]) == 0
     picture = Image.open("losses.png")
@@ -107,7 +113,9 @@ def test_a_falling_loss_falls_in_the_picture(folder: Path) -> None:
         (["runs", "compare", "damaged"], 65, "config.resolved.yaml:1: not valid YAML"),
         (["runs", "list", "torn"], 65, "metrics.jsonl: a line is no JSON"),
         (["runs", "list", "begun", "--plot", "x.png"], 78, "no run has a loss yet"),
-        (["runs", "list", "runs", "--plot", "no/x.png"], 78, "--plot no/x.png: no such folder"),
+        (["runs", "list", "runs", "--plot", "empty"], 78, "--plot empty: it exists, and is no file"),
+        (["runs", "list", "runs", "--plot", "begun/config.resolved.yaml/x.png"], 78, "a file stands where"),
+        (["runs", "list", "runs", "--plot", "/proc/x.png"], 78, "/proc cannot be written: "),
         (["runs"], 78, "Usage"),
     ],
 )

@@ -81,6 +81,27 @@ def test_a_word_in_a_section_of_ours_is_found_too(section: str) -> None:
     assert [remedy for _, remedy in found] == ["did you mean `lora.rank`?"]
 
 
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("sigmoid_scale", "flow.logit_std"),  # of sigmoid(scale * normal)
+        ("flow_schedule_auto_shift", "flow.shift"),
+        ("base_model_precision", "features.weights"),  # int8-quanto, nf4-bnb
+        ("base_model_default_dtype", "model.dtype"),
+        ("log_with", "train.report_to"),
+        ("wandb_run_name", "output_dir"),
+        ("caption_tag_dropout_rate", ""),  # of single tags, not of captions
+        ("quantize_te", ""),
+        ("offload_optimizer", ""),
+        ("conv_dim", ""),
+        ("d_coef", ""),
+    ],
+)
+def test_words_that_look_like_another(name: str, ours: str) -> None:
+    row = elsewhere.key(name)
+    assert row is not None and row.ours == ours
+
+
 def test_every_word_below_a_foreign_section_is_told() -> None:
     text = "config:\n  process:\n    - network: {linear: 4, linear_alpha: 4}\n      train: {steps: 9}\n"
     found = dict(problems(text))

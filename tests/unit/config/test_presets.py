@@ -1,4 +1,4 @@
-"""`--preset`: below what the user wrote, above the family, and every value says where it is from."""
+"""`--preset`: over the files, below variables and `--set`; what it replaces is told, with its place."""
 
 from __future__ import annotations
 
@@ -20,15 +20,40 @@ def loaded(folder: Path, *chosen: str, text: str = "", overrides: tuple[str, ...
     return load_config([file], overrides, presets=chosen)
 
 
-def test_a_preset_is_above_the_family_and_below_the_user(tmp_path: Path) -> None:
-    one = loaded(tmp_path, "style", text="train: {max_train_steps: 700}\n", overrides=("lora.alpha=3",))
+def test_a_preset_is_over_files_and_below_what_names_one_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER__TRAIN__LR_WARMUP_STEPS", "7")
+    text = "train: {max_train_steps: 700, lr_scheduler: cosine}\nlora: {rank: 64, alpha: 64}\n"
+    one = loaded(tmp_path, "style", text=text, overrides=("lora.alpha=3",))
     assert (one.config.lora.rank, one.sources["lora.rank"]) == (32, "preset style")
-    assert one.config.lora.target_modules == "all-linear"
-    assert (one.config.train.max_train_steps, one.sources["train.max_train_steps"]) == (
-        700,
-        f"{tmp_path / 'c.yaml'}:4",
-    )
+    assert (one.config.train.max_train_steps, one.config.lora.target_modules) == (2000, "all-linear")
     assert (one.config.lora.alpha, one.sources["lora.alpha"]) == (3.0, "--set lora.alpha")
+    assert one.config.train.lr_warmup_steps == 7
+    # what is the same is no news
+    file = tmp_path / "c.yaml"
+    assert one.notes == (
+        f"preset style: lora.rank 32, not 64 ({file}:5); train.max_train_steps 2000, not 700 ({file}:4)",
+        "preset style: not used: lora.alpha (--set lora.alpha),"
+        " train.lr_warmup_steps (TRAINER__TRAIN__LR_WARMUP_STEPS)",
+    )
+
+
+@pytest.mark.parametrize("name", presets.names())
+def test_a_preset_matters_on_a_shipped_file(name: str) -> None:
+    """Shipped files write every key that presets have."""
+    shipped = presets.shipped_folder() / "flux1_dev_lora.yaml"
+    one = load_config([shipped], presets=(name,))
+    assert one.config != load_config([shipped]).config
+    assert not [note for note in one.notes if "not used" in note]
+
+
+def test_the_file_of_a_preset_before_ones_own_is_below_it(tmp_path: Path) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_text(LEAST + "lora: {rank: 2}\n")
+    preset = presets.shipped_folder() / "presets" / "style.yaml"
+    one = load_config([preset, file])
+    assert (one.config.lora.rank, one.config.lora.alpha, one.notes) == (2, 32, ())
 
 
 def test_family_values_are_below_a_preset(tmp_path: Path) -> None:
@@ -48,13 +73,6 @@ def test_a_later_preset_wins_and_what_it_hides_is_told(tmp_path: Path, chosen: t
     (note,) = one.notes
     assert note.startswith("preset style: not used: ") and "lora.rank (preset fast)" in note
     assert "train.lr_scheduler" not in note
-
-
-def test_the_file_of_a_preset_wins_where_it_stands_behind(tmp_path: Path) -> None:
-    file = tmp_path / "c.yaml"
-    file.write_text(LEAST + "lora: {rank: 2}\n")
-    preset = presets.shipped_folder() / "presets" / "style.yaml"
-    assert load_config([file, preset]).config.lora.rank == 32
 
 
 def test_keys_without_effect_are_told_and_no_error(tmp_path: Path) -> None:

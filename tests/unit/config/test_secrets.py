@@ -45,6 +45,7 @@ def test_every_kind_is_hidden() -> None:
     text = redacted(EVERYTHING, SECRETS)
     assert not leaked(text)
     assert text.endswith(f"https://{HIDDEN}@proxy.example:8080/simple")
+    assert redacted("http://me:p@ss@proxy/a@b", {}) == f"http://{HIDDEN}@proxy/a@b"
     assert not leaked(redacted(json.dumps({"all": EVERYTHING}), SECRETS))
 
 

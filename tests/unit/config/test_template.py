@@ -55,6 +55,11 @@ def test_every_key_is_there_below_its_help(family: str, capsys: pytest.CaptureFi
 def test_the_family_s_own_values_are_in_it(capsys: pytest.CaptureFixture[str]) -> None:
     text = printed("kandinsky5", capsys)
     assert "  rank: 32\n" in text and "  weighting_scheme: logit_normal\n" in text
+    # what conversations have and images have not
+    assert "  # max_new_tokens: 128\n" in text and "\n  resolution: " in text
+    of_chat = printed("llama", capsys)
+    assert "\n  max_new_tokens: 128\n" in of_chat and "\n  # resolution: 1024\n" in of_chat
+    assert "\n  # weighting_scheme: none\n" in of_chat and "\n  # guidance_scale: 3.5\n" in of_chat
     # the plan decides features: they are told, and left to it
     assert "  # attention: auto\n" in text and "\n  attention: " not in text
 

@@ -21,7 +21,7 @@ from trainer.config.appliance import TARGETS
 K8S = ROOT / "k8s"
 BASE = K8S / "base"
 OVERLAYS = tuple(target.profile for target in TARGETS)
-COMPONENTS = ("kueue", "monitoring", "no-operator", "offline")
+COMPONENTS = ("kueue", "monitoring", "no-operator", "offline", "wandb")
 RENDER_TIMEOUT_SECONDS = 60
 
 Manifest = dict[str, Any]

@@ -163,7 +163,7 @@ def test_every_variable_is_explained_and_used() -> None:
     ):
         text = (COMPOSE / name).read_text()
         comments = "\n".join(re.findall(r"^#(.*)$", text, re.MULTILINE))
-        explained = set(re.findall(r"\b(?:[A-Z][A-Z_]+_[A-Z]+|UID)\b", comments))
+        explained = set(re.findall(r"\b(?:[A-Z][A-Z_]+_[A-Z]+|UID|EXTRAS)\b", comments))
         used = set()
         for file in used_in:
             body = "\n".join(re.findall(r"^[^#].*$", (COMPOSE / file).read_text(), re.MULTILINE))
@@ -201,14 +201,16 @@ def test_only_the_loopback_address_can_ask_for_metrics(profile: str) -> None:
 
 
 def test_a_token_comes_from_a_file_and_may_be_missing(profile: str) -> None:
-    service = services(profile)["trainer"]
-    (secret,) = service["secrets"]
-    source = load(f"{profile}.yaml")["secrets"][secret]["file"]
-    assert service["environment"]["HF_TOKEN_FILE"] == f"/run/secrets/{secret}"
-    assert "HF_TOKEN" not in service["environment"], "`docker inspect` shows the environment"
-    default = COMPOSE / interpolated(source, {})
-    assert default.read_bytes() == b"", "no token is an empty file"
-    assert interpolated(source, {"HF_TOKEN_FILE": "/a/token"}) == "/a/token"
+    service, files = services(profile)["trainer"], load(f"{profile}.yaml")["secrets"]
+    assert set(service["secrets"]) == set(files)
+    assert len(files) == len(appliance.SECRETS)
+    for name in appliance.SECRETS:
+        folder, _, secret = service["environment"][f"{name}_FILE"].rpartition("/")
+        assert folder == "/run/secrets" and secret in service["secrets"]
+        assert name not in service["environment"], "`docker inspect` shows the environment"
+        default = COMPOSE / interpolated(files[secret]["file"], {})
+        assert default.read_bytes() == b"", "no token is an empty file"
+        assert interpolated(files[secret]["file"], {f"{name}_FILE": "/a/token"}) == "/a/token"
 
 
 def assert_confined(service: Node) -> None:

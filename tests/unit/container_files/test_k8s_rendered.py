@@ -34,7 +34,9 @@ from tests.unit.house.sources import ROOT
 from trainer import __version__
 from trainer.config.appliance import GROUP, USER, VOLUMES
 
-COMBINATIONS = [chosen for count in range(5) for chosen in itertools.combinations(COMPONENTS, count)]
+COMBINATIONS = [
+    chosen for count in range(len(COMPONENTS) + 1) for chosen in itertools.combinations(COMPONENTS, count)
+]
 NEWEST_MINORS = 3
 OPERATOR = "monitoring.coreos.com/v1"
 MODELLED = {(OPERATOR, "PodMonitor"), (OPERATOR, "PrometheusRule")}
@@ -81,7 +83,8 @@ def test_every_combination_of_components_renders(name: str, tmp_path: Path) -> N
         manifests = combined(tmp_path, name, chosen)
         names = [(kind(manifest), manifest["metadata"]["name"]) for manifest in manifests]
         assert len(set(names)) == len(names)
-        assert not unresolved(manifests)
+        # its Secret is made by hand
+        assert unresolved(manifests) == (["Secret trainer-wandb"] if "wandb" in chosen else [])
         job, kinds = one(manifests, "Job"), {manifest["kind"] for manifest in manifests}
         assert not restricted(job) and not house(job)
         assert ("PodMonitor" in kinds) == ("no-operator" not in chosen)
@@ -103,6 +106,20 @@ def test_offline_leaves_no_way_out(tmp_path: Path) -> None:
     policy = one(combined(tmp_path, "rtx-4090", ["offline"]), "NetworkPolicy")["spec"]
     assert "Egress" in policy["policyTypes"] and "egress" not in policy
     assert policy["ingress"], "Prometheus may still ask"
+
+
+@pytest.mark.container
+def test_a_key_for_wandb_comes_as_a_file_and_only_where_asked_for(tmp_path: Path) -> None:
+    job = one(combined(tmp_path, "rtx-4090", ["wandb"]), "Job")
+    folder, key = environment(job)["WANDB_API_KEY_FILE"].rsplit("/", 1)
+    (mount,) = [mount for mount in container(job)["volumeMounts"] if mount["mountPath"] == folder]
+    (volume,) = [volume for volume in pod_spec(job)["volumes"] if volume["name"] == mount["name"]]
+    assert mount["readOnly"] and volume["secret"]["defaultMode"] == 0o440
+    # the entrypoint refuses a name of a file that is not there: without the Secret there must be no pod
+    assert not volume["secret"].get("optional", False)
+    assert "WANDB_API_KEY_FILE" not in environment(one(plain("rtx-4090"), "Job"))
+    told = f"create secret generic {volume['secret']['secretName']} --from-file={key}="
+    assert told in (K8S / "components/wandb/kustomization.yaml").read_text()
 
 
 @pytest.mark.container

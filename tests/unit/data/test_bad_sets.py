@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 from PIL import Image
 
@@ -145,6 +146,15 @@ def mask(folder: Path, name: str, *, value: int = 255, size: tuple[int, int] = (
     return masks / name
 
 
+def sixteen_bits_with_a_hole(folder: Path) -> None:
+    grey = Image.fromarray(np.full((30, 40), 1000, np.uint16))
+    grey.save(write_pair(folder, "x.png"), transparency=1000)
+
+
+def link_mask_out(folder: Path) -> None:
+    (folder.parent / "masks" / "good.png").symlink_to(outside(folder))
+
+
 PNG, JPG, WEBP, BMP, TIFF, AVIF = (
     encoded(picture(), name) for name in ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF")
 )
@@ -153,8 +163,8 @@ META, CSV = "metadata.jsonl", "metadata.csv"
 
 CASES: dict[str, Bad] = {
     # the folder
-    "no folder": bad(remove, ("", "the folder does not exist", "`img_dir`")),
-    "a file, not a folder": bad(replace_by_file, ("", "a file, not a folder", "`img_dir`")),
+    "no folder": bad(remove, ("", "the folder does not exist", "check its name")),
+    "a file, not a folder": bad(replace_by_file, ("", "a file, not a folder", "check its name")),
     "empty folder": bad(empty_the_folder, ("", f"no image; {FORMATS}", "put images")),
     "link to a folder above": bad(
         lambda folder: (deep(folder) / "up").symlink_to(folder),
@@ -352,6 +362,27 @@ CASES: dict[str, Bad] = {
         ("../masks/good.png", "black everywhere", "paint white"),
         masks=True,
     ),
+    "mask of ones": bad(
+        lambda folder: mask(folder, "good.png", value=1),
+        ("../masks/good.png", "nowhere brighter than 1 of 255", "paint white (255)"),
+        masks=True,
+    ),
+    "transparent mask": bad(
+        lambda folder: Image.new("LA", (40, 30), (255, 0)).save(mask(folder, "good.png")),
+        ("../masks/good.png", "transparent in places", "without transparency"),
+        masks=True,
+    ),
+    "images as their own masks": bad(
+        lambda folder: (folder.parent / "masks").symlink_to(folder),
+        ("good.png", "the image is its own mask", "name a folder of masks"),
+        masks=True,
+    ),
+    "mask link out of its folder": bad(
+        lambda folder: (mask(folder, "good.png").unlink(), link_mask_out(folder)),
+        ("../masks/good.png", "leads out of the folder", "copy the file"),
+        ("good.png", "no mask good.*", "add it"),
+        masks=True,
+    ),
     "mask of another shape": bad(
         lambda folder: mask(folder, "good.png", size=(30, 40)),
         ("../masks/good.png", "the mask has 30x40 pixels, its image 40x30", "the image's size"),
@@ -372,6 +403,10 @@ CASES: dict[str, Bad] = {
     "32 bits": bad(
         content("x.tiff", encoded(Image.new("I", (40, 30), 100_000), "TIFF")),
         ("x.tiff", "values of 32 bits", "8 or 16 bits"),
+    ),
+    "16 bits with a transparent value": bad(
+        sixteen_bits_with_a_hole,
+        ("x.png", "16 bits, of which one value means transparent", "8 or 16 bits"),
     ),
     "cut bmp": bad(content("x.bmp", BMP[:-200]), ("x.bmp", "damaged or cut off", "download it again")),
     "cut tiff": bad(content("x.tif", TIFF[:-200]), ("x.tif", "", "download it again")),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import tracemalloc
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from PIL import Image, features
 
-from tests.unit.data.pictures import encoded, picture, record, write_pair
+from tests.unit.data.pictures import encoded, picture, record, write_pair, write_rows
 from trainer.config.schema import DataSet
 from trainer.data import images
 from trainer.data.fill import control_views, latents_entry
@@ -46,7 +47,95 @@ def test_repeats_in_a_folders_name_are_told_and_not_taken(
     (tmp_path / "10_cats").mkdir()
     write_pair(tmp_path / "10_cats", "a.png")
     assert scan(DataSet(img_dir=tmp_path))[0].repeats == 1
-    assert "10_cats: other trainers read 10 repeats" in caplog.text
+    assert caplog.text.count("10_cats: other trainers read 10 repeats") == 1
+    caplog.clear()
+    scan(DataSet(img_dir=tmp_path / "10_cats"))
+    assert caplog.text.count("10_cats: other trainers read 10 repeats") == 1
+    caplog.clear()
+    scan(DataSet(img_dir=tmp_path / "10_cats", repeats=10))
+    assert "other trainers" not in caplog.text
+
+
+def test_a_folder_below_that_is_a_set_of_its_own_is_in_no_other(tmp_path: Path) -> None:
+    """Its images would be trained twice, and those of a regularisation set with the trigger word."""
+    (tmp_path / "reg").mkdir()
+    write_pair(tmp_path, "a.png", "a cat", seed=1)
+    write_pair(tmp_path / "reg", "b.png", "a cat", seed=2)
+    (tmp_path / "masks").mkdir()
+    (tmp_path / "masks" / "b.png").write_bytes(encoded(Image.new("L", (40, 30), 255)))
+    outer = DataSet(img_dir=tmp_path)
+    inner = DataSet(img_dir=tmp_path / "reg", mask_dir=tmp_path / "masks", is_reg=True)
+    for sets in ((outer, inner), (inner, outer)):
+        found = {one.path: one.caption for one in scan(*sets, trigger_word="zwx")}
+        assert found == {tmp_path / "a.png": "zwx, a cat", tmp_path / "reg" / "b.png": "a cat"}
+        assert len(scan(*sets)) == 2
+
+
+def test_caches_of_other_trainers_may_lie_beside_the_images(tmp_path: Path) -> None:
+    write_pair(tmp_path, "a.png")
+    for suffix in (".npz", ".pt", ".safetensors"):
+        (tmp_path / f"a{suffix}").write_bytes(b"x")
+    assert len(scan(DataSet(img_dir=tmp_path))) == 1
+
+
+def left_out(*sets: DataSet) -> dict[str, str]:
+    found = scan_images(sets, resolution=64, multiple=16, trigger_word=None, on_bad_file="skip")
+    assert all(isinstance(one, ImageRecord) and one.caption for one in found.records)
+    return {Path(one.file).name: one.reason for one in found.left_out}
+
+
+def test_a_bad_caption_spoils_every_image_that_has_it(tmp_path: Path) -> None:
+    for name in ("good.png", "x.jpg", "x.png"):
+        write_pair(tmp_path, name)
+    (tmp_path / "x.txt").write_text(" ")
+    told = left_out(DataSet(img_dir=tmp_path))
+    assert told["x.jpg"] == "x.txt: the caption is empty"
+    assert told["x.png"].startswith("a second image") and told["x.png"].endswith(
+        "; x.txt: the caption is empty"
+    )
+    assert told.keys() == {"x.jpg", "x.png"}
+
+
+def test_an_image_that_metadata_captions_twice_is_left_out(tmp_path: Path) -> None:
+    write_pair(tmp_path, "good.png")
+    (tmp_path / "x.png").write_bytes(encoded(picture()))
+    write_rows(tmp_path, [{"file_name": "x.png", "text": text} for text in ("a cat", "a dog")])
+    assert left_out(DataSet(img_dir=tmp_path)) == {
+        "x.png": "metadata.jsonl:2: x.png is named a second time, first on line 1"
+    }
+
+
+def test_a_bad_mask_of_the_images_name_is_told_by_its_folder(tmp_path: Path) -> None:
+    folder, masks = tmp_path / "set", tmp_path / "masks"
+    for one in (folder, masks):
+        one.mkdir()
+    for name in ("good.png", "x.png"):
+        write_pair(folder, name)
+        Image.new("L", (40, 30), 255).save(masks / name)
+    (masks / "x.png").write_bytes(b"")
+    assert left_out(DataSet(img_dir=folder, mask_dir=masks)) == {
+        "x.png": f"{masks / 'x.png'}: the file is empty (0 bytes)"
+    }
+
+
+def test_a_profile_in_a_mask_says_nothing(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write_pair(tmp_path, "a.png")
+    (tmp_path / "masks").mkdir()
+    Image.new("L", (40, 30), 255).save(tmp_path / "masks" / "a.png", icc_profile=b"nonsense" * 30)
+    scan(DataSet(img_dir=tmp_path, mask_dir=tmp_path / "masks"))
+    assert "read as sRGB" not in caplog.text
+
+
+def test_16_bits_take_no_wider_copies(tmp_path: Path) -> None:
+    """A picture may have 178 million of them; numpy's memory is traced, PIL's is not."""
+    values = np.random.default_rng(0).integers(0, 2**16, (1000, 1000), dtype=np.uint16)
+    Image.fromarray(values).save(tmp_path / "a.tif")
+    tracemalloc.start()
+    read = np.asarray(read_image(tmp_path / "a.tif"))
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert np.array_equal(read[..., 0], values >> 8)
+    assert peak < 10 * values.size
 
 
 def test_a_table_of_captions(tmp_path: Path) -> None:

@@ -155,7 +155,15 @@ def test_small_images_are_told_once(tmp_path: Path, caplog: pytest.LogCaptureFix
     with caplog.at_level(logging.WARNING):
         scan(tmp_path, resolution=64)
     assert len(caplog.records) == 1
-    assert "2 of 2 images have fewer pixels" in caplog.text and "40x30" in caplog.text
+    assert "2 of 2 images are smaller than what they" in caplog.text and "40x30" in caplog.text
+    # more pixels than its bucket, most of which are cut off, and too few down
+    picture(240, 48).resize((130, 46)).save(tmp_path / "a.png")
+    picture(200, 200).save(tmp_path / "b.png")
+    caplog.clear()
+    (wide, _) = scan(tmp_path, resolution=64)
+    assert wide.width * wide.height > wide.bucket_width * wide.bucket_height
+    assert wide.height < wide.bucket_height
+    assert "1 of 2 images are smaller than what they" in caplog.text and "130x46" in caplog.text
     caplog.clear()
     scan(tmp_path, resolution=32)
     assert not caplog.records

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
+from typing import Any
+
 import pytest
 import torch
 
 from trainer.config.schema import TrainSection
+from trainer.engine.average import Average
 from trainer.engine.optimizer import Updater
 from trainer.engine.schedule import learning_rate
 
@@ -195,3 +199,65 @@ def test_a_scaled_step_in_fp16_is_the_step_itself() -> None:
         assert torch.equal(updater.weights()["w"], after)
         # from 2^16 it takes seventeen halvings to fall below 1
         assert fatal.item() == (1.0 if overflow == 17 else 0.0)
+
+
+@pytest.mark.parametrize("kind", ["adamw_fused_fp32", "adamw_8bit", "prodigy"])
+def test_steps_that_overflow_leave_no_trace_but_a_smaller_scale(kind: str) -> None:
+    """Weights, moments, bias correction and mean are those of the other steps alone, also over a resume."""
+    train = TrainSection(ema_decay=0.9)
+
+    def run(plan: list[int | None], resume_after: int | None = None) -> Updater:
+        """Steps of these seeds, None for one that overflows."""
+        held = parameters(torch.float16)
+        updater = Updater(held, train, kind)
+        for number, seed in enumerate(plan):
+            gradients(held, seed or 0)
+            for parameter in held.values():
+                assert parameter.grad is not None
+                scale = updater.state()["loss/scale"].item()
+                # powers of two, by which fp16 loses nothing
+                parameter.grad.mul_(float("inf") if seed is None else scale / 2.0**16)
+            updater.accumulate()
+            updater.step(1e-2, torch.tensor(1.0))
+            if number == resume_after:
+                weights = {name: value.clone() for name, value in updater.weights().items()}
+                state = {name: value.clone() for name, value in updater.state().items()}
+                held = parameters(torch.float16)
+                updater = Updater(held, train, kind)
+                updater.load(weights, state, number + 1)
+        return updater
+
+    wanted = run([1, 2, 3, 4])
+    plan = [None, 1, None, None, 2, 3, None, 4]
+    for found in (run(plan), *(run(plan, cut) for cut in range(len(plan)))):
+        assert found.steps_taken == len(plan)
+        for name, value in wanted.weights().items():
+            assert torch.equal(found.weights()[name], value)
+        for name, value in wanted.state().items():
+            if name == "loss/scale":
+                assert found.state()[name].item() == value.item() / 2**4
+            elif name != "loss/growth":
+                assert torch.equal(found.state()[name], value), name
+
+
+def test_the_mean_of_a_large_model_is_made_without_a_second_copy_of_it() -> None:
+    """In a bf16 fine-tune every tensor is widened by itself: all at once would be twice the weights."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    held = {str(number): torch.nn.Parameter(torch.zeros(1024, dtype=torch.bfloat16)) for number in range(9)}
+    average = Average(list(held.values()), 0.9)
+    alive: list[weakref.ref[torch.Tensor]] = []
+    most = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            nonlocal most
+            made = func(*args, **(kwargs or {}))
+            if torch.is_tensor(made) and made.dtype == torch.float32 and "lerp" not in str(func):
+                alive.append(weakref.ref(made))
+            most = max(most, sum(one() is not None for one in alive))
+            return made
+
+    with Watch():
+        average.update(list(held.values()), 1)
+    assert 0 < most <= 2

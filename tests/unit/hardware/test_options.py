@@ -84,6 +84,39 @@ def test_memory_and_disk_count_the_optimizer_and_the_mean(tmp_path: Path) -> Non
     assert {row.feature for row in mean.decisions} - {row.feature for row in plain.decisions} == {"ema"}
 
 
+def test_memory_counts_what_other_kinds_keep_for_backward(tmp_path: Path) -> None:
+    """FLUX.1 at its defaults: layers of 3072 x 3072; 4096 tokens of the picture and 512 of the text."""
+    off = ("features.activation_checkpointing=false", "features.compile=false", "features.weights=bf16")
+    plain = bytes_of(planned(tmp_path, "h200", *off))["activations"]
+    more = {
+        name: bytes_of(planned(tmp_path, "h200", *off, name))["activations"] - plain
+        for name in ("lora.type=lokr", "lora.type=dora", "lora.dropout=0.1")
+    }
+    weight = 3072 * 3072 * 2
+    # of the attention's linears double blocks have 8 (half of them on the text alone), single ones 3
+    layers = 19 * 8 + 38 * 3
+    assert more["lora.type=lokr"] == (layers + 3) * weight
+    tokens = 19 * 4 * (512 + 4608) + 38 * 3 * 4608
+    assert more["lora.type=dora"] == 2 * tokens * 3072 * 2 + 4 * weight
+    assert more["lora.dropout=0.1"] == tokens * 3072 * 3
+    # with recomputation it is one block's
+    on = ("features.activation_checkpointing=true", "features.compile=false", "features.weights=bf16")
+    small, large = (
+        bytes_of(planned(tmp_path, "h200", *on, *kind))["activations"] for kind in ((), ("lora.type=lokr",))
+    )
+    assert large - small == (8 + 3) * weight
+
+
+def test_disk_counts_the_best_and_what_is_to_take_its_place(tmp_path: Path) -> None:
+    held_out = "validation.held_out=2"
+    kept = planned(tmp_path, "h200", held_out)
+    off = planned(tmp_path, "h200", held_out, "checkpoint.keep_best=false")
+    assert off.disk_bytes == planned(tmp_path, "h200").disk_bytes
+    count = bytes_of(kept)["optimizer state"] // 8
+    # two more copies of two files in bf16
+    assert kept.disk_bytes - off.disk_bytes == 2 * 2 * 2 * count
+
+
 @pytest.mark.parametrize(
     "override", ["lora.type=dora", "lora.type=lokr", "lora.dropout=0.1", "model.dtype=fp16"]
 )

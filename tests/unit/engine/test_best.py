@@ -1,0 +1,138 @@
+"""The kept LoRA of the lowest held-out loss: a kill at any moment leaves a whole one."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from trainer.engine import best, proof
+from trainer.telemetry import atomic
+from trainer.telemetry.records import ValidationRecord
+
+
+class KilledError(Exception):
+    """Stands for the end of the process: nothing in the trainer catches it."""
+
+
+def context(run_dir: Path, *, wanted: bool = True) -> Any:
+    config = SimpleNamespace(checkpoint=SimpleNamespace(keep_best=wanted), method="lora")
+    return SimpleNamespace(run_dir=run_dir, config=config, say=lambda text: None)
+
+
+def record(step: int, loss: float, data: str = "a") -> ValidationRecord:
+    return ValidationRecord(step=step, validation_loss=loss, validation_data=data)
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The adapter is a number, written as two files."""
+
+    def write(context: Any, model: int, folder: Path) -> tuple[Path, None]:
+        (folder / "x.safetensors").write_text(str(model))
+        (folder / "x.comfyui.safetensors").write_text(str(model))
+        return folder / "x.safetensors", None
+
+    monkeypatch.setattr(proof, "write_lora_files", write)
+
+
+def kept(run_dir: Path) -> tuple[int, float] | None:
+    """Step and loss of what is kept, whose files are those of that step."""
+    found = best.read(run_dir)
+    if found is None:
+        return None
+    files = sorted((run_dir / best.FOLDER).glob("*.safetensors"))
+    assert [path.read_text() for path in files] == [str(found["step"])] * 2
+    assert sorted(path.name for path in run_dir.iterdir()) == [best.FOLDER]
+    return found["step"], found["validation_loss"]
+
+
+def test_only_a_lower_loss_on_the_same_samples_takes_the_place(tmp_path: Path) -> None:
+    for step, loss, data, after in (
+        (1, 2.0, "a", (1, 2.0)),
+        (2, 2.0, "a", (1, 2.0)),
+        (3, 1.5, "a", (3, 1.5)),
+        (4, float("nan"), "a", (3, 1.5)),
+        (5, 9.0, "b", (5, 9.0)),
+    ):
+        best.keep(context(tmp_path), step, record(step, loss, data))
+        assert kept(tmp_path) == after
+    best.keep(context(tmp_path, wanted=False), 6, record(6, 0.1, "b"))
+    assert kept(tmp_path) == (5, 9.0)
+    best.forget(context(tmp_path))
+    assert best.read(tmp_path) is None
+
+
+def dying(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
+    """End the process before the `moment`th change to the disk."""
+    left = [moment]
+
+    def counted(work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            if left[0] == 0:
+                raise KilledError
+            left[0] -= 1
+            return work(*arguments, **options)
+
+        return call
+
+    monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
+    monkeypatch.setattr(Path, "replace", counted(Path.replace))
+    monkeypatch.setattr(atomic, "write_text", counted(atomic.write_text))
+    monkeypatch.setattr(proof, "write_lora_files", counted(proof.write_lora_files))
+
+
+def test_a_kill_at_any_moment_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
+    seen = set()
+    for moment in range(20):
+        run_dir = tmp_path / str(moment)
+        best.keep(context(run_dir), 1, record(1, 2.0))
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            dying(monkeypatch, moment)
+            try:
+                best.keep(context(run_dir), 2, record(2, 1.0))
+                ended = True
+            except KilledError:
+                ended = False
+        best.restore(context(run_dir))
+        seen.add(kept(run_dir))
+        assert kept(run_dir) in ((1, 2.0), (2, 1.0))
+        if ended:
+            break
+    assert ended
+    assert seen == {(1, 2.0), (2, 1.0)}
+
+
+def test_a_kill_of_the_first_one_leaves_none_or_a_whole_one(tmp_path: Path) -> None:
+    for moment in range(20):
+        run_dir = tmp_path / str(moment)
+        run_dir.mkdir()
+        with pytest.MonkeyPatch.context() as monkeypatch:
+            dying(monkeypatch, moment)
+            try:
+                best.keep(context(run_dir), 2, record(2, 1.0))
+                return
+            except KilledError:
+                pass
+        best.restore(context(run_dir))
+        assert kept(run_dir) in (None, (2, 1.0))
+    raise AssertionError("it never ends")
+
+
+def test_a_loss_on_other_samples_is_not_measured_again(tmp_path: Path) -> None:
+    """A finished run that is started again after its held-out images changed."""
+    best.keep(context(tmp_path), 1, record(1, 2.0, "a"))
+    held_out: Any = SimpleNamespace(data="b")
+    assert best.prove(context(tmp_path), None, held_out, tmp_path / "last.safetensors") == ""
+
+
+def test_a_file_that_somebody_took_is_not_kept(tmp_path: Path) -> None:
+    best.keep(context(tmp_path), 1, record(1, 2.0))
+    (tmp_path / best.FOLDER / "x.safetensors").unlink()
+    assert best.read(tmp_path) is None
+    best.keep(context(tmp_path), 2, record(2, 3.0))
+    assert kept(tmp_path) == (2, 3.0)

@@ -1,0 +1,47 @@
+"""Floor 7: may what a command is to write be written? Asked before the work, not after it."""
+
+from __future__ import annotations
+
+import errno
+import tempfile
+from pathlib import Path
+
+
+def nearest(path: Path) -> tuple[Path, str]:
+    """The deepest folder of `path` that exists, and why nothing can be written into it; empty where it can.
+
+    Asks by writing: permission bits do not tell of read-only mounts, or of what root may do.
+    """
+    existing = next(one for one in (path, *path.parents) if _is_folder(one))
+    try:
+        with tempfile.TemporaryFile(dir=existing):
+            pass
+    except OSError as failed:
+        # a full disk is told by the command, with what it needs
+        full = failed.errno in (errno.ENOSPC, errno.EDQUOT)
+        return existing, "" if full else failed.strerror or str(failed)
+    return existing, ""
+
+
+def require_writable(path: Path, where: str, *, folder: bool = False) -> None:
+    """Raise ConfigError where the file or new folder `path`, which option `where` names, cannot be made."""
+    from trainer.errors import ConfigError
+
+    remedy = "name a place that this user may write"
+    existing, error = nearest(path.absolute().parent)
+    if error:
+        what = f"{existing} cannot be written: {error}"
+    elif path.exists() and not (folder or path.is_file()):
+        what = "it exists, and is no file"
+    elif any(one.exists() and not one.is_dir() for one in path.parents):
+        what = "a file stands where a folder would have to be made"
+    else:
+        return
+    raise ConfigError(what, where=f"{where} {path}", remedy=remedy)
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except PermissionError:  # of a folder above it, which is then the one to name
+        return False
