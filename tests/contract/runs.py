@@ -186,6 +186,15 @@ def draws(family: str) -> bool:
     return families.get(family).sample_kind == "image"
 
 
+def fewer(cases: Sequence[Case]) -> list[Any]:
+    """For what the engine does alike for every family: some run always, the others are marked slow.
+
+    Those that always run are the first case, and the first one of a family that writes instead of drawing.
+    """
+    always = {cases[0], next((case for case in cases if not draws(case.family)), cases[0])}
+    return [pytest.param(case, marks=() if case in always else pytest.mark.slow) for case in cases]
+
+
 def edits(family: str) -> bool:
     """Whether a family's samples have control images."""
     return families.get(family).control_counts[0] > 0

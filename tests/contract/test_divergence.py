@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.contract.conftest import Finished
-from tests.contract.runs import CASES, LORA_CASES, Case, Workshop, numbers, steps_saved
+from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop, fewer, numbers, steps_saved
 from trainer.engine import checkpoint, run
 from trainer.engine.build import Built, build
 from trainer.engine.entries import Entries, list_entries
@@ -40,7 +40,7 @@ def late_record(samples: list[tuple[Any, ...]]) -> tuple[int, int]:
     return max(first.items(), key=lambda item: item[1])
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", [*LORA_CASES, *fewer(FULL_CASES)], ids=str)
 def test_nan_in_one_picture_is_named_and_changes_nothing(
     case: Case,
     workshop: Workshop,
@@ -81,7 +81,7 @@ def test_nan_in_one_picture_is_named_and_changes_nothing(
     assert all(math.isfinite(row["loss"]) for row in rows[1:])
 
 
-@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+@pytest.mark.parametrize("case", fewer(LORA_CASES), ids=str)
 def test_a_run_that_diverged_goes_on_when_the_picture_is_repaired(
     case: Case, workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
 ) -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.contract.runs import CASES, FULL_CASES, Case, Job, Workshop, draws
+from tests.contract.runs import CASES, FULL_CASES, Case, Job, Workshop, draws, fewer
 from trainer import families
 from trainer.engine.build import load_base
 from trainer.engine.entries import Entries, fill_cache, list_entries
@@ -65,7 +65,7 @@ def test_encoders_are_the_learned_ones_and_what_trains_is_not(
     assert all(torch.equal(models[1][name], models[2][name]) for name in models[1])
 
 
-@pytest.mark.parametrize("case", FULL_CASES, ids=str)
+@pytest.mark.parametrize("case", fewer(FULL_CASES), ids=str)
 def test_a_run_from_nothing_needs_no_weights_of_what_trains(
     case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
