@@ -1,7 +1,8 @@
-"""Floor 1: contradictions among the kind of adapter, the optimizer, and what they compute in."""
+"""Floor 1: contradictions among kinds of adapters, optimizers, precisions, and views of sets."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
@@ -12,6 +13,7 @@ if TYPE_CHECKING:
     from trainer.config.checks import Context, Found
 
 _LEAST_PRODIGY_RATE = 0.1
+_MOST_VIEWS_TOGETHER = 64
 
 
 def _validates(config: RunConfig) -> bool:
@@ -133,6 +135,16 @@ def _init_from(context: Context) -> Found:
         yield context.source(key), f"`{key}`: {path} is no file", "name a .safetensors file of an earlier run"
 
 
+def _views_together(context: Context) -> Found:
+    sets = context.config.data.sets
+    counts = [max(1, one.random_crop) * (2 if one.flip else 1) for one in sets]
+    if math.lcm(*counts) > _MOST_VIEWS_TOGETHER:
+        longer, listed = math.lcm(*counts), ", ".join(map(str, counts))
+        what = f"sets with {listed} views an image: with their shares kept an epoch is {longer} times as long"
+        key = next(f"data.sets.{index}.random_crop" for index, one in enumerate(sets) if one.random_crop)
+        yield context.source(key), what, "give the sets counts that divide one another: 2, 4, 8, 16"
+
+
 CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Iterator[tuple[str, str, str]]]], ...] = (
     (("method", "model.dtype"), _half_precision),
     (("method", "lora.type", "lora.dropout", "features.weights", "features.compute"), _kind_of_adapter),
@@ -140,5 +152,6 @@ CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Iterator[tuple[str, str
     (("method", "model.dtype", "lora.type", "lora.dropout", "features"), _plain_path),
     (("train.optimizer", "train.learning_rate"), _prodigy_rate),
     (("method", "lora.init_from"), _init_from),
+    (("data.sets",), _views_together),
 )
 """Keys that a check looks at -> the check."""

@@ -144,6 +144,15 @@ KEYS: dict[str, Bad] = {
         "    - {img_dir: images, is_reg: true}",
         ("c.yaml:6", "every one of `data.sets` is a regularisation set", "leave is_reg out"),
     ),
+    "views that do not go together": changed(
+        "    - img_dir: images",
+        "    - {img_dir: images, random_crop: 16}\n    - {img_dir: others, random_crop: 15}",
+        (
+            "c.yaml:6",
+            "with 16, 15 views an image: with their shares kept an epoch is 240 times as long",
+            "counts that divide one another",
+        ),
+    ),
     "key in a set": changed(
         "    - img_dir: images",
         "    - img_dirs: images",
