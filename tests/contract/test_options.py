@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -240,4 +241,7 @@ def test_a_run_is_told_to_weights_and_biases(
     losses = [(step, values["loss"]) for values, step in fake.logged if "loss" in values]
     assert losses == [(row["step"], row["loss"]) for row in numbers(job.folder) if "loss" in row]
     assert {step for values, step in fake.logged if "previews" in values} == {0, 3}
-    assert fake.finished == 1
+    assert fake.codes == [0]
+    with pytest.raises(DivergedError):
+        losing(workshop.job(SMALLEST, tmp_path / "ends", "train.report_to=wandb"), factor=math.nan).train()
+    assert fake.codes == [0, 1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 
 import torch
 
@@ -120,12 +121,21 @@ class Journal:
         self.metrics_log.flush_and_sync()
         self.events.flush_and_sync()
 
-    def close(self) -> None:
-        """Close the files."""
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.sync()
+        self.close(finished=kind is None)
+
+    def close(self, *, finished: bool = True) -> None:
+        """Close the files, and tell the tracker whether the run came to its end."""
         self.metrics_log.close()
         self.events.close()
         if self.tracker is not None:
-            self.tracker.close()
+            self.tracker.close(finished=finished)
 
 
 def start_tracker(context: Context) -> Tracker | None:

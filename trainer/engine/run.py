@@ -120,7 +120,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         settings=context.family.settings(context.source, context.config),
         fingerprint=fingerprint,
     )
-    try:
+    with journal:
         loop.train(run, state)
         context.status.beat(Phase.SAVE)
         journal.phase(Phase.SAVE)
@@ -134,9 +134,6 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         _say_held_out(run)
         journal.phase(Phase.DONE)
         context.say(summary)
-    finally:
-        journal.sync()
-        journal.close()
 
 
 def _outputs_before(context: Context, model: Any) -> list[torch.Tensor] | None:

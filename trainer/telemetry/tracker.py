@@ -73,9 +73,9 @@ class Tracker:
         """Send a picture."""
         self._run.log({tag: self._wandb.Image(str(path))}, step=step)
 
-    def close(self) -> None:
-        """Send what is left."""
-        self._run.finish()
+    def close(self, *, finished: bool = True) -> None:
+        """Send what is left, and whether the run came to its end."""
+        self._run.finish(exit_code=0 if finished else 1)
 
 
 def _api_key() -> str | None:

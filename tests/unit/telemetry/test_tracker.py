@@ -25,7 +25,7 @@ class Fake:
         self.errors = SimpleNamespace(Error=RuntimeError)
         self.started: list[dict[str, Any]] = []
         self.logged: list[tuple[dict[str, Any], int]] = []
-        self.finished = 0
+        self.codes: list[int] = []
         self.refuses = False
 
     def Settings(self, **settings: Any) -> dict[str, Any]:
@@ -43,8 +43,8 @@ class Fake:
     def _log(self, values: dict[str, Any], *, step: int) -> None:
         self.logged.append((values, step))
 
-    def _finish(self) -> None:
-        self.finished += 1
+    def _finish(self, *, exit_code: int) -> None:
+        self.codes.append(exit_code)
 
 
 @pytest.fixture
@@ -57,13 +57,13 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 
 def test_a_resumed_run_goes_on_under_the_same_id(wandb: Fake, tmp_path: Path) -> None:
-    Tracker(tmp_path, "mine", {"family": "x"}).close()
+    Tracker(tmp_path, "mine", {"family": "x"}).close(finished=False)
     Tracker(tmp_path, "mine", {"family": "x"}).close()
     first, second = wandb.started
     assert first["id"] == second["id"] == (tmp_path / "wandb.id").read_text()
     assert first["resume"] == "allow"
     assert (first["project"], first["name"], first["config"]) == ("mine", tmp_path.name, {"family": "x"})
-    assert wandb.finished == 2
+    assert wandb.codes == [1, 0]
 
 
 def test_values_and_pictures_are_sent_with_their_step(wandb: Fake, tmp_path: Path) -> None:
