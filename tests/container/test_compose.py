@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
@@ -104,7 +105,7 @@ def test_up_trains_a_proved_lora_that_belongs_to_the_caller(project: Project) ->
     assert {volume: project.owner(volume) for volume in VOLUMES} == dict.fromkeys(VOLUMES, SOMEBODY)
 
 
-def test_the_next_up_goes_on_after_a_stop(project: Project) -> None:
+def test_the_next_up_goes_on_after_a_stop_and_after_a_kill(project: Project) -> None:
     output, command = project.folder / "output", text_of(40, "checkpoint.checkpointing_steps=100")
     assert project.up("-d", command=command) == 0
     box = project.box()
@@ -116,9 +117,14 @@ def test_the_next_up_goes_on_after_a_stop(project: Project) -> None:
     assert box.exit_code() == ExitCode.STOPPED, box.log()
     (saved,) = steps_saved(output)
     assert 2 <= int(saved.removeprefix("step-")) < 40
+    assert project.up("-d", command=command) == 0
+    box.wait_for(lambda: f"resumed from {saved}" in box.log())
+    killed = project.run("kill", command=command)
+    assert killed.returncode == 0, killed.stdout
+    assert box.exit_code() == 128 + signal.SIGKILL
     # waits for the end, and is not ended by that of the service that prepares the folders
     assert project.up("--exit-code-from", "trainer", command=command) == 0
     assert project.box() == box, "the same container"
     require_proved(box, output, owner=SOMEBODY)
-    assert f"resumed from {saved}" in box.log()
+    assert box.log().count(f"resumed from {saved}") == 2
     assert "step-000040" in steps_saved(output)

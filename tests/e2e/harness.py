@@ -46,10 +46,10 @@ def slow_save() -> None:
 def slow_export() -> None:
     """Final files that take long: those of a LoRA and those of a model."""
     from trainer.engine import full
-    from trainer.modeling import lora
+    from trainer.modeling import comfyui
 
     _slow_tensors(full)
-    _slow_tensors(lora)
+    _slow_tensors(comfyui)
 
 
 def _slow_tensors(module: Any) -> None:
