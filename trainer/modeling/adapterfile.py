@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.errors import AccessError, DataError
-from trainer.modeling.comfyui import alpha_of, rank_of
+from trainer.modeling.comfyui import Parts, alpha_of, rank_of
 from trainer.modeling.lora import effective_change
 
 Layout = Literal["diffusers", "comfyui", "peft"]
@@ -25,8 +25,6 @@ _PREFIXES: Mapping[Layout, tuple[str, ...]] = {
     "peft": ("base_model.model.",),
 }
 """What stands before a layer's name."""
-Parts = Mapping[str, torch.Tensor]
-"""Tensors of one layer, by what follows its name: `lora_A.weight`, `lokr_w1`, ..."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -20,6 +20,8 @@ from trainer.modeling.lora import effective_change
 from trainer.modeling.tensorfile import write_tensors
 
 _MAGNITUDE = "magnitude_vector"
+Parts = Mapping[str, torch.Tensor]
+"""Tensors of one layer, by what follows its name: `lora_A.weight`, `lokr_w1`, ..."""
 
 
 def write_comfyui(
@@ -67,9 +69,6 @@ def _by_module(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.T
         module, _, part = name.partition(kind)
         found.setdefault(module, {})[f"{kind[1:]}{part}"] = tensor
     return found
-
-
-Parts = Mapping[str, torch.Tensor]
 
 
 def _lora(

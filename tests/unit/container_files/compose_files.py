@@ -10,9 +10,9 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-import pytest
 import yaml
 
+from tests.programs import missing
 from tests.unit.house.sources import ROOT
 
 COMPOSE = ROOT / "compose"
@@ -63,7 +63,7 @@ def compose_command() -> list[str]:
             asked = subprocess.run([*command, "version", "--short"], capture_output=True, text=True)
             if asked.returncode == 0 and int(asked.stdout.lstrip("v").partition(".")[0]) >= 2:
                 return command
-    pytest.skip("no compose v2: install docker's compose plugin, or name docker-compose in TRAINER_COMPOSE")
+    missing("no compose v2: install docker's compose plugin, or name docker-compose in TRAINER_COMPOSE")
 
 
 def config(arguments: list[str], folder: Path, **variables: str) -> Node:

@@ -20,10 +20,10 @@ def built_size(section: LoraSection) -> int:
     from peft import inject_adapter_in_model
 
     model: Any = torch.nn.Module()
+    for parent in dict.fromkeys(name.partition(".")[0] for name in LINEARS):
+        model.add_module(parent, torch.nn.Module())
     for name, (out, into) in LINEARS.items():
         parent, _, own = name.partition(".")
-        if not hasattr(model, parent):
-            model.add_module(parent, torch.nn.Module())
         model.get_submodule(parent).add_module(own, torch.nn.Linear(into, out, bias=False))
     model.dtype = torch.float32
     model.add_adapter = lambda config, adapter_name: inject_adapter_in_model(config, model, adapter_name)
