@@ -80,8 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     if not options.families:
         parser.error("name what to count: FAMILY=BASE")
+    table = json.loads(COUNTS.read_text())
     if options.table and options.modes and not set(_NEEDED) <= set(options.modes):
-        parser.error(f"--table needs these modes: {', '.join(_NEEDED)}")
+        new = [family for family, _ in options.families if "ways" not in table.get(family, {})]
+        if new:
+            parser.error(f"--table needs these modes of {', '.join(new)}: {', '.join(_NEEDED)}")
     cases = [
         memory.Case(family, types.require_base(base, f"{family}={base}"), mode, MODES[mode])
         for family, base in options.families
@@ -92,12 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.record:
         options.record.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
     if options.table:
-        table = json.loads(COUNTS.read_text())
         for family in dict.fromkeys(case.family for case in cases):
             found = [row for row in rows if row["family"] == family and "counted" in row]
-            if set(_NEEDED) <= {row["mode"] for row in found}:
-                known = table.get(family, {})
-                table[family] = merged(known, table_entry(found, known.get("beside", {})))
+            known = table.get(family, {})
+            if found and set(_NEEDED) <= {row["mode"] for row in found} | known.get("ways", {}).keys():
+                table[family] = merged(known, table_entry(found, known))
         atomic.write_text(COUNTS, table_text(table))
     missing = [f"{row['family']}, {row['mode']}" for row in rows if "counted" not in row]
     if missing:
@@ -205,31 +207,28 @@ def _held(forward: Callable[[], torch.Tensor]) -> dict[str, int]:
 
 
 def table_entry(
-    rows: Sequence[Mapping[str, Any]], beside: Mapping[str, float] = MappingProxyType({})
+    rows: Sequence[Mapping[str, Any]], known: Mapping[str, Any] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """A family's entry of activations.json from the rows of its modes.
+    """A family's entry of activations.json from the rows of its modes; `known` is the one that it has.
 
     `beside`, by stack, are values that a block keeps of each token of the caption besides: they are not
     counted apart, but written into the entry by hand, and are left out of the counts.
     What is held beyond a block's activations cannot be seen where a language model's head holds more: there
     it is taken from the mode that recomputes.
     """
-    by_mode = {row["mode"]: row for row in rows}
+    by_mode, beside = {row["mode"]: row for row in rows}, known.get("beside", {})
     some = rows[0]
-    least = by_mode["eager, recomputed"]
-    # a block that sees the caption alone has a smaller input
-    captions = [
-        name
-        for name, more in zip(some["stacks"], _more(least), strict=True)
-        if more < (some["units"]["captions"] + some["units"]["every"]) / 2
-    ]
+    captions = known["captions"] if "captions" in known else _captions(by_mode["eager, recomputed"])
     ways = {}
     for mode, row in by_mode.items():
         every, more = row["units"]["every"], _more(row)
-        beyond = _beyond(row)
+        beyond: float = _beyond(row)
         if row["head"] and "recomputed" not in mode and beyond < 1.1 * row["head"]:
             style = mode.partition(",")[0]
-            beyond = _beyond(by_mode[f"{style}, recomputed"]) - max(_more(by_mode[style]))
+            if f"{style}, recomputed" in by_mode:
+                beyond = _beyond(by_mode[f"{style}, recomputed"]) - max(_more(by_mode[style]))
+            else:
+                beyond = known["ways"][style]["beyond"] * every
         units = [row["units"]["captions" if name in captions else "every"] for name in row["stacks"]]
         left = [0.0 if "recomputed" in mode else beside.get(name, 0.0) for name in row["stacks"]]
         more = [size - part * row["units"]["captions"] for size, part in zip(more, left, strict=True)]
@@ -246,6 +245,16 @@ def table_entry(
         "beside": dict(beside),
         "ways": ways,
     }
+
+
+def _captions(recomputed: Mapping[str, Any]) -> list[str]:
+    """Stacks whose blocks see the caption alone: their input is smaller."""
+    units = recomputed["units"]
+    return [
+        name
+        for name, more in zip(recomputed["stacks"], _more(recomputed), strict=True)
+        if more < (units["captions"] + units["every"]) / 2
+    ]
 
 
 def _beyond(row: Mapping[str, Any]) -> int:

@@ -59,7 +59,7 @@ def build(storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed
     set_attention(model, "flash")
     model.train()
     if recomputed:
-        recompute_blocks(model, FLUX1_DEV.blocks, recomputed)
+        recompute_blocks(model, FLUX1_DEV.blocks, recomputed, inside=fast)
     if fast:
         batch, draw = inputs(0)
 

@@ -141,7 +141,10 @@ def build(context: Context) -> Built:
     model.train()
     if context.plan.activation_checkpointing:
         draws = config.method == "lora" and config.lora.dropout > 0
-        count = recompute_blocks(model, context.family.blocks, context.plan.recomputed_blocks, draws=draws)
+        # a graph keeps the weights that it reads, and those of blocks that wait are not to stay
+        inside = context.plan.compile and not context.plan.swapped_blocks
+        number = context.plan.recomputed_blocks
+        count = recompute_blocks(model, context.family.blocks, number, draws=draws, inside=inside)
         assert count, f"no block of {', '.join(context.family.blocks)} in the model"
     if context.plan.compile:
         compile_model(context, model)

@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
-from trainer.modeling.recompute import RECOMPUTED
+from trainer.modeling.recompute import RecomputedInside, recomputed
 
 # times that one kind of block is compiled, for new shapes; after a few its sizes are dynamic anyway
 MOST_COMPILED = 16
@@ -26,14 +25,12 @@ def compile_blocks(
     """Compile every module whose class is named in `kinds`, at its first call; returns their number.
 
     `activation_budget` below 1 recomputes in backward what is cheapest, so that this share of the
-    activations beyond a block's input stays. `say` is told once of each kind where more shapes come than it
-    is compiled for: these run as they are written.
+    activations beyond a block's input stays; none of those of `RecomputedInside` do. `say` is told once of
+    each kind where more shapes come than it is compiled for: these run as they are written.
     """
     import torch._dynamo
-    import torch._functorch.config
 
     torch._dynamo.config.recompile_limit = MOST_COMPILED
-    torch._functorch.config.activation_memory_budget = activation_budget
     limits: dict[type, _Limit] = {}
     count = 0
     for module in model.modules():
@@ -41,7 +38,8 @@ def compile_blocks(
             limit = limits.setdefault(type(module), _Limit(say))
             module.compile(fullgraph=True)
             compiled: Any = module
-            call = _within_limit(compiled._compiled_call_impl, limit, keeps_all=activation_budget == 1.0)
+            budget = 0.0 if isinstance(module, RecomputedInside) else activation_budget
+            call = _within_limit(compiled._compiled_call_impl, limit, budget)
             compiled._compiled_call_impl = call
             count += 1
     return count
@@ -62,12 +60,13 @@ class _Limit:
         )
 
 
-def _within_limit(compiled: Callable[..., Any], limit: _Limit, *, keeps_all: bool) -> Callable[..., Any]:
-    """`compiled`, which beyond the limit runs new shapes as they are written.
+def _within_limit(compiled: Callable[..., Any], limit: _Limit, budget: float) -> Callable[..., Any]:
+    """`compiled`, with a budget for activations, which beyond the limit runs new shapes as they are written.
 
     Where compiled blocks do not keep all activations, blocks are recomputed whole from there on: uncompiled
     ones would keep more than the plan has room for.
     """
+    import torch._functorch.config
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     def beyond(*args: Any, **kwargs: Any) -> Any:
@@ -79,13 +78,15 @@ def _within_limit(compiled: Callable[..., Any], limit: _Limit, *, keeps_all: boo
         if _written_only:
             return compiled(*args, **kwargs)
         if not limit.reached:
+            # read when a graph is made: blocks of another class have graphs of their own, and another budget
+            torch._functorch.config.activation_memory_budget = budget
             try:
                 return compiled(*args, **kwargs)
             except FailOnRecompileLimitHit:
                 limit.reach()
-        if keeps_all or not torch.is_grad_enabled():
+        if budget == 1.0 or not torch.is_grad_enabled():
             return beyond(*args, **kwargs)
-        return checkpoint(beyond, *args, **RECOMPUTED, **kwargs)
+        return recomputed(beyond, args, kwargs, draws=False)
 
     return call
 

@@ -1,9 +1,13 @@
-"""Floor 4: repeated blocks that are recomputed whole in backward, from outside what is compiled of them."""
+"""Floor 4: repeated blocks that keep nothing but their input for backward.
+
+Uncompiled ones are computed twice. What backward needs of a compiled one is computed in its own graph: not
+the last products, whose result nothing waits for.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -28,20 +32,47 @@ class Recomputed(torch.nn.Module):
         call = super().__call__
         if not (self.recomputes and torch.is_grad_enabled()):
             return call(*args, **kwargs)
-        how = RECOMPUTED | {"preserve_rng_state": self.draws}
-        return checkpoint(call, *args, **how, **kwargs)
+        return recomputed(call, args, kwargs, draws=self.draws)
+
+
+def recomputed(
+    call: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], *, draws: bool, **how: Any
+) -> Any:
+    """What `call` gives, which is called again for backward; `draws`: with the same random numbers.
+
+    `how` are further arguments of torch's checkpoint. It knows a device whose generator it has to put back
+    by tensors without a name only: none has one on the way there.
+    """
+
+    def run(*values: Any) -> Any:
+        return call(*values[: len(args)], **dict(zip(named, values[len(args) :], strict=True)))
+
+    return checkpoint(run, *args, *named.values(), **RECOMPUTED | {"preserve_rng_state": draws}, **how)
+
+
+class RecomputedInside(torch.nn.Module):
+    """A block that is to be compiled so that its graph keeps no more than its inputs. Only ever as above.
+
+    Blocks that keep their activations have another class, and so no graph in common with these.
+    """
 
 
 def recompute_blocks(
-    model: torch.nn.Module, kinds: Sequence[str], count: int = 0, *, draws: bool = False
+    model: torch.nn.Module, kinds: Sequence[str], count: int = 0, *, draws: bool = False, inside: bool = False
 ) -> int:
     """Let the first `count` repeated blocks be recomputed, or all for 0; their number. `kinds` name classes;
-    `draws` says that there is dropout in them.
+    `draws` says that there is dropout in them, `inside` that they will be compiled to see to it themselves.
 
     The libraries' own ways recompute all or nothing, and transformers' is inside the block's forward:
     compiled with it, joined layers could not hand outputs to each other.
     """
     blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in kinds]
+    if inside:
+        first = blocks[: count or len(blocks)]
+        for block in first:
+            if not isinstance(block, RecomputedInside):
+                give_base(block, RecomputedInside)
+        return len(first)
     for number, block in enumerate(blocks):
         if not isinstance(block, Recomputed):
             give_base(block, Recomputed)
@@ -51,7 +82,7 @@ def recompute_blocks(
     return sum(block.recomputes for block in blocks)
 
 
-def give_base(block: torch.nn.Module, base: type[Recomputed]) -> None:
+def give_base(block: torch.nn.Module, base: type[torch.nn.Module]) -> None:
     """Let `base` be the first base of the block's class, which keeps its name: blocks are known by it."""
     one: Any = block
     kinds: Any = type(block), base

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from trainer.errors import HardwareError
 from trainer.hardware.blocks import waiting
 from trainer.modeling.blockmemory import Packed, pack, point, views
-from trainer.modeling.recompute import RECOMPUTED, Recomputed, give_base
+from trainer.modeling.recompute import Recomputed, give_base, recomputed
 
 Pass = Literal["forward", "backward", "prediction"]
 _BUFFERS = 2
@@ -39,7 +38,7 @@ class _Waiting(Recomputed):
         if not torch.is_grad_enabled():
             self.swapped.stage(self.number, "prediction")
             return call(*args, **kwargs)
-        return checkpoint(call, *args, **RECOMPUTED, context_fn=self._contexts, **kwargs)
+        return recomputed(call, args, kwargs, draws=self.draws, context_fn=self._contexts)
 
     def _contexts(self) -> tuple[_Staged, _Staged]:
         return _Staged(self.swapped, self.number, "forward"), _Staged(self.swapped, self.number, "backward")

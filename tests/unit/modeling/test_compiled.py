@@ -16,6 +16,7 @@ from tests.unit.modeling.small_models import FAMILIES, Case, Storage, case, diff
 from trainer.modeling import compiled, fp8
 from trainer.modeling.compiled import compile_blocks, eager, graphs_compiled
 from trainer.modeling.norms import fuse_head_norms
+from trainer.modeling.recompute import recompute_blocks
 from trainer.modeling.siblings import join_siblings
 
 # two blocks of one kind and three of the other
@@ -23,6 +24,7 @@ DEPTH = {"num_layers": 2, "num_single_layers": 3}
 # one kind, which is quick to trace
 SHORT = {"num_layers": 0, "num_single_layers": 2}
 KINDS = FAMILIES["flux1_dev"].blocks
+STREAMS = ("hidden_states", "encoder_hidden_states")
 
 
 @pytest.fixture(autouse=True)
@@ -127,9 +129,62 @@ def test_only_blocks_of_the_kinds_are_compiled() -> None:
 
 
 def test_the_plan_s_budget_reaches_the_partitioner() -> None:
-    fast(budget=0.25)
+    made = fast(budget=0.25)
+    made.gradients()
     assert torch._functorch.config.activation_memory_budget == 0.25
-    assert torch._dynamo.config.recompile_limit == compiled.MOST_COMPILED
+
+
+def recomputing(count: int, *, inside: bool, depth: dict[str, int] = DEPTH) -> Case:
+    """A model whose first blocks are recomputed, all compiled."""
+    made = case("flux1_dev", changes=depth)
+    join_siblings(made.model, made.predict)
+    for _ in range(1 + inside):  # said twice is said once
+        number = recompute_blocks(made.model, KINDS, count, inside=inside)
+    assert compile_blocks(made.model, KINDS, activation_budget=1.0) == sum(depth.values())
+    assert number == (count or sum(depth.values()))
+    return made
+
+
+def test_blocks_that_are_recomputed_in_their_graph_give_the_same_gradients() -> None:
+    """Beside others that keep everything, with graphs of their own."""
+    wanted_output, wanted = case("flux1_dev", changes=DEPTH).gradients()
+    made, before = recomputing(3, inside=True), graphs_compiled()
+    for _ in range(2):
+        output, found = made.gradients()
+        assert relative(output, wanted_output) < 1e-6
+        assert difference(found, wanted) < 1e-5
+    assert graphs_compiled() - before <= 4
+    everything = fast(depth=DEPTH)
+    kept = [kept_bytes(one.model, lambda one=one: one.predict().sum()) for one in (made, everything)]
+    assert kept[0] < 0.6 * kept[1]
+
+
+def test_one_block_more_that_is_recomputed_keeps_its_input_alone() -> None:
+    inputs: list[int] = []
+    plain = case("flux1_dev", changes=SHORT)
+    plain.model.single_transformer_blocks[0].register_forward_pre_hook(
+        lambda _, __, named: inputs.extend(4 * named[name].numel() for name in STREAMS), with_kwargs=True
+    )
+    plain.predict()
+    kept = []
+    for number in (2, 3):
+        torch._dynamo.reset()
+        made = recomputing(0, inside=True, depth=SHORT | {"num_single_layers": number})
+        kept.append(kept_bytes(made.model, lambda made=made: made.predict().sum()))
+    assert kept[1] - kept[0] == sum(inputs) > 0
+
+
+def test_what_nothing_waits_for_is_not_computed_again() -> None:
+    """A block's last product, which checkpointing from outside repeats: fewer products in all."""
+    operations = []
+    for inside in (False, True):
+        torch._dynamo.reset()
+        made = recomputing(0, inside=inside)
+        made.gradients()
+        with torch.profiler.profile(with_flops=True) as profiler:
+            made.gradients()
+        operations.append(sum(event.flops for event in profiler.key_averages()))
+    assert 0 < operations[1] < 0.9 * operations[0]
 
 
 def test_a_graph_break_is_an_error() -> None:

@@ -9,6 +9,7 @@ import torch
 
 from tests.unit.modeling.small_models import FAMILIES, case, difference, relative
 from trainer.hardware.activations import counted
+from trainer.modeling import recompute
 from trainer.modeling.compiled import compile_blocks, graphs_compiled
 from trainer.modeling.recompute import Recomputed, give_base, recompute_blocks
 from trainer.modeling.siblings import join_siblings
@@ -22,6 +23,21 @@ def test_outputs_and_gradients_stay_bit_for_bit() -> None:
         (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
         assert torch.equal(output, wanted_output)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_what_tells_the_device_of_random_numbers_has_no_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch looks for it among arguments without one, and diffusers calls blocks with names."""
+    seen: list[tuple[bool, dict[str, Any]]] = []
+
+    def recorded(call: Any, *values: Any, **how: Any) -> Any:
+        seen.append((any(isinstance(value, torch.Tensor) for value in values), how))
+        return call(*values)
+
+    monkeypatch.setattr(recompute, "checkpoint", recorded)
+    one = case("flux1_dev")
+    recompute_blocks(one.model, one.family.blocks, draws=True)
+    one.predict()
+    assert seen == 3 * [(True, {"use_reentrant": False, "preserve_rng_state": True})]
 
 
 def test_a_block_is_recomputed_once_and_only_for_gradients() -> None:
@@ -81,7 +97,7 @@ def test_compiled_blocks_with_joined_layers_recompute(waiting: int) -> None:
     wanted_output, wanted = case("llama", changes=changes).gradients()
     one = case("llama", changes=changes)
     swapped = swap_blocks(one.model, one.family.blocks, waiting, device="cpu") if waiting else None
-    recompute_blocks(one.model, one.family.blocks)
+    recompute_blocks(one.model, one.family.blocks, inside=not waiting)
 
     def run() -> None:
         one.predict()

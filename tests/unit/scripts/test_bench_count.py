@@ -77,8 +77,28 @@ def test_values_of_captions_are_left_out_of_the_counts() -> None:
             row("eager", {"image": 24400}, fixed=1000, beyond=7000),
             row("eager, recomputed", {"image": 1000}, fixed=2000, beyond=30400),
         ],
-        {"image": 4.0},
+        {"beside": {"image": 4.0}},
     )
     assert entry["beside"] == {"image": 4.0}
     assert entry["ways"]["eager"] == {"fixed": 1.0, "blocks": [24.0], "beyond": 7.0}
     assert entry["ways"]["eager, recomputed"] == {"fixed": 2.0, "blocks": [1.0], "beyond": 30.0}
+
+
+def test_one_mode_alone_is_added_to_what_is_known() -> None:
+    """With the family's own stacks of captions, and what its head hides."""
+    known = {
+        "stacks": ["text", "image"],
+        "captions": ["text"],
+        "beside": {"image": 4.0},
+        "ways": {"compiled": {"fixed": 1.0, "blocks": [9.0, 14.0], "beyond": 8.5}},
+    }
+    new = row("compiled, int8, budget 0.6", {"text": 200, "image": 2400}, fixed=1000, beyond=15000)
+    entry = count.merged(known, count.table_entry([new], known))
+    assert entry == known | {
+        "ways": {
+            **known["ways"],
+            "compiled, int8, budget 0.6": {"fixed": 1.0, "blocks": [2.0, 2.0], "beyond": 15.0},
+        }
+    }
+    hidden = row("compiled, nf4, budget 0.6", {"text": 200, "image": 2400}, fixed=1000, beyond=9, head=24000)
+    assert count.table_entry([hidden], known)["ways"]["compiled, nf4, budget 0.6"]["beyond"] == 8.5
