@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -125,7 +126,7 @@ def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = 
     for override in job.overrides:
         command += ["--set", override]
     with Watch(run / METRICS_LOG, memory=memory) as watch:
-        runtime = {"TRAINER_RUNTIME_DIR": str(folder / "runtime")}
+        runtime = {"TRAINER_RUNTIME_DIR": str(folder / "runtime"), "TRAINER_METRICS_PORT": str(_free_port())}
         code, host_gib = run_child(command, folder / "log.txt", runtime)
     if code != 0:
         tail = (folder / "log.txt").read_text(errors="replace").strip().splitlines()[-12:]
@@ -186,6 +187,13 @@ def planned(path: Path) -> dict[str, Any]:
 
 def _word(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _free_port() -> int:
+    """A port for the run's server, which is part of what is measured: another run may hold the usual one."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
 
 
 def run_child(

@@ -12,9 +12,9 @@ from tests.gpu.fast_models import DEVICE, SETTINGS, build, inputs
 from tests.gpu.test_rotary import on_device
 from tests.unit.modeling.small_models import relative
 from tests.unit.modeling.test_rotary import EPS
-from tests.unit.modeling.test_wide import wide_part
+from tests.unit.modeling.test_wide import added_before, low_rank, run_added, wide_part
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.modeling.wide import WidePart, wide_norm_rotary
+from trainer.modeling.wide import LowRank, WidePart, wide_norm_rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -71,6 +71,88 @@ def test_heads_of_several_programs_are_each_their_own(kind: str, monkeypatch: py
 
     monkeypatch.setattr(kernels_rotary, "_MOST_HEADS", 1)
     test_kernels_compute_what_the_cpu_does(torch.float32, kind, 64, (5, 70), (2,))
+
+
+# the largest values of bf16 are rounded by this at most
+BF16 = 0.01
+
+
+def added_part(one: LowRank, device: str, dtype: torch.dtype) -> LowRank:
+    hidden, ups = one
+    return hidden.to(device, dtype), tuple(up.to(device, dtype) for up in ups)
+
+
+def as_fp32(part: WidePart) -> Any:
+    return tuple(None if one is None else one.float() for one in part)
+
+
+@pytest.mark.parametrize("kind", ["real", "complex"])
+@pytest.mark.parametrize("width", [16, 64, 128, 256])
+@pytest.mark.parametrize("ranks", [(4, 4), (16, 16), (40, 4), (16, 64)])
+@pytest.mark.parametrize("tokens", [(5, 70), (64, 1), (37, 130)])
+def test_kernels_add_what_the_cpu_does(
+    kind: str, width: int, ranks: tuple[int, int], tokens: tuple[int, int]
+) -> None:
+    """The sum is not rounded there, and what it is compared with is in fp32."""
+    torch.manual_seed(0)
+    parts = [wide_part(count, kind, width=width, dtype=torch.bfloat16) for count in tokens]
+    added = [
+        low_rank(count, (rank, rank, rank), width=width, dtype=torch.bfloat16)
+        for count, rank in zip(tokens, ranks, strict=True)
+    ]
+    gradients = [torch.randn(2, sum(tokens), 3, width).bfloat16() for _ in range(3)]
+    exact = [added_part(one, "cpu", torch.float32) for one in added]
+    wanted = run_added(added_before, [as_fp32(one) for one in parts], exact, [g.float() for g in gradients])
+    given = [one.to(DEVICE) for one in gradients]
+    given[2] = given[2].transpose(1, 2).contiguous().transpose(1, 2)
+    here = [added_part(one, DEVICE, torch.bfloat16) for one in added]
+    found = [run_added(wide_norm_rotary, [on_device(one) for one in parts], here, given) for _ in range(2)]
+    for ours, again, theirs in zip(*found, wanted, strict=True):
+        assert ours.dtype == torch.bfloat16 and ours.shape == theirs.shape
+        assert relative(ours, theirs) < BF16
+        assert torch.equal(ours, again)
+
+
+@pytest.mark.parametrize("kind", ["real", "complex"])
+def test_gradients_of_several_programs_are_added_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from trainer.modeling import kernels_rotary
+
+    monkeypatch.setattr(kernels_rotary, "_MOST_HEADS", 1)
+    test_kernels_add_what_the_cpu_does(kind, 64, (16, 4), (5, 70))
+
+
+@pytest.mark.parametrize("ranks", [((4, 8, 4), (4, 4, 4)), ((4, 4, 4), (80, 80, 80))])
+def test_what_kernels_do_not_add_is_added_before(ranks: tuple[tuple[int, int, int], ...]) -> None:
+    """Ranks that differ in a stream, and such as a program cannot hold."""
+    torch.manual_seed(0)
+    tokens = (5, 70)
+    parts = [on_device(wide_part(count, "real", width=64, dtype=torch.bfloat16)) for count in tokens]
+    added = [
+        added_part(low_rank(count, each, width=64), DEVICE, torch.bfloat16)
+        for count, each in zip(tokens, ranks, strict=True)
+    ]
+    gradients = [torch.randn(2, sum(tokens), 3, 64, device=DEVICE).bfloat16() for _ in range(3)]
+    found = run_added(wide_norm_rotary, parts, added, gradients)
+    wanted = run_added(added_before, parts, added, gradients)
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(found, wanted, strict=True))
+
+
+def test_a_compiled_step_adds_on_the_way() -> None:
+    parts = [on_device(wide_part(count, "real", width=64, dtype=torch.bfloat16)) for count in (40, 96)]
+    added = [
+        added_part(low_rank(count, (16, 16, 16), width=64), DEVICE, torch.bfloat16) for count in (40, 96)
+    ]
+
+    def step(function: Any) -> list[torch.Tensor]:
+        gradients = [torch.ones(2, 136, 3, 64, device=DEVICE, dtype=torch.bfloat16) for _ in range(3)]
+        return run_added(function, parts, added, gradients)
+
+    compiled = torch.compile(wide_norm_rotary, fullgraph=True)
+    for ours, theirs in zip(step(compiled), step(wide_norm_rotary), strict=True):
+        assert relative(ours, theirs) < 2e-2
+    names = profiled(lambda: step(compiled))
+    assert sum("wide_norm_rotary_backward" in name for name in names) == 1
+    assert not [name for name in names if "add_low_rank" in name]
 
 
 def test_products_and_gradients_that_are_not_aligned_are_copied() -> None:

@@ -1,7 +1,6 @@
 """Floor 4: Triton kernels for CUDA that norm and turn the heads of one or two streams of tokens, in one pass.
 
-A program takes a few tokens with several heads, which share the tokens' rows of the tables. Imported as
-`kernels` is, and for the same reason.
+Imported as `kernels` is, and for the same reason.
 """
 
 from __future__ import annotations
@@ -12,6 +11,8 @@ import torch
 import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
+
+from trainer.modeling.kernels_turns import place_of, turn, turn_back
 
 # values of one head that a program holds, and heads that it takes one after the other, at most
 _VALUES, _MOST_HEADS = 2048, 8
@@ -110,100 +111,18 @@ def row_stride(*tables: torch.Tensor | None) -> int:
     return first[0]
 
 
-def tiles(first: torch.Tensor, second: torch.Tensor | None) -> tuple[Any, dict[str, Any]]:
-    """The kernels' grid and sizes."""
+def tiles(
+    first: torch.Tensor, second: torch.Tensor | None, rows: int | None = None
+) -> tuple[Any, dict[str, Any]]:
+    """The kernels' grid and sizes; `rows` are tokens of a program where not its values decide."""
     batch, tokens, heads, width = first.shape
     together = next(count for count in range(_MOST_HEADS, 0, -1) if heads % count == 0)
-    rows = _VALUES // width
+    rows = rows or _VALUES // width
     blocks = triton.cdiv(tokens, rows)
     if second is not None:
         blocks = blocks + triton.cdiv(second.shape[1], rows)
     sizes = {"JOINED": second is not None, "WIDTH": width, "TOKENS": rows, "HEADS": together}
     return (batch * blocks * (heads // together),), sizes
-
-
-@triton.jit
-def place_of(  # type: ignore[no-untyped-def]
-    heads, first, second, JOINED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr
-):
-    """This program's sample, first head and block of tokens, and the number of the first part's blocks."""
-    groups = heads // HEADS
-    program = tl.program_id(0)
-    blocks = tl.cdiv(first, TOKENS)
-    every = blocks
-    if JOINED:
-        every += tl.cdiv(second, TOKENS)
-    block = program // groups
-    return (block // every).to(tl.int64), program % groups * HEADS, block % every, blocks
-
-
-@triton.jit
-def _pairs(rows):  # type: ignore[no-untyped-def]
-    """(tokens, width) as two of (tokens, width / 2) in fp32, the values of each pair."""
-    return tl.split(tl.reshape(rows.to(tl.float32), (rows.shape[0], rows.shape[1] // 2, 2)))
-
-
-@triton.jit
-def load_rows(start, place, inside):  # type: ignore[no-untyped-def]
-    """Rows that begin at multiples of 16 bytes, which a compiler does not know of what torch made for it."""
-    return tl.load(tl.multiple_of(start + place, (16, 16)), mask=inside, other=0.0)
-
-
-@triton.jit
-def _whole(real, imaginary):  # type: ignore[no-untyped-def]
-    return tl.reshape(tl.join(real, imaginary), (real.shape[0], 2 * real.shape[1]))
-
-
-@triton.jit
-def _inverse(real, imaginary, EPS: tl.constexpr):  # type: ignore[no-untyped-def]
-    """1 / rms of each row."""
-    return tl.rsqrt(
-        tl.sum(real * real + imaginary * imaginary, 1, keep_dims=True) / (2 * real.shape[1]) + EPS
-    )
-
-
-@triton.jit
-def _tables(part, rows, token, column, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """Weights of each pair's two values, and cosines and sines, of these tokens.
-
-    All are read as whole rows of the values' shape: loads of another shape would be laid out in another way.
-    """
-    _, weight, cos, sin, tokens, _, _ = part
-    place, inside = token * rows + column, token < tokens
-    of_real, of_imaginary = _pairs(tl.load(tl.broadcast_to(weight + column, place.shape)))
-    even, odd = _pairs(load_rows(cos, place, inside))
-    if SPLIT:
-        odd, _ = _pairs(load_rows(sin, place, inside))
-    return of_real, of_imaginary, even, odd
-
-
-@triton.jit
-def turn(  # type: ignore[no-untyped-def]
-    part,
-    rows,
-    result,
-    block,
-    heads,
-    EPS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """Norm and turn some heads of a block's tokens; values and result begin at the part's first token."""
-    values, _, _, _, tokens, stride_token, stride_head = part
-    token = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    inside = token < tokens
-    of_real, of_imaginary, cos, sin = _tables(part, rows, token, column, SPLIT)
-    values += token * stride_token + column
-    result += token * heads * WIDTH + column
-    for head in range(HEADS):
-        real, imaginary = _pairs(load_rows(values, head * stride_head, inside))
-        inverse = _inverse(real, imaginary, EPS)
-        real, imaginary = real * inverse * of_real, imaginary * inverse * of_imaginary
-        turned = _whole(real * cos - imaginary * sin, imaginary * cos + real * sin)
-        tl.store(result + head * WIDTH, turned, mask=inside)
 
 
 @triton.jit
@@ -242,48 +161,13 @@ def _norm_rotary(  # type: ignore[no-untyped-def]
     if block < blocks:
         first += sample * first_batch + head * first_head
         part = (first, first_weight, first_cos, first_sin, first_tokens, first_token, first_head)
-        turn(part, rows, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        turn(part, None, rows, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, 0)
     elif JOINED:
         # another name: what both branches assign would have to be of one type, and lengths differ in theirs
         second += sample * second_batch + head * second_head
         other = (second, second_weight, second_cos, second_sin, second_tokens, second_token, second_head)
         result += first_tokens * heads * WIDTH
-        turn(other, rows, result, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
-
-
-@triton.jit
-def turn_back(  # type: ignore[no-untyped-def]
-    part,
-    rows,
-    given,
-    result,
-    block,
-    heads,
-    EPS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """The gradient of `turn` for its values, from that of its result; all begin as there."""
-    values, _, _, _, tokens, stride_token, stride_head = part
-    gradient, gradient_token, gradient_head = given
-    token = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    inside = token < tokens
-    of_real, of_imaginary, cos, sin = _tables(part, rows, token, column, SPLIT)
-    values += token * stride_token + column
-    gradient += token * gradient_token + column
-    result += token * heads * WIDTH + column
-    for head in range(HEADS):
-        real, imaginary = _pairs(load_rows(values, head * stride_head, inside))
-        left, right = _pairs(load_rows(gradient, head * gradient_head, inside))
-        inverse = _inverse(real, imaginary, EPS)
-        real, imaginary = real * inverse, imaginary * inverse
-        left, right = (left * cos + right * sin) * of_real, (right * cos - left * sin) * of_imaginary
-        mean = tl.sum(left * real + right * imaginary, 1, keep_dims=True) / WIDTH
-        changed = _whole((left - real * mean) * inverse, (right - imaginary * mean) * inverse)
-        tl.store(result + head * WIDTH, changed, mask=inside)
+        turn(other, None, rows, result, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, 0)
 
 
 @triton.jit
@@ -326,10 +210,13 @@ def _norm_rotary_backward(  # type: ignore[no-untyped-def]
         first += sample * first_batch + head * first_head
         part = (first, first_weight, first_cos, first_sin, first_tokens, first_token, first_head)
         of_first += (sample * first_tokens * heads + head) * WIDTH
-        turn_back(part, rows, given, of_first, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        turn_back(part, None, None, rows, given, of_first, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, 0)
     elif JOINED:
         given = (gradient + first_tokens * gradient_token, gradient_token, gradient_head)
         second += sample * second_batch + head * second_head
         other = (second, second_weight, second_cos, second_sin, second_tokens, second_token, second_head)
         of_second += (sample * second_tokens * heads + head) * WIDTH
-        turn_back(other, rows, given, of_second, block - blocks, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        block -= blocks
+        turn_back(
+            other, None, None, rows, given, of_second, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, 0
+        )

@@ -1,7 +1,7 @@
 """Floor 4: Triton kernels for CUDA between joint products of queries, keys and values, and attention.
 
-A program does for queries, keys or values what those of `kernels_rotary` do. Imported as `kernels` is, and
-for the same reason.
+A program does for queries, keys or values what those of `kernels_rotary` do. For two streams it can add the
+adapters' products of low rank to theirs as it reads them. Imported as `kernels` is, and for the same reason.
 """
 
 from __future__ import annotations
@@ -13,7 +13,14 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from trainer.modeling.kernels_rotary import aligned, load_rows, place_of, row_stride, tiles, turn, turn_back
+from trainer.modeling.kernels_rotary import aligned, row_stride, tiles
+from trainer.modeling.kernels_turns import place_of, stream_backward, stream_forward, wide_low, wide_part
+
+# what a program can add at most
+MOST_RANK = 64
+# tokens, warps and stages of a program that adds: it reads the right side anew for its tokens, and what more
+# stages load ahead takes shared memory from other programs
+_LOW_FORWARD, _LOW_BACKWARD = (16, 4, 1), (32, 8, 1)
 
 
 @triton_op("trainer::wide_norm_rotary", mutates_args={})
@@ -29,30 +36,35 @@ def wide_norm_rotary(
     second_cos: torch.Tensor | None,
     second_sin: torch.Tensor | None,
     eps: float,
+    first_hidden: torch.Tensor | None = None,
+    first_up: torch.Tensor | None = None,
+    second_hidden: torch.Tensor | None = None,
+    second_up: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """Queries and keys of `wide.wide_norm_rotary`, and of two streams the values too; tables as there."""
+    """Queries and keys of `wide.wide_norm_rotary`, and of two streams the values too; tables as there.
+
+    `hidden` and `up`, the adapters' sides, are both streams' or none's, and bf16; `up` is block diagonal.
+    """
     width = len(first_query_weight)
     batch, tokens, heads, _ = _heads(first, width).shape
-    streams = _stream(first, first_query_weight, first_key_weight, first_cos, first_sin)
-    if second is None:
-        streams, given = streams + streams, None
-    else:
-        streams += _stream(second, second_query_weight, second_key_weight, second_cos, second_sin)
-        tokens, given = tokens + second.shape[1], _heads(second, width)
+    low = first_hidden, first_up
+    streams = _stream(first, first_query_weight, first_key_weight, first_cos, first_sin, *low)
+    if second is not None:
+        low, tokens = (second_hidden, second_up), tokens + second.shape[1]
+        streams += _stream(second, second_query_weight, second_key_weight, second_cos, second_sin, *low)
     shape, count = (batch, tokens, heads, width), 2 if second is None else 3
     results = [torch.empty(shape, dtype=first.dtype, device=first.device) for _ in range(count)]
-    grid, sizes = tiles(_heads(first, width), given)
+    grid, sizes = _tiles(first, second, width, (first_up, second_up), _LOW_FORWARD)
     wrap_triton(_wide_norm_rotary)[(*grid, count)](
         results[0],
         results[1],
         first if second is None else results[2],
         heads,
-        *streams,
+        *(streams * 2)[:16],
         row_stride(first_cos, first_sin, second_cos, second_sin),
         EPS=eps,
         SPLIT=first_sin is not None,
         **sizes,
-        num_warps=4,
     )
     return results
 
@@ -73,32 +85,36 @@ def wide_norm_rotary_backward(
     second_cos: torch.Tensor | None,
     second_sin: torch.Tensor | None,
     eps: float,
+    first_hidden: torch.Tensor | None = None,
+    first_up: torch.Tensor | None = None,
+    second_hidden: torch.Tensor | None = None,
+    second_up: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """The gradients of `wide_norm_rotary` for its products, contiguous, from those of its results."""
-    width = len(first_query_weight)
-    streams = _stream(first, first_query_weight, first_key_weight, first_cos, first_sin)
-    if second is None:
-        streams, given = streams + streams, [first]
-    else:
-        streams += _stream(second, second_query_weight, second_key_weight, second_cos, second_sin)
-        given = [first, second]
+    """The gradients of `wide_norm_rotary` for its products, contiguous, and for each `hidden` there is."""
+    width, low = len(first_query_weight), (first_hidden, first_up)
+    streams = _stream(first, first_query_weight, first_key_weight, first_cos, first_sin, *low)
+    if second is not None:
+        low = second_hidden, second_up
+        streams += _stream(second, second_query_weight, second_key_weight, second_cos, second_sin, *low)
+    given = [one for one in (first, second) if one is not None]
     results = [torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in given]
     gradients = [aligned(one) for one in (query, key, value)]
-    grid, sizes = tiles(_heads(first, width), None if second is None else _heads(second, width))
+    grid, sizes = _tiles(first, second, width, (first_up, second_up), _LOW_BACKWARD)
+    of_hidden = _of_hidden(query, sizes)
     wrap_triton(_wide_norm_rotary_backward)[(*grid, 3)](
         *gradients,
         *(stride for one in gradients for stride in one.stride()[:3]),
         results[0],
         first if second is None else results[1],
+        first if of_hidden is None else of_hidden,
         query.shape[2],
-        *streams,
+        *(streams * 2)[:16],
         row_stride(first_cos, first_sin, second_cos, second_sin),
         EPS=eps,
         SPLIT=first_sin is not None,
         **sizes,
-        num_warps=4,
     )
-    return results
+    return results if of_hidden is None else results + _added_up(of_hidden, first_hidden, second_hidden)
 
 
 def _heads(wide: torch.Tensor, width: int) -> torch.Tensor:
@@ -112,11 +128,51 @@ def _stream(
     key_weight: torch.Tensor | None,
     cos: torch.Tensor | None,
     sin: torch.Tensor | None,
+    hidden: torch.Tensor | None,
+    up: torch.Tensor | None,
 ) -> tuple[Any, ...]:
     """A part as the kernels take it: its tensors, and number of tokens."""
     assert query_weight is not None and key_weight is not None and cos is not None
     tables = cos, cos if sin is None else sin
-    return (wide.contiguous(), query_weight, key_weight, *tables, wide.shape[1])
+    low = (cos, cos) if hidden is None or up is None else (hidden.contiguous(), up.contiguous())
+    return (wide.contiguous(), query_weight, key_weight, *tables, wide.shape[1], *low)
+
+
+def _tiles(
+    first: torch.Tensor,
+    second: torch.Tensor | None,
+    width: int,
+    ups: tuple[torch.Tensor | None, ...],
+    low: tuple[int, int, int],
+) -> tuple[Any, dict[str, Any]]:
+    """As `kernels_rotary.tiles`, with ranks and a program's shape: `low` is that of one that adds."""
+    ranks = [0 if up is None else up.shape[1] // 3 for up in ups]
+    most = max(ranks)
+    rows = low[0] if most else None
+    grid, sizes = tiles(_heads(first, width), None if second is None else _heads(second, width), rows)
+    sizes |= {"FIRST_RANK": ranks[0], "SECOND_RANK": ranks[1]}
+    if most == 0:
+        return grid, sizes | {"RANK": 0, "num_warps": 4}
+    padded = max(16, triton.next_power_of_2(most))
+    return grid, sizes | {"RANK": padded, "num_warps": low[1], "num_stages": low[2]}
+
+
+def _of_hidden(query: torch.Tensor, sizes: dict[str, Any]) -> torch.Tensor | None:
+    """For the programs' parts of the gradients for `hidden`, (batch, all tokens, programs, 3, RANK)."""
+    batch, tokens, heads, _ = query.shape
+    shape = (batch, tokens, heads // sizes["HEADS"], 3, sizes["RANK"])
+    return torch.empty(shape, dtype=torch.float32, device=query.device) if sizes["RANK"] else None
+
+
+def _added_up(of_hidden: torch.Tensor, *hiddens: torch.Tensor | None) -> list[torch.Tensor]:
+    """The gradient for each of `hiddens`, which is (batch, tokens, 3 * rank)."""
+    found, start = [], 0
+    for hidden in hiddens:
+        assert hidden is not None
+        own = of_hidden[:, start : start + hidden.shape[1], ..., : hidden.shape[2] // 3]
+        found.append(own.sum(2).flatten(2).to(hidden.dtype))
+        start += hidden.shape[1]
+    return found
 
 
 @triton.jit
@@ -135,59 +191,53 @@ def _pick(which, one, two, three):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _copy(  # type: ignore[no-untyped-def]
-    source,
-    source_token,
-    source_head,
-    result,
-    result_token,
-    tokens,
-    block,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """Some heads of a block's tokens as they are; both begin at the part's first token."""
-    token = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    inside = token < tokens
-    source += token * source_token + column
-    result += token * result_token + column
-    for head in range(HEADS):
-        tl.store(result + head * WIDTH, load_rows(source, head * source_head, inside), mask=inside)
-
-
-@triton.jit
-def _part(which, stream, sample, column, row, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A stream as `turn` takes it, from a program's sample and column of the product on."""
-    wide, query_weight, key_weight, cos, sin, tokens = stream
-    weight = query_weight
-    if which == 1:
-        weight = key_weight
-    return wide + sample * tokens * row + column, weight, cos, sin, tokens, row, WIDTH
-
-
-@triton.jit
-def _stream_forward(  # type: ignore[no-untyped-def]
-    which,
-    part,
-    rows,
-    result,
-    block,
+def _forward(  # type: ignore[no-untyped-def]
+    results,
+    first,
+    second,
     heads,
+    rows,
     EPS: tl.constexpr,
     JOINED: tl.constexpr,
     SPLIT: tl.constexpr,
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    RANK: tl.constexpr,
 ):
-    """What one program does, in the stream that its block is of."""
-    if which < 2:
-        turn(part, rows, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+    """What one program does."""
+    query, key, value = results
+    one, first_low = first
+    two, second_low = second
+    _, _, _, _, _, first_tokens = one
+    _, _, _, _, _, second_tokens = two
+    sample, head, block, blocks = place_of(heads, first_tokens, second_tokens, JOINED, TOKENS, HEADS)
+    which = tl.program_id(1)
+    result = query
+    if which == 1:
+        result = key
+    start = sample * first_tokens * heads
+    if JOINED:
+        start += sample * second_tokens * heads
+        if which == 2:
+            result = value
+    result += (start + head) * WIDTH
+    column, row = (which * heads + head) * WIDTH, 3 * heads * WIDTH
+    if block < blocks:
+        part = wide_part(which, one, sample, column, row, WIDTH)
+        low = wide_low(which, first_low, first_tokens, sample, column)
+        stream_forward(
+            which, part, low, rows, result, block, heads, EPS, JOINED, SPLIT, WIDTH, TOKENS, HEADS, RANK
+        )
     elif JOINED:
-        values, _, _, _, tokens, token, head = part
-        _copy(values, token, head, result, heads * WIDTH, tokens, block, WIDTH, TOKENS, HEADS)
+        # other names: what both branches assign would have to be of one type, and lengths differ in theirs
+        other = wide_part(which, two, sample, column, row, WIDTH)
+        added = wide_low(which, second_low, second_tokens, sample, column)
+        result += first_tokens * heads * WIDTH
+        block -= blocks
+        stream_forward(
+            which, other, added, rows, result, block, heads, EPS, JOINED, SPLIT, WIDTH, TOKENS, HEADS, RANK
+        )
 
 
 @triton.jit
@@ -202,12 +252,16 @@ def _wide_norm_rotary(  # type: ignore[no-untyped-def]
     first_cos,
     first_sin,
     first_tokens,
+    first_hidden,
+    first_up,
     second,
     second_query,
     second_key,
     second_cos,
     second_sin,
     second_tokens,
+    second_hidden,
+    second_up,
     rows,
     EPS: tl.constexpr,
     JOINED: tl.constexpr,
@@ -215,66 +269,24 @@ def _wide_norm_rotary(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    FIRST_RANK: tl.constexpr,
+    SECOND_RANK: tl.constexpr,
+    RANK: tl.constexpr,
 ):
-    sample, head, block, blocks = place_of(heads, first_tokens, second_tokens, JOINED, TOKENS, HEADS)
-    which = tl.program_id(1)
-    result = query
-    if which == 1:
-        result = key
-    start = sample * first_tokens * heads
-    if JOINED:
-        start += sample * second_tokens * heads
-        if which == 2:
-            result = value
-    result += (start + head) * WIDTH
-    column, row = (which * heads + head) * WIDTH, 3 * heads * WIDTH
-    if block < blocks:
-        stream = (first, first_query, first_key, first_cos, first_sin, first_tokens)
-        part = _part(which, stream, sample, column, row, WIDTH)
-        _stream_forward(which, part, rows, result, block, heads, EPS, JOINED, SPLIT, WIDTH, TOKENS, HEADS)
-    elif JOINED:
-        # other names: what both branches assign would have to be of one type, and lengths differ in theirs
-        another = (second, second_query, second_key, second_cos, second_sin, second_tokens)
-        other = _part(which, another, sample, column, row, WIDTH)
-        result += first_tokens * heads * WIDTH
-        block -= blocks
-        _stream_forward(which, other, rows, result, block, heads, EPS, JOINED, SPLIT, WIDTH, TOKENS, HEADS)
+    low, other = (first_hidden, first_up, FIRST_RANK), (second_hidden, second_up, SECOND_RANK)
+    first = ((first, first_query, first_key, first_cos, first_sin, first_tokens), low)
+    second = ((second, second_query, second_key, second_cos, second_sin, second_tokens), other)
+    results = (query, key, value)
+    _forward(results, first, second, heads, rows, EPS, JOINED, SPLIT, WIDTH, TOKENS, HEADS, RANK)
 
 
 @triton.jit
-def _stream_backward(  # type: ignore[no-untyped-def]
-    which,
-    part,
-    rows,
-    given,
-    result,
-    block,
-    heads,
-    EPS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-):
-    """What one program does backward, in the stream that its block is of; the result is its sample's."""
-    if which < 2:
-        # three times as many heads lie between the tokens of a product
-        turn_back(part, rows, given, result, block, 3 * heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
-    else:
-        _, _, _, _, tokens, _, _ = part
-        gradient, token, head = given
-        # a step of the result's from `part` would tell torch that all of the part's tensors are written
-        _copy(gradient, token, head, result, 3 * heads * WIDTH, tokens, block, WIDTH, TOKENS, HEADS)
-
-
-@triton.jit
-def _program_backward(  # type: ignore[no-untyped-def]
+def _backward(  # type: ignore[no-untyped-def]
     picked,
-    of_first,
-    of_second,
-    heads,
+    of_hidden,
     first,
     second,
+    heads,
     rows,
     EPS: tl.constexpr,
     JOINED: tl.constexpr,
@@ -282,26 +294,41 @@ def _program_backward(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     """What one program does backward, of the gradient `picked`, a pointer and its strides."""
-    _, _, _, _, _, first_tokens = first
-    _, _, _, _, _, second_tokens = second
+    one, first_low, of_first = first
+    two, second_low, of_second = second
+    _, _, _, _, _, first_tokens = one
+    _, _, _, _, _, second_tokens = two
     sample, head, block, blocks = place_of(heads, first_tokens, second_tokens, JOINED, TOKENS, HEADS)
     which = tl.program_id(1)
     gradient, stride_batch, stride_token, stride_head = picked
     gradient += sample * stride_batch + head * stride_head
     column, row = (which * heads + head) * WIDTH, 3 * heads * WIDTH
+    # (batch, all tokens, programs of a token, 3, RANK)
+    inner = heads // HEADS * 3 * RANK
+    of_hidden += sample * (first_tokens + second_tokens) * inner + (head // HEADS * 3 + which) * RANK
     if block < blocks:
-        part = _part(which, first, sample, column, row, WIDTH)
+        part = wide_part(which, one, sample, column, row, WIDTH)
+        low = wide_low(which, first_low, first_tokens, sample, column)
         of_first += sample * first_tokens * row + column
-        given = (gradient, stride_token, stride_head)
-        _stream_backward(which, part, rows, given, of_first, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        given, of_low = (gradient, stride_token, stride_head), (of_hidden, inner)
+        results = (of_first, of_low)
+        stream_backward(
+            which, part, low, rows, given, results, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK
+        )
     elif JOINED:
-        other = _part(which, second, sample, column, row, WIDTH)
+        other = wide_part(which, two, sample, column, row, WIDTH)
+        added = wide_low(which, second_low, second_tokens, sample, column)
         of_second += sample * second_tokens * row + column
         given = (gradient + first_tokens * stride_token, stride_token, stride_head)
+        of_low = (of_hidden + first_tokens * inner, inner)
+        results = (of_second, of_low)
         block -= blocks
-        _stream_backward(which, other, rows, given, of_second, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS)
+        stream_backward(
+            which, other, added, rows, given, results, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK
+        )
 
 
 @triton.jit
@@ -320,6 +347,7 @@ def _wide_norm_rotary_backward(  # type: ignore[no-untyped-def]
     value_head,
     of_first,
     of_second,
+    of_hidden,
     heads,
     first,
     first_query,
@@ -327,12 +355,16 @@ def _wide_norm_rotary_backward(  # type: ignore[no-untyped-def]
     first_cos,
     first_sin,
     first_tokens,
+    first_hidden,
+    first_up,
     second,
     second_query,
     second_key,
     second_cos,
     second_sin,
     second_tokens,
+    second_hidden,
+    second_up,
     rows,
     EPS: tl.constexpr,
     JOINED: tl.constexpr,
@@ -340,11 +372,13 @@ def _wide_norm_rotary_backward(  # type: ignore[no-untyped-def]
     WIDTH: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
+    FIRST_RANK: tl.constexpr,
+    SECOND_RANK: tl.constexpr,
+    RANK: tl.constexpr,
 ):
     one, two = (query, query_batch, query_token, query_head), (key, key_batch, key_token, key_head)
     picked = _pick(tl.program_id(1), one, two, (value, value_batch, value_token, value_head))
-    first = (first, first_query, first_key, first_cos, first_sin, first_tokens)
-    second = (second, second_query, second_key, second_cos, second_sin, second_tokens)
-    _program_backward(
-        picked, of_first, of_second, heads, first, second, rows, EPS, JOINED, SPLIT, WIDTH, TOKENS, HEADS
-    )
+    low, other = (first_hidden, first_up, FIRST_RANK), (second_hidden, second_up, SECOND_RANK)
+    first = ((first, first_query, first_key, first_cos, first_sin, first_tokens), low, of_first)
+    second = ((second, second_query, second_key, second_cos, second_sin, second_tokens), other, of_second)
+    _backward(picked, of_hidden, first, second, heads, rows, EPS, JOINED, SPLIT, WIDTH, TOKENS, HEADS, RANK)

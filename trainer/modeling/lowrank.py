@@ -11,20 +11,20 @@ if torch.version.cuda is not None:
 
 
 def add_low_rank(whole: torch.Tensor, hidden: torch.Tensor, *ups: torch.Tensor) -> torch.Tensor:
-    """whole (rows, columns) + hidden (rows, rank) @ up (columns, rank).T, all of one type.
+    """whole (..., columns) + hidden (..., rank) @ up (columns, rank).T, all of one type.
 
     Of several `ups` the first has the first columns of `whole` and the first of `hidden`, and so on. The sum
     is made in fp32 before it is rounded. Products of a higher rank than the kernel holds, and other types
     than bf16, are left to torch.
     """
-    result: torch.Tensor = _AddLowRank.apply(whole, hidden, *ups)
-    return result
+    result: torch.Tensor = _AddLowRank.apply(whole.flatten(0, -2), hidden.flatten(0, -2), *ups)
+    return result.view(whole.shape)
 
 
 class _AddLowRank(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, whole: torch.Tensor, hidden: torch.Tensor, *ups: torch.Tensor) -> torch.Tensor:
-        up = ups[0] if len(ups) == 1 else _side_by_side(ups)
+        up = ups[0] if len(ups) == 1 else side_by_side(ups)
         ctx.save_for_backward(hidden, up)
         ctx.shapes = [tuple(one.shape) for one in ups]
         types = {whole.dtype, hidden.dtype, up.dtype}
@@ -36,10 +36,10 @@ class _AddLowRank(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:
         hidden, up = ctx.saved_tensors
-        return gradient, gradient @ up, *_of_ups(gradient, hidden, ctx.shapes)
+        return gradient, gradient @ up, *of_ups(gradient, hidden, ctx.shapes)
 
 
-def _side_by_side(ups: tuple[torch.Tensor, ...]) -> torch.Tensor:
+def side_by_side(ups: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """All of them in one, each in rows and columns of its own, zeros elsewhere: one product serves all."""
     total, start, rows = sum(up.shape[1] for up in ups), 0, []
     for up in ups:
@@ -48,7 +48,7 @@ def _side_by_side(ups: tuple[torch.Tensor, ...]) -> torch.Tensor:
     return torch.cat(rows)
 
 
-def _of_ups(
+def of_ups(
     gradient: torch.Tensor, hidden: torch.Tensor, shapes: list[tuple[int, ...]]
 ) -> tuple[torch.Tensor, ...]:
     """The gradient of each: its columns of `gradient` with its columns of `hidden`."""

@@ -15,8 +15,9 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 
+from trainer.modeling.lowrank import add_low_rank
 from trainer.modeling.norms import FUSED, is_fusible
-from trainer.modeling.siblings import joined_product
+from trainer.modeling.siblings import Parts, joined_parts, joined_product
 from trainer.modeling.turns import Part, turned, turned_back
 from trainer.modeling.wide import wide_norm_rotary
 
@@ -239,6 +240,15 @@ def _products(layers: tuple[Any, Any, Any], inputs: torch.Tensor) -> tuple[torch
     return tuple(layer(inputs) for layer in layers) if wide is None else (wide,)
 
 
+def _summed(
+    parts: Parts | None, layers: tuple[Any, Any, Any], inputs: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """`_products` of layers whose `joined_parts` are known."""
+    return (
+        tuple(layer(inputs) for layer in layers) if parts is None else (add_low_rank(*parts[:2], *parts[2]),)
+    )
+
+
 def _apart(attn: Any, products: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
     """Heads of queries, keys and values from `_products`."""
     return [_heads(attn, one) for one in (products if len(products) == 3 else products[0].chunk(3, dim=-1))]
@@ -264,16 +274,18 @@ def _joined(
     text_tables: tuple[torch.Tensor, torch.Tensor | None],
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Queries, keys and values of two streams (batch, tokens, channels), the text's tokens first."""
-    own = _products((attn.to_q, attn.to_k, attn.to_v), image)
-    added = _products((attn.add_q_proj, attn.add_k_proj, attn.add_v_proj), text)
-    if len(own) == len(added) == 1:
+    layers = (attn.to_q, attn.to_k, attn.to_v)
+    added_layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
+    own, added = joined_parts(layers, image), joined_parts(added_layers, text)
+    if own is not None and added is not None:
         return wide_norm_rotary(
             (added[0], attn.norm_added_q.weight, attn.norm_added_k.weight, *text_tables),
             (own[0], attn.norm_q.weight, attn.norm_k.weight, *image_tables),
             _eps(attn.norm_q),
+            (added[1:], own[1:]),
         )
-    query, key, value = _apart(attn, own)
-    added_query, added_key, added_value = _apart(attn, added)
+    query, key, value = _apart(attn, _summed(own, layers, image))
+    added_query, added_key, added_value = _apart(attn, _summed(added, added_layers, text))
     joined = [
         norm_rotary(
             (first, first_norm.weight, *text_tables), (second, norm.weight, *image_tables), _eps(norm)

@@ -23,6 +23,11 @@ from trainer.modeling.rowscaled import RowScaledLinear, row_scaled
 # buffers of a group's first layer
 _JOINT = ("joint_weight", "joint_bias", "joint_scale", "joint_transposed")
 
+Parts = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
+"""The bases' outputs beside each other (..., all), and what the adapters add to them, as `add_low_rank` takes
+it: hidden (..., all ranks), and `ups`.
+"""
+
 
 @dataclass(kw_only=True)
 class _Shared:
@@ -67,7 +72,7 @@ class _Single(LoraLinear):
         down = _scaled(first, self.scaling[ADAPTER])
         hidden = torch.nn.functional.linear(x, down)
         up: Any = self.lora_B[ADAPTER].weight
-        return add_low_rank(whole.flatten(0, -2), hidden.flatten(0, -2), up).view(whole.shape)
+        return add_low_rank(whole, hidden, up)
 
 
 def joined_product(layers: tuple[Any, ...], inputs: torch.Tensor) -> torch.Tensor | None:
@@ -75,14 +80,22 @@ def joined_product(layers: tuple[Any, ...], inputs: torch.Tensor) -> torch.Tenso
 
     None where they are not all layers of a group in their order, differ in size, or do not add their adapter.
     """
+    return _product(layers[0].shared, inputs) if _are_one(layers) else None
+
+
+def joined_parts(layers: tuple[Any, ...], inputs: torch.Tensor) -> Parts | None:
+    """What `joined_product` adds up, for one that adds it later; None where that is."""
+    return _parts(layers[0].shared, inputs) if _are_one(layers) else None
+
+
+def _are_one(layers: tuple[Any, ...]) -> bool:
+    """Whether the layers are all of a group in their order, of one size, and add their adapters."""
     first = layers[0]
     if not all(isinstance(layer, _Member) and _is_active(layer) for layer in layers):
-        return None
+        return False
     shared = first.shared
     is_whole = len(shared.members) == len(layers) and len(set(shared.sizes)) == 1
-    if not is_whole or not all(layer is own for layer, own in zip(layers, shared.members, strict=True)):
-        return None
-    return _product(shared, inputs)
+    return is_whole and all(layer is own for layer, own in zip(layers, shared.members, strict=True))
 
 
 def join_siblings(model: torch.nn.Module, run: Callable[[], object]) -> int:
@@ -225,6 +238,11 @@ def _scaled(down: torch.Tensor, scaling: float) -> torch.Tensor:
 
 def _product(shared: _Shared, inputs: torch.Tensor) -> torch.Tensor:
     """The members' outputs for the same input, beside each other."""
+    whole, hidden, ups = _parts(shared, inputs)
+    return add_low_rank(whole, hidden, *ups)
+
+
+def _parts(shared: _Shared, inputs: torch.Tensor) -> Parts:
     first = shared.members[0]
     base = first.base_layer
     linear = torch.nn.functional.linear
@@ -242,5 +260,4 @@ def _product(shared: _Shared, inputs: torch.Tensor) -> torch.Tensor:
         whole = linear(inputs, first.joint_weight, first.joint_bias)
     down = torch.cat([member.lora_A[ADAPTER].weight for member in shared.members])
     hidden = linear(inputs, _scaled(down, shared.scaling))
-    ups = [member.lora_B[ADAPTER].weight for member in shared.members]
-    return add_low_rank(whole.flatten(0, -2), hidden.flatten(0, -2), *ups).view(whole.shape)
+    return whole, hidden, tuple(member.lora_B[ADAPTER].weight for member in shared.members)

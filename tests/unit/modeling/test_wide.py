@@ -14,10 +14,11 @@ from tests.unit.modeling.small_models import Case, case, difference, relative
 from tests.unit.modeling.test_rotary import EPS, LAYERS, ROUNDING, pair, same, tables
 from trainer.modeling import rotary
 from trainer.modeling.compiled import graphs_compiled
+from trainer.modeling.lowrank import add_low_rank
 from trainer.modeling.norms import fuse_head_norms
 from trainer.modeling.rotary import fuse_rotary, norm_rotary
-from trainer.modeling.siblings import join_siblings, joined_product, part_siblings
-from trainer.modeling.wide import WidePart, wide_norm_rotary
+from trainer.modeling.siblings import join_siblings, joined_parts, joined_product, part_siblings
+from trainer.modeling.wide import LowRank, WidePart, wide_norm_rotary
 
 HEADS = 3
 # attention layers of each small model whose product is one: not those beside a feed-forward
@@ -115,6 +116,73 @@ def test_gradients_of_any_strides() -> None:
     assert torch.equal(*found)
 
 
+# with what adapters add
+
+
+def low_rank(
+    tokens: int, ranks: tuple[int, int, int], *, width: int = 32, dtype: torch.dtype = torch.float32
+) -> LowRank:
+    hidden = torch.randn(2, tokens, sum(ranks)).to(dtype)
+    return hidden, tuple(torch.randn(HEADS * width, rank).to(dtype) for rank in ranks)
+
+
+def added_before(first: WidePart, second: WidePart, eps: float, added: tuple[LowRank, LowRank]) -> Any:
+    """In a pass of its own over each product."""
+    parts = [
+        (add_low_rank(part[0], hidden, *ups), *part[1:])
+        for part, (hidden, ups) in zip((first, second), added, strict=True)
+    ]
+    return wide_norm_rotary(parts[0], parts[1], eps)
+
+
+def run_added(
+    compute: Any, parts: list[WidePart], added: list[LowRank], gradients: list[torch.Tensor]
+) -> list[torch.Tensor]:
+    """Outputs, and gradients of both products, both `hidden` and all `ups`, on the CPU."""
+
+    def leaf(one: torch.Tensor) -> torch.Tensor:
+        return one.detach().clone().requires_grad_(True)
+
+    parts = [(leaf(one[0]), *one[1:]) for one in parts]
+    added = [(leaf(hidden), tuple(leaf(up) for up in ups)) for hidden, ups in added]
+    outputs = compute(parts[0], parts[1], EPS, (added[0], added[1]))
+    torch.autograd.backward(outputs, gradients)
+    leaves = [*(one[0] for one in parts), *(one for hidden, ups in added for one in (hidden, *ups))]
+    return [one.detach().cpu() for one in (*outputs, *(one.grad for one in leaves))]
+
+
+@pytest.mark.parametrize("kind", ["real", "complex"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ranks", [((4, 4, 4), (4, 4, 4)), ((5, 5, 5), (3, 3, 3)), ((4, 2, 4), (1, 1, 6))])
+def test_a_sum_on_the_way_is_that_of_a_pass_of_its_own(
+    kind: str, dtype: torch.dtype, ranks: tuple[tuple[int, int, int], ...]
+) -> None:
+    """To the last bit, with the gradients of all."""
+    torch.manual_seed(0)
+    tokens = (5, 9)
+    parts = [wide_part(count, kind, dtype=dtype) for count in tokens]
+    added = [low_rank(count, each, dtype=dtype) for count, each in zip(tokens, ranks, strict=True)]
+    gradients = [torch.randn(2, sum(tokens), HEADS, 32).to(dtype) for _ in range(3)]
+    wanted = run_added(added_before, parts, added, gradients)
+    found = run_added(wide_norm_rotary, parts, added, gradients)
+    assert len(found) == len(wanted) == 3 + 2 + 2 * 4
+    for ours, theirs in zip(found, wanted, strict=True):
+        assert ours.shape == theirs.shape and ours.dtype == dtype
+        assert torch.equal(ours, theirs)
+
+
+def test_the_sum_is_not_kept_for_backward() -> None:
+    parts = [wide_part(7, "real"), wide_part(5, "real")]
+    added = [low_rank(7, (4, 4, 4)), low_rank(5, (2, 2, 2))]
+    leaves = [(one[0].requires_grad_(True), *one[1:]) for one in parts]
+    kept = [one for part in leaves for one in (part[0], *part[3:])] + [hidden for hidden, _ in added]
+    blocks = sum(HEADS * 32 * 3 * 3 * len(ups[0][0]) for _, ups in added)
+    given = (sum(tensor.numel() for tensor in kept) + blocks) * 4
+    weights = torch.nn.ParameterList([weight for one in leaves for weight in one[1:3]])
+    found = kept_bytes(weights, lambda: wide_norm_rotary(leaves[0], leaves[1], EPS, (added[0], added[1])))
+    assert found == given
+
+
 # models
 
 
@@ -123,9 +191,12 @@ def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """How many streams each call of the function had."""
     counts: list[int] = []
 
-    def counted(first: WidePart, second: WidePart | None, eps: float) -> Any:
+    def counted(
+        first: WidePart, second: WidePart | None, eps: float, added: tuple[LowRank, LowRank] | None = None
+    ) -> Any:
         counts.append(1 if second is None else 2)
-        return wide_norm_rotary(first, second, eps)
+        assert (added is None) == (second is None)
+        return wide_norm_rotary(first, second, eps, added)
 
     monkeypatch.setattr(rotary, "wide_norm_rotary", counted)
     return counts
@@ -139,7 +210,8 @@ def fused(one: Case) -> Case:
 
 
 def unwide(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rotary, "joined_product", lambda layers, inputs: None)
+    for name in ("joined_product", "joined_parts"):
+        monkeypatch.setattr(rotary, name, lambda layers, inputs: None)
 
 
 @pytest.mark.parametrize("family", LAYERS)
@@ -243,6 +315,11 @@ def test_the_product_is_that_of_the_layers_beside_each_other() -> None:
     wide = joined_product(layers, inputs)
     assert wide is not None and layers[0].shared.pending is None
     assert torch.equal(wide, torch.cat([layer(inputs) for layer in layers], dim=-1))
+    parts = joined_parts(layers, inputs)
+    assert parts is not None and parts[0].shape == wide.shape and not torch.equal(parts[0], wide)
+    assert torch.equal(parts[0], torch.cat([layer.base_layer(inputs) for layer in layers], dim=-1))
+    assert parts[1].shape == (2, 5, sum(up.shape[1] for up in parts[2])) and len(parts[2]) == 3
+    assert torch.equal(add_low_rank(parts[0], parts[1], *parts[2]), wide)
 
 
 @pytest.mark.parametrize("names", [("to_k", "to_q", "to_v"), ("to_q", "to_k"), ("to_q", "to_k", "to_k")])
@@ -251,7 +328,7 @@ def test_there_is_none_of_layers_in_another_order(names: tuple[str, ...]) -> Non
     layers, inputs = layers_of(one, *names), torch.randn(2, 5, 64)
     assert joined_product(layers, inputs) is None
     join_siblings(one.model, one.predict)
-    assert joined_product(layers, inputs) is None
+    assert joined_product(layers, inputs) is None and joined_parts(layers, inputs) is None
 
 
 def test_there_is_none_of_layers_of_two_groups() -> None:

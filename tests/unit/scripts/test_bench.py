@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -166,13 +167,10 @@ def test_the_command_refuses_before_anything_is_started(
 # configuration and data of our runs
 
 
-@pytest.mark.parametrize("family", families.names())
-def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
-    tokens = 64
-    data_set = ours.write_data_set(family, tmp_path / "data", resolution=64, tokens=tokens)
-    job = ours.Job(
+def small_job(family: str, base: Path, tokens: int) -> ours.Job:
+    return ours.Job(
         family=family,
-        base=tmp_path / "base",
+        base=base,
         resolution=64,
         batch=1,
         rank=4,
@@ -181,6 +179,32 @@ def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
         warmup=1,
         overrides=(),
     )
+
+
+def test_runs_side_by_side_have_servers_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    given: list[int] = []
+
+    def child(command: list[str], log: Path, variables: dict[str, str]) -> tuple[int, float]:
+        given.append(int(variables["TRAINER_METRICS_PORT"]))
+        log.write_text("no\n")
+        return 1, 0.0
+
+    monkeypatch.setattr(ours, "run_child", child)
+    held: list[socket.socket] = []
+    for number in range(3):
+        found = ours.train(small_job("flux1_dev", tmp_path, 8), "ours", tmp_path / str(number), tmp_path)
+        assert found == {"problem": "exit code 1"}
+        held.append(socket.create_server(("127.0.0.1", given[-1])))
+    assert 0 not in given and len(set(given)) == 3
+    for one in held:
+        one.close()
+
+
+@pytest.mark.parametrize("family", families.names())
+def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
+    tokens = 64
+    data_set = ours.write_data_set(family, tmp_path / "data", resolution=64, tokens=tokens)
+    job = small_job(family, tmp_path / "base", tokens)
     for variant in ours.OURS:
         content = ours.layer(job, variant, data_set, tmp_path / "cache")
         (tmp_path / "layer.yaml").write_text(yaml.safe_dump(content))
