@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-RECOMPUTED: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
-"""How blocks are recomputed. Nothing in them is drawn at random but an adapter's dropout, and a CUDA graph
-could not restore a generator's state.
-"""
+Context = AbstractContextManager[Any]
 
 
 class Recomputed(torch.nn.Module):
@@ -36,18 +34,31 @@ class Recomputed(torch.nn.Module):
 
 
 def recomputed(
-    call: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any], *, draws: bool, **how: Any
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    named: Mapping[str, Any],
+    *,
+    draws: bool,
+    contexts: Callable[[], tuple[Context, Context]] = noop_context_fn,
 ) -> Any:
     """What `call` gives, which is called again for backward; `draws`: with the same random numbers.
 
-    `how` are further arguments of torch's checkpoint. It knows a device whose generator it has to put back
-    by tensors without a name only: none has one on the way there.
+    `contexts` makes those around both calls. torch's checkpoint knows a device whose generator it has to put
+    back by tensors without a name only: none has one on the way there.
     """
 
     def run(*values: Any) -> Any:
         return call(*values[: len(args)], **dict(zip(named, values[len(args) :], strict=True)))
 
-    return checkpoint(run, *args, *named.values(), **RECOMPUTED | {"preserve_rng_state": draws}, **how)
+    # a CUDA graph could not put a generator's state back: what is captured draws nothing
+    return checkpoint(
+        run,
+        *args,
+        *named.values(),
+        use_reentrant=False,
+        preserve_rng_state=draws,
+        context_fn=contexts,
+    )
 
 
 class RecomputedInside(torch.nn.Module):

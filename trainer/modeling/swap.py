@@ -38,7 +38,7 @@ class _Waiting(Recomputed):
         if not torch.is_grad_enabled():
             self.swapped.stage(self.number, "prediction")
             return call(*args, **kwargs)
-        return recomputed(call, args, kwargs, draws=self.draws, context_fn=self._contexts)
+        return recomputed(call, args, kwargs, draws=self.draws, contexts=self._contexts)
 
     def _contexts(self) -> tuple[_Staged, _Staged]:
         return _Staged(self.swapped, self.number, "forward"), _Staged(self.swapped, self.number, "backward")
