@@ -43,6 +43,7 @@ MODES: Mapping[str, tuple[str, ...]] = {
     "compiled": _COMPILED,
     "compiled, all linears": (*_COMPILED, *_LINEARS),
     "compiled, recomputed": (*_COMPILED[:2], "features.activation_checkpointing=true"),
+    "compiled, recomputed outside": (*_COMPILED[:2], "features.block_swap=1"),
     **{
         f"compiled, budget {share}": (*_COMPILED[:2], f"features.activation_budget={share}")
         for share in (0.8, 0.6, 0.4, 0.2)

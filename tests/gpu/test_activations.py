@@ -18,7 +18,10 @@ MOST = 1.03
 """Of what is committed: a step that holds more fails."""
 LEAST = 0.7
 """Of what is committed: one that holds less was counted for other shapes, or is out of date."""
-WAYS = ("eager", "compiled", "compiled, recomputed", "compiled, budget 0.6")
+WAYS = (
+    *("eager", "compiled", "compiled, recomputed", "compiled, budget 0.6"),
+    *("compiled, int8, budget 0.6", "compiled, nf4, budget 0.6"),
+)
 _SIDE_BY_SIDE = 4
 
 
@@ -59,7 +62,9 @@ def test_a_step_holds_what_is_committed(
         if "recomputed" in way:
             kept, peak = planned.recomputed.kept, planned.peak(recomputed=sum(blocks.values()))
         elif "budget" in way:
-            kept, peak = planned.shares[0.6].kept, planned.peak(budget=0.6)
+            weights = way.removeprefix("compiled, ").partition(", ")[0]
+            shares = planned.packed_shares.get(weights, planned.shares)
+            kept, peak = shares[0.6].kept, planned.peak(budget=0.6, weights=weights)
         else:
             kept, peak = planned.whole.kept, planned.peak()
         assert LEAST * kept <= held["kept"] <= MOST * kept, cut

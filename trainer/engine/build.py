@@ -24,7 +24,7 @@ from trainer.modeling.empty import Waiting
 from trainer.modeling.load import load_streamed
 from trainer.modeling.loraload import start_from
 from trainer.modeling.quantize import QUANTIZED, Replace, count_quantized, replacer
-from trainer.modeling.recompute import recompute_blocks
+from trainer.modeling.recompute import has_dropout, recompute_blocks
 from trainer.modeling.swap import swap_blocks, waiting_blocks
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
@@ -140,9 +140,9 @@ def build(context: Context) -> Built:
         model.requires_grad_(True)
     model.train()
     if context.plan.activation_checkpointing:
-        draws = config.method == "lora" and config.lora.dropout > 0
+        draws = has_dropout(model)
         # a graph keeps the weights that it reads, and those of blocks that wait are not to stay
-        inside = context.plan.compile and not context.plan.swapped_blocks
+        inside = context.plan.compile and not context.plan.swapped_blocks and not draws
         number = context.plan.recomputed_blocks
         count = recompute_blocks(model, context.family.blocks, number, draws=draws, inside=inside)
         assert count, f"no block of {', '.join(context.family.blocks)} in the model"

@@ -45,6 +45,8 @@ class Activations:
     """Nothing is recomputed."""
     recomputed: Held
     """Every block is: its input stays."""
+    outside: Held
+    """The same from outside what is compiled of a block, as where its weights wait in host memory."""
     shares: Mapping[float, Held] = field(default_factory=dict)
     """Compiled blocks that keep a share of their activations, by `features.activation_budget`."""
     packed_shares: Mapping[str, Mapping[float, Held]] = field(default_factory=dict)
@@ -61,13 +63,13 @@ class Activations:
         """The highest point with the first `recomputed` blocks recomputed, or with a budget below 1.
 
         `weights` is how the frozen base is stored, where a budget depends on it. Backward starts with the
-        last blocks: where the first are recomputed, the others have given back what they kept. A budget that
-        was not counted needs what the next larger one does.
+        last blocks: where the first are recomputed, the others have given back what they kept. A budget needs
+        no more than any larger one that was counted.
         """
         if budget < 1.0:
             shares = {**self.shares, **self.packed_shares.get(weights, {})}
-            held = next((shares[one] for one in sorted(shares) if one >= budget), self.whole)
-            return held.kept + max(held.beyond, self.head)
+            larger = [self.whole, *(held for share, held in shares.items() if share >= budget)]
+            return min(held.kept + max(held.beyond, self.head) for held in larger)
         if not recomputed:
             return self.saved
         inputs = sum(self.recomputed.blocks[:recomputed])
@@ -131,9 +133,11 @@ def activations(
         return Held(fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond))
 
     shares, packed_shares = _shares(ways) if compiled else ({}, {})
+    inside, outside = f"{style}, {_RECOMPUTED}", f"{style}, {_RECOMPUTED} outside"
     return Activations(
         whole=held(style),
-        recomputed=held(f"{style}, {_RECOMPUTED}", recomputes=True),
+        recomputed=held(inside, recomputes=True),
+        outside=held(outside if outside in ways else inside, recomputes=True),
         shares={share: held(way) for share, way in shares.items()},
         packed_shares={
             weights: {share: held(way) for share, way in found.items()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -321,8 +322,12 @@ def _nf4_size(count: int, linears: int) -> int:
 
 def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
     activations = geometry.activations_compiled if storage.compile else geometry.activations
+    if storage.swapped:
+        activations = dataclasses.replace(activations, recomputed=activations.outside)
     count = storage.recomputed or len(activations.whole.blocks) if storage.checkpointing else 0
-    training = activations.peak(recomputed=count, budget=storage.activation_budget, weights=storage.weights)
+    # FP8 that is unpacked is multiplied by the same operator as int8
+    unpacked = "int8" if storage.weights == "fp8" and storage.compute != "fp8" else storage.weights
+    training = activations.peak(recomputed=count, budget=storage.activation_budget, weights=unpacked)
     detail = "saved for backward"
     if storage.checkpointing:
         detail += f", first {count} recomputed" if storage.recomputed else ", blocks recomputed"

@@ -1,4 +1,4 @@
-"""Floor 4: repeated blocks through torch.compile, one graph for all blocks of a kind."""
+"""Floor 4: repeated blocks through torch.compile, one graph for all blocks of a class."""
 
 from __future__ import annotations
 
@@ -30,43 +30,48 @@ def compile_blocks(
     """
     import torch._dynamo
 
-    torch._dynamo.config.recompile_limit = MOST_COMPILED
-    limits: dict[type, _Limit] = {}
-    count = 0
-    for module in model.modules():
-        if type(module).__name__ in kinds:
-            limit = limits.setdefault(type(module), _Limit(say))
-            module.compile(fullgraph=True)
-            compiled: Any = module
-            budget = 0.0 if isinstance(module, RecomputedInside) else activation_budget
-            call = _within_limit(compiled._compiled_call_impl, limit, budget)
-            compiled._compiled_call_impl = call
-            count += 1
-    return count
+    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in kinds]
+    inside = [isinstance(block, RecomputedInside) for block in blocks]
+    # torch counts by the code that is run, which blocks of both classes of a kind have in common
+    most = MOST_COMPILED * len(set(inside) or {False})
+    torch._dynamo.config.recompile_limit = most
+    limits: dict[str, _Limit] = {}
+    for block, is_inside in zip(blocks, inside, strict=True):
+        limit = limits.setdefault(type(block).__name__, _Limit(most, say))
+        block.compile(fullgraph=True)
+        block._compiled_call_impl = _within_limit(
+            block._compiled_call_impl,
+            limit,
+            0.0 if is_inside else activation_budget,
+            keeps_all=activation_budget == 1.0 and not any(inside),
+        )
+    return len(blocks)
 
 
 class _Limit:
-    """Whether blocks of one class were compiled as often as they may be."""
+    """Whether blocks of one kind were compiled as often as they may be."""
 
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self.reached, self._say = False, say
+    def __init__(self, most: int, say: Callable[[str], None]) -> None:
+        self.reached, self._most, self._say = False, most, say
 
     def reach(self) -> None:
         """From now on; says so."""
         self.reached = True
         self._say(
-            f"blocks were compiled {MOST_COMPILED} times, as pictures and captions of more sizes came:"
+            f"blocks were compiled {self._most} times, as pictures and captions of more sizes came:"
             " further ones run uncompiled, slower"
         )
 
 
-def _within_limit(compiled: Callable[..., Any], limit: _Limit, budget: float) -> Callable[..., Any]:
+def _within_limit(
+    compiled: Callable[..., Any], limit: _Limit, budget: float, *, keeps_all: bool
+) -> Callable[..., Any]:
     """`compiled`, with a budget for activations, which beyond the limit runs new shapes as they are written.
 
-    Where compiled blocks do not keep all activations, blocks are recomputed whole from there on: uncompiled
+    Where not all compiled blocks keep all activations, blocks are recomputed whole from there on: uncompiled
     ones would keep more than the plan has room for.
     """
-    import torch._functorch.config
+    import torch._functorch.config as settings
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     def beyond(*args: Any, **kwargs: Any) -> Any:
@@ -79,12 +84,14 @@ def _within_limit(compiled: Callable[..., Any], limit: _Limit, budget: float) ->
             return compiled(*args, **kwargs)
         if not limit.reached:
             # read when a graph is made: blocks of another class have graphs of their own, and another budget
-            torch._functorch.config.activation_memory_budget = budget
+            before, settings.activation_memory_budget = settings.activation_memory_budget, budget
             try:
                 return compiled(*args, **kwargs)
             except FailOnRecompileLimitHit:
                 limit.reach()
-        if budget == 1.0 or not torch.is_grad_enabled():
+            finally:
+                settings.activation_memory_budget = before
+        if keeps_all or not torch.is_grad_enabled():
             return beyond(*args, **kwargs)
         return recomputed(beyond, args, kwargs, draws=False)
 

@@ -16,8 +16,8 @@ from torch.library import triton_op, wrap_triton
 from trainer.modeling.kernels_rotary import aligned, row_stride, tiles
 from trainer.modeling.kernels_turns import place_of, stream_backward, stream_forward, wide_low, wide_part
 
-# what a program can add at most
-MOST_RANK = 64
+# what a program adds at most: beyond, reading the right side anew for a few tokens costs more than it saves
+MOST_RANK = 32
 # tokens, warps and stages of a program that adds: it reads the right side anew for its tokens, and what more
 # stages load ahead takes shared memory from other programs
 _LOW_FORWARD, _LOW_BACKWARD = (16, 4, 1), (32, 8, 1)

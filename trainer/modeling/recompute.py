@@ -72,12 +72,14 @@ def recompute_blocks(
     model: torch.nn.Module, kinds: Sequence[str], count: int = 0, *, draws: bool = False, inside: bool = False
 ) -> int:
     """Let the first `count` repeated blocks be recomputed, or all for 0; their number. `kinds` name classes;
-    `draws` says that there is dropout in them, `inside` that they will be compiled to see to it themselves.
+    `draws` says that there is dropout in them, `inside` that they will be compiled to see to it themselves,
+    which those with dropout cannot: a graph would draw another mask.
 
     The libraries' own ways recompute all or nothing, and transformers' is inside the block's forward:
     compiled with it, joined layers could not hand outputs to each other.
     """
     blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in kinds]
+    assert not (inside and draws)
     if inside:
         first = blocks[: count or len(blocks)]
         for block in first:
@@ -91,6 +93,11 @@ def recompute_blocks(
         block.recomputes = not count or number < count
         block.draws = draws
     return sum(block.recomputes for block in blocks)
+
+
+def has_dropout(model: torch.nn.Module) -> bool:
+    """An adapter's, or the base's own."""
+    return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
 
 
 def give_base(block: torch.nn.Module, base: type[torch.nn.Module]) -> None:

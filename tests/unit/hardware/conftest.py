@@ -60,6 +60,7 @@ def kept(
     return Activations(
         whole=held(whole),
         recomputed=held(inputs, block),
+        outside=held(inputs, block),
         shares={share: held(size) for share, size in (shares or {}).items()},
     )
 

@@ -24,6 +24,7 @@ COUNTS: dict[str, Any] = {
         "compiled": {"fixed": 0.0, "blocks": [8.0, 15.0], "beyond": 4.0},
         "compiled, all linears": {"fixed": 0.0, "blocks": [12.0, 20.0], "beyond": 4.0},
         "compiled, recomputed": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 20.0},
+        "compiled, recomputed outside": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 25.0},
         "compiled, budget 0.6": {"fixed": 0.0, "blocks": [6.0, 10.0], "beyond": 6.0},
         "compiled, int8, budget 0.6": {"fixed": 0.0, "blocks": [2.0, 3.0], "beyond": 7.0},
     },
@@ -77,6 +78,23 @@ def test_a_budget_over_packed_weights_needs_what_was_counted_of_them() -> None:
     assert compiled.peak(budget=0.6, weights="int8") == 40 + 900 + 700
     assert compiled.peak(budget=0.6, weights="nf4") == compiled.peak(budget=0.6)
     assert compiled.peak(recomputed=5, weights="int8") == compiled.peak(recomputed=5)
+
+
+def test_a_budget_needs_no_more_than_any_larger_one() -> None:
+    """Of packed weights not all budgets were counted, and those of others keep more."""
+    way = {"fixed": 0.0, "blocks": [5.0, 9.0], "beyond": 6.0}
+    counts = COUNTS | {"ways": COUNTS["ways"] | {"compiled, budget 0.4": way}}
+    units = Units(every=100, captions=10)
+    compiled = activations(counts, {"image": 3, "text": 2}, units, compiled=True, linear_inputs=False, head=0)
+    assert compiled.peak(budget=0.4) == 100 + 2700 + 600 < compiled.peak(budget=0.6)
+    assert compiled.peak(budget=0.4, weights="int8") == compiled.peak(budget=0.6, weights="int8")
+
+
+def test_what_is_recomputed_from_outside_is_counted_of_its_own() -> None:
+    """Where it was: elsewhere it is taken to be the same."""
+    compiled, eager = found(compiled=True), found()
+    assert (compiled.outside.beyond, compiled.recomputed.beyond) == (2500, 2000)
+    assert eager.outside == eager.recomputed
 
 
 def test_a_head_counts_where_it_is_more_than_a_block_s_gradients() -> None:

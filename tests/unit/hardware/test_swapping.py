@@ -198,6 +198,20 @@ def test_what_waits_is_not_on_the_device(stacked: Geometry, weights: str) -> Non
     assert total(host_rows(four, stacked)) - total(host_rows(none, stacked)) == sizes.all
 
 
+def test_blocks_that_wait_are_recomputed_from_outside(stacked: Geometry) -> None:
+    """Which was counted of its own, and holds more."""
+    compiled = stacked.activations_compiled
+    outside = dataclasses.replace(compiled.recomputed, beyond=compiled.recomputed.beyond + GIB)
+    geometry = dataclasses.replace(
+        stacked, activations_compiled=dataclasses.replace(compiled, outside=outside)
+    )
+    found = []
+    for swapped in (0, 4):
+        one = storage(compile=True, checkpointing=True, swapped=swapped)
+        found.append({row.name: row.bytes for row in train_rows(one, geometry)}["activations"])
+    assert found[1] - found[0] == GIB
+
+
 def test_a_copy_that_takes_longer_than_the_blocks_before_it_is_waited_for(stacked: Geometry) -> None:
     peaks = roofline.Rates(bf16=165, fp8=330, bandwidth=1.01)
 

@@ -10,6 +10,7 @@ import torch
 import torch._dynamo
 import torch._functorch.config
 import torch._inductor.config
+from torch._functorch import partitioners
 
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import FAMILIES, Case, Storage, case, difference, relative, with_inputs
@@ -128,10 +129,23 @@ def test_only_blocks_of_the_kinds_are_compiled() -> None:
     assert compile_blocks(made.model, ("NoSuchBlock",), activation_budget=1.0) == 0
 
 
-def test_the_plan_s_budget_reaches_the_partitioner() -> None:
-    made = fast(budget=0.25)
-    made.gradients()
-    assert torch._functorch.config.activation_memory_budget == 0.25
+def test_the_plan_s_budget_reaches_the_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets: list[float] = []
+    choose = partitioners.choose_saved_values_set
+
+    def recorded(*given: Any, memory_budget: float) -> Any:
+        budgets.append(memory_budget)
+        return choose(*given, memory_budget=memory_budget)
+
+    monkeypatch.setattr(partitioners, "choose_saved_values_set", recorded)
+    before = torch._functorch.config.activation_memory_budget
+    fast(budget=0.25).gradients()
+    assert set(budgets) == {0.25}
+    torch._dynamo.reset()
+    budgets.clear()
+    recomputing(1, inside=True, depth=SHORT).gradients()
+    assert set(budgets) == {0.0, 1.0}
+    assert torch._functorch.config.activation_memory_budget == before
 
 
 def recomputing(count: int, *, inside: bool, depth: dict[str, int] = DEPTH) -> Case:
@@ -214,11 +228,13 @@ def test_blocks_under_checkpointing_are_compiled_and_equal() -> None:
     assert difference(found, wanted) < 1e-5
 
 
-def few(budget: float = 1.0) -> tuple[Case, list[str]]:
-    """A model whose blocks are compiled four times at most."""
+def few(budget: float = 1.0, recomputed: int = 0) -> tuple[Case, list[str]]:
+    """A model of two blocks, the first few recomputed in their graph, and what is said of the limit."""
     said: list[str] = []
     made = case("flux1_dev", changes=SHORT)
     join_siblings(made.model, made.predict)
+    if recomputed:
+        recompute_blocks(made.model, KINDS, recomputed, inside=True)
     compile_blocks(made.model, KINDS, activation_budget=budget, say=said.append)
     return made, said
 
@@ -255,3 +271,24 @@ def test_beyond_the_limit_blocks_that_kept_a_part_are_recomputed(monkeypatch: py
             assert len(said) == 1
             kept.append(kept_bytes(made.model, lambda other=other: other.predict().sum()))
     assert kept[1] < 0.5 * kept[0]
+
+
+def test_both_classes_of_a_kind_have_room_below_the_limit_and_keep_little_beyond(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A plan that has some blocks recomputed has no room for others that run as they are written."""
+    monkeypatch.setattr(compiled, "MOST_COMPILED", 2)
+    made, said = few(recomputed=1)
+    before = graphs_compiled()
+    with torch._dynamo.config.patch(assume_static_by_default=True, automatic_dynamic_shapes=False):
+        for size in (64, 96, 128):
+            wanted_output, wanted = resized(case("flux1_dev", changes=SHORT), size).gradients()
+            other = resized(made, size)
+            output, found = other.gradients()
+            assert relative(output, wanted_output) < 1e-5
+            assert difference(found, wanted) < 1e-4
+        assert graphs_compiled() - before == 4
+        assert len(said) == 1 and "compiled 4 times" in said[0]
+        plain = resized(case("flux1_dev", changes=SHORT), 128)
+        kept = [kept_bytes(one.model, lambda one=one: one.predict().sum()) for one in (other, plain)]
+    assert kept[0] < 0.5 * kept[1]
