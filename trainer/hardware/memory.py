@@ -326,8 +326,8 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
         activations = dataclasses.replace(activations, recomputed=activations.outside)
     count = storage.recomputed or len(activations.whole.blocks) if storage.checkpointing else 0
     # FP8 that is unpacked is multiplied by the same operator as int8
-    unpacked = "int8" if storage.weights == "fp8" and storage.compute != "fp8" else storage.weights
-    training = activations.peak(recomputed=count, budget=storage.activation_budget, weights=unpacked)
+    counted_as = "int8" if storage.weights == "fp8" and storage.compute != "fp8" else storage.weights
+    training = activations.peak(recomputed=count, budget=storage.activation_budget, weights=counted_as)
     detail = "saved for backward"
     if storage.checkpointing:
         detail += f", first {count} recomputed" if storage.recomputed else ", blocks recomputed"

@@ -183,8 +183,12 @@ def _repeats_products(storage: Storage) -> bool:
 
 
 def _products_repeated(storage: Storage) -> float:
-    """Share of a forward pass's products where it is repeated: a graph leaves out what nothing waits for."""
-    return _INSIDE if storage.compile and not storage.swapped else 1.0
+    """Share of a forward pass's products where it is repeated: a graph leaves out what nothing waits for.
+
+    All of them where a budget keeps some: `_CHEAP_FIRST` was fitted to whole passes.
+    """
+    inside = storage.compile and not storage.swapped
+    return _INSIDE if inside and (storage.checkpointing or _repeats_products(storage)) else 1.0
 
 
 def _transposes(storage: Storage) -> bool:

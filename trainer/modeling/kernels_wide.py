@@ -16,7 +16,7 @@ from torch.library import triton_op, wrap_triton
 from trainer.modeling.kernels_rotary import aligned, row_stride, tiles
 from trainer.modeling.kernels_turns import place_of, stream_backward, stream_forward, wide_low, wide_part
 
-# what a program adds at most: beyond, reading the right side anew for a few tokens costs more than it saves
+# what a program adds at most. 16 was timed; the more, the more of the right side it reads for its few tokens
 MOST_RANK = 32
 # tokens, warps and stages of a program that adds: it reads the right side anew for its tokens, and what more
 # stages load ahead takes shared memory from other programs

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
-Context = AbstractContextManager[Any]
+Around = AbstractContextManager[Any]
+"""What is entered around a call of a block."""
 
 
 class Recomputed(torch.nn.Module):
@@ -39,7 +40,7 @@ def recomputed(
     named: Mapping[str, Any],
     *,
     draws: bool,
-    contexts: Callable[[], tuple[Context, Context]] = noop_context_fn,
+    contexts: Callable[[], tuple[Around, Around]] = noop_context_fn,
 ) -> Any:
     """What `call` gives, which is called again for backward; `draws`: with the same random numbers.
 
@@ -62,7 +63,7 @@ def recomputed(
 
 
 class RecomputedInside(torch.nn.Module):
-    """A block that is to be compiled so that its graph keeps no more than its inputs. Only ever as above.
+    """A block to be compiled so that its graph keeps its inputs alone. Only ever the first base of its class.
 
     Blocks that keep their activations have another class, and so no graph in common with these.
     """
@@ -73,14 +74,14 @@ def recompute_blocks(
 ) -> int:
     """Let the first `count` repeated blocks be recomputed, or all for 0; their number. `kinds` name classes;
     `draws` says that there is dropout in them, `inside` that they will be compiled to see to it themselves,
-    which those with dropout cannot: a graph would draw another mask.
+    which those with dropout cannot.
 
     The libraries' own ways recompute all or nothing, and transformers' is inside the block's forward:
     compiled with it, joined layers could not hand outputs to each other.
     """
     blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in kinds]
-    assert not (inside and draws)
     if inside:
+        assert not draws, "the graph of a block with dropout would draw another mask"
         first = blocks[: count or len(blocks)]
         for block in first:
             if not isinstance(block, RecomputedInside):
@@ -107,7 +108,7 @@ def give_base(block: torch.nn.Module, base: type[torch.nn.Module]) -> None:
     one.__class__ = _with_base(*kinds)
 
 
-# one class for all blocks of a kind: what is compiled for one serves the others
+# one class for all blocks of a kind with the same base: what is compiled for one serves the others
 @functools.cache
 def _with_base(kind: Any, base: Any) -> Any:
     return type(kind.__name__, (base, kind), {"__module__": kind.__module__})

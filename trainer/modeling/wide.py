@@ -35,9 +35,10 @@ def wide_norm_rotary(
 ) -> Heads:
     """Queries and keys as `rotary.norm_rotary` computes them, and values, all (batch, tokens, heads, width).
 
-    The tokens of `first` are first. Contiguous, but for the values of one stream: those are a view of it. Two
-    streams are what they are with `added`. Kernels do not round that sum; they leave the same to torch as
-    `add_low_rank`'s, and moreover ranks above `kernels_wide.MOST_RANK` and `ups` that differ in shape.
+    The tokens of `first` are first. Contiguous, but for the values of one stream: those are a view of it.
+
+    `added` is for two streams: each product is taken with its own added to it. Kernels do not round that sum.
+    They do it for bf16, ranks up to `kernels_wide.MOST_RANK` and `ups` of one shape; else it is made before.
     """
     heads: Heads
     if added is not None:
@@ -55,7 +56,7 @@ def wide_norm_rotary(
 
 
 def _is_added_here(first: WidePart, second: WidePart, *added: LowRank) -> bool:
-    """Whether what is `added` to two streams can be so in the same pass."""
+    """Whether what is `added` to two streams can be added in the same pass."""
     if first[0].device.type == "cpu":
         return True
     tensors = (first[0], second[0], *(one for hidden, ups in added for one in (hidden, *ups)))
