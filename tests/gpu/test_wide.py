@@ -88,7 +88,7 @@ def as_fp32(part: WidePart) -> Any:
 
 @pytest.mark.parametrize("kind", ["real", "complex"])
 @pytest.mark.parametrize("width", [16, 64, 128, 256])
-@pytest.mark.parametrize("ranks", [(4, 4), (16, 16), (32, 4), (16, 30)])
+@pytest.mark.parametrize("ranks", [(4, 4), (16, 16), (16, 4), (3, 12)])
 @pytest.mark.parametrize("tokens", [(5, 70), (64, 1), (37, 130)])
 def test_kernels_add_what_the_cpu_does(
     kind: str, width: int, ranks: tuple[int, int], tokens: tuple[int, int]
