@@ -272,8 +272,9 @@ def run_pipeline(
 
 def on_device(text: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
     """A text entry as a batch of one, on the model's device; floating values in its type."""
+    device, dtype = model.device, model.dtype
     return {
-        name: value[None].to(model.device, model.dtype if value.is_floating_point() else value.dtype)
+        name: value[None].to(device, dtype if value.is_floating_point() else value.dtype)
         for name, value in text.items()
     }
 

@@ -253,7 +253,7 @@ def load_adapter(model: Any, path: Path, *, adapter_name: str) -> None:
     from peft import PeftConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    from trainer.modeling.lora import is_adapter
+    from trainer.modeling.lora import to_model_type
 
     if not (path.parent / ADAPTER_CONFIG).is_file():
         what = f"{ADAPTER_CONFIG} is not beside the adapter, which cannot be read without it"
@@ -261,9 +261,7 @@ def load_adapter(model: Any, path: Path, *, adapter_name: str) -> None:
     state = {name.removeprefix(_PEFT_PREFIX): value for name, value in load_file(path).items()}
     model.add_adapter(PeftConfig.from_pretrained(str(path.parent)), adapter_name=adapter_name)
     loaded: Any = set_peft_model_state_dict(model, state, adapter_name=adapter_name)
-    for name, parameter in model.named_parameters():
-        if is_adapter(name):
-            parameter.data = parameter.data.to(model.dtype)
+    to_model_type(model)
     missing = [name for name in loaded.missing_keys if f".{adapter_name}." in name]
     if loaded.unexpected_keys or missing:
         raise DataError(

@@ -132,9 +132,10 @@ def _require_matches(where: str, pattern: Mapping[str, float], targets: Sequence
 
 def to_model_type(model: Any) -> None:
     """Give the adapter the model's dtype: peft leaves another on layers whose weights are stored as bytes."""
+    dtype = model.dtype  # asked once: diffusers walks all modules of the model for it
     for name, parameter in model.named_parameters():
         if is_adapter(name):
-            parameter.data = parameter.data.to(model.dtype)
+            parameter.data = parameter.data.to(dtype)
 
 
 def remove_lora(model: Any) -> None:
