@@ -44,5 +44,7 @@ def traced(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(torch.nn.Module, "compile", compile_module)
     torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
-    yield
+    # `compile_blocks` changes it
+    with torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit):
+        yield
     torch._dynamo.reset()

@@ -14,7 +14,6 @@ for all of that way. Where no setting could be measured, no record is written an
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import statistics
 import subprocess
@@ -117,8 +116,8 @@ class Case(NamedTuple):
     tokens: int = 512
     timed: int = 0
     """Steps that are timed after those that warm up."""
-    weight_copies: int | None = None
-    """In place of the plan's, which takes as many copies of FP8 weights as fit."""
+    one_copy: bool = False
+    """Of FP8 weights, where a plan takes two if they fit."""
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
@@ -213,8 +212,12 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
     config = Path(__file__).resolve().parents[2] / "train_configs" / f"{case.family}_lora.yaml"
     loaded = load_config((config,), overrides, None, folder / "run")
     plan = plan_run(loaded, machine_facts(), requested_profile())
-    if case.weight_copies is not None:
-        plan = dataclasses.replace(plan, weight_copies=case.weight_copies)
+    if case.one_copy and plan.weight_copies == 2:
+        # in less than two copies need, the plan takes one
+        less = sum(part.bytes for part in plan.train_memory) / _GIB
+        overrides = (*overrides, f"features.memory_budget={less:.1f}GiB")
+        loaded = load_config((config,), overrides, None, folder / "run")
+        plan = plan_run(loaded, machine_facts(), requested_profile())
     return loaded, plan
 
 

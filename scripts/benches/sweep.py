@@ -65,7 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             name,
             (_LONG, *overrides),
             timed=_TIMED,
-            weight_copies=1 if name.startswith("fp8, one copy") else None,
+            one_copy=name.startswith("fp8, one copy"),
         )
         for name, overrides in settings.items()
     ]
@@ -115,9 +115,6 @@ def _needless(case: memory.Case, known: Sequence[dict[str, Any]], budgets: Seque
         except TrainerError as error:
             return str(error)
     needed = sum(part.bytes for part in plan.train_memory) / 2**30
-    if case.weight_copies == 1:
-        # a plan counts as many copies of the weights as it would take itself
-        needed -= sum(part.bytes for part in plan.train_memory if part.name == "base weights") / 2 / 2**30
     return needless(case.setting, needed, [row for row in known if "milliseconds" in row], budgets)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -26,13 +25,6 @@ pytestmark = pytest.mark.gpu
 WIDTHS = [(0, 64), (16, 48), (0, 12288), (3072, 12288), (3072, 18432)]
 DTYPES = [torch.bfloat16, torch.float32]
 Quantized = tuple[torch.Tensor, torch.Tensor]
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def rows(columns: int, dtype: torch.dtype, count: int = 37) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -28,13 +27,6 @@ CHANGES = {
     "num_attention_heads": 16,
     "axes_dims_rope": (16, 24, 24),
 }
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler() -> Iterator[None]:
-    torch.compiler.reset()
-    yield
-    torch.compiler.reset()
 
 
 def made(storage: Storage, count: int, *, fast: bool) -> Case:

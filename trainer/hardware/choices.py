@@ -295,8 +295,8 @@ _INSTALL_IT = "install it, or leave features.compile out"
 _NEEDS_COMPILED = "only with compiled blocks"
 
 
-# share of an imposed budget beyond which memory between tensors decides whether a run fits
-_TIGHT = 0.96
+TIGHT = 0.96
+"""Share of an imposed budget beyond which memory between tensors decides whether a run fits."""
 
 
 def cuda_graphs(
@@ -316,7 +316,7 @@ def cuda_graphs(
             raise situation.refuse(key, obstacle, remedy)
         source = situation.source(key)
         return Decision(feature=feature, value=on_off(asked), source=source, reason="as written")
-    if filled > _TIGHT and not obstacle:
+    if filled > TIGHT and not obstacle:
         obstacle = (
             f"{filled:.0%} of the budget is filled, and what graphs hold cannot be given back in pieces"
         )

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.config.schema import size_bytes
 from trainer.errors import HardwareError
 from trainer.hardware import candidates, encoding, memory, roofline, swapping
-from trainer.hardware.choices import Situation, fp8_verdict, on_off
+from trainer.hardware.choices import TIGHT, Situation, fp8_verdict, on_off
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.memory import GIB, Storage, gib
 from trainer.hardware.plan import Decision, MemoryRow
@@ -154,9 +155,10 @@ def choose(
     packages = situation.facts.packages
     encoders = encoding.text_storage(ordered[0][2], geometry, packages, limit.bytes)
     skipped: list[Outcome] = []
-    for outcome in _outcomes(situation, geometry, ordered, limit, encoders.kind):
+    outcomes = _outcomes(situation, geometry, ordered, limit, encoders.kind)
+    for outcome in outcomes:
         if outcome.peak_bytes <= limit.bytes:
-            return outcome, skipped
+            return _roomier(outcome, outcomes, limit), skipped
         skipped.append(outcome)
     no_more = ladder.no_more
     recomputing = [one for one in skipped if one.storage.checkpointing and not one.storage.recomputed]
@@ -168,6 +170,20 @@ def choose(
         no_more = "; ".join(filter(None, (no_more, no_room)))
         skipped += [] if no_room else [outcome]
     raise _does_not_fit(situation, skipped, limit, (no_more, encoders.no_more))
+
+
+def _roomier(first: Outcome, others: Iterator[Outcome], limit: Budget) -> Outcome:
+    """`first`, but where it nearly fills the budget one that does not and is predicted to be as fast, if any.
+
+    A full budget costs CUDA graphs, which no predicted time counts.
+    """
+    alike = itertools.takewhile(
+        lambda one: (one.tier, one.milliseconds) == (first.tier, first.milliseconds), others
+    )
+    room = limit.bytes * TIGHT
+    fitting = [one for one in (first, *alike) if one.peak_bytes <= limit.bytes]
+    roomy = (one for one in fitting if memory.total(one.train) <= room)
+    return next((one for one in roomy if one.storage.tiling == first.storage.tiling), first)
 
 
 def _swapped(geometry: Geometry, outcomes: Sequence[Outcome], limit: Budget, speed: Speed) -> Outcome:

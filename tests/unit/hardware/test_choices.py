@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.hardware.conftest import GIB, machine, with_gpu
+from tests.unit.hardware.conftest import GIB, kept, machine, with_gpu
 from tests.unit.hardware.test_resolve import Config, measured, plan, row, small, small_with_nf4
 from trainer.engine import probe
 from trainer.engine.geometry import run_geometry
@@ -220,3 +220,29 @@ def test_graphs_keep_out_of_an_imposed_budget_that_is_nearly_full(config: Config
     on, why = graphs(tight, h200, geometry)
     assert (on, why.startswith("97% of the budget is filled")) == (False, True)
     assert graphs(asked, h200, geometry) == (True, "as written")
+
+
+def test_of_settings_that_are_as_fast_one_that_leaves_graphs_room_is_taken(
+    config: Config, geometry: Geometry
+) -> None:
+    """Over int8 a budget repeats as much as recomputing does, by prediction."""
+    h200 = dataclasses.replace(machine("h200"), verdicts=())
+    # less than with an eighth of the blocks kept
+    activations = kept(20 * GIB, shares={0.6: 5 * GIB // 2})
+    geometry = dataclasses.replace(geometry, activations_compiled=activations)
+    budgeted = plan(config(features__weights="int8", features__activation_budget=0.6), h200, geometry)
+    recomputed = plan(
+        config(features__weights="int8", features__activation_checkpointing=True, features__compile=True),
+        h200,
+        geometry,
+    )
+    assert budgeted.step_milliseconds == recomputed.step_milliseconds
+    need = sum(part.bytes for part in budgeted.train_memory)
+    assert need > sum(part.bytes for part in recomputed.train_memory)
+
+    def chosen(share: float) -> tuple[float, bool, bool]:
+        imposed = config(features__weights="int8", features__memory_budget=f"{need / share / GIB:.4f}GiB")
+        found = plan(imposed, h200, geometry)
+        return found.activation_budget, found.activation_checkpointing, found.cuda_graphs
+
+    assert (chosen(0.935), chosen(0.975)) == ((0.6, False, True), (1.0, True, True))
