@@ -18,8 +18,8 @@ from trainer.hardware.adapters import NOTHING_KEPT, Kept
 
 COUNTS = Path(__file__).with_name("activations.json")
 _ALL_LINEARS, _RECOMPUTED, _BUDGET = "all linears", "recomputed", "budget"
-# budgets are counted with bf16 products, and with 20 % kept FP8's keep more: 5.8 GiB of FLUX.1 (on an H200, of
-# 21.7 in all) where the count says 3.8; with 60 % kept no more
+# budgets are counted with bf16 products, and with 20 % kept FP8's keep more: 5.8 GiB where the count says 3.8
+# (docs/benchmarks/notes.md, the sweep); with 60 % kept no more
 _FP8_MORE, _FP8_AS_COUNTED = 1.55, 0.6
 
 
