@@ -24,7 +24,7 @@ from trainer.errors import AccessError
 from trainer.families import language
 from trainer.families.protocol import AttentionShape, Family, Shape
 from trainer.hardware.activations import Activations, Units, activations, counted
-from trainer.hardware.adapters import NOTHING_KEPT, Kept, adapter_parameters, kept_bytes
+from trainer.hardware.adapters import COUNTED_RANK, NOTHING_KEPT, Kept, adapter_parameters, kept_bytes
 from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, NO_LINEARS, Stack, linears_of
 from trainer.hardware.geometry import (
     ComponentGeometry,
@@ -207,9 +207,10 @@ def _activations(
 def _adapter_bytes(
     family: Family, config: RunConfig, trained: ComponentGeometry, attention: AttentionShape, shape: Shape
 ) -> Kept:
-    """What the adapter holds beyond a plain LoRA, whose own activations are part of the counts."""
+    """What the adapter holds beyond the plain LoRA whose own activations are part of the counts."""
     lora = config.lora
-    if config.method == "full" or (lora.type == "lora" and not lora.dropout):
+    counted = lora.type == "lora" and max(lora.rank, *lora.rank_pattern.values(), 0) <= COUNTED_RANK
+    if config.method == "full" or (counted and not lora.dropout):
         return NOTHING_KEPT
     modulation = trained.matching(family.modulation)
 

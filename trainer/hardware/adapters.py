@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
@@ -55,6 +56,10 @@ class Kept:
 
 
 NOTHING_KEPT = Kept(blocks={}, beyond=0)
+COUNTED_RANK = 16
+"""Of the plain LoRA that activations are counted with."""
+_MOST_JOINED = 3
+"""Layers that share an input: queries, keys and values."""
 
 
 def kept_bytes(
@@ -67,13 +72,19 @@ def kept_bytes(
     """What peft's layers hold for `lora.type` and `lora.dropout`, counted as what autograd saves of one.
 
     DoRA: the base's output and the adapter's; while it computes its change, the changed weight and what they
-    are made of. LoKr: the change, as large as the weight. Dropout: the input that is left, and its mask.
+    are made of. LoKr: the change, as large as the weight. Dropout: the input that is left, and its mask. A
+    plain LoRA of a higher rank than was counted: the inner values, and of layers that share an input their
+    right sides in one matrix, which is mostly zeros.
     """
     expression, blocks, beyond = re.compile(pattern), dict[str, int](), 0
-    for name, (out, into) in linears.items():
-        if expression.fullmatch(name) is None:
-            continue
+    adapted = {name: size for name, size in linears.items() if expression.fullmatch(name)}
+    siblings = Counter((name.rpartition(".")[0], size, tokens_of(name)) for name, size in adapted.items())
+    for name, (out, into) in adapted.items():
         tokens, kept = tokens_of(name), 0
+        if lora.type == "lora":
+            more = max(0, int(pattern_value(lora.rank_pattern, name, lora.rank)) - COUNTED_RANK)
+            alike = min(_MOST_JOINED, siblings[name.rpartition(".")[0], (out, into), tokens])
+            kept += more * (tokens + (alike * out if alike > 1 else 0)) * value_bytes
         if lora.type == "dora":
             kept += 2 * tokens * out * value_bytes
             beyond = max(beyond, (3 * out * into + into * into) * value_bytes)
