@@ -160,9 +160,16 @@ def drop_one_half(tensors: dict[str, torch.Tensor]) -> None:
     del tensors[next(name for name in sorted(tensors) if ".lora_A" in name)]
 
 
+def move_a_layer(tensors: dict[str, torch.Tensor]) -> None:
+    name = next(name for name in sorted(tensors) if ".lora_B" in name)
+    for half in (name, name.replace(".lora_B", ".lora_A")):
+        tensors[half.replace(".lora_", "_moved.lora_")] = tensors.pop(half)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [
+        (move_a_layer, "2 of its [0-9]+ tensors fit no layer of this model|does not fit the model"),
         (zero_ups, "every lora_B is zero"),
         (put_nan, "is not finite"),
         (change_one_value, "gives other outputs"),

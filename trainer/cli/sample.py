@@ -50,6 +50,8 @@ def sample(
             "there is no after without a LoRA", where="--before-after", remedy="give --lora FILE"
         )
     require_writable(picture, "--picture")
+    if lora is not None:
+        _require_family(lora, loaded.config.family)
     _, plan = planned(loaded, probe=False)
     return run_job(
         loaded,
@@ -91,5 +93,28 @@ def verify_lora(
     from trainer.cli.jobs import planned, run_job
 
     loaded = load_config(configs, overrides, dataset, output, presets)
+    _require_family(file, loaded.config.family)
     _, plan = planned(loaded, probe=False)
     return run_job(loaded, plan, "verify", lora_file=str(file.resolve()))
+
+
+def _require_family(file: Path, family: str) -> None:
+    """Raise DataError where a LoRA file says that it was trained on another family's model.
+
+    Asked before anything is downloaded. Files of other trainers say nothing of it.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    from trainer.errors import DataError
+
+    try:
+        with safe_open(file, framework="np") as opened:
+            said = (opened.metadata() or {}).get("family", family)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot be read as safetensors ({error})", where=str(file)) from error
+    if said != family:
+        raise DataError(
+            f"it says that it is a LoRA of {said}, and the configuration is of {family}",
+            where=str(file),
+            remedy=f"give a configuration with family: {said}",
+        )

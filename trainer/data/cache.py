@@ -30,7 +30,8 @@ _STALE_NAME = re.compile(r"\.[0-9a-f]{64}\.safetensors\..*\.tmp")
 _STALE_AFTER_SECONDS = 3600.0
 # Python's own objects for one entry of two tensors
 _OBJECT_BYTES = 2048
-_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST})
+# in /proc a folder that cannot be made "does not exist"
+_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT})
 
 
 class DamagedEntryError(DataError):
@@ -79,6 +80,8 @@ class Cache:
                 verify(path)
         except DamagedFileError as error:
             return str(error)
+        except NotADirectoryError as error:  # a file stands where the folder would be
+            raise FileNotFoundError(str(error)) from error
         return None
 
     def header(self, kind: str, key: str) -> dict[str, tuple[int, ...]]:

@@ -293,6 +293,12 @@ def save_pipeline_lora(
 
 
 def load_pipeline_lora(model: Any, path: Path, *, adapter_name: str) -> None:
-    """Load as diffusers' pipelines do; `load_lora_adapter` also takes a quantised transformer."""
+    """Load as diffusers' pipelines do; `load_lora_adapter` also takes a quantised transformer.
+
+    Raises DataError where a part of the file is for no layer of the model.
+    """
+    from trainer.modeling.lora import require_fits
+
+    require_fits(model, path, "transformer")
     options = {"weight_name": path.name, "prefix": "transformer", "adapter_name": adapter_name}
     model.load_lora_adapter(path.parent, **options)

@@ -10,6 +10,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from trainer.cli import jobs, main
 from trainer.cli.options import load_config
@@ -99,4 +101,17 @@ def test_a_stop_before_the_start_ends_with_75(handlers: None, signum: signal.Sig
 def test_no_after_without_a_lora(seen: Seen, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["sample", "c.yaml", "--prompt", "a cat", "--before-after"]) == 78
     assert "no after without a LoRA" in capsys.readouterr().err
+    assert not seen.specs
+
+
+@pytest.mark.parametrize("command", [["sample", "--prompt", "a cat", "c.yaml", "--lora"], ["verify-lora"]])
+def test_a_lora_of_another_family_is_told_before_anything_is_downloaded(
+    command: list[str], seen: Seen, capsys: pytest.CaptureFixture[str]
+) -> None:
+    save_file({"a.lora_B.weight": torch.ones(1)}, "one.safetensors", {"family": "llama"})
+    words = [*command, "one.safetensors", *(["--config", "c.yaml"] if command == ["verify-lora"] else [])]
+    assert main(words) == 65
+    told = capsys.readouterr().err
+    assert "it says that it is a LoRA of llama, and the configuration is of flux1_dev" in told
+    assert "give a configuration with family: llama" in told
     assert not seen.specs
