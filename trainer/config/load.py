@@ -80,8 +80,22 @@ def load(
     if problems:
         raise ConfigError(_sorted(problems))
     assert outcome.config is not None
-    notes = tuple(presets.told(given, from_files, sources, unused_keys(outcome.config)))
-    return Loaded(config=outcome.config, sources=sources, notes=notes, warnings=_warnings(environ))
+    notes = [*presets.told(given, from_files, sources, unused_keys(outcome.config))]
+    if dataset is not None:
+        notes += _others_pictures(outcome.config, sources["validation.img_dir"])
+    return Loaded(config=outcome.config, sources=sources, notes=tuple(notes), warnings=_warnings(environ))
+
+
+def _others_pictures(config: RunConfig, source: str) -> list[str]:
+    """What --dataset leaves of a file that was written for other pictures."""
+    folder = config.validation.img_dir
+    if folder is None or source.startswith("--set"):
+        return []
+    return [
+        "--dataset replaces data.sets alone: the held-out loss, which also chooses best/, is that of"
+        f" {folder} (validation.img_dir, {source}); --set validation.img_dir=null --set validation.held_out=4"
+        " takes some of your own, and validation.prompts are what previews draw"
+    ]
 
 
 def _trees(written: Sequence[layers.Layer]) -> list[Node]:

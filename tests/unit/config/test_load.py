@@ -50,6 +50,15 @@ def test_each_layer_covers_the_one_below(tmp_path: Path) -> None:
     assert seed(overrides=[*override, "train.seed=6"]) == (6, "--set train.seed")
 
 
+def test_pictures_that_a_file_holds_out_are_told_beside_another_data_set(tmp_path: Path) -> None:
+    written = "validation: {img_dir: /held}\n"
+    assert loaded(tmp_path, written).notes == ()
+    (note,) = loaded(tmp_path, written, dataset=Path("/d")).notes
+    assert f"is that of /held (validation.img_dir, {tmp_path}/1.yaml:1)" in note
+    for override in ("validation.img_dir=/mine", "validation.img_dir=null"):
+        assert loaded(tmp_path, written, dataset=Path("/d"), overrides=[override]).notes == ()
+
+
 def test_dataset_and_output_cover_everything(tmp_path: Path) -> None:
     overrides = ["output_dir=/set", "data.sets=[{img_dir: /a}, {img_dir: /b}]"]
     got = loaded(tmp_path, overrides=overrides, dataset=Path("/d"), output=Path("/o"))
