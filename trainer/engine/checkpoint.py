@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import re
 import shutil
@@ -181,10 +182,13 @@ def require_same_run(folder: Path, saved: Mapping[str, str], current: Mapping[st
     for key in sorted({*saved, *current}):
         old, new = saved.get(key, "nothing"), current.get(key, "nothing")
         if old != new:
-            problems.append(Problem(what=f"the checkpoint has {old!r}, this run {new!r}", where=key))
+            told = f"the checkpoint has {old!r}, this run {new!r}"
+            problems.append(Problem(what=_OTHERWISE.get(key, told), where=key))
     if problems:
-        remedy = "set them back, or choose another output_dir to start afresh"
-        heading = Problem(
-            what="the run in this folder was started differently", where=str(folder), remedy=remedy
-        )
-        raise ConfigError([heading, *problems])
+        remedy = "set back what is listed, or choose another output_dir to start afresh"
+        heading = Problem(what="the run in this folder was started differently", where=str(folder))
+        raise ConfigError([heading, *problems[:-1], dataclasses.replace(problems[-1], remedy=remedy)])
+
+
+_OTHERWISE = {"data": "images, captions or what is done with them are not those that the run began with"}
+"""What is told where values are hashes."""

@@ -91,7 +91,9 @@ def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
     text = str(caught.value)
     assert "seed: the checkpoint has '0', this run '1'" in text
     assert "lora.rank: the checkpoint has '8', this run '16'" in text
-    assert "output_dir" in text
+    assert text.endswith("-> set back what is listed, or choose another output_dir to start afresh")
+    with pytest.raises(ConfigError, match="data: images, captions or what is done with them are not those"):
+        checkpoint.require_same_run(folder, {"data": "18c0a833651f21ef"}, {"data": "57a2d81abf5c18d5"})
 
 
 def test_a_renamed_checkpoint_is_kept_and_not_offered(tmp_path: Path) -> None:
