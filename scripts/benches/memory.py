@@ -117,7 +117,7 @@ class Case(NamedTuple):
     timed: int = 0
     """Steps that are timed after those that warm up."""
     one_copy: bool = False
-    """Of FP8 weights, where a plan takes two if they fit."""
+    """Of FP8 weights, where a plan takes two if they fit; with overrides that settle what is recomputed."""
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:

@@ -99,12 +99,14 @@ def verify_lora(
 
 
 def _require_family(file: Path, family: str) -> None:
-    """Raise DataError where a LoRA file says that it was trained on another family's model.
+    """Raise DataError where a LoRA file says that it is of a family whose model has other blocks.
 
-    Asked before anything is downloaded. Files of other trainers say nothing of it.
+    Asked before anything is downloaded. Families with the same blocks take each other's, as a model of images
+    and the one that edits them; files of other trainers say nothing of it.
     """
     from safetensors import SafetensorError, safe_open
 
+    from trainer import families
     from trainer.errors import DataError
 
     try:
@@ -112,7 +114,7 @@ def _require_family(file: Path, family: str) -> None:
             said = (opened.metadata() or {}).get("family", family)
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot be read as safetensors ({error})", where=str(file)) from error
-    if said != family:
+    if said in families.names() and families.get(said).blocks != families.get(family).blocks:
         raise DataError(
             f"it says that it is a LoRA of {said}, and the configuration is of {family}",
             where=str(file),

@@ -80,7 +80,7 @@ def load(
     if problems:
         raise ConfigError(_sorted(problems))
     assert outcome.config is not None
-    notes = [*presets.told(given, from_files, sources, unused_keys(outcome.config))]
+    notes = list(presets.told(given, from_files, sources, unused_keys(outcome.config)))
     if dataset is not None:
         notes += _others_pictures(outcome.config, sources["validation.img_dir"])
     return Loaded(config=outcome.config, sources=sources, notes=tuple(notes), warnings=_warnings(environ))

@@ -176,6 +176,10 @@ def read_group(folder: Path, group: str, device: str) -> dict[str, torch.Tensor]
     return tensors
 
 
+_OTHERWISE = {"data": "images, captions or what is done with them are not those that the run began with"}
+"""What is told where values are hashes."""
+
+
 def require_same_run(folder: Path, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
     """Raise ConfigError listing every difference between a checkpoint's run and this one."""
     problems = []
@@ -188,7 +192,3 @@ def require_same_run(folder: Path, saved: Mapping[str, str], current: Mapping[st
         remedy = "set back what is listed, or choose another output_dir to start afresh"
         heading = Problem(what="the run in this folder was started differently", where=str(folder))
         raise ConfigError([heading, *problems[:-1], dataclasses.replace(problems[-1], remedy=remedy)])
-
-
-_OTHERWISE = {"data": "images, captions or what is done with them are not those that the run began with"}
-"""What is told where values are hashes."""

@@ -297,8 +297,8 @@ def load_pipeline_lora(model: Any, path: Path, *, adapter_name: str) -> None:
 
     Raises DataError where a part of the file is for no layer of the model.
     """
-    from trainer.modeling.lora import require_fits
+    from trainer.modeling.adapterfile import require_fits
 
-    require_fits(model, path, "transformer")
+    require_fits(model, path, "transformer.")
     options = {"weight_name": path.name, "prefix": "transformer", "adapter_name": adapter_name}
     model.load_lora_adapter(path.parent, **options)

@@ -47,7 +47,7 @@ def _near_square(dimension: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, kw_only=True)
 class Kept:
-    """Bytes that an adapter holds besides what two products of low rank do."""
+    """Bytes that an adapter holds besides what a plain LoRA of the rank that was counted does."""
 
     blocks: Mapping[str, int]
     """Of the largest block of each stack, for backward."""

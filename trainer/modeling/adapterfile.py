@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +25,8 @@ _PREFIXES: Mapping[Layout, tuple[str, ...]] = {
     "peft": ("base_model.model.",),
 }
 """What stands before a layer's name."""
+_TENSOR = re.compile(r"(.+?)\.((?:lora_|lokr_).+|alpha|dora_scale)")
+"""A layer with what stands before it, and a part of its adapter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,7 +107,7 @@ def _by_layer(tensors: Mapping[str, torch.Tensor], layout: Layout, path: Path) -
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         prefix = next((one for one in _PREFIXES[layout] if name.startswith(one)), None)
-        parted = re.fullmatch(r"(.+?)\.((?:lora_|lokr_).+|alpha|dora_scale)", name)
+        parted = _TENSOR.fullmatch(name)
         if prefix is None or parted is None:
             remedy = "name a LoRA that this trainer saved"
             raise DataError(f"{name} is no tensor of an adapter", where=str(path), remedy=remedy)
@@ -187,3 +189,43 @@ def _factor(parts: Parts, name: str) -> torch.Tensor:
     if name in parts:
         return parts[name].float()
     return parts[f"{name}_a"].float() @ parts[f"{name}_b"].float()
+
+
+def require_fits(model: torch.nn.Module, path: Path, prefix: str) -> None:
+    """Raise DataError where a tensor of an adapter's file fits no linear layer of `model`.
+
+    Libraries leave such tensors out, and say little of it or nothing. Names begin with `prefix`.
+    """
+    # what had an adapter before keeps its wrapper
+    layers = {
+        name.removesuffix(".base_layer"): module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    with safe_open(path, framework="pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
+        said = file.metadata() or {}
+    strange = [name for name, shape in shapes.items() if not _fits(layers, name, shape, prefix)]
+    if not strange:
+        return
+    what = f"{len(strange)} of its {len(shapes)} tensors fit no layer of this model, first {strange[0]}"
+    base = ", ".join(said[key] for key in ("family", "base_model") if key in said)
+    raise DataError(
+        what + (f"; the file says that it is for {base}" if base else ""),
+        where=str(path),
+        remedy="is it a LoRA of this base model? A run's is in its folder lora/, and `trainer export` turns"
+        " ComfyUI's files into those that are read here",
+    )
+
+
+def _fits(layers: Mapping[str, torch.nn.Linear], name: str, shape: Sequence[int], prefix: str) -> bool:
+    """Whether a tensor is a part of one of the layers' adapters; ComfyUI's alphas are none that are read."""
+    parted = _TENSOR.fullmatch(name)
+    if parted is None or not name.startswith(prefix) or not parted[2].startswith(("lora_", "lokr_")):
+        return False
+    layer = layers.get(parted[1].removeprefix(prefix))
+    if layer is None:
+        return False
+    if parted[2].startswith("lora_A"):
+        return shape[-1] == layer.in_features
+    return not parted[2].startswith("lora_B") or shape[0] == layer.out_features

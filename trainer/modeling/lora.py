@@ -5,13 +5,11 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 
-from trainer.errors import ConfigError, DataError, Problem
+from trainer.errors import ConfigError, Problem
 from trainer.hardware.adapters import pattern_value
 from trainer.modeling.seeds import seeded
 from trainer.modeling.targets import suffix_pattern
@@ -130,47 +128,6 @@ def _require_matches(where: str, pattern: Mapping[str, float], targets: Sequence
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def require_fits(model: torch.nn.Module, path: Path, prefix: str) -> None:
-    """Raise DataError where a tensor of an adapter's file fits no linear layer of `model`.
-
-    Libraries leave such tensors out, and say little of it or nothing. Names begin with `prefix` and a dot.
-    """
-    # what had an adapter before keeps its wrapper
-    layers = {
-        name.removesuffix(".base_layer"): module
-        for name, module in model.named_modules()
-        if isinstance(module, torch.nn.Linear)
-    }
-    with safe_open(path, framework="pt") as file:
-        shapes = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
-        said = file.metadata() or {}
-    strange = [name for name, shape in shapes.items() if not _is_of(layers, name, shape, prefix)]
-    if not strange:
-        return
-    what = f"{len(strange)} of its {len(shapes)} tensors fit no layer of this model, first {strange[0]}"
-    base = ", ".join(said[key] for key in ("family", "base_model") if key in said)
-    raise DataError(
-        what + (f"; the file says that it is for {base}" if base else ""),
-        where=str(path),
-        remedy="is it a LoRA of this base model? A run's is in its folder lora/, and `trainer export` turns"
-        " ComfyUI's files into those that are read here",
-    )
-
-
-_OF_LAYER = re.compile(r"(.+?)\.(lora|lokr)[_.](\w+)")
-
-
-def _is_of(layers: Mapping[str, torch.nn.Linear], name: str, shape: Sequence[int], prefix: str) -> bool:
-    """Whether a tensor of a file belongs to one of the layers."""
-    found = _OF_LAYER.match(name.removeprefix(f"{prefix}.")) if name.startswith(f"{prefix}.") else None
-    layer = layers.get(found[1]) if found is not None else None
-    if found is None or layer is None:
-        return False
-    if (found[2], found[3]) == ("lora", "A"):
-        return shape[-1] == layer.in_features
-    return (found[2], found[3]) != ("lora", "B") or shape[0] == layer.out_features
 
 
 def to_model_type(model: Any) -> None:

@@ -115,3 +115,9 @@ def test_a_lora_of_another_family_is_told_before_anything_is_downloaded(
     assert "it says that it is a LoRA of llama, and the configuration is of flux1_dev" in told
     assert "give a configuration with family: llama" in told
     assert not seen.specs
+
+
+def test_a_lora_of_a_family_with_the_same_model_is_tried(seen: Seen) -> None:
+    save_file({"a.lora_B.weight": torch.ones(1)}, "one.safetensors", {"family": "flux1_kontext"})
+    assert main(["sample", "c.yaml", "--prompt", "a cat", "--lora", "one.safetensors"]) == 75
+    assert any(str(spec["lora_file"]).endswith("one.safetensors") for spec in seen.specs)

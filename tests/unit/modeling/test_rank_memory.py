@@ -16,6 +16,8 @@ from trainer.modeling.siblings import join_siblings
 
 HIGHER = 48
 DEPTH = {"num_layers": 1, "num_single_layers": 1}
+IMAGE_TOKENS = 16
+"""Of the 64 px that a small model is given."""
 TEXT = re.compile(r"add_[qkv]_proj|to_add_out|ff_context")
 
 
@@ -33,11 +35,10 @@ def added(one: Case, rank: int, preset: str) -> int:
     names = [name for name in lora.linear_names(one.model) if ".lora_" not in name]
     layers = {name.removesuffix(".base_layer"): one.model.get_submodule(name) for name in names}
     tokens = {name: int(one.batch.text["prompt_embeds"].shape[1]) for name in layers if TEXT.search(name)}
-    image = 16
-    every = image + next(iter(tokens.values()))
+    every = IMAGE_TOKENS + next(iter(tokens.values()))
 
     def tokens_of(name: str) -> int:
-        return every if name.startswith("single") else tokens.get(name, image)
+        return every if name.startswith("single") else tokens.get(name, IMAGE_TOKENS)
 
     found = adapters.kept_bytes(
         {name: (layer.out_features, layer.in_features) for name, layer in layers.items()},
