@@ -342,7 +342,9 @@ def _nothing() -> None:
 
 
 def _memory(device: str) -> dict[str, float]:
-    """Peaks of device memory in GiB since the process started; none on a CPU."""
+    """Peaks of device memory in GiB since the process started, and how often the allocator had to give blocks
+    back to the driver before it could hand one out, which a step waits for; none on a CPU.
+    """
     import torch
 
     if device == "cpu":
@@ -350,6 +352,7 @@ def _memory(device: str) -> dict[str, float]:
     return {
         "allocated_gib": round(torch.cuda.max_memory_allocated(device) / _GIB, 2),
         "reserved_gib": round(torch.cuda.max_memory_reserved(device) / _GIB, 2),
+        "allocator_retries": torch.cuda.memory_stats(device)["num_alloc_retries"],
     }
 
 

@@ -70,25 +70,35 @@ def run_job(
         write_spec(spec, folder / "spec.json")
         return supervise(
             [sys.executable, "-m", "trainer.engine", str(folder / "spec.json")],
-            environment=_with_compile_cache(plan, plan.child_environment(environment.snapshot())),
+            environment=_with_caches(plan.child_environment(environment.snapshot())),
             runtime_dir=runtime_dir,
             port=port,
             unified_memory=unified_memory,
         )
 
 
-def _with_compile_cache(plan: Plan, environ: dict[str, str]) -> dict[str, str]:
-    """Compiled blocks stay in the user's cache folder, so that the next start finds them.
+def _with_caches(environ: dict[str, str]) -> dict[str, str]:
+    """What compilers make stays in the user's cache folder, so that the next start finds it.
 
-    torch's own choice is a temporary folder, which a container loses.
+    Their own choices are temporary folders, which a container loses, and flash-attn 4 keeps nothing at all.
+    Where the cache folder cannot be written to, they keep to these.
     """
     from trainer.config import environment
 
-    if not plan.compile:
-        return environ
     folder = environment.user_cache_dir() / "compile"
-    folders = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-    return {**{name: str(folder / part) for name, part in folders.items()}, **environ}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return environ
+    if not os.access(folder, os.W_OK):
+        return environ
+    folders = {
+        "TORCHINDUCTOR_CACHE_DIR": "inductor",
+        "TRITON_CACHE_DIR": "triton",
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn",
+    }
+    found = {name: str(folder / part) for name, part in folders.items()}
+    return {**found, "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", **environ}
 
 
 def stop_before_start() -> None:
@@ -155,7 +165,8 @@ def probe_kernels(
         return facts
     names = ", ".join(missing)
     click.echo(f"measuring kernels once for {probe.shape_class(shape)}: {names}", err=True)
-    verdicts = probe.probe(missing, shape, plan.dtype, plan.child_environment(environment.snapshot()))
+    environ = _with_caches(plan.child_environment(environment.snapshot()))
+    verdicts = probe.probe(missing, shape, plan.dtype, environ)
     for row in verdicts:
         speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"
         click.echo(f"  {row.kernel}: {'works' if row.works else 'fails'}, {speed}, {row.reason}", err=True)

@@ -92,12 +92,22 @@ VARIABLES: tuple[Variable, ...] = (
     Variable(
         name="TORCHINDUCTOR_CACHE_DIR",
         default="$TRAINER_CACHE_DIR/compile/inductor",
-        meaning="compiled blocks, for runs that compile",
+        meaning="compiled blocks",
     ),
     Variable(
         name="TRITON_CACHE_DIR",
         default="$TRAINER_CACHE_DIR/compile/triton",
-        meaning="compiled kernels, for runs that compile",
+        meaning="compiled kernels",
+    ),
+    Variable(
+        name="FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
+        default="$TRAINER_CACHE_DIR/compile/flash-attn",
+        meaning="compiled kernels of flash-attn 4",
+    ),
+    Variable(
+        name="FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+        default="1",
+        meaning="0: flash-attn 4 compiles its kernels anew at every start",
     ),
     Variable(name="CUDA_VISIBLE_DEVICES", default="all GPUs", meaning="GPUs that a run may use, as 0,1"),
     Variable(

@@ -16,6 +16,9 @@ from torch.utils.flop_counter import register_flop_formula
 
 from trainer.hardware.memory import NF4_MOST_UNPACKED
 
+_TILE = 128
+"""Rows of a weight that matrix products take at once, or a multiple of them."""
+
 
 class Nf4Linear(torch.nn.Linear):
     """A linear layer that computes in the inputs' dtype with an unpacked copy of its weight.
@@ -124,11 +127,17 @@ def _product_backward(
 
 
 def _parts(shape: Sequence[int], blocksize: int) -> list[slice]:
-    """Rows of the weight that are unpacked at a time: all, but for the largest weights."""
+    """Rows of the weight that are unpacked at a time: all, but for the largest weights.
+
+    Parts are whole tiles of rows: where one begins between two 16-byte words, cuBLAS falls back to kernels of
+    older GPUs, which take more than twice as long.
+    """
     rows, columns = shape
     if rows * columns <= NF4_MOST_UNPACKED or columns % blocksize:
         return [slice(0, rows)]
-    size = NF4_MOST_UNPACKED // columns
+    most = max(NF4_MOST_UNPACKED // columns // _TILE, 1)
+    tiles = -(-rows // _TILE)
+    size = -(-tiles // -(-tiles // most)) * _TILE
     return [slice(start, min(start + size, rows)) for start in range(0, rows, size)]
 
 

@@ -121,3 +121,27 @@ def test_a_lora_of_a_family_with_the_same_model_is_tried(seen: Seen) -> None:
     save_file({"a.lora_B.weight": torch.ones(1)}, "one.safetensors", {"family": "flux1_kontext"})
     assert main(["sample", "c.yaml", "--prompt", "a cat", "--lora", "one.safetensors"]) == 75
     assert any(str(spec["lora_file"]).endswith("one.safetensors") for spec in seen.specs)
+
+
+def test_compilers_keep_what_they_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A second start compiles nothing; a folder of the user's own, and a switch, stay."""
+    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
+    found = jobs._with_caches({"TRITON_CACHE_DIR": "/mine", "HOME": "/"})
+    assert found == {
+        "HOME": "/",
+        "TRITON_CACHE_DIR": "/mine",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache" / "compile" / "inductor"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path / "cache" / "compile" / "flash-attn"),
+        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
+    }
+    off = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
+    assert jobs._with_caches(off)["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
+
+
+def test_compilers_keep_to_their_own_folders_where_ours_cannot_be_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """flash-attn 4 fails where it cannot write, and would be taken for a kernel that does not work."""
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    assert jobs._with_caches({"HOME": "/"}) == {"HOME": "/"}

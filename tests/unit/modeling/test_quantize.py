@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -132,13 +134,33 @@ def test_large_nf4_weights_are_unpacked_in_parts(bias: bool, monkeypatch: pytest
     wanted = layer(x)
     (expected,) = torch.autograd.grad(wanted.sin().sum(), x)
     monkeypatch.setattr(nf4, "NF4_MOST_UNPACKED", 70 * 256)
+    monkeypatch.setattr(nf4, "_TILE", 16)
     sizes, original = [], nf4._unpacked
     monkeypatch.setattr(nf4, "_unpacked", lambda *all: sizes.append(all[4]) or original(*all))
     found = layer(x)
     torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
     (gradient,) = torch.autograd.grad(found.sin().sum(), x)
     torch.testing.assert_close(gradient, expected, rtol=1e-5, atol=1e-5)
-    assert [(one.start, one.stop) for one in sizes] == 2 * [(0, 70), (70, 140), (140, 192)]
+    assert [(one.start, one.stop) for one in sizes] == 2 * [(0, 64), (64, 128), (128, 192)]
+
+
+@pytest.mark.parametrize(
+    ("shape", "rows"),
+    [
+        ((55296, 6144), 9216),  # FLUX.2's joined projections
+        ((5120, 32768), 1792),  # a Mistral's last projection
+        ((36865, 6144), 9344),  # no whole number of tiles
+        ((21504, 3072), 21504),  # small enough in one
+        ((128, 2**20), 128),  # a tile holds more than the most
+    ],
+)
+def test_parts_are_alike_and_aligned(shape: tuple[int, int], rows: int) -> None:
+    """One that begins between two 16-byte words makes every product of it more than twice as long."""
+    parts = nf4._parts(shape, 64)
+    assert [part.stop - part.start for part in parts[:-1]] == [rows] * (len(parts) - 1)
+    assert parts[0].start == 0 and parts[-1].stop == shape[0]
+    assert 0 < parts[-1].stop - parts[-1].start <= rows
+    assert all(one.stop == two.start for one, two in itertools.pairwise(parts))
 
 
 def test_the_operations_of_nf4_are_counted() -> None:
