@@ -237,7 +237,8 @@ def test_files_for_comfyui_and_broken_ones_are_no_start(
 
 
 def test_a_pattern_that_no_layer_has_is_told(workshop: Workshop, tmp_path: Path) -> None:
-    job = workshop.job(SMALLEST, tmp_path, "lora.rank_pattern={to_qq: 2}", "lora.alpha_pattern={to_q: 2}")
-    with pytest.raises(ConfigError, match="no layer with an adapter is called 'to_qq'") as caught:
-        build(job.context)
+    wrong = ("lora.rank_pattern={to_qq: 2}", "lora.alpha_pattern={to_q: 2}")
+    told = "--set lora.rank_pattern: `lora.rank_pattern`: no layer with an adapter is called 'to_qq'"
+    with pytest.raises(ConfigError, match=told) as caught:
+        workshop.job(SMALLEST, tmp_path, *wrong)
     assert "attn.to_q" in str(caught.value)

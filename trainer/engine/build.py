@@ -26,6 +26,7 @@ from trainer.modeling.loraload import start_from
 from trainer.modeling.quantize import QUANTIZED, Replace, count_quantized, replacer
 from trainer.modeling.recompute import has_dropout, recompute_blocks
 from trainer.modeling.swap import swap_blocks, waiting_blocks
+from trainer.modeling.targets import target_pattern
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
 
@@ -120,7 +121,7 @@ def build(context: Context) -> Built:
     config = context.config
     if config.method == "lora":
         names = lora.linear_names(model)
-        pattern = lora.target_pattern(config.lora.target_modules, context.family.lora_targets, names)
+        pattern = target_pattern(config.lora.target_modules, context.family.lora_targets, names)
         lora.add_lora(
             model,
             rank=config.lora.rank,

@@ -13,19 +13,21 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from trainer.config import environment
 from trainer.config.schema import RunConfig
 from trainer.data.controls import control_folders
+from trainer.engine.adapter import TEXT_SIDE, planned_adapter
 from trainer.engine.meta_shapes import SOURCE, built_shapes
 from trainer.engine.probe import matmul_shape_class, shape_class
 from trainer.errors import AccessError
 from trainer.families import language
 from trainer.families.protocol import AttentionShape, Family, Shape
 from trainer.hardware.activations import Activations, Units, activations, counted
-from trainer.hardware.adapters import COUNTED_RANK, NOTHING_KEPT, Kept, adapter_parameters, kept_bytes
-from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, NO_LINEARS, Stack, linears_of
+from trainer.hardware.adapters import Kept
+from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, NO_LINEARS, Linears, Stack, linears_of
 from trainer.hardware.geometry import (
     ComponentGeometry,
     Geometry,
@@ -36,7 +38,6 @@ from trainer.hardware.geometry import (
     stored_as,
 )
 from trainer.hardware.memory import VALUE_BYTES
-from trainer.modeling.targets import suffix_pattern
 
 CONFIGS = Path(__file__).parent.parent / "families" / "configs"
 _ATTENTION_PRESET = "attention"
@@ -49,16 +50,22 @@ _TEXT_UNITS = 48
 _CONTROL_SIDE = 1024
 # one logit with its fp32 copy, softmax and gradients, as counted on a GPU
 _LOGIT_BYTES = 12.5
-# diffusers' names of what sees the caption's tokens only, in blocks with two streams
-_TEXT_SIDE = re.compile(r"add_[qkv]_proj|to_add_out|_context|txt_|text_")
 _OVER_THE_VOCABULARY = re.compile("embed|shared|lm_head")
 
 
-def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None, dtype: str) -> Geometry:
+def run_geometry(
+    family: Family,
+    config: RunConfig,
+    *,
+    model_folder: Path | None,
+    dtype: str,
+    sources: Mapping[str, str] = MappingProxyType({}),
+) -> Geometry:
     """Everything that memory is computed from, for the run's model, resolution, batch size and compute type.
 
     `model_folder` is the base model on this disk, None where it is not there yet: the family's committed
-    full-size tables stand in. Raises AccessError where sizes cannot be known.
+    full-size tables stand in. `sources` says where the configuration's keys were written. Raises AccessError
+    where sizes cannot be known, ConfigError where a layer that is to have an adapter is none of the model's.
     """
     components = _components(family, config, model_folder)
     trained = next(part for part in components if part.role == "trained")
@@ -66,31 +73,23 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
     size = VALUE_BYTES[dtype]
     shape = run_shape(config, family, bytes_per_value=size)
     linears = trained.quantized(family.high_precision)
-    packed = linears_of(linears.values())
-    modulation = linears_of(trained.matching(family.modulation).values())
-    stored, stored_bytes = "", 0
-    if model_folder is not None and config.model.weights != "random":
-        folder = model_folder / family.trained_component
-        stored = stored_as(folder)
-        if stored and any(folder.glob("*.safetensors")):
-            parameters, stored_bytes = packed_size(folder)  # whichever layers these are
-            packed, modulation = dataclasses.replace(packed, parameters=parameters), NO_LINEARS
+    packed = _packed(family, config, trained, linears, model_folder)
     attention = family.attention_shape(model_config, shape)
     work, repeated = _work(linears, attention, shape), _stacks(family, trained, dtype)
-    adapter = _adapter_bytes(family, config, trained, attention, shape)
-    eager, compiled = _activations(family, config, model_config, shape, repeated, adapter)
+    adapter = planned_adapter(family, config, trained, attention, shape, sources)
+    eager, compiled = _activations(family, config, model_config, shape, repeated, adapter.kept)
     vae, vae_tiled = _vae_peaks(family, config, model_folder, size)
     return Geometry(
         components=components,
-        lora_parameters=_lora_parameters(family, config, trained),
-        quantized_parameters=packed.parameters,
-        quantized_rows=packed.rows,
-        stored_as=stored,
-        stored_bytes=stored_bytes,
+        lora_parameters=adapter.parameters,
+        quantized_parameters=packed.linears.parameters,
+        quantized_rows=packed.linears.rows,
+        stored_as=packed.stored_as,
+        stored_bytes=packed.stored_bytes,
         activations=eager,
         activations_compiled=compiled,
-        modulation=modulation,
-        largest_quantized=packed.largest,
+        modulation=packed.modulation,
+        largest_quantized=packed.linears.largest,
         fp32_parameters=_kept_in_fp32(family, trained) if dtype != "fp32" else 0,
         matmul_flops=work.matmul_flops,
         attention_flops=work.attention_flops,
@@ -104,6 +103,34 @@ def run_geometry(family: Family, config: RunConfig, *, model_folder: Path | None
         attention_shape_class=shape_class(attention),
         matmul_shape_class=matmul_shape_class(attention),
     )
+
+
+class _Packed(NamedTuple):
+    """What is or can be stored in fewer bits, and how files store it."""
+
+    linears: Linears
+    modulation: Linears
+    stored_as: str
+    stored_bytes: int
+
+
+def _packed(
+    family: Family,
+    config: RunConfig,
+    trained: ComponentGeometry,
+    linears: Mapping[str, tuple[int, int]],
+    model_folder: Path | None,
+) -> _Packed:
+    packed = linears_of(linears.values())
+    modulation = linears_of(trained.matching(family.modulation).values())
+    if model_folder is None or config.model.weights == "random":
+        return _Packed(packed, modulation, "", 0)
+    folder = model_folder / family.trained_component
+    stored, stored_bytes = stored_as(folder), 0
+    if stored and any(folder.glob("*.safetensors")):
+        parameters, stored_bytes = packed_size(folder)  # whichever layers these are
+        packed, modulation = dataclasses.replace(packed, parameters=parameters), NO_LINEARS
+    return _Packed(packed, modulation, stored, stored_bytes)
 
 
 def run_shape(config: RunConfig, family: Family, *, bytes_per_value: int) -> Shape:
@@ -161,8 +188,8 @@ def block_linears(names: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[
             blocks.setdefault(found[1], []).append(name)
     return tuple(
         (
-            tuple(name for name in members if _TEXT_SIDE.search(name)),
-            tuple(name for name in members if not _TEXT_SIDE.search(name)),
+            tuple(name for name in members if TEXT_SIDE.search(name)),
+            tuple(name for name in members if not TEXT_SIDE.search(name)),
         )
         for members in blocks.values()
         if len(members) >= LEAST_LINEARS
@@ -202,27 +229,6 @@ def _activations(
         for compiled in (False, True)
     )
     return eager, compiled
-
-
-def _adapter_bytes(
-    family: Family, config: RunConfig, trained: ComponentGeometry, attention: AttentionShape, shape: Shape
-) -> Kept:
-    """What the adapter holds beyond the plain LoRA whose own activations are part of the counts."""
-    lora = config.lora
-    counted = lora.type == "lora" and max(lora.rank, *lora.rank_pattern.values(), 0) <= COUNTED_RANK
-    if config.method == "full" or (counted and not lora.dropout):
-        return NOTHING_KEPT
-    modulation = trained.matching(family.modulation)
-
-    def tokens_of(name: str) -> int:
-        if name in modulation:  # one a sample
-            return attention.batch_size
-        if _TEXT_SIDE.search(name):
-            return shape.batch_size * shape.text_tokens
-        return attention.batch_size * attention.tokens
-
-    pattern = target_pattern(lora.target_modules, family.lora_targets)
-    return kept_bytes(trained.linears, pattern, lora, tokens_of, shape.bytes_per_value)
 
 
 def activation_units(family: Family, model_config: Mapping[str, Any], shape: Shape) -> Units:
@@ -328,20 +334,6 @@ def _component(
         )
     shapes = built_shapes(model_folder, name, environment.user_cache_dir())
     return ComponentGeometry(name=name, role=role, shapes=shapes, source=f"{name} {SOURCE}")
-
-
-def _lora_parameters(family: Family, config: RunConfig, trained: ComponentGeometry) -> int:
-    if config.method == "full":
-        return 0
-    pattern = target_pattern(config.lora.target_modules, family.lora_targets)
-    return adapter_parameters(trained.linears, pattern, config.lora)
-
-
-def target_pattern(requested: str | Sequence[str], presets: Mapping[str, str]) -> str:
-    """Regular expression over whole module names for a checked preset, or for name suffixes."""
-    if isinstance(requested, str):
-        return presets[requested]
-    return suffix_pattern(requested)
 
 
 def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) -> int:

@@ -44,9 +44,9 @@ def plan_run(
     """The plan of a run on the machine that `facts` describe.
 
     `find_model` says where the base model is on this disk; `local_folder` if not given. Raises ConfigError
-    (78) for a profile that does not exist, HardwareError (69) where the machine cannot do it, AccessError
-    (77) where the base model is a folder that is not there. UNIFIED_MEMORY and DISABLE_CPU_OFFLOAD of this
-    process's environment are obeyed.
+    (78) for a profile that does not exist and for an adapter on layers that the model has none of,
+    HardwareError (69) where the machine cannot do it, AccessError (77) where the base model is a folder that
+    is not there. UNIFIED_MEMORY and DISABLE_CPU_OFFLOAD of this process's environment are obeyed.
     """
     unified, no_offload = environment.switch("UNIFIED_MEMORY"), environment.switch(NO_OFFLOAD)
     config, sources = loaded.config, loaded.sources
@@ -57,7 +57,7 @@ def plan_run(
     require_memory_kind(facts, profile, unified)
 
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
-        return run_geometry(family, changed, model_folder=folder, dtype=dtype)
+        return run_geometry(family, changed, model_folder=folder, dtype=dtype, sources=sources)
 
     source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
     return resolve(

@@ -2,51 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError, Problem
-from trainer.hardware.adapters import pattern_value
+from trainer.errors import ConfigError
 from trainer.modeling.seeds import seeded
-from trainer.modeling.targets import suffix_pattern
+from trainer.modeling.targets import TARGETS, require_matches
 
 ADAPTER = "default"
-
-
-def target_pattern(requested: str | Sequence[str], presets: Mapping[str, str], linears: Sequence[str]) -> str:
-    """Regular expression over whole module names for a preset or for name suffixes.
-
-    Raises ConfigError for an unknown preset and for suffixes that no linear layer has, listing what exists.
-    """
-    if isinstance(requested, str):
-        if requested not in presets:
-            raise ConfigError(
-                f"{requested!r} is no preset of LoRA targets",
-                where="lora.target_modules",
-                remedy=f"use one of {', '.join(sorted(presets))}, or a list of module name suffixes",
-            )
-        return presets[requested]
-    suffixes = sorted({re.sub(r"^.*\.\d+\.", "", name) for name in linears})
-    endings = sorted({name.partition(".")[2] for name in suffixes if "." in name})
-    problems = []
-    for suffix in requested:
-        if not any(name == suffix or name.endswith(f".{suffix}") for name in linears):
-            close = difflib.get_close_matches(suffix, [*endings, *suffixes], n=1)
-            hint = f"did you mean {close[0]!r}? " if close else ""
-            problems.append(
-                Problem(
-                    what=f"no linear layer is called {suffix!r}",
-                    where="lora.target_modules",
-                    remedy=f"{hint}known: {', '.join(suffixes)}",
-                )
-            )
-    if problems:
-        raise ConfigError(problems)
-    return suffix_pattern(requested)
 
 
 def linear_names(model: torch.nn.Module) -> list[str]:
@@ -75,10 +41,10 @@ def add_lora(
     expression = re.compile(pattern)
     targets = [name for name in linear_names(model) if expression.fullmatch(name)]
     if not targets:
-        raise ConfigError("the LoRA targets match no layer of this model", where="lora.target_modules")
+        raise ConfigError(f"`{TARGETS}`: no layer of this model matches")
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    _require_matches("lora.rank_pattern", ranks, targets)
-    _require_matches("lora.alpha_pattern", alphas, targets)
+    require_matches(ranks, targets, "lora.rank_pattern")
+    require_matches(alphas, targets, "lora.alpha_pattern")
     model.requires_grad_(False)
     config = _peft_config(kind, rank, alpha, dropout, targets, ranks, alphas)
     with seeded(f"{seed}/lora", device):
@@ -116,18 +82,6 @@ def _peft_config(
         init_lora_weights="gaussian",
         **common,
     )
-
-
-def _require_matches(where: str, pattern: Mapping[str, float], targets: Sequence[str]) -> None:
-    """Raise ConfigError for keys of a pattern that no target's name ends with."""
-    known = ", ".join(sorted({re.sub(r"^.*\.\d+\.", "", name) for name in targets}))
-    problems = [
-        Problem(what=f"no layer with an adapter is called {key!r}", where=where, remedy=f"known: {known}")
-        for key in pattern
-        if not any(pattern_value({key: 1}, name, 0) for name in targets)
-    ]
-    if problems:
-        raise ConfigError(problems)
 
 
 def to_model_type(model: Any) -> None:

@@ -18,13 +18,14 @@ from trainer.cli import main
 from trainer.config.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.engine import meta_shapes
-from trainer.engine.geometry import CONFIGS, run_geometry, target_pattern
+from trainer.engine.geometry import CONFIGS, run_geometry
 from trainer.engine.planning import local_folder, plan_run, predict, run_attention
 from trainer.errors import AccessError, ConfigError, HardwareError
 from trainer.families import get
 from trainer.hardware.blocks import NO_LINEARS
 from trainer.hardware.geometry import TABLES, header_shapes
 from trainer.hardware.render import plan_from_json
+from trainer.modeling.targets import target_pattern
 
 FLUX = get("flux1_dev")
 Config = Callable[..., RunConfig]
@@ -60,14 +61,42 @@ def test_lora_parameters_are_those_that_peft_adds(config: Config, tiny_flux1_dev
     from diffusers import FluxTransformer2DModel
     from peft import LoraConfig
 
+    from trainer.modeling import lora
+
     for targets in ("attention", "all-linear", ("to_q", "to_out.0")):
         asked = config(lora__rank=4, lora__target_modules=targets)
         geometry = run_geometry(FLUX, asked, model_folder=tiny_flux1_dev, dtype="fp32")
         model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
         model.requires_grad_(False)
-        pattern = target_pattern(targets, FLUX.lora_targets)
+        names = lora.linear_names(model)
+        pattern = target_pattern(targets, FLUX.lora_targets, names)
         model.add_adapter(LoraConfig(r=4, target_modules=pattern))
         assert geometry.lora_parameters == model.num_parameters(only_trainable=True) > 0
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lora__target_modules": ("to_q", "to_kk")}, "no linear layer is called 'to_kk'"),
+        ({"lora__rank_pattern": {"to_out.5": 2}}, "no layer with an adapter is called 'to_out.5'"),
+        ({"lora__alpha_pattern": {"ff": 2}}, "no layer with an adapter is called 'ff'"),
+    ],
+)
+def test_names_of_no_layer_are_told_before_anything_is_loaded(
+    config: Config, changes: dict[str, Any], told: str
+) -> None:
+    (name,) = changes
+    key = name.replace("__", ".")
+    loaded = Loaded(config=config(**changes), sources={key: "a.yaml:7"})
+    with pytest.raises(ConfigError) as caught:
+        plan_run(loaded, machine("h200"), find_model=lambda _: None)
+    text = str(caught.value)
+    assert text.startswith(f"a.yaml:7: `{key}`: {told}")
+    assert "attn.to_k" in text
+    assert "did you mean 'to_k'?" in text or key != "lora.target_modules"
+    # a full fine-tune has no adapter whose layers could be named wrongly
+    full = Loaded(config=config(method="full", **changes), sources={})
+    plan_run(full, machine("h200"), find_model=lambda _: None)
 
 
 @pytest.mark.parametrize(("weights", "besides"), [("int8", True), ("nf4", True), ("fp8", False)])
