@@ -18,9 +18,11 @@ from trainer.hardware.adapters import NOTHING_KEPT, Kept
 
 COUNTS = Path(__file__).with_name("activations.json")
 _ALL_LINEARS, _RECOMPUTED, _BUDGET = "all linears", "recomputed", "budget"
-# budgets are counted with bf16 products, and with 20 % kept FP8's keep more: 5.8 GiB where the count says 3.8
+COUNTED_ATTENTION = "flash"
+"""The kernel that budgets were counted with, and bf16 products."""
+# with 20 % kept, other kernels and FP8's products keep more: 5.8 GiB where the count says 3.8
 # (docs/benchmarks/notes.md, the sweep); with 60 % kept no more
-_FP8_MORE, _FP8_AS_COUNTED = 1.55, 0.6
+_MORE, _AS_COUNTED = 1.55, 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,18 +64,21 @@ class Activations:
         """The highest point where nothing is recomputed."""
         return self.whole.kept + max(self.whole.beyond, self.head)
 
-    def peak(self, *, recomputed: int = 0, budget: float = 1.0, weights: str = "") -> int:
+    def peak(
+        self, *, recomputed: int = 0, budget: float = 1.0, weights: str = "", as_counted: bool = True
+    ) -> int:
         """The highest point with the first `recomputed` blocks recomputed, or with a budget below 1.
 
-        `weights` is how the frozen base is stored, where a budget depends on it. Backward starts with the
-        last blocks: where the first are recomputed, the others have given back what they kept. A budget needs
-        no more than any larger one that was counted.
+        `weights` is how the frozen base is stored, where a budget depends on it; `as_counted` is false for
+        products and kernels other than those that budgets were counted with. Backward starts with the last
+        blocks: where the first are recomputed, the others have given back what they kept. A budget needs no
+        more than any larger one that was counted.
         """
         if budget < 1.0:
             shares = {1.0: self.whole, **self.shares, **self.packed_shares.get(weights, {})}
             sizes = {share: held.kept + max(held.beyond, self.head) for share, held in shares.items()}
-            if weights == "fp8":
-                sizes |= {share: int(sizes[share] * _FP8_MORE) for share in sizes if share < _FP8_AS_COUNTED}
+            if not as_counted:
+                sizes |= {share: int(sizes[share] * _MORE) for share in sizes if share < _AS_COUNTED}
             return min(size for share, size in sizes.items() if share >= budget)
         if not recomputed:
             return self.saved

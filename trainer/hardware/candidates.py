@@ -72,7 +72,13 @@ def ladder(situation: Situation, dtype: str, geometry: Geometry) -> Ladder:
 
 
 def storages(
-    situation: Situation, dtype: str, kinds: Sequence[Kind], geometry: Geometry, *, compiled: bool
+    situation: Situation,
+    dtype: str,
+    kinds: Sequence[Kind],
+    geometry: Geometry,
+    attention: str,
+    *,
+    compiled: bool,
 ) -> Iterator[tuple[int, Storage]]:
     """Every combination that was not excluded, untiled, with the tier of its kind."""
     config, blocks = situation.config, geometry.blocks
@@ -90,6 +96,7 @@ def storages(
                     weight_copies=kind.copies,
                     compile=compiles,
                     activation_budget=budget,
+                    attention=attention,
                     checkpointing=recomputed > 0,
                     recomputed=recomputed if recomputed < blocks else 0,
                     tiling=False,

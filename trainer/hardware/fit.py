@@ -122,7 +122,7 @@ def predicted(storage: Storage, geometry: Geometry, speed: Speed) -> float:
 def compile_gain(situation: Situation, dtype: str, geometry: Geometry, speed: Speed) -> float:
     """Milliseconds that a micro-batch is predicted to gain by compiled blocks, in the first setting."""
     kind = candidates.Kind(weights=dtype, compute=dtype)
-    _, eager = next(candidates.storages(situation, dtype, [kind], geometry, compiled=False))
+    _, eager = next(candidates.storages(situation, dtype, [kind], geometry, speed.attention, compiled=False))
     compiled = dataclasses.replace(eager, compile=True)
     return predicted(eager, geometry, speed) - predicted(compiled, geometry, speed)
 
@@ -147,7 +147,7 @@ def choose(
         (
             (tier, predicted(storage, geometry, speed), storage)
             for tier, storage in candidates.storages(
-                situation, dtype, ladder.kinds, geometry, compiled=compiled
+                situation, dtype, ladder.kinds, geometry, speed.attention, compiled=compiled
             )
         ),
         key=lambda entry: entry[:2],

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.hardware import states
+from trainer.hardware.activations import COUNTED_ATTENTION
 from trainer.hardware.blocks import NO_LINEARS, Linears, Stack
 from trainer.hardware.geometry import ComponentGeometry, Geometry, Role
 from trainer.hardware.plan import MemoryRow
@@ -71,6 +72,8 @@ class Storage:
     """2 where FP8 weights are kept transposed too."""
     compile: bool = False
     activation_budget: float = 1.0
+    attention: str = "flash"
+    """The kernel: what compiled blocks keep under a small budget depends on it."""
     text_encoders: str = ""
     """`int8` or `nf4`: storage of the text encoders' layers while captions are encoded; empty: `dtype`."""
     swapped: int = 0
@@ -327,7 +330,12 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
     count = storage.recomputed or len(activations.whole.blocks) if storage.checkpointing else 0
     # FP8 that is unpacked is multiplied by the same operator as int8
     counted_as = "int8" if storage.weights == "fp8" and storage.compute != "fp8" else storage.weights
-    training = activations.peak(recomputed=count, budget=storage.activation_budget, weights=counted_as)
+    training = activations.peak(
+        recomputed=count,
+        budget=storage.activation_budget,
+        weights=counted_as,
+        as_counted=storage.compute != "fp8" and storage.attention == COUNTED_ATTENTION,
+    )
     detail = "saved for backward"
     if storage.checkpointing:
         detail += f", first {count} recomputed" if storage.recomputed else ", blocks recomputed"

@@ -73,15 +73,15 @@ def test_a_budget_that_was_not_counted_needs_what_a_larger_one_does() -> None:
     assert compiled.peak(budget=0.8) == compiled.saved
 
 
-def test_fp8_keeps_more_under_a_small_budget_than_bf16_that_was_counted(
+def test_other_products_and_kernels_keep_more_under_a_small_budget_than_those_that_were_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     small = {"fixed": 0.0, "blocks": [1.0, 2.0], "beyond": 6.0}
     monkeypatch.setitem(COUNTS["ways"], "compiled, budget 0.2", small)
     compiled = found(compiled=True)
     assert compiled.peak(budget=0.2) == compiled.peak(budget=0.2, weights="nf4") == 20 + 600 + 600
-    assert compiled.peak(budget=0.2, weights="fp8") == int((20 + 600 + 600) * 1.55)
-    assert compiled.peak(budget=0.6, weights="fp8") == compiled.peak(budget=0.6)
+    assert compiled.peak(budget=0.2, as_counted=False) == int((20 + 600 + 600) * 1.55)
+    assert compiled.peak(budget=0.6, as_counted=False) == compiled.peak(budget=0.6)
 
 
 def test_a_budget_over_packed_weights_needs_what_was_counted_of_them() -> None:

@@ -18,24 +18,32 @@ RECORD = REPOSITORY / "docs" / "benchmarks" / "2026-11-h200-memory.json"
 FAMILIES = {name: families.get(name) for name in families.names()}
 ROWS = [tuple(row) for row in json.loads(RECORD.read_text())["rows"]]
 
+# what the sweep's machine measured of kernels that h200.json has other figures of, or none
+PROBED = {
+    "attention.flash_attn_4": 1.42,
+    "matmul.bf16": 0.66,
+    "matmul.fp8": 0.40,
+    "matmul.int8": 0.70,
+    "matmul.nf4": 0.73,
+}
 # settings of FLUX.1-dev: GiB with the driver's, and milliseconds
 SWEPT = {
-    "fp8, everything kept": (44.6, 245.1),
-    "fp8, 0.6 kept": (39.1, 260.4),
-    "fp8, one copy, 28 of 57 blocks recomputed": (27.1, 282.6),
-    "fp8, one copy, 0.2 kept": (21.7, 296.8),
-    "fp8, one copy, 42 of 57 blocks recomputed": (22.5, 298.2),
-    "fp8, one copy, all blocks recomputed": (17.8, 315.7),
-    "bf16, everything kept": (44.2, 324.0),
-    "bf16, 0.6 kept": (36.7, 344.4),
-    "int8, everything kept": (34.1, 339.8),
-    "int8, 0.6 kept": (14.9, 424.6),
-    "int8, 0.2 kept": (14.9, 433.5),
-    "nf4, everything kept": (27.6, 348.6),
-    "nf4, 42 of 57 blocks recomputed": (14.1, 422.7),
+    "fp8, everything kept": (43.4, 232.8),
+    "fp8, 0.6 kept": (39.2, 251.8),
+    "fp8, one copy, 0.2 kept": (21.8, 285.8),
+    "fp8, one copy, 42 of 57 blocks recomputed": (22.0, 288.5),
+    "fp8, one copy, all blocks recomputed": (17.7, 303.7),
+    "bf16, everything kept": (43.1, 310.1),
+    "bf16, 0.6 kept": (36.7, 335.1),
+    "int8, everything kept": (33.0, 330.7),
+    "int8, 0.6 kept": (14.8, 417.9),
+    "int8, 0.4 kept": (14.8, 419.8),
+    "int8, all blocks recomputed": (14.8, 421.7),
+    "nf4, everything kept": (27.5, 342.7),
+    "nf4, 0.6 kept": (9.5, 436.3),
 }
-# these hold less than is planned: int8's blocks were counted by themselves, and kept more there
-LESS = {"bf16, 0.6 kept": 0.06, "int8, 0.6 kept": 0.12, "int8, 0.2 kept": 0.12}
+# these hold less than is planned: with flash, which budgets were counted with, a block keeps its result too
+LESS = {"bf16, 0.6 kept": 0.06, "int8, 0.6 kept": 0.12, "int8, 0.4 kept": 0.12, "nf4, 0.6 kept": 0.17}
 
 
 @pytest.mark.parametrize(
@@ -56,7 +64,9 @@ def test_a_plan_is_within_5_percent_of_what_was_measured(
     # measured while int8 and nf4 bases kept their modulation in bf16
     monkeypatch.setattr(type(FAMILIES[family]), "modulation", ())
     counts = tuple(int(count) for count in blocks.split(","))
-    case = memory.Case(family, CONFIGS / family, setting, memory.SETTINGS[setting], counts)
+    # nothing had been probed: torch's own kernel
+    overrides = (*memory.SETTINGS[setting], "features.attention=flash")
+    case = memory.Case(family, CONFIGS / family, setting, overrides, counts)
     _, plan = memory.planned(case, tmp_path)
     planned = sum(row.bytes for row in plan.train_memory) / GIB
     assert planned == pytest.approx(float(held) + float(driver), rel=0.05)
@@ -70,14 +80,21 @@ def test_many_settings_of_four_families_were_measured() -> None:
 def test_a_plan_is_near_what_the_sweep_measured(
     setting: str, held: float, milliseconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The memory 5 % too small nowhere, and the time within 6 %."""
-    monkeypatch.setenv("TRAINER_FACTS", str(MACHINES / "h200.json"))
+    """The memory 5 % too small nowhere, and the time within 7 %."""
+    facts = json.loads((MACHINES / "h200.json").read_text())
+    rows = {row["kernel"]: row for row in facts["verdicts"]}
+    for name, one in PROBED.items():
+        like = rows.get(name, rows["attention.cudnn" if name.startswith("attention") else "matmul.bf16"])
+        rows[name] = {**like, "kernel": name, "milliseconds": one}
+    (tmp_path / "facts.json").write_text(json.dumps({**facts, "verdicts": list(rows.values())}))
+    monkeypatch.setenv("TRAINER_FACTS", str(tmp_path / "facts.json"))
     monkeypatch.setenv("TRAINER_PROFILE", "auto")
     overrides = ("train.max_train_steps=2000", *sweep.all_settings(57)[setting])
     one_copy = setting.startswith("fp8, one copy")
     case = memory.Case("flux1_dev", CONFIGS / "flux1_dev", setting, overrides, one_copy=one_copy)
     _, plan = memory.planned(case, tmp_path)
+    assert plan.attention == "flash_attn_4"
     assert plan.weight_copies == (2 if setting.startswith("fp8") and not one_copy else 1)
     planned = sum(row.bytes for row in plan.train_memory) / GIB
     assert 0.95 * held <= planned <= (1 + LESS.get(setting, 0.05)) * held
-    assert plan.step_milliseconds == pytest.approx(milliseconds, rel=0.06)
+    assert plan.step_milliseconds == pytest.approx(milliseconds, rel=0.07)
