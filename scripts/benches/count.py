@@ -27,25 +27,28 @@ from scripts.benches import gpus, machine, memory, profile_step
 from trainer.engine.geometry import activation_units, head_bytes
 from trainer.engine.spec import read_spec
 from trainer.errors import TrainerError
-from trainer.hardware.activations import COUNTS
+from trainer.hardware.activations import COUNTED_ATTENTION, COUNTS
 from trainer.telemetry import atomic
 
 if TYPE_CHECKING:
     import torch
 
-_EAGER = ("features.compile=false", "features.weights=bf16", "features.activation_checkpointing=false")
-_COMPILED = ("features.compile=true", "features.weights=bf16", "features.activation_checkpointing=false")
+# whichever kernels were probed on the machine: what compiled blocks keep under a budget depends on it
+_ATTENTION = f"features.attention={COUNTED_ATTENTION}"
+_EAGER = ("features.compile=false", "features.weights=bf16", _ATTENTION)
+_COMPILED = ("features.compile=true", "features.weights=bf16", _ATTENTION)
+_KEPT, _RECOMPUTED = (f"features.activation_checkpointing={value}" for value in ("false", "true"))
 _LINEARS = ("lora.target_modules=all-linear",)
 MODES: Mapping[str, tuple[str, ...]] = {
-    "eager": _EAGER,
-    "eager, all linears": (*_EAGER, *_LINEARS),
-    "eager, recomputed": (*_EAGER[:2], "features.activation_checkpointing=true"),
-    "compiled": _COMPILED,
-    "compiled, all linears": (*_COMPILED, *_LINEARS),
-    "compiled, recomputed": (*_COMPILED[:2], "features.activation_checkpointing=true"),
-    "compiled, recomputed outside": (*_COMPILED[:2], "features.block_swap=1"),
+    "eager": (*_EAGER, _KEPT),
+    "eager, all linears": (*_EAGER, _KEPT, *_LINEARS),
+    "eager, recomputed": (*_EAGER, _RECOMPUTED),
+    "compiled": (*_COMPILED, _KEPT),
+    "compiled, all linears": (*_COMPILED, _KEPT, *_LINEARS),
+    "compiled, recomputed": (*_COMPILED, _RECOMPUTED),
+    "compiled, recomputed outside": (*_COMPILED, "features.block_swap=1"),
     **{
-        f"compiled, budget {share}": (*_COMPILED[:2], f"features.activation_budget={share}")
+        f"compiled, budget {share}": (*_COMPILED, f"features.activation_budget={share}")
         for share in (0.8, 0.6, 0.4, 0.2)
     },
     **{
@@ -53,6 +56,7 @@ MODES: Mapping[str, tuple[str, ...]] = {
             "features.compile=true",
             f"features.weights={weights}",
             "features.activation_budget=0.6",
+            _ATTENTION,
         )
         for weights in ("int8", "nf4")
     },
