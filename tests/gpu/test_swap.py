@@ -57,13 +57,16 @@ def made(storage: Storage, count: int, *, fast: bool) -> Case:
 @pytest.mark.parametrize("count", [3, 12])
 def test_outputs_and_gradients_are_those_of_resident_blocks(storage: Storage, count: int, fast: bool) -> None:
     one, other = made(storage, count, fast=fast), made(storage, 0, fast=fast)
+    outputs, gradients, predictions = [], [], []
     for step in range(4):
         (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
-        assert relative(output, wanted_output) < 1e-6
-        assert difference(found, wanted) < 1e-3  # sums of a backward pass may be made in any order
+        outputs.append(relative(output, wanted_output))
+        gradients.append(difference(found, wanted))
         if step % 2 and not fast:
             with torch.no_grad():
-                assert relative(one.predict(), other.predict()) < 1e-6
+                predictions.append(relative(one.predict(), other.predict()))
+    # all figures in one message: weights of another block are of by far more than roundings
+    assert max(outputs + predictions) < 1e-6 and max(gradients) < 1e-3, (outputs, predictions, gradients)
 
 
 def test_the_device_holds_two_of_the_waiting_blocks() -> None:

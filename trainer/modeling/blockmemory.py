@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import functools
+import mmap
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -44,8 +46,17 @@ def _frozen(block: torch.nn.Module) -> Iterator[torch.Tensor]:
             yield own
 
 
-def pack(block: torch.nn.Module, device: torch.device | str = "cpu") -> Packed:
-    """Copy the bytes of the block's frozen tensors to one piece of memory, those that several share once."""
+def pages(count: int) -> torch.Tensor:
+    """Host memory of whole pages that nothing else lies in, as what is pinned must be: 1-D uint8."""
+    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor]) -> Packed:
+    """Copy the bytes of the block's frozen tensors to one piece of memory, those that several share once.
+
+    `memory_of` gives so many bytes, 1-D uint8, on any device.
+    """
     tensors = [tensor for tensor in _frozen(block) if tensor.numel()]
     spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
     for tensor in tensors:
@@ -56,7 +67,7 @@ def pack(block: torch.nn.Module, device: torch.device | str = "cpu") -> Packed:
     for key, (_, low, high) in spans.items():
         starts[key] = end - low
         end += -(-(high - low) // _ALIGNMENT) * _ALIGNMENT
-    memory = torch.empty(end, dtype=torch.uint8, device=device)
+    memory = memory_of(end)
     for key, (storage, low, high) in spans.items():
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         memory[starts[key] + low : starts[key] + high].copy_(whole[low:high])
@@ -104,5 +115,5 @@ def compact(blocks: Iterable[torch.nn.Module]) -> None:
         devices = {tensor.device for tensor in _frozen(block) if tensor.numel()}
         assert len(devices) <= 1, f"a block's frozen tensors are on {devices}"
         for device in devices:
-            packed = pack(block, device)
+            packed = pack(block, functools.partial(torch.empty, dtype=torch.uint8, device=device))
             point(packed, packed.bytes)

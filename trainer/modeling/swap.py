@@ -18,7 +18,7 @@ import torch
 
 from trainer.errors import HardwareError
 from trainer.hardware.blocks import waiting
-from trainer.modeling.blockmemory import Packed, pack, point, views
+from trainer.modeling.blockmemory import Packed, pack, pages, point, views
 from trainer.modeling.recompute import Recomputed, give_base, recomputed
 
 Pass = Literal["forward", "backward", "prediction"]
@@ -94,7 +94,7 @@ class Swapped:
         """
         self._buffers, self._views = [], []
         for number, block in enumerate(self.blocks):
-            packed, this = pack(block), slice(number, number + 1)
+            packed, this = pack(block, pages), slice(number, number + 1)
             if self._stream is not None:
                 _unpin(self._pinned[this])
                 _pin(packed.bytes)

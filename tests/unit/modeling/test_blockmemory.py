@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import mmap
+
 import pytest
 import torch
 
 from tests.unit.modeling.small_models import Case, Storage, case
-from trainer.modeling.blockmemory import compact
+from trainer.modeling.blockmemory import compact, pages
 from trainer.modeling.siblings import join_siblings
 
 STORAGES: tuple[Storage, ...] = ("plain", "int8", "fp8", "nf4")
@@ -85,3 +87,13 @@ def test_joined_weights_stay_views_of_the_wide_one() -> None:
         assert weight.data_ptr() == wide.data_ptr() + start
         start += weight.nbytes
     assert start == wide.nbytes
+
+
+def test_pages_are_whole_and_go_with_their_tensor() -> None:
+    """What is pinned shares no page with other memory."""
+    memory = pages(mmap.PAGESIZE + 1)
+    assert memory.numel() == mmap.PAGESIZE + 1 and not memory.any()
+    assert memory.data_ptr() % mmap.PAGESIZE == 0
+    kept = memory[: mmap.PAGESIZE].view(torch.float32).fill_(1.0)
+    del memory
+    assert float(kept.sum()) == mmap.PAGESIZE / 4
