@@ -96,7 +96,7 @@ def _print(rows: Sequence[Sequence[str]], *, as_csv: bool) -> None:
 
 
 def _plot(found: Sequence[Run], path: Path | None) -> None:
-    from trainer.cli.targets import require_writable
+    from trainer.cli.targets import require_picture
     from trainer.errors import ConfigError
     from trainer.telemetry.curves import write_curves
 
@@ -104,7 +104,7 @@ def _plot(found: Sequence[Run], path: Path | None) -> None:
         return
     if not any(run.losses or run.held_out for run in found):
         raise ConfigError("no run has a loss yet", where="--plot", remedy="wait for its first log step")
-    require_writable(path, "--plot")
+    require_picture(path, "--plot")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_curves(found, path)
     click.echo(f"plot: {path}", err=True)

@@ -37,7 +37,7 @@ def sample(
 ) -> int:
     """Draw prompts with the base model and a LoRA, through the family's own pipeline."""
     from trainer.cli.jobs import planned, run_job, with_prompts
-    from trainer.cli.targets import require_writable
+    from trainer.cli.targets import require_picture
     from trainer.errors import ConfigError
 
     loaded = load_config(configs, overrides, dataset, output, presets)
@@ -49,7 +49,7 @@ def sample(
         raise ConfigError(
             "there is no after without a LoRA", where="--before-after", remedy="give --lora FILE"
         )
-    require_writable(picture, "--picture")
+    require_picture(picture, "--picture")
     if lora is not None:
         _require_family(lora, loaded.config.family)
     _, plan = planned(loaded, probe=False)

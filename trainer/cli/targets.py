@@ -40,6 +40,16 @@ def require_writable(path: Path, where: str, *, folder: bool = False) -> None:
     raise ConfigError(what, where=f"{where} {path}", remedy=remedy)
 
 
+def require_picture(path: Path, where: str) -> None:
+    """As `require_writable`, of a PNG: raises ConfigError where the name would say something else."""
+    from trainer.errors import ConfigError
+
+    require_writable(path, where)
+    if path.suffix.lower() != ".png":
+        what, remedy = "pictures are written as PNG", f"name it {path.with_suffix('.png').name}"
+        raise ConfigError(what, where=f"{where} {path}", remedy=remedy)
+
+
 def _is_folder(path: Path) -> bool:
     try:
         return path.is_dir()

@@ -36,6 +36,25 @@ def test_a_place_that_cannot_be_written(
     )
 
 
+@pytest.mark.parametrize(
+    ("option", "name"), [("--picture new.jpg", "new.png"), ("--plot run/losses", "losses.png")]
+)
+def test_a_picture_that_would_not_be_what_its_name_says(
+    option: str,
+    name: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    a_run(tmp_path / "run", rank=4, losses=(1.0,))
+    command = ("sample", QUICKSTART) if "picture" in option else ("runs", "list", "run")
+    assert main([*command, *option.split()]) == 78
+    said = capsys.readouterr().err
+    assert said.endswith(f"{option}: pictures are written as PNG\n    -> name it {name}\n")
+    assert not (tmp_path / option.split()[1]).exists()
+
+
 def test_a_lora_whose_own_folder_cannot_be_written(capsys: pytest.CaptureFixture[str]) -> None:
     """The new file is meant to lie beside it."""
     assert main(["export", "/proc/version", "--format", "comfyui"]) == 78
