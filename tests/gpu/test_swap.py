@@ -65,8 +65,9 @@ def test_outputs_and_gradients_are_those_of_resident_blocks(storage: Storage, co
         if step % 2 and not fast:
             with torch.no_grad():
                 predictions.append(relative(one.predict(), other.predict()))
-    # all figures in one message: weights of another block are of by far more than roundings
-    assert max(outputs + predictions) < 1e-6 and max(gradients) < 1e-3, (outputs, predictions, gradients)
+    found_all = (outputs, predictions, gradients)  # another block's weights would differ by far more
+    assert all(one < 1e-6 for one in outputs + predictions), found_all  # NaN fails too
+    assert all(one < 1e-3 for one in gradients), found_all
 
 
 def test_the_device_holds_two_of_the_waiting_blocks() -> None:

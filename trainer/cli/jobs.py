@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from trainer.hardware.facts import Facts
     from trainer.hardware.plan import Plan
 
-
+_FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _SHARED_MODES: frozenset[Mode] = frozenset({"train", "cache"})
 """Jobs that take the user's runtime folder, of which there is one at a time; the others get their own.
 
@@ -27,6 +27,7 @@ _SHARED_MODES: frozenset[Mode] = frozenset({"train", "cache"})
 
 def run_job(
     loaded: Loaded,
+    facts: Facts,
     plan: Plan,
     mode: Mode,
     *,
@@ -70,35 +71,47 @@ def run_job(
         write_spec(spec, folder / "spec.json")
         return supervise(
             [sys.executable, "-m", "trainer.engine", str(folder / "spec.json")],
-            environment=_with_caches(plan.child_environment(environment.snapshot())),
+            environment=_child_environment(plan, facts),
             runtime_dir=runtime_dir,
             port=port,
             unified_memory=unified_memory,
         )
 
 
-def _with_caches(environ: dict[str, str]) -> dict[str, str]:
-    """What compilers make stays in the user's cache folder, so that the next start finds it.
+def _child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
+    """This process's environment with what the plan needs, and with folders for what compilers make.
 
-    Their own choices are temporary folders, which a container loses, and flash-attn 4 keeps nothing at all.
-    Where the cache folder cannot be written to, they keep to these.
+    These are in the user's cache folder, so that the next start finds it: their own choices are temporary
+    folders, which a container loses, and flash-attn 4 keeps nothing at all. A folder that cannot be written
+    to is told, and its compiler keeps to its own choice: flash-attn 4 would fail.
     """
+    from trainer.cli.targets import nearest
     from trainer.config import environment
 
+    environ = plan.child_environment(environment.snapshot())
+    if plan.device == "cpu" and not plan.compile:
+        return environ
     folder = environment.user_cache_dir() / "compile"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return environ
-    if not os.access(folder, os.W_OK):
-        return environ
-    folders = {
-        "TORCHINDUCTOR_CACHE_DIR": "inductor",
-        "TRITON_CACHE_DIR": "triton",
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": "flash-attn",
-    }
-    found = {name: str(folder / part) for name, part in folders.items()}
-    return {**found, "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1", **environ}
+    folders = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
+    if facts.gpus:
+        # its own keys leave out which GPU a kernel was made for
+        major, minor = facts.gpus[0].capability
+        folders[_FLASH_CACHE] = folder / f"flash-attn-sm{major}{minor}"
+    for name, path in folders.items():
+        if name in environ:
+            continue
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            _, trouble = nearest(path)
+        except OSError as error:
+            trouble = error.strerror or str(error)
+        if trouble:
+            click.echo(f"{path} cannot be written ({trouble}): every start compiles anew", err=True)
+        else:
+            environ[name] = str(path)
+    if _FLASH_CACHE in environ:
+        environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
+    return environ
 
 
 def stop_before_start() -> None:
@@ -165,8 +178,7 @@ def probe_kernels(
         return facts
     names = ", ".join(missing)
     click.echo(f"measuring kernels once for {probe.shape_class(shape)}: {names}", err=True)
-    environ = _with_caches(plan.child_environment(environment.snapshot()))
-    verdicts = probe.probe(missing, shape, plan.dtype, environ)
+    verdicts = probe.probe(missing, shape, plan.dtype, _child_environment(plan, facts))
     for row in verdicts:
         speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"
         click.echo(f"  {row.kernel}: {'works' if row.works else 'fails'}, {speed}, {row.reason}", err=True)

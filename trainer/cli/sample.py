@@ -52,9 +52,10 @@ def sample(
     require_picture(picture, "--picture")
     if lora is not None:
         _require_family(lora, loaded.config.family)
-    _, plan = planned(loaded, probe=False)
+    facts, plan = planned(loaded, probe=False)
     return run_job(
         loaded,
+        facts,
         plan,
         "sample",
         lora_file=str(lora.resolve()) if lora else "",
@@ -94,8 +95,8 @@ def verify_lora(
 
     loaded = load_config(configs, overrides, dataset, output, presets)
     _require_family(file, loaded.config.family)
-    _, plan = planned(loaded, probe=False)
-    return run_job(loaded, plan, "verify", lora_file=str(file.resolve()))
+    facts, plan = planned(loaded, probe=False)
+    return run_job(loaded, facts, plan, "verify", lora_file=str(file.resolve()))
 
 
 def _require_family(file: Path, family: str) -> None:

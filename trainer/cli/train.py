@@ -43,6 +43,7 @@ def train(
     print_plan(plan)
     return run_job(
         loaded,
+        facts,
         plan,
         "train",
         port=environment.metrics_port(),
@@ -87,6 +88,7 @@ def cache(
     unified_memory = any(gpu.integrated for gpu in facts.gpus)
     return run_job(
         loaded,
+        facts,
         plan,
         "cache",
         verify=verify,

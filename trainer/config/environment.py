@@ -101,7 +101,7 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
-        default="$TRAINER_CACHE_DIR/compile/flash-attn",
+        default="$TRAINER_CACHE_DIR/compile/flash-attn-sm90 (as the GPU is)",
         meaning="compiled kernels of flash-attn 4",
     ),
     Variable(

@@ -121,7 +121,7 @@ def build(context: Context) -> Built:
     config = context.config
     if config.method == "lora":
         names = lora.linear_names(model)
-        pattern = target_pattern(config.lora.target_modules, context.family.lora_targets, names)
+        pattern = target_pattern(config.lora, context.family.lora_targets, names)
         lora.add_lora(
             model,
             rank=config.lora.rank,

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 from trainer.config import environment
 from trainer.config.schema import RunConfig
 from trainer.data.controls import control_folders
-from trainer.engine.adapter import TEXT_SIDE, planned_adapter
 from trainer.engine.meta_shapes import SOURCE, built_shapes
+from trainer.engine.planned_adapter import TEXT_SIDE, planned_adapter
 from trainer.engine.probe import matmul_shape_class, shape_class
 from trainer.errors import AccessError
 from trainer.families import language

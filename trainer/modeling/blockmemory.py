@@ -47,8 +47,14 @@ def _frozen(block: torch.nn.Module) -> Iterator[torch.Tensor]:
 
 
 def pages(count: int) -> torch.Tensor:
-    """Host memory of whole pages that nothing else lies in, as what is pinned must be: 1-D uint8."""
-    memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    """`count` bytes of host memory, at least one, in whole pages that nothing else lies in: 1-D uint8, zeros.
+
+    What is pinned is pinned by the page. Raises MemoryError where the host has no such memory.
+    """
+    try:
+        memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {count / 2**20:.0f} MiB of host memory for a block that waits") from error
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

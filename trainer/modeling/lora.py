@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 
-from trainer.errors import ConfigError
 from trainer.modeling.seeds import seeded
-from trainer.modeling.targets import TARGETS, require_matches
 
 ADAPTER = "default"
 
@@ -36,15 +34,12 @@ def add_lora(
     """Inject a seeded adapter (of a LoRA A gaussian, B zero; in the model's dtype) whose parameters alone are
     trainable. `kind` is that of `lora.type`, the patterns are peft's.
 
-    Raises ConfigError when a pattern matches no linear layer.
+    That the names exist is `target_pattern`'s to see to.
     """
     expression = re.compile(pattern)
     targets = [name for name in linear_names(model) if expression.fullmatch(name)]
-    if not targets:
-        raise ConfigError(f"`{TARGETS}`: no layer of this model matches")
+    assert targets, f"no linear layer matches {pattern}"
     ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
-    require_matches(ranks, targets, "lora.rank_pattern")
-    require_matches(alphas, targets, "lora.alpha_pattern")
     model.requires_grad_(False)
     config = _peft_config(kind, rank, alpha, dropout, targets, ranks, alphas)
     with seeded(f"{seed}/lora", device):

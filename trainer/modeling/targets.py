@@ -1,11 +1,13 @@
-"""Floor 4: LoRA targets as a pattern, the same for the planner and for training. Imports no torch."""
+"""Floor 4: layers that get an adapter, the same for the planner and for training. Imports no torch."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
+from trainer.config.schema import LoraSection
 from trainer.errors import ConfigError, Problem
 from trainer.hardware.adapters import pattern_value
 
@@ -13,38 +15,38 @@ TARGETS = "lora.target_modules"
 
 
 def target_pattern(
-    requested: str | Sequence[str],
+    lora: LoraSection,
     presets: Mapping[str, str],
     linears: Collection[str],
-    *,
-    where: str = "",
+    sources: Mapping[str, str] = MappingProxyType({}),
 ) -> str:
-    """Regular expression over whole module names for a preset or for name suffixes.
+    """Regular expression over the whole names of modules that get an adapter, of a preset or name suffixes.
 
-    Raises ConfigError for an unknown preset and for suffixes that none of `linears` has, listing what exists;
-    `where` says what was written where.
+    `linears` are the model's, `sources` says where keys were written. Raises ConfigError for an unknown
+    preset, where nothing matches, and with every name in the targets and in the patterns of ranks and alphas
+    that is no layer's.
     """
-    if isinstance(requested, str):
-        if requested not in presets:
-            raise ConfigError(
-                f"`{TARGETS}`: {requested!r} is no preset",
-                where=where,
-                remedy=f"use one of {', '.join(sorted(presets))}, or a list of module name suffixes",
-            )
-        return presets[requested]
-    missing = [one for one in requested if not any(f".{name}".endswith(f".{one}") for name in linears)]
-    if missing:
-        raise ConfigError([_no_layer(suffix, linears, where) for suffix in missing])
-    return suffix_pattern(requested)
-
-
-def _no_layer(suffix: str, linears: Collection[str], where: str) -> Problem:
-    known = _without_numbers(linears)
-    endings = sorted({name.partition(".")[2] for name in known if "." in name})
-    close = difflib.get_close_matches(suffix, [*endings, *known], n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
-    what = f"`{TARGETS}`: no linear layer is called {suffix!r}"
-    return Problem(what=what, where=where, remedy=f"{hint}known: {', '.join(known)}")
+    requested = lora.target_modules
+    problems: list[Problem] = []
+    if not isinstance(requested, str):
+        pattern = suffix_pattern(requested)
+        problems += _unknown_targets(requested, linears, sources)
+    elif requested in presets:
+        pattern = presets[requested]
+    else:
+        what = f"`{TARGETS}`: {requested!r} is no preset"
+        remedy = f"use one of {', '.join(sorted(presets))}, or a list of module name suffixes"
+        raise ConfigError(what, where=sources.get(TARGETS, ""), remedy=remedy)
+    expression = re.compile(pattern)
+    targets = [name for name in linears if expression.fullmatch(name)]
+    if targets:
+        problems += _unknown_in_patterns(lora, targets, sources)
+    elif not problems:
+        what, known = f"`{TARGETS}`: no layer of this model matches", ", ".join(_within_blocks(linears))
+        problems.append(Problem(what=what, where=sources.get(TARGETS, ""), remedy=f"known: {known}"))
+    if problems:
+        raise ConfigError(problems)
+    return pattern
 
 
 def suffix_pattern(suffixes: Sequence[str]) -> str:
@@ -52,17 +54,35 @@ def suffix_pattern(suffixes: Sequence[str]) -> str:
     return rf"(?:.*\.)?(?:{'|'.join(re.escape(suffix) for suffix in suffixes)})"
 
 
-def require_matches(
-    pattern: Mapping[str, float], targets: Collection[str], key: str, *, where: str = ""
-) -> None:
-    """Raise ConfigError for names in a peft pattern, written under `key`, that no target's name ends with."""
-    missing = [one for one in pattern if not any(pattern_value({one: 1}, name, 0) for name in targets)]
-    if missing:
-        remedy = f"known: {', '.join(_without_numbers(targets))}"
-        whats = [f"`{key}`: no layer with an adapter is called {one!r}" for one in missing]
-        raise ConfigError([Problem(what=what, where=where, remedy=remedy) for what in whats])
+def _unknown_targets(
+    requested: Sequence[str], linears: Collection[str], sources: Mapping[str, str]
+) -> Iterator[Problem]:
+    for number, suffix in enumerate(requested):
+        if not any(f".{name}".endswith(f".{suffix}") for name in linears):
+            what = f"`{TARGETS}`: no linear layer is called {suffix!r}"
+            where = sources.get(f"{TARGETS}.{number}", sources.get(TARGETS, ""))
+            yield Problem(what=what, where=where, remedy=_meant(suffix, linears))
 
 
-def _without_numbers(names: Collection[str]) -> list[str]:
-    """Names as they are within a block."""
+def _unknown_in_patterns(
+    lora: LoraSection, targets: Collection[str], sources: Mapping[str, str]
+) -> Iterator[Problem]:
+    for key, values in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
+        for one in values:
+            if not any(pattern_value({one: 1}, name, 0) for name in targets):
+                what = f"`{key}`: no layer with an adapter is called {one!r}"
+                where = sources.get(f"{key}.{one}", sources.get(key, ""))
+                yield Problem(what=what, where=where, remedy=_meant(one, targets))
+
+
+def _meant(suffix: str, names: Collection[str]) -> str:
+    known = _within_blocks(names)
+    endings = sorted({name.partition(".")[2] for name in known if "." in name})
+    close = difflib.get_close_matches(suffix, [*endings, *known], n=1)
+    hint = f"did you mean {close[0]!r}? " if close else ""
+    return f"{hint}known: {', '.join(known)}"
+
+
+def _within_blocks(names: Collection[str]) -> list[str]:
+    """Names as they are within a block, each once."""
     return sorted({re.sub(r"^.*\.\d+\.", "", name) for name in names})

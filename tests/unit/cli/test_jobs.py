@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,10 +15,13 @@ from safetensors.torch import save_file
 
 from trainer.cli import jobs, main
 from trainer.cli.options import load_config
+from trainer.engine import probe
 from trainer.engine.planning import plan_run
 from trainer.engine.spec import Mode
 from trainer.errors import StoppedError
+from trainer.hardware.facts import Facts
 from trainer.hardware.machine import read_recorded
+from trainer.hardware.plan import Plan
 from trainer.telemetry import supervisor
 
 MACHINE = Path(__file__).parents[2] / "golden" / "machines" / "h200.json"
@@ -35,6 +38,7 @@ class Seen:
 
     runtime_dirs: list[Path] = field(default_factory=list)
     specs: list[dict[str, object]] = field(default_factory=list)
+    environments: list[Mapping[str, str]] = field(default_factory=list)
 
 
 @pytest.fixture
@@ -42,8 +46,11 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
     """A supervisor that only reads what its child would, with a second command run meanwhile."""
     seen = Seen()
 
-    def supervise(command: Sequence[str], *, runtime_dir: Path, **_: object) -> int:
+    def supervise(
+        command: Sequence[str], *, runtime_dir: Path, environment: Mapping[str, str], **_: object
+    ) -> int:
         seen.runtime_dirs.append(runtime_dir)
+        seen.environments.append(environment)
         assert runtime_dir.is_dir()
         if len(seen.runtime_dirs) == 1:
             start("train", "other")
@@ -61,7 +68,8 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
 
 def start(mode: Mode, output: str) -> int:
     loaded = load_config([Path("c.yaml")], ["model.weights=random"], None, Path(output))
-    return jobs.run_job(loaded, plan_run(loaded, read_recorded(MACHINE)), mode)
+    facts = read_recorded(MACHINE)
+    return jobs.run_job(loaded, facts, plan_run(loaded, facts), mode)
 
 
 def test_a_second_command_leaves_the_first_ones_job_alone(seen: Seen, tmp_path: Path) -> None:
@@ -123,25 +131,64 @@ def test_a_lora_of_a_family_with_the_same_model_is_tried(seen: Seen) -> None:
     assert any(str(spec["lora_file"]).endswith("one.safetensors") for spec in seen.specs)
 
 
-def test_compilers_keep_what_they_make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A second start compiles nothing; a folder of the user's own, and a switch, stay."""
+FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR")
+
+
+@pytest.fixture
+def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Plan, Facts]:
+    """A plan for an H200, with a cache folder that is still to be made."""
+    for name in FOLDERS:  # torch sets one of them as it is imported
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
-    found = jobs._with_caches({"TRITON_CACHE_DIR": "/mine", "HOME": "/"})
-    assert found == {
-        "HOME": "/",
-        "TRITON_CACHE_DIR": "/mine",
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache" / "compile" / "inductor"),
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR": str(tmp_path / "cache" / "compile" / "flash-attn"),
-        "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "1",
-    }
-    off = {"FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED": "0"}
-    assert jobs._with_caches(off)["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(TEXT, encoding="utf-8")
+    facts = read_recorded(MACHINE)
+    return plan_run(load_config((Path("c.yaml"),), (), None, None), facts), facts
 
 
-def test_compilers_keep_to_their_own_folders_where_ours_cannot_be_made(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_compilers_keep_what_they_make(
+    planned: tuple[Plan, Facts], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A second start compiles nothing; a folder of the user's own, and a switch, stay."""
+    monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
+    found = jobs._child_environment(*planned)
+    folder = tmp_path / "cache" / "compile"
+    assert found.items() >= planned[0].environment.items()
+    assert [found[name] for name in FOLDERS] == [
+        str(folder / "inductor"),
+        "/mine",
+        str(folder / "flash-attn-sm90"),
+    ]
+    assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
+    monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
+    assert jobs._child_environment(*planned)["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
+
+
+def test_a_compiler_keeps_to_its_own_folder_where_ours_cannot_be_made(
+    planned: tuple[Plan, Facts], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """flash-attn 4 fails where it cannot write, and would be taken for a kernel that does not work."""
-    (tmp_path / "file").write_text("", encoding="utf-8")
-    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "file" / "cache"))
-    assert jobs._with_caches({"HOME": "/"}) == {"HOME": "/"}
+    file = tmp_path / "cache" / "compile" / "flash-attn-sm90"
+    file.parent.mkdir(parents=True)
+    file.write_text("", encoding="utf-8")
+    found = jobs._child_environment(*planned)
+    assert not [name for name in found if name.startswith("FLASH_ATTENTION")]
+    assert found["TRITON_CACHE_DIR"] == str(file.parent / "triton")
+    assert capsys.readouterr().err == f"{file} cannot be written (File exists): every start compiles anew\n"
+
+
+def test_jobs_and_probes_have_these_folders(
+    planned: tuple[Plan, Facts], seen: Seen, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start("train", "run")
+    assert seen.environments and all("TRITON_CACHE_DIR" in one for one in seen.environments)
+    probed: list[Mapping[str, str]] = []
+
+    def probe_none(names: object, shape: object, dtype: object, environ: Mapping[str, str]) -> tuple[()]:
+        probed.append(environ)
+        return ()
+
+    monkeypatch.setattr(probe, "probe", probe_none)
+    loaded = load_config((tmp_path / "c.yaml",), (), None, None)
+    jobs.probe_kernels(loaded, planned[1], ["attention"], failed_too=True)
+    assert "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" in probed[0]

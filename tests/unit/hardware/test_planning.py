@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -11,20 +14,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from scripts.make_geometry import table_text
 from tests.unit.hardware.conftest import MACHINES, machine
 from trainer.cli import main
-from trainer.config.load import Loaded
+from trainer.config.load import Loaded, load
 from trainer.config.schema import RunConfig
 from trainer.engine import meta_shapes
 from trainer.engine.geometry import CONFIGS, run_geometry
 from trainer.engine.planning import local_folder, plan_run, predict, run_attention
 from trainer.errors import AccessError, ConfigError, HardwareError
-from trainer.families import get
+from trainer.families import get, names
 from trainer.hardware.blocks import NO_LINEARS
 from trainer.hardware.geometry import TABLES, header_shapes
 from trainer.hardware.render import plan_from_json
+from trainer.modeling.empty import built_empty
 from trainer.modeling.targets import target_pattern
 
 FLUX = get("flux1_dev")
@@ -69,34 +74,72 @@ def test_lora_parameters_are_those_that_peft_adds(config: Config, tiny_flux1_dev
         model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
         model.requires_grad_(False)
         names = lora.linear_names(model)
-        pattern = target_pattern(targets, FLUX.lora_targets, names)
+        pattern = target_pattern(asked.lora, FLUX.lora_targets, names)
         model.add_adapter(LoraConfig(r=4, target_modules=pattern))
         assert geometry.lora_parameters == model.num_parameters(only_trainable=True) > 0
 
 
-@pytest.mark.parametrize(
-    ("changes", "told"),
-    [
-        ({"lora__target_modules": ("to_q", "to_kk")}, "no linear layer is called 'to_kk'"),
-        ({"lora__rank_pattern": {"to_out.5": 2}}, "no layer with an adapter is called 'to_out.5'"),
-        ({"lora__alpha_pattern": {"ff": 2}}, "no layer with an adapter is called 'ff'"),
-    ],
-)
-def test_names_of_no_layer_are_told_before_anything_is_loaded(
-    config: Config, changes: dict[str, Any], told: str
-) -> None:
-    (name,) = changes
-    key = name.replace("__", ".")
-    loaded = Loaded(config=config(**changes), sources={key: "a.yaml:7"})
+WRONG = """\
+family: flux1_dev
+model: {pretrained_model_name_or_path: base}
+data: {sets: [{img_dir: /data}]}
+output_dir: /out
+lora:
+  target_modules:
+    - to_q
+    - to_kk
+  rank_pattern:
+    to_q: 8
+    to_z: 2
+  alpha_pattern: {ff: 2}
+"""
+
+
+def test_names_of_no_layer_are_told_at_once_where_they_were_written(tmp_path: Path) -> None:
+    """Before anything is loaded."""
+    (tmp_path / "a.yaml").write_text(WRONG, encoding="utf-8")
+    loaded = load([tmp_path / "a.yaml"], family_defaults={"flux1_dev": {}}, environ={})
     with pytest.raises(ConfigError) as caught:
         plan_run(loaded, machine("h200"), find_model=lambda _: None)
-    text = str(caught.value)
-    assert text.startswith(f"a.yaml:7: `{key}`: {told}")
-    assert "attn.to_k" in text
-    assert "did you mean 'to_k'?" in text or key != "lora.target_modules"
+    found = [(one.where.rpartition(":")[2], one.what) for one in caught.value.problems]
+    assert found == [
+        ("8", "`lora.target_modules`: no linear layer is called 'to_kk'"),
+        ("11", "`lora.rank_pattern`: no layer with an adapter is called 'to_z'"),
+        ("12", "`lora.alpha_pattern`: no layer with an adapter is called 'ff'"),
+    ]
+    remedies = [one.remedy for one in caught.value.problems]
+    assert remedies[0].startswith("did you mean 'to_k'? known: attn.add_k_proj, ")
+    assert remedies[1].startswith("did you mean 'to_q'? known: attn.to_q")
     # a full fine-tune has no adapter whose layers could be named wrongly
-    full = Loaded(config=config(method="full", **changes), sources={})
-    plan_run(full, machine("h200"), find_model=lambda _: None)
+    full = loaded.config.model_copy(update={"method": "full"})
+    plan_run(Loaded(config=full, sources={}), machine("h200"), find_model=lambda _: None)
+
+
+@pytest.mark.parametrize("family", [*names(), "llama, tied"])
+def test_layers_that_can_have_an_adapter_are_those_of_the_model(
+    config: Config, family: str, tiny_base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    """All of them named: the plan takes each, and what it knows beside them is none."""
+    from trainer.modeling.lora import linear_names
+
+    name, _, tied = family.partition(", ")
+    one, base = get(name), tiny_base(name)
+    library, class_name = meta_shapes.component_class(base, one.trained_component)
+    made: Any = getattr(importlib.import_module(library), class_name)
+    if tied:  # files leave the head out
+        model_config = made.config_class.from_pretrained(base, tie_word_embeddings=True)
+        base = tmp_path / "tied"
+        made(model_config).save_pretrained(base)
+    model = built_empty(made, base / one.trained_component, torch.float32)
+    every = tuple(linear_names(model))
+    plan_of = functools.partial(run_geometry, one, model_folder=base, dtype="fp32")
+    planned = plan_of(config(family=name, lora__rank=1, lora__target_modules=every)).lora_parameters
+    sizes = [model.get_submodule(layer).weight.shape for layer in every]
+    assert planned == sum(out + into for out, into in sizes)
+    with pytest.raises(ConfigError, match="no linear layer is called 'zzz'") as caught:
+        plan_of(config(family=name, lora__target_modules=("zzz",)))
+    known = caught.value.problems[0].remedy.removeprefix("known: ").split(", ")
+    assert known == sorted({re.sub(r"^.*\.\d+\.", "", layer) for layer in every})
 
 
 @pytest.mark.parametrize(("weights", "besides"), [("int8", True), ("nf4", True), ("fp8", False)])

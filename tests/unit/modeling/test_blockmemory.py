@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 
 import pytest
@@ -87,6 +88,17 @@ def test_joined_weights_stay_views_of_the_wide_one() -> None:
         assert weight.data_ptr() == wide.data_ptr() + start
         start += weight.nbytes
     assert start == wide.nbytes
+
+
+def test_host_memory_that_is_not_there_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch's own allocator is, which says so in a RuntimeError: both end with advice, not a traceback."""
+
+    def full(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", full)
+    with pytest.raises(MemoryError, match="no 64 MiB of host memory for a block that waits"):
+        pages(64 * 2**20)
 
 
 def test_pages_are_whole_and_go_with_their_tensor() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import mmap
 from typing import Any
 
 import pytest
@@ -54,6 +55,13 @@ def join(one: Case) -> None:
     assert join_siblings(one.model, run) > 0
     if swapped is not None:
         swapped.pack()
+
+
+def test_what_waits_lies_in_pages_of_its_own() -> None:
+    """A GPU pins whole pages: two blocks in one would be pinned and unpinned together."""
+    swapped = swapped_in(made("flux1_dev", 2))
+    starts = [packed.bytes.data_ptr() for packed in swapped._packed]
+    assert len(set(starts)) == 2 and not any(start % mmap.PAGESIZE for start in starts)
 
 
 def assert_same(one: Case, other: Case, *, steps: int = 3) -> None:

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from trainer.config.schema import RunConfig
 from trainer.families.protocol import AttentionShape, Family, Shape
 from trainer.hardware.adapters import COUNTED_RANK, NOTHING_KEPT, Kept, adapter_parameters, kept_bytes
 from trainer.hardware.geometry import ComponentGeometry
-from trainer.modeling.targets import TARGETS, require_matches, target_pattern
+from trainer.modeling.targets import target_pattern
 
 # diffusers' names of what sees the caption's tokens only, in blocks with two streams
 TEXT_SIDE = re.compile(r"add_[qkv]_proj|to_add_out|_context|txt_|text_")
+_EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 
 
 class PlannedAdapter(NamedTuple):
@@ -38,8 +39,9 @@ def planned_adapter(
     if config.method == "full":
         return PlannedAdapter(0, NOTHING_KEPT)
     lora, modulation = config.lora, trained.matching(family.modulation)
-    pattern = _pattern(family, config, trained.linears, sources)
-    parameters = adapter_parameters(trained.linears, pattern, lora)
+    linears = _linears(trained)
+    pattern = target_pattern(lora, family.lora_targets, linears, sources)
+    parameters = adapter_parameters(linears, pattern, lora)
     counted = lora.type == "lora" and max(lora.rank, *lora.rank_pattern.values(), 0) <= COUNTED_RANK
     if counted and not lora.dropout:
         return PlannedAdapter(parameters, NOTHING_KEPT)
@@ -51,16 +53,17 @@ def planned_adapter(
             return shape.batch_size * shape.text_tokens
         return attention.batch_size * attention.tokens
 
-    kept = kept_bytes(trained.linears, pattern, lora, tokens_of, shape.bytes_per_value)
+    kept = kept_bytes(linears, pattern, lora, tokens_of, shape.bytes_per_value)
     return PlannedAdapter(parameters, kept)
 
 
-def _pattern(family: Family, config: RunConfig, linears: Collection[str], sources: Mapping[str, str]) -> str:
-    """Of names of layers that get an adapter."""
-    lora, where = config.lora, sources.get(TARGETS, "")
-    pattern = target_pattern(lora.target_modules, family.lora_targets, linears, where=where)
-    expression = re.compile(pattern)
-    targets = [name for name in linears if expression.fullmatch(name)]
-    for key, values in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
-        require_matches(values, targets, key, where=sources.get(key, ""))
-    return pattern
+def _linears(trained: ComponentGeometry) -> dict[str, tuple[int, int]]:
+    """(out, in) by name of what can have an adapter. transformers' models have an embedding among their
+    matrices, and a head that may share it, which files leave out.
+    """
+    found = dict(trained.linears)
+    embedding = next((name for name in found if name.rpartition(".")[2] == _EMBEDDING), None)
+    if embedding is not None:
+        size = found.pop(embedding)
+        found.setdefault(_HEAD, size)
+    return found
