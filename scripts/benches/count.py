@@ -27,7 +27,7 @@ from scripts.benches import gpus, machine, memory, profile_step
 from trainer.engine.geometry import activation_units, head_bytes
 from trainer.engine.spec import read_spec
 from trainer.errors import TrainerError
-from trainer.hardware.activations import COUNTED_ATTENTION, COUNTS
+from trainer.hardware.activations import COUNTED_ATTENTION, COUNTS, OTHER_ATTENTION
 from trainer.telemetry import atomic
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ _EAGER = ("features.compile=false", "features.weights=bf16", _ATTENTION)
 _COMPILED = ("features.compile=true", "features.weights=bf16", _ATTENTION)
 _KEPT, _RECOMPUTED = (f"features.activation_checkpointing={value}" for value in ("false", "true"))
 _LINEARS = ("lora.target_modules=all-linear",)
-MODES: Mapping[str, tuple[str, ...]] = {
+MODES: dict[str, tuple[str, ...]] = {
     "eager": (*_EAGER, _KEPT),
     "eager, all linears": (*_EAGER, _KEPT, *_LINEARS),
     "eager, recomputed": (*_EAGER, _RECOMPUTED),
@@ -60,6 +60,13 @@ MODES: Mapping[str, tuple[str, ...]] = {
         )
         for weights in ("int8", "nf4")
     },
+}
+MODES |= {
+    mode.replace(", budget", f", {OTHER_ATTENTION}, budget"): tuple(
+        "features.attention=cudnn_strided" if one == _ATTENTION else one for one in overrides
+    )
+    for mode, overrides in MODES.items()
+    if "budget" in mode
 }
 """What the rows are called, and the overrides that make them."""
 _NEEDED = ("eager", "eager, recomputed", "compiled", "compiled, recomputed")

@@ -38,7 +38,6 @@ def run_job(
     prune: bool = False,
     import_folder: str = "",
     port: int | None = None,
-    unified_memory: bool = False,
 ) -> int:
     """Hand one job to the training process, watch over it, and return its exit code."""
     from trainer.config import environment
@@ -49,14 +48,14 @@ def run_job(
     from trainer.telemetry.supervisor import supervise
 
     shared = environment.make_runtime_dir()
-    # the job's files are its own: a second command must not change what the first one is about to read
+    # its files are its own: a second command must not change what the first one is about to read
     with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=shared, ignore_cleanup_errors=True) as name:
         folder = Path(name)
-        runtime_dir = shared if mode in _SHARED_MODES else folder
-        atomic.write_text(folder / "config.yaml", dump(loaded.config))
+        runtime_dir, config_file = shared if mode in _SHARED_MODES else folder, folder / "config.yaml"
+        atomic.write_text(config_file, dump(loaded.config))
         spec = Spec(
             mode=mode,
-            config_file=str(folder / "config.yaml"),
+            config_file=str(config_file),
             plan_text=plan_to_json(plan),
             runtime_dir=str(runtime_dir),
             cache_dir=str(environment.cache_dir(loaded.config)),
@@ -74,7 +73,7 @@ def run_job(
             environment=_child_environment(plan, facts),
             runtime_dir=runtime_dir,
             port=port,
-            unified_memory=unified_memory,
+            unified_memory=any(gpu.integrated for gpu in facts.gpus),
         )
 
 

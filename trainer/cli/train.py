@@ -47,7 +47,6 @@ def train(
         plan,
         "train",
         port=environment.metrics_port(),
-        unified_memory=any(gpu.integrated for gpu in facts.gpus),
     )
 
 
@@ -85,7 +84,6 @@ def cache(
     stop_before_start()
     loaded = load_config(configs, (*overrides, *budget), dataset, output, presets)
     facts, plan = planned(loaded, probe=False)
-    unified_memory = any(gpu.integrated for gpu in facts.gpus)
     return run_job(
         loaded,
         facts,
@@ -94,5 +92,4 @@ def cache(
         verify=verify,
         prune=prune,
         import_folder=str(import_pt.absolute()) if import_pt else "",
-        unified_memory=unified_memory,
     )

@@ -101,8 +101,8 @@ VARIABLES: tuple[Variable, ...] = (
     ),
     Variable(
         name="FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
-        default="$TRAINER_CACHE_DIR/compile/flash-attn-sm90 (as the GPU is)",
-        meaning="compiled kernels of flash-attn 4",
+        default="$TRAINER_CACHE_DIR/compile/flash-attn-sm90",
+        meaning="compiled kernels of flash-attn 4; sm90 as the GPU is",
     ),
     Variable(
         name="FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",

@@ -19,10 +19,11 @@ from trainer.hardware.adapters import NOTHING_KEPT, Kept
 COUNTS = Path(__file__).with_name("activations.json")
 _ALL_LINEARS, _RECOMPUTED, _BUDGET = "all linears", "recomputed", "budget"
 COUNTED_ATTENTION = "flash"
-"""The kernel that budgets were counted with, and bf16 products."""
-# with 20 % kept, other kernels and FP8's products keep more: 5.8 GiB where the count says 3.8
-# (docs/benchmarks/notes.md, the sweep); with 60 % kept no more
-_MORE, _AS_COUNTED = 1.55, 0.6
+"""The kernel that everything is counted with, and bf16 products."""
+OTHER_ATTENTION = "cudnn"
+"""In names of ways with a budget, counted with cuDNN's kernel; with flash-attn 4 blocks keep the same."""
+# what is kept below it depends on the kernel, and more may be than of a larger share
+_LARGE = 0.6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +57,8 @@ class Activations:
     """Compiled blocks that keep a share of their activations, by `features.activation_budget`."""
     packed_shares: Mapping[str, Mapping[float, Held]] = field(default_factory=dict)
     """The same by how weights are stored that a product unpacks: compilers keep other things there."""
+    other_shares: Mapping[str, Mapping[float, Held]] = field(default_factory=dict)
+    """Both with another attention kernel, where that was counted; bf16 by no name."""
     head: int = 0
     """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
 
@@ -65,20 +68,24 @@ class Activations:
         return self.whole.kept + max(self.whole.beyond, self.head)
 
     def peak(
-        self, *, recomputed: int = 0, budget: float = 1.0, weights: str = "", as_counted: bool = True
+        self,
+        *,
+        recomputed: int = 0,
+        budget: float = 1.0,
+        weights: str = "",
+        flash: bool = True,
+        fp8: bool = False,
     ) -> int:
         """The highest point with the first `recomputed` blocks recomputed, or with a budget below 1.
 
-        `weights` is how the frozen base is stored, where a budget depends on it; `as_counted` is false for
-        products and kernels other than those that budgets were counted with. Backward starts with the last
+        `weights` is how the frozen base is stored, where a budget depends on it; `flash` is false for another
+        attention kernel than COUNTED_ATTENTION, `fp8` true for products in FP8. Backward starts with the last
         blocks: where the first are recomputed, the others have given back what they kept. A budget needs no
         more than any larger one that was counted.
         """
         if budget < 1.0:
-            shares = {1.0: self.whole, **self.shares, **self.packed_shares.get(weights, {})}
+            shares = self._budgets(weights, flash=flash, fp8=fp8)
             sizes = {share: held.kept + max(held.beyond, self.head) for share, held in shares.items()}
-            if not as_counted:
-                sizes |= {share: int(sizes[share] * _MORE) for share in sizes if share < _AS_COUNTED}
             return min(size for share, size in sizes.items() if share >= budget)
         if not recomputed:
             return self.saved
@@ -88,6 +95,21 @@ class Activations:
             inputs + others + max(self.whole.beyond if others else 0, self.head),
             inputs + self.recomputed.fixed + max(self.recomputed.beyond, self.head),
         )
+
+    def _budgets(self, weights: str, *, flash: bool, fp8: bool) -> Mapping[float, Held]:
+        """What is held by the share that is kept, as far as it was counted for such kernels and products.
+
+        Large shares hold no more with another kernel or in FP8; small ones may, and are left out where they
+        were not counted: then they are planned as the next larger.
+        """
+        plain, packed = self.shares, self.packed_shares.get(weights, {})
+        if fp8 or not flash:
+            others = self.other_shares.get("", {})
+            plain = {share: held for share, held in plain.items() if share >= _LARGE}
+            plain |= {share: held for share, held in others.items() if share < _LARGE or not fp8}
+        if not flash:
+            packed = {**packed, **(self.other_shares.get(weights, {}) if packed else {})}
+        return {1.0: self.whole, **plain, **packed}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,7 +147,7 @@ def activations(
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
     extra = _extra(ways, style, more, linear_inputs=linear_inputs)
-    # bytes of the caption's tokens, which a block only reads
+    # the caption's tokens, which a block only reads
     caption_bytes = [counts["beside"].get(name, 0.0) * units.captions for name in counts["stacks"]]
 
     def held(way: str, *, recomputes: bool = False) -> Held:
@@ -142,17 +164,18 @@ def activations(
             beyond += max(extra) * units.every + max(caption_bytes) + max(adapter.blocks.values(), default=0)
         return Held(fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond))
 
-    shares, packed_shares = _shares(ways) if compiled else ({}, {})
+    def every(attention: str = "") -> dict[str, dict[float, Held]]:
+        found = _shares(ways, attention) if compiled else {}
+        return {weights: {share: held(way) for share, way in one.items()} for weights, one in found.items()}
+
     inside, outside = f"{style}, {_RECOMPUTED}", f"{style}, {_RECOMPUTED} outside"
     return Activations(
         whole=held(style),
         recomputed=held(inside, recomputes=True),
         outside=held(outside if outside in ways else inside, recomputes=True),
-        shares={share: held(way) for share, way in shares.items()},
-        packed_shares={
-            weights: {share: held(way) for share, way in found.items()}
-            for weights, found in packed_shares.items()
-        },
+        shares=every().get("", {}),
+        packed_shares={weights: found for weights, found in every().items() if weights},
+        other_shares=every(OTHER_ATTENTION),
         head=head,
     )
 
@@ -166,19 +189,21 @@ def _extra(ways: Mapping[str, Any], style: str, more: float, *, linear_inputs: b
     return [more + one - other for one, other in zip(wide, plain, strict=True)]
 
 
-def _shares(ways: Iterable[str]) -> tuple[dict[float, str], dict[str, dict[float, str]]]:
-    """Ways with a budget by the share that is kept; those of packed weights by their storage first.
+def _shares(ways: Iterable[str], attention: str) -> dict[str, dict[float, str]]:
+    """Ways with a budget by how packed weights are stored, none for others, and by the share that is kept.
 
-    "compiled, budget 0.6" and "compiled, int8, budget 0.6".
+    "compiled, budget 0.6" and "compiled, int8, budget 0.6"; those with `attention` where it is not empty, as
+    "compiled, cudnn, budget 0.6" and "compiled, int8, cudnn, budget 0.6".
     """
-    plain: dict[float, str] = {}
-    packed: dict[str, dict[float, str]] = {}
+    found: dict[str, dict[float, str]] = {}
     for way in ways:
         before, budget, share = way.rpartition(f", {_BUDGET} ")
-        if budget:
-            weights = before.partition(", ")[2]
-            (packed.setdefault(weights, {}) if weights else plain)[float(share)] = way
-    return plain, packed
+        parts = before.split(", ")[1:]
+        kernel = OTHER_ATTENTION if OTHER_ATTENTION in parts else ""
+        if budget and kernel == attention:
+            weights = next((part for part in parts if part != kernel), "")
+            found.setdefault(weights, {})[float(share)] = way
+    return found
 
 
 @functools.cache

@@ -72,8 +72,8 @@ class Storage:
     """2 where FP8 weights are kept transposed too."""
     compile: bool = False
     activation_budget: float = 1.0
-    attention: str = "flash"
-    """The kernel: what compiled blocks keep under a small budget depends on it."""
+    attention: str = COUNTED_ATTENTION
+    """The kernel: what compiled blocks keep under a budget depends on it."""
     text_encoders: str = ""
     """`int8` or `nf4`: storage of the text encoders' layers while captions are encoded; empty: `dtype`."""
     swapped: int = 0
@@ -334,7 +334,8 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
         recomputed=count,
         budget=storage.activation_budget,
         weights=counted_as,
-        as_counted=storage.compute != "fp8" and storage.attention == COUNTED_ATTENTION,
+        flash=storage.attention == COUNTED_ATTENTION,
+        fp8=storage.compute == "fp8",
     )
     detail = "saved for backward"
     if storage.checkpointing:

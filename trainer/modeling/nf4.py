@@ -17,7 +17,9 @@ from torch.utils.flop_counter import register_flop_formula
 from trainer.hardware.memory import NF4_MOST_UNPACKED
 
 _TILE = 128
-"""Rows of a weight that matrix products take at once, or a multiple of them."""
+"""A part has a multiple of so many rows. Eight would do for 16-byte words; products compute tiles of 64 to 320,
+and a part that ends within one computes the rest of it in vain.
+"""
 
 
 class Nf4Linear(torch.nn.Linear):
@@ -130,7 +132,8 @@ def _parts(shape: Sequence[int], blocksize: int) -> list[slice]:
     """Rows of the weight that are unpacked at a time: all, but for the largest weights.
 
     Parts are whole tiles of rows: where one begins between two 16-byte words, cuBLAS falls back to kernels of
-    older GPUs, which take more than twice as long.
+    older GPUs, which take more than twice as long. A part has a tile at least: no model's rows are so long
+    that it is more than the most.
     """
     rows, columns = shape
     if rows * columns <= NF4_MOST_UNPACKED or columns % blocksize:

@@ -26,6 +26,7 @@ COUNTS: dict[str, Any] = {
         "compiled, recomputed": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 20.0},
         "compiled, recomputed outside": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 25.0},
         "compiled, budget 0.6": {"fixed": 0.0, "blocks": [6.0, 10.0], "beyond": 6.0},
+        "compiled, budget 0.2": {"fixed": 0.0, "blocks": [1.0, 2.0], "beyond": 6.0},
         "compiled, int8, budget 0.6": {"fixed": 0.0, "blocks": [2.0, 3.0], "beyond": 7.0},
     },
 }
@@ -73,15 +74,34 @@ def test_a_budget_that_was_not_counted_needs_what_a_larger_one_does() -> None:
     assert compiled.peak(budget=0.8) == compiled.saved
 
 
-def test_other_products_and_kernels_keep_more_under_a_small_budget_than_those_that_were_counted(
+def test_small_budgets_are_planned_as_they_were_counted_with_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small = {"fixed": 0.0, "blocks": [1.0, 2.0], "beyond": 6.0}
-    monkeypatch.setitem(COUNTS["ways"], "compiled, budget 0.2", small)
+    """Not counted with another kernel, or for FP8, they are taken to need what the next larger one does."""
     compiled = found(compiled=True)
-    assert compiled.peak(budget=0.2) == compiled.peak(budget=0.2, weights="nf4") == 20 + 600 + 600
-    assert compiled.peak(budget=0.2, as_counted=False) == int((20 + 600 + 600) * 1.55)
-    assert compiled.peak(budget=0.6, as_counted=False) == compiled.peak(budget=0.6)
+    large = 120 + 3000 + 600
+    assert compiled.peak(budget=0.2) == 20 + 600 + 600
+    assert compiled.peak(budget=0.2, flash=False) == compiled.peak(budget=0.2, fp8=True) == large
+    assert compiled.peak(budget=0.6, flash=False) == compiled.peak(budget=0.6, fp8=True) == large
+    for way, blocks in (("0.6", [5.0, 9.0]), ("0.2", [4.0, 6.0])):
+        entry = {"fixed": 0.0, "blocks": blocks, "beyond": 7.0}
+        monkeypatch.setitem(COUNTS["ways"], f"compiled, cudnn, budget {way}", entry)
+    compiled = found(compiled=True)
+    assert compiled.peak(budget=0.2) == 20 + 600 + 600
+    assert compiled.peak(budget=0.2, flash=False) == compiled.peak(budget=0.2, fp8=True) == 80 + 1800 + 700
+    assert compiled.peak(budget=0.6, flash=False) == 100 + 2700 + 700
+    assert compiled.peak(budget=0.6, fp8=True) == compiled.peak(budget=0.6, fp8=True, flash=False) == large
+
+
+def test_packed_weights_keep_other_things_with_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = found(compiled=True)
+    assert compiled.peak(budget=0.6, weights="int8", flash=False) == 40 + 900 + 700
+    entry = {"fixed": 0.0, "blocks": [1.0, 1.0], "beyond": 9.0}
+    monkeypatch.setitem(COUNTS["ways"], "compiled, int8, cudnn, budget 0.6", entry)
+    compiled = found(compiled=True)
+    assert compiled.peak(budget=0.6, weights="int8") == 40 + 900 + 700
+    assert compiled.peak(budget=0.6, weights="int8", flash=False) == 20 + 300 + 900
+    assert compiled.peak(budget=0.6, weights="nf4", flash=False) == compiled.peak(budget=0.6)
 
 
 def test_a_budget_over_packed_weights_needs_what_was_counted_of_them() -> None:

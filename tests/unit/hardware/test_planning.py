@@ -115,6 +115,27 @@ def test_names_of_no_layer_are_told_at_once_where_they_were_written(tmp_path: Pa
     plan_run(Loaded(config=full, sources={}), machine("h200"), find_model=lambda _: None)
 
 
+@pytest.mark.parametrize(("family", "least"), [("flux1_dev", 2.0), ("qwen_image", 8.0)])
+def test_a_small_budget_is_planned_for_the_attention_kernel(
+    config: Config, family: str, least: float
+) -> None:
+    """cuDNN's keeps more than flash: counted of the first, of the second taken to be what 60 % need."""
+
+    def kept(attention: str) -> float:
+        asked = config(
+            family=family,
+            features__attention=attention,
+            features__activation_budget=0.2,
+            features__weights="bf16",
+            features__compute="bf16",
+            features__compile=True,
+        )
+        found = plan_run(Loaded(config=asked, sources={}), machine("h200"), find_model=lambda _: None)
+        return next(row.bytes for row in found.train_memory if row.name == "activations") / 2**30
+
+    assert kept("cudnn") - kept("flash") > least
+
+
 @pytest.mark.parametrize("family", [*names(), "llama, tied"])
 def test_layers_that_can_have_an_adapter_are_those_of_the_model(
     config: Config, family: str, tiny_base: Callable[[str], Path], tmp_path: Path
