@@ -17,8 +17,8 @@ from torch.utils.flop_counter import register_flop_formula
 from trainer.hardware.memory import NF4_MOST_UNPACKED
 
 _TILE = 128
-"""A part has a multiple of so many rows. Eight would do for 16-byte words; products compute tiles of 64 to 320,
-and a part that ends within one computes the rest of it in vain.
+"""A part has a multiple of so many rows. Eight would do for 16-byte words; products compute tiles of 64 to
+320, and a part that ends within one computes the rest of it in vain.
 """
 
 
