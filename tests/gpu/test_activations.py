@@ -10,7 +10,7 @@ from scripts.benches import count, gpus, memory
 from scripts.random_base import build
 from trainer import families
 from trainer.engine.geometry import component_config
-from trainer.hardware.activations import Activations, Units, activations, counted
+from trainer.hardware.activations import OTHER_ATTENTION, Activations, Units, activations, counted
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 
@@ -21,6 +21,7 @@ LEAST = 0.7
 WAYS = (
     *("eager", "compiled", "compiled, recomputed", "compiled, budget 0.6"),
     *("compiled, int8, budget 0.6", "compiled, nf4, budget 0.6"),
+    *("compiled, cudnn, budget 0.2", "compiled, int8, cudnn, budget 0.6"),
 )
 _SIDE_BY_SIDE = 4
 
@@ -62,9 +63,10 @@ def test_a_step_holds_what_is_committed(
         if "recomputed" in way:
             kept, peak = planned.recomputed.kept, planned.peak(recomputed=sum(blocks.values()))
         elif "budget" in way:
-            weights = way.removeprefix("compiled, ").partition(", ")[0]
-            shares = planned.packed_shares.get(weights, planned.shares)
-            kept, peak = shares[0.6].kept, planned.peak(budget=0.6, weights=weights)
+            weights = next((one for one in planned.packed_shares if f", {one}, " in way), "")
+            flash, share = f", {OTHER_ATTENTION}, " not in way, float(way.rpartition(" ")[2])
+            kept = planned._budgets(weights, flash=flash, fp8=False)[share].kept
+            peak = planned.peak(budget=share, weights=weights, flash=flash)
         else:
             kept, peak = planned.whole.kept, planned.peak()
         assert LEAST * kept <= held["kept"] <= MOST * kept, cut
