@@ -35,11 +35,13 @@ if TYPE_CHECKING:
 
 # whichever kernels were probed on the machine: what compiled blocks keep under a budget depends on it
 _ATTENTION = f"features.attention={COUNTED_ATTENTION}"
+_OTHER = "features.attention=cudnn_strided"
 _EAGER = ("features.compile=false", "features.weights=bf16", _ATTENTION)
 _COMPILED = ("features.compile=true", "features.weights=bf16", _ATTENTION)
 _KEPT, _RECOMPUTED = (f"features.activation_checkpointing={value}" for value in ("false", "true"))
 _LINEARS = ("lora.target_modules=all-linear",)
-MODES: dict[str, tuple[str, ...]] = {
+_BUDGETS = {"bf16": (0.8, 0.6, 0.4, 0.2), "int8": (0.6,), "nf4": (0.6,)}
+MODES: Mapping[str, tuple[str, ...]] = {
     "eager": (*_EAGER, _KEPT),
     "eager, all linears": (*_EAGER, _KEPT, *_LINEARS),
     "eager, recomputed": (*_EAGER, _RECOMPUTED),
@@ -48,25 +50,16 @@ MODES: dict[str, tuple[str, ...]] = {
     "compiled, recomputed": (*_COMPILED, _RECOMPUTED),
     "compiled, recomputed outside": (*_COMPILED, "features.block_swap=1"),
     **{
-        f"compiled, budget {share}": (*_COMPILED, f"features.activation_budget={share}")
-        for share in (0.8, 0.6, 0.4, 0.2)
-    },
-    **{
-        f"compiled, {weights}, budget 0.6": (
+        f"compiled, {'' if weights == 'bf16' else f'{weights}, '}{kernel}budget {share}": (
             "features.compile=true",
             f"features.weights={weights}",
-            "features.activation_budget=0.6",
-            _ATTENTION,
+            attention,
+            f"features.activation_budget={share}",
         )
-        for weights in ("int8", "nf4")
+        for kernel, attention in (("", _ATTENTION), (f"{OTHER_ATTENTION}, ", _OTHER))
+        for weights, shares in _BUDGETS.items()
+        for share in shares
     },
-}
-MODES |= {
-    mode.replace(", budget", f", {OTHER_ATTENTION}, budget"): tuple(
-        "features.attention=cudnn_strided" if one == _ATTENTION else one for one in overrides
-    )
-    for mode, overrides in MODES.items()
-    if "budget" in mode
 }
 """What the rows are called, and the overrides that make them."""
 _NEEDED = ("eager", "eager, recomputed", "compiled", "compiled, recomputed")

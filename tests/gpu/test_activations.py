@@ -63,7 +63,7 @@ def test_a_step_holds_what_is_committed(
         if "recomputed" in way:
             kept, peak = planned.recomputed.kept, planned.peak(recomputed=sum(blocks.values()))
         elif "budget" in way:
-            weights = next((one for one in planned.packed_shares if f", {one}, " in way), "")
+            weights = next((one for one in planned.packed_shares if f", {one}, " in way), "bf16")
             flash, share = f", {OTHER_ATTENTION}, " not in way, float(way.rpartition(" ")[2])
             kept = planned._budgets(weights, flash=flash, fp8=False)[share].kept
             peak = planned.peak(budget=share, weights=weights, flash=flash)

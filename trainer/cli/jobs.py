@@ -48,7 +48,7 @@ def run_job(
     from trainer.telemetry.supervisor import supervise
 
     shared = environment.make_runtime_dir()
-    # its files are its own: a second command must not change what the first one is about to read
+    # the job's files are its own: a second command must not change what the first one is about to read
     with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=shared, ignore_cleanup_errors=True) as name:
         folder = Path(name)
         runtime_dir, config_file = shared if mode in _SHARED_MODES else folder, folder / "config.yaml"

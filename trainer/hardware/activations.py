@@ -19,11 +19,12 @@ from trainer.hardware.adapters import NOTHING_KEPT, Kept
 COUNTS = Path(__file__).with_name("activations.json")
 _ALL_LINEARS, _RECOMPUTED, _BUDGET = "all linears", "recomputed", "budget"
 COUNTED_ATTENTION = "flash"
-"""The kernel that everything is counted with, and bf16 products."""
+"""The kernel that ways are counted with which name no other, and bf16 products."""
 OTHER_ATTENTION = "cudnn"
-"""In names of ways with a budget, counted with cuDNN's kernel; with flash-attn 4 blocks keep the same."""
-# what is kept below it depends on the kernel, and more may be than of a larger share
+"""In names of ways with a budget: counted with cuDNN's kernel. With flash-attn 4 blocks keep the same."""
+# budgets from here on hold no more with other kernels and FP8 products; smaller ones may hold more
 _LARGE = 0.6
+_PLAIN = "bf16"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class Activations:
     packed_shares: Mapping[str, Mapping[float, Held]] = field(default_factory=dict)
     """The same by how weights are stored that a product unpacks: compilers keep other things there."""
     other_shares: Mapping[str, Mapping[float, Held]] = field(default_factory=dict)
-    """Both with another attention kernel, where that was counted; bf16 by no name."""
+    """Both with another attention kernel, where that was counted; by storage, those of bf16 too."""
     head: int = 0
     """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
 
@@ -99,16 +100,15 @@ class Activations:
     def _budgets(self, weights: str, *, flash: bool, fp8: bool) -> Mapping[float, Held]:
         """What is held by the share that is kept, as far as it was counted for such kernels and products.
 
-        Large shares hold no more with another kernel or in FP8; small ones may, and are left out where they
-        were not counted: then they are planned as the next larger.
+        Small shares that were not are left out: they are planned as the next larger one.
         """
         plain, packed = self.shares, self.packed_shares.get(weights, {})
         if fp8 or not flash:
-            others = self.other_shares.get("", {})
+            others = self.other_shares.get(_PLAIN, {})
             plain = {share: held for share, held in plain.items() if share >= _LARGE}
             plain |= {share: held for share, held in others.items() if share < _LARGE or not fp8}
         if not flash:
-            packed = {**packed, **(self.other_shares.get(weights, {}) if packed else {})}
+            packed = {**packed, **self.other_shares.get(weights, {})}
         return {1.0: self.whole, **plain, **packed}
 
 
@@ -173,8 +173,8 @@ def activations(
         whole=held(style),
         recomputed=held(inside, recomputes=True),
         outside=held(outside if outside in ways else inside, recomputes=True),
-        shares=every().get("", {}),
-        packed_shares={weights: found for weights, found in every().items() if weights},
+        shares=every().get(_PLAIN, {}),
+        packed_shares={weights: found for weights, found in every().items() if weights != _PLAIN},
         other_shares=every(OTHER_ATTENTION),
         head=head,
     )
@@ -190,7 +190,7 @@ def _extra(ways: Mapping[str, Any], style: str, more: float, *, linear_inputs: b
 
 
 def _shares(ways: Iterable[str], attention: str) -> dict[str, dict[float, str]]:
-    """Ways with a budget by how packed weights are stored, none for others, and by the share that is kept.
+    """Ways with a budget by how weights are stored, and by the share that is kept.
 
     "compiled, budget 0.6" and "compiled, int8, budget 0.6"; those with `attention` where it is not empty, as
     "compiled, cudnn, budget 0.6" and "compiled, int8, cudnn, budget 0.6".
@@ -201,7 +201,7 @@ def _shares(ways: Iterable[str], attention: str) -> dict[str, dict[float, str]]:
         parts = before.split(", ")[1:]
         kernel = OTHER_ATTENTION if OTHER_ATTENTION in parts else ""
         if budget and kernel == attention:
-            weights = next((part for part in parts if part != kernel), "")
+            weights = next((part for part in parts if part != kernel), _PLAIN)
             found.setdefault(weights, {})[float(share)] = way
     return found
 

@@ -322,7 +322,9 @@ def compact(shapes: Shapes) -> list[tuple[str, list[int], int]]:
 
 
 def linear_weights(shapes: Shapes) -> dict[str, tuple[int, int]]:
-    """(out, in) of every matrix by module name; trained components have matrices in linear layers only."""
+    """(out, in) of every matrix by module name: linear layers in trained components, and the embedding of a
+    language model.
+    """
     return {
         name.removesuffix(".weight"): (shape[0], shape[1])
         for name, shape in shapes.items()

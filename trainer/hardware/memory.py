@@ -62,6 +62,8 @@ class Storage:
     checkpointing: bool
     tiling: bool
     previews: bool
+    attention: str
+    """The kernel: what compiled blocks keep under a budget depends on it."""
     recomputed: int = 0
     """Blocks that are recomputed with `checkpointing`, from the first on; 0: all."""
     stored: bool = False
@@ -72,8 +74,6 @@ class Storage:
     """2 where FP8 weights are kept transposed too."""
     compile: bool = False
     activation_budget: float = 1.0
-    attention: str = COUNTED_ATTENTION
-    """The kernel: what compiled blocks keep under a budget depends on it."""
     text_encoders: str = ""
     """`int8` or `nf4`: storage of the text encoders' layers while captions are encoded; empty: `dtype`."""
     swapped: int = 0

@@ -76,6 +76,7 @@ def _unknown_in_patterns(
 
 
 def _meant(suffix: str, names: Collection[str]) -> str:
+    """What to write in its place: the nearest of `names`, and all of them."""
     known = _within_blocks(names)
     endings = sorted({name.partition(".")[2] for name in known if "." in name})
     close = difflib.get_close_matches(suffix, [*endings, *known], n=1)

@@ -34,6 +34,7 @@ def storage(**changes: Any) -> Storage:
         checkpointing=True,
         tiling=False,
         previews=False,
+        attention="flash",
     )
     return dataclasses.replace(plain, **changes)
 

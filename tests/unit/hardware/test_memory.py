@@ -24,6 +24,7 @@ def storage(**changes: object) -> Storage:
         "checkpointing": False,
         "tiling": False,
         "previews": False,
+        "attention": "flash",
     }
     return Storage(**{**values, **changes})  # type: ignore[arg-type]
 

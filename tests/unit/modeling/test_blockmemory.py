@@ -101,7 +101,7 @@ def test_host_memory_that_is_not_there_is_out_of_memory(monkeypatch: pytest.Monk
         pages(64 * 2**20)
 
 
-def test_pages_are_whole_and_go_with_their_tensor() -> None:
+def test_pages_are_whole_and_stay_as_long_as_a_view_of_them() -> None:
     """What is pinned shares no page with other memory."""
     memory = pages(mmap.PAGESIZE + 1)
     assert memory.numel() == mmap.PAGESIZE + 1 and not memory.any()
