@@ -15,7 +15,7 @@ from trainer.modeling.attention import set_attention
 from trainer.modeling.compiled import compile_blocks
 from trainer.modeling.recompute import recompute_blocks
 from trainer.modeling.siblings import join_siblings
-from trainer.modeling.swap import swap_blocks
+from trainer.modeling.swap import Pass, Swapped, swap_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -68,6 +68,30 @@ def test_outputs_and_gradients_are_those_of_resident_blocks(storage: Storage, co
     found_all = (outputs, predictions, gradients)  # another block's weights would differ by far more
     assert all(one < 1e-6 for one in outputs + predictions), found_all  # NaN fails too
     assert all(one < 1e-3 for one in gradients), found_all
+
+
+@pytest.mark.parametrize("fast", [False, True])
+@pytest.mark.parametrize("storage", ["plain", "int8", "nf4"])
+def test_copies_beside_the_work_change_no_bit(
+    storage: Storage, fast: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where the device finishes all work before each copy, and each copy before all work."""
+    one = made(storage, 12, fast=fast)
+    one.gradients()  # compiled
+    found = [one.gradients() for _ in range(3)]
+    stage = Swapped.stage
+
+    def alone(self: Swapped, number: int, turn: Pass) -> None:
+        torch.cuda.synchronize()
+        stage(self, number, turn)
+        torch.cuda.synchronize()
+
+    monkeypatch.setattr(Swapped, "stage", alone)
+    wanted_output, wanted = one.gradients()
+    assert wanted and torch.isfinite(wanted_output).all()
+    for output, gradients in found:
+        assert torch.equal(output, wanted_output)
+        assert [name for name in wanted if not torch.equal(gradients[name], wanted[name])] == []
 
 
 def test_the_device_holds_two_of_the_waiting_blocks() -> None:
