@@ -78,7 +78,9 @@ def load_base(context: Context) -> Any:
         )
     if plan.weights in QUANTIZED:
         count, kept = count_quantized(model, plan.weights)
-        context.say(f"{plan.weights} base: {count} linear layers quantised, {kept} kept in {plan.dtype}")
+        others = f", modulation of these in {plan.modulation}" if plan.modulation else ""
+        said = f"{count} linear layers quantised, {kept} kept in {plan.dtype}{others}"
+        context.say(f"{plan.weights} base: {said}")
     if plan.swapped_blocks:
         _swap(context, model)
     set_attention(model, plan.attention)
@@ -96,6 +98,7 @@ def _replacer(context: Context) -> Replace | None:
         family.modulation,
         fp8_compute=plan.compute == "fp8",
         copies=plan.weight_copies,
+        modulation_as="int8" if plan.modulation == "int8" else "",
     )
 
 

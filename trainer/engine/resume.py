@@ -29,7 +29,7 @@ def run_fingerprint(context: Context, records: Sequence[Record]) -> dict[str, st
         "method": config.method,
         "base": source.identity,
         "revision": source.revision or "",
-        "weights": f"{source.weights} {context.plan.weights}",
+        "weights": " ".join(filter(None, (source.weights, context.plan.weights, context.plan.modulation))),
         "dtype": context.plan.dtype,
         "seed": str(config.train.seed),
         "train_batch_size": str(context.plan.micro_batch_size),

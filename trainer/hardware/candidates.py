@@ -33,6 +33,7 @@ class Kind:
     weights: str
     compute: str
     copies: int = 1
+    modulation: str = ""
     tier: int = 0
     """A higher one changes the base's precision more: it is tried where nothing of the lower ones fits."""
 
@@ -94,6 +95,7 @@ def storages(
                     weights=kind.weights,
                     compute=kind.compute,
                     weight_copies=kind.copies,
+                    modulation=kind.modulation,
                     compile=compiles,
                     activation_budget=budget,
                     attention=attention,
@@ -176,13 +178,24 @@ def _automatic(situation: Situation, dtype: str, geometry: Geometry) -> Ladder:
     if may_multiply and not _fp8_obstacle(situation, dtype) and not verdict.fails:
         tier = 0 if verdict.faster else 1
         kinds += [Kind(weights="fp8", compute="fp8", copies=copies, tier=tier) for copies in (2, 1)]
+        kinds += _packed_modulation(situation, geometry, tier=2)
     if not missing["int8"]:
-        kinds.append(Kind(weights="int8", compute=dtype, tier=2))
+        kinds.append(Kind(weights="int8", compute=dtype, tier=3))
     elif situation.on_gpu and not (_fp8_uncompiled(situation) and _compiling_key(situation)):
-        kinds.append(Kind(weights="fp8", compute=dtype, tier=2))
+        kinds.append(Kind(weights="fp8", compute=dtype, tier=3))
     if not missing["nf4"]:
-        kinds.append(Kind(weights="nf4", compute=dtype, tier=3))
+        kinds.append(Kind(weights="nf4", compute=dtype, tier=4))
     return Ladder(kinds=tuple(kinds), no_more="; ".join(reason for reason in missing.values() if reason))
+
+
+def _packed_modulation(situation: Situation, geometry: Geometry, *, tier: int) -> tuple[Kind, ...]:
+    """FP8 products where the modulation, which keeps out of them, takes half its bytes; none without one.
+
+    int8 is nearer to its values than FP8 would be, and it has one row to multiply a sample.
+    """
+    if not geometry.modulation.parameters or _missing(situation, geometry, "int8"):
+        return ()
+    return (Kind(weights="fp8", compute="fp8", modulation="int8", tier=tier),)
 
 
 def _asked_fp8(situation: Situation, dtype: str, geometry: Geometry) -> tuple[Kind, ...]:
@@ -202,7 +215,8 @@ def _asked_fp8(situation: Situation, dtype: str, geometry: Geometry) -> tuple[Ki
     if verdict.fails:
         remedy = "leave features.compute out; `trainer probe CONFIG` measures again"
         raise situation.refuse("features.compute", f"the probe saw FP8 failing: {verdict.reason}", remedy)
-    return tuple(Kind(weights="fp8", compute="fp8", copies=copies) for copies in (2, 1))
+    whole = tuple(Kind(weights="fp8", compute="fp8", copies=copies) for copies in (2, 1))
+    return whole + _packed_modulation(situation, geometry, tier=1)
 
 
 def _fp8_obstacle(situation: Situation, dtype: str) -> str:

@@ -69,6 +69,8 @@ class Outcome:
             return storage.weights
         if storage.compute != "fp8":
             return "fp8 unpacked"
+        if storage.modulation:
+            return f"fp8 with {storage.modulation} modulation"
         return "fp8 kept twice" if storage.weight_copies == 2 else "fp8"
 
 
@@ -275,6 +277,9 @@ def decisions(
     if storage.compute == "fp8":
         reason = "a transposed copy for backward" if storage.weight_copies == 2 else "transposed each time"
         rows.append(_row(situation, "weight_copies", str(storage.weight_copies), "auto", reason))
+    if storage.modulation:
+        reason = "it keeps out of FP8 products, and unpacked for its own takes half the memory"
+        rows.append(_row(situation, "modulation", storage.modulation, "auto", reason))
     rows += [compiling, *_recomputing_rows(situation, geometry, chosen, skipped)]
     without = min((memory.total(one.train) for one in skipped), default=0)
     rows += swapping.rows(situation, storage, geometry, without)

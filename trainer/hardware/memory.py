@@ -72,6 +72,8 @@ class Storage:
     """What frozen linears multiply in."""
     weight_copies: int = 1
     """2 where FP8 weights are kept transposed too."""
+    modulation: str = ""
+    """`int8` where the linears of `Family.modulation` are stored so beside FP8; else empty."""
     compile: bool = False
     activation_budget: float = 1.0
     text_encoders: str = ""
@@ -82,6 +84,11 @@ class Storage:
     """As `train.optimizer`."""
     averaged: bool = False
     """A running mean of the trained weights is kept."""
+
+    @property
+    def packs_modulation(self) -> bool:
+        """The linears of `Family.modulation` take fewer bytes than the run's type."""
+        return self.weights in PACK_MODULATION or self.modulation == "int8"
 
     @property
     def value_bytes(self) -> int:
@@ -216,7 +223,7 @@ def waiting_bytes(storage: Storage, geometry: Geometry) -> WaitingBytes:
 
 def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:
     packed, rows, others = stack.quantized, stack.rows, stack.others
-    if storage.weights in PACK_MODULATION and geometry.modulation.parameters:
+    if storage.packs_modulation and geometry.modulation.parameters:
         more = stack.modulation
         packed, rows, others = packed + more.parameters, rows + more.rows, others - more.parameters
     kept = others * storage.value_bytes + stack.fp32 * _FP32_EXTRA["frozen"]
@@ -235,7 +242,7 @@ def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:
 
 def packed_linears(storage: Storage, geometry: Geometry) -> Linears:
     """What a quantised base of this storage holds quantised."""
-    more = geometry.modulation if storage.weights in PACK_MODULATION else NO_LINEARS
+    more = geometry.modulation if storage.packs_modulation else NO_LINEARS
     return Linears(
         parameters=geometry.quantized_parameters + more.parameters,
         rows=geometry.quantized_rows + more.rows,
@@ -301,13 +308,14 @@ def _whole_base_row(storage: Storage, geometry: Geometry, trained: int) -> Memor
         "fp8": packed * storage.weight_copies + rows * _SCALE_BYTES,
         "nf4": _nf4_bytes(storage, geometry),
     }[storage.weights]
-    copies = " twice" if storage.weight_copies == 2 else ""
-    others = f"{_count(kept - geometry.fp32_parameters)} in {storage.dtype}{fp32}"
-    return MemoryRow(
-        name="base weights",
-        bytes=quantized + kept * size + extra,
-        detail=f"{_count(packed)} in {storage.weights}{copies}, {others}",
-    )
+    beside = geometry.modulation.parameters if storage.modulation else 0
+    parts = [
+        f"{_count(packed - beside)} in {storage.weights}{' twice' if storage.weight_copies == 2 else ''}"
+    ]
+    if beside:
+        parts.append(f"{_count(beside)} in {storage.modulation}")
+    parts.append(f"{_count(kept - geometry.fp32_parameters)} in {storage.dtype}{fp32}")
+    return MemoryRow(name="base weights", bytes=quantized + kept * size + extra, detail=", ".join(parts))
 
 
 def _nf4_bytes(storage: Storage, geometry: Geometry) -> int:
@@ -360,7 +368,10 @@ def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     if storage.weights == "nf4":
         size = min(largest, NF4_MOST_UNPACKED) * storage.value_bytes + largest // _NF4_BLOCK * 4
     if storage.compute == "fp8":
-        name, size = "fp8 transposed", largest if storage.weight_copies == 1 else 0
+        name, size = "fp8 transposed", geometry.largest_quantized if storage.weight_copies == 1 else 0
+        unpacked = geometry.modulation.largest * storage.value_bytes if storage.modulation else 0
+        if unpacked > size:
+            name, size = f"{storage.modulation} unpacked", unpacked
     return [MemoryRow(name=name, bytes=size, detail="one weight at a time, transient")] if size else []
 
 

@@ -41,6 +41,10 @@ class Plan:
     """`bf16`, `fp16`, `fp32` or `fp8`: what frozen linears multiply in; `fp8` only with weights in fp8."""
     weight_copies: int
     """2: FP8 weights have a transposed copy for backward (faster); 1: they are transposed each time."""
+    modulation: str
+    """`int8`: how the linears of `Family.modulation` are stored beside FP8 weights; empty: as the base, or in
+    `dtype`.
+    """
     text_encoder_weights: str
     """`dtype`, or `int8` or `nf4`: storage of the text encoders' layers while captions are encoded."""
     compile: bool

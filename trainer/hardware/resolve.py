@@ -258,6 +258,7 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
         weights=storage.weights,
         compute=storage.compute,
         weight_copies=storage.weight_copies,
+        modulation=storage.modulation,
         text_encoder_weights=storage.text_encoders or storage.dtype,
         compile=storage.compile,
         activation_budget=storage.activation_budget,

@@ -150,8 +150,15 @@ def milliseconds(
         + (forwards + _ATTENTION_BACKWARD) * _attention_ms(storage, geometry, attention, peaks, seen)
         + pointwise * (traffic * move_ms + geometry.blocks * _LAUNCHES_MS[style])
         + (geometry.quantized_parameters * 2 * move_ms if _transposes(storage) else 0.0)
+        + _modulation_ms(storage, geometry, move_ms) * forwards
     )
     return computing + _copying_ms(storage, geometry, computing)
+
+
+def _modulation_ms(storage: Storage, geometry: Geometry, move_ms: float) -> float:
+    """Unpacking modulation that is stored beside FP8: once a forward pass, it has no gradient."""
+    each = (_UNPACK_BYTES_COMPILED if storage.compile else _UNPACK_BYTES).get(storage.modulation, 0.0)
+    return each * geometry.modulation.parameters * move_ms
 
 
 def _copying_ms(storage: Storage, geometry: Geometry, computing_ms: float) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 import torch
 
@@ -28,22 +29,25 @@ def replacer(
     *,
     fp8_compute: bool = False,
     copies: int = 1,
+    modulation_as: Literal["", "int8"] = "",
 ) -> Replace | None:
     """The `Replace` for `load_streamed` that stores linears as the plan's `weights`; None for bf16 and fp32.
 
     int8 and fp8 have one scale a row, nf4 one a 64 values, quantised once more. All compute in the type of
     their inputs, but fp8 with `fp8_compute` in FP8, with so many `copies` of the weight. `high_precision` are
     regular expressions over the whole names of modules that are kept as they are, `modulation` of those
-    among them that int8 and nf4 quantise all the same; modules whose sides FP8 kernels do not take are kept
-    too.
+    among them that int8 and nf4 quantise all the same, and any storage does as `modulation_as` where that is
+    given; modules whose sides FP8 kernels do not take are kept too.
     """
     if weights not in QUANTIZED:
         return None
     keep = _any_of(high_precision)
-    take = _any_of(modulation if weights in PACK_MODULATION else ())
+    take, beside = _any_of(modulation if weights in PACK_MODULATION else ()), _any_of(modulation)
 
     def replace(name: str, module: torch.nn.Module) -> torch.nn.Module | None:
         assert isinstance(module, torch.nn.Linear), name
+        if modulation_as and beside.fullmatch(name):
+            return from_linear(module, modulation_as, fp8_compute=False, copies=1)
         kept = keep.fullmatch(name) and not take.fullmatch(name)
         if kept or (fp8_compute and not takes_fp8(module)):
             return None
@@ -88,7 +92,7 @@ def packed_linear(
 
 
 def count_quantized(model: torch.nn.Module, weights: str) -> tuple[int, int]:
-    """(linears in `weights`, linears in full precision).
+    """(linears in `weights` or beside it in int8, linears in full precision).
 
     Raises ConfigError where none is quantised: a plan that says so and such a model contradict each other.
     """
@@ -102,4 +106,4 @@ def count_quantized(model: torch.nn.Module, weights: str) -> tuple[int, int]:
 def _is_quantized(linear: torch.nn.Linear, weights: str) -> bool:
     if weights == "nf4":
         return isinstance(linear, Nf4Linear)
-    return isinstance(linear, RowScaledLinear) and linear.kind == weights
+    return isinstance(linear, RowScaledLinear) and (linear.kind == weights or weights == "fp8")

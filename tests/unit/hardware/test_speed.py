@@ -10,6 +10,7 @@ import pytest
 from tests.unit.hardware.conftest import GIB, machine, with_gpu
 from tests.unit.hardware.test_resolve import Config, matmuls, plan, row
 from trainer.errors import ConfigError, HardwareError
+from trainer.hardware.blocks import Linears
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
 
@@ -56,6 +57,33 @@ def test_without_room_fp8_comes_before_int8_unless_it_fails(config: Config, geom
     assert row(plan(config(), hopper(5.8), geometry), "compute").reason == "no bf16 base fits the budget"
     assert chosen(hopper(5.8, fp8=None), geometry, config()) == ("int8", "bf16", 1)
     assert chosen(hopper(5.8, bf16=1.0, fp8=2.0), geometry, config()) == ("fp8", "fp8", 1)
+
+
+def test_modulation_takes_half_its_bytes_before_fp8_products_are_given_up(
+    config: Config, geometry: Geometry
+) -> None:
+    """1 GiB in FP8 and 2 in bf16, of which 1.5 are modulation."""
+    mod = Linears(parameters=3 * GIB // 4, rows=1000, largest=0)
+    found = dataclasses.replace(geometry, modulation=mod)
+
+    def at(gib: float, **changes: Any) -> tuple[str, str, str]:
+        facts = hopper(gib, **changes.pop("kernels", {}))
+        one = plan(config(**changes), facts, found)
+        return one.weights, one.compute, one.modulation
+
+    assert at(5.8) == ("fp8", "fp8", "")
+    assert at(5.2) == at(5.2, features__weights="fp8") == ("fp8", "fp8", "int8")
+    assert at(5.2, features__compute="bf16") == ("int8", "bf16", "")
+    assert at(5.2, kernels={"fp8": None}) == ("int8", "bf16", "")
+    told = plan(config(), hopper(5.2), found)
+    assert row(told, "modulation").value == "int8"
+    assert "fp8 needs" in row(told, "weights").reason
+    detail = next(part.detail for part in told.train_memory if part.name == "base weights")
+    assert detail.startswith("1.1 B parameters in fp8, 805.3 M parameters in int8, ")
+    # without the library that packs it there is none
+    facts = dataclasses.replace(hopper(5.2), packages={})
+    with pytest.raises(HardwareError, match=r"needs 5.0 GiB at least \(fp8 weights"):
+        plan(config(), facts, found)
 
 
 def test_bf16_that_fits_with_everything_recomputed_comes_before_fp8_that_was_not_measured(

@@ -13,6 +13,7 @@ from trainer.errors import ConfigError
 from trainer.modeling import lora, nf4
 from trainer.modeling.nf4 import Nf4Linear
 from trainer.modeling.quantize import count_quantized, replacer
+from trainer.modeling.rowscaled import RowScaledLinear
 
 CONFIG = {
     "patch_size": 1,
@@ -61,6 +62,22 @@ def test_modulation_is_quantised_where_size_is_all_that_counts(weights: str, tak
     assert replace is not None
     assert (replace("blocks.0.norm.linear", linear()) is not None) is taken
     assert replace("norm.linear", linear()) is None and replace("proj_out", linear()) is None
+
+
+def test_modulation_lies_in_int8_beside_fp8_products() -> None:
+    """It keeps out of them: nearer to its values, and in bf16 only while it is multiplied."""
+    names, modulation = (r".*norm\.linear", r"proj_out"), (r"blocks\..*norm\.linear",)
+    replace = replacer("fp8", names, modulation, fp8_compute=True, modulation_as="int8")
+    assert replace is not None
+    found = replace("blocks.0.norm.linear", linear())
+    assert isinstance(found, RowScaledLinear) and (found.kind, found.fp8_compute) == ("int8", False)
+    other = replace("blocks.0.proj", linear())
+    assert isinstance(other, RowScaledLinear) and (other.kind, other.fp8_compute) == ("fp8", True)
+    assert replace("norm.linear", linear()) is None and replace("proj_out", linear()) is None
+    x = torch.randn(2, 256)
+    wanted = linear()(x)
+    assert (found(x) - wanted).norm() < 0.01 * wanted.norm() < (other(x) - wanted).norm()
+    assert count_quantized(torch.nn.Sequential(found, other, linear()), "fp8") == (2, 1)
 
 
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
