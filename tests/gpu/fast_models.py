@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -19,8 +20,11 @@ from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
 from trainer.modeling.compiled import compile_blocks
 from trainer.modeling.recompute import recompute_blocks
+from trainer.modeling.rowscaled import from_linear
 
 DEVICE = "cuda"
+PACKED = "fp8, modulation in int8"
+"""FP8 in one copy, with what is stored beside it where memory is scarce."""
 CONFIG = {
     "in_channels": 64,
     "num_layers": 1,
@@ -49,8 +53,10 @@ def build(storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed
         model: Any = FluxTransformer2DModel(**CONFIG).to(torch.bfloat16)
     model.requires_grad_(False)
     if storage != "bf16":
-        kinds: dict[str, Storage] = {"fp8": "fp8_two_copies", "int8": "int8", "nf4": "nf4"}
-        quantize(model, FLUX1_DEV.high_precision, kinds[storage])
+        kinds: dict[str, Storage] = {"int8": "int8", "nf4": "nf4", PACKED: "fp8"}
+        quantize(model, FLUX1_DEV.high_precision, kinds.get(storage, "fp8_two_copies"))
+    if storage == PACKED:
+        _pack_modulation(model)
     pattern = FLUX1_DEV.lora_targets["attention"]
     if trained:
         adapt(model, pattern, device=str(model.device))
@@ -67,12 +73,21 @@ def build(storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed
             with torch.no_grad():
                 FLUX1_DEV.predict(model, batch, draw, SETTINGS)
 
-        activations = 4 if storage == "fp8" else 0
+        activations = 4 if storage in ("fp8", PACKED) else 0
         # nf4 weights cannot be one
         joined = 0 if storage == "nf4" else 12
         assert fuse(model, run) == Fused(joined=joined, norms=8, rotations=3, activations=activations)
         assert compile_blocks(model, FLUX1_DEV.blocks, activation_budget=1.0) == 3
     return model
+
+
+def _pack_modulation(model: Any) -> None:
+    """As `replacer` does: in int8, which keeps out of FP8 products."""
+    taken = re.compile("|".join(FLUX1_DEV.modulation))
+    for name in filter(taken.fullmatch, lora.linear_names(model)):
+        parent, _, attribute = name.rpartition(".")
+        packed = from_linear(model.get_submodule(name), "int8", fp8_compute=False, copies=1)
+        model.get_submodule(parent).register_module(attribute, packed)
 
 
 def inputs(number: int, side: int = 512) -> tuple[Batch, Draw]:

@@ -13,7 +13,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from tests.gpu.fast_models import DEVICE, SETTINGS, Computed, build, inputs, trainable
+from tests.gpu.fast_models import DEVICE, PACKED, SETTINGS, Computed, build, inputs, trainable
 from tests.unit.modeling.small_models import relative
 from trainer.config.schema import TrainSection
 from trainer.engine.graphs import WARM_UP, Graphs
@@ -197,7 +197,7 @@ def agree(computed: Computed, graphs: Graphs, plan: list[tuple[int, int]]) -> No
 
 
 @pytest.mark.parametrize("recomputed", [0, 2, 99])
-@pytest.mark.parametrize("storage", ["bf16", "fp8", "int8", "nf4"])
+@pytest.mark.parametrize("storage", ["bf16", "fp8", PACKED, "int8", "nf4"])
 def test_graphs_compute_what_plain_calls_do(storage: str, recomputed: int) -> None:
     computed = Computed(build(storage, fast=True, recomputed=recomputed))
     graphs = Graphs(computed, print)
@@ -211,7 +211,7 @@ def test_graphs_compute_what_plain_calls_do(storage: str, recomputed: int) -> No
 
 
 @pytest.mark.parametrize("recomputed", [2, 99])
-@pytest.mark.parametrize("storage", ["bf16", "fp8", "int8", "nf4"])
+@pytest.mark.parametrize("storage", ["bf16", "fp8", PACKED, "int8", "nf4"])
 def test_blocks_recomputed_in_their_graph_have_the_gradients_of_kept_ones(
     storage: str, recomputed: int
 ) -> None:
@@ -404,9 +404,10 @@ def test_the_fast_path_trains_as_the_plain_one(eager_run: Any) -> None:
     assert cosine(found_lora, wanted_lora, ".lora_B.") > 0.99
 
 
-def test_fp8_trains_as_bf16(eager_run: Any) -> None:
+@pytest.mark.parametrize("storage", ["fp8", PACKED])
+def test_fp8_trains_as_bf16(storage: str, eager_run: Any) -> None:
     wanted, wanted_lora, wanted_gradient = eager_run
-    losses, found_lora, gradient = train(build("fp8", fast=True, trained=False), graphed=True)
+    losses, found_lora, gradient = train(build(storage, fast=True, trained=False), graphed=True)
     assert furthest(losses, wanted) < 0.03
     assert torch.nn.functional.cosine_similarity(gradient, wanted_gradient, dim=0) > 0.98
     assert cosine(found_lora, wanted_lora, ".lora_") > 0.99
