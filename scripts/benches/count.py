@@ -60,6 +60,11 @@ MODES: Mapping[str, tuple[str, ...]] = {
         for weights, shares in _BUDGETS.items()
         for share in shares
     },
+    # larger shares hold what those of bf16 do
+    f"compiled, fp8, {OTHER_ATTENTION}, budget 0.2": (
+        *("features.compile=true", "features.weights=fp8", "features.compute=fp8"),
+        *(_OTHER, "features.activation_budget=0.2"),
+    ),
 }
 """What the rows are called, and the overrides that make them."""
 _NEEDED = ("eager", "eager, recomputed", "compiled", "compiled, recomputed")

@@ -33,8 +33,13 @@ def entry(family: str) -> str:
 
 
 def ways(family: str) -> list[str]:
-    """Those that were counted."""
-    return [way for way in WAYS if way in counted(entry(family))["ways"]]
+    """Those that were counted; small shares of the family's own model alone.
+
+    What of it a compiler keeps goes by the time of attention, which grows with the tokens' square: with twice
+    the tokens a block keeps less than was counted.
+    """
+    found = [way for way in WAYS if way in counted(entry(family))["ways"]]
+    return [way for way in found if entry(family) == family or not way.endswith("budget 0.2")]
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +70,7 @@ def test_a_step_holds_what_is_committed(
         elif "budget" in way:
             weights = next((one for one in planned.packed_shares if f", {one}, " in way), "bf16")
             flash, share = f", {OTHER_ATTENTION}, " not in way, float(way.rpartition(" ")[2])
-            kept = planned._budgets(weights, flash=flash, fp8=False)[share].kept
+            kept = planned._budgets(weights, flash=flash)[share].kept
             peak = planned.peak(budget=share, weights=weights, flash=flash)
         else:
             kept, peak = planned.whole.kept, planned.peak()

@@ -24,7 +24,7 @@ OTHER_ATTENTION = "cudnn"
 """In names of ways with a budget: counted with cuDNN's kernel. With flash-attn 4 blocks keep the same."""
 # budgets from here on hold no more with other kernels and FP8 products; smaller ones may hold more
 _LARGE = 0.6
-_PLAIN = "bf16"
+_PLAIN, _FP8 = "bf16", "fp8"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,19 +73,18 @@ class Activations:
         *,
         recomputed: int = 0,
         budget: float = 1.0,
-        weights: str = "",
+        weights: str = _PLAIN,
         flash: bool = True,
-        fp8: bool = False,
     ) -> int:
         """The highest point with the first `recomputed` blocks recomputed, or with a budget below 1.
 
-        `weights` is how the frozen base is stored, where a budget depends on it; `flash` is false for another
-        attention kernel than COUNTED_ATTENTION, `fp8` true for products in FP8. Backward starts with the last
+        `weights` is how the frozen base is stored, where a budget depends on it, `fp8` for products in FP8.
+        `flash` is false for another attention kernel than COUNTED_ATTENTION. Backward starts with the last
         blocks: where the first are recomputed, the others have given back what they kept. A budget needs no
         more than any larger one that was counted.
         """
         if budget < 1.0:
-            shares = self._budgets(weights, flash=flash, fp8=fp8)
+            shares = self._budgets(weights, flash=flash)
             sizes = {share: held.kept + max(held.beyond, self.head) for share, held in shares.items()}
             return min(size for share, size in sizes.items() if share >= budget)
         if not recomputed:
@@ -97,18 +96,17 @@ class Activations:
             inputs + self.recomputed.fixed + max(self.recomputed.beyond, self.head),
         )
 
-    def _budgets(self, weights: str, *, flash: bool, fp8: bool) -> Mapping[float, Held]:
+    def _budgets(self, weights: str, *, flash: bool) -> Mapping[float, Held]:
         """What is held by the share that is kept, as far as it was counted for such kernels and products.
 
         Small shares that were not are left out: they are planned as the next larger one.
         """
-        plain, packed = self.shares, self.packed_shares.get(weights, {})
-        if fp8 or not flash:
-            others = self.other_shares.get(_PLAIN, {})
+        plain, packed = dict(self.shares), dict(self.packed_shares.get(weights, {}))
+        if not flash or weights == _FP8:
             plain = {share: held for share, held in plain.items() if share >= _LARGE}
-            plain |= {share: held for share, held in others.items() if share < _LARGE or not fp8}
-        if not flash:
-            packed = {**packed, **self.other_shares.get(weights, {})}
+            packed |= self.other_shares.get(weights, {})
+        if not flash and weights != _FP8:
+            plain |= self.other_shares.get(_PLAIN, {})
         return {1.0: self.whole, **plain, **packed}
 
 

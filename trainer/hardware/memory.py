@@ -343,7 +343,6 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
         budget=storage.activation_budget,
         weights=counted_as,
         flash=storage.attention == COUNTED_ATTENTION,
-        fp8=storage.compute == "fp8",
     )
     detail = "saved for backward"
     if storage.checkpointing:

@@ -81,16 +81,24 @@ def test_small_budgets_are_planned_as_they_were_counted_with_the_kernel(
     compiled = found(compiled=True)
     large = 120 + 3000 + 600
     assert compiled.peak(budget=0.2) == 20 + 600 + 600
-    assert compiled.peak(budget=0.2, flash=False) == compiled.peak(budget=0.2, fp8=True) == large
-    assert compiled.peak(budget=0.6, flash=False) == compiled.peak(budget=0.6, fp8=True) == large
-    for way, blocks in (("0.6", [5.0, 9.0]), ("0.2", [4.0, 6.0])):
+    assert compiled.peak(budget=0.2, flash=False) == compiled.peak(budget=0.2, weights="fp8") == large
+    assert compiled.peak(budget=0.6, flash=False) == compiled.peak(budget=0.6, weights="fp8") == large
+    ways = {"0.6": [5.0, 9.0], "0.2": [4.0, 6.0]}
+    for name, blocks in [(f"cudnn, budget {share}", one) for share, one in ways.items()]:
         entry = {"fixed": 0.0, "blocks": blocks, "beyond": 7.0}
-        monkeypatch.setitem(COUNTS["ways"], f"compiled, cudnn, budget {way}", entry)
+        monkeypatch.setitem(COUNTS["ways"], f"compiled, {name}", entry)
     compiled = found(compiled=True)
     assert compiled.peak(budget=0.2) == 20 + 600 + 600
-    assert compiled.peak(budget=0.2, flash=False) == compiled.peak(budget=0.2, fp8=True) == 80 + 1800 + 700
+    assert compiled.peak(budget=0.2, flash=False) == 80 + 1800 + 700
     assert compiled.peak(budget=0.6, flash=False) == 100 + 2700 + 700
-    assert compiled.peak(budget=0.6, fp8=True) == compiled.peak(budget=0.6, fp8=True, flash=False) == large
+    assert compiled.peak(budget=0.2, weights="fp8") == large
+    entry = {"fixed": 0.0, "blocks": [3.0, 5.0], "beyond": 7.0}
+    monkeypatch.setitem(COUNTS["ways"], "compiled, fp8, cudnn, budget 0.2", entry)
+    compiled = found(compiled=True)
+    assert compiled.peak(budget=0.2, flash=False) == 80 + 1800 + 700
+    for flash in (True, False):
+        assert compiled.peak(budget=0.2, weights="fp8", flash=flash) == 60 + 1500 + 700
+        assert compiled.peak(budget=0.6, weights="fp8", flash=flash) == large
 
 
 def test_packed_weights_keep_other_things_with_another_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
