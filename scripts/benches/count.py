@@ -60,7 +60,7 @@ MODES: Mapping[str, tuple[str, ...]] = {
         for weights, shares in _BUDGETS.items()
         for share in shares
     },
-    # larger shares hold what those of bf16 do
+    # larger shares are planned as those of bf16
     f"compiled, fp8, {OTHER_ATTENTION}, budget 0.2": (
         *("features.compile=true", "features.weights=fp8", "features.compute=fp8"),
         *(_OTHER, "features.activation_budget=0.2"),

@@ -172,6 +172,8 @@ def planned(path: Path) -> dict[str, Any]:
     names: tuple[str, ...] = ("weights", "compile", "attention", "activation_checkpointing")
     if plan["compute"] == "fp8":
         names += ("weight_copies",)
+    if plan["modulation"]:
+        names += ("modulation",)
     chosen = [f"{name.replace('_', ' ')} {_word(plan[name])}" for name in names]
     if plan["recomputed_blocks"]:
         chosen.append(f"the first {plan['recomputed_blocks']} blocks recomputed")

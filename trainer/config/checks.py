@@ -337,7 +337,7 @@ def _resume_word(context: Context) -> Found:
 
 
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
-    (("method", "flow.weighting_scheme", "validation.img_dir"), _unused),
+    (("method", "flow.weighting_scheme", "validation.img_dir", "features.weights"), _unused),
     (("method", "features.weights"), _quantized_full),
     (("method", "features.weights", "features.compute"), _fp8_compute),
     (("features.activation_budget", "features.compile", "features.activation_checkpointing"), _budget_alone),

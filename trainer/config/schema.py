@@ -266,6 +266,8 @@ class FeaturesSection(Section):
     """Storage of the base model's weights; int8, nf4 (4 bits) and fp8 are for `method: lora` only."""
     compute: Literal["auto", "bf16", "fp8"] = "auto"
     """What the frozen base's linear layers multiply in; fp8 needs compute capability 8.9 and fp8 weights."""
+    modulation: Literal["auto", "kept", "int8"] = "auto"
+    """How an fp8 base stores its modulation, which FP8 leaves out: `kept` in the run's type, or in int8."""
     compile: Toggle = "auto"
     """Compile the repeated blocks with torch.compile: a faster step after a minute of compiling."""
     cuda_graphs: Toggle = "auto"

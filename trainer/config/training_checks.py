@@ -43,6 +43,11 @@ UNUSED: tuple[tuple[str, Callable[[RunConfig], bool], str], ...] = (
         "without `train.report_to: wandb`",
     ),
     (
+        "features.modulation",
+        lambda config: "fp8" not in (config.features.weights, config.features.compute),
+        "without `features.weights: fp8`",
+    ),
+    (
         "checkpoint.keep_best",
         lambda config: config.method == "full" or not _validates(config),
         "without held-out samples and `method: lora`",

@@ -78,8 +78,8 @@ def load_base(context: Context) -> Any:
         )
     if plan.weights in QUANTIZED:
         count, kept = count_quantized(model, plan.weights)
-        others = f", modulation of these in {plan.modulation}" if plan.modulation else ""
-        said = f"{count} linear layers quantised, {kept} kept in {plan.dtype}{others}"
+        others = f" (modulation in {plan.modulation})" if plan.modulation else ""
+        said = f"{count} linear layers quantised{others}, {kept} kept in {plan.dtype}"
         context.say(f"{plan.weights} base: {said}")
     if plan.swapped_blocks:
         _swap(context, model)

@@ -37,6 +37,10 @@ def continued(loaded: Loaded) -> Loaded:
     ):
         if asked == "auto" and name in began:
             kept[key] = began[name]
+    modulation, weights = config.features.modulation, kept.get("features.weights", config.features.weights)
+    if modulation == "auto" and weights == "fp8" == began.get("weights"):
+        # plans of before there was a choice do not name it
+        kept["features.modulation"] = began.get("modulation") or "kept"
     return dataclasses.replace(
         loaded,
         config=changed(config, kept),

@@ -34,6 +34,7 @@ class Kind:
     compute: str
     copies: int = 1
     modulation: str = ""
+    """`int8`: beside FP8, which leaves it out."""
     tier: int = 0
     """A higher one changes the base's precision more: it is tried where nothing of the lower ones fits."""
 
@@ -178,24 +179,15 @@ def _automatic(situation: Situation, dtype: str, geometry: Geometry) -> Ladder:
     if may_multiply and not _fp8_obstacle(situation, dtype) and not verdict.fails:
         tier = 0 if verdict.faster else 1
         kinds += [Kind(weights="fp8", compute="fp8", copies=copies, tier=tier) for copies in (2, 1)]
-        kinds += _packed_modulation(situation, geometry, tier=2)
+        if geometry.modulation.parameters and not missing["int8"]:
+            kinds.append(Kind(weights="fp8", compute="fp8", modulation="int8", tier=2))
     if not missing["int8"]:
-        kinds.append(Kind(weights="int8", compute=dtype, tier=3))
+        kinds.append(Kind(weights="int8", compute=dtype, tier=2))
     elif situation.on_gpu and not (_fp8_uncompiled(situation) and _compiling_key(situation)):
-        kinds.append(Kind(weights="fp8", compute=dtype, tier=3))
+        kinds.append(Kind(weights="fp8", compute=dtype, tier=2))
     if not missing["nf4"]:
-        kinds.append(Kind(weights="nf4", compute=dtype, tier=4))
+        kinds.append(Kind(weights="nf4", compute=dtype, tier=3))
     return Ladder(kinds=tuple(kinds), no_more="; ".join(reason for reason in missing.values() if reason))
-
-
-def _packed_modulation(situation: Situation, geometry: Geometry, *, tier: int) -> tuple[Kind, ...]:
-    """FP8 products where the modulation, which keeps out of them, takes half its bytes; none without one.
-
-    int8 is nearer to its values than FP8 would be, and it has one row to multiply a sample.
-    """
-    if not geometry.modulation.parameters or _missing(situation, geometry, "int8"):
-        return ()
-    return (Kind(weights="fp8", compute="fp8", modulation="int8", tier=tier),)
 
 
 def _asked_fp8(situation: Situation, dtype: str, geometry: Geometry) -> tuple[Kind, ...]:
@@ -208,15 +200,32 @@ def _asked_fp8(situation: Situation, dtype: str, geometry: Geometry) -> tuple[Ki
     if key and _fp8_uncompiled(situation):
         what = f"blocks with fp8 weights cannot be compiled: {_fp8_obstacle(situation, dtype)}"
         raise situation.refuse(key, what, f"leave {key} out")
-    unpacked = Kind(weights="fp8", compute=dtype, tier=1)
+    modulation = _asked_modulation(situation, geometry)
+    unpacked = Kind(weights="fp8", compute=dtype, modulation=modulation, tier=1)
     verdict = fp8_verdict(situation, geometry)
     if compute == "bf16" or (compute == "auto" and (_fp8_obstacle(situation, dtype) or verdict.fails)):
         return (unpacked,)
     if verdict.fails:
         remedy = "leave features.compute out; `trainer probe CONFIG` measures again"
         raise situation.refuse("features.compute", f"the probe saw FP8 failing: {verdict.reason}", remedy)
-    whole = tuple(Kind(weights="fp8", compute="fp8", copies=copies) for copies in (2, 1))
-    return whole + _packed_modulation(situation, geometry, tier=1)
+    one, two = (Kind(weights="fp8", compute="fp8", copies=copies, modulation=modulation) for copies in (1, 2))
+    packable = geometry.modulation.parameters and not _missing(situation, geometry, "int8")
+    if situation.config.features.modulation != "auto" or not packable:
+        return two, one
+    return two, one, dataclasses.replace(one, modulation="int8", tier=1)
+
+
+def _asked_modulation(situation: Situation, geometry: Geometry) -> str:
+    """`int8` where modulation is to be stored so; raises HardwareError where it cannot be."""
+    key = "features.modulation"
+    if situation.config.features.modulation != "int8":
+        return ""
+    if not geometry.modulation.parameters:
+        raise situation.refuse(key, "this model has none that can be stored in int8", f"leave {key} out")
+    missing = _not_installed(situation, "int8")
+    if missing:
+        raise situation.refuse(key, missing, _INSTALL["int8"])
+    return "int8"
 
 
 def _fp8_obstacle(situation: Situation, dtype: str) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trainer.config.schema import size_bytes
 from trainer.errors import HardwareError
 from trainer.hardware import candidates, encoding, memory, roofline, swapping
+from trainer.hardware.adapters import needs_whole_base
 from trainer.hardware.choices import TIGHT, Situation, fp8_verdict, on_off
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.memory import GIB, Storage, gib
@@ -67,11 +68,9 @@ class Outcome:
         storage = self.storage
         if storage.weights != "fp8":
             return storage.weights
-        if storage.compute != "fp8":
-            return "fp8 unpacked"
-        if storage.modulation:
-            return f"fp8 with {storage.modulation} modulation"
-        return "fp8 kept twice" if storage.weight_copies == 2 else "fp8"
+        word = "fp8 unpacked" if storage.compute != "fp8" else "fp8"
+        word += " kept twice" if storage.weight_copies == 2 else ""
+        return f"{word} with modulation in {storage.modulation}" if storage.modulation else word
 
 
 def budget(situation: Situation) -> Budget:
@@ -242,7 +241,7 @@ def _does_not_fit(
     phase = "training" if in_training else "encoding captions and images"
     storage, reason = least.storage, no_more[0 if in_training else 1]
     hint = f"; {reason}" if reason else ""
-    how = f"{least.kind} weights, activation checkpointing {on_off(storage.checkpointing)}"
+    how = f"weights in {least.kind}, activation checkpointing {on_off(storage.checkpointing)}"
     if storage.recomputed:
         how += f" for the first {storage.recomputed}"
     if not in_training:
@@ -270,20 +269,30 @@ def decisions(
     if storage.compute == "fp8" and chosen.tier == 0:
         fits = f"predicted to be faster than bf16; {fits}"
     larger = [outcome for outcome in skipped if outcome.kind != chosen.kind]
-    rows = [_row(situation, "weights", storage.weights, features.weights, _needs(larger) or fits)]
+    needs = _needs(larger, chosen.tier)
+    if needs and storage.modulation:
+        needs += f"; with modulation in {storage.modulation} fp8 {fits.rpartition('; ')[2]}"
+    rows = [_row(situation, "weights", storage.weights, features.weights, needs or fits)]
     rows.append(
         _row(situation, "compute", storage.compute, features.compute, _why(situation, geometry, chosen))
     )
     if storage.compute == "fp8":
         reason = "a transposed copy for backward" if storage.weight_copies == 2 else "transposed each time"
         rows.append(_row(situation, "weight_copies", str(storage.weight_copies), "auto", reason))
-    if storage.modulation:
-        reason = "it keeps out of FP8 products, and unpacked for its own takes half the memory"
-        rows.append(_row(situation, "modulation", storage.modulation, "auto", reason))
+    if storage.modulation or features.modulation != "auto":
+        plain = [one.peak_bytes for one in skipped if one.kind == "fp8"]
+        reason = "half the bytes of bf16, and nearer to its values than FP8"
+        if plain:
+            reason += f"; with modulation in bf16 the run needs {gib(min(plain))} at least"
+        value = storage.modulation or "kept"
+        rows.append(_row(situation, "modulation", value, features.modulation, reason))
     rows += [compiling, *_recomputing_rows(situation, geometry, chosen, skipped)]
     without = min((memory.total(one.train) for one in skipped), default=0)
     rows += swapping.rows(situation, storage, geometry, without)
-    untiled = "images are encoded and decoded whole" if not storage.tiling else "the VAE does not fit untiled"
+    untiled = "images are encoded and decoded whole"
+    if storage.tiling:
+        whole = [one for one in skipped if dataclasses.replace(one.storage, tiling=True) == storage]
+        untiled = "; ".join(f"with whole images the run needs {gib(one.peak_bytes)}" for one in whole)
     if memory.parameters(geometry, "vae"):
         rows.append(_row(situation, "vae_tiling", on_off(storage.tiling), features.vae_tiling, untiled))
     return (*rows, *encoding.rows(storage, geometry))
@@ -297,7 +306,7 @@ def _recomputing_rows(
     feature, value = "activation_checkpointing", on_off(storage.checkpointing)
     if storage.recomputed:
         value = f"{storage.recomputed} of {geometry.blocks} blocks"
-    same = [outcome for outcome in skipped if outcome.kind == chosen.kind]
+    same = [one for one in skipped if (one.kind, one.storage.tiling) == (chosen.kind, chosen.storage.tiling)]
     if features.activation_checkpointing == "auto" and profile.prefer_checkpointing and storage.checkpointing:
         reason = "memory here is shared with the host: the smaller peak is the safer"
         yield Decision(feature=feature, value=value, source=f"profile {profile.name}", reason=reason)
@@ -322,18 +331,22 @@ def _why(situation: Situation, geometry: Geometry, chosen: Outcome) -> str:
         return verdict.reason if verdict.faster or chosen.tier == 0 else "no bf16 base fits the budget"
     if storage.weights in memory.PACKED:
         return f"{storage.weights} weights are unpacked for each product"
+    if situation.config.features.weights != "auto":
+        return f"follows from features.weights: {situation.config.features.weights}"
+    if needs_whole_base(situation.config):
+        return f"lora.type: {situation.config.lora.type} wants a base that is not quantised"
     if situation.profile.prefer_fp8 and storage.method == "lora" and storage.dtype == "bf16":
         return f"FP8: {verdict.reason}"
     return "as the base is stored"
 
 
-def _needs(outcomes: Sequence[Outcome]) -> str:
-    """What each kind of base needs at least, for the first few kinds."""
-    least: dict[str, int] = {}
+def _needs(outcomes: Sequence[Outcome], tier: int) -> str:
+    """What each kind of base needs at least; of the chosen one's tier, what was predicted to be faster."""
+    least: dict[tuple[str, str], int] = {}
     for outcome in outcomes:
-        least[outcome.kind] = min(outcome.peak_bytes, least.get(outcome.kind, outcome.peak_bytes))
-    named = [f"{kind} needs {gib(need)} at least" for kind, need in least.items()]
-    return "; ".join(named[:_MOST_NAMED])
+        kind = outcome.kind, "at least" if outcome.tier < tier else "to be faster"
+        least[kind] = min(outcome.peak_bytes, least.get(kind, outcome.peak_bytes))
+    return "; ".join(f"{kind} needs {gib(need)} {limit}" for (kind, limit), need in least.items())
 
 
 def _kept(outcomes: Sequence[Outcome]) -> str:

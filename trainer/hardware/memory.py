@@ -234,7 +234,7 @@ def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:
         kept
         + {
             "int8": packed + rows * _SCALE_BYTES,
-            "fp8": packed * storage.weight_copies + rows * _SCALE_BYTES,
+            "fp8": _fp8_bytes(storage, packed, stack.modulation.parameters) + rows * _SCALE_BYTES,
             "nf4": _nf4_bytes(storage, geometry) * packed // everything,
         }[storage.weights]
     )
@@ -305,7 +305,7 @@ def _whole_base_row(storage: Storage, geometry: Geometry, trained: int) -> Memor
     kept = trained - packed
     quantized = {
         "int8": packed + rows * _SCALE_BYTES,
-        "fp8": packed * storage.weight_copies + rows * _SCALE_BYTES,
+        "fp8": _fp8_bytes(storage, packed, geometry.modulation.parameters) + rows * _SCALE_BYTES,
         "nf4": _nf4_bytes(storage, geometry),
     }[storage.weights]
     beside = geometry.modulation.parameters if storage.modulation else 0
@@ -316,6 +316,11 @@ def _whole_base_row(storage: Storage, geometry: Geometry, trained: int) -> Memor
         parts.append(f"{_count(beside)} in {storage.modulation}")
     parts.append(f"{_count(kept - geometry.fp32_parameters)} in {storage.dtype}{fp32}")
     return MemoryRow(name="base weights", bytes=quantized + kept * size + extra, detail=", ".join(parts))
+
+
+def _fp8_bytes(storage: Storage, packed: int, modulation: int) -> int:
+    """Bytes of `packed` values without their scales; modulation, if it is among them, is never kept twice."""
+    return packed + (storage.weight_copies - 1) * (packed - (modulation if storage.modulation else 0))
 
 
 def _nf4_bytes(storage: Storage, geometry: Geometry) -> int:
@@ -359,8 +364,8 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
 
 
 def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
-    """A product needs one weight unpacked, or in FP8 transposed, unless a copy is kept so; nf4's scales are
-    unpacked to fp32 beside it.
+    """A product needs one weight unpacked, or in FP8 transposed unless a copy is kept so, and at another time
+    modulation in int8 unpacked; nf4's scales are unpacked to fp32 beside it.
     """
     largest = packed_linears(storage, geometry).largest
     name, size = f"{storage.weights} unpacked", largest * storage.value_bytes

@@ -69,6 +69,8 @@ def _changes(config: RunConfig) -> Iterator[Change]:
         yield "features.block_swap", "auto"
     if config.features.memory_budget != "auto":
         yield "features.memory_budget", "auto"
+    if config.features.modulation == "kept":
+        yield "features.modulation", "auto"
     if config.method == "lora":
         for storage in _SMALLER.get(config.features.weights, ()):
             yield "features.weights", storage

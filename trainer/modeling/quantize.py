@@ -94,16 +94,18 @@ def packed_linear(
 def count_quantized(model: torch.nn.Module, weights: str) -> tuple[int, int]:
     """(linears in `weights` or beside it in int8, linears in full precision).
 
-    Raises ConfigError where none is quantised: a plan that says so and such a model contradict each other.
+    Raises ConfigError where none is in `weights`: a plan that says so and such a model contradict each other.
     """
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
-    count = sum(_is_quantized(linear, weights) for linear in linears)
-    if count == 0:
+    stored = [_storage(linear) for linear in linears]
+    if weights not in stored:
         raise ConfigError(f"the plan asks for a base in {weights}, but no layer of this model was quantised")
+    beside = stored.count("int8") if weights == "fp8" else 0
+    count = stored.count(weights) + beside
     return count, len(linears) - count
 
 
-def _is_quantized(linear: torch.nn.Linear, weights: str) -> bool:
-    if weights == "nf4":
-        return isinstance(linear, Nf4Linear)
-    return isinstance(linear, RowScaledLinear) and (linear.kind == weights or weights == "fp8")
+def _storage(linear: torch.nn.Linear) -> str:
+    if isinstance(linear, Nf4Linear):
+        return "nf4"
+    return linear.kind if isinstance(linear, RowScaledLinear) else ""

@@ -45,6 +45,20 @@ def test_decisions_of_the_first_start_stay(load: Load, tmp_path: Path) -> None:
     assert found.config.features.attention == "auto"
 
 
+@pytest.mark.parametrize(("began", "stays"), [("int8", "int8"), ("", "kept"), (None, "kept")])
+def test_modulation_beside_fp8_stays_as_it_was(
+    load: Load, tmp_path: Path, began: str | None, stays: str
+) -> None:
+    """Plans of before there was a choice do not name it."""
+    begin(tmp_path, BEGAN if began is None else {**BEGAN, "modulation": began})
+    found = continued(load())
+    assert (found.config.features.weights, found.config.features.modulation) == ("fp8", stays)
+    for asked in (("features.weights=fp8",), ("features.weights=fp8", "features.modulation=int8")):
+        found = continued(load(*asked))
+        assert found.config.features.modulation == ("int8" if len(asked) > 1 else stays)
+    assert continued(load("features.weights=int8")).config.features.modulation == "auto"
+
+
 def test_what_is_written_is_not_touched(load: Load, tmp_path: Path) -> None:
     begin(tmp_path)
     found = continued(load("features.weights=int8", "train.train_batch_size=8"))

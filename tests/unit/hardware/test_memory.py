@@ -9,6 +9,7 @@ import pytest
 
 from tests.unit.hardware.conftest import GIB, kept
 from trainer.hardware import memory
+from trainer.hardware.blocks import Linears
 from trainer.hardware.geometry import ComponentGeometry, Geometry
 from trainer.hardware.memory import Storage
 
@@ -110,6 +111,21 @@ def test_a_transposed_copy_needs_no_transposing(geometry: Geometry) -> None:
     geometry = dataclasses.replace(geometry, largest_quantized=1024 * 4096)
     twice = rows(storage(weights="fp8", compute="fp8", weight_copies=2), geometry)
     assert "fp8 transposed" not in twice
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_modulation_beside_fp8_takes_a_byte_a_value_once(geometry: Geometry, copies: int) -> None:
+    """Of 2 GiB that are not quantised else 1.5 are modulation, whose largest weight is unpacked to bf16."""
+    mod = Linears(parameters=3 * GIB // 4, rows=1000, largest=1024 * 4096)
+    found = dataclasses.replace(geometry, modulation=mod, largest_quantized=1024 * 4096)
+    packed = storage(weights="fp8", compute="fp8", weight_copies=copies, modulation="int8")
+    held = rows(packed, found)
+    assert held["base weights"] == copies * GIB + 3 * GIB // 4 + 4 * 1000 + GIB // 2
+    assert held["int8 unpacked"] == 1024 * 4096 * 2
+    assert "fp8 transposed" not in held  # at another time, and half as large
+    kept = rows(dataclasses.replace(packed, modulation=""), found)
+    assert kept["base weights"] == copies * GIB + 2 * GIB
+    assert "int8 unpacked" not in kept
 
 
 def test_a_budget_needs_what_was_counted(geometry: Geometry) -> None:

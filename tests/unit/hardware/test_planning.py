@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -119,7 +119,7 @@ def test_names_of_no_layer_are_told_at_once_where_they_were_written(tmp_path: Pa
 def test_a_small_budget_is_planned_for_the_attention_kernel(
     config: Config, family: str, least: float
 ) -> None:
-    """cuDNN's keeps more than flash: counted of the first, of the second taken to be what 60 % need."""
+    """cuDNN's keeps more than flash: of Qwen-Image's it keeps what 60 % need."""
 
     def kept(attention: str) -> float:
         asked = config(
@@ -163,9 +163,16 @@ def test_layers_that_can_have_an_adapter_are_those_of_the_model(
     assert known == sorted({re.sub(r"^.*\.\d+\.", "", layer) for layer in every})
 
 
-@pytest.mark.parametrize(("weights", "besides"), [("int8", True), ("nf4", True), ("fp8", False)])
+@pytest.mark.parametrize(
+    ("weights", "modulation_as", "besides"),
+    [("int8", "", True), ("nf4", "", True), ("fp8", "", False), ("fp8", "int8", True)],
+)
 def test_packed_parameters_are_those_that_are_quantised(
-    config: Config, tiny_flux1_dev: Path, weights: str, besides: bool
+    config: Config,
+    tiny_flux1_dev: Path,
+    weights: str,
+    modulation_as: Literal["", "int8"],
+    besides: bool,
 ) -> None:
     import torch
     from diffusers import FluxTransformer2DModel
@@ -174,7 +181,7 @@ def test_packed_parameters_are_those_that_are_quantised(
 
     geometry = run_geometry(FLUX, config(), model_folder=tiny_flux1_dev, dtype="fp32")
     model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
-    replace = replacer(weights, FLUX.high_precision, FLUX.modulation)
+    replace = replacer(weights, FLUX.high_precision, FLUX.modulation, modulation_as=modulation_as)
     assert replace is not None
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     replaced = [module for name, module in linears if replace(name, module) is not None]

@@ -67,22 +67,34 @@ def test_modulation_takes_half_its_bytes_before_fp8_products_are_given_up(
     found = dataclasses.replace(geometry, modulation=mod)
 
     def at(gib: float, **changes: Any) -> tuple[str, str, str]:
-        facts = hopper(gib, **changes.pop("kernels", {}))
-        one = plan(config(**changes), facts, found)
+        kernels = {"bf16": 2.0, "fp8": 1.0, "int8": 2.2} | changes.pop("kernels", {})
+        one = plan(config(**changes), hopper(gib, **kernels), found)
         return one.weights, one.compute, one.modulation
 
     assert at(5.8) == ("fp8", "fp8", "")
     assert at(5.2) == at(5.2, features__weights="fp8") == ("fp8", "fp8", "int8")
     assert at(5.2, features__compute="bf16") == ("int8", "bf16", "")
     assert at(5.2, kernels={"fp8": None}) == ("int8", "bf16", "")
+    # not where whole int8 is faster
+    assert at(5.2, kernels={"bf16": 1.0, "fp8": 2.0, "int8": 1.1}) == ("int8", "bf16", "")
+    # what was written, or decided when the run began, stays
+    asked = {"features__weights": "fp8", "features__modulation": "int8"}
+    assert at(5.8, **asked) == at(80.0, **asked) == ("fp8", "fp8", "int8")
+    with pytest.raises(HardwareError, match=r"needs 5.0 GiB at least \(weights in fp8, "):
+        at(5.2, features__weights="fp8", features__modulation="kept", features__block_swap=0)
+    with pytest.raises(HardwareError, match=r"features\.modulation: this model has none"):
+        plan(config(**asked), hopper(80.0), geometry)
     told = plan(config(), hopper(5.2), found)
     assert row(told, "modulation").value == "int8"
-    assert "fp8 needs" in row(told, "weights").reason
+    reason = row(told, "weights").reason
+    assert "fp8 needs 5.0 GiB at least" in reason
+    assert reason.endswith("; with modulation in int8 fp8 fits: 4.3 GiB")
+    assert row(told, "modulation").reason.endswith("with modulation in bf16 the run needs 5.0 GiB at least")
     detail = next(part.detail for part in told.train_memory if part.name == "base weights")
     assert detail.startswith("1.1 B parameters in fp8, 805.3 M parameters in int8, ")
     # without the library that packs it there is none
     facts = dataclasses.replace(hopper(5.2), packages={})
-    with pytest.raises(HardwareError, match=r"needs 5.0 GiB at least \(fp8 weights"):
+    with pytest.raises(HardwareError, match=r"needs 5.0 GiB at least \(weights in fp8"):
         plan(config(), facts, found)
 
 

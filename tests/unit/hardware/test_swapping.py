@@ -17,7 +17,7 @@ from trainer.config.schema import RunConfig
 from trainer.engine.planning import plan_run
 from trainer.errors import HardwareError
 from trainer.hardware import roofline
-from trainer.hardware.blocks import Stack, stacks
+from trainer.hardware.blocks import Linears, Stack, stacks
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import TABLES, Geometry, linear_weights, quantized_linears, read_table
 from trainer.hardware.memory import Storage, host_rows, total, train_rows, waiting_bytes
@@ -185,6 +185,20 @@ def test_without_packages_fp8_waits() -> None:
 def test_a_full_fine_tune_never_swaps() -> None:
     with pytest.raises(HardwareError, match=r"training needs 116\.0 GiB at least"):
         planned(shipped("flux1_dev_full"), machine("rtx-4090"))
+
+
+@pytest.mark.parametrize("modulation", ["", "int8"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_blocks_wait_with_their_modulation(stacked: Geometry, modulation: str, copies: int) -> None:
+    """Of 1 MiB that blocks keep, half is modulation, which two copies of FP8 leave single."""
+    half = Linears(parameters=512 * 1024, rows=512, largest=512 * 1024)
+    stack = dataclasses.replace(STACK, modulation=half)
+    every = dataclasses.replace(half, parameters=10 * half.parameters, rows=10 * half.rows)
+    found = dataclasses.replace(stacked, stacks=(stack,), modulation=every)
+    fp8 = storage(weights="fp8", compute="fp8", weight_copies=copies, modulation=modulation, swapped=1)
+    scales = 4 * (1024 + 512 * bool(modulation))
+    size = 512 * 1024 * (3 if modulation else 4)
+    assert waiting_bytes(fp8, found).all == copies * GIB // 16 + size + scales
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "fp8", "nf4"])
