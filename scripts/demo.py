@@ -79,7 +79,8 @@ def print_summary(seconds: float) -> None:
         ("losses", RUN / "metrics.jsonl"),
     ):
         print(f"  {what:18} {path}")
-    print("Now yours: trainer plan train_configs/flux1_dev_lora.yaml --dataset YOUR_FOLDER")
+    print("Now yours, after `. .venv/bin/activate`:")
+    print("  trainer plan train_configs/flux1_dev_lora.yaml --dataset YOUR_FOLDER")
 
 
 def training_seconds(rows: Sequence[Mapping[str, float]]) -> float:

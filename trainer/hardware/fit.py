@@ -292,7 +292,8 @@ def decisions(
     untiled = "images are encoded and decoded whole"
     if storage.tiling:
         whole = [one for one in skipped if dataclasses.replace(one.storage, tiling=True) == storage]
-        untiled = "; ".join(f"with whole images the run needs {gib(one.peak_bytes)}" for one in whole)
+        named = (f"with whole images the run needs {gib(one.peak_bytes)}" for one in whole)
+        untiled = next(named, "nothing larger fits")
     if memory.parameters(geometry, "vae"):
         rows.append(_row(situation, "vae_tiling", on_off(storage.tiling), features.vae_tiling, untiled))
     return (*rows, *encoding.rows(storage, geometry))

@@ -167,6 +167,7 @@ def test_tiling_is_taken_before_anything_slower(config: Config, geometry: Geomet
     heavy = dataclasses.replace(geometry, vae_bytes_peak=90 * GIB)
     found = plan(config(), small(80), heavy)
     assert found.vae_tiling and not found.activation_checkpointing and found.weights == "bf16"
+    assert row(found, "vae_tiling").reason.startswith("with whole images the run needs ")
     with pytest.raises(HardwareError, match="encoding captions and images"):
         plan(config(features__vae_tiling=False), small(80), heavy)
 

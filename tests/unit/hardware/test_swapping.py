@@ -175,6 +175,12 @@ def test_what_does_not_fit_with_all_blocks_waiting_says_so() -> None:
         planned(loaded, facts)
 
 
+def test_every_decision_of_a_plan_with_waiting_blocks_has_a_reason() -> None:
+    plan = planned(shipped("qwen_image_lora", features__memory_budget="12GiB"), machine("h200"))
+    assert plan.swapped_blocks and plan.vae_tiling
+    assert [row.feature for row in plan.decisions if not row.reason] == []
+
+
 def test_without_packages_fp8_waits() -> None:
     """Stored in fp8 where nothing smaller can be had."""
     plan = planned(shipped("qwen_image_lora"), without_bitsandbytes(machine("rtx-4090")))
