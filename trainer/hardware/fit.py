@@ -335,7 +335,7 @@ def _why(situation: Situation, geometry: Geometry, chosen: Outcome) -> str:
     if situation.config.features.weights != "auto":
         return f"follows from features.weights: {situation.config.features.weights}"
     if needs_whole_base(situation.config):
-        return f"lora.type: {situation.config.lora.type} wants a base that is not quantised"
+        return f"follows from lora.type: {situation.config.lora.type}"
     if situation.profile.prefer_fp8 and storage.method == "lora" and storage.dtype == "bf16":
         return f"FP8: {verdict.reason}"
     return "as the base is stored"

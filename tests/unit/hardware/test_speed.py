@@ -98,6 +98,17 @@ def test_modulation_takes_half_its_bytes_before_fp8_products_are_given_up(
         plan(config(), facts, found)
 
 
+def test_products_in_bf16_have_the_reason_that_settled_them(config: Config, geometry: Geometry) -> None:
+    """FP8's time is none where the user settled it."""
+
+    def reason(**changes: Any) -> str:
+        return row(plan(config(**changes), hopper(80.0, bf16=2.0, fp8=1.0), geometry), "compute").reason
+
+    assert reason().startswith("measured at ")
+    assert reason(features__weights="bf16") == "follows from features.weights: bf16"
+    assert reason(lora__type="dora") == "follows from lora.type: dora"
+
+
 def test_bf16_that_fits_with_everything_recomputed_comes_before_fp8_that_was_not_measured(
     config: Config, geometry: Geometry
 ) -> None:
