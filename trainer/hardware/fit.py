@@ -265,13 +265,14 @@ def decisions(
 ) -> tuple[Decision, ...]:
     """Rows for weights, their products, compiling, recomputing and tiling, with what was skipped and why."""
     features, storage = situation.config.features, chosen.storage
-    fits = "the checkpoint is stored so" if storage.stored else f"fits: {gib(chosen.peak_bytes)}"
+    within = f"fits: {gib(chosen.peak_bytes)}"
+    fits = "the checkpoint is stored so" if storage.stored else within
     if storage.compute == "fp8" and chosen.tier == 0:
         fits = f"predicted to be faster than bf16; {fits}"
     larger = [outcome for outcome in skipped if outcome.kind != chosen.kind]
     needs = _needs(larger, chosen.tier)
     if needs and storage.modulation:
-        needs += f"; with modulation in {storage.modulation} fp8 {fits.rpartition('; ')[2]}"
+        needs += f"; with modulation in {storage.modulation} fp8 {within}"
     rows = [_row(situation, "weights", storage.weights, features.weights, needs or fits)]
     rows.append(
         _row(situation, "compute", storage.compute, features.compute, _why(situation, geometry, chosen))

@@ -51,12 +51,14 @@ def test_modulation_beside_fp8_stays_as_it_was(
 ) -> None:
     """Plans of before there was a choice do not name it."""
     begin(tmp_path, BEGAN if began is None else {**BEGAN, "modulation": began})
-    found = continued(load())
-    assert (found.config.features.weights, found.config.features.modulation) == ("fp8", stays)
-    for asked in (("features.weights=fp8",), ("features.weights=fp8", "features.modulation=int8")):
-        found = continued(load(*asked))
-        assert found.config.features.modulation == ("int8" if len(asked) > 1 else stays)
-    assert continued(load("features.weights=int8")).config.features.modulation == "auto"
+
+    def found(*asked: str) -> tuple[str, str]:
+        features = continued(load(*asked)).config.features
+        return features.weights, features.modulation
+
+    assert found() == found("features.weights=fp8") == ("fp8", stays)
+    assert found("features.weights=fp8", "features.modulation=int8") == ("fp8", "int8")
+    assert found("features.weights=int8") == ("int8", "auto")
 
 
 def test_what_is_written_is_not_touched(load: Load, tmp_path: Path) -> None:

@@ -83,10 +83,9 @@ def test_small_budgets_are_planned_as_they_were_counted_with_the_kernel(
     assert compiled.peak(budget=0.2) == 20 + 600 + 600
     assert compiled.peak(budget=0.2, flash=False) == compiled.peak(budget=0.2, weights="fp8") == large
     assert compiled.peak(budget=0.6, flash=False) == compiled.peak(budget=0.6, weights="fp8") == large
-    ways = {"0.6": [5.0, 9.0], "0.2": [4.0, 6.0]}
-    for name, blocks in [(f"cudnn, budget {share}", one) for share, one in ways.items()]:
+    for way, blocks in (("0.6", [5.0, 9.0]), ("0.2", [4.0, 6.0])):
         entry = {"fixed": 0.0, "blocks": blocks, "beyond": 7.0}
-        monkeypatch.setitem(COUNTS["ways"], f"compiled, {name}", entry)
+        monkeypatch.setitem(COUNTS["ways"], f"compiled, cudnn, budget {way}", entry)
     compiled = found(compiled=True)
     assert compiled.peak(budget=0.2) == 20 + 600 + 600
     assert compiled.peak(budget=0.2, flash=False) == 80 + 1800 + 700
