@@ -39,9 +39,10 @@ ENGLISH = """
 a photo of a cat|a drawing of a dog|the face of an orange fox|an owl and a frog on a green leaf
 two birds in a tree|a red apple|a golden key|a white house with a blue roof|a brown horse in the snow
 a boat on the water|a rocket in the night sky|a crown with gems|a woman with long hair
-a man in a black coat|people on a street|a portrait in soft light|a mountain behind a lake|a forest in autumn|a beach at sunset|clouds over a city
-flowers in a garden|stars and moon|in the style of an oil painting|pixel art|line art|high quality|from above
-side view|white background|bright colors|dark shadows|yellow and grey
+a man in a black coat|people on a street|a portrait in soft light|a mountain behind a lake
+a forest in autumn|a beach at sunset|clouds over a city|flowers in a garden|stars and moon
+in the style of an oil painting|pixel art|line art|high quality|from above|side view|white background
+bright colors|dark shadows|yellow and grey
 """.strip().replace("\n", "|").split("|")  # fmt: skip
 CHINESE = """
 一只猫在窗边|红色的苹果|雪山下的湖|夜空中的火箭|老人的肖像|柔和的光线|秋天的森林|海边的日落|城市上空的云
