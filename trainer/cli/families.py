@@ -6,6 +6,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainer.config import extras
+
 if TYPE_CHECKING:
     from trainer.families.protocol import Family
 
@@ -52,10 +54,10 @@ def _markdown(families: list[Family]) -> str:
     return "\n".join(lines) + "\n" + _FOOT
 
 
-_HEAD = """# Model families
+_HEAD = f"""# Model families
 
 Written by `make docs` from the families themselves. Every family trains by `method: lora` and `method: full`;
-a LoRA also trains over a base in int8 (optimum-quanto) or nf4 (bitsandbytes, `pip install 'trainer[nf4]'`),
+a LoRA also trains over a base in int8 (optimum-quanto) or nf4 (bitsandbytes, `{extras.command("nf4")}`),
 and over a base that is stored in nf4 already. "At least" is the weights, gradients and optimizer state alone,
 without activations.
 """

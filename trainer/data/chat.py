@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.config import extras
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.records import ChatRecord, Scan
 from trainer.errors import ConfigError, DataError, Problem
@@ -132,7 +133,7 @@ def _read_parquet(file: Path) -> list[object]:
         raise ConfigError(
             "reading .parquet needs pyarrow, which is not installed",
             where=str(file),
-            remedy="run `pip install pyarrow`, or convert the file to .jsonl",
+            remedy=f"{extras.remedy('parquet')}; or convert the file to .jsonl",
         ) from error
     try:
         table = parquet.read_table(file)

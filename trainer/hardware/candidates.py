@@ -7,6 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from trainer.config import extras
 from trainer.hardware import swapping
 from trainer.hardware.adapters import needs_whole_base
 from trainer.hardware.choices import FP8_CAPABILITY, Situation, fp8_verdict
@@ -17,7 +18,7 @@ from trainer.hardware.plan import Decision
 
 PACKAGES = {"int8": "optimum-quanto", "nf4": "bitsandbytes"}
 """What each quantised storage of the base needs."""
-_INSTALL = {"int8": "pip install optimum-quanto", "nf4": "pip install 'trainer[nf4]'"}
+_INSTALL = {"int8": extras.remedy(), "nf4": extras.remedy("nf4")}
 _BUDGETS = (0.6,)
 """Shares of a compiled block's activations that `auto` tries: what is cheap is recomputed. For less memory
 whole blocks are.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from trainer.config import extras
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError, HardwareError
 from trainer.hardware.adapters import plain_path
@@ -24,9 +25,9 @@ NOT_INSTALLED = "not installed"
 _ANYWHERE = ("efficient", "math")
 """Attention kernels that every GPU and type has."""
 _ATTENTION_PACKAGES = {
-    "flash_attn_2": ("flash-attn", "pip install 'trainer[flash-attn]'"),
+    "flash_attn_2": ("flash-attn", extras.remedy("flash-attn")),
     "flash_attn_3": ("flash-attn-3", "build it from the folder hopper of flash-attn's repository"),
-    "flash_attn_4": ("flash-attn-4", "pip install 'trainer[flash-attn-4]'"),
+    "flash_attn_4": ("flash-attn-4", extras.remedy("flash-attn-4")),
 }
 """Package of each kernel that torch does not have, and how it is installed."""
 _FLASH_3_CAPABILITY = (9, 0)
@@ -191,7 +192,7 @@ def _explicit_attention(
     absent = verdict is None and package not in situation.facts.packages
     if package and (absent or (verdict is not None and verdict.reason == NOT_INSTALLED)):
         what = f"{asked} cannot run here: {package} is not installed"
-        raise situation.refuse(key, what, f"{install}, or leave {key} out")
+        raise situation.refuse(key, what, f"{install}; or leave {key} out")
     if verdict is not None and not verdict.works:
         remedy = f"leave {key} out; `trainer probe CONFIG` measures again"
         raise situation.refuse(key, f"the probe saw {asked} failing: {verdict.reason}", remedy)

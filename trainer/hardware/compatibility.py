@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+from trainer.config import extras
 from trainer.errors import HardwareError, Problem
 from trainer.hardware.facts import Facts, Gpu, TorchBuild, Version, driver_text, version_text
 from trainer.hardware.plan import Decision
@@ -19,7 +20,7 @@ BF16_CAPABILITY = (8, 0)
 def check(facts: Facts, profile: Profile) -> tuple[Decision, ...]:
     """Rows for driver and torch; raises HardwareError with every reason why they do not fit the profile."""
     if facts.torch is None:
-        raise HardwareError("torch is not installed", remedy="pip install the project with its dependencies")
+        raise HardwareError("torch is not installed", remedy=extras.remedy())
     if profile.device == "cpu":
         return (_row("torch", _build(facts.torch), _cpu_reason(facts)),)
     gpu = facts.gpus[0]

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from trainer.config import extras
 from trainer.hardware.choices import Situation
 from trainer.hardware.plan import Decision
 
 PACKAGES = {
-    "adamw_8bit": ("bitsandbytes", "pip install 'trainer[adamw-8bit]'"),
-    "prodigy": ("prodigyopt", "pip install 'trainer[prodigy]'"),
+    "adamw_8bit": ("bitsandbytes", extras.remedy("adamw-8bit")),
+    "prodigy": ("prodigyopt", extras.remedy("prodigy")),
 }
 """Package of each optimizer that is not torch's, and how it is installed."""
 _REASON = {
     "adamw_8bit": "as written; its state takes a quarter, and each step waits for the device",
     "prodigy": "as written; it finds the rate itself, and each step waits for the device",
 }
-_WANDB = "pip install 'trainer[wandb]'"
 
 
 def choose(situation: Situation, dtype: str) -> Decision:
@@ -26,7 +26,7 @@ def choose(situation: Situation, dtype: str) -> Decision:
         package, install = PACKAGES[asked]
         if package not in situation.facts.packages:
             what = f"{asked} needs {package}, which is not installed"
-            raise situation.refuse(key, what, f"{install}, or leave {key} out")
+            raise situation.refuse(key, what, f"{install}; or leave {key} out")
         if method == "full" and dtype == "bf16":
             what = f"{asked} would round its updates to bf16, which loses the small ones"
             remedy = f"leave {key} out: AdamW with compensated sums needs no more memory than fp32 copies"
@@ -51,5 +51,5 @@ def rows(situation: Situation) -> Iterator[Decision]:
     if train.report_to == "wandb":
         if "wandb" not in situation.facts.packages:
             what = "wandb is not installed"
-            raise situation.refuse(key, what, f"{_WANDB}, or leave {key} out")
+            raise situation.refuse(key, what, f"{extras.remedy('wandb')}; or leave {key} out")
         yield Decision(feature="report_to", value="wandb", source=situation.source(key), reason="as written")

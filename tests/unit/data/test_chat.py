@@ -219,7 +219,9 @@ def test_parquet_without_pyarrow_says_what_to_install(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    with pytest.raises(ConfigError, match=r"needs pyarrow.*\n.*`pip install pyarrow`"):
+    with pytest.raises(
+        ConfigError, match=r"needs pyarrow.*\n.*pip install -c constraints.txt -e '.\[parquet\]'"
+    ):
         scan(tmp_path / "a.parquet")
 
 

@@ -93,7 +93,7 @@ def test_who_asks_for_a_package_that_is_missing_is_told_how_to_install_it(
     asked = config(features__attention="flash_attn_4")
     with pytest.raises(HardwareError, match="flash-attn-4 is not installed") as raised:
         plan(asked, machine("h200"), geometry)
-    assert "pip install 'trainer[flash-attn-4]'" in str(raised.value)
+    assert "pip install -c constraints.txt -e '.[flash-attn-4]'" in str(raised.value)
     assert plan(asked, with_package("h200", "flash-attn-4"), geometry).attention == "flash_attn_4"
 
 

@@ -41,9 +41,9 @@ def bytes_of(plan: Plan) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("override", "optimizer", "install"),
     [
-        ("train.optimizer=adamw_8bit", "adamw_8bit", "pip install 'trainer[adamw-8bit]'"),
-        ("train.optimizer=prodigy", "prodigy", "pip install 'trainer[prodigy]'"),
-        ("train.report_to=wandb", "adamw_fused_fp32", "pip install 'trainer[wandb]'"),
+        ("train.optimizer=adamw_8bit", "adamw_8bit", "pip install -c constraints.txt -e '.[adamw-8bit]'"),
+        ("train.optimizer=prodigy", "prodigy", "pip install -c constraints.txt -e '.[prodigy]'"),
+        ("train.report_to=wandb", "adamw_fused_fp32", "pip install -c constraints.txt -e '.[wandb]'"),
     ],
 )
 def test_a_missing_package_is_refused_with_the_line_to_run(

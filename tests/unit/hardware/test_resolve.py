@@ -216,7 +216,7 @@ def test_nf4_needs_bitsandbytes_and_lora(config: Config, geometry: Geometry) -> 
         HardwareError, match=r"my\.yaml:7: features\.weights: nf4 needs bitsandbytes"
     ) as caught:
         plan(asked, small(80), geometry)
-    assert "pip install 'trainer[nf4]'" in str(caught.value)
+    assert "pip install -c constraints.txt -e '.[nf4]'" in str(caught.value)
     assert plan(asked, with_bitsandbytes(small(80)), geometry).weights == "nf4"
     with pytest.raises(HardwareError, match=r"my\.yaml:7: .*an nf4 base cannot be trained"):
         plan(config(method="full", features__weights="nf4"), with_bitsandbytes(small(80)), geometry)
