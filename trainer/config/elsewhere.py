@@ -9,6 +9,8 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from trainer.config import environment
+
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
@@ -345,9 +347,12 @@ def file(name: str) -> Row | None:
 
 def variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Foreign]]:
     """Name and row of each variable that is set and does nothing, or harm."""
+    ours = {variable.name for variable in environment.VARIABLES}
     for name in sorted(environ):
         for row in VARIABLES:
-            if re.fullmatch(row.name, name) and re.fullmatch(row.value, environ[name], re.DOTALL):
+            # one of ours is meant by a row of its own name, never by a pattern that happens to cover it
+            covered = row.name == name or (name not in ours and re.fullmatch(row.name, name))
+            if covered and re.fullmatch(row.value, environ[name], re.DOTALL):
                 yield name, row
 
 

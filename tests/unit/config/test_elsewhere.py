@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trainer.cli import main
-from trainer.config import elsewhere, fields
+from trainer.config import elsewhere, environment, fields
 from trainer.config.load import load
 from trainer.config.presets import shipped_folder
 from trainer.config.schema import RunConfig
@@ -184,3 +184,8 @@ def test_a_variable_without_effect_is_warned_of_by_name(
 )
 def test_harmless_values_are_not_warned_of(name: str, value: str) -> None:
     assert not list(elsewhere.variables({name: value}))
+
+
+@pytest.mark.parametrize("name", [variable.name for variable in environment.VARIABLES])
+def test_a_variable_that_is_listed_as_ours_is_not_called_useless(name: str) -> None:
+    assert not list(elsewhere.variables({name: "1"}))
