@@ -49,9 +49,9 @@ def test_spark_keeps_its_host_alive(planned: Callable[[str, str], Plan]) -> None
     plan = planned("dgx-spark", "flux1_dev_lora")
     assert plan.environment == {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75"}
     assert not plan.pin_memory
-    assert plan.activation_checkpointing
-    switches = {row.feature: row.value for row in plan.decisions}
-    assert (switches["offload"], switches["disk_cache"]) == ("off", "on")
+    # within the budget: what would be recomputed below it costs time and makes nothing safer
+    assert not plan.activation_checkpointing and plan.peak_bytes < 0.97 * plan.budget_bytes
+    assert {row.feature: row.value for row in plan.decisions}["offload"] == "off"
     assert plan.attention == "flash"
 
 

@@ -122,8 +122,6 @@ def _recomputing(situation: Situation, geometry: Geometry, *, compiled: bool) ->
         return [(asked, 1.0)]
     if budget != "auto":
         settings = [(0, budget)]
-    elif asked == "auto" and situation.profile.prefer_checkpointing:
-        return [(whole, 1.0)]
     else:
         counted = geometry.activations_compiled.shares if compiled else {}
         settings = [(0, 1.0), *((0, share) for share in _BUDGETS if share in counted)]
@@ -176,8 +174,8 @@ def _automatic(situation: Situation, dtype: str, geometry: Geometry) -> Ladder:
         return Ladder(kinds=tuple(kinds), no_more=what)
     missing = {kind: _missing(situation, geometry, kind) for kind in QUANTIZED}
     verdict = fp8_verdict(situation, geometry)
-    may_multiply = situation.profile.prefer_fp8 and situation.config.features.compute == "auto"
-    if may_multiply and not _fp8_obstacle(situation, dtype) and not verdict.fails:
+    may_multiply = situation.config.features.compute == "auto" and not fp8_obstacle(situation, dtype)
+    if may_multiply and not verdict.fails:
         tier = 0 if verdict.faster else 1
         kinds += [Kind(weights="fp8", compute="fp8", copies=copies, tier=tier) for copies in (2, 1)]
         if geometry.modulation.parameters and not missing["int8"]:
@@ -199,12 +197,12 @@ def _asked_fp8(situation: Situation, dtype: str, geometry: Geometry) -> tuple[Ki
         raise situation.refuse("features.weights", what, "use method: lora, or bf16")
     key = _compiling_key(situation)
     if key and _fp8_uncompiled(situation):
-        what = f"blocks with fp8 weights cannot be compiled: {_fp8_obstacle(situation, dtype)}"
+        what = f"blocks with fp8 weights cannot be compiled: {fp8_obstacle(situation, dtype)}"
         raise situation.refuse(key, what, f"leave {key} out")
     modulation = _asked_modulation(situation, geometry)
     unpacked = Kind(weights="fp8", compute=dtype, modulation=modulation, tier=1)
     verdict = fp8_verdict(situation, geometry)
-    if compute == "bf16" or (compute == "auto" and (_fp8_obstacle(situation, dtype) or verdict.fails)):
+    if compute == "bf16" or (compute == "auto" and (fp8_obstacle(situation, dtype) or verdict.fails)):
         return (unpacked,)
     if verdict.fails:
         remedy = "leave features.compute out; `trainer probe CONFIG` measures again"
@@ -229,7 +227,7 @@ def _asked_modulation(situation: Situation, geometry: Geometry) -> str:
     return "int8"
 
 
-def _fp8_obstacle(situation: Situation, dtype: str) -> str:
+def fp8_obstacle(situation: Situation, dtype: str) -> str:
     """Why nothing can be multiplied in FP8 here; empty where it can."""
     if not situation.on_gpu:
         return "a CPU has no FP8 units"
@@ -245,7 +243,7 @@ def _require_fp8_compute(situation: Situation, dtype: str) -> None:
         raise situation.refuse(key, what, f"leave {key} out, or write features.weights: fp8")
     if situation.config.method == "full":
         raise situation.refuse(key, "fp8 is for a frozen base", f"use method: lora, or leave {key} out")
-    obstacle = _fp8_obstacle(situation, dtype)
+    obstacle = fp8_obstacle(situation, dtype)
     if obstacle:
         raise situation.refuse(key, obstacle, f"leave {key} out; features.weights: fp8 saves memory anyway")
 

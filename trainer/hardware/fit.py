@@ -7,13 +7,13 @@ import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from trainer.config.schema import size_bytes
 from trainer.errors import HardwareError
 from trainer.hardware import candidates, encoding, memory, roofline, swapping
 from trainer.hardware.adapters import needs_whole_base
+from trainer.hardware.budget import Budget
 from trainer.hardware.choices import TIGHT, Situation, fp8_verdict, on_off
 from trainer.hardware.geometry import Geometry
-from trainer.hardware.memory import GIB, Storage, gib
+from trainer.hardware.memory import Storage, gib
 from trainer.hardware.plan import Decision, MemoryRow
 
 _MOST_NAMED = 3
@@ -22,15 +22,6 @@ _MOST_NAMED = 3
 
 class DoesNotFitError(HardwareError):
     """No combination that the user left open fits the budget."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Budget:
-    """Device memory that the run may fill, and where the figure comes from."""
-
-    bytes: int
-    source: str
-    reason: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,37 +62,6 @@ class Outcome:
         word = "fp8 unpacked" if storage.compute != "fp8" else "fp8"
         word += " kept twice" if storage.weight_copies == 2 else ""
         return f"{word} with modulation in {storage.modulation}" if storage.modulation else word
-
-
-def budget(situation: Situation) -> Budget:
-    """What the user imposes, else the profile's share of the device's memory; less where that is the host's
-    and others use it. Raises HardwareError for an imposed budget that is not there.
-    """
-    profile, host = situation.profile, situation.facts.memory
-    total = situation.facts.gpus[0].total_memory_bytes if situation.on_gpu else host.total_bytes
-    rest = None if profile.headroom_bytes is None else max(0, host.available_bytes - profile.headroom_bytes)
-    asked, key = situation.config.features.memory_budget, "features.memory_budget"
-    if asked != "auto":
-        # beyond its share a machine whose memory is the host's can stop answering
-        most = total if rest is None else min(rest, int(total * profile.budget_share))
-        imposed = size_bytes(asked)
-        if imposed > most:
-            what = f"{asked} is more than {situation.gpu} has to give, {most / GIB:.2f} GiB"
-            raise situation.refuse(key, what, f"leave {key} out, or write at most {_whole_tenths(most)}")
-        return Budget(bytes=imposed, source=situation.source(key), reason=f"imposed, of {gib(total)}")
-    share, source = int(total * profile.budget_share), f"profile {profile.name}"
-    if rest is None or profile.headroom_bytes is None:
-        return Budget(bytes=share, source=source, reason=f"{profile.budget_share:.0%} of {gib(total)}")
-    if rest < share:
-        reason = f"{gib(host.available_bytes)} available now, less {gib(profile.headroom_bytes)} headroom"
-        return Budget(bytes=rest, source=source, reason=reason)
-    reason = f"{profile.budget_share:.0%} of {gib(total)}, the allocator's cap"
-    return Budget(bytes=share, source=source, reason=reason)
-
-
-def _whole_tenths(count: int) -> str:
-    """Bytes as a size that may be written, rounded down."""
-    return f"{count * 10 // GIB / 10}GiB"
 
 
 def speed(situation: Situation, geometry: Geometry, attention: str) -> Speed:
@@ -304,21 +264,17 @@ def _recomputing_rows(
     situation: Situation, geometry: Geometry, chosen: Outcome, skipped: Sequence[Outcome]
 ) -> Iterator[Decision]:
     """Activation checkpointing, and with compiled blocks the share of activations that is kept."""
-    features, storage, profile = situation.config.features, chosen.storage, situation.profile
+    features, storage = situation.config.features, chosen.storage
     feature, value = "activation_checkpointing", on_off(storage.checkpointing)
     if storage.recomputed:
         value = f"{storage.recomputed} of {geometry.blocks} blocks"
     same = [one for one in skipped if (one.kind, one.storage.tiling) == (chosen.kind, chosen.storage.tiling)]
-    if features.activation_checkpointing == "auto" and profile.prefer_checkpointing and storage.checkpointing:
-        reason = "memory here is shared with the host: the smaller peak is the safer"
-        yield Decision(feature=feature, value=value, source=f"profile {profile.name}", reason=reason)
-    else:
-        kept = "everything fits without, and the step is faster"
-        if storage.activation_budget < 1.0:
-            kept = "compiled blocks recompute their cheap part instead"
-        reason = _kept(same) if storage.checkpointing else kept
-        asked = features.activation_checkpointing
-        yield _row(situation, feature, value, asked, reason or f"fits: {gib(chosen.peak_bytes)}")
+    kept = "everything fits without, and the step is faster"
+    if storage.activation_budget < 1.0:
+        kept = "compiled blocks recompute their cheap part instead"
+    reason = _kept(same) if storage.checkpointing else kept
+    asked = features.activation_checkpointing
+    yield _row(situation, feature, value, asked, reason or f"fits: {gib(chosen.peak_bytes)}")
     if storage.activation_budget < 1.0:
         share = f"{storage.activation_budget:g}"
         yield _row(situation, "activation_budget", share, features.activation_budget, _kept(same))
@@ -337,8 +293,8 @@ def _why(situation: Situation, geometry: Geometry, chosen: Outcome) -> str:
         return f"follows from features.weights: {situation.config.features.weights}"
     if needs_whole_base(situation.config):
         return f"follows from lora.type: {situation.config.lora.type}"
-    if situation.profile.prefer_fp8 and storage.method == "lora" and storage.dtype == "bf16":
-        return f"FP8: {verdict.reason}"
+    if situation.on_gpu and storage.method == "lora" and not storage.stored:
+        return f"FP8: {candidates.fp8_obstacle(situation, storage.dtype) or verdict.reason}"
     return "as the base is stored"
 
 

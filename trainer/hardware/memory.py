@@ -40,6 +40,8 @@ _PROCESS_BYTES = 1 * GIB
 _CUDA_PROCESS_BYTES = int(3.5 * GIB)
 # what a shard passes through on its way to the device
 _RING_BYTES = GIB // 2
+HOST_BYTES = _CUDA_PROCESS_BYTES + _RING_BYTES
+"""What the training process holds in host memory beside the device's, without blocks that wait there."""
 _SCALE_BYTES = 4
 # blocks that wait in host memory pass through two buffers
 _WAITING_BUFFERS = 2

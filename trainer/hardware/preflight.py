@@ -16,7 +16,7 @@ from trainer.errors import ConfigError, HardwareError, Problem
 from trainer.hardware import compatibility
 from trainer.hardware.facts import Facts, driver_text, version_text
 from trainer.hardware.memory import gib
-from trainer.hardware.profiles import PROFILES, Profile, select
+from trainer.hardware.profiles import Profile, select
 
 LEAST_SHM_BYTES = 64 * 1024**2
 """What Docker and Kubernetes give by default: enough for one process, which loads data in threads."""
@@ -111,21 +111,22 @@ def machine_problems(facts: Facts, requested: str, unified: bool | None) -> tupl
 
 
 def require_memory_kind(facts: Facts, profile: Profile, unified: bool | None) -> None:
-    """Raise HardwareError where UNIFIED_MEMORY says another kind of memory than profile or GPU has."""
+    """Raise HardwareError where UNIFIED_MEMORY says another kind of memory than the run's GPU has."""
     if unified is None:
         return
-    shared = [one.name for one in PROFILES.values() if one.match.integrated]
     gpu = facts.gpus[0] if profile.device == "cuda" else None
     setting = f"UNIFIED_MEMORY={'true' if unified else 'false'}"
-    if unified and profile.name not in shared:
-        fits = gpu is not None and not PROFILES[shared[0]].match.contradiction(gpu)
-        why = f": {gpu.name} has memory of its own" if gpu is not None and not gpu.integrated else ""
+    shared = gpu is not None and gpu.integrated
+    if unified and not shared:
+        why = f"{gpu.name} has memory of its own" if gpu is not None else f"the profile is {profile.name}"
+        on_purpose = profile.device == "cpu" and any(one.integrated for one in facts.gpus)
+        instead = "set TRAINER_PROFILE to auto, or " if on_purpose else ""
         raise HardwareError(
-            f"it requires the profile {' or '.join(shared)}, and the profile is {profile.name}",
+            f"it requires a GPU that shares its memory with the CPU: {why}",
             where=setting,
-            remedy=f"set TRAINER_PROFILE to {shared[0]} or auto" if fits else f"unset UNIFIED_MEMORY{why}",
+            remedy=f"{instead}unset UNIFIED_MEMORY",
         )
-    if not unified and gpu is not None and (profile.name in shared or gpu.integrated):
+    if not unified and gpu is not None and gpu.integrated:
         raise HardwareError(
             f"it excludes {gpu.name}, which shares its memory with the CPU (profile {profile.name})",
             where=setting,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -53,15 +54,19 @@ class Profile:
     """Where the device's memory is the host's: what must stay of MemAvailable. None for memory of its own."""
     attention: tuple[str, ...]
     """Kernels in the order in which `auto` prefers them while none was measured."""
-    prefer_checkpointing: bool
-    """Checkpoint activations even where they would fit."""
-    prefer_fp8: bool
-    """`auto` may multiply a frozen base in FP8, where it was measured faster or the budget needs it."""
     pin_memory: bool
     environment: Mapping[str, str] = field(default_factory=dict)
     """Set before the training process starts; `OMP_*` only where the user's own environment has no value."""
     notes: tuple[tuple[str, str], ...] = ()
     """(feature, why) of policies that are fixed for this machine."""
+    by_facts: bool = False
+    """Budget, headroom, pinning, allocator's settings and notes are those of unified memory, because the GPU
+    has it, and not this profile's own."""
+
+    @property
+    def memory_source(self) -> str:
+        """Where budget, headroom, pinning and the allocator's settings come from."""
+        return "facts" if self.by_facts else f"profile {self.name}"
 
 
 _EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
@@ -86,14 +91,11 @@ _TABLE: tuple[Profile, ...] = (
         budget_share=0.75,
         headroom_bytes=20 * GIB,
         attention=_CUDA_ATTENTION,
-        prefer_checkpointing=True,
-        prefer_fp8=True,
         pin_memory=False,
         environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75"},
         notes=(
             ("pin_memory", "pinned buffers come out of the memory that the GPU uses"),
             ("offload", "CPU and GPU share one memory: moving weights frees nothing"),
-            ("disk_cache", "encoded images and captions wait on disk, not in the shared memory"),
         ),
     ),
     Profile(
@@ -105,8 +107,6 @@ _TABLE: tuple[Profile, ...] = (
         budget_share=0.95,
         headroom_bytes=None,
         attention=_CUDA_ATTENTION,
-        prefer_checkpointing=False,
-        prefer_fp8=True,
         pin_memory=True,
         environment=_EXPANDABLE,
     ),
@@ -118,8 +118,6 @@ _TABLE: tuple[Profile, ...] = (
         budget_share=0.95,
         headroom_bytes=None,
         attention=_CUDA_ATTENTION,
-        prefer_checkpointing=False,
-        prefer_fp8=True,
         pin_memory=True,
         environment=_EXPANDABLE,
     ),
@@ -131,8 +129,6 @@ _TABLE: tuple[Profile, ...] = (
         budget_share=0.93,
         headroom_bytes=None,
         attention=_CUDA_ATTENTION,
-        prefer_checkpointing=False,
-        prefer_fp8=False,
         pin_memory=True,
         environment=_EXPANDABLE,
     ),
@@ -144,8 +140,6 @@ _TABLE: tuple[Profile, ...] = (
         budget_share=1.0,
         headroom_bytes=2 * GIB,
         attention=("native",),
-        prefer_checkpointing=False,
-        prefer_fp8=False,
         pin_memory=False,
         # waiting threads sleep: spinning, OpenMP's default, slows steps 5 times beside another program
         environment={"OMP_WAIT_POLICY": "PASSIVE"},
@@ -177,7 +171,24 @@ def select(facts: Facts, requested: str = "auto") -> tuple[Profile, str]:
             where=f"TRAINER_PROFILE={profile.name}",
             remedy=f"use TRAINER_PROFILE={fitting.name}, or auto",
         )
-    return profile, f"requested; {profile.title}"
+    return _guarded(profile, facts.gpus[0], f"requested; {profile.title}")
+
+
+def _guarded(profile: Profile, gpu: Gpu, reason: str) -> tuple[Profile, str]:
+    """The profile with the guards of unified memory where the GPU has it, whatever the profile is called."""
+    if not gpu.integrated or profile.headroom_bytes is not None:
+        return profile, reason
+    unified = next(one for one in _TABLE if one.match.integrated)
+    guarded = dataclasses.replace(
+        profile,
+        budget_share=unified.budget_share,
+        headroom_bytes=unified.headroom_bytes,
+        pin_memory=unified.pin_memory,
+        environment=unified.environment,
+        notes=unified.notes,
+        by_facts=True,
+    )
+    return guarded, f"{reason}; its memory is guarded as that of {unified.name}: it is shared with the CPU"
 
 
 def _unknown(requested: str) -> ConfigError:
@@ -199,7 +210,8 @@ def _automatic(facts: Facts) -> tuple[Profile, str]:
     gpu = facts.gpus[0]
     fitting = next(p for p in _TABLE if p.device == "cuda" and not p.match.contradiction(gpu))
     memory = f"{gpu.total_memory_bytes / GIB:.1f} GiB, {_memory_kind(gpu.integrated)}"
-    return fitting, f"{gpu.name}: compute capability {version_text(gpu.capability)}, {memory}"
+    reason = f"{gpu.name}: compute capability {version_text(gpu.capability)}, {memory}"
+    return _guarded(fitting, gpu, reason)
 
 
 def _no_gpu(facts: Facts, what: str) -> HardwareError:

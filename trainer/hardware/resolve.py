@@ -19,6 +19,7 @@ from trainer.hardware import (
     optimizers,
     swapping,
 )
+from trainer.hardware.budget import Budget, budget
 from trainer.hardware.choices import Situation
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
@@ -166,7 +167,7 @@ class _Decided:
     graphs: Decision
     optimizer: Decision
     loader: Decision
-    limit: fit.Budget
+    limit: Budget
     chosen: fit.Outcome
     skipped: Sequence[fit.Outcome]
     step_milliseconds: float
@@ -203,7 +204,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
     dtype, tf32 = choices.dtype(situation), choices.tf32(situation)
     optimizer = optimizers.choose(situation, dtype.value)
     attention = choices.attention(situation, dtype.value, geometry.attention_shape_class)
-    limit, loader = fit.budget(situation), choices.loader(situation)
+    limit, loader = budget(situation), choices.loader(situation)
     speed = fit.speed(situation, geometry, attention.value)
     gain = fit.compile_gain(situation, dtype.value, geometry, speed)
     compiling = choices.compiling(situation, gain, batching.micro_batches(situation.config))
@@ -238,7 +239,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
     )
 
 
-def _filled(situation: Situation, limit: fit.Budget) -> fit.Budget:
+def _filled(situation: Situation, limit: Budget) -> Budget:
     """What a prediction may reach. More of an imposed budget, which is the user's word; beyond it the
     allocator fails.
     """
@@ -318,11 +319,11 @@ def _disk(config: RunConfig, chosen: fit.Outcome, geometry: Geometry) -> tuple[s
 
 def _policies(profile: Profile) -> Iterator[Decision]:
     """What the profile fixes: pinning, its notes, the allocator's settings."""
-    source, notes = f"profile {profile.name}", dict(profile.notes)
+    source, notes = profile.memory_source, dict(profile.notes)
     pinned = "faster copies to the GPU" if profile.pin_memory else "there is no GPU to copy to"
     yield _row("pin_memory", choices.on_off(profile.pin_memory), source, notes.pop("pin_memory", pinned))
     for feature, reason in notes.items():
-        yield _row(feature, "off" if feature == "offload" else "on", source, reason)
+        yield _row(feature, "off", source, reason)
     for name, value in profile.environment.items():
         yield _row("environment", name, source, f"{value}, set before the training process starts")
 

@@ -145,8 +145,9 @@ REFUSED = {
     "unified memory elsewhere": (
         machine("h200"),
         {"UNIFIED_MEMORY": "TRUE"},
-        "UNIFIED_MEMORY=true: it requires the profile dgx-spark, and the profile is hopper-fp8\n"
-        "    -> unset UNIFIED_MEMORY: NVIDIA H200 has memory of its own\n",
+        "UNIFIED_MEMORY=true: it requires a GPU that shares its memory with the CPU:"
+        " NVIDIA H200 has memory of its own\n"
+        "    -> unset UNIFIED_MEMORY\n",
     ),
     "no headroom": (
         dataclasses.replace(

@@ -114,21 +114,22 @@ def test_a_limit_on_the_container_is_named() -> None:
             "rtx-4090",
             "auto",
             True,
-            "UNIFIED_MEMORY=true: it requires the profile dgx-spark, and the profile is rtx-4090\n"
-            "    -> unset UNIFIED_MEMORY: NVIDIA GeForce RTX 4090 has memory of its own",
+            "UNIFIED_MEMORY=true: it requires a GPU that shares its memory with the CPU:"
+            " NVIDIA GeForce RTX 4090 has memory of its own\n"
+            "    -> unset UNIFIED_MEMORY",
         ),
         (
             "dgx-spark",
-            "generic-cuda",
+            "cpu",
             True,
-            "UNIFIED_MEMORY=true: it requires the profile dgx-spark, and the profile is generic-cuda\n"
-            "    -> set TRAINER_PROFILE to dgx-spark or auto",
+            "UNIFIED_MEMORY=true: it requires a GPU that shares its memory with the CPU: the profile is cpu\n"
+            "    -> set TRAINER_PROFILE to auto, or unset UNIFIED_MEMORY",
         ),
         (
             "cpu",
             "auto",
             True,
-            "UNIFIED_MEMORY=true: it requires the profile dgx-spark, and the profile is cpu\n"
+            "UNIFIED_MEMORY=true: it requires a GPU that shares its memory with the CPU: the profile is cpu\n"
             "    -> unset UNIFIED_MEMORY",
         ),
         (
@@ -159,7 +160,12 @@ def test_unified_memory_that_is_not_there(name: str, requested: str, unified: bo
 
 @pytest.mark.parametrize(
     ("name", "requested", "unified"),
-    [("dgx-spark", "auto", True), ("rtx-4090", "auto", False), ("dgx-spark", "cpu", False)],
+    [
+        ("dgx-spark", "auto", True),
+        ("dgx-spark", "generic-cuda", True),
+        ("rtx-4090", "auto", False),
+        ("dgx-spark", "cpu", False),
+    ],
 )
 def test_unified_memory_that_is_as_said(name: str, requested: str, unified: bool) -> None:
     assert machine_problems(machine(name), requested, unified) == ()
@@ -329,7 +335,22 @@ def test_what_is_missing_is_described_too() -> None:
     ]
 
 
-def test_memory_kind_goes_by_attributes() -> None:
-    thor = with_gpu(machine("dgx-spark"), capability=(11, 0), name="another integrated GPU")
-    (problem,) = machine_problems(thor, "auto", True)
-    assert problem.remedy == "unset UNIFIED_MEMORY"
+def thor() -> Facts:
+    """Another integrated GPU, which no profile is named after."""
+    facts = with_gpu(machine("dgx-spark"), capability=(11, 0), name="another integrated GPU")
+    assert facts.torch is not None
+    return dataclasses.replace(facts, torch=dataclasses.replace(facts.torch, arch_list=("sm_110",)))
+
+
+@pytest.mark.parametrize("requested", ["auto", "generic-cuda"])
+def test_memory_kind_goes_by_attributes(requested: str) -> None:
+    assert machine_problems(thor(), requested, True) == ()
+    (problem,) = machine_problems(thor(), requested, False)
+    assert "which shares its memory with the CPU" in problem.what
+
+
+@pytest.mark.parametrize(("facts", "requested"), [(thor(), "auto"), (machine("dgx-spark"), "generic-cuda")])
+def test_the_floor_of_shared_memory_goes_by_attributes(facts: Facts, requested: str) -> None:
+    assert machine_problems(facts, requested, None) == ()
+    (problem,) = machine_problems(available(facts, 15 * GIB), requested, None)
+    assert problem.where == "unified memory" and "20.0 GiB must stay free" in problem.what

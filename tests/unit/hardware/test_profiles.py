@@ -36,6 +36,26 @@ def test_auto_goes_by_attributes_not_by_names() -> None:
     assert select(laptop)[0].name == "generic-cuda"
 
 
+@pytest.mark.parametrize("requested", ["auto", "generic-cuda", "hopper-fp8"])
+@pytest.mark.parametrize("capability", [(9, 0), (11, 0), (12, 1)])
+def test_shared_memory_is_guarded_whatever_the_profile_is_called(
+    capability: tuple[int, int], requested: str
+) -> None:
+    """The machine hangs as a whole where its memory is filled: no name may switch that off."""
+    gpu = with_gpu(machine("dgx-spark"), capability=capability)
+    if requested == "hopper-fp8" and capability != (9, 0):
+        return
+    found, reason = select(gpu, requested)
+    spark = PROFILES["dgx-spark"]
+    for name in ("budget_share", "headroom_bytes", "pin_memory", "environment", "notes"):
+        assert vars(found)[name] == vars(spark)[name], name
+    guarded = found.name != "dgx-spark"
+    assert found.memory_source == ("facts" if guarded else "profile dgx-spark")
+    assert ("is guarded" in reason) == guarded
+    own, _ = select(with_gpu(gpu, integrated=False), requested)
+    assert own.headroom_bytes is None and own.pin_memory
+
+
 @pytest.mark.parametrize(
     ("name", "requested", "says"),
     [

@@ -230,7 +230,7 @@ def test_an_imposed_budget_replaces_the_profiles_share(config: Config, geometry:
 
 def test_an_imposed_budget_on_shared_memory_leaves_the_headroom(config: Config, geometry: Geometry) -> None:
     spark = machine("dgx-spark")
-    busy = dataclasses.replace(spark.memory, available_bytes=30 * GIB)
+    busy = dataclasses.replace(spark.memory, available_bytes=34 * GIB)
     facts = dataclasses.replace(spark, memory=busy)
     assert plan(config(features__memory_budget="10GiB"), facts, geometry).budget_bytes == 10 * GIB
     with pytest.raises(HardwareError, match=r"is more than .* has to give, 10\.00 GiB"):
@@ -244,13 +244,16 @@ def test_an_imposed_budget_does_not_lift_the_cap_of_shared_memory(config: Config
     assert "or write at most 91." in str(raised.value)
 
 
-def test_a_budget_of_all_of_a_card_says_what_may_be_written(config: Config, geometry: Geometry) -> None:
+def test_a_budget_of_all_of_a_card_takes_what_is_there(config: Config, geometry: Geometry) -> None:
     """Cards have a little less than their name says."""
-    with pytest.raises(HardwareError, match=r"24GiB is more than .* 23\.\d\d GiB") as raised:
-        plan(config(features__memory_budget="24GiB"), machine("rtx-4090"), geometry)
+    facts = machine("rtx-4090")
+    found = plan(config(features__memory_budget="24GiB"), facts, geometry)
+    assert found.budget_bytes == facts.gpus[0].total_memory_bytes < 24 * GIB
+    reason = row(found, "memory_budget").reason
+    assert reason.startswith("imposed: of the 24GiB that were written 23.99 GiB are there")
+    with pytest.raises(HardwareError, match=r"24\.3GiB is more than .* 23\.\d\d GiB") as raised:
+        plan(config(features__memory_budget="24.3GiB"), facts, geometry)
     assert "write at most 23.9GiB" in str(raised.value)
-    found = plan(config(features__memory_budget="23.9GiB"), machine("rtx-4090"), geometry)
-    assert found.budget_bytes == int(23.9 * GIB)
 
 
 def test_the_nearest_fit_may_be_without_the_budget(config: Config, geometry: Geometry) -> None:

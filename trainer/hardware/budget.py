@@ -1,0 +1,68 @@
+"""Floor 2: how much device memory a run may fill, and where that figure comes from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trainer.config.schema import size_bytes
+from trainer.hardware.choices import Situation
+from trainer.hardware.memory import GIB, HOST_BYTES, gib
+
+KEY = "features.memory_budget"
+_AS_GOOD_AS = 0.99
+"""A card of 24 GB has 23.99 GiB: who writes 24GiB means all of it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Budget:
+    """Device memory that the run may fill, and where the figure comes from."""
+
+    bytes: int
+    source: str
+    reason: str
+
+
+def budget(situation: Situation) -> Budget:
+    """What the user imposes, else the profile's share of the device's memory; less where that is the host's
+    and others use it. Raises HardwareError for an imposed budget that is not there.
+    """
+    profile, host = situation.profile, situation.facts.memory
+    total = situation.facts.gpus[0].total_memory_bytes if situation.on_gpu else host.total_bytes
+    share, asked = int(total * profile.budget_share), situation.config.features.memory_budget
+    headroom = profile.headroom_bytes
+    if headroom is None:
+        if asked != "auto":
+            return _imposed(situation, asked, total, total)
+        return Budget(
+            bytes=share, source=profile.memory_source, reason=f"{profile.budget_share:.0%} of {gib(total)}"
+        )
+    # the process takes its part beside what the device holds; on a CPU the plan's rows have it
+    beside = HOST_BYTES if situation.on_gpu else 0
+    rest = max(0, host.available_bytes - headroom - beside)
+    if asked != "auto":
+        # beyond its share a machine whose memory is the host's can stop answering
+        return _imposed(situation, asked, min(rest, share), total)
+    if rest < share:
+        reason = f"{gib(host.available_bytes)} available now, less {gib(headroom)} headroom"
+        reason += f" and {gib(beside)} of the process" if beside else ""
+        return Budget(bytes=rest, source=profile.memory_source, reason=reason)
+    reason = f"{profile.budget_share:.0%} of {gib(total)}, the allocator's cap"
+    return Budget(bytes=share, source=profile.memory_source, reason=reason)
+
+
+def _imposed(situation: Situation, asked: str, most: int, total: int) -> Budget:
+    """The budget that the user wrote, or `most` where that is nearly as much; else HardwareError."""
+    source, wanted = situation.source(KEY), size_bytes(asked)
+    if wanted <= most:
+        return Budget(bytes=wanted, source=source, reason=f"imposed, of {gib(total)}")
+    if most < wanted * _AS_GOOD_AS:
+        what = f"{asked} is more than {situation.gpu} has to give, {most / GIB:.2f} GiB"
+        remedy = f"leave {KEY} out, or write at most {_whole_tenths(most)}"
+        raise situation.refuse(KEY, what, remedy)
+    reason = f"imposed: of the {asked} that were written {most / GIB:.2f} GiB are there"
+    return Budget(bytes=most, source=source, reason=reason)
+
+
+def _whole_tenths(count: int) -> str:
+    """Bytes as a size that may be written, rounded down."""
+    return f"{count * 10 // GIB / 10}GiB"
