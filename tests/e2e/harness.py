@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[2]
 TENSOR_SECONDS = 0.05
 ENTRY_SECONDS = 0.2
 
@@ -28,6 +29,8 @@ def parent(knobs: dict[str, Any], arguments: Sequence[str]) -> int:
     def supervise(command: Sequence[str], **rest: Any) -> int:
         if "slow" in knobs:
             command = [sys.executable, "-m", "tests.e2e.harness", "--child", knobs["slow"], command[-1]]
+            # the trainer's own child imports nothing from the working directory, where `tests` is
+            rest["environment"] = {**rest["environment"], "PYTHONPATH": str(ROOT)}
         if "meminfo" in knobs:
             rest |= {"unified_memory": True, "meminfo_path": Path(knobs["meminfo"])}
         return real(command, **rest, limits=supervisor.Limits(**knobs.get("limits", {})))

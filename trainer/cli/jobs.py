@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
+
+from trainer.config.interpreter import python, with_safe_path
 
 if TYPE_CHECKING:
     from trainer.config.load import Loaded
@@ -69,7 +70,7 @@ def run_job(
         )
         write_spec(spec, folder / "spec.json")
         return supervise(
-            [sys.executable, "-m", "trainer.engine", str(folder / "spec.json")],
+            python("-m", "trainer.engine", str(folder / "spec.json")),
             environment=_child_environment(plan, facts),
             runtime_dir=runtime_dir,
             port=port,
@@ -87,7 +88,7 @@ def _child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     from trainer.cli.targets import nearest
     from trainer.config import environment
 
-    environ = plan.child_environment(environment.snapshot())
+    environ = with_safe_path(plan.child_environment(environment.snapshot()))
     if plan.device == "cpu" and not plan.compile:
         return environ
     folder = environment.user_cache_dir() / "compile"

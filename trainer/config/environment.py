@@ -142,6 +142,12 @@ def snapshot() -> dict[str, str]:
     return dict(os.environ)
 
 
+def add_python_path(folder: str) -> None:
+    """Have the Python processes that are started from now on import from `folder` as well."""
+    others = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = f"{others}{os.pathsep}{folder}" if others else folder
+
+
 def read(name: str, environ: Mapping[str, str] | None = None) -> str | None:
     """Value of a listed variable; None when it is unset, empty, or a Service address from Kubernetes."""
     assert name in _NAMES, f"{name} is not in the table of variables"

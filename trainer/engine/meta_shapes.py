@@ -15,6 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trainer.config.interpreter import python
 from trainer.errors import AccessError
 from trainer.hardware.cachefile import read_entries, write_entries
 from trainer.hardware.geometry import Shapes, compact, expand
@@ -69,7 +70,7 @@ def _kept(folder: Path, library: str, class_name: str, path: Path) -> Shapes:
 
 
 def _ask_child(folder: Path, library: str, class_name: str) -> list[tuple[str, list[int], int]]:
-    command = [sys.executable, "-m", "trainer.engine.meta_shapes", str(folder), library, class_name]
+    command = python("-m", "trainer.engine.meta_shapes", str(folder), library, class_name)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:

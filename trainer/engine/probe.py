@@ -19,6 +19,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trainer.config.interpreter import python
 from trainer.families.protocol import AttentionShape
 from trainer.hardware.facts import Facts, KernelVerdict
 
@@ -156,7 +157,7 @@ def _installed(kernel: str) -> bool:
 def _start(environment: Mapping[str, str], stack: contextlib.ExitStack) -> subprocess.Popen[str]:
     """A process that waits for a request, ended with `stack`."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "trainer.engine.probe"],
+        python("-m", "trainer.engine.probe"),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+from trainer.config.interpreter import python
 from trainer.errors import HardwareError
 from trainer.hardware import codec
 from trainer.hardware.cachefile import read_entries, write_entries
@@ -100,7 +101,7 @@ def _cached_arch_list(folder: Path, cache: Path) -> tuple[str, ...]:
 def _ask_child(program: str) -> list[str]:
     try:
         child = subprocess.run(
-            [sys.executable, "-c", program],
+            python("-c", program),
             capture_output=True,
             text=True,
             timeout=_CHILD_SECONDS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -267,7 +268,7 @@ def test_torchs_own_kernel_and_a_matmul_in_their_processes() -> None:
 def test_the_process_ends_where_nobody_asks() -> None:
     """Its parent was killed before it asked."""
     done = subprocess.run(
-        [probe.sys.executable, "-m", "trainer.engine.probe"],
+        [sys.executable, "-m", "trainer.engine.probe"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,

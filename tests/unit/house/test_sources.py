@@ -113,6 +113,18 @@ def test_low_floors_import_no_model_library() -> None:
     assert not MODEL_LIBRARIES & {module.partition(".")[0] for module in loaded.stdout.split()}
 
 
+def test_python_is_started_in_one_way() -> None:
+    """`interpreter.python`: a child that is started otherwise imports from the working directory."""
+    found = [
+        f"{name(path)}:{node.lineno}"
+        for path in modules()
+        if path.is_relative_to(ROOT / "trainer")
+        for node in ast.walk(parse(path))
+        if isinstance(node, ast.Attribute) and node.attr == "executable"
+    ]
+    assert [place.partition(":")[0] for place in found] == ["trainer/config/interpreter.py"], found
+
+
 def test_no_committed_file_knows_this_machine() -> None:
     # a folder right below / may bear an ordinary word
     here = [f"{place}/" for place in (ROOT, Path.home()) if len(place.parts) > 2]

@@ -1,0 +1,37 @@
+"""Floor 1: other Python processes of this environment, none of which imports from the working directory.
+
+`python -m` and `python -c` put the working directory before the standard library: a `random.py` there, in a
+data set's folder for instance, would be executed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.config import environment
+
+_SAFE_PATH = "PYTHONSAFEPATH"
+_PACKAGE_FOLDER = Path(__file__).parents[2]
+
+
+def python(*arguments: str) -> list[str]:
+    """The command line of a Python process: `python("-m", "trainer.engine")`."""
+    return [sys.executable, "-P", *arguments]
+
+
+def with_safe_path(environ: Mapping[str, str]) -> dict[str, str]:
+    """`environ`, in which Python processes that a library starts keep to the same."""
+    return {**environ, _SAFE_PATH: "1"}
+
+
+def keep_checkout(folder: str) -> None:
+    """Keep a checkout importable that is not installed, and is run by `python -m trainer` from its `folder`.
+
+    It comes after everything else in this process; those that are started from here find it as well. Any
+    other folder is left alone.
+    """
+    if folder and Path(folder).resolve() == _PACKAGE_FOLDER.resolve():
+        sys.path.append(folder)
+        environment.add_python_path(folder)
