@@ -20,7 +20,7 @@ from tests.contract.runs import (
     products,
     steps_saved,
 )
-from tests.e2e.conftest import Process, Start
+from tests.e2e.conftest import PATIENCE_SECONDS, Process, Start
 from trainer.errors import ExitCode
 from trainer.telemetry.status import Phase
 
@@ -76,6 +76,20 @@ def test_a_stop_a_kill_and_two_resumes_equal_one_run(
     assert code == 0, errors
     assert "resumed from step-000005" in errors
     require_equal(process.run_dir, straight.run_dir)
+
+
+@pytest.mark.parametrize("case", FIRST_CASES, ids=str)
+def test_a_reader_of_its_lines_that_goes_away_changes_nothing(
+    case: Case, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    straight = uninterrupted(case)
+    process = start(case, tmp_path)
+    assert process.popen.stderr is not None
+    process.popen.stderr.close()  # as `2>&1 | head -1`
+    process.popen.stderr = None
+    assert process.popen.wait(PATIENCE_SECONDS) == 0
+    require_equal(process.run_dir, straight.run_dir)
+    assert "Proved: " in (process.run_dir / "log.jsonl").read_text()
 
 
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)

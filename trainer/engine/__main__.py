@@ -23,6 +23,7 @@ from trainer.telemetry import log
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
+from trainer.telemetry.streams import outlive_readers
 
 if TYPE_CHECKING:
     from trainer.families.protocol import Family
@@ -37,6 +38,7 @@ def main(spec_path: str) -> int:
     """Run one job; returns the exit code. Errors of the user's making are logged, ours keep their
     traceback.
     """
+    outlive_readers(stdout=True)
     stop = StopFlag()
     stop.install()
     spec = read_spec(Path(spec_path))

@@ -1,0 +1,100 @@
+"""Floor 3: standard streams that outlive their reader. Standard library only.
+
+A terminal that closes, `| head`, a `tee` that ends or a full disk behind `2>` must not end a run of hours:
+what was meant for them is dropped, the run goes on, and its log tells.
+"""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import select
+import sys
+from typing import TYPE_CHECKING, TextIO
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+_GONE = frozenset({errno.EPIPE, errno.EIO, errno.EBADF, errno.ECONNRESET, errno.ENXIO})
+"""Of a pipe without a reader, a terminal or descriptor that was closed, a connection that was cut."""
+_NAMES = ("stdin", "stdout", "stderr")
+
+
+class _LastingFile(io.FileIO):
+    """A raw file whose writes never fail."""
+
+    def write(self, data: Buffer, /) -> int:
+        """Write `data`, or drop it; once the reader went away the descriptor leads to the null device."""
+        try:
+            while (written := super().write(data)) is None:
+                select.select([], [self.fileno()], [])  # another process made the pipe non-blocking
+        except OSError as error:
+            if error.errno in _GONE:
+                _lead_nowhere(self.fileno())
+                name = _NAMES[self.fileno()]
+                _tell(f"nobody reads {name} any more ({error.strerror}); the work goes on without it")
+            return memoryview(data).nbytes  # of a full disk: later lines may find room again
+        return written
+
+
+def outlive_readers(*, stdout: bool) -> None:
+    """Have what this process writes to stderr, with `stdout` to that too, never end it.
+
+    Standard streams that it was started without lead to the null device: else the next file that it opens
+    would become descriptor 2, and take what native code writes there.
+    """
+    for descriptor in range(len(_NAMES)):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            _lead_nowhere(descriptor)
+    sys.stderr = _lasting(sys.stderr, 2)
+    # a command whose reader left ends early (`trainer config show | head`); work that lasts does not
+    if stdout or sys.stdout is None:
+        sys.stdout = _lasting(sys.stdout, 1)
+
+
+def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
+    """`stream` over a raw file that lasts; one that is no longer the process's own stays as it is."""
+    raw = _LastingFile(descriptor, "wb", closefd=False)
+    if stream is None:
+        return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", line_buffering=True)
+    if not isinstance(stream, io.TextIOWrapper) or not _leads_to(stream, descriptor):
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(raw),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        newline="\n",
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+def _leads_to(stream: TextIO, descriptor: int) -> bool:
+    try:
+        return stream.fileno() == descriptor
+    except OSError:  # text in memory
+        return False
+
+
+def _lead_nowhere(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    if null != descriptor:
+        os.dup2(null, descriptor)
+        os.close(null)
+    else:
+        os.set_inheritable(descriptor, True)
+
+
+def _tell(text: str) -> None:
+    """Into the run's log alone: this is called while a line is written to stderr."""
+    import logging
+
+    logger = logging.getLogger("trainer")
+    record = logger.makeRecord("trainer.streams", logging.WARNING, __file__, 0, text, (), None)
+    for handler in logger.handlers:
+        if isinstance(handler, logging.FileHandler):
+            handler.handle(record)
