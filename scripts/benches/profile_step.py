@@ -52,7 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.spec is not None:
         profile(options)
         return 0
-    from trainer.cli.jobs import planned
+    from trainer.cli.measure import planned
 
     with tempfile.TemporaryDirectory(prefix="profile-") as name:
         folder = Path(name)

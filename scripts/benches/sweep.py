@@ -95,14 +95,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _probe(case: memory.Case) -> None:
     """Measure kernels without a verdict, as `trainer train` does: without one auto keeps to safe kernels."""
-    from trainer.cli import jobs
+    from trainer.cli import measure
 
     with tempfile.TemporaryDirectory(prefix="sweep-") as scratch:
         try:
             loaded, _ = memory.planned(case, Path(scratch))
         except TrainerError:
             return  # the case's own row says why it cannot be planned
-        jobs.planned(loaded, probe=True)
+        measure.planned(loaded, probe=True)
 
 
 def _needless(case: memory.Case, known: Sequence[dict[str, Any]], budgets: Sequence[float]) -> str:

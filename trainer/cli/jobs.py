@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -71,14 +70,14 @@ def run_job(
         write_spec(spec, folder / "spec.json")
         return supervise(
             python("-m", "trainer.engine", str(folder / "spec.json")),
-            environment=_child_environment(plan, facts),
+            environment=child_environment(plan, facts),
             runtime_dir=runtime_dir,
             port=port,
             unified_memory=any(gpu.integrated for gpu in facts.gpus),
         )
 
 
-def _child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
+def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     """This process's environment with what the plan needs, and with folders for what compilers make.
 
     These are in the user's cache folder, so that the next start finds it: their own choices are temporary
@@ -126,68 +125,6 @@ def stop_before_start() -> None:
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)
-
-
-def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
-    """This machine's facts and the run's plan; with `probe`, kernels without a verdict are measured first."""
-    from trainer.engine.planning import machine_facts, plan_run, requested_profile
-
-    facts, profile = machine_facts(), requested_profile()
-    plan = plan_run(loaded, facts, profile)
-    features = loaded.config.features
-    asked = {"attention": features.attention, "matmul": features.compute}
-    kinds = [kind for kind, value in asked.items() if value == "auto"]
-    if not (probe and plan.device == "cuda" and kinds):
-        return facts, plan
-    for _ in range(_MOST_PROBES):
-        measured = probe_kernels(loaded, facts, kinds)
-        if measured == facts:
-            break
-        # with verdicts a step's samples may be parted in another way, and kernels have other shapes
-        facts, plan = measured, plan_run(loaded, measured, profile)
-    return facts, plan
-
-
-_MOST_PROBES = 3
-
-
-def probe_kernels(
-    loaded: Loaded,
-    facts: Facts,
-    kinds: Sequence[str] = ("attention", "matmul"),
-    *,
-    failed_too: bool = False,
-) -> Facts:
-    """The facts with a verdict for every kernel at the run's shape; verdicts are kept on disk.
-
-    With `failed_too` kernels that failed before are tried again: a driver or a library may have changed.
-    """
-    import dataclasses
-
-    from trainer.config import environment
-    from trainer.engine import probe
-    from trainer.engine.planning import plan_run, requested_profile, run_attention
-    from trainer.hardware.verdicts import FILE_NAME, read_verdicts, write_verdicts
-
-    plan = plan_run(loaded, facts, requested_profile())
-    shape = run_attention(loaded, plan.micro_batch_size)
-    candidates = probe.kernels_for(facts, plan.device, plan.dtype)
-    wanted = [name for name in candidates if name.partition(".")[0] in kinds]
-    missing = probe.unmeasured(wanted, facts, shape, failed_too=failed_too)
-    if not missing:
-        return facts
-    names = ", ".join(missing)
-    click.echo(f"measuring kernels once for {probe.shape_class(shape)}: {names}", err=True)
-    verdicts = probe.probe(missing, shape, plan.dtype, _child_environment(plan, facts))
-    for row in verdicts:
-        speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"
-        click.echo(f"  {row.kernel}: {'works' if row.works else 'fails'}, {speed}, {row.reason}", err=True)
-    path = environment.user_cache_dir() / FILE_NAME
-    if not write_verdicts(path, facts, verdicts):
-        click.echo(f"  {path} cannot be written: they will be measured again", err=True)
-        found = {(row.kernel, row.shape_class): row for row in (*facts.verdicts, *verdicts)}
-        return dataclasses.replace(facts, verdicts=tuple(found.values()))
-    return dataclasses.replace(facts, verdicts=read_verdicts(path, facts))
 
 
 def with_prompts(loaded: Loaded, prompts: tuple[str, ...]) -> Loaded:

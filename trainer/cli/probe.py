@@ -33,8 +33,12 @@ def probe(
     output: Path | None,
     as_json: bool,
 ) -> int:
-    """Measure this machine: facts, and with a configuration every kernel forward and backward."""
-    from trainer.cli.jobs import probe_kernels
+    """Measure this machine: facts, and with a configuration every kernel forward and backward.
+
+    Kernels are measured anew, those that worked too, and take the place of what was kept: do it while nothing
+    else uses the GPU.
+    """
+    from trainer.cli.measure import measured_anew
     from trainer.engine.planning import machine_facts
     from trainer.hardware.facts import facts_to_json
     from trainer.hardware.host import WSL_SPILLS
@@ -42,7 +46,7 @@ def probe(
     facts = machine_facts()
     if configs:
         loaded = load_config(configs, overrides, dataset, output, presets)
-        facts = probe_kernels(loaded, facts, failed_too=True)
+        facts = measured_anew(loaded, facts)
     if as_json:
         click.echo(facts_to_json(facts))
         return 0

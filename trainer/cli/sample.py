@@ -36,7 +36,8 @@ def sample(
     picture: Path,
 ) -> int:
     """Draw prompts with the base model and a LoRA, through the family's own pipeline."""
-    from trainer.cli.jobs import planned, run_job, with_prompts
+    from trainer.cli.jobs import run_job, with_prompts
+    from trainer.cli.measure import planned
     from trainer.cli.targets import require_picture
     from trainer.errors import ConfigError
 
@@ -91,7 +92,8 @@ def verify_lora(
 
         click.echo(f"{file}: {check_file(file)} layers, all finite, not zero")
         return 0
-    from trainer.cli.jobs import planned, run_job
+    from trainer.cli.jobs import run_job
+    from trainer.cli.measure import planned
 
     loaded = load_config(configs, overrides, dataset, output, presets)
     _require_family(file, loaded.config.family)

@@ -32,7 +32,8 @@ def train(
     no_probe: bool,
 ) -> int:
     """Train, prove and save: a LoRA or a full fine-tune, as the configuration says."""
-    from trainer.cli.jobs import planned, print_plan, run_job, stop_before_start
+    from trainer.cli.jobs import print_plan, run_job, stop_before_start
+    from trainer.cli.measure import planned
     from trainer.config import environment
     from trainer.engine.continued import continued
 
@@ -79,7 +80,8 @@ def cache(
     import_pt: Path | None,
 ) -> int:
     """Encode images and captions ahead of a run; `train` then starts at once."""
-    from trainer.cli.jobs import planned, run_job, stop_before_start
+    from trainer.cli.jobs import run_job, stop_before_start
+    from trainer.cli.measure import planned
 
     stop_before_start()
     loaded = load_config(configs, (*overrides, *budget), dataset, output, presets)

@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import itertools
 import json
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from trainer.config.interpreter import python
+from trainer.engine.probe_attention import Measured, key_heads, measure_attention
 from trainer.families.protocol import AttentionShape
 from trainer.hardware.facts import Facts, KernelVerdict
 
@@ -49,31 +48,37 @@ _PACKAGES = {
     "matmul.nf4": "bitsandbytes",
 }
 _HOPPER, _FP8_CAPABILITY = (9, 0), (8, 9)
-_REFERENCE_HEADS = 2
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b(:|$)")
-_WARMUP, _REPEATS = 3, 10
+_FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that no kernel raises: somebody, or the host short of memory, ended the process."""
+_OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|CUBLAS_STATUS_ALLOC_FAILED")
+_FILES = re.compile(r"(?:\w*FileNotFound|Permission|OS|BrokenPipe|Connection|Timeout)Error\b|\[Errno \d+\]")
+MOST_HELD = 0.1
+"""Share of the GPU's memory that others may hold while a kernel runs out of it by its own fault."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What one process measured."""
+class Probed:
+    """What came of asking for some kernels."""
 
-    milliseconds: float
-    """Median of forward plus backward."""
-    errors: Mapping[str, float]
-    """Relative error against float32 of the output and of each gradient, by name."""
+    verdicts: tuple[KernelVerdict, ...]
+    """About the kernels: these are worth keeping."""
+    unsettled: tuple[KernelVerdict, ...] = ()
+    """Failures that say nothing of the kernel: a full GPU, a killed process, a missing file."""
+    held: float = 0.0
+    """Largest share of the GPU's memory that other processes held: times beside them mean little."""
 
 
 def shape_class(shape: AttentionShape) -> str:
     """Key of an attention verdict: verdicts are measured at the run's own shape."""
-    shared = f"/{shape.key_heads}" if _key_heads(shape) < shape.heads else ""
+    shared = f"/{shape.key_heads}" if key_heads(shape) < shape.heads else ""
     causal = " causal" if shape.causal else ""
     return f"b{shape.batch_size} h{shape.heads}{shared} d{shape.head_width} n{shape.tokens}{causal}"
 
 
 def matmul_shape(shape: AttentionShape) -> tuple[int, int, int]:
     """(tokens, out, in) of the run's typical linear layer: the queries, keys and values of its attention."""
-    heads = shape.heads + 2 * _key_heads(shape)
+    heads = shape.heads + 2 * key_heads(shape)
     return shape.batch_size * shape.tokens, heads * shape.head_width, shape.heads * shape.head_width
 
 
@@ -81,10 +86,6 @@ def matmul_shape_class(shape: AttentionShape) -> str:
     """Key of a matmul verdict."""
     tokens, rows, columns = matmul_shape(shape)
     return f"m{tokens} n{rows} k{columns}"
-
-
-def _key_heads(shape: AttentionShape) -> int:
-    return shape.key_heads or shape.heads
 
 
 def kernels_for(facts: Facts, device: str, dtype: str) -> tuple[str, ...]:
@@ -99,46 +100,54 @@ def kernels_for(facts: Facts, device: str, dtype: str) -> tuple[str, ...]:
     return tuple(name for name in names if name not in refused)
 
 
-def unmeasured(
-    kernels: Sequence[str], facts: Facts, shape: AttentionShape, *, failed_too: bool = False
-) -> tuple[str, ...]:
-    """Those of `kernels` that have no verdict at the run's shape, or whose package has come or gone since.
-
-    With `failed_too` also those that were seen failing.
+def unmeasured(kernels: Sequence[str], facts: Facts, shape: AttentionShape, dtype: str) -> tuple[str, ...]:
+    """Those of `kernels` that have no verdict at the run's shape and type, or whose package has come or gone
+    since.
     """
-    known = {
-        (row.kernel, row.shape_class): row.reason != NOT_INSTALLED
-        for row in facts.verdicts
-        if row.works or row.reason == NOT_INSTALLED or not failed_too
-    }
-    return tuple(name for name in kernels if known.get((name, _class_of(name, shape))) != _installed(name))
+    known = {(row.kernel, row.shape_class, row.dtype): row.reason != NOT_INSTALLED for row in facts.verdicts}
+    return tuple(name for name in kernels if known.get(verdict_key(name, shape, dtype)) != _installed(name))
+
+
+def verdict_key(kernel: str, shape: AttentionShape, dtype: str) -> tuple[str, str, str]:
+    """(kernel, shape class, type) of the verdict on a kernel that a run in `dtype` looks for."""
+    if kernel in MATMUL:
+        return kernel, matmul_shape_class(shape), "bf16"
+    return kernel, shape_class(shape), dtype
 
 
 def probe(
-    kernels: Sequence[str], shape: AttentionShape, dtype: str, environment: Mapping[str, str]
-) -> tuple[KernelVerdict, ...]:
-    """Verdicts of `kernels` at the run's shape; `dtype` is `bf16` or `fp32`. Takes seconds a kernel.
+    kernels: Sequence[str],
+    shape: AttentionShape,
+    dtype: str,
+    environment: Mapping[str, str],
+    *,
+    device: str = "cuda",
+) -> Probed:
+    """Verdicts of `kernels` at the run's shape; `dtype` is `bf16`, `fp16` or `fp32`. Takes seconds a kernel.
 
     All of them share TIMEOUT_SECONDS; a kernel that no time is left for gets no verdict.
     """
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    verdicts = [_failed(name, shape, NOT_INSTALLED) for name in kernels if not _installed(name)]
-    present = [name for name in kernels if _installed(name)]
+    asked = [_Request(kernel=name, shape=shape, dtype=dtype, device=device) for name in kernels]
+    verdicts = [one.failed(NOT_INSTALLED) for one in asked if not _installed(one.kernel)]
+    present = [one for one in asked if _installed(one.kernel)]
+    unsettled: list[KernelVerdict] = []
+    held = 0.0
     with contextlib.ExitStack() as stack:
         following = _start(environment, stack) if present else None
-        for number, kernel in enumerate(present):
+        for number, request in enumerate(present):
             assert following is not None
             process = following
             # the next process imports torch while this one measures
             following = _start(environment, stack) if number + 1 < len(present) else None
-            verdict = _ask(process, kernel, shape, dtype, deadline - time.monotonic())
+            answer = _ask(process, request, deadline - time.monotonic())
             # only a kernel that had all of the time has failed by not using it
-            if verdict is None and number == 0:
-                verdict = _failed(kernel, shape, f"no result within {TIMEOUT_SECONDS:.0f} s")
-            if verdict is None:
+            if answer.verdict is None and number > 0:
                 break
-            verdicts.append(verdict)
-    return tuple(verdicts)
+            verdict = answer.verdict or request.failed(f"no result within {TIMEOUT_SECONDS:.0f} s")
+            (verdicts if answer.settled else unsettled).append(verdict)
+            held = max(held, answer.held)
+    return Probed(verdicts=tuple(verdicts), unsettled=tuple(unsettled), held=held)
 
 
 def _installed(kernel: str) -> bool:
@@ -173,32 +182,75 @@ def _end(process: subprocess.Popen[str]) -> None:
     process.communicate()
 
 
-def _ask(
-    process: subprocess.Popen[str], kernel: str, shape: AttentionShape, dtype: str, seconds: float
-) -> KernelVerdict | None:
-    """The verdict on one kernel; None where `seconds` did not suffice."""
-    request = json.dumps({"kernel": kernel, "dtype": dtype, "shape": asdict(shape)})
+@dataclass(frozen=True, kw_only=True)
+class _Request:
+    """What one process is asked for."""
+
+    kernel: str
+    shape: AttentionShape
+    dtype: str
+    device: str
+
+    def failed(self, reason: str) -> KernelVerdict:
+        """The verdict on a kernel that gave no result."""
+        return _failed(self.kernel, self.shape, self.dtype, reason)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Answer:
+    """What one process said."""
+
+    verdict: KernelVerdict | None
+    """None where the time did not suffice."""
+    settled: bool
+    """Whether it is about the kernel."""
+    held: float = 0.0
+
+
+def _ask(process: subprocess.Popen[str], request: _Request, seconds: float) -> _Answer:
+    """The answer of one process within `seconds`."""
     try:
-        output, errors = process.communicate(request, timeout=max(seconds, 0.0))
+        output, errors = process.communicate(json.dumps(asdict(request)), timeout=max(seconds, 0.0))
     except subprocess.TimeoutExpired:
-        return None
-    if process.returncode != 0:
-        return _failed(kernel, shape, _death(process.returncode, errors))
-    measured = Measured(**json.loads(output.splitlines()[-1]))
-    return judge(kernel, shape, measured)
+        process.kill()
+        output, _ = process.communicate()
+        return _Answer(verdict=None, settled="{" in output)
+    # the first says that everything but the kernel worked; what libraries print is none of ours
+    begun, *rest = [json.loads(line) for line in output.splitlines() if line.startswith("{")] or [None]
+    held = float(begun["held"]) if begun else 0.0
+    if process.returncode == 0:
+        measured = Measured(**rest[-1])
+        verdict = judge(request.kernel, request.shape, measured, request.dtype)
+        return _Answer(verdict=verdict, settled=True, held=held)
+    reason = _death(process.returncode, errors)
+    if not begun:
+        reason = f"before it began: {reason}"
+    settled = bool(begun) and _about_the_kernel(process.returncode, reason, held)
+    return _Answer(verdict=request.failed(reason), settled=settled, held=held)
 
 
-def judge(kernel: str, shape: AttentionShape, measured: Measured) -> KernelVerdict:
+def _about_the_kernel(code: int, reason: str, held: float) -> bool:
+    """Whether the end of a process tells of its kernel; `held` is others' share of the GPU's memory."""
+    if code < 0:
+        return -code not in _FROM_OUTSIDE
+    if _OUT_OF_MEMORY.search(reason):
+        return held < MOST_HELD
+    return not _FILES.search(reason)
+
+
+def judge(kernel: str, shape: AttentionShape, measured: Measured, dtype: str = "bf16") -> KernelVerdict:
     """Whether what was measured is near enough to float32."""
     allowed = _TOLERANCES.get(kernel, _TOLERANCE)
     # a NaN would be lost in max
     bad = [name for name, error in measured.errors.items() if not error < float("inf")]
     if bad:
-        return _failed(kernel, shape, f"not finite: {', '.join(bad)}")
+        return _failed(kernel, shape, dtype, f"not finite: {', '.join(bad)}")
     part, error = max(measured.errors.items(), key=lambda item: item[1])
+    _, at, kind = verdict_key(kernel, shape, dtype)
     return KernelVerdict(
         kernel=kernel,
-        shape_class=_class_of(kernel, shape),
+        shape_class=at,
+        dtype=kind,
         works=error <= allowed,
         milliseconds=round(measured.milliseconds, 3),
         relative_error=float(f"{error:.2e}"),
@@ -206,14 +258,12 @@ def judge(kernel: str, shape: AttentionShape, measured: Measured) -> KernelVerdi
     )
 
 
-def _class_of(kernel: str, shape: AttentionShape) -> str:
-    return matmul_shape_class(shape) if kernel in MATMUL else shape_class(shape)
-
-
-def _failed(kernel: str, shape: AttentionShape, reason: str) -> KernelVerdict:
+def _failed(kernel: str, shape: AttentionShape, dtype: str, reason: str) -> KernelVerdict:
+    _, at, kind = verdict_key(kernel, shape, dtype)
     return KernelVerdict(
         kernel=kernel,
-        shape_class=_class_of(kernel, shape),
+        shape_class=at,
+        dtype=kind,
         works=False,
         milliseconds=None,
         relative_error=None,
@@ -235,95 +285,39 @@ def _death(code: int, stderr: str) -> str:
 # from here on, in the process of one kernel
 
 
-def measure_attention(kernel: str, dtype: str, shape: AttentionShape) -> Measured:
-    """One attention call of the run, by the plan's name of a kernel.
-
-    Tensors are laid out as diffusers lays them out: (B, tokens, heads, width) contiguous, output flattened.
-    """
+def held_by_others(device: str) -> float:
+    """Share of the GPU's memory that is taken before this process takes any; 0 where it is the host's."""
     import torch
 
-    from trainer.modeling.attention import attention
-
-    torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    kind = {"bf16": torch.bfloat16, "fp32": torch.float32}[dtype]
-    size, groups = (shape.batch_size, shape.tokens), shape.heads // _key_heads(shape)
-    inputs = [
-        torch.randn((*size, heads, shape.head_width), device=device, dtype=kind, requires_grad=True)
-        for heads in (shape.heads, _key_heads(shape), _key_heads(shape))
-    ]
-    upstream = torch.randn((*size, shape.heads * shape.head_width), device=device, dtype=kind)
-
-    def forward(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        query, key, value = tensors
-        return attention(query, key, value, name, causal=shape.causal).flatten(2, 3)
-
-    def once() -> list[torch.Tensor]:
-        output = forward(inputs, kernel)
-        return [output, *torch.autograd.grad(output, inputs, upstream)]
-
-    # the first heads of keys, and those of queries that read them
-    keys = min(_REFERENCE_HEADS, _key_heads(shape))
-    heads = (keys * groups, keys, keys)
-    columns = heads[0] * shape.head_width
-    exact = [
-        tensor.detach()[:, :, :count].float().requires_grad_()
-        for tensor, count in zip(inputs, heads, strict=True)
-    ]
-    wanted = forward(exact, "math")
-    gradients = torch.autograd.grad(wanted, exact, upstream[..., :columns].float())
-    output, *found = once()
-    errors = {"output": relative_error(output[..., :columns], wanted)}
-    for name, one, other in zip(("query", "key", "value"), found, gradients, strict=True):
-        errors[f"gradient of the {name}"] = relative_error(one[:, :, : other.shape[2]], other)
-    if f"attention.{kernel}" in _PACKAGES:
-        # torch's own kernels compile into one graph; of a package only the installed release can tell
-        compiled: Callable[..., torch.Tensor] = torch.compile(forward, fullgraph=True, backend="aot_eager")
-        torch.autograd.grad(compiled(inputs, kernel), inputs, upstream)
-    return Measured(milliseconds=median_milliseconds(once, device), errors=errors)
-
-
-def relative_error(found: Any, wanted: Any) -> float:
-    """Norm of the difference over that of `wanted`, two tensors."""
-    return float(((found.float() - wanted).norm() / wanted.norm()).item())
-
-
-def median_milliseconds(work: Callable[[], object], device: str) -> float:
-    """Of `work` after a warm-up: the GPU's own clock on `cuda`, the host's on `cpu`."""
-    import statistics
-
-    import torch
-
-    for _ in range(_WARMUP):
-        work()
-    if device == "cpu":
-        clocks = [time.perf_counter()]
-        for _ in range(_REPEATS):
-            work()
-            clocks.append(time.perf_counter())
-        return 1000 * statistics.median(after - before for before, after in itertools.pairwise(clocks))
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(_REPEATS + 1)]
-    events[0].record()
-    for event in events[1:]:
-        work()
-        event.record()
-    torch.cuda.synchronize()
-    return statistics.median(before.elapsed_time(after) for before, after in itertools.pairwise(events))
+    if device != "cuda" or torch.cuda.get_device_properties(0).is_integrated:
+        return 0.0
+    free, total = torch.cuda.mem_get_info()
+    return 1.0 - free / total
 
 
 def _main() -> None:
-    from trainer.engine.probe_matmul import measure_matmul  # with it torch, before the request comes
+    import torch
 
-    line = sys.stdin.readline()
+    from trainer.engine.probe_matmul import measure_matmul
+
+    line = sys.stdin.readline()  # after the imports: they take longer than the process before
     if not line:
         return
     asked = json.loads(line)
     kind, _, name = asked["kernel"].partition(".")
-    shape = AttentionShape(**asked["shape"])
+    shape, device = AttentionShape(**asked["shape"]), asked["device"]
+    held = held_by_others(device)
+
+    def begin() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()  # what was launched before must not fail in the kernel's name
+        print(json.dumps({"held": held}), flush=True)
+
     if kind == "attention":
-        measured = measure_attention(name, asked["dtype"], shape)
+        packaged = asked["kernel"] in _PACKAGES
+        measured = measure_attention(name, asked["dtype"], shape, device, begin, packaged=packaged)
     else:
-        measured = measure_matmul(name, *matmul_shape(shape))
+        measured = measure_matmul(name, *matmul_shape(shape), device, begin)
     print(json.dumps({"milliseconds": measured.milliseconds, "errors": dict(measured.errors)}))
 
 

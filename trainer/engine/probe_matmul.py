@@ -9,23 +9,26 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.engine.probe import Measured, median_milliseconds, relative_error
+from trainer.engine.probe_attention import Measured, median_milliseconds, relative_error
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 _REFERENCE_ROWS = 1024
 
 
-def measure_matmul(kernel: str, tokens: int, rows: int, columns: int) -> Measured:
+def measure_matmul(
+    kernel: str, tokens: int, rows: int, columns: int, device: str, begin: Callable[[], None]
+) -> Measured:
     """(tokens, columns) through a weight (rows, columns) stored in `kernel`: bf16, fp8, int8 or nf4.
 
-    Milliseconds include quantising what comes in, and unpacking the weight.
+    `begin` is called just before the weight is stored so. Milliseconds include quantising what comes in, and
+    unpacking the weight.
     """
     torch.manual_seed(0)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
     dtype = torch.bfloat16
     weight = torch.randn((rows, columns), device=device, dtype=dtype) / columns**0.5
     inputs = torch.randn((tokens, columns), device=device, dtype=dtype)
     upstream = torch.randn((tokens, rows), device=device, dtype=dtype)
+    begin()
     linear = _linear(kernel, weight)
 
     def once() -> tuple[torch.Tensor, ...]:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from trainer.config import extras
 from trainer.hardware import swapping
 from trainer.hardware.adapters import needs_whole_base
-from trainer.hardware.choices import FP8_CAPABILITY, Situation, fp8_verdict
+from trainer.hardware.choices import FP8_CAPABILITY, MEASURE_AGAIN, Situation, fp8_verdict
 from trainer.hardware.facts import version_text
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.memory import QUANTIZED, Storage
@@ -205,8 +205,7 @@ def _asked_fp8(situation: Situation, dtype: str, geometry: Geometry) -> tuple[Ki
     if compute == "bf16" or (compute == "auto" and (fp8_obstacle(situation, dtype) or verdict.fails)):
         return (unpacked,)
     if verdict.fails:
-        remedy = "leave features.compute out; `trainer probe CONFIG` measures again"
-        raise situation.refuse("features.compute", f"the probe saw FP8 failing: {verdict.reason}", remedy)
+        raise situation.refuse_failed("features.compute", "FP8", verdict.reason)
     one, two = (Kind(weights="fp8", compute="fp8", copies=copies, modulation=modulation) for copies in (1, 2))
     packable = geometry.modulation.parameters and not _missing(situation, geometry, "int8")
     if situation.config.features.modulation != "auto" or not packable:
@@ -293,7 +292,8 @@ def _missing(situation: Situation, geometry: Geometry, kind: str) -> str:
         for row in situation.facts.verdicts
         if (row.kernel, row.shape_class) == (f"matmul.{kind}", geometry.matmul_shape_class) and not row.works
     ]
-    return _not_installed(situation, kind) or (f"the probe saw {kind} failing: {failed[0]}" if failed else "")
+    seen = f"the probe saw {kind} failing: {failed[0]}; {MEASURE_AGAIN}" if failed else ""
+    return _not_installed(situation, kind) or seen
 
 
 def _not_installed(situation: Situation, kind: str) -> str:

@@ -22,6 +22,7 @@ COMPILE_SECONDS = 60
 """What compiling a model's blocks costs, about: a run that gains less stays eager."""
 NOT_INSTALLED = "not installed"
 """The probe's reason where a kernel's package is missing: no failure that a plan needs to tell of."""
+MEASURE_AGAIN = "`trainer probe CONFIG` measures again"
 _ANYWHERE = ("efficient", "math")
 """Attention kernels that every GPU and type has."""
 _ATTENTION_PACKAGES = {
@@ -31,6 +32,10 @@ _ATTENTION_PACKAGES = {
 }
 """Package of each kernel that torch does not have, and how it is installed."""
 _FLASH_3_CAPABILITY = (9, 0)
+
+
+class KernelsFailedError(HardwareError):
+    """What was asked for, or every kernel that is left, was seen failing: measuring again may help."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +71,12 @@ class Situation:
     def refuse(self, key: str, what: str, remedy: str) -> HardwareError:
         """An explicit choice that cannot be honoured."""
         return HardwareError(f"{key}: {what}", where=self.source(key), remedy=remedy)
+
+    def refuse_failed(self, key: str, name: str, reason: str) -> KernelsFailedError:
+        """An explicit choice that the probe saw failing."""
+        what = f"{key}: the probe saw {name} failing: {reason}"
+        remedy = f"leave {key} out; {MEASURE_AGAIN}"
+        return KernelsFailedError(what, where=self.source(key), remedy=remedy)
 
 
 def dtype(situation: Situation) -> Decision:
@@ -134,7 +145,8 @@ def attention(situation: Situation, dtype: str, shape_class: str) -> Decision:
     that the probe saw failing.
     """
     asked = situation.config.features.attention
-    verdicts = {v.kernel: v for v in situation.facts.verdicts if v.shape_class == shape_class}
+    at = (shape_class, dtype)
+    verdicts = {v.kernel: v for v in situation.facts.verdicts if (v.shape_class, v.dtype) == at}
     measured = {name: verdicts.get(f"attention.{name}") for name in situation.profile.attention}
     if asked != "auto":
         return _explicit_attention(situation, asked, dtype, verdicts.get(f"attention.{asked}"))
@@ -173,7 +185,8 @@ def _unmeasured_attention(
     texts = [*skipped, *(f"{', '.join(group)}: {why}" for why, group in passed.items())]
     if best is None:
         what = "no attention kernel works here: " + "; ".join(texts)
-        raise HardwareError(what, remedy="run `trainer probe CONFIG` again")
+        remedy = f"{MEASURE_AGAIN}; features.attention: native lets torch choose, whatever was measured"
+        raise KernelsFailedError(what, remedy=remedy)
     note = "first of the profile's order; not measured here"
     if not situation.on_gpu:
         note = "torch's only kernel on CPUs"
@@ -194,8 +207,7 @@ def _explicit_attention(
         what = f"{asked} cannot run here: {package} is not installed"
         raise situation.refuse(key, what, f"{install}; or leave {key} out")
     if verdict is not None and not verdict.works:
-        remedy = f"leave {key} out; `trainer probe CONFIG` measures again"
-        raise situation.refuse(key, f"the probe saw {asked} failing: {verdict.reason}", remedy)
+        raise situation.refuse_failed(key, asked, verdict.reason)
     measured = "works here" if verdict is not None else "not measured here"
     reason = f"as written; {measured}" if asked != "native" else "as written; torch chooses the kernel itself"
     return Decision(feature="attention", value=asked, source=situation.source(key), reason=reason)

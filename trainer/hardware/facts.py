@@ -43,7 +43,7 @@ class TorchBuild:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelVerdict:
-    """What the probe measured for one kernel at one shape class; a crash is a verdict."""
+    """What the probe measured for one kernel at one shape class in one type; a crash is a verdict."""
 
     kernel: str
     """attention.flash, attention.cudnn, ..., matmul.fp8, matmul.bf16"""
@@ -52,6 +52,8 @@ class KernelVerdict:
     milliseconds: float | None
     relative_error: float | None
     reason: str
+    dtype: str = "bf16"
+    """`bf16`, `fp16` or `fp32`: the type of what went in; linear layers are measured in bf16 only."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -64,13 +64,13 @@ class Outcome:
         return f"{word} with modulation in {storage.modulation}" if storage.modulation else word
 
 
-def speed(situation: Situation, geometry: Geometry, attention: str) -> Speed:
+def speed(situation: Situation, geometry: Geometry, attention: str, dtype: str) -> Speed:
     """The machine's rates, or generic ones that put settings in order."""
     known = roofline.rates(situation.facts.gpus[0]) if situation.on_gpu else None
     return Speed(
         rates=known or roofline.GENERIC,
         known=known is not None,
-        seen=roofline.measured(situation.facts.verdicts, geometry, attention),
+        seen=roofline.measured(situation.facts.verdicts, geometry, attention, dtype),
         attention=attention,
     )
 

@@ -205,7 +205,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
     optimizer = optimizers.choose(situation, dtype.value)
     attention = choices.attention(situation, dtype.value, geometry.attention_shape_class)
     limit, loader = budget(situation), choices.loader(situation)
-    speed = fit.speed(situation, geometry, attention.value)
+    speed = fit.speed(situation, geometry, attention.value, dtype.value)
     gain = fit.compile_gain(situation, dtype.value, geometry, speed)
     compiling = choices.compiling(situation, gain, batching.micro_batches(situation.config))
     compiled = compiling.value == "on"

@@ -110,12 +110,18 @@ class Measured:
     """Time of a frozen linear layer by its kind, as a share of bf16's."""
 
 
-def measured(verdicts: Sequence[KernelVerdict], geometry: Geometry, attention: str) -> Measured:
-    """The verdicts that count at this geometry."""
+def measured(
+    verdicts: Sequence[KernelVerdict], geometry: Geometry, attention: str, dtype: str = "bf16"
+) -> Measured:
+    """The verdicts that count at this geometry: on attention in the run's type, on linear layers as they are.
+
+    What linear layers take is a share of bf16's, in which all of them are measured.
+    """
+    counting = {(geometry.attention_shape_class, dtype), (geometry.matmul_shape_class, "bf16")}
     found = {
         row.kernel: row.milliseconds
         for row in verdicts
-        if row.works and row.shape_class in (geometry.attention_shape_class, geometry.matmul_shape_class)
+        if row.works and (row.shape_class, row.dtype) in counting
     }
     base = found.get("matmul.bf16")
     shares = {

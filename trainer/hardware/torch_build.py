@@ -12,14 +12,16 @@ from pathlib import Path
 from trainer.config.interpreter import python
 from trainer.errors import HardwareError
 from trainer.hardware import codec
-from trainer.hardware.cachefile import read_entries, write_entries
+from trainer.hardware.cachefile import read_entries, update_entries
 from trainer.hardware.facts import TorchBuild, Version, version_from
 
 FILE_NAME = "torch_build.json"
 _CHILD_SECONDS = 300
 _CHILD = """
 import json, torch
-print(json.dumps(torch.cuda.get_arch_list()))
+# torch 2.11's own get_arch_list() is empty where no GPU is visible
+flags = torch._C._cuda_getArchFlags() if torch.version.cuda else None
+print(json.dumps((flags or "").split()))
 """
 
 
@@ -89,12 +91,12 @@ def parse_version_file(text: str, where: str) -> tuple[Version, Version | None]:
 
 def _cached_arch_list(folder: Path, cache: Path) -> tuple[str, ...]:
     key = f"{folder} {(folder / 'version.py').stat().st_mtime_ns}"
-    entries = read_entries(cache)
-    known = entries.get(key)
-    if isinstance(known, list):
+    known = read_entries(cache).get(key)
+    if isinstance(known, list) and known:
         return tuple(str(architecture) for architecture in known)
     arch_list = _ask_child(_CHILD)
-    write_entries(cache, {**entries, key: arch_list})
+    if arch_list:  # a CUDA build has some: an empty answer is none
+        update_entries(cache, lambda entries: entries.update({key: arch_list}))
     return tuple(arch_list)
 
 

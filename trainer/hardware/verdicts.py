@@ -6,10 +6,11 @@ import dataclasses
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import HardwareError
 from trainer.hardware import codec
-from trainer.hardware.cachefile import read_entries, write_entries
+from trainer.hardware.cachefile import read_entries, update_entries
 from trainer.hardware.facts import Facts, KernelVerdict, driver_text, version_text
 
 FILE_NAME = "verdicts.json"
@@ -31,21 +32,48 @@ def machine_key(facts: Facts) -> str:
 
 
 def read_verdicts(path: Path, facts: Facts) -> tuple[KernelVerdict, ...]:
-    """Verdicts of this machine; empty where none were measured or the file is broken."""
-    entry = read_entries(path).get(machine_key(facts))
-    if entry is None:
-        return ()
+    """Verdicts of this machine; empty where none were measured or the file is broken.
+
+    Those of versions that did not write down a verdict's type are left out: nobody can tell what they are of.
+    """
+    return _verdicts(read_entries(path).get(machine_key(facts)), path)
+
+
+def write_verdicts(path: Path, facts: Facts, verdicts: Sequence[KernelVerdict]) -> bool:
+    """Merge into the file, newest wins; False where the file cannot be written."""
+    machine = machine_key(facts)
+
+    def change(entries: dict[str, Any]) -> None:
+        rows = merged(_verdicts(entries.get(machine), path), verdicts)
+        entries[machine] = json.loads(codec.to_json(MachineVerdicts(verdicts=rows)))
+
+    return update_entries(path, change)
+
+
+def merged(old: Sequence[KernelVerdict], new: Sequence[KernelVerdict]) -> tuple[KernelVerdict, ...]:
+    """One verdict for each kernel, shape class and type, the new one where there are two."""
+    rows = {(row.kernel, row.shape_class, row.dtype): row for row in (*old, *new)}
+    return tuple(rows[key] for key in sorted(rows))
+
+
+def untyped(path: Path, facts: Facts) -> bool:
+    """Whether the file has verdicts of this machine that `read_verdicts` leaves out for want of a type."""
+    rows = _rows(read_entries(path).get(machine_key(facts)))
+    return len(_typed(rows)) < len(rows)
+
+
+def _verdicts(entry: object, path: Path) -> tuple[KernelVerdict, ...]:
+    text = json.dumps({"verdicts": _typed(_rows(entry))})
     try:
-        return codec.from_json(MachineVerdicts, json.dumps(entry), str(path)).verdicts
+        return codec.from_json(MachineVerdicts, text, str(path)).verdicts
     except HardwareError:
         return ()
 
 
-def write_verdicts(path: Path, facts: Facts, verdicts: Sequence[KernelVerdict]) -> bool:
-    """Merge into the file by kernel and shape class, newest wins; False where the file cannot be written."""
-    merged = {(verdict.kernel, verdict.shape_class): verdict for verdict in read_verdicts(path, facts)}
-    merged.update({(verdict.kernel, verdict.shape_class): verdict for verdict in verdicts})
-    ordered = tuple(merged[key] for key in sorted(merged))
-    entries = read_entries(path)
-    entries[machine_key(facts)] = json.loads(codec.to_json(MachineVerdicts(verdicts=ordered)))
-    return write_entries(path, entries)
+def _rows(entry: object) -> list[Any]:
+    rows = entry.get("verdicts") if isinstance(entry, dict) else None
+    return rows if isinstance(rows, list) else []
+
+
+def _typed(rows: list[Any]) -> list[Any]:
+    return [row for row in rows if isinstance(row, dict) and "dtype" in row]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import signal
@@ -13,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from trainer.cli import jobs, main
+from trainer.cli import jobs, main, measure
 from trainer.cli.options import load_config
 from trainer.engine import probe
 from trainer.engine.planning import plan_run
@@ -151,7 +152,7 @@ def test_compilers_keep_what_they_make(
 ) -> None:
     """A second start compiles nothing; a folder of the user's own, and a switch, stay."""
     monkeypatch.setenv("TRITON_CACHE_DIR", "/mine")
-    found = jobs._child_environment(*planned)
+    found = jobs.child_environment(*planned)
     folder = tmp_path / "cache" / "compile"
     assert found.items() >= planned[0].environment.items()
     assert [found[name] for name in FOLDERS] == [
@@ -161,7 +162,7 @@ def test_compilers_keep_what_they_make(
     ]
     assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
-    assert jobs._child_environment(*planned)["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
+    assert jobs.child_environment(*planned)["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
 
 
 def test_a_compiler_keeps_to_its_own_folder_where_ours_cannot_be_made(
@@ -171,7 +172,7 @@ def test_a_compiler_keeps_to_its_own_folder_where_ours_cannot_be_made(
     file = tmp_path / "cache" / "compile" / "flash-attn-sm90"
     file.parent.mkdir(parents=True)
     file.write_text("", encoding="utf-8")
-    found = jobs._child_environment(*planned)
+    found = jobs.child_environment(*planned)
     assert not [name for name in found if name.startswith("FLASH_ATTENTION")]
     assert found["TRITON_CACHE_DIR"] == str(file.parent / "triton")
     assert capsys.readouterr().err == f"{file} cannot be written (File exists): every start compiles anew\n"
@@ -184,11 +185,14 @@ def test_jobs_and_probes_have_these_folders(
     assert seen.environments and all("TRITON_CACHE_DIR" in one for one in seen.environments)
     probed: list[Mapping[str, str]] = []
 
-    def probe_none(names: object, shape: object, dtype: object, environ: Mapping[str, str]) -> tuple[()]:
+    def probe_none(
+        names: object, shape: object, dtype: object, environ: Mapping[str, str], *, device: str
+    ) -> probe.Probed:
         probed.append(environ)
-        return ()
+        return probe.Probed(verdicts=())
 
     monkeypatch.setattr(probe, "probe", probe_none)
     loaded = load_config((tmp_path / "c.yaml",), (), None, None)
-    jobs.probe_kernels(loaded, planned[1], ["attention"], failed_too=True)
+    unmeasured = dataclasses.replace(planned[1], verdicts=())
+    measure.measure_kernels(loaded, unmeasured, planned[0], ["attention"], set())
     assert "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" in probed[0]

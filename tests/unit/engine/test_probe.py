@@ -6,25 +6,25 @@ import dataclasses
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.hardware.conftest import machine, with_gpu
-from trainer.cli import jobs
-from trainer.cli.options import load_config
 from trainer.cli.probe import describe
 from trainer.config import environment
-from trainer.engine import planning, probe
-from trainer.engine.probe import Measured
+from trainer.engine import probe
+from trainer.engine.probe_attention import Measured
 from trainer.families.protocol import AttentionShape
 from trainer.hardware.facts import KernelVerdict, facts_to_json
 
 SHAPE = AttentionShape(batch_size=1, heads=2, head_width=16, tokens=32)
-GOOD = '{"errors": {"output": 0.001}, "milliseconds": 1.5}'
-BAD = '{"errors": {"output": 0.001, "gradient of the key": 0.5}, "milliseconds": 1.0}'
+BEGUN = '{"held": 0.0}\n'
+GOOD = BEGUN + '{"errors": {"output": 0.001}, "milliseconds": 1.5}'
+BAD = BEGUN + '{"errors": {"output": 0.001, "gradient of the key": 0.5}, "milliseconds": 1.0}'
+SILENT = (0, "never begins")
 KERNELS = ("attention.flash", "attention.cudnn", "attention.math")
 FLASH_2 = "attention.flash_attn_2"
 HEAD = """\
@@ -50,13 +50,16 @@ class Process:
         Process.started += 1
         Process.running += 1
         self.returncode = 0
+        self.killed_before, self.said = False, ""
 
     def communicate(self, request: str | None = None, timeout: float | None = None) -> tuple[str, str]:
         if request is None:
-            Process.running -= 1
-            return "", ""
+            Process.running -= not self.killed_before
+            self.killed_before = True
+            return self.said, ""
         answer = self.answers.pop(0)
-        if answer is None:
+        if answer is None or answer == SILENT:
+            self.said = BEGUN if answer is None else ""
             raise subprocess.TimeoutExpired("probe", 1.0)
         self.returncode, text = answer
         return text, text
@@ -74,8 +77,8 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
 
 
 def test_a_crash_and_a_wrong_result_are_verdicts(answers: list[Any]) -> None:
-    answers.extend([(0, GOOD), (-11, "last words"), (0, BAD)])
-    found = probe.probe(KERNELS, SHAPE, "bf16", {})
+    answers.extend([(0, GOOD), (-11, f"{BEGUN}last words"), (0, BAD)])
+    found = probe.probe(KERNELS, SHAPE, "bf16", {}).verdicts
     assert [verdict.works for verdict in found] == [True, False, False]
     assert found[0].shape_class == "b1 h2 d16 n32"
     assert "SIGSEGV: last words" in found[1].reason
@@ -85,20 +88,62 @@ def test_a_crash_and_a_wrong_result_are_verdicts(answers: list[Any]) -> None:
 
 def test_the_reason_is_the_exception_not_the_advice_after_it(answers: list[Any]) -> None:
     said = "warning: x\nTraceback\ntorch.AcceleratorError: CUDA error: not permitted\nCompile with this\n"
-    answers.append((1, said))
-    (found,) = probe.probe(KERNELS[:1], SHAPE, "bf16", {})
+    answers.append((1, BEGUN + said))
+    (found,) = probe.probe(KERNELS[:1], SHAPE, "bf16", {}).verdicts
     assert found.reason == "failed: torch.AcceleratorError: CUDA error: not permitted"
 
 
 def test_a_kernel_that_hangs_alone_has_failed(answers: list[Any]) -> None:
     answers.extend([None, (0, GOOD)])
-    found = probe.probe(KERNELS[:2], SHAPE, "bf16", {})
+    found = probe.probe(KERNELS[:2], SHAPE, "bf16", {}).verdicts
     assert [verdict.works for verdict in found] == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (1, "RuntimeError: CUDA-capable device(s) is/are busy or unavailable"),
+        (1, f"{BEGUN.replace('0.0', '0.6')}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate"),
+        (1, f"{BEGUN}FileNotFoundError: [Errno 2] No such file or directory: 'gcc'"),
+        (1, f"{BEGUN}torch._inductor.exc.InductorError: OSError: [Errno 28] No space left on device"),
+        (-9, BEGUN),
+        (-15, BEGUN),
+        SILENT,
+    ],
+)
+def test_what_is_not_about_the_kernel_is_no_verdict(answers: list[Any], code: int, words: str) -> None:
+    answers.append((code, words))
+    found = probe.probe(KERNELS[:1], SHAPE, "bf16", {})
+    assert not found.verdicts
+    (told,) = found.unsettled
+    assert told.kernel == KERNELS[0] and not told.works and told.reason
+    assert Process.running == 0
+
+
+def test_a_kernel_that_needs_more_than_the_whole_gpu_has_failed(answers: list[Any]) -> None:
+    answers.append((1, f"{BEGUN}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 90 GiB"))
+    found = probe.probe(KERNELS[:1], SHAPE, "bf16", {})
+    assert [row.works for row in found.verdicts] == [False]
+
+
+def test_what_others_held_is_told_of(answers: list[Any]) -> None:
+    answers.extend([(0, GOOD), (0, GOOD.replace("0.0}", "0.4}", 1))])
+    assert probe.probe(KERNELS[:2], SHAPE, "bf16", {}).held == 0.4
+
+
+def test_a_verdict_is_of_its_type(answers: list[Any]) -> None:
+    answers.extend([(0, GOOD), (-11, BEGUN), (0, GOOD)])
+    kernels = ("attention.flash", "attention.math", "matmul.bf16")
+    found = probe.probe(kernels, SHAPE, "fp16", {}).verdicts
+    assert [row.dtype for row in found] == ["fp16", "fp16", "bf16"], "linear layers are measured in bf16"
+    facts = dataclasses.replace(machine("h200"), verdicts=found)
+    assert probe.unmeasured(kernels, facts, SHAPE, "fp16") == ()
+    assert probe.unmeasured(kernels, facts, SHAPE, "bf16") == kernels[:2]
 
 
 def test_a_kernel_that_no_time_was_left_for_gets_no_verdict(answers: list[Any]) -> None:
     answers.extend([(0, GOOD), None])
-    found = probe.probe(KERNELS, SHAPE, "bf16", {})
+    found = probe.probe(KERNELS, SHAPE, "bf16", {}).verdicts
     assert [verdict.kernel for verdict in found] == ["attention.flash"]
     assert Process.running == 0, "the process that had started for the third one is ended too"
 
@@ -106,7 +151,7 @@ def test_a_kernel_that_no_time_was_left_for_gets_no_verdict(answers: list[Any]) 
 def test_what_is_not_installed_starts_no_process(answers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe.importlib.util, "find_spec", lambda name: None)
     names = [FLASH_2, "attention.flash_attn_3", "attention.flash_attn_4", "matmul.nf4"]
-    found = probe.probe(names, SHAPE, "bf16", {})
+    found = probe.probe(names, SHAPE, "bf16", {}).verdicts
     assert [(verdict.kernel, verdict.works, verdict.reason) for verdict in found] == [
         (name, False, "not installed") for name in names
     ]
@@ -155,32 +200,16 @@ def test_verdicts_are_kept_until_a_package_comes_or_goes(monkeypatch: pytest.Mon
         facts = dataclasses.replace(facts, verdicts=rows)
 
     asked = ("attention.flash", FLASH_2)
-    assert probe.unmeasured(asked, dataclasses.replace(facts, verdicts=()), SHAPE) == asked
+    assert probe.unmeasured(asked, dataclasses.replace(facts, verdicts=()), SHAPE, "bf16") == asked
     remember(*asked)
-    assert probe.unmeasured(asked, facts, SHAPE) == ()
-    assert probe.unmeasured(asked, facts, dataclasses.replace(SHAPE, tokens=64)) == asked
+    assert probe.unmeasured(asked, facts, SHAPE, "bf16") == ()
+    assert probe.unmeasured(asked, facts, dataclasses.replace(SHAPE, tokens=64), "bf16") == asked
     there.discard(FLASH_2)
-    assert probe.unmeasured(asked, facts, SHAPE) == (FLASH_2,)
+    assert probe.unmeasured(asked, facts, SHAPE, "bf16") == (FLASH_2,)
     remember(*asked)
-    assert probe.unmeasured(asked, facts, SHAPE) == ()
+    assert probe.unmeasured(asked, facts, SHAPE, "bf16") == ()
     there.add(FLASH_2)
-    assert probe.unmeasured(asked, facts, SHAPE) == (FLASH_2,)
-
-
-def test_kernels_that_failed_are_measured_again_when_told() -> None:
-    flash = KernelVerdict(
-        kernel="attention.flash",
-        shape_class=probe.shape_class(SHAPE),
-        works=True,
-        milliseconds=1.0,
-        relative_error=0.0,
-        reason="measured",
-    )
-    failed = dataclasses.replace(flash, kernel="attention.math", works=False, reason="crashed")
-    facts = dataclasses.replace(machine("h200"), verdicts=(flash, failed))
-    asked = ("attention.flash", "attention.math")
-    assert probe.unmeasured(asked, facts, SHAPE) == ()
-    assert probe.unmeasured(asked, facts, SHAPE, failed_too=True) == ("attention.math",)
+    assert probe.unmeasured(asked, facts, SHAPE, "bf16") == (FLASH_2,)
 
 
 def test_what_a_machine_could_run() -> None:
@@ -216,8 +245,9 @@ def flash_attn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[...,
         (tmp_path / "flash_attn.py").write_text(HEAD + body)
         monkeypatch.syspath_prepend(tmp_path)
         variables = {**environment.snapshot(), "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-        (found,) = probe.probe([FLASH_2], shape, "fp32", variables)
-        return found
+        found = probe.probe([FLASH_2], shape, "fp32", variables, device="cpu")
+        (verdict,) = (*found.verdicts, *found.unsettled)
+        return verdict
 
     return ask
 
@@ -257,12 +287,32 @@ def test_a_kernel_that_no_compiler_traces(flash_attn: Callable[..., KernelVerdic
 
 def test_torchs_own_kernel_and_a_matmul_in_their_processes() -> None:
     variables = {**environment.snapshot(), "OMP_NUM_THREADS": "1"}
-    found = probe.probe(["attention.math", "matmul.bf16"], SHAPE, "bf16", variables)
+    kernels = ["attention.math", "matmul.bf16"]
+    found = probe.probe(kernels, SHAPE, "bf16", variables, device="cpu").verdicts
     assert [(one.kernel, one.works, one.shape_class) for one in found] == [
         ("attention.math", True, "b1 h2 d16 n32"),
         ("matmul.bf16", True, "m32 n96 k32"),
     ]
     assert all(one.relative_error is not None and 0 < one.relative_error < 0.02 for one in found)
+
+
+def test_fp16_is_measured_as_fp16() -> None:
+    variables = {**environment.snapshot(), "OMP_NUM_THREADS": "1"}
+    (found,) = probe.probe(["attention.math"], SHAPE, "fp16", variables, device="cpu").verdicts
+    assert found.works and found.dtype == "fp16", found.reason
+    assert found.relative_error is not None and found.relative_error < 1e-3, "bf16 would be further off"
+
+
+def test_a_gpu_that_is_not_there_is_nobodys_verdict() -> None:
+    """Measured on the CPU instead, every kernel would be kept as a slow one of the GPU."""
+    import torch
+
+    if torch.cuda.is_available():
+        pytest.skip("there is one")
+    variables = {**environment.snapshot(), "OMP_NUM_THREADS": "1"}
+    found = probe.probe(["attention.math"], SHAPE, "bf16", variables, device="cuda")
+    assert not found.verdicts
+    assert found.unsettled[0].reason.startswith("before it began: failed: ")
 
 
 def test_the_process_ends_where_nobody_asks() -> None:
@@ -283,50 +333,11 @@ def test_stored_weights_are_multiplied_within_their_tolerance(kernel: str) -> No
         pytest.importorskip("bitsandbytes")
     from trainer.engine.probe_matmul import measure_matmul
 
-    measured = measure_matmul(kernel, 48, 384, 128)
+    measured = measure_matmul(kernel, 48, 384, 128, "cpu", lambda: None)
     verdict = probe.judge(f"matmul.{kernel}", SHAPE, measured)
     assert verdict.works, verdict.reason
     assert set(measured.errors) == {"output", "gradient of the input"}
     assert min(measured.errors.values()) > 1e-4, "the reference is float32, not the kernel itself"
-
-
-@pytest.mark.parametrize(
-    ("features", "measured"),
-    [
-        ({}, {"attention", "matmul"}),
-        ({"attention": "flash"}, {"matmul"}),
-        ({"compute": "bf16"}, {"attention"}),
-        ({"attention": "flash", "compute": "bf16"}, set()),
-    ],
-)
-def test_what_the_plan_leaves_open_is_measured_once(
-    features: dict[str, str], measured: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    asked: list[str] = []
-
-    def instead(kernels: Sequence[str], shape: AttentionShape, *_: object) -> tuple[KernelVerdict, ...]:
-        asked.extend(kernels)
-        result = Measured(milliseconds=1.0, errors={"output": 0.001})
-        return tuple(probe.judge(name, shape, result) for name in kernels)
-
-    monkeypatch.setattr(probe, "probe", instead)
-    monkeypatch.setattr(probe, "_installed", lambda name: True)
-    monkeypatch.setattr(planning, "machine_facts", lambda: facts)
-    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
-    config = tmp_path / "c.yaml"
-    config.write_text("family: flux1_dev\ndata: {sets: [{img_dir: images}]}\noutput_dir: out\n")
-    values = [f"features.{name}={value}" for name, value in features.items()]
-    loaded = load_config([config], ["model.weights=random", *values], None, None)
-    facts = dataclasses.replace(machine("h200"), verdicts=())
-    found, plan = jobs.planned(loaded, probe=True)
-    assert {name.partition(".")[0] for name in asked} == measured
-    assert ("attention.cudnn" in {row.kernel for row in found.verdicts}) == ("attention" in measured)
-    assert {row.kernel for row in found.verdicts} >= set(asked)
-    asked.clear()
-    facts = found
-    assert jobs.planned(loaded, probe=True)[1] == plan
-    assert asked == []
-    assert jobs.planned(loaded, probe=False)[1] == plan
 
 
 def test_verdicts_are_printed_as_a_table() -> None:

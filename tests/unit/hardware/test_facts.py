@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -182,6 +183,27 @@ def test_the_child_imports_the_real_torch() -> None:
         torch_build._ask_child("raise SystemExit('no libcudnn')")
 
 
+def test_architectures_without_a_visible_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 answers: its own list is empty there, what it was compiled for is not."""
+    (tmp_path / "torch.py").write_text(
+        "class version: cuda = '13.0'\n"
+        "class cuda: get_arch_list = staticmethod(lambda: [])\n"
+        "class _C: _cuda_getArchFlags = staticmethod(lambda: 'sm_80 sm_90')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert torch_build._ask_child(torch_build._CHILD) == ["sm_80", "sm_90"]
+
+
+def test_no_architectures_are_no_answer_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, answers = tmp_path / "torch", [[], ["sm_90"]]
+    folder.mkdir()
+    (folder / "version.py").write_text(VERSION_PY)
+    monkeypatch.setattr(torch_build, "torch_folder", lambda: folder)
+    monkeypatch.setattr(torch_build, "_ask_child", lambda program: answers.pop(0))
+    found = [torch_build.read_torch_build(recorded=None, cache_dir=tmp_path / "cache") for _ in range(3)]
+    assert [build.arch_list for build in found if build] == [(), ("sm_90",), ("sm_90",)]
+
+
 def test_a_recorded_build_is_believed_and_a_broken_one_named(tmp_path: Path) -> None:
     expected = machine("dgx-spark").torch
     path = tmp_path / "torch.json"
@@ -211,7 +233,25 @@ def test_verdicts_merge_per_kernel_and_machine(tmp_path: Path) -> None:
     assert len(verdicts.read_verdicts(path, spark)) == 1
     updated = dataclasses.replace(h200, driver=(590, 1))
     assert verdicts.read_verdicts(path, updated) == (), "another driver, other kernels"
-    assert [file.name for file in path.parent.iterdir()] == ["verdicts.json"], "no temporary file stays"
+    names = sorted(file.name for file in path.parent.iterdir())
+    assert names == [".verdicts.json.lock", "verdicts.json"], "no temporary file stays"
+
+
+def test_verdicts_of_two_starts_at_once_are_all_kept(tmp_path: Path) -> None:
+    path, h200 = tmp_path / "verdicts.json", machine("h200")
+    names = [f"attention.{number}" for number in range(40)]
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(lambda name: verdicts.write_verdicts(path, h200, [verdict(name)]), names))
+    assert {row.kernel for row in verdicts.read_verdicts(path, h200)} == set(names)
+
+
+def test_verdicts_differ_by_type(tmp_path: Path) -> None:
+    path, h200 = tmp_path / "verdicts.json", machine("h200")
+    bf16 = verdict("attention.flash")
+    fp16 = dataclasses.replace(bf16, dtype="fp16", works=False)
+    assert verdicts.write_verdicts(path, h200, [bf16])
+    assert verdicts.write_verdicts(path, h200, [fp16])
+    assert verdicts.read_verdicts(path, h200) == (bf16, fp16)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "not json"])

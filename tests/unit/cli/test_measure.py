@@ -1,0 +1,193 @@
+"""What is measured before a run, what is kept of it, and what a verdict that was kept cannot prevent."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.unit.hardware.conftest import machine
+from trainer.cli import main, measure
+from trainer.cli.options import load_config
+from trainer.config.load import Loaded
+from trainer.engine import planning, probe
+from trainer.engine.planning import plan_run
+from trainer.engine.probe import Probed
+from trainer.engine.probe_attention import Measured
+from trainer.errors import HardwareError
+from trainer.families.protocol import AttentionShape
+from trainer.hardware.facts import Facts, KernelVerdict
+from trainer.hardware.verdicts import FILE_NAME, read_verdicts
+
+TEXT = "family: flux1_dev\ndata: {sets: [{img_dir: images}]}\noutput_dir: out\nmodel: {weights: random}\n"
+WORKS = Measured(milliseconds=1.0, errors={"output": 0.001})
+Answer = Callable[[str, AttentionShape, str], KernelVerdict]
+
+
+class Machine:
+    """An H200 whose kernels do what `answer` says; `asked` are those that were measured, with their types."""
+
+    def __init__(self, cache: Path) -> None:
+        self.facts = dataclasses.replace(machine("h200"), verdicts=())
+        self.asked: list[tuple[str, str]] = []
+        self.answer: Answer = lambda name, shape, dtype: probe.judge(name, shape, WORKS, dtype)
+        self.unsettled = False
+        self._file = cache / FILE_NAME
+
+    def read(self) -> Facts:
+        return dataclasses.replace(self.facts, verdicts=read_verdicts(self._file, self.facts))
+
+    def probe(
+        self, kernels: Sequence[str], shape: AttentionShape, dtype: str, *_: object, device: str
+    ) -> Probed:
+        assert device == "cuda"
+        self.asked += [(name, dtype) for name in kernels]
+        rows = tuple(self.answer(name, shape, dtype) for name in kernels)
+        bad = tuple(row for row in rows if not row.works)
+        good = tuple(row for row in rows if row.works)
+        return Probed(verdicts=good, unsettled=bad) if self.unsettled else Probed(verdicts=rows)
+
+
+def fails(name: str, shape: AttentionShape, dtype: str) -> KernelVerdict:
+    return probe.judge(name, shape, Measured(milliseconds=1.0, errors={"output": 1.0}), dtype)
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
+    found = Machine(tmp_path / "cache")
+    monkeypatch.setattr(probe, "probe", found.probe)
+    monkeypatch.setattr(probe, "_installed", lambda name: True)
+    monkeypatch.setattr(planning, "machine_facts", found.read)
+    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path("c.yaml").write_text(TEXT)
+    return found
+
+
+def config(*values: str) -> Loaded:
+    return load_config([Path("c.yaml")], values, None, None)
+
+
+@pytest.mark.parametrize(
+    ("features", "measured"),
+    [
+        ({}, {"attention", "matmul"}),
+        ({"attention": "flash"}, {"matmul"}),
+        ({"compute": "bf16"}, {"attention"}),
+        ({"attention": "flash", "compute": "bf16"}, set()),
+    ],
+)
+def test_what_the_plan_leaves_open_is_measured_once(
+    features: dict[str, str], measured: set[str], gpu: Machine
+) -> None:
+    loaded = config(*(f"features.{name}={value}" for name, value in features.items()))
+    found, plan = measure.planned(loaded, probe=True)
+    assert {name.partition(".")[0] for name, _ in gpu.asked} == measured
+    assert ("attention.cudnn" in {row.kernel for row in found.verdicts}) == ("attention" in measured)
+    assert {row.kernel for row in found.verdicts} >= {name for name, _ in gpu.asked}
+    gpu.asked.clear()
+    assert measure.planned(loaded, probe=True)[1] == plan
+    assert gpu.asked == []
+    assert measure.planned(loaded, probe=False)[1] == plan
+
+
+def test_kernels_that_fail_in_fp16_leave_bf16_alone(gpu: Machine) -> None:
+    gpu.answer = lambda name, shape, dtype: (
+        fails(name, shape, dtype) if dtype == "fp16" else probe.judge(name, shape, WORKS, dtype)
+    )
+    with pytest.raises(HardwareError, match="no attention kernel works here"):
+        measure.planned(config("model.dtype=fp16"), probe=True)
+    plan = measure.planned(config(), probe=True)[1]
+    assert (plan.dtype, plan.attention) == ("bf16", "flash")
+
+
+def test_a_run_that_kept_verdicts_refuse_is_measured_again(
+    gpu: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.answer = fails
+    with pytest.raises(HardwareError):
+        measure.planned(config(), probe=True)
+    assert all(not row.works for row in gpu.read().verdicts)
+    with pytest.raises(HardwareError) as refused:
+        plan_run(config(), gpu.read())
+    gpu.answer = lambda name, shape, dtype: probe.judge(name, shape, WORKS, dtype)
+    found, plan = measure.planned(config(), probe=True)
+    assert plan.attention == "flash" and all(row.works for row in found.verdicts)
+    assert "no attention kernel works here" in capsys.readouterr().err
+    # and so do both remedies that the refusal names
+    assert "`trainer probe CONFIG` measures again; features.attention: native" in str(refused.value)
+
+
+def test_remedies_of_the_refusal_help(gpu: Machine) -> None:
+    gpu.answer = fails
+    assert main(["probe", "c.yaml"]) == 0, "the command that measures ends well whatever it measures"
+    with pytest.raises(HardwareError):
+        measure.planned(config(), probe=True)
+    assert measure.planned(config("features.attention=native"), probe=True)[1].attention == "native"
+    gpu.answer = lambda name, shape, dtype: probe.judge(name, shape, WORKS, dtype)
+    assert main(["probe", "c.yaml"]) == 0
+    assert measure.planned(config(), probe=False)[1].attention == "flash"
+
+
+def test_the_command_measures_what_works_anew_too(gpu: Machine) -> None:
+    measure.planned(config(), probe=True)
+    before = {name for name, _ in gpu.asked}
+    gpu.asked.clear()
+    faster = dataclasses.replace(WORKS, milliseconds=0.5)
+    gpu.answer = lambda name, shape, dtype: probe.judge(name, shape, faster, dtype)
+    assert main(["probe", "c.yaml"]) == 0
+    assert {name for name, _ in gpu.asked} == before
+    assert {row.milliseconds for row in gpu.read().verdicts} == {0.5}
+
+
+def test_what_is_not_about_the_kernel_is_told_and_forgotten(
+    gpu: Machine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.answer, gpu.unsettled = fails, True
+    plan = measure.planned(config(), probe=True)[1]
+    assert plan.attention == "flash", "as where nothing was measured"
+    assert gpu.read().verdicts == ()
+    assert len(gpu.asked) == len(set(gpu.asked)), "once a start"
+    said = capsys.readouterr().err
+    assert "attention.cudnn: not measured, and tried again at the next start: relative error" in said
+
+
+def test_a_failure_that_was_kept_gives_way_to_one_that_says_nothing(gpu: Machine) -> None:
+    gpu.answer = fails
+    with pytest.raises(HardwareError):
+        measure.planned(config(), probe=True)
+    gpu.unsettled = True
+    assert measure.planned(config(), probe=True)[1].attention == "flash"
+
+
+def test_fp8_that_was_asked_for_and_failed_is_measured_again(gpu: Machine) -> None:
+    asked = config("features.compute=fp8")
+    gpu.answer = lambda name, shape, dtype: (
+        fails(name, shape, dtype) if name == "matmul.fp8" else probe.judge(name, shape, WORKS, dtype)
+    )
+    measure.planned(config(), probe=True)
+    with pytest.raises(HardwareError, match="the probe saw FP8 failing"):
+        measure.planned(asked, probe=True)
+    gpu.answer = lambda name, shape, dtype: probe.judge(name, shape, WORKS, dtype)
+    assert measure.planned(asked, probe=True)[1].compute == "fp8"
+
+
+def test_verdicts_of_an_earlier_version_are_dropped_with_a_word(
+    gpu: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They do not say their type: those of an fp16 run stood for bf16 too."""
+    gpu.answer = fails
+    with pytest.raises(HardwareError):
+        measure.planned(config(), probe=True)
+    file = tmp_path / "cache" / FILE_NAME
+    file.write_text("\n".join(line for line in file.read_text().splitlines() if '"dtype"' not in line))
+    gpu.answer = lambda name, shape, dtype: probe.judge(name, shape, WORKS, dtype)
+    capsys.readouterr()
+    assert measure.planned(config(), probe=True)[1].attention == "flash"
+    assert "kernels of an earlier version, whose type is not known, are forgotten" in capsys.readouterr().err
+    assert "dtype" in file.read_text()
+    gpu.asked.clear()
+    measure.planned(config(), probe=True)
+    assert gpu.asked == []

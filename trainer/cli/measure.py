@@ -1,0 +1,143 @@
+"""Floor 7: the plan of a run on this machine, with kernels measured where verdicts are missing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from trainer.config.load import Loaded
+    from trainer.engine.probe import Probed
+    from trainer.hardware.facts import Facts
+    from trainer.hardware.plan import Plan
+
+KINDS = ("attention", "matmul")
+"""First parts of kernels' names."""
+_MOST_PROBES = 3
+"""With verdicts a step's samples may be parted in another way, and kernels have other shapes."""
+
+
+def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
+    """This machine's facts and the run's plan; with `probe`, kernels without a verdict are measured first.
+
+    A run that kept verdicts alone would refuse is measured anew before it is refused.
+    """
+    from trainer.engine.planning import machine_facts, plan_run, requested_profile
+    from trainer.hardware.choices import KernelsFailedError
+
+    facts, profile = machine_facts(), requested_profile()
+    features = loaded.config.features
+    asked = {"attention": features.attention, "matmul": features.compute}
+    kinds = tuple(kind for kind, value in asked.items() if value == "auto")
+    try:
+        plan = plan_run(loaded, facts, profile)
+    except KernelsFailedError as error:
+        if not probe:
+            raise
+        click.echo(f"{error.problems[0].what}: measured again", err=True)
+        facts, kinds = _without_failed(facts), KINDS
+        plan = plan_run(loaded, facts, profile)
+    if not (probe and plan.device == "cuda" and kinds):
+        return facts, plan
+    unsettled: set[tuple[str, str, str]] = set()
+    for _ in range(_MOST_PROBES):
+        measured = measure_kernels(loaded, facts, plan, kinds, unsettled)
+        if measured == facts:
+            break
+        facts, plan = measured, plan_run(loaded, measured, profile)
+    return facts, plan
+
+
+def measured_anew(loaded: Loaded, facts: Facts) -> Facts:
+    """The facts with every kernel measured at the run's shape, whatever was kept.
+
+    Kept verdicts have no part in the plan that gives the shape, so that none of them can prevent this.
+    """
+    import dataclasses
+
+    from trainer.engine.planning import plan_run, requested_profile
+    from trainer.hardware.choices import KernelsFailedError
+    from trainer.hardware.verdicts import merged
+
+    fresh = dataclasses.replace(facts, verdicts=())
+    unsettled: set[tuple[str, str, str]] = set()
+    for _ in range(_MOST_PROBES):
+        try:
+            plan = plan_run(loaded, fresh, requested_profile())
+        except KernelsFailedError as error:
+            if not fresh.verdicts:
+                raise
+            click.echo(f"warning: {error}", err=True)
+            break
+        measured = measure_kernels(loaded, fresh, plan, KINDS, unsettled)
+        if measured == fresh:
+            break
+        fresh = measured
+    return dataclasses.replace(facts, verdicts=merged(facts.verdicts, fresh.verdicts))
+
+
+def measure_kernels(
+    loaded: Loaded,
+    facts: Facts,
+    plan: Plan,
+    kinds: Sequence[str],
+    unsettled: set[tuple[str, str, str]],
+) -> Facts:
+    """The facts with a verdict for every kernel of those kinds at the plan's shape; kept on disk as well.
+
+    `unsettled` collects the keys of kernels of which nothing could be said; those in it are not tried again.
+    """
+    import dataclasses
+
+    from trainer.cli.jobs import child_environment
+    from trainer.config import environment
+    from trainer.engine import probe
+    from trainer.engine.planning import run_attention
+    from trainer.hardware.verdicts import FILE_NAME, merged, untyped, write_verdicts
+
+    shape = run_attention(loaded, plan.micro_batch_size)
+    candidates = probe.kernels_for(facts, plan.device, plan.dtype)
+    wanted = [name for name in candidates if name.partition(".")[0] in kinds]
+    missing = [
+        name
+        for name in probe.unmeasured(wanted, facts, shape, plan.dtype)
+        if probe.verdict_key(name, shape, plan.dtype) not in unsettled
+    ]
+    if not missing:
+        return facts
+    path = environment.user_cache_dir() / FILE_NAME
+    if untyped(path, facts):
+        click.echo(f"{path}: kernels of an earlier version, whose type is not known, are forgotten", err=True)
+    at = f"{probe.shape_class(shape)} {plan.dtype}"
+    click.echo(f"measuring kernels once for {at}: {', '.join(missing)}", err=True)
+    found = probe.probe(missing, shape, plan.dtype, child_environment(plan, facts), device=plan.device)
+    unsettled.update((row.kernel, row.shape_class, row.dtype) for row in found.unsettled)
+    _tell(found)
+    if not write_verdicts(path, facts, found.verdicts):
+        click.echo(f"  {path} cannot be written: they will be measured again", err=True)
+    return dataclasses.replace(facts, verdicts=merged(facts.verdicts, found.verdicts))
+
+
+def _tell(found: Probed) -> None:
+    """What was measured, a line a kernel."""
+    from trainer.engine.probe import MOST_HELD
+
+    for row in found.verdicts:
+        speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"
+        click.echo(f"  {row.kernel}: {'works' if row.works else 'fails'}, {speed}, {row.reason}", err=True)
+    for row in found.unsettled:
+        click.echo(f"  {row.kernel}: not measured, and tried again at the next start: {row.reason}", err=True)
+    if found.held >= MOST_HELD:
+        click.echo(
+            f"  warning: other processes held {found.held:.0%} of the GPU's memory meanwhile; if they"
+            " computed too, these times are wrong: `trainer probe CONFIG` measures again",
+            err=True,
+        )
+
+
+def _without_failed(facts: Facts) -> Facts:
+    import dataclasses
+
+    return dataclasses.replace(facts, verdicts=tuple(row for row in facts.verdicts if row.works))
