@@ -84,7 +84,7 @@ $(PINS_PIP)/pip/__init__.py: $(STAMP)
 pins: $(PINS_PIP)/pip/__init__.py ## every pin of the images for GPUs has a wheel for its platform (asks the package index)
 	@PYTHONPATH=$(PINS_PIP) $(BIN)/python -m scripts.check_pins
 
-docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmarks.md, coming-from.md, tables of DOCKER.md, k8s' copies
+docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmarks.md, coming-from.md, tables of DOCKER.md, compose/variables.env, k8s' copies
 	@mkdir -p build
 	$(BIN)/trainer config schema > build/schema.json
 	$(BIN)/trainer families --markdown > build/families.md
@@ -92,6 +92,7 @@ docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmark
 	mv build/families.md docs/families.md
 	$(BIN)/python scripts/bench.py page
 	$(BIN)/python -m scripts.render_docker_md
+	$(BIN)/python -m scripts.render_compose
 	$(BIN)/python -m scripts.render_coming_from
 	$(BIN)/python -m scripts.render_k8s
 

@@ -12,15 +12,16 @@ variable "CUDA_VERSION" { default = "13.0" }
 variable "TORCH_VERSION" { default = "2.13.0" }
 variable "TORCHVISION_VERSION" { default = "0.28.0" }
 variable "EXTRAS" { default = "nf4 flash-attn-4" }
-variable "KERNELS" { default = "none" } # build: compile flash-attn 2 and transformer-engine for rtx-4090 and hopper-fp8
-# Package indexes of PyTorch's builds, for the target cpu and for CUDA 12: no default, its installation page names them.
+variable "KERNELS" { default = "none" } # build: compile flash-attn 2 for rtx-4090 and hopper-fp8
+# Package indexes of PyTorch's builds: the target cpu is 5 GB smaller with that of CPU builds, CUDA 12 needs its own. No
+# default: PyTorch's installation page names them.
 variable "TORCH_INDEX" { default = "" }
 variable "TORCH_INDEX_CUDA12" { default = "" }
 # Without network: a folder of wheels, PIP_NO_INDEX=1, and a BASE_IMAGE with the system's packages, for example
 #   WHEELS=/media/usb/wheels PIP_NO_INDEX=1 BASE_IMAGE=my-base docker buildx bake -f docker/docker-bake.hcl cpu
 variable "WHEELS" { default = "" }
 variable "PIP_NO_INDEX" { default = "" }
-# A pip.conf and a certificate authority of yours, as files: they are mounted while pip runs and get into no layer.
+# A pip.conf and a certificate authority of yours (beside the system's), as files: mounted while pip runs, in no layer.
 variable "PIP_CONF" { default = "" }
 variable "CA_CERTIFICATES" { default = "" }
 

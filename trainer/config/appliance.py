@@ -85,6 +85,17 @@ IMAGE_ENVIRONMENT: Mapping[str, str] = {
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 """Variables that may be given as NAME_FILE, the path of a file that holds the value."""
 
+HANDED_IN = (
+    "TRAINER_PROFILE", "UNIFIED_MEMORY", "DISABLE_CPU_OFFLOAD", "HF_HUB_OFFLINE", "WANDB_MODE",
+    "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "OMP_WAIT_POLICY", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+)  # fmt: skip
+"""Variables of ours that compose hands in as they are on the host: none names a folder, none is a secret."""
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+OTHERS_HANDED_IN = (
+    *PROXIES, *map(str.lower, PROXIES), "HF_ENDPOINT", "WANDB_BASE_URL", "WANDB_ENTITY",
+)  # fmt: skip
+"""What the libraries beneath read, handed in likewise: the way to the hub and to Weights & Biases."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Target:

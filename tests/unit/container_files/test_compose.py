@@ -1,4 +1,4 @@
-"""The compose files as data, and what compose itself makes of them where it is installed."""
+"""The compose files as data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 import yaml
 
 import trainer
-from tests.unit.container_files.compose_files import COMPOSE, Node, config, interpolated, load, services
+from tests.unit.container_files.compose_files import COMPOSE, Node, interpolated, load, services
 from tests.unit.house.sources import ROOT
 from trainer.config import appliance, environment, fields
 from trainer.config.appliance import TARGETS, VOLUMES
@@ -65,7 +65,7 @@ def test_image_target_and_profile_are_named_alike(profile: str) -> None:
     assert {service["image"] for service in found.values()} == {image}
     build = found["trainer"]["build"]
     assert (build["context"], build["dockerfile"], build["target"]) == ("..", "docker/Dockerfile", profile)
-    assert found["trainer"]["environment"]["TRAINER_PROFILE"] == profile
+    assert interpolated(found["trainer"]["environment"]["TRAINER_PROFILE"], {}) == profile
 
 
 def test_the_build_is_the_dockerfiles(profile: str) -> None:
@@ -73,7 +73,9 @@ def test_the_build_is_the_dockerfiles(profile: str) -> None:
     build = services(profile)["trainer"]["build"]
     assert re.search(rf"^FROM \S+ AS {re.escape(build['target'])}$", text, re.MULTILINE)
     for argument, value in build["args"].items():
-        assert re.search(rf"^ARG {argument}=", text, re.MULTILINE), f"{argument} is no argument of it"
+        # every builder knows proxies, and keeps them out of the image
+        known = argument in appliance.PROXIES or re.search(rf"^ARG {argument}=", text, re.MULTILINE)
+        assert known, f"{argument} is no argument of it"
         assert value is None, "the Dockerfile has the default"
 
 
@@ -136,8 +138,10 @@ def test_only_gpu_profiles_ask_for_gpus(profile: str) -> None:
 def test_the_environment_fits_the_profile(profile: str) -> None:
     variables = services(profile)["trainer"]["environment"]
     # false would refuse machines that generic-cuda is for; elsewhere offloading is the caller's choice
-    unified = "true" if PROFILES[profile].match.integrated else None
-    assert (variables.get("UNIFIED_MEMORY"), variables["DISABLE_CPU_OFFLOAD"]) == (unified, unified)
+    unified = {"UNIFIED_MEMORY": "true", "DISABLE_CPU_OFFLOAD": "true"}
+    assert {name: interpolated(variables[name], {}) for name in unified if name in variables} == (
+        unified if PROFILES[profile].match.integrated else {}
+    )
     known = {variable.name for variable in environment.VARIABLES}
     known |= {f"{secret}_FILE" for secret in appliance.SECRETS}
     assert set(variables) <= known
@@ -169,8 +173,9 @@ def test_every_variable_is_explained_and_used() -> None:
             body = "\n".join(re.findall(r"^[^#].*$", (COMPOSE / file).read_text(), re.MULTILINE))
             used |= set(re.findall(r"(?<!\$)\$\{(\w+)", body))
             used |= set(re.findall(r"^ {6,}([A-Z_]+): *(?:#.*)?$", body, re.MULTILINE))
-        unexplained = used - explained - {"BASE_IMAGE", "PIP_NO_INDEX"}
+        unexplained = used - explained - {"BASE_IMAGE", "PIP_NO_INDEX", *appliance.PROXIES}
         assert not unexplained, f"{name} does not say what {unexplained} are"
+        used |= set((COMPOSE / "variables.env").read_text().split())
         assert explained <= used, f"{name} explains {explained - used}, which nothing reads"
 
 
@@ -304,62 +309,6 @@ def test_new_folders_go_to_the_user_and_others_stay(tmp_path: Path) -> None:
         f"1234:0 gets {paths['/config']}",
         f"{paths['/cache']} stays as it is: see the line above",
     ]
-
-
-# ---- compose itself
-
-
-def test_compose_understands_each_file_alone(profile: str, tmp_path: Path) -> None:
-    found = config(["-f", str(COMPOSE / f"{profile}.yaml")], tmp_path)
-    service, expected = found["services"]["trainer"], services(profile)["trainer"]
-    assert set(found["services"]) == {"trainer", HELPER}
-    assert service["command"] == interpolated(expected["command"], {}).split()
-    assert {mount["target"]: mount["source"] for mount in service["volumes"]} == {
-        volume.path: str(ROOT / volume.name) for volume in VOLUMES
-    }
-    variables = expected["environment"]
-    assert service["environment"] == {
-        name: None if value is None else interpolated(value, {}) for name, value in variables.items()
-    }
-    assert int(service["shm_size"]) == int(TARGET[profile].shm.removesuffix("Gi")) * 1024**3
-    assert (service["build"]["context"], service["build"]["target"]) == (str(ROOT), profile)
-    (port,) = service["ports"]
-    assert (port["host_ip"], port["target"]) == ("127.0.0.1", appliance.METRICS_PORT)
-    assert found["secrets"]["hf_token"]["file"] == str(COMPOSE / "no-token")
-
-
-def test_compose_takes_what_people_set(tmp_path: Path) -> None:
-    found = config(
-        ["-f", str(COMPOSE / "cpu.yaml")],
-        tmp_path,
-        TRAINER_DATA="/srv/cats",
-        TRAINER_OUTPUT="here",
-        TRAINER_COMMAND="train /config/my.yaml --set 'model.revision=a b'",
-        UID="1000",
-        HF_TOKEN_FILE="/srv/token",
-        CUDA_VISIBLE_DEVICES="1",
-    )
-    service, helper = found["services"]["trainer"], found["services"][HELPER]
-    sources = {mount["target"]: mount["source"] for mount in service["volumes"]}
-    assert sources["/data"] == "/srv/cats"
-    assert sources["/output"] == str(COMPOSE / "here"), "relative folders start at the compose files"
-    assert {mount["target"]: mount["source"] for mount in helper["volumes"]} == sources
-    assert service["command"] == ["train", "/config/my.yaml", "--set", "model.revision=a b"]
-    assert (service["user"], helper["environment"]["OWNER"]) == ("1000:0", "1000:0")
-    assert service["environment"]["CUDA_VISIBLE_DEVICES"] == "1"
-    assert found["secrets"]["hf_token"]["file"] == "/srv/token"
-
-
-def test_compose_understands_each_file_with_monitoring(profile: str, tmp_path: Path) -> None:
-    files = ["-f", str(COMPOSE / f"{profile}.yaml"), "-f", str(COMPOSE / "monitoring.yaml")]
-    usual = {"trainer", HELPER, "prometheus", "grafana", "node-exporter"}
-    found = config(files, tmp_path)
-    assert set(found["services"]) == usual
-    assert set(config([*files, "--profile", "dcgm"], tmp_path)["services"]) == {*usual, "dcgm-exporter"}
-    for mount in found["services"]["grafana"]["volumes"]:
-        assert Path(mount["source"]).is_dir()
-    alone = config(files[:2], tmp_path)["services"]
-    assert {name: found["services"][name] for name in alone} == alone, "monitoring changes nothing of the run"
 
 
 def test_the_version_is_the_packages() -> None:

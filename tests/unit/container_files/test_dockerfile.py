@@ -158,6 +158,68 @@ def test_pip_may_be_given_secrets_and_no_argument_is_one() -> None:
     assert not re.search(r"^ARG \w*(TOKEN|PASSWORD|SECRET|KEY)", TEXT, re.MULTILINE)
 
 
+def moved(script: str, folder: Path, *paths: str) -> str:
+    """A script of the Dockerfile with these paths below a folder."""
+    for path in paths:
+        script = script.replace(path, f"{folder}{path}")
+        Path(f"{folder}{path}x").parent.mkdir(parents=True, exist_ok=True)
+    return script
+
+
+def test_an_authority_of_ones_own_is_trusted_beside_the_systems(tmp_path: Path) -> None:
+    """The pip of the stage tools, written by its own line and run here."""
+    (script,) = [one.words for one in STAGES["tools"][1] if "ensurepip" in one.words]
+    system, own, both = "/etc/ssl/certs/ca-certificates.crt", "/run/secrets/ca.crt", "/dev/shm/ca.crt"
+    script = moved(script[script.index("printf") :], tmp_path, system, own, both, "/mnt/tools/bin/")
+    python = tmp_path / "mnt/tools/bin/python3"
+    python.write_text('#!/bin/sh\necho "$@"; cat "${PIP_CERT:-/dev/null}"\n')
+    python.chmod(0o755)
+    subprocess.run(["/bin/sh", "-euc", script], check=True)
+    (tmp_path / system[1:]).write_text("system\n")
+
+    def pip() -> str:
+        command = ["/bin/sh", str(tmp_path / "mnt/tools/bin/pip"), "install", "a b"]
+        return subprocess.run(command, capture_output=True, text=True, check=True, env={}).stdout
+
+    assert pip() == "-m pip install a b\n"
+    (tmp_path / own[1:]).write_text("own\n")
+    assert pip() == "-m pip install a b\nsystem\nown\n"
+    # what is put together lies in no layer
+    assert both.startswith("/dev/shm/")
+
+
+@pytest.mark.parametrize(
+    ("found", "index", "code", "says"),
+    [
+        ("torch-2.13.0+cpu", "", 0, ""),
+        ("torch-2.13.0+cpu", "the-index", 0, ""),
+        ("torch-2.13.0", "", 0, "note: this torch has CUDA's libraries"),
+        ("torch-2.13.0", "the-index", 1, "error: TORCH_INDEX has no CPU build"),
+    ],
+)
+def test_the_cpu_image_takes_any_torch_and_says_how_to_get_the_small_one(
+    found: str, index: str, code: int, says: str, tmp_path: Path
+) -> None:
+    """Its own script, with a pip that finds one torch or the other."""
+    script = next(one.words for one in STAGES["dependencies-cpu"][1] if "--dry-run" in one.words)
+    script = moved(script[script.index("install=") :], tmp_path, "/mnt/tools/bin/", "/tmp/found")
+    pip = tmp_path / "mnt/tools/bin/pip"
+    answers = f'*--dry-run*) echo "Would install {found} x-1";; *) echo installed "$@"'
+    pip.write_text(f'#!/bin/sh\ncase "$*" in {answers};; esac\n')
+    pip.chmod(0o755)
+    run = subprocess.run(
+        ["/bin/sh", "-euc", script], env={"TORCH_INDEX": index}, capture_output=True, text=True
+    )
+    assert run.returncode == code, run.stderr
+    lines = [line for line in (run.stdout + run.stderr).splitlines() if not line.startswith("Would")]
+    if says:
+        assert lines[0].startswith(says) and "TORCH_INDEX" in lines[0]
+    assert len(lines) == bool(says) + (code == 0), "one line, and what pip says"
+    if code == 0:
+        assert lines[-1].startswith("installed ")
+        assert ("--extra-index-url the-index" in lines[-1]) == bool(index)
+
+
 def test_the_build_gets_what_it_copies_and_nothing_else() -> None:
     first, *rules = [
         line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"

@@ -89,9 +89,9 @@ def test_a_pin_without_a_wheel_is_named_with_its_platform(tmp_path: Path) -> Non
 
 
 def test_a_version_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    answer = asked(tmp_path, lacking="transformer-engine-torch")
+    answer = asked(tmp_path, lacking="flash-attn")
     assert answer.returncode == 1
-    assert "error: transformer-engine-torch==" in answer.stderr and ": no such version" in answer.stderr
+    assert "error: flash-attn==" in answer.stderr and ": no such version" in answer.stderr
 
 
 def test_a_pip_that_would_download_everything_is_refused(tmp_path: Path) -> None:
