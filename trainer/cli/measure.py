@@ -24,9 +24,10 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
 
     A run that kept verdicts alone would refuse is measured anew before it is refused.
     """
-    from trainer.engine.planning import machine_facts, plan_run, requested_profile
+    from trainer.engine.planning import machine_facts, plan_run, prepare_base, requested_profile
     from trainer.hardware.choices import KernelsFailedError
 
+    prepare_base(loaded)
     facts, profile = machine_facts(), requested_profile()
     features = loaded.config.features
     asked = {"attention": features.attention, "matmul": features.compute}

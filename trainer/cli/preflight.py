@@ -159,9 +159,9 @@ def _loaded(name: str, words: Sequence[str]) -> Loaded | None:
 
 def _folders(name: str, loaded: Loaded | None) -> Iterator[Folder]:
     """What the command writes to."""
+    from trainer import families
     from trainer.config import environment
-    from trainer.modeling import hub
-    from trainer.modeling.source import local_folder
+    from trainer.modeling.source import can_download, find_base
 
     if loaded is None:
         return
@@ -170,7 +170,9 @@ def _folders(name: str, loaded: Loaded | None) -> Iterator[Folder]:
         yield _folder(config.output_dir, "the run's folder", is_result=True)
     if name in ("train", "cache"):
         yield _folder(environment.cache_dir(config), "the folder of encoded samples")
-    if local_folder(config) is None and config.model.download != "never" and not hub.is_offline():
+    family = families.get(config.family)
+    base = find_base(config, families.components(family), trained=family.trained_component)
+    if base.state != "complete" and can_download(config):
         yield _folder(environment.hub_cache_dir(), "the folder of base models")
 
 

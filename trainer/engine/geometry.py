@@ -38,6 +38,7 @@ from trainer.hardware.geometry import (
     stored_as,
 )
 from trainer.hardware.memory import VALUE_BYTES
+from trainer.hardware.weight_files import weight_files
 
 CONFIGS = Path(__file__).parent.parent / "families" / "configs"
 _ATTENTION_PRESET = "attention"
@@ -60,25 +61,25 @@ def run_geometry(
     model_folder: Path | None,
     dtype: str,
     sources: Mapping[str, str] = MappingProxyType({}),
+    downloads: bool = False,
 ) -> Geometry:
     """Everything that memory is computed from, for the run's model, resolution, batch size and compute type.
 
-    `model_folder` is the base model on this disk, None where it is not there yet: the family's committed
-    full-size tables stand in. `sources` says where the configuration's keys were written. Raises AccessError
-    where sizes cannot be known, ConfigError where a layer that is to have an adapter is none of the model's.
+    `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
+    missing files are to come: a component is as large as its config says. `sources` says where keys were
+    written. Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is none.
     """
-    components = _components(family, config, model_folder)
+    folders, components = _components(family, config, model_folder, downloads=downloads)
     trained = next(part for part in components if part.role == "trained")
-    model_config = component_config(family, model_folder, family.trained_component)
+    model_config = component_config(family, folders[trained.name], trained.name)
     size = VALUE_BYTES[dtype]
     shape = run_shape(config, family, bytes_per_value=size)
-    linears = trained.quantized(family.high_precision)
-    packed = _packed(family, config, trained, linears, model_folder)
+    packed = _packed(family, config, trained, folders[trained.name])
     attention = family.attention_shape(model_config, shape)
-    work, repeated = _work(linears, attention, shape), _stacks(family, trained, dtype)
+    work, repeated = _work(family, trained, attention, shape), _stacks(family, trained, dtype)
     adapter = planned_adapter(family, config, trained, attention, shape, sources)
     eager, compiled = _activations(family, config, model_config, shape, repeated, adapter.kept)
-    vae, vae_tiled = _vae_peaks(family, config, model_folder, size)
+    vae, vae_tiled = _vae_peaks(family, config, folders, size)
     return Geometry(
         components=components,
         lora_parameters=adapter.parameters,
@@ -118,16 +119,15 @@ def _packed(
     family: Family,
     config: RunConfig,
     trained: ComponentGeometry,
-    linears: Mapping[str, tuple[int, int]],
     model_folder: Path | None,
 ) -> _Packed:
-    packed = linears_of(linears.values())
+    packed = linears_of(trained.quantized(family.high_precision).values())
     modulation = linears_of(trained.matching(family.modulation).values())
     if model_folder is None or config.model.weights == "random":
         return _Packed(packed, modulation, "", 0)
     folder = model_folder / family.trained_component
     stored, stored_bytes = stored_as(folder), 0
-    if stored and any(folder.glob("*.safetensors")):
+    if stored and weight_files(folder).state == "complete":
         parameters, stored_bytes = packed_size(folder)  # whichever layers these are
         packed, modulation = dataclasses.replace(packed, parameters=parameters), NO_LINEARS
     return _Packed(packed, modulation, stored, stored_bytes)
@@ -155,8 +155,9 @@ class _Work:
     blocks: int
 
 
-def _work(linears: Mapping[str, tuple[int, int]], attention: AttentionShape, shape: Shape) -> _Work:
+def _work(family: Family, trained: ComponentGeometry, attention: AttentionShape, shape: Shape) -> _Work:
     """Floating point operations of linears, each with the tokens that it sees, and of attention."""
+    linears = trained.quantized(family.high_precision)
     every, text = attention.batch_size * attention.tokens, shape.batch_size * shape.text_tokens
     flops, own = 0.0, 0
     blocks = block_linears(tuple(linears))
@@ -274,6 +275,19 @@ def roles(family: Family) -> dict[str, Role]:
     return found
 
 
+def _folder(model_folder: Path | None, component: str, downloads: bool) -> Path | None:
+    """The base model's folder, None for a component whose download has not begun."""
+    if model_folder is None or (downloads and not (model_folder / component / "config.json").exists()):
+        return None
+    return model_folder
+
+
+def trained_config(family: Family, model_folder: Path | None, *, downloads: bool) -> dict[str, Any]:
+    """`component_config` of what trains, as far as it is here."""
+    name = family.trained_component
+    return component_config(family, _folder(model_folder, name, downloads), name)
+
+
 def component_config(family: Family, model_folder: Path | None, component: str) -> dict[str, Any]:
     """A component's config.json from the base model, else the family's committed one."""
     folder = CONFIGS / family.name if model_folder is None else model_folder
@@ -290,33 +304,44 @@ def component_config(family: Family, model_folder: Path | None, component: str) 
 
 
 def _components(
-    family: Family, config: RunConfig, model_folder: Path | None
-) -> tuple[ComponentGeometry, ...]:
-    """Every component with weights; without a folder all are the full-size model's."""
-    wanted = roles(family)
-    if model_folder is None:
-        return component_shapes(None, family.name, wanted)
-    return tuple(_component(family, config, model_folder, name, role) for name, role in wanted.items())
+    family: Family, config: RunConfig, model_folder: Path | None, *, downloads: bool
+) -> tuple[Mapping[str, Path | None], tuple[ComponentGeometry, ...]]:
+    """(the folder that each component with weights is below, their sizes)."""
+    folders = {name: _folder(model_folder, name, downloads) for name in roles(family)}
+    sizes = (
+        _component(family, config, folders[name], name, role, downloads=downloads)
+        for name, role in roles(family).items()
+    )
+    return folders, tuple(sizes)
 
 
 def _component(
-    family: Family, config: RunConfig, model_folder: Path, name: str, role: Role
+    family: Family, config: RunConfig, model_folder: Path | None, name: str, role: Role, *, downloads: bool
 ) -> ComponentGeometry:
     """One component: headers of the files that are loaded, else what its config says."""
+    table = functools.partial(component_shapes, None, family.name, {name: role})
+    if model_folder is None:
+        return table()[0]
     scratch = config.model.weights == "random"
     folder = model_folder / name
     # files of what trains from nothing are not read, and need not fit its config
-    if any(folder.glob("*.safetensors")) and not (scratch and role == "trained"):
+    read = not (scratch and role == "trained")
+    found = weight_files(folder)
+    if read and found.state == "complete":
         source = config.model.pretrained_model_name_or_path
         return component_shapes(model_folder, family.name, {name: role}, name=source)[0]
+    if read and found.state == "partial" and not downloads:
+        raise AccessError(found.lacking, where=str(folder), remedy="copy the missing files into the folder")
+    lacking = f", because {found.lacking} of {name}" if read and found.state == "partial" else ""
     ours = component_config(family, None, name)
     theirs = component_config(family, model_folder, name)
     # a key that ours leaves to the class' default changes shapes too
     keys = [key for key in (ours | theirs if scratch else ours) if not key.startswith("_")]
     differing = [key for key in keys if theirs.get(key) != ours.get(key)]
     if not differing:
-        return component_shapes(None, family.name, {name: role})[0]
-    if not scratch:
+        (whole,) = table()
+        return dataclasses.replace(whole, source=whole.source + lacking)
+    if not scratch and not downloads:
         raise AccessError(
             f"no .safetensors file to read sizes from, and the config differs from {family.title}'s in"
             f" {', '.join(differing)}",
@@ -324,7 +349,7 @@ def _component(
             remedy="name a folder with weights; model.weights: random trains from nothing",
         )
     absent = [key for key in differing if key not in theirs]
-    if absent and role == "trained" and name:
+    if scratch and absent and role == "trained" and name:
         # the class has defaults, but the family's arithmetic reads the file; configs of language models have
         # several spellings of what does not matter here
         raise AccessError(
@@ -333,7 +358,7 @@ def _component(
             remedy="write every key out, as the library's save_config does",
         )
     shapes = built_shapes(model_folder, name, environment.user_cache_dir())
-    return ComponentGeometry(name=name, role=role, shapes=shapes, source=f"{name} {SOURCE}")
+    return ComponentGeometry(name=name, role=role, shapes=shapes, source=f"{name} {SOURCE}{lacking}")
 
 
 def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) -> int:
@@ -348,7 +373,9 @@ def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) 
     return _TEXT_UNITS * tokens * max(widths, default=0) * size
 
 
-def _vae_peaks(family: Family, config: RunConfig, model_folder: Path | None, size: int) -> tuple[int, int]:
+def _vae_peaks(
+    family: Family, config: RunConfig, folders: Mapping[str, Path | None], size: int
+) -> tuple[int, int]:
     """Activations of the VAE for the largest image of the run, whole and in tiles of its own sample size."""
     side = max(config.data.resolution, config.validation.resolution or 0)
     if family.control_counts[1]:
@@ -356,7 +383,7 @@ def _vae_peaks(family: Family, config: RunConfig, model_folder: Path | None, siz
     names = family.encoder_components.get("latents", ())
     if not names:
         return 0, 0
-    channels, tile = family.vae_shape(component_config(family, model_folder, names[0]))
+    channels, tile = family.vae_shape(component_config(family, folders[names[0]], names[0]))
     unit = _VAE_UNITS * channels * size
     tile = min(side, tile)
     return int(unit * side * side), int(unit * tile * tile)

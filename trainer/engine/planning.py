@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,8 @@ from trainer.config import environment
 from trainer.config.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.engine.agreement import check_family
-from trainer.engine.geometry import component_config, run_geometry, run_shape
+from trainer.engine.base_rows import base_rows
+from trainer.engine.geometry import run_geometry, run_shape, trained_config
 from trainer.families.protocol import AttentionShape
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
@@ -20,7 +22,7 @@ from trainer.hardware.preflight import require_memory_kind
 from trainer.hardware.profiles import select
 from trainer.hardware.resolve import dtype_of, resolve
 from trainer.hardware.swapping import NO_OFFLOAD
-from trainer.modeling.source import local_folder
+from trainer.modeling.source import is_repository, local_folder, prepare
 
 
 def predict(config: RunConfig, facts: Facts, requested_profile: str = "auto") -> Plan:
@@ -53,14 +55,17 @@ def plan_run(
     family = families.get(config.family)
     check_family(family, loaded)
     folder = (find_model or local_folder)(config)
+    downloads = is_repository(config)
     profile, reason = select(facts, requested_profile)
     require_memory_kind(facts, profile, unified)
 
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
-        return run_geometry(family, changed, model_folder=folder, dtype=dtype, sources=sources)
+        return run_geometry(
+            family, changed, model_folder=folder, dtype=dtype, sources=sources, downloads=downloads
+        )
 
     source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
-    return resolve(
+    plan = resolve(
         config,
         facts,
         profile,
@@ -70,6 +75,17 @@ def plan_run(
         geometry_of=geometry_of,
         offload=not no_offload,
     )
+    rows = base_rows(family, config, folder) if downloads else ()
+    return dataclasses.replace(plan, decisions=(*plan.decisions, *rows))
+
+
+def prepare_base(loaded: Loaded) -> None:
+    """Before the plan of a job that will run: what it needs of the base model to be planned is on this disk.
+
+    Raises AccessError where the base cannot be made complete, without a word to the hub where it is.
+    """
+    family = families.get(loaded.config.family)
+    prepare(loaded.config, families.components(family), trained=family.trained_component)
 
 
 def machine_facts(facts_file: Path | None = None) -> Facts:
@@ -94,7 +110,7 @@ def run_attention(loaded: Loaded, batch_size: int) -> AttentionShape:
     train = loaded.config.train.model_copy(update={"train_batch_size": batch_size})
     config = loaded.config.model_copy(update={"train": train})
     family = families.get(config.family)
-    model_config = component_config(family, local_folder(config), family.trained_component)
+    model_config = trained_config(family, local_folder(config), downloads=is_repository(config))
     # which kernel runs depends on heads, width and tokens, not on the bytes of a value
     shape = run_shape(config, family, bytes_per_value=2)
     return family.attention_shape(model_config, shape)

@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 from trainer.errors import AccessError, ConfigError
 from trainer.hardware.activations import Activations
 from trainer.hardware.blocks import NO_LINEARS, Linears, Stack, stacks
+from trainer.hardware.weight_files import read_header, weight_files
 
 Shapes = Mapping[str, tuple[int, ...]]
 Role = Literal["trained", "text_encoder", "vae"]
@@ -131,8 +132,6 @@ class Geometry:
 
 
 TABLES = Path(__file__).parent / "tables"
-# a header of a real model has some 100 kB; safetensors itself refuses more than this
-_MAX_HEADER_BYTES = 100_000_000
 # bitsandbytes' names: `<layer>.weight` is packed, these lie beside it, the last as JSON with the true shape
 _NF4_STATE = ".quant_state.bitsandbytes__nf4"
 _NF4_BESIDE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _NF4_STATE)
@@ -160,7 +159,8 @@ def component_shapes(
     else:
         source = f"safetensors headers of {name or folder}"
         parts = [
-            _from_headers(_stamp(_files(folder / part)), part, role, source) for part, role in roles.items()
+            _from_headers(_stamp(weight_files(folder / part).files), part, role, source)
+            for part, role in roles.items()
         ]
     missing = [part.name for part in parts if not part.shapes]
     if missing:
@@ -190,11 +190,11 @@ def header_shapes(folder: Path) -> Shapes:
     Weights that are packed in nf4 have their true shape, which some bytes of each file's data state; no other
     data is read.
     """
-    return _header_shapes(_stamp(_files(folder)))
+    return _header_shapes(_stamp(weight_files(folder).files))
 
 
 def _header_shapes(stamp: Stamp) -> Shapes:
-    files = {file: _header(file) for file, _, _ in stamp}
+    files = {file: read_header(file) for file, _, _ in stamp}
     shapes = {name: tuple(entry["shape"]) for header in files.values() for name, entry in header.items()}
     for file, header in files.items():
         for name, entry in header.items():
@@ -348,35 +348,13 @@ def _matching(names: tuple[str, ...], pattern: str) -> frozenset[str]:
 
 
 def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
-    return {file: _header(file) for file in _files(folder)}
-
-
-def _files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("*.safetensors"))
+    return {file: read_header(file) for file in weight_files(folder).files}
 
 
 def _stamp(files: Iterable[Path]) -> Stamp:
     """Each file with its time of change and size: another version of it has another stamp."""
     stats = [(file, file.stat()) for file in files]
     return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
-
-
-def _header(file: Path) -> dict[str, Any]:
-    """A safetensors file begins with the header's length (8 bytes, little endian) and the header as JSON."""
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"header of {length} bytes")
-            header: dict[str, Any] = json.loads(stream.read(length))
-    except (OSError, ValueError, struct.error) as error:
-        raise AccessError(
-            f"not a readable safetensors file ({error})",
-            where=str(file),
-            remedy="delete it and run `trainer fetch`",
-        ) from error
-    header.pop("__metadata__", None)
-    return header
 
 
 def _packed_shape(file: Path, entry: Mapping[str, Any]) -> tuple[int, ...]:

@@ -5,7 +5,6 @@ weights (`random_weights`).
 from __future__ import annotations
 
 import functools
-import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ import torch
 from trainer.errors import AccessError
 from trainer.hardware.geometry import packed_tensors, stored_as
 from trainer.hardware.memory import ENCODERS_KEEP
+from trainer.hardware.weight_files import weight_files
 from trainer.modeling.empty import (
     Waiting,
     built_empty,
@@ -130,19 +130,15 @@ def _complete(filling: _Filling, folder: Path) -> torch.nn.Module:
 
 
 def shard_files(folder: Path) -> list[Path]:
-    """The safetensors files of a component in the order of their names."""
-    indexes = sorted(folder.glob("*.safetensors.index.json"))
-    if indexes:
-        weight_map = json.loads(indexes[0].read_text())["weight_map"]
-        return [folder / file for file in sorted(set(weight_map.values()))]
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+    """The safetensors files of a component in the order of their names; AccessError where any is missing."""
+    found = weight_files(folder)
+    if found.state != "complete":
         raise AccessError(
-            "no .safetensors file",
+            found.lacking,
             where=str(folder),
             remedy="run `trainer fetch`, or convert the model to safetensors",
         )
-    return files
+    return list(found.files)
 
 
 @dataclass(frozen=True, kw_only=True)

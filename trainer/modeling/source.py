@@ -7,9 +7,10 @@ import json
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from trainer.errors import AccessError, ConfigError, Problem
+from trainer.hardware.weight_files import State, weight_files
 from trainer.modeling import hub
 
 if TYPE_CHECKING:
@@ -85,6 +86,81 @@ def local_folder(config: RunConfig) -> Path | None:
     return None
 
 
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """Where a run's base model is, as far as it is on this disk."""
+
+    folder: Path | None
+    """None: absent."""
+    missing: tuple[tuple[Path, str], ...]
+    """What keeps its components from loading, as (path, what is wrong)."""
+    built: frozenset[str]
+    """Components that `model.weights` has built from their config.json, and whose files do not count."""
+
+    @property
+    def state(self) -> State:
+        """`partial`: an interrupted download, or a folder that lacks files."""
+        if self.folder is None:
+            return "absent"
+        return "partial" if self.missing else "complete"
+
+    @property
+    def missing_line(self) -> str:
+        """What is missing in words, the first of it with its place; empty where nothing is."""
+        if self.folder is None:
+            return "nothing of it is on this disk yet"
+        if not self.missing:
+            return ""
+        path, what = self.missing[0]
+        place = "" if path == self.folder else f"{path.relative_to(self.folder)}: "
+        more = f", and {len(self.missing) - 1} more" if len(self.missing) > 1 else ""
+        return place + what + more
+
+
+def find_base(config: RunConfig, components: Sequence[str], *, trained: str) -> Base:
+    """The one answer to where the base model is, for planner, loader, fetch and preflight. Asks no network.
+
+    Raises ConfigError for a path that does not exist, AccessError for an index that cannot be read.
+    """
+    return base_at(local_folder(config), config, components, trained=trained)
+
+
+def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *, trained: str) -> Base:
+    """`find_base` of a folder that was found already."""
+    if folder is None:
+        return Base(folder=None, missing=(), built=frozenset())
+    built = _random_components(config, folder, components, trained)
+    return Base(folder=folder, missing=tuple(_missing(folder, components, built)), built=built)
+
+
+def is_repository(config: RunConfig) -> bool:
+    """Whether the base model is named as a repository of the hub, so that missing files can be downloaded."""
+    return not Path(config.model.pretrained_model_name_or_path).is_dir()
+
+
+def can_download(config: RunConfig) -> bool:
+    """Whether neither configuration nor environment forbids asking the hub for the base model."""
+    return is_repository(config) and config.model.download != "never" and not hub.is_offline()
+
+
+def prepare(config: RunConfig, components: Sequence[str], *, trained: str) -> None:
+    """Make sure that a plan can be made of the right model, before its weights are here.
+
+    Downloads configs and indexes, some kilobytes, where one is missing. Raises AccessError where files are
+    missing that cannot or must not be downloaded, NoSpaceError.
+    """
+    base = find_base(config, components, trained=trained)
+    if base.state == "complete":
+        return
+    if not can_download(config):
+        _refuse(config, base)
+    if base.folder is not None and all(_is_configured(base.folder / name) for name in components):
+        return
+    kinds = ("*config.json", "*.safetensors.index.json")
+    patterns = ["model_index.json", *(_inside(name, kind) for name in components for kind in kinds)]
+    hub.download(config.model.pretrained_model_name_or_path, config.model.revision, patterns)
+
+
 def tokenizer_files(folder: Path) -> list[Path]:
     """Files of a language model's folder that belong to its tokenizer and to generation."""
     found = sorted(path for kind in _CONFIG_FILES for path in folder.glob(kind))
@@ -109,20 +185,24 @@ def resolve_source(
     Raises ConfigError (no such folder), AccessError (incomplete, gated, not found, offline), NoSpaceError.
     """
     identity = config.model.pretrained_model_name_or_path
-    folder = local_folder(config)
+    base = find_base(config, components, trained=trained)
     if Path(identity).is_dir():
-        assert folder is not None
-        built = _random_components(config, folder, components, trained)
-        _require_complete(folder, components, built, remedy="copy the missing files into the folder")
-        identity, revision = folder.resolve().name, _fingerprint(folder, components, built)
+        assert base.folder is not None
+        if base.missing:
+            _refuse(config, base)
+        identity = base.folder.resolve().name
+        revision = _fingerprint(base.folder, components, base.built)
     else:
-        folder = _from_hub(config, components, trained, update=update, on_start=on_start, on_bytes=on_bytes)
-        built, revision = _random_components(config, folder, components, trained), folder.name
+        base = _from_hub(
+            config, base, components, trained, update=update, on_start=on_start, on_bytes=on_bytes
+        )
+        assert base.folder is not None
+        revision = base.folder.name
     return ModelSource(
-        folder=folder,
+        folder=base.folder,
         identity=identity,
         revision=revision,
-        random_components=built,
+        random_components=base.built,
         seed=config.train.seed,
     )
 
@@ -150,8 +230,7 @@ def _random_components(
     bare = (
         name
         for name in components
-        if _has_config(folder / name)
-        and not any(file.exists() for file in (folder / name).glob(_WEIGHT_FILE))
+        if _has_config(folder / name) and weight_files(folder / name).state == "absent"
     )
     return frozenset({trained, *bare})
 
@@ -163,38 +242,44 @@ def _has_config(path: Path) -> bool:
 
 def _from_hub(
     config: RunConfig,
+    base: Base,
     components: Sequence[str],
     trained: str,
     *,
     update: bool,
     on_start: Callable[[hub.Download], None] | None,
     on_bytes: Callable[[int, int], None] | None,
-) -> Path:
-    """The repository's snapshot folder, named by its commit."""
+) -> Base:
+    """The repository, complete; the name of its folder is its commit."""
     model = config.model
-    name = model.pretrained_model_name_or_path
+    if base.state == "complete" and not (update and can_download(config)):
+        return base
+    if not can_download(config):
+        _refuse(config, base)
     patterns = _patterns(components, model.weights)
-    forbidden = "model.download: never" if model.download == "never" else "HF_HUB_OFFLINE"
-    offline = model.download == "never" or hub.is_offline()
-    folder = hub.cached(name, model.revision, patterns)
-    if folder is not None and (offline or not update):
-        built = _random_components(config, folder, components, trained)
-        if not _missing(folder, components, built):
-            return folder
-    if offline:
-        at = f" at revision {model.revision}" if model.revision else ""
-        raise AccessError(
-            f"{name}{at} is not complete on this disk, and {forbidden} forbids downloading it",
-            where=_KEY,
-            remedy="run `trainer fetch` where there is network and with this HF_HOME, or name a local folder",
-        )
-    folder = hub.download(name, model.revision, patterns, on_start=on_start, on_bytes=on_bytes)
+    name = model.pretrained_model_name_or_path
+    hub.download(name, model.revision, patterns, on_start=on_start, on_bytes=on_bytes)
     remedy = "is this a repository in diffusers' layout, and the right one for the family?"
     if model.weights == "random":
         remedy += " `trainer fetch --set model.weights=pretrained` completes weights that were cut off"
-    built = _random_components(config, folder, components, trained)
-    _require_complete(folder, components, built, remedy=remedy)
-    return folder
+    base = find_base(config, components, trained=trained)
+    _require_complete(base, remedy=remedy)
+    return base
+
+
+def _refuse(config: RunConfig, base: Base) -> NoReturn:
+    """Raise AccessError for a base that is not complete and will not be completed."""
+    model = config.model
+    if not is_repository(config):
+        _require_complete(base, remedy="copy the missing files into the folder")
+    forbidden = "model.download: never" if model.download == "never" else "HF_HUB_OFFLINE"
+    at = f" at revision {model.revision}" if model.revision else ""
+    raise AccessError(
+        f"{model.pretrained_model_name_or_path}{at} is not complete on this disk ({base.missing_line}), and"
+        f" {forbidden} forbids downloading it",
+        where=_KEY,
+        remedy="run `trainer fetch` where there is network and with this HF_HOME, or name a local folder",
+    )
 
 
 def _patterns(components: Sequence[str], weights: str) -> list[str]:
@@ -208,14 +293,12 @@ def _inside(component: str, name: str) -> str:
     return f"{component}/{name}" if component else name
 
 
-def _require_complete(
-    folder: Path, components: Sequence[str], built: Collection[str], *, remedy: str
-) -> None:
-    missing = _missing(folder, components, built)
-    if missing:
+def _require_complete(base: Base, *, remedy: str) -> None:
+    if base.missing:
+        *others, (path, what) = base.missing
         raise AccessError(
-            [Problem(what=what, where=str(path), remedy="") for path, what in missing[:-1]]
-            + [Problem(what=missing[-1][1], where=str(missing[-1][0]), remedy=remedy)]
+            [Problem(what=other, where=str(place)) for place, other in others]
+            + [Problem(what=what, where=str(path), remedy=remedy)]
         )
 
 
@@ -224,9 +307,13 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
     found: list[tuple[Path, str]] = []
     for component in components:
         path = folder / component
+        # a link whose blob is not there does not exist
+        dead = [file for file in _config_files(path) if not file.exists()]
         if not path.is_dir():
             found.append((path, f"the base model has no component {component!r}"))
-        elif not any(file.exists() for file in path.glob("*config.json")):
+        elif dead:
+            found.append((dead[0], "a link to a file that is gone"))
+        elif not _is_configured(path):
             found.append((path, "no config file"))
         elif not component and not _has_config(path):
             found.append((path, "no config.json"))  # a tokenizer that was fetched by itself
@@ -235,29 +322,30 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
     return found
 
 
+def _is_configured(path: Path) -> bool:
+    """Whether a component's folder says what it is."""
+    return any(file.exists() for file in path.glob("*config.json"))
+
+
+def _config_files(path: Path) -> list[Path]:
+    return sorted(file for kind in _CONFIG_FILES for file in path.glob(kind))
+
+
 def _missing_weights(path: Path) -> Iterator[tuple[Path, str]]:
-    indexes = sorted(path.glob("*.safetensors.index.json"))
-    if indexes:
-        shards = sorted(set(read_json(indexes[0]).get("weight_map", {}).values()))
-        # a link whose blob is not there does not exist
-        absent = [shard for shard in shards if not (path / shard).exists()]
-        if absent or not shards:
-            yield (
-                path,
-                f"{len(absent)} of {len(shards)} weight files are missing, first {', '.join(absent[:1])}",
-            )
-    elif not any(file.exists() for file in path.glob(_WEIGHT_FILE)):
+    lacking = weight_files(path).lacking
+    if lacking:
         pickled = any(file for kind in _PICKLED_FILES for file in path.glob(kind))
         hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
-        yield path, f"no .safetensors file{hint}"
+        yield path, lacking + hint
 
 
 def _fingerprint(folder: Path, components: Sequence[str], built: Collection[str]) -> str:
     """sha256 over names, sizes, config bytes and evenly spaced blocks of the weight files that are loaded."""
     digest = hashlib.sha256()
     for component in sorted(components):
-        kinds = _CONFIG_FILES if component in built else (*_CONFIG_FILES, _WEIGHT_FILE)
-        for file in sorted(file for kind in kinds for file in (folder / component).glob(kind)):
+        path = folder / component
+        weights = () if component in built else weight_files(path).files
+        for file in sorted([*_config_files(path), *weights]):
             size = file.stat().st_size
             digest.update(f"{component}/{file.name} {size}\n".encode())
             with file.open("rb") as stream:

@@ -126,7 +126,10 @@ def test_a_lora_of_another_family_is_told_before_anything_is_downloaded(
     assert not seen.specs
 
 
-def test_a_lora_of_a_family_with_the_same_model_is_tried(seen: Seen) -> None:
+def test_a_lora_of_a_family_with_the_same_model_is_tried(
+    seen: Seen, tiny_flux1_dev: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER__MODEL__PRETRAINED_MODEL_NAME_OR_PATH", str(tiny_flux1_dev))
     save_file({"a.lora_B.weight": torch.ones(1)}, "one.safetensors", {"family": "flux1_kontext"})
     assert main(["sample", "c.yaml", "--prompt", "a cat", "--lora", "one.safetensors"]) == 75
     assert any(str(spec["lora_file"]).endswith("one.safetensors") for spec in seen.specs)

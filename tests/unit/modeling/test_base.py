@@ -1,0 +1,273 @@
+"""Where the base model is, and which of its files: one answer for plan, loader, fetch and preflight."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import struct
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from huggingface_hub import constants
+
+from tests.unit.hardware.conftest import machine
+from tests.unit.modeling.fake_hub import COMMIT, REPOSITORY, FakeHub
+from trainer.cli import main
+from trainer.config.load import Loaded
+from trainer.config.schema import RunConfig
+from trainer.engine import meta_shapes
+from trainer.engine.geometry import CONFIGS
+from trainer.engine.planning import plan_run, prepare_base, run_attention
+from trainer.errors import AccessError
+from trainer.families import components, get
+from trainer.hardware.geometry import TABLES, compact, read_table
+from trainer.hardware.plan import Plan
+from trainer.hardware.weight_files import read_header, weight_files
+from trainer.modeling.load import shard_files
+from trainer.modeling.source import find_base, resolve_source
+
+FLUX = get("flux1_dev")
+Make = Callable[..., RunConfig]
+SHARDS = tuple(f"diffusion_pytorch_model-0000{number}-of-00003.safetensors" for number in (1, 2, 3))
+
+
+def write_shapes(file: Path, names: list[str]) -> None:
+    """Tensors of one bf16 value."""
+    header = {
+        name: {"dtype": "BF16", "shape": [1, 1], "data_offsets": [2 * number, 2 * number + 2]}
+        for number, name in enumerate(names)
+    }
+    text = json.dumps(header).encode()
+    file.write_bytes(struct.pack("<Q", len(text)) + text + bytes(2 * len(names)))
+
+
+def write_index(folder: Path, **more: object) -> None:
+    index = {"weight_map": {f"{number}.weight": shard for number, shard in enumerate(SHARDS)}, **more}
+    (folder / "diffusion_pytorch_model.safetensors.index.json").write_text(json.dumps(index))
+
+
+# ---- one component
+
+
+def test_files_are_those_of_the_index(tmp_path: Path) -> None:
+    write_index(tmp_path)
+    for name in SHARDS:
+        write_shapes(tmp_path / name, [name])
+    write_shapes(tmp_path / "consolidated.safetensors", ["all"])
+    write_shapes(tmp_path / "diffusion_pytorch_model.fp16.safetensors", ["half"])
+    found = weight_files(tmp_path)
+    assert ([file.name for file in found.files], found.state) == (list(SHARDS), "complete")
+    assert shard_files(tmp_path) == list(found.files)
+    (tmp_path / SHARDS[1]).unlink()
+    found = weight_files(tmp_path)
+    assert (found.state, found.missing) == ("partial", (SHARDS[1],))
+    with pytest.raises(AccessError, match="1 of 3 weight files are missing"):
+        shard_files(tmp_path)
+
+
+def test_names_tell_of_shards_where_no_index_is_there_yet(tmp_path: Path) -> None:
+    write_shapes(tmp_path / SHARDS[2], ["a"])
+    assert weight_files(tmp_path).missing == SHARDS[:2]
+
+
+@pytest.mark.parametrize(
+    ("names", "read"),
+    [
+        (["model.safetensors", "consolidated.safetensors"], ["model.safetensors"]),
+        (["model.safetensors", "model.fp16.safetensors"], ["model.safetensors"]),
+        (["a.safetensors", "b.safetensors", "consolidated.safetensors"], ["a.safetensors", "b.safetensors"]),
+        (["consolidated.safetensors"], ["consolidated.safetensors"]),
+        ([], []),
+    ],
+)
+def test_the_same_weights_are_not_counted_twice(tmp_path: Path, names: list[str], read: list[str]) -> None:
+    for name in names:
+        write_shapes(tmp_path / name, ["a"])
+    found = weight_files(tmp_path)
+    assert [file.name for file in found.files] == read
+    assert found.state == ("complete" if read else "absent")
+
+
+def test_a_link_to_nothing_is_a_missing_file(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").symlink_to(tmp_path / "blob")
+    found = weight_files(tmp_path)
+    assert (found.files, found.missing, found.state) == ((), ("model.safetensors",), "absent")
+    write_shapes(tmp_path / "blob", ["a"])
+    assert weight_files(tmp_path).state == "complete"
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        "{",
+        "[]",
+        "{}",
+        '{"weight_map": ["a"]}',
+        '{"weight_map": {}}',
+        '{"weight_map": {"a": 1}}',
+        '{"weight_map": {"a": "../other/model.safetensors"}}',
+        '{"weight_map": {"a": "/model.bin"}}',
+    ],
+)
+def test_an_index_that_is_none_is_named(tmp_path: Path, index: str) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    with pytest.raises(AccessError, match=r"model\.safetensors\.index\.json: the index"):
+        weight_files(tmp_path)
+
+
+def test_a_file_that_was_cut_off_is_named_by_its_header(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    write_shapes(path, ["a", "b"])
+    assert sorted(read_header(path)) == ["a", "b"]
+    path.write_bytes(path.read_bytes()[:-1])
+    with pytest.raises(AccessError, match=r"model\.safetensors: .* ends after \d+ of \d+ bytes"):
+        read_header(path)
+
+
+# ---- the plan
+
+
+@pytest.fixture
+def snapshot(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """FLUX.1-dev in the hub's cache with all configs, and no weights yet."""
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    top = cache / "models--owner--model"
+    (top / "refs").mkdir(parents=True)
+    (top / "refs/main").write_text(COMMIT)
+    folder = top / "snapshots" / COMMIT
+    shutil.copytree(CONFIGS / "flux1_dev", folder)
+    return folder
+
+
+def begin(folder: Path) -> None:
+    """Its transformer as an interrupted download leaves it: the index, one of three shards, a dead link."""
+    transformer = folder / "transformer"
+    names = list(read_table(TABLES / "flux1_dev.json")["transformer"])
+    write_index(transformer, metadata={"total_size": 23_802_816_640})
+    write_shapes(transformer / SHARDS[0], names[: len(names) // 3])
+    (transformer / SHARDS[1]).symlink_to(folder / "blob-that-is-gone")
+
+
+def planned(config: RunConfig) -> Plan:
+    return plan_run(Loaded(config=config, sources={}), machine("rtx-4090"))
+
+
+def rows(plan: Plan) -> dict[str, tuple[str, str]]:
+    return {row.feature: (row.value, row.reason) for row in plan.decisions}
+
+
+def test_shards_that_happen_to_be_here_are_not_the_model(snapshot: Path, run_config: Make) -> None:
+    config = run_config(pretrained_model_name_or_path=REPOSITORY)
+    before = rows(planned(config))
+    begin(snapshot)
+    during = rows(planned(config))
+    assert "2 of 3 weight files are missing" in during["sizes"][1]
+    assert "committed table of the full-size flux1_dev" in during["sizes"][1]
+    told = {"sizes", "download"}
+    assert {k: v for k, v in during.items() if k not in told} == {
+        k: v for k, v in before.items() if k not in told
+    }
+    assert during["sizes"][0] == before["sizes"][0] == "11.9 B parameters"
+
+
+def test_the_plan_says_what_is_to_be_downloaded(snapshot: Path, run_config: Make) -> None:
+    config = run_config(pretrained_model_name_or_path=REPOSITORY)
+    begin(snapshot)
+    (snapshot / "vae/config.json").unlink()
+    value, reason = rows(planned(config))["download"]
+    # 23.8 GB of the transformer by its index, 9.5 of T5, 0.2 of CLIP and 0.2 of the VAE in bf16
+    assert value == "about 33.7 GB"
+    assert reason.startswith("owner/model: transformer: 2 of 3 weight files are missing")
+    shutil.rmtree(snapshot.parent.parent)
+    value, reason = rows(planned(config))["download"]
+    assert (value, reason) == ("about 33.7 GB", "owner/model: nothing of it is on this disk yet")
+
+
+def test_a_component_whose_download_has_not_begun_is_no_obstacle(snapshot: Path, run_config: Make) -> None:
+    shutil.rmtree(snapshot / "transformer")
+    shutil.rmtree(snapshot / "vae")
+    config = run_config(pretrained_model_name_or_path=REPOSITORY)
+    assert rows(planned(config))["sizes"][0] == "11.9 B parameters"
+    assert run_attention(Loaded(config=config, sources={}), 1).heads == 24
+
+
+def test_a_folder_that_lacks_a_shard_is_refused_by_the_plan(snapshot: Path, run_config: Make) -> None:
+    begin(snapshot)
+    with pytest.raises(AccessError, match="2 of 3 weight files are missing") as caught:
+        planned(run_config(pretrained_model_name_or_path=str(snapshot)))
+    assert "copy the missing files" in str(caught.value)
+
+
+def test_another_size_is_planned_from_its_config(
+    snapshot: Path, run_config: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """A base that is not the family's own, half downloaded: its class says how large it will be."""
+    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "shapes"))
+    begin(snapshot)
+    path = snapshot / "transformer/config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"num_single_layers": 2}))
+    whole = read_table(TABLES / "flux1_dev.json")["transformer"]
+    smaller = {
+        name: shape for name, shape in whole.items() if not re.match(r"single.*?\.([2-9]|\d\d)\.", name)
+    }
+    monkeypatch.setattr(meta_shapes, "_ask_child", lambda *words: compact(smaller))
+    meta_shapes._kept.cache_clear()
+    plan = planned(run_config(pretrained_model_name_or_path=REPOSITORY))
+    meta_shapes._kept.cache_clear()
+    assert rows(plan)["sizes"][0] == "6.8 B parameters"
+    assert "transformer built on the meta device" in rows(plan)["sizes"][1]
+
+
+# ---- what follows from it
+
+
+def test_a_run_fetches_configs_before_it_plans(fake_hub: FakeHub, run_config: Make) -> None:
+    config = run_config(pretrained_model_name_or_path=REPOSITORY)
+    loaded = Loaded(config=config, sources={})
+    prepare_base(loaded)
+    base = find_base(config, components(FLUX), trained="transformer")
+    assert base.folder is not None and base.state == "partial"
+    assert not list(base.folder.rglob("*.safetensors"))
+    assert (base.folder / "transformer/config.json").exists()
+    asked = len(fake_hub.requests)
+    prepare_base(loaded)
+    assert len(fake_hub.requests) == asked, "once is enough"
+    resolve_source(config, components(FLUX), trained="transformer")
+    assert find_base(config, components(FLUX), trained="transformer").state == "complete"
+
+
+def test_a_lost_blob_is_downloaded_again(fake_hub: FakeHub, run_config: Make) -> None:
+    config = run_config(pretrained_model_name_or_path=REPOSITORY)
+    folder = resolve_source(config, components(FLUX), trained="transformer").folder
+    for name in ("vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json"):
+        (folder / name).resolve().unlink()
+    base = find_base(config, components(FLUX), trained="transformer")
+    assert [path.parent.name for path, _ in base.missing] == ["vae", "tokenizer"] or base.state == "partial"
+    resolve_source(config, components(FLUX), trained="transformer")
+    assert find_base(config, components(FLUX), trained="transformer").state == "complete"
+
+
+def test_what_must_not_be_downloaded_is_refused_before_the_plan(fake_hub: FakeHub, run_config: Make) -> None:
+    config = run_config(pretrained_model_name_or_path=REPOSITORY, download="never")
+    with pytest.raises(AccessError, match=r"model\.download: never forbids downloading it"):
+        prepare_base(Loaded(config=config, sources={}))
+    assert not fake_hub.requests
+
+
+def test_the_command_says_the_size(
+    snapshot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begin(snapshot)
+    (tmp_path / "images").mkdir()
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        f"family: flux1_dev\ndata: {{sets: [{{img_dir: {tmp_path}/images}}]}}\n"
+        f"model: {{pretrained_model_name_or_path: {REPOSITORY}}}\noutput_dir: {tmp_path}/run\n"
+    )
+    facts = Path(__file__).parents[2] / "golden/machines/rtx-4090.json"
+    assert main(["plan", str(path), "--facts", str(facts)]) == 0
+    shown = capsys.readouterr().out
+    assert "about 33.7 GB" in shown
+    assert "11.9 B parameters" in shown
