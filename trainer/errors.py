@@ -28,7 +28,7 @@ MEANING: dict[ExitCode, str] = {
     ExitCode.HARDWARE: "this hardware cannot do it",
     ExitCode.DIVERGED: "the loss or a gradient became NaN or infinite, or the result changes nothing",
     ExitCode.OUT_OF_MEMORY: "out of memory, or a memory floor was reached",
-    ExitCode.NO_SPACE: "no space left on a disk",
+    ExitCode.NO_SPACE: "no space on a disk, or a disk that fails or refuses",
     ExitCode.HUNG: "no progress within the phase's budget",
     ExitCode.STOPPED: "stopped on request, resumable",
     ExitCode.NO_ACCESS: "no access to the base model",
@@ -93,10 +93,14 @@ class OutOfMemoryError(TrainerError):
     exit_code = ExitCode.OUT_OF_MEMORY
 
 
-class NoSpaceError(TrainerError):
-    """A file could not be written because its disk is full."""
+class StorageError(TrainerError):
+    """A file could not be written or read: its disk fails, or refuses."""
 
     exit_code = ExitCode.NO_SPACE
+
+
+class NoSpaceError(StorageError):
+    """A file could not be written because its disk is full."""
 
 
 class StoppedError(TrainerError):

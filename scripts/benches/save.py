@@ -65,7 +65,7 @@ def _measured(
         started = time.perf_counter()
         saved_in = checkpoint.save(folder, snapshot, weights, optimizer, keep=1, on_tensor=lambda: None)
         saved = time.perf_counter()
-        problem = checkpoint.damage(saved_in)
+        problem = checkpoint.damage(saved_in, lambda: None)
         checked = time.perf_counter()
         found = checkpoint.read_group(saved_in, "weights", options.device)
         ended = time.perf_counter()

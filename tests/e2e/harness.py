@@ -58,13 +58,13 @@ def slow_export() -> None:
 def _slow_tensors(module: Any) -> None:
     real = module.write_tensors
 
-    def write_tensors(path: Path, tensors: Any, metadata: Any, on_tensor: Callable[[], None] | None) -> None:
+    def write_tensors(path: Path, tensors: Any, metadata: Any, on_tensor: Callable[[], None] | None) -> Any:
         def later() -> None:
             time.sleep(TENSOR_SECONDS)
             if on_tensor is not None:
                 on_tensor()
 
-        real(path, tensors, metadata, later)
+        return real(path, tensors, metadata, later)
 
     module.write_tensors = write_tensors
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import os
 import re
 import threading
 import time
@@ -18,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.tensorfile import DamagedFileError, read_header, read_safetensors, verify, write_safetensors
-from trainer.errors import ConfigError, DataError
+from trainer.errors import ConfigError, DataError, StorageError
 from trainer.telemetry import atomic
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ _STALE_NAME = re.compile(r"\.[0-9a-f]{64}\.safetensors\..*\.tmp")
 _STALE_AFTER_SECONDS = 3600.0
 # Python's own objects for one entry of two tensors
 _OBJECT_BYTES = 2048
+_MOVE = "move it away, or remove it, and start again"
 # in /proc a folder that cannot be made "does not exist"
 _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT})
 
@@ -80,7 +82,7 @@ class Cache:
                 verify(path)
         except DamagedFileError as error:
             return str(error)
-        except NotADirectoryError as error:  # a file stands where the folder would be
+        except (NotADirectoryError, IsADirectoryError) as error:  # `write` says what stands in the way
             raise FileNotFoundError(str(error)) from error
         return None
 
@@ -116,17 +118,23 @@ class Cache:
         return tensors
 
     def write(self, kind: str, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write an entry atomically; equal tensors give equal bytes. Raises NoSpaceError, ConfigError."""
+        """Write an entry atomically; equal tensors give equal bytes. Raises StorageError, ConfigError."""
         path = self.path(kind, key)
         try:
             with atomic.no_space_told(path):
                 path.parent.mkdir(parents=True, exist_ok=True)
             write_safetensors(path, tensors, {"kind": kind, "key": key})
-        except OSError as error:
-            if error.errno not in _NOT_WRITABLE:
+        except (OSError, StorageError) as error:
+            cause = error.__cause__ if isinstance(error, StorageError) else error
+            code = cause.errno if isinstance(cause, OSError) else None
+            if code == errno.EISDIR:
+                raise ConfigError(
+                    "a folder stands where this entry of the cache belongs", where=str(path), remedy=_MOVE
+                ) from error
+            if code not in _NOT_WRITABLE:
                 raise
             raise ConfigError(
-                f"the cache folder cannot be written: {error.strerror}",
+                f"the cache folder cannot be written: {os.strerror(code)}",
                 where=str(self.directory),
                 remedy="set data.cache_dir or TRAINER_CACHE_DIR to a folder that this user may write",
             ) from error

@@ -13,7 +13,7 @@ import torch
 from trainer.engine import proof
 from trainer.engine.context import Context
 from trainer.engine.validation import HeldOut, measure
-from trainer.errors import DataError, NoSpaceError
+from trainer.errors import DataError, StorageError
 from trainer.modeling import lora
 from trainer.telemetry import atomic
 from trainer.telemetry.records import ValidationRecord
@@ -41,7 +41,7 @@ def keep(context: Context, model: Any, record: ValidationRecord) -> None:
         row = {"file": path.name, **vars(record)}
         # last: with it the folder is whole
         atomic.write_text(temporary / RECORD, json.dumps(row, indent=1, sort_keys=True) + "\n")
-    except NoSpaceError:
+    except StorageError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     _put_in_place(context.run_dir)
@@ -101,7 +101,7 @@ def prove(context: Context, model: Any, held_out: HeldOut | None, last: Path) ->
             f"loaded from disk, the LoRA of step {kept['step']} has a held-out loss of {again:.6g},"
             f" in training it was {loss:.6g}",
             where=str(path),
-            remedy="this is a defect of the trainer: the checkpoints are intact, please report it",
+            remedy="this is a defect of the trainer: please report it; the checkpoints stay",
         )
     return f"best: step {kept['step']}, held-out loss {loss:.4g} (from its file {again:.4g}): {path}"
 

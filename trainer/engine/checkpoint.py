@@ -3,24 +3,30 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import json
 import re
 import shutil
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.errors import ConfigError, NoSpaceError, Problem
+from trainer.engine.fingerprint import REFUSED, changes
+from trainer.errors import ConfigError, Problem, StorageError
 from trainer.modeling.tensorfile import split_shards, write_tensors
-from trainer.telemetry.atomic import sync_directory, write_text
+from trainer.telemetry.atomic import reading_told, sync_directory, write_text
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 10 * 10**9
 _STATE = "state.json"
+_OWN = "state_sha256"
 _NAME = re.compile(r"step-\d{6,}")
+_SET_ASIDE = ".damaged"
+_CHUNK_BYTES = 1 << 24
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +40,9 @@ class Snapshot:
     """Sum of the step losses since the last log line."""
     interval_steps: int
     fingerprint: Mapping[str, str]
+    """Values that a run that goes on must share, by name."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Values of which a resume tells the changes, by name; empty in checkpoints of 0.1.0."""
 
 
 def folder_of(root: Path, step: int) -> Path:
@@ -52,7 +61,7 @@ def save(
 ) -> Path:
     """Write a checkpoint, make it visible in one rename, then prune to the newest `keep`.
 
-    Raises NoSpaceError with the older checkpoints untouched and the partial one removed.
+    Raises StorageError with the older checkpoints untouched and the partial one removed.
     """
     target = folder_of(root, snapshot.step)
     temporary = target.with_name(target.name + ".tmp")
@@ -60,18 +69,21 @@ def save(
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
     try:
-        files = _write_group(temporary, "weights", weights, on_tensor)
-        files |= _write_group(temporary, "optimizer", optimizer, on_tensor)
+        checksums = _write_group(temporary, "weights", weights, on_tensor)
+        checksums |= _write_group(temporary, "optimizer", optimizer, on_tensor)
         state = {
             "version": FORMAT_VERSION,
             "step": snapshot.step,
             "interval_loss": snapshot.interval_loss,
             "interval_steps": snapshot.interval_steps,
             "fingerprint": dict(snapshot.fingerprint),
-            "files": files,
+            "settings": dict(snapshot.settings),
+            "files": {name: (temporary / name).stat().st_size for name in checksums},
+            "sha256": checksums,
         }
+        state[_OWN] = _own_checksum(state)
         write_text(temporary / _STATE, json.dumps(state, indent=1, sort_keys=True))
-    except NoSpaceError:
+    except StorageError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
     sync_directory(temporary)
@@ -85,14 +97,20 @@ def save(
 
 def _write_group(
     folder: Path, group: str, tensors: Mapping[str, torch.Tensor], on_tensor: Callable[[], None]
-) -> dict[str, int]:
+) -> dict[str, str]:
+    """Write a group's shards; gives the SHA-256 of each file by its name."""
     shards = split_shards(tensors, SHARD_BYTES)
-    sizes: dict[str, int] = {}
+    checksums: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         name = f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
-        write_tensors(folder / name, shard, {}, on_tensor)
-        sizes[name] = (folder / name).stat().st_size
-    return sizes
+        checksums[name] = write_tensors(folder / name, shard, {}, on_tensor)
+    return checksums
+
+
+def _own_checksum(state: Mapping[str, Any]) -> str:
+    """SHA-256 of what state.json says besides this."""
+    said = {key: value for key, value in state.items() if key != _OWN}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def _prune(root: Path, keep: int, newest_step: int) -> None:
@@ -119,60 +137,148 @@ def steps_on_disk(root: Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def newest_valid(root: Path, say: Callable[[str], None]) -> tuple[Path, Snapshot] | None:
-    """The newest checkpoint whose files are all there and readable; damaged ones are named and passed
-    over.
+def newest_valid(
+    root: Path, say: Callable[[str], None], on_chunk: Callable[[], None]
+) -> tuple[Path, Snapshot] | None:
+    """The newest checkpoint that is as it was written; damaged ones are named and passed over.
+
+    `on_chunk` runs after every few megabytes read. Raises ConfigError for one of a newer trainer, and
+    StorageError where the disk does not give the bytes: neither is damage, and passing over it would lose
+    steps.
     """
     for folder in reversed(steps_on_disk(root)):
-        problem = damage(folder)
+        problem = damage(folder, on_chunk)
         if problem is None:
+            if not _read_state(folder)["sha256"]:
+                say(f"checkpoint {folder.name} is of trainer 0.1.0 and has no checksums to check it by")
             return folder, read_snapshot(folder)
         say(f"checkpoint {folder.name} is damaged and is passed over: {problem}")
     return None
 
 
-def damage(folder: Path) -> str | None:
-    """What is wrong with a checkpoint, or None."""
+def set_aside(root: Path, step: int, say: Callable[[str], None]) -> None:
+    """Rename the checkpoints after `step`: all of them are damaged, and the run gets there again."""
+    for folder in steps_on_disk(root):
+        if step_of(folder) <= step:
+            continue
+        aside = folder.with_name(folder.name + _SET_ASIDE)
+        number = 2
+        while aside.exists():
+            aside = folder.with_name(f"{folder.name}{_SET_ASIDE}-{number}")
+            number += 1
+        folder.rename(aside)
+        say(f"the damaged checkpoint is kept as {aside.name}; remove it when nobody wants to look at it")
+    sync_directory(root)
+
+
+def damage(folder: Path, on_chunk: Callable[[], None]) -> str | None:
+    """What is wrong with a checkpoint, or None; every byte is read where the checkpoint has checksums.
+
+    Raises as `newest_valid`.
+    """
     try:
-        state = json.loads((folder / _STATE).read_text())
-    except (OSError, ValueError) as error:
-        return f"{_STATE} cannot be read ({error})"
-    if not isinstance(state, dict) or not isinstance(state.get("files"), dict):
-        return f"{_STATE} is not one of ours"
-    if state.get("version") != FORMAT_VERSION:
-        return f"format version {state.get('version')}, this trainer reads {FORMAT_VERSION}"
+        state = _read_state(folder)
+    except _DamagedError as error:
+        return str(error)
+    if _NAME.fullmatch(folder.name) and step_of(folder) != state["step"]:
+        return f"{_STATE} is of step {state['step']}"
     for name, size in state["files"].items():
         path = folder / name
         if not path.is_file():
             return f"{name} is missing"
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
-        try:
-            with safe_open(path, framework="pt"):
-                pass
-        except SafetensorError as error:
-            return f"{name} is not readable ({error})"
+        if not state["sha256"]:
+            problem = _unreadable(path)
+            if problem is not None:
+                return f"{name} is not readable ({problem})"
+        elif _file_checksum(path, on_chunk) != state["sha256"].get(name):
+            return f"the checksum of {name} is wrong: its bytes are not those that were written"
     return None
 
 
+class _DamagedError(Exception):
+    """state.json is not what a trainer wrote."""
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    """What state.json says, with `settings` and `sha256` empty where it is of 0.1.0. Raises _DamagedError."""
+    path = folder / _STATE
+    try:
+        with reading_told(path):
+            state = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _DamagedError(f"{_STATE} cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise _DamagedError(f"{_STATE} is not one of ours")
+    version = state.get("version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise ConfigError(
+            f"a newer trainer wrote this checkpoint (format {version}, this one reads {FORMAT_VERSION})",
+            where=str(folder),
+            remedy="go on with that trainer, or move the checkpoint away to go on from the one before",
+        )
+    if _OWN in state and state[_OWN] != _own_checksum(state):
+        raise _DamagedError(f"the checksum of {_STATE} is wrong")
+    state = {"settings": {}, "sha256": {}, **state}
+    for key, kind in _STATE_TYPES.items():
+        if not isinstance(state.get(key), kind):
+            raise _DamagedError(f"{_STATE} is not one of ours: {key} is {state.get(key)!r:.80}")
+    return state
+
+
+_STATE_TYPES: Mapping[str, Any] = {
+    "version": int,
+    "step": int,
+    "interval_loss": float | int,
+    "interval_steps": int,
+    "fingerprint": dict,
+    "settings": dict,
+    "files": dict,
+    "sha256": dict,
+}
+
+
+def _unreadable(path: Path) -> str | None:
+    """Why a file without a checksum cannot be opened, or None."""
+    try:
+        with safe_open(path, framework="pt"):
+            return None
+    except SafetensorError as error:
+        return str(error)
+
+
+def _file_checksum(path: Path, on_chunk: Callable[[], None]) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with reading_told(path), path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            on_chunk()
+    return digest.hexdigest()
+
+
 def read_snapshot(folder: Path) -> Snapshot:
-    """The counters and the fingerprint of a valid checkpoint."""
-    state = json.loads((folder / _STATE).read_text())
+    """The counters and the values of a valid checkpoint."""
+    state = _read_state(folder)
     return Snapshot(
         step=state["step"],
         interval_loss=state["interval_loss"],
         interval_steps=state["interval_steps"],
         fingerprint=state["fingerprint"],
+        settings=state["settings"],
     )
 
 
 def read_group(folder: Path, group: str, device: str) -> dict[str, torch.Tensor]:
-    """Tensors of `weights` or `optimizer` on `device`."""
+    """Tensors of `weights` or `optimizer` on `device`, from the files that state.json names."""
     tensors: dict[str, torch.Tensor] = {}
-    for path in sorted(folder.glob(f"{group}-*.safetensors")):
-        with safe_open(path, framework="pt", device=device) as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                tensors[name] = file.get_tensor(name)
+    for name in sorted(_read_state(folder)["files"]):
+        if not name.startswith(f"{group}-"):
+            continue
+        with safe_open(folder / name, framework="pt", device=device) as file:
+            for key in file.keys():  # noqa: SIM118 (not a mapping)
+                tensors[key] = file.get_tensor(key)
     return tensors
 
 
@@ -180,15 +286,21 @@ _OTHERWISE = {"data": "images, captions or what is done with them are not those 
 """What is told where values are hashes."""
 
 
-def require_same_run(folder: Path, saved: Mapping[str, str], current: Mapping[str, str]) -> None:
-    """Raise ConfigError listing every difference between a checkpoint's run and this one."""
-    problems = []
-    for key in sorted({*saved, *current}):
-        old, new = saved.get(key, "nothing"), current.get(key, "nothing")
-        if old != new:
-            told = f"the checkpoint has {old!r}, this run {new!r}"
-            problems.append(Problem(what=_OTHERWISE.get(key, told), where=key))
-    if problems:
+def require_same_run(
+    folder: Path, saved: Mapping[str, str], current: Mapping[str, str], say: Callable[[str], None]
+) -> None:
+    """Raise ConfigError listing every difference between a checkpoint's run and this one.
+
+    What an older trainer did not record cannot be compared, and is said.
+    """
+    found, unrecorded = changes(REFUSED, saved, current)
+    if found:
+        problems = []
+        for change in found:
+            differs = f"the checkpoint has {change.old!r}, this run {change.new!r}"
+            problems.append(Problem(what=_OTHERWISE.get(change.name, differs), where=change.name))
         remedy = "set back what is listed, or choose another output_dir to start afresh"
         heading = Problem(what="the run in this folder was started differently", where=str(folder))
         raise ConfigError([heading, *problems[:-1], dataclasses.replace(problems[-1], remedy=remedy)])
+    if unrecorded:
+        say(f"{folder.name} is of an older trainer and could not be compared in: {', '.join(unrecorded)}")

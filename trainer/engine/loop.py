@@ -30,7 +30,7 @@ from trainer.engine.preview import draw_previews, preview_path
 from trainer.engine.proof import to_device
 from trainer.engine.schedule import learning_rate
 from trainer.engine.validation import HeldOut, measure
-from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError
+from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError, TrainerError
 from trainer.families.protocol import Batch, Draw
 from trainer.modeling.seeds import seeded
 from trainer.telemetry.progress import Progress, progress
@@ -74,6 +74,9 @@ class Run:
     journal: Journal
     settings: Any
     fingerprint: Mapping[str, str]
+    """Values that a resume refuses to change."""
+    recorded_settings: Mapping[str, str]
+    """Values of which a resume tells the changes."""
 
     @functools.cached_property
     def graphs(self) -> Graphs | None:
@@ -188,9 +191,7 @@ def _check_finite(run: Run, state: State) -> None:
         return
     records = run.entries.records
     files = sorted({str(records[sample.record].path) for micro in state.suspects for sample in micro.samples})
-    saved = (
-        f"the checkpoint of step {state.saved_step} is intact" if state.saved_step else "nothing was saved"
-    )
+    saved = _last_save(run, state.saved_step)
     what = "the loss or a gradient is NaN or infinite; the step changed nothing"
     if run.built.updater.scale is not None:
         what = (
@@ -202,6 +203,21 @@ def _check_finite(run: Run, state: State) -> None:
         where=", ".join(files),
         remedy="look at these files, lower train.learning_rate, or train in fp32",
     )
+
+
+def _last_save(run: Run, step: int) -> str:
+    """The checkpoint that the run can go on from, read once more before anybody relies on it."""
+    if not step:
+        return "nothing was saved"
+    status = run.context.status
+    folder = checkpoint.folder_of(run.context.run_dir / "checkpoints", step)
+    try:
+        problem = checkpoint.damage(folder, lambda: status.beat(Phase.SAVE, step=step))
+    except TrainerError as error:
+        problem = str(error)
+    if problem is not None:
+        return f"the checkpoint of step {step} cannot be used: {problem}"
+    return f"the checkpoint of step {step} is intact (its checksums were compared just now)"
 
 
 def _after_step(run: Run, state: State, bar: Progress) -> None:
@@ -333,6 +349,7 @@ def save(run: Run, state: State) -> None:
         interval_loss=state.interval_loss,
         interval_steps=state.interval_steps,
         fingerprint=run.fingerprint,
+        settings=run.recorded_settings,
     )
     context.status.beat(Phase.SAVE, step=state.step)
     folder = checkpoint.save(

@@ -282,7 +282,7 @@ def _require(proof: Proof, path: Path, tolerance: float) -> None:
             f"loaded from disk, the LoRA gives other outputs (relative difference {proof.reload_error:.2e}, "
             f"allowed {tolerance:.0e})",
             where=str(path),
-            remedy="this is a defect of the trainer: the checkpoints are intact, please report it",
+            remedy="this is a defect of the trainer: please report it; the checkpoints stay",
         )
     if proof.effect == 0.0:
         raise DivergedError(

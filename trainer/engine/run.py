@@ -91,12 +91,10 @@ def _only_run(run_dir: Path) -> Iterator[None]:
 
 
 def _train(context: Context, samples: Samples, spec: Spec) -> None:
-    fingerprint = resume.run_fingerprint(context, samples.training)
-    found = resume.find_checkpoint(context, fingerprint)
-    if found is None:
-        resume.require_free_folder(context, fingerprint)
+    start = resume.start(context, samples.training)
+    context = start.context
     resume.require_space(context)
-    _write_run_files(context, spec, fingerprint)
+    _write_run_files(context, spec, start)
     tell_cut_captions(context, samples.all)
     entries = list_entries(context, samples.training, samples.prompt_controls)
     held_out = held_out_entries(context, samples.held_out)
@@ -105,7 +103,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     tracker = start_tracker(context)  # before minutes of loading
     built = build(context)
     before = _outputs_before(context, built.model)
-    state = loop.State() if found is None else _resume(context, built.updater, *found)
+    state = loop.State() if start.found is None else _resume(context, built.updater, *start.found)
     journal = Journal(context, Path(spec.runtime_dir), tracker)
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
     journal.cut_back(state.step)
@@ -118,7 +116,8 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         held_out=held_out,
         journal=journal,
         settings=context.family.settings(context.source, context.config),
-        fingerprint=fingerprint,
+        fingerprint=start.fingerprint,
+        recorded_settings=start.settings,
     )
     with journal:
         loop.train(run, state)
@@ -197,12 +196,13 @@ def _resume(context: Context, updater: Any, folder: Path, snapshot: checkpoint.S
     )
 
 
-def _write_run_files(context: Context, spec: Spec, fingerprint: dict[str, str]) -> None:
-    atomic.write_text(
-        context.run_dir / resume.RUN_FILE, json.dumps(fingerprint, indent=1, sort_keys=True) + "\n"
-    )
-    atomic.write_text(context.run_dir / "config.resolved.yaml", redacted(Path(spec.config_file).read_text()))
-    atomic.write_text(context.run_dir / PLAN_FILE, redacted(spec.plan_text))
+def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
+    record = json.dumps(start.fingerprint, indent=1, sort_keys=True) + "\n"
+    atomic.write_text(context.run_dir / resume.RUN_FILE, record)
+    config_file = context.run_dir / "config.resolved.yaml"
+    if not (start.relabels and config_file.is_file()):
+        atomic.write_text(config_file, redacted(Path(spec.config_file).read_text()))
+        atomic.write_text(context.run_dir / PLAN_FILE, redacted(spec.plan_text))
     decisions: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
     log.get("run").info("run folder %s", context.run_dir, extra={"fields": {"plan": decisions}})
 

@@ -28,7 +28,7 @@ def out_of_memory(
     return OutOfMemoryError(
         f"memory ran out{predicted} ({said})",
         where=f"phase {phase or Phase.LOAD}",
-        remedy=f"use {', or '.join(remedies)}; the last checkpoint is intact",
+        remedy=f"use {', or '.join(remedies)}; what was saved stays",
     )
 
 

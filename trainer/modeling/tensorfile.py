@@ -9,15 +9,18 @@ raw tensors (https://github.com/huggingface/safetensors#format), so writing it i
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trainer.errors import NoSpaceError
+from trainer.errors import StorageError
 from trainer.telemetry.atomic import no_space_told
 
 _DTYPE_NAMES: dict[torch.dtype, str] = {
@@ -32,16 +35,20 @@ _DTYPE_NAMES: dict[torch.dtype, str] = {
     torch.bool: "BOOL",
 }
 
+_MOST_BEHIND = 4
+"""Tensors on the host that are written and wait to be hashed."""
+
 
 def write_tensors(
     path: Path,
     tensors: Mapping[str, torch.Tensor],
     metadata: Mapping[str, str],
     on_tensor: Callable[[], None] | None,
-) -> None:
+) -> str:
     """Write tensors from any device to `path`, sorted by name, and sync it; `on_tensor` runs after each.
 
-    Raises NoSpaceError when the disk fills; a partial file is then left for the caller to remove.
+    Gives the file's SHA-256. Raises StorageError when it cannot be written; a partial file is then left for
+    the caller to remove.
     """
     header: dict[str, object] = {"__metadata__": dict(sorted(metadata.items()))} if metadata else {}
     offset = 0
@@ -57,15 +64,23 @@ def write_tensors(
         offset += size
     encoded = json.dumps(header, separators=(",", ":"), sort_keys=True).encode()
     encoded += b" " * (-len(encoded) % 8)
-    with no_space_told(path), path.open("wb") as file:
-        file.write(len(encoded).to_bytes(8, "little"))
-        file.write(encoded)
+    with no_space_told(path), path.open("wb") as file, ThreadPoolExecutor(max_workers=1) as pool:
+        head = len(encoded).to_bytes(8, "little") + encoded
+        file.write(head)
+        digest = hashlib.sha256(head)
+        behind: deque[Future[None]] = deque()
         for name in names:
-            file.write(_raw_bytes(tensors[name]))
+            raw = _raw_bytes(tensors[name])
+            # both let go of the interpreter: a file is hashed while it is written and synced
+            behind.append(pool.submit(digest.update, raw))
+            file.write(raw)
+            if len(behind) > _MOST_BEHIND:
+                behind.popleft().result()
             if on_tensor is not None:
                 on_tensor()
         file.flush()
         os.fsync(file.fileno())
+    return digest.hexdigest()
 
 
 def split_shards(tensors: Mapping[str, torch.Tensor], limit_bytes: int) -> list[dict[str, torch.Tensor]]:
@@ -92,7 +107,7 @@ def rewrite_sorted(path: Path, metadata: Mapping[str, str]) -> None:
     temporary = path.with_name(path.name + ".tmp")
     try:
         write_tensors(temporary, tensors, metadata, None)
-    except NoSpaceError:
+    except StorageError:
         temporary.unlink(missing_ok=True)
         raise
     temporary.replace(path)

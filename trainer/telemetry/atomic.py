@@ -11,25 +11,60 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from trainer.errors import NoSpaceError
+from trainer.errors import NoSpaceError, StorageError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FAILING = "look at the kernel's log and the disk or its server, then start again to resume"
+_REFUSED = "let this user write there, or choose another folder, then start again to resume"
+_REMEDIES: dict[int, str] = {
+    errno.EIO: _FAILING,
+    errno.EREMOTEIO: _FAILING,
+    errno.ENXIO: _FAILING,
+    errno.ENODEV: _FAILING,
+    errno.ETIMEDOUT: _FAILING,
+    errno.ENOTCONN: _FAILING,
+    errno.ESTALE: "mount the folder again: its server forgot it; then start again to resume",
+    errno.EROFS: "the disk takes no more writes, which file systems do after an error: " + _FAILING,
+    errno.EFBIG: "raise the limit of a file's size (`ulimit -f`), or choose a file system with larger files",
+    errno.EACCES: _REFUSED,
+    errno.EPERM: _REFUSED,
+}
+"""What a disk that is not full answers, besides what a wrong path does -> what to do."""
 _GIB = 1024**3
 
 
 @contextlib.contextmanager
 def no_space_told(path: Path) -> Iterator[None]:
-    """Turn a full disk or a spent quota inside the block into NoSpaceError that names `path`."""
+    """Turn what a disk answers inside the block into StorageError that names `path`: NoSpaceError where it is
+    full or a quota is spent. Other errors keep their type.
+    """
     try:
         yield
     except OSError as error:
-        if error.errno not in _FULL:
+        code = error.errno or 0
+        if code in _FULL:
+            raise NoSpaceError(
+                f"{os.strerror(code)} while writing it{_free_text(path)}",
+                where=str(path),
+                remedy="free space on that disk, or choose another one; files written earlier are untouched",
+            ) from error
+        if code not in _REMEDIES:
             raise
-        raise NoSpaceError(
-            f"{os.strerror(error.errno or errno.ENOSPC)} while writing it{_free_text(path)}",
-            where=str(path),
-            remedy="free space on that disk, or choose another one; files written earlier are untouched",
-        ) from error
+        what = f"{os.strerror(code)} while writing it; files written earlier are untouched"
+        raise StorageError(what, where=str(path), remedy=_REMEDIES[code]) from error
+
+
+@contextlib.contextmanager
+def reading_told(path: Path) -> Iterator[None]:
+    """Turn what a failing disk answers inside the block into StorageError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        code = error.errno or 0
+        if code not in _REMEDIES:
+            raise
+        remedy = "let this user read it" if _REMEDIES[code] is _REFUSED else _REMEDIES[code]
+        raise StorageError(f"{os.strerror(code)} while reading it", where=str(path), remedy=remedy) from error
 
 
 @contextlib.contextmanager
@@ -37,7 +72,7 @@ def writing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
     """Give a binary file that becomes `path` when the block ends, and vanishes when it raises.
 
     With `sync` the bytes and the name are on the disk before this returns; without it only other processes
-    are sure to see a whole file, which is enough for status files. Raises NoSpaceError.
+    are sure to see a whole file, which is enough for status files. Raises StorageError.
     """
     # Process and thread in the name: two writers of one path must not share a temporary file.
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")

@@ -18,7 +18,7 @@ from prometheus_client import (
 )
 
 from trainer.config.secrets import redacted
-from trainer.errors import NoSpaceError
+from trainer.errors import StorageError
 from trainer.telemetry import atomic
 from trainer.telemetry.records import StepRecord
 from trainer.telemetry.status import Phase
@@ -255,7 +255,7 @@ class RunMetrics:
 
     def write(self) -> None:
         """Publish all values at once for the supervisor to serve; a full folder keeps the last ones."""
-        with contextlib.suppress(NoSpaceError):  # the heartbeat, written to the same folder, has told it
+        with contextlib.suppress(StorageError):  # the heartbeat, written to the same folder, has told it
             atomic.write_text(self._path, redacted(self._registry.text()), sync=False)
 
     def _gauge(self, name: str) -> Gauge:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.secrets import redacted
-from trainer.errors import MEANING, ExitCode, NoSpaceError
+from trainer.errors import MEANING, ExitCode, StorageError
 from trainer.telemetry import atomic
 
 STATUS_FILE = "status.json"
@@ -160,10 +160,10 @@ class StatusWriter:
         )
         try:
             _write(self._path, status)
-        except NoSpaceError as error:
+        except StorageError as error:
             # a full folder for status must not end a run whose results go elsewhere
             if not self._told:
-                _log.warning("the heartbeat's folder is full: %s", error)
+                _log.warning("the heartbeat cannot be written: %s", error)
             self._told = True
             _overwrite(self._path, status)
 

@@ -20,7 +20,7 @@ from types import FrameType
 from typing import TextIO
 
 import trainer
-from trainer.errors import ConfigError, ExitCode, NoSpaceError
+from trainer.errors import ConfigError, ExitCode, StorageError
 from trainer.telemetry import host, memory_floor, server, status, stop
 from trainer.telemetry.metrics import METRICS_FILE
 from trainer.telemetry.status import BUDGET_SECONDS, HUNG_FACTOR, STATUS_FILE, Phase, StatusWriter, Verdict
@@ -149,7 +149,7 @@ class _Watch:
         code, cause = self._outcome(returncode)
         if cause:
             self._say(cause)
-        with contextlib.suppress(NoSpaceError):  # the exit code is worth more than its note
+        with contextlib.suppress(StorageError):  # the exit code is worth more than its note
             status.write_end(self._directory, exit_code=code, cause=cause)
         return code
 

@@ -191,6 +191,13 @@ def test_a_folder_that_cannot_be_written_is_told(tmp_path: Path) -> None:
             cache.write("text", KEY, tensors())
 
 
+def test_a_folder_in_an_entrys_place_is_told(cache: Cache) -> None:
+    cache.path("text", KEY).mkdir(parents=True)
+    assert not cache.has("text", KEY)
+    with pytest.raises(ConfigError, match="a folder stands where this entry of the cache belongs"):
+        cache.write("text", KEY, tensors())
+
+
 def run_killed(code: str) -> None:
     """Run a program that kills itself with SIGKILL."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)

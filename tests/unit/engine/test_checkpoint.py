@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import shutil
+import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from trainer.engine import checkpoint
-from trainer.errors import ConfigError, NoSpaceError
+from trainer.errors import ConfigError, NoSpaceError, StorageError
 from trainer.modeling import tensorfile
 
 FINGERPRINT = {"seed": "0", "lora.rank": "8"}
+
+
+def quiet() -> None:
+    """Nobody waits for a heartbeat."""
 
 
 def save(root: Path, step: int, keep: int = 3) -> Path:
@@ -25,7 +33,7 @@ def save(root: Path, step: int, keep: int = 3) -> Path:
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
     save(tmp_path, 5)
-    found = checkpoint.newest_valid(tmp_path, print)
+    found = checkpoint.newest_valid(tmp_path, print, quiet)
     assert found is not None
     folder, snapshot = found
     assert (snapshot.step, snapshot.interval_loss, dict(snapshot.fingerprint)) == (5, 0.1, FINGERPRINT)
@@ -46,26 +54,152 @@ def test_only_the_newest_are_kept_and_leftovers_removed(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000006", "step-000008"]
 
 
-@pytest.mark.parametrize("damage", ["truncated", "missing", "state", "version"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
-    save(tmp_path, 1)
-    folder = save(tmp_path, 2)
+def flip(path: Path, at: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[at] ^= 0x40
+    path.write_bytes(data)
+
+
+def rewrite_state(folder: Path, **values: object) -> None:
+    """Change state.json as an editor would; None removes a key."""
+    path = folder / "state.json"
+    state = {**json.loads(path.read_text()), **values}
+    path.write_text(json.dumps({key: value for key, value in state.items() if value is not None}))
+
+
+def sign(folder: Path) -> None:
+    """Give a changed state.json its own checksum again, as no damage would."""
+    state = json.loads((folder / "state.json").read_text())
+    rewrite_state(folder, state_sha256=checkpoint._own_checksum(state))
+
+
+def hurt(folder: Path, damage: str) -> None:
     file = next(folder.glob("weights-*"))
+    earlier = folder.with_name("step-000001")
     if damage == "truncated":
         file.write_bytes(file.read_bytes()[:-1])
     elif damage == "missing":
         file.unlink()
+    elif damage == "bit":
+        flip(file, -1)
+    elif damage == "header":
+        flip(file, 12)
+    elif damage == "optimizer":
+        flip(next(folder.glob("optimizer-*")), -1)
+    elif damage == "of another step":
+        shutil.copyfile(next(earlier.glob("weights-*")), file)
+    elif damage == "whole, of another step":
+        shutil.rmtree(folder)
+        shutil.copytree(earlier, folder)
     elif damage == "state":
         (folder / "state.json").write_text("{")
+    elif damage == "a list":
+        (folder / "state.json").write_text("[]")
+    elif damage == "a digit of state":
+        rewrite_state(folder, interval_loss=0.2)
     else:
-        state = json.loads((folder / "state.json").read_text())
-        (folder / "state.json").write_text(json.dumps({**state, "version": 99}))
+        rewrite_state(folder, **{damage: None})
+        sign(folder)
+
+
+DAMAGES = (
+    "truncated",
+    "missing",
+    "bit",
+    "header",
+    "optimizer",
+    "of another step",
+    "whole, of another step",
+    "state",
+    "a list",
+    "a digit of state",
+    "step",
+    "fingerprint",
+    "files",
+    "interval_loss",
+    "version",
+)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(tmp_path: Path, damage: str) -> None:
+    save(tmp_path, 1)
+    folder = save(tmp_path, 2)
+    hurt(folder, damage)
     said: list[str] = []
-    found = checkpoint.newest_valid(tmp_path, said.append)
+    found = checkpoint.newest_valid(tmp_path, said.append, quiet)
     assert found is not None
     assert found[1].step == 1
     assert len(said) == 1
     assert "step-000002" in said[0]
+
+
+def test_a_damaged_checkpoint_is_kept_under_another_name(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    said: list[str] = []
+    for _ in range(2):
+        folder = save(tmp_path, 2)
+        flip(next(folder.glob("weights-*")), -1)
+        hurt_bytes = next(folder.glob("weights-*")).read_bytes()
+        checkpoint.set_aside(tmp_path, 1, said.append)
+    kept = ["step-000001", "step-000002.damaged", "step-000002.damaged-2"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == kept
+    assert next((tmp_path / kept[-1]).glob("weights-*")).read_bytes() == hurt_bytes
+    assert ["step-000002.damaged" in line for line in said] == [True, True]
+    save(tmp_path, 2, keep=1)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["step-000002", *kept[1:]]
+
+
+def test_a_checkpoint_without_checksums_is_used_and_that_is_said(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    rewrite_state(folder, sha256=None, state_sha256=None, settings=None)  # as 0.1.0 wrote it
+    said: list[str] = []
+    found = checkpoint.newest_valid(tmp_path, said.append, quiet)
+    assert found is not None
+    assert not found[1].settings
+    assert said == ["checkpoint step-000001 is of trainer 0.1.0 and has no checksums to check it by"]
+    next(folder.glob("weights-*")).write_bytes(b"short")
+    assert "has 5 bytes" in (checkpoint.damage(folder, quiet) or "")
+
+
+def test_a_newer_trainers_checkpoint_is_refused_and_not_passed_over(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    rewrite_state(save(tmp_path, 2), version=99)
+    with pytest.raises(ConfigError, match="a newer trainer wrote this checkpoint"):
+        checkpoint.newest_valid(tmp_path, print, quiet)
+
+
+def test_a_disk_that_fails_to_read_is_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = save(tmp_path, 1)
+
+    class Failing(io.BytesIO):
+        def readinto(self, buffer: object) -> int:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    whole = Path.open
+
+    def open_file(path: Path, *rest: Any, **options: Any) -> Any:
+        return Failing() if path.suffix == ".safetensors" else whole(path, *rest, **options)
+
+    monkeypatch.setattr(Path, "open", open_file)
+    with pytest.raises(StorageError, match="Input/output error while reading it"):
+        checkpoint.damage(folder, quiet)
+
+
+def test_other_files_in_a_checkpoint_are_not_read(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    other = save(tmp_path / "other", 7)
+    shutil.copyfile(next(other.glob("weights-*")), folder / "weights-00002 (copy).safetensors")
+    assert checkpoint.damage(folder, quiet) is None
+    assert torch.equal(checkpoint.read_group(folder, "weights", "cpu")["w"], torch.full((3,), 1.0))
+
+
+def test_checksums_are_those_of_sha256sum(tmp_path: Path) -> None:
+    folder = save(tmp_path, 1)
+    state = json.loads((folder / "state.json").read_text())
+    for name, checksum in state["sha256"].items():
+        said = subprocess.run(["sha256sum", folder / name], capture_output=True, text=True, check=True).stdout
+        assert said.split()[0] == checksum
 
 
 def test_a_disk_that_fills_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,19 +215,20 @@ def test_a_disk_that_fills_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch
     with pytest.raises(NoSpaceError):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]
-    assert checkpoint.damage(tmp_path / "step-000001") is None
+    assert checkpoint.damage(tmp_path / "step-000001", quiet) is None
 
 
 def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     with pytest.raises(ConfigError) as caught:
-        checkpoint.require_same_run(folder, FINGERPRINT, {"seed": "1", "lora.rank": "16"})
+        checkpoint.require_same_run(folder, FINGERPRINT, {"seed": "1", "lora.rank": "16"}, print)
     text = str(caught.value)
     assert "seed: the checkpoint has '0', this run '1'" in text
     assert "lora.rank: the checkpoint has '8', this run '16'" in text
     assert text.endswith("-> set back what is listed, or choose another output_dir to start afresh")
     with pytest.raises(ConfigError, match="data: images, captions or what is done with them are not those"):
-        checkpoint.require_same_run(folder, {"data": "18c0a833651f21ef"}, {"data": "57a2d81abf5c18d5"})
+        one, two = {"data": "18c0a833651f21ef"}, {"data": "57a2d81abf5c18d5"}
+        checkpoint.require_same_run(folder, one, two, print)
 
 
 def test_a_renamed_checkpoint_is_kept_and_not_offered(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -64,14 +65,21 @@ def test_a_folder_without_a_usable_checkpoint_is_not_started_over(tmp_path: Path
     folder.mkdir(parents=True)
     (folder / "state.json").write_text("[]")
     with pytest.raises(ConfigError, match="none of the checkpoints here can be used"):
-        resume.find_checkpoint(context(tmp_path), FINGERPRINT)
+        resume.start(context(tmp_path), ())
 
 
 def test_space_that_the_run_holds_already_counts(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").mkdir()
     with pytest.raises(NoSpaceError, match="GiB free"):
         resume.require_space(context(tmp_path, disk_bytes=1 << 60))
-    held = tmp_path / "checkpoints" / "big"
+    kept = tmp_path / "checkpoints" / "step-000005.damaged"
+    kept.mkdir()
+    (kept / "big").touch()
+    os.truncate(kept / "big", 1 << 43)  # nothing that the plan counts
+    with pytest.raises(NoSpaceError, match="GiB free"):
+        resume.require_space(context(tmp_path, disk_bytes=1 << 43))
+    held = tmp_path / "checkpoints" / "step-000005" / "big"
+    held.parent.mkdir()
     with held.open("wb") as file:
         file.truncate(1 << 43)  # sparse: eight TiB that take no room
     resume.require_space(context(tmp_path, disk_bytes=1 << 43))

@@ -48,4 +48,4 @@ def test_only_what_the_run_does_not_do_is_advised(config: Make) -> None:
 def test_a_phase_is_advised_what_concerns_it(config: Make, phase: Phase) -> None:
     text = said(config, phase, train__train_batch_size=2)
     assert ("train.train_batch_size" in text) == ("features.weights" in text) == (phase is Phase.TRAIN)
-    assert "a lower data.resolution; the last checkpoint is intact" in text
+    assert "a lower data.resolution; what was saved stays" in text

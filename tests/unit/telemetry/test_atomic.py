@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
 import pytest
 
-from trainer.errors import ExitCode, NoSpaceError
+from trainer.errors import ExitCode, NoSpaceError, StorageError
 from trainer.telemetry import atomic
 
 
@@ -61,3 +62,33 @@ def test_other_errors_keep_their_type(tmp_path: Path) -> None:
         atomic.write_text(tmp_path / "absent" / "file", "text")
     with pytest.raises(IsADirectoryError), atomic.no_space_told(tmp_path):
         os.open(tmp_path, os.O_WRONLY)
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.EIO, "the kernel's log"),
+        (errno.EROFS, "takes no more writes"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EACCES, "let this user write there"),
+        (errno.EPERM, "let this user write there"),
+        (errno.ESTALE, "mount the folder again"),
+    ],
+)
+def test_a_disk_that_fails_or_refuses_is_told_with_file_and_remedy(
+    tmp_path: Path, code: int, advice: str
+) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"old")
+    with pytest.raises(StorageError) as caught, atomic.writing(path):
+        raise OSError(code, os.strerror(code))
+    assert not isinstance(caught.value, NoSpaceError)
+    assert caught.value.exit_code is ExitCode.NO_SPACE
+    (problem,) = caught.value.problems
+    assert problem.where == str(path)
+    assert os.strerror(code) in problem.what
+    assert advice in problem.remedy
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(StorageError, match="while reading it"), atomic.reading_told(path):
+        raise OSError(code, os.strerror(code))

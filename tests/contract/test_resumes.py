@@ -1,0 +1,187 @@
+"""What a run that is started again takes over, refuses and says."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.contract.runs import LORA_CASES, Job, Workshop, different, files, steps_saved
+from trainer.errors import ConfigError, DivergedError
+
+CASE = LORA_CASES[0]
+QUICK = (
+    "train.max_train_steps=4",
+    "checkpoint.checkpointing_steps=2",
+    "validation.prompts=[]",
+    "validation.held_out=0",
+    "train.log_every_steps=1",
+)
+LONGER = (*QUICK, "train.max_train_steps=6")
+
+
+@pytest.fixture(scope="module")
+def four_steps(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run that did four steps. Copy it to go on."""
+    folder = tmp_path_factory.mktemp("four")
+    workshop.job(CASE, folder, *QUICK).train()
+    return folder
+
+
+@pytest.fixture(scope="module")
+def six_steps(workshop: Workshop, four_steps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same run after six steps. Read only."""
+    folder = tmp_path_factory.mktemp("six")
+    return again(workshop, four_steps, folder / "copy", *LONGER).folder
+
+
+def again(workshop: Workshop, before: Path, folder: Path, *options: str) -> Job:
+    """Go on in a copy of a run's folder."""
+    shutil.copytree(before, folder)
+    job = workshop.job(CASE, folder, *options)
+    job.train()
+    return job
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-100] ^= 0x40
+    path.write_bytes(data)
+
+
+def read_config(run_dir: Path) -> dict[str, Any]:
+    content: dict[str, Any] = yaml.safe_load((run_dir / "config.resolved.yaml").read_text())
+    return content
+
+
+@pytest.mark.parametrize("group", ["weights", "optimizer"])
+def test_a_flipped_bit_is_found_kept_aside_and_trained_again(
+    group: str, workshop: Workshop, four_steps: Path, six_steps: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
+    flip(next((folder / "run" / "checkpoints" / "step-000004").glob(f"{group}-*")))
+    job = workshop.job(CASE, folder, *LONGER)
+    job.train()
+    said = "\n".join(job.said)
+    assert "checkpoint step-000004 is damaged and is passed over: the checksum of " in said
+    assert "the damaged checkpoint is kept as step-000004.damaged" in said
+    assert "resumed from step-000002" in said
+    assert "step-000004.damaged" in steps_saved(job.folder)
+    assert not different(files(job.folder, "lora/*"), files(six_steps, "lora/*"))
+
+
+def test_a_run_without_an_intact_checkpoint_is_refused_and_touched_in_nothing(
+    workshop: Workshop, four_steps: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
+    for path in (folder / "run" / "checkpoints").glob("*/weights-*"):
+        flip(path)
+    before = files(folder / "run", "**/*")
+    with pytest.raises(ConfigError, match="none of the checkpoints here can be used"):
+        workshop.job(CASE, folder, *LONGER).train()
+    assert not different(files(folder / "run", "**/*"), before)
+
+
+def test_a_checkpoint_of_0_1_0_goes_on_and_says_what_is_not_known(
+    workshop: Workshop, four_steps: Path, six_steps: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
+    for path in folder.glob("run/checkpoints/*/state.json"):
+        state = json.loads(path.read_text())
+        recorded_since = ("compute", "text_encoders", "max_sequence_length", "train.ema_decay")
+        state["fingerprint"] = {
+            name: value
+            for name, value in state["fingerprint"].items()
+            if name not in recorded_since and not name.startswith("flow.") and name != "lora.type"
+        }
+        for key in ("settings", "sha256", "state_sha256"):
+            del state[key]
+        path.write_text(json.dumps(state))
+    job = workshop.job(CASE, folder, *LONGER)
+    job.train()
+    said = "\n".join(job.said)
+    assert "checkpoint step-000004 is of trainer 0.1.0 and has no checksums to check it by" in said
+    assert "could not be compared in: compute, flow.guidance_scale, flow.shift" in said
+    assert "what changed in the settings since is not known" in said
+    assert not different(files(job.folder, "lora/*"), files(six_steps, "lora/*"))
+
+
+@pytest.mark.parametrize(
+    ("option", "name"),
+    [
+        ("flow.weighting_scheme=logit_normal", "flow.weighting_scheme"),
+        ("flow.shift=3", "flow.shift"),
+        ("flow.guidance_scale=3.5", "flow.guidance_scale"),
+        ("data.max_sequence_length=32", "max_sequence_length"),
+        ("lora.rank=2", "lora.rank"),
+        ("train.seed=4", "seed"),
+    ],
+)
+def test_another_experiment_is_refused(
+    option: str, name: str, workshop: Workshop, four_steps: Path, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
+    with pytest.raises(ConfigError, match="the run in this folder was started differently") as caught:
+        workshop.job(CASE, folder, *LONGER, option).train()
+    assert name in {problem.where for problem in caught.value.problems}
+
+
+def test_changes_that_are_no_other_experiment_are_said_with_both_values(
+    workshop: Workshop, four_steps: Path, tmp_path: Path
+) -> None:
+    changed = ("train.learning_rate=0.002", "train.lr_scheduler=linear")
+    job = again(workshop, four_steps, tmp_path / "copy", *LONGER, *changed)
+    assert "train.learning_rate: 0.002 from here on, 0.001 before" in job.said
+    assert "train.lr_scheduler: linear from here on, constant before" in job.said
+    assert "train.max_train_steps: 6 from here on, 4 before" in job.said
+    assert sum("from here on" in line for line in job.said) == 3
+    assert read_config(job.folder)["train"]["learning_rate"] == 0.002
+
+
+def test_a_finished_run_keeps_the_settings_that_it_was_trained_with(
+    workshop: Workshop, four_steps: Path, tmp_path: Path
+) -> None:
+    job = again(workshop, four_steps, tmp_path / "copy", *QUICK, "train.learning_rate=0.002")
+    said = "\n".join(job.said)
+    assert "train.learning_rate: the run was trained with 0.001; 0.002 has no effect" in said
+    assert "raise train.max_train_steps to train on, or choose another output_dir" in said
+    assert read_config(job.folder)["train"]["learning_rate"] == 0.001
+    assert not different(files(job.folder, "lora/*"), files(four_steps / "run", "lora/*"))
+    other = again(workshop, four_steps, tmp_path / "other", *QUICK, "train.log_every_steps=2")
+    assert read_config(other.folder)["train"]["log_every_steps"] == 2
+
+
+def test_captions_stay_encoded_as_they_were(
+    workshop: Workshop, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dataclasses
+
+    folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
+    job = workshop.job(CASE, folder, *LONGER)
+    plan = dataclasses.replace(job.context.plan, text_encoder_weights="nf4")
+    job = dataclasses.replace(job, context=dataclasses.replace(job.context, plan=plan))
+    job.train()
+    assert "captions stay encoded in fp32, as the run began; this start alone would take nf4" in job.said
+    assert any(line.endswith(" 0 encoded") for line in job.said)
+
+
+def test_a_run_that_diverges_reads_its_checkpoint_before_it_recommends_it(
+    workshop: Workshop, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.engine.optimizer import HostFlag
+
+    folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
+    saved = folder / "run" / "checkpoints" / "step-000004"
+
+    def bad(flag: HostFlag) -> float:
+        flip(next(saved.glob("weights-*")))
+        return 1.0
+
+    monkeypatch.setattr(HostFlag, "read", bad)
+    with pytest.raises(DivergedError) as caught:
+        workshop.job(CASE, folder, *LONGER).train()
+    assert "the checkpoint of step 4 cannot be used: the checksum of weights-" in str(caught.value)
