@@ -124,7 +124,11 @@ VARIABLES: tuple[Variable, ...] = (
         meaning="CUDA toolkit, which `trainer probe` in a container reports; training needs none",
     ),
     Variable(name="LD_LIBRARY_PATH", default="", meaning="looked through: a foreign cuDNN here breaks torch"),
-    Variable(name="PYTORCH_ALLOC_CONF", default="set by the plan", meaning="torch's allocator"),
+    Variable(
+        name="PYTORCH_ALLOC_CONF",
+        default="set by the plan",
+        meaning="torch's allocator; yours stays, within the cap of a machine whose memory is the host's",
+    ),
     Variable(
         name="OMP_WAIT_POLICY", default="set by the plan", meaning="how threads wait on a CPU; yours stays"
     ),

@@ -48,7 +48,8 @@ def plan_run(
     `find_model` says where the base model is on this disk; `local_folder` if not given. Raises ConfigError
     (78) for a profile that does not exist and for an adapter on layers that the model has none of,
     HardwareError (69) where the machine cannot do it, AccessError (77) where the base model is a folder that
-    is not there. UNIFIED_MEMORY and DISABLE_CPU_OFFLOAD of this process's environment are obeyed.
+    is not there. UNIFIED_MEMORY, DISABLE_CPU_OFFLOAD and PYTORCH_ALLOC_CONF of this process's environment are
+    obeyed.
     """
     unified, no_offload = environment.switch("UNIFIED_MEMORY"), environment.switch(NO_OFFLOAD)
     config, sources = loaded.config, loaded.sources
@@ -74,6 +75,7 @@ def plan_run(
         profile_row=Decision(feature="profile", value=profile.name, source=source, reason=reason),
         geometry_of=geometry_of,
         offload=not no_offload,
+        environ=environment.snapshot(),
     )
     rows = base_rows(family, config, folder) if downloads else ()
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows))

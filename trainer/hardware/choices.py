@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.config import extras
 from trainer.config.schema import RunConfig
@@ -46,6 +46,8 @@ class Situation:
     facts: Facts
     profile: Profile
     sources: Mapping[str, str]
+    environ: Mapping[str, str] = field(default_factory=dict)
+    """The environment of the command."""
 
     @property
     def on_gpu(self) -> bool:

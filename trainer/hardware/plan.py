@@ -75,7 +75,9 @@ class Plan:
     """`adamw_fused_fp32` (fp32 masters), `adamw_kahan_bf16` (compensated, for full fine-tunes in bf16),
     `adamw_8bit` or `prodigy` (both with fp32 masters)."""
     environment: Mapping[str, str]
-    """Variables that must exist before the training process imports torch."""
+    """Variables that must exist before the training process imports torch; where the user wrote one, it has
+    the user's value.
+    """
     train_memory: tuple[MemoryRow, ...]
     cache_memory: tuple[MemoryRow, ...]
     host_memory: tuple[MemoryRow, ...]
@@ -88,6 +90,8 @@ class Plan:
     """Free space the run needs in output_dir: checkpoints and final files."""
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
+    """Variables that the training process must not have: other spellings of those in `environment`."""
 
     def child_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """`environ` with what the training process needs; the user's own `OMP_*` values stay."""
@@ -96,7 +100,8 @@ class Plan:
             for name, value in self.environment.items()
             if not (name.startswith("OMP_") and name in environ)
         }
-        return {**environ, **needed}
+        kept = {name: value for name, value in environ.items() if name not in self.unset}
+        return {**kept, **needed}
 
     @property
     def peak_bytes(self) -> int:

@@ -10,6 +10,7 @@ from trainer.config.schema import RunConfig
 from trainer.config.training_checks import keeps_best
 from trainer.errors import HardwareError, Problem
 from trainer.hardware import (
+    allocator,
     batching,
     candidates,
     choices,
@@ -48,6 +49,7 @@ def resolve(
     profile_row: Decision | None = None,
     geometry_of: GeometryOf | None = None,
     offload: bool = True,
+    environ: Mapping[str, str] | None = None,
 ) -> Plan:
     """Every decision of a run with its reason.
 
@@ -55,8 +57,9 @@ def resolve(
     that `dtype_of` gives. Raises HardwareError where torch, driver or memory do not suffice, with the
     nearest configuration that fits where `geometry_of` can size others. Without `offload`
     (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was written.
+    `environ` is the environment of the command, in which the user may have set what the profile sets.
     """
-    situation = Situation(config=config, facts=facts, profile=profile, sources=sources)
+    situation = Situation(config=config, facts=facts, profile=profile, sources=sources, environ=environ or {})
     machine_rows = compatibility.check(facts, profile)
     rows = (*([profile_row] if profile_row else []), *machine_rows)
     if geometry_of is None:
@@ -167,6 +170,7 @@ class _Decided:
     graphs: Decision
     optimizer: Decision
     loader: Decision
+    variables: allocator.Variables
     limit: Budget
     chosen: fit.Outcome
     skipped: Sequence[fit.Outcome]
@@ -232,6 +236,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
         graphs=choices.cuda_graphs(situation, geometry, chosen.storage, filled=filled),
         optimizer=optimizer,
         loader=loader,
+        variables=allocator.variables(situation.profile, situation.environ),
         limit=dataclasses.replace(limit, reason=target.reason),
         chosen=chosen,
         skipped=skipped,
@@ -275,7 +280,8 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
         pin_memory=profile.pin_memory,
         loader=decided.loader.value,
         optimizer=decided.optimizer.value,
-        environment=profile.environment,
+        environment=decided.variables.values,
+        unset=decided.variables.unset,
         train_memory=chosen.train,
         cache_memory=chosen.cache,
         host_memory=host,
@@ -300,6 +306,7 @@ def _rows(
     yield from (decided.graphs, decided.attention, decided.tf32, decided.optimizer, decided.loader)
     yield from optimizers.rows(situation)
     yield from _policies(situation.profile)
+    yield from decided.variables.rows
     yield batching.time_row(decided.step_milliseconds, config, situation.gpu)
     yield _row("caching", memory.gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
     yield _row("disk", memory.gib(disk), "auto", f"{checkpoints} in output_dir, and the final files")
@@ -318,14 +325,12 @@ def _disk(config: RunConfig, chosen: fit.Outcome, geometry: Geometry) -> tuple[s
 
 
 def _policies(profile: Profile) -> Iterator[Decision]:
-    """What the profile fixes: pinning, its notes, the allocator's settings."""
+    """What the profile fixes: pinning, and its notes."""
     source, notes = profile.memory_source, dict(profile.notes)
     pinned = "faster copies to the GPU" if profile.pin_memory else "there is no GPU to copy to"
     yield _row("pin_memory", choices.on_off(profile.pin_memory), source, notes.pop("pin_memory", pinned))
     for feature, reason in notes.items():
         yield _row(feature, "off", source, reason)
-    for name, value in profile.environment.items():
-        yield _row("environment", name, source, f"{value}, set before the training process starts")
 
 
 def _warnings(situation: Situation, host_bytes: int) -> Iterator[str]:
