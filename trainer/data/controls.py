@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from trainer.data.listing import Listing, list_folder
-from trainer.data.metadata import METADATA_NAME, Metadata
+from trainer.data.metadata import METADATA_NAME, Metadata, one_form
 from trainer.errors import Problem
 
 
@@ -32,7 +32,7 @@ def control_folders(control_dir: Path | Sequence[Path] | None) -> tuple[Path, ..
 def without_controls(listing: Listing, metadata: Metadata) -> Listing:
     """The listing without the images that metadata names as controls only: they are no samples."""
     named = {name for names in metadata.controls.values() for name in names} - set(metadata.named)
-    images = tuple(path for path in listing.images if listing.name(path) not in named)
+    images = tuple(path for path in listing.images if listing.key(path) not in named)
     return dataclasses.replace(listing, images=images)
 
 
@@ -83,7 +83,7 @@ def match_stems(
     """For every image the file of equal stem in another folder; what lacks a partner goes to `problems`."""
     found: dict[Path, Path] = {}
     # also of images that cannot be used: their partners are no second mistake
-    stems = {PurePosixPath(name).with_suffix("").as_posix() for name in listing.names}
+    stems = {one_form(PurePosixPath(name).with_suffix("").as_posix()) for name in listing.names}
     by_stem = {others.stem(path): path for path in others.images}
     for image in listing.images:
         other = by_stem.get(listing.stem(image))
@@ -110,15 +110,15 @@ def _by_name(
     listing: Listing, metadata: Metadata, home: Listing, problems: list[Problem]
 ) -> dict[Path, tuple[Path, ...]]:
     """The images that metadata names."""
-    by_name = {home.name(path): path for path in home.images}
+    by_name = {home.key(path): path for path in home.images}
     found: dict[Path, tuple[Path, ...]] = {}
     for image in listing.images:
-        names = metadata.controls.get(listing.name(image), ())
+        names = metadata.controls.get(listing.key(image), ())
         missing = [name for name in names if name not in by_name]
         for name in missing:
             remedy = "correct the name, or add the image"
             what = f"the control image {name} is not there"
-            problems.append(Problem(what=what, where=metadata.named[listing.name(image)], remedy=remedy))
+            problems.append(Problem(what=what, where=metadata.named[listing.key(image)], remedy=remedy))
         if not missing:
             found[image] = tuple(by_name[name] for name in names)
     return found

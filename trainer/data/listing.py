@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -9,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainer.data.images import FORMATS_TEXT, SUFFIXES
-from trainer.data.metadata import METADATA_NAMES
+from trainer.data.metadata import METADATA_NAMES, one_form
 from trainer.errors import Problem
 
 # Left by systems and other programs, never meant as samples. Hidden files and folders are passed over too.
@@ -43,9 +44,13 @@ class Listing:
         """A file's name within the set: `cat.png`, `pets/cat.png`."""
         return path.relative_to(self.folder).as_posix()
 
+    def key(self, path: Path) -> str:
+        """The name as metadata is asked for it."""
+        return one_form(self.name(path))
+
     def stem(self, path: Path) -> str:
         """The name without its suffix, by which captions, controls and masks are found."""
-        return path.relative_to(self.folder).with_suffix("").as_posix()
+        return one_form(path.relative_to(self.folder).with_suffix("").as_posix())
 
 
 @dataclass(kw_only=True)
@@ -74,7 +79,7 @@ def list_folder(folder: Path, *, apart: Sequence[Path] = ()) -> Listing:
         os.scandir(folder).close()
     except (OSError, RuntimeError) as error:
         return Listing(folder=folder, problems=(_unreadable_folder(folder, error),), unusable=True)
-    others = {path.resolve() for path in apart if path.exists()}
+    others = {Path(os.path.realpath(path)) for path in apart}  # unlike Path.resolve, never raises
     walk = _Walk(folder=folder, root=root, apart=frozenset(others - {root}))
     waiting = [folder]
     while waiting:  # no recursion: folders may be nested deeper than Python's stack
@@ -92,6 +97,9 @@ def _read(walk: _Walk, folder: Path) -> list[Path]:
         walk.problems.append(_unreadable_folder(folder, error))
         return []
     inside = []
+    if names and (closed := _closed_folder(folder, names[0])) is not None:
+        walk.problems.append(closed)
+        return []
     for name in names:
         path = folder / name
         walk.names.append(path.relative_to(walk.folder).as_posix())
@@ -128,13 +136,9 @@ def _sorted(walk: _Walk) -> Listing:
     images = tuple(path for path in usable if path.suffix.lower() in SUFFIXES)
     # also of pictures that are refused: their captions are no second mistake
     stems = {
-        (walk.folder / name).with_suffix("")
-        for name in walk.names
-        if Path(name).suffix.lower() in _PICTURE_SUFFIXES
+        _stem(walk.folder / name) for name in walk.names if Path(name).suffix.lower() in _PICTURE_SUFFIXES
     }
-    captions = tuple(
-        path for path in usable if path.suffix.lower() == ".txt" and path.with_suffix("") in stems
-    )
+    captions = tuple(path for path in usable if path.suffix.lower() == ".txt" and _stem(path) in stems)
     metadata = tuple(path for path in usable if path.name in METADATA_NAMES)
     known = {*images, *captions, *metadata}
     problems = [
@@ -172,14 +176,28 @@ def _unreadable_folder(folder: Path, error: Exception) -> Problem:
     return Problem(what=what, where=str(folder), remedy=remedy)
 
 
+def _closed_folder(folder: Path, name: str) -> Problem | None:
+    """A problem where a folder may be listed and nothing in it opened, as after `chmod -R 644`."""
+    try:
+        (folder / name).lstat()
+    except PermissionError:
+        remedy = f"let it be entered: chmod -R u+rwX '{folder}'"
+        return Problem(what="the folder may be listed, but not entered", where=str(folder), remedy=remedy)
+    except OSError:
+        pass  # told of the file itself
+    return None
+
+
 def _entry_problem(path: Path, root: Path) -> Problem | None:
     """Why an entry cannot be used whatever its suffix is, or None."""
     where = str(path)
     if not _printable(where):
         where = where.encode("utf-8", "backslashreplace").decode()
         return Problem(what="the file name is not valid UTF-8", where=where, remedy="rename it")
+    is_link = False
     try:
-        if path.is_symlink() and not path.resolve(strict=True).is_relative_to(root):
+        is_link = stat.S_ISLNK(path.lstat().st_mode)
+        if is_link and not path.resolve(strict=True).is_relative_to(root):
             real = path.resolve(strict=True)
             what = "the symbolic link leads out of the folder"
             if root.is_relative_to(real):
@@ -188,7 +206,11 @@ def _entry_problem(path: Path, root: Path) -> Problem | None:
             return Problem(what=what, where=where, remedy="copy the file itself into the folder")
         mode = path.stat().st_mode
     except (OSError, RuntimeError) as error:
-        what = "the symbolic link leads nowhere" if path.is_symlink() else f"the file cannot be read: {error}"
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            remedy = "move the folder up, or give the folders above it shorter names"
+            return Problem(what="its path is too long for this system", where=where, remedy=remedy)
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        what = "the symbolic link leads nowhere" if is_link else f"the file cannot be read: {reason}"
         return Problem(what=what, where=where, remedy="copy the file itself into the folder, or remove it")
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         return Problem(what="this is not a regular file", where=where, remedy="move it away")
@@ -226,17 +248,27 @@ def _duplicates(paths: tuple[Path, ...], noun: str) -> list[Problem]:
     def later() -> Iterator[tuple[Path, Path]]:
         first: dict[Path, Path] = {}
         for path in paths:
-            if first.setdefault(path.with_suffix(""), path) != path:
-                yield path, first[path.with_suffix("")]
+            if first.setdefault(_stem(path), path) != path:
+                yield path, first[_stem(path)]
 
     return [
         Problem(
-            what=f"a second {noun} with the stem of {earlier.name}",
+            what=f"a second {noun} with the stem of {earlier.name}{_in_other_form(path, earlier)}",
             where=str(path),
             remedy="rename one of them, with its caption",
         )
         for path, earlier in later()
     ]
+
+
+def _stem(path: Path) -> Path:
+    return Path(one_form(str(path.with_suffix(""))))
+
+
+def _in_other_form(path: Path, other: Path) -> str:
+    """What differs where two names look alike."""
+    same = path.with_suffix("") == other.with_suffix("")
+    return "" if same else ", whose accents are encoded in another way (NFC and NFD)"
 
 
 def _second_metadata(paths: tuple[Path, ...]) -> Iterator[Problem]:

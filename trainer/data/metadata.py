@@ -11,6 +11,7 @@ import difflib
 import io
 import json
 import posixpath
+import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -31,7 +32,7 @@ Row = tuple[int, dict[str, Any] | CaptionError]
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """What the metadata of a set says; names are relative to the set's folder."""
+    """What the metadata of a set says; names are relative to the set's folder, and of one form."""
 
     rows: Mapping[str, str] = field(default_factory=dict)
     """Captions by file name."""
@@ -41,6 +42,11 @@ class Metadata:
     """Names by the places where they stand a second time."""
     controls: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of the images before the edit, of the rows that have any."""
+
+
+def one_form(name: str) -> str:
+    """A file's name with one encoding of its accents: a Mac's archives spell `é` in two characters (NFD)."""
+    return unicodedata.normalize("NFC", name)
 
 
 def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[Problem]]:
@@ -57,7 +63,7 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
             try:
                 if isinstance(row, CaptionError):
                     raise row
-                name = posixpath.normpath(posixpath.join(within, _file_name(row, path.name)))
+                name = one_form(posixpath.normpath(posixpath.join(within, _file_name(row, path.name))))
                 if name in named:
                     first = named[name].removeprefix(f"{path}:")
                     again[where] = name
@@ -68,7 +74,9 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
                 rows[name] = _text(row, path.name)
                 if "control_file_name" in row:
                     before = _control_names(row["control_file_name"], path.name)
-                    controls[name] = tuple(posixpath.normpath(posixpath.join(within, one)) for one in before)
+                    controls[name] = tuple(
+                        one_form(posixpath.normpath(posixpath.join(within, one))) for one in before
+                    )
             except CaptionError as error:
                 problems.append(Problem(what=error.what, where=where, remedy=error.remedy))
     return Metadata(rows=rows, named=named, again=again, controls=controls), problems

@@ -14,7 +14,7 @@ from trainer.data.controls import control_folders, pair_controls, without_contro
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.listing import Listing, list_folder
 from trainer.data.masks import pair_masks, wrong_shapes
-from trainer.data.metadata import METADATA_NAMES, Metadata, read_metadata
+from trainer.data.metadata import METADATA_NAMES, Metadata, one_form, read_metadata
 from trainer.data.opened import Opened, control_of, open_all
 from trainer.data.records import ImageRecord, Mask, Scan
 from trainer.errors import DataError, Problem
@@ -142,7 +142,7 @@ def _list_set(
 
 def _blame_captions(listing: Listing, metadata: Metadata, found: _Found) -> None:
     """Also caption files and rows of metadata that cannot be used spoil their images."""
-    by_name = {listing.name(image): image for image in listing.images}
+    by_name = {listing.key(image): image for image in listing.images}
     for where, name in (*((row, name) for name, row in metadata.named.items()), *metadata.again.items()):
         if name in by_name:
             found.blame(where, by_name[name])
@@ -152,7 +152,7 @@ def _blame_captions(listing: Listing, metadata: Metadata, found: _Found) -> None
     for name in listing.names:
         path = PurePosixPath(name)
         if path.suffix.lower() == ".txt":
-            for image in by_stem.get(path.with_suffix("").as_posix(), ()):
+            for image in by_stem.get(one_form(path.with_suffix("").as_posix()), ()):
                 found.blame(str(listing.folder / name), image)
 
 
@@ -161,8 +161,9 @@ def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], li
     problems: list[Problem] = []
     sidecars = {listing.stem(path): path for path in listing.captions}
     captions: dict[Path, str] = {}
+    names = {one_form(name): name for name in listing.names}
     for image in listing.images:
-        sidecar, name = sidecars.get(listing.stem(image)), listing.name(image)
+        sidecar, name = sidecars.get(listing.stem(image)), listing.key(image)
         if sidecar is not None and name in metadata.named:
             what = f"the image has a caption in {sidecar.name} and in {metadata.named[name]}"
             problems.append(Problem(what=what, where=str(image), remedy="remove one of them"))
@@ -173,16 +174,25 @@ def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], li
                 problems += error.problems
         elif name in metadata.rows:
             captions[image] = metadata.rows[name]
-        elif name not in metadata.named and f"{listing.stem(image)}.txt" not in listing.names:
+        elif name not in metadata.named and f"{listing.stem(image)}.txt" not in names:
             problems.append(_no_caption(image, listing.metadata))
-    images = {listing.name(image) for image in listing.images}
+        elif name not in metadata.named:
+            problems += _folder_as_caption(listing.folder / names[f"{listing.stem(image)}.txt"])
+    images = {listing.key(image) for image in listing.images}
     for name, where in metadata.named.items():
         if name not in images:
-            what = "is not an image that can be read" if name in listing.names else "is not in the folder"
+            what = "is not an image that can be read" if name in names else "is not in the folder"
             problems.append(
                 Problem(what=f"{name} {what}", where=where, remedy="correct the name, or remove the line")
             )
     return captions, problems
+
+
+def _folder_as_caption(path: Path) -> Iterator[Problem]:
+    """A problem where `path` is a folder; what else it can be was told by the listing."""
+    if path.is_dir():
+        remedy = "write the caption into a text file of this name"
+        yield Problem(what="the caption is a folder", where=str(path), remedy=remedy)
 
 
 def _no_caption(image: Path, metadata: Sequence[Path]) -> Problem:

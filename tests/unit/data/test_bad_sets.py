@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -159,6 +161,7 @@ PNG, JPG, WEBP, BMP, TIFF, AVIF = (
     encoded(picture(), name) for name in ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF")
 )
 GOOD_ROW = {"file_name": "x.png", "text": "a thing"}
+NFC, NFD = "caf\u00e9", "cafe\u0301"
 META, CSV = "metadata.jsonl", "metadata.csv"
 
 CASES: dict[str, Bad] = {
@@ -229,6 +232,15 @@ CASES: dict[str, Bad] = {
         caption(b"a" * (MAX_CAPTION_BYTES + 1)), ("x.txt", f"{MAX_CAPTION_BYTES + 1} bytes", "shorten it")
     ),
     "binary caption": bad(caption(b"a\x00b"), ("x.txt", "a NUL character", "remove it")),
+    "folder as caption": bad(
+        lambda folder: (image_only(folder), (folder / "x.txt").mkdir()),
+        ("x.txt", "the caption is a folder", "text file of this name"),
+    ),
+    "two names that look alike": bad(
+        lambda folder: (write_pair(folder, f"{NFD}.png"), write_pair(folder, f"{NFC}.png")),
+        (f"{NFC}.png", "accents are encoded in another way", "rename one"),
+        (f"{NFC}.txt", "accents are encoded in another way", "rename one"),
+    ),
     # metadata.jsonl
     "caption in both places": bad(
         lambda folder: write_rows(folder, [{"file_name": "good.png", "text": "again"}]),
@@ -468,6 +480,71 @@ def test_the_problem_its_place_and_its_remedy_are_told(tmp_path: Path, name: str
         assert what.replace("{folder}", str(folder)) in problem.what
         assert problem.remedy and remedy in problem.remedy
     str(error).encode("utf-8")
+
+
+@contextlib.contextmanager
+def nobody(folder: Path) -> Iterator[None]:
+    """Read `folder` as a user whom permissions stop; root is stopped by none."""
+    if os.geteuid() != 0:
+        yield
+        return
+    for path in (folder, *folder.rglob("*")):
+        os.chown(path, 65534, 65534)
+    os.seteuid(65534)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
+
+
+@pytest.mark.parametrize("within", [".", "below"])
+def test_a_folder_that_may_be_listed_but_not_entered(within: str) -> None:
+    """After `chmod -R 644`."""
+    with tempfile.TemporaryDirectory() as name:  # that of pytest is closed to others
+        folder = Path(name)
+        write_pair(folder, "good.png")
+        assert len(scan(folder)) == 1
+        closed = folder / within
+        closed.mkdir(exist_ok=True)
+        write_pair(closed, "more.png")
+        with nobody(folder), pytest.raises(DataError) as caught:
+            closed.chmod(0o644)
+            try:
+                scan(folder)
+            finally:
+                closed.chmod(0o755)
+    (problem,) = caught.value.problems
+    assert (problem.where, problem.what) == (str(closed), "the folder may be listed, but not entered")
+    assert "chmod -R u+rwX" in problem.remedy
+
+
+def test_a_path_beyond_what_the_system_takes(tmp_path: Path) -> None:
+    write_pair(tmp_path, "good.png")
+    here, name = os.open(tmp_path, os.O_RDONLY), "d" * 250
+    for _ in range(17):
+        os.mkdir(name, dir_fd=here)
+        below = os.open(name, os.O_RDONLY, dir_fd=here)
+        os.close(here)
+        here = below
+    os.close(here)
+    with pytest.raises(DataError) as caught:
+        scan(tmp_path)
+    (problem,) = caught.value.problems
+    assert problem.where.startswith(f"{tmp_path}/ddd")
+    assert problem.what == "its path is too long for this system"
+    assert "shorter names" in problem.remedy
+
+
+def test_a_name_beyond_what_the_system_takes_beside_a_set(tmp_path: Path) -> None:
+    """As a folder of masks that the configuration names."""
+    write_pair(tmp_path, "good.png")
+    with pytest.raises(DataError, match="File name too long"):
+        scan_images(
+            (DataSet(img_dir=tmp_path, mask_dir=tmp_path / ("m" * 300)),),
+            resolution=64,
+            multiple=16,
+            trigger_word=None,
+        )
 
 
 def test_a_folder_without_permission(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

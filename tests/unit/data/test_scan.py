@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from tests.unit.data.pictures import encoded, picture, scan, write_pair, write_rows
+from trainer.config.schema import DataSet
 from trainer.data.captions import clean_caption, with_trigger_word
 from trainer.data.leftout import MAX_PROBLEMS_SHOWN
+from trainer.data.scan import scan_images
 from trainer.errors import DataError, StoppedError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
@@ -66,6 +68,23 @@ def test_metadata_may_start_with_a_byte_order_mark_and_end_lines_as_windows_does
     line = b'\xef\xbb\xbf{"file_name": "a.png", "text": "a"}\r\n\r\n'
     (tmp_path / "metadata.jsonl").write_bytes(line)
     assert scan(tmp_path)[0].caption == "a"
+
+
+@pytest.mark.parametrize(("image", "other"), [("caf\u00e9", "cafe\u0301"), ("cafe\u0301", "caf\u00e9")])
+def test_names_are_equal_however_their_accents_are_encoded(tmp_path: Path, image: str, other: str) -> None:
+    """Archives of a Mac spell them in another way than most programs."""
+    folder, masks = tmp_path / "set", tmp_path / "masks"
+    folder.mkdir(), masks.mkdir()
+    write_pair(folder, f"{image}.png", "a cup").with_suffix(".txt").rename(folder / f"{other}.txt")
+    Image.new("L", (40, 30), 255).save(masks / f"{other}.png")
+    write_pair(folder, f"{image} 2.png", seed=1).with_suffix(".txt").unlink()
+    write_rows(folder, [{"file_name": f"{other} 2.png", "text": "two cups"}])
+    Image.new("L", (40, 30), 255).save(masks / f"{other} 2.png")
+    one = DataSet(img_dir=folder, mask_dir=masks)
+    records = scan_images((one,), resolution=64, multiple=16, trigger_word=None).records
+    assert sorted(record.caption for record in records) == ["a cup", "two cups"]
+    assert {record.path.name for record in records} == {f"{image}.png", f"{image} 2.png"}
+    assert all(record.mask is not None for record in records)
 
 
 def test_clutter_is_passed_over(tmp_path: Path) -> None:
