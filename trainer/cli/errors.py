@@ -9,8 +9,10 @@ from collections.abc import Sequence
 import click
 
 from trainer.config.secrets import redacted
-from trainer.errors import MEANING, ExitCode, TrainerError
+from trainer.errors import MEANING, ConfigError, ExitCode, TrainerError
 
+_FILE_OPTIONS = frozenset({"config", "config_file", "config-file", "cfg"})
+"""Names under which others take a configuration."""
 _INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 _BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
 
@@ -29,6 +31,9 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
     except TrainerError as error:
         click.echo(error_text(error), err=True)
         return error.exit_code
+    except click.NoSuchOption as error:
+        click.echo(error_text(_unknown_option(error)), err=True)
+        return ExitCode.BAD_CONFIG
     except click.ClickException as error:
         error.show()
         return ExitCode.BAD_CONFIG
@@ -40,6 +45,24 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return _BROKEN_PIPE
     return result if isinstance(result, int) else ExitCode.OK
+
+
+def _unknown_option(error: click.NoSuchOption) -> ConfigError:
+    """What an option would be here that another trainer has, or that is a key of the configuration."""
+    from trainer.config import fields
+
+    command = "trainer" if error.ctx is None else error.ctx.command_path
+    takes_keys = error.ctx is not None and any(one.name == "overrides" for one in error.ctx.command.params)
+    word = error.option_name.lstrip("-")
+    if takes_keys and word in _FILE_OPTIONS:
+        remedy = f"name the file without an option: {command} my.yaml"
+    elif takes_keys and (meant := fields.option_meant(word)):
+        remedy = meant
+    elif error.possibilities:
+        remedy = f"did you mean {' or '.join(error.possibilities)}?"
+    else:
+        remedy = f"{command} --help lists the options"
+    return ConfigError(f"{command} has no such option", where=error.option_name, remedy=remedy)
 
 
 def error_text(error: TrainerError) -> str:

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import config_arguments, load_config
+from trainer.cli.options import GivenPath, config_arguments, load_config
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
-_PATH = click.Path(path_type=Path)
+_FILE = GivenPath(exists=True, dir_okay=False)
+_PATH = GivenPath()
 
 
 @click.command(

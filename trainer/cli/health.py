@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from trainer.cli.options import GivenPath
+
 
 @click.command(
     epilog="""\b
@@ -16,7 +18,7 @@ Examples:
 )
 @click.option(
     "--runtime-dir",
-    type=click.Path(path_type=Path, file_okay=False),
+    type=GivenPath(file_okay=False),
     help="Folder with the run's status.json.  [default: TRAINER_RUNTIME_DIR]",
 )
 @click.pass_context

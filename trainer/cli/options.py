@@ -21,12 +21,31 @@ if TYPE_CHECKING:
 F = TypeVar("F", bound=Callable[..., Any])
 
 
+class GivenPath(click.Path):
+    """A path of the command line, never empty: `--output "$UNSET"` must not mean the working directory.
+
+    Whether one that need not exist may be read is for `load` to say, with the remedy for that.
+    """
+
+    def __init__(self, *, exists: bool = False, file_okay: bool = True, dir_okay: bool = True) -> None:
+        super().__init__(
+            exists=exists, file_okay=file_okay, dir_okay=dir_okay, readable=exists, path_type=Path
+        )
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The value as a Path."""
+        if value == "":
+            from trainer.errors import ConfigError
+
+            where = "" if param is None else str(param.metavar if param.nargs == -1 else param.opts[0])
+            remedy = "name a path; was it meant to come from a variable that is not set?"
+            raise ConfigError('expected a path, got ""', where=where, remedy=remedy)
+        return super().convert(value, param, ctx)
+
+
 def config_arguments(function: F) -> F:
     """Add CONFIG... and `layer_options`: parameters configs, presets, overrides, dataset, output."""
-    # whether a file can be read is for `load` to say, with the exit code of a bad configuration
-    argument = click.argument(
-        "configs", metavar="CONFIG...", nargs=-1, required=True, type=click.Path(path_type=Path)
-    )
+    argument = click.argument("configs", metavar="CONFIG...", nargs=-1, required=True, type=GivenPath())
     return argument(layer_options(function))
 
 
@@ -46,7 +65,7 @@ def budget_option(function: F) -> F:
 
 def layer_options(function: F) -> F:
     """Add `--preset`, `--set`, `--dataset`, `--output`: parameters presets, overrides, dataset, output."""
-    path = click.Path(path_type=Path)
+    path = GivenPath()
     options = (
         click.option(
             "--preset",

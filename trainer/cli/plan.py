@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import budget_option, config_arguments, load_config
+from trainer.cli.options import GivenPath, budget_option, config_arguments, load_config
 
 
 @click.command(
@@ -29,7 +29,7 @@ Examples:
     "--facts",
     "facts_file",
     metavar="FILE",
-    type=click.Path(path_type=Path),
+    type=GivenPath(),
     help="Plan for a recorded machine instead of this one.",
 )
 @click.option("--json", "form", flag_value="json", help="Print plan.json instead of the table.")

@@ -9,7 +9,7 @@ from typing import Any
 
 import click
 
-from trainer.cli.options import layer_options, load_config
+from trainer.cli.options import GivenPath, layer_options, load_config
 
 _NUMBERS = (2, 3)
 
@@ -22,7 +22,7 @@ Examples:
   trainer probe --json > my-machine.json           # facts for `trainer plan --facts`
 """
 )
-@click.argument("configs", metavar="[CONFIG]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("configs", metavar="[CONFIG]...", nargs=-1, type=GivenPath())
 @layer_options
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def probe(

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from trainer.cli.options import GivenPath
+
 if TYPE_CHECKING:
     from trainer.telemetry.runs import Run
 
 F = TypeVar("F", bound=Callable[..., Any])
-_PATH = click.Path(path_type=Path)
+_PATH = GivenPath()
 
 
 @click.group(

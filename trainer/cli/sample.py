@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import config_arguments, layer_options, load_config
+from trainer.cli.options import GivenPath, config_arguments, layer_options, load_config
 
-_FILE = click.Path(path_type=Path, exists=True, dir_okay=False)
+_FILE = GivenPath(exists=True, dir_okay=False)
 
 
 @click.command(
@@ -23,7 +23,7 @@ Examples:
 @click.option("--lora", type=_FILE, help="LoRA file to load; the base model alone when not given.")
 @click.option("--before-after", is_flag=True, help="Draw each prompt with the base model alone too.")
 @click.option("--prompt", "prompts", multiple=True, help="Text to draw; the configuration's when not given.")
-@click.option("--picture", type=click.Path(path_type=Path), default=Path("sample.png"), show_default=True)
+@click.option("--picture", type=GivenPath(), default=Path("sample.png"), show_default=True)
 def sample(
     configs: tuple[Path, ...],
     presets: tuple[str, ...],
@@ -74,9 +74,7 @@ Examples:
 """,
 )
 @click.argument("file", type=_FILE)
-@click.option(
-    "--config", "configs", multiple=True, type=click.Path(path_type=Path), help="Also load it onto this base."
-)
+@click.option("--config", "configs", multiple=True, type=GivenPath(), help="Also load it onto this base.")
 @layer_options
 def verify_lora(
     file: Path,

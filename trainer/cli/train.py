@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import budget_option, config_arguments, load_config
+from trainer.cli.options import GivenPath, budget_option, config_arguments, load_config
 
 
 @click.command(
@@ -65,7 +65,7 @@ Examples:
 @click.option(
     "--import-pt",
     metavar="DIR",
-    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    type=GivenPath(exists=True, file_okay=False),
     help="First take in another trainer's .pt files, one an image (docs/data.md).",
 )
 def cache(

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import environment, fields, training_checks
+from trainer.config import fields, path_checks, training_checks
 from trainer.config.schema import DataSet, RunConfig, ValidationSection
 from trainer.config.tree import by_user
 from trainer.errors import Problem
@@ -200,7 +199,9 @@ def _model_name(context: Context) -> Found:
     elif Path(name).suffix.lower() in (".safetensors", ".ckpt", ".gguf", ".pt", ".bin"):
         remedy = "name a folder in diffusers' layout (with model_index.json), or a repository id"
         yield where, f"`{key}` is a single file", remedy
-    elif context.written("model.revision") and context.config.model.revision and _is_dir(Path(name)):
+    elif (
+        context.written("model.revision") and context.config.model.revision and path_checks.is_dir(Path(name))
+    ):
         what = f"`model.revision` has no effect on a folder ({name})"
         yield context.source("model.revision"), what, "remove it, or name a repository"
 
@@ -250,7 +251,7 @@ def _same_set_twice(context: Context) -> Found:
         path = _set_path(one)
         if path is None:
             continue
-        first, other = seen.setdefault(_real(path), (index, one))
+        first, other = seen.setdefault(path_checks.real(path), (index, one))
         if first != index:
             key, where_first = _set_key(index, one), context.source(_set_key(first, other))
             what = f"`{key}`: {path} is a set already ({where_first})"
@@ -276,64 +277,12 @@ def _held_out_trained(context: Context) -> Found:
     key, held_out = _held_out_path(context.config.validation)
     for index, one in enumerate(context.config.data.sets):
         path = _set_path(one)
-        if held_out is not None and path is not None and _real(held_out) == _real(path):
+        if held_out is not None and path is not None and path_checks.real(held_out) == path_checks.real(path):
             what = f"`{key}`: {held_out} is a training set ({context.source(_set_key(index, one))})"
             things = "conversations" if one.img_dir is None else "images"
             kind = "file" if one.img_dir is None else "folder"
             remedy = f"name a {kind} of other {things}, or write `held_out: 2` to keep two of these out"
             yield context.source(key), what, remedy
-
-
-def _image_folders(config: RunConfig) -> list[Path]:
-    held_out = config.validation
-    named: list[Path | tuple[Path, ...] | None] = [held_out.img_dir, held_out.control_dir]
-    for one in config.data.sets:
-        named += [one.img_dir, one.control_dir, one.mask_dir]
-    folders = [named_one if isinstance(named_one, tuple) else (named_one,) for named_one in named]
-    return [folder for group in folders for folder in group if folder is not None]
-
-
-def _output_among_images(context: Context) -> Found:
-    output, where = context.config.output_dir, context.source("output_dir")
-    for folder in _image_folders(context.config):
-        if _inside(output, folder):
-            what = f"`output_dir` {output} lies in the image folder {folder}"
-            yield where, what, "previews would become training data: write a folder outside it"
-
-
-def _cache_among_images(context: Context) -> Found:
-    cache = environment.cache_dir(context.config, context.environ)
-    key = "data.cache_dir"
-    where = context.source(key) if context.config.data.cache_dir is not None else "TRAINER_CACHE_DIR"
-    for folder in _image_folders(context.config):
-        if _inside(cache, folder):
-            what = f"the cache {cache} lies in the image folder {folder}"
-            yield where, what, f"write a folder outside it in `{key}` or TRAINER_CACHE_DIR"
-
-
-def _output_in_model(context: Context) -> Found:
-    output, model = context.config.output_dir, Path(context.config.model.pretrained_model_name_or_path)
-    if _is_dir(model) and _inside(output, model):
-        what = f"`output_dir` {output} lies in the base model's folder {model}"
-        yield context.source("output_dir"), what, "write a folder outside it"
-
-
-def _folders_are_files(context: Context) -> Found:
-    folders = {"output_dir": context.config.output_dir, "data.cache_dir": context.config.data.cache_dir}
-    for key, folder in folders.items():
-        if folder is not None and _is_file(folder):
-            remedy = "write a folder; it is made if it does not exist"
-            yield context.source(key), f"`{key}`: {folder} is a file", remedy
-
-
-def _resume_word(context: Context) -> Found:
-    key, resume = "checkpoint.resume_from_checkpoint", context.config.checkpoint.resume_from_checkpoint
-    if isinstance(resume, str) or len(resume.parts) != 1 or _is_dir(resume):
-        return
-    aliases = {"latest": "auto", "true": "auto", "yes": "auto", "false": "never", "no": "never"}
-    meant = aliases.get(str(resume).lower()) or fields.closest(str(resume), ("auto", "never"))
-    remedy = f"did you mean `{meant}`?" if meant else "write auto, never, or the path of a checkpoint"
-    yield context.source(key), f'`{key}`: "{resume}" is neither auto, never nor a folder', remedy
 
 
 _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
@@ -360,34 +309,7 @@ _CHECKS: tuple[tuple[tuple[str, ...], Callable[[Context], Found]], ...] = (
     (("data.sets",), _only_regularising),
     (("validation.img_dir", "validation.held_out"), _held_out_two_ways),
     (("validation.img_dir", "data.sets"), _held_out_trained),
-    (("data.sets", "validation.img_dir", "output_dir"), _output_among_images),
-    (("data.sets", "validation.img_dir", "data.cache_dir"), _cache_among_images),
-    (("model.pretrained_model_name_or_path", "output_dir"), _output_in_model),
-    (("output_dir", "data.cache_dir"), _folders_are_files),
-    (("checkpoint.resume_from_checkpoint",), _resume_word),
+    *path_checks.CHECKS,
     *training_checks.CHECKS,
 )
 """Keys that a check looks at -> the check."""
-
-
-def _real(path: Path) -> str:
-    return os.path.realpath(path)  # unlike Path.resolve, never raises
-
-
-def _inside(path: Path, folder: Path) -> bool:
-    """True if `path` is `folder` or lies below it; neither need exist."""
-    return Path(_real(path)).is_relative_to(_real(folder))
-
-
-def _is_dir(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except OSError:  # a name that is too long, or a folder that may not be entered
-        return False
-
-
-def _is_file(path: Path) -> bool:
-    try:
-        return path.is_file()
-    except OSError:
-        return False

@@ -213,7 +213,8 @@ KEYS: Mapping[str, tuple[Row, ...]] = {
              "features.compile"),
         _row("tf32_compute allow_tf32 tf32_mode use_tf32 enable_tf32 matmul_precision", "features.tf32"),
         _row("deepspeed deepspeed_config zero_stage zero3_init_flag offload_optimizer offload_param fsdp "
-             "fsdp_config ddp_timeout ddp ddp_gradient_as_bucket_view context_parallel",
+             "fsdp_config ddp_timeout ddp ddp_gradient_as_bucket_view context_parallel zero_optimization "
+             "data_types communication_data_type fp32_reduce_scatter train_micro_batch_size_per_gpu",
              note="one process trains on one GPU; what does not fit is quantised, recomputed or swapped by "
              "the plan"),
         _row("enable_vae_tiling vae_enable_tiling vae_enable_slicing vae_batch_size vae_chunk_size",
@@ -221,6 +222,27 @@ KEYS: Mapping[str, tuple[Row, ...]] = {
         _row("cuda_graph use_cuda_graphs", "features.cuda_graphs"),
         _row("highvram fused_backward_pass blockwise_fused_optimizers fused_optimizer_groups",
              note="what memory there is decides the plan, which says why (`trainer plan`)"),
+    ),
+    "Language models": (
+        _row("stage do_train do_eval predict_with_generate",
+             note="`trainer train` trains on answers (supervised fine-tuning), and validation.held_out "
+             "measures"),
+        _row("finetuning_type", "method", "lora or full"),
+        _row("template chat_template", note="the base model's tokenizer has its chat template"),
+        _row("cutoff_len sequence_len max_seq_length max_length block_size", "data.max_sequence_length",
+             "a longer conversation is an error, nothing is cut off"),
+        _row("packing neat_packing sample_packing pad_to_sequence_len group_by_length",
+             note="conversations are always packed into rows, and none sees another"),
+        _row("train_on_prompt train_on_inputs mask_history",
+             note="all answers of a conversation are learned, and nothing else of it"),
+        _row("val_size val_set_size", "validation.held_out", "conversations, not a share"),
+        _row("eval_strategy evaluation_strategy", "validation.every_steps"),
+        _row("adapter_name_or_path lora_model_dir", "lora.init_from"),
+        _row("quantization_bit quantization_method double_quantization", "features.weights",
+             "nf4 or int8"),
+        _row("max_samples preprocessing_num_workers overwrite_cache overwrite_output_dir plot_loss "
+             "use_unsloth enable_liger_kernel trust_remote_code rope_scaling",
+             note="nothing here needs it"),
     ),
     "Previews and validation": (
         _row("sample_prompts validation_prompt validation_prompts sample_prompt prompt_file "

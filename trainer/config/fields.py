@@ -117,6 +117,18 @@ def suggest_key(path: KeyPath) -> str:
     return f"known here: {', '.join(siblings)}"
 
 
+def option_meant(word: str) -> str:
+    """Remedy for an option of another trainer's command line: the key that it is; empty where it is none."""
+    word = word.lower().replace("-", "_")
+    row = elsewhere.key(word)
+    ours = next((name for name in dotted_keys() if word in (name, name.rpartition(".")[2])), "")
+    if row is not None and not row.ours:
+        return row.remedy
+    note = f" ({row.note})" if row is not None and row.note else ""
+    key = ours if row is None else row.ours
+    return f"keys are set in the file, or by --set {key}=...{note}" if key else ""
+
+
 def _keys_of_items() -> dict[str, str]:
     """Keys of what a list holds -> the list: `img_dir` of a set, misplaced, means `data.sets`."""
     found: dict[str, str] = {}

@@ -34,11 +34,17 @@ def validate(tree: Node) -> Outcome:
         return Outcome(config=RunConfig.model_validate(plain), bad=frozenset(), problems=())
     except ValidationError as error:
         faults = _faults(error)
+    told = list(faults.items())[:_MOST_FAULTS]
     problems = tuple(
         problem
-        for path, kind in faults.items()
+        for path, kind in told
         for problem in (_problem(tree, path, kind), *_foreign(tree, path, kind))
     )
+    if len(faults) > len(told):
+        path = list(faults)[len(told)]
+        what = f"... and {len(faults) - len(told)} more mistakes"
+        remedy = "correct those above, or start from a file in train_configs/"
+        problems += (Problem(what=what, where=tree.source_of(path), remedy=remedy),)
     assert isinstance(plain, dict)
     for path in faults:
         _repair(plain, path)
@@ -48,6 +54,9 @@ def validate(tree: Node) -> Outcome:
         config = None
     return Outcome(config=config, bad=frozenset(".".join(path) for path in faults), problems=problems)
 
+
+_MOST_FAULTS = 100
+"""Each is compared with every key that there is; a file with more of them is no configuration."""
 
 _HOW_TO_ADD: dict[str, str] = {
     "family": "add `family: NAME`; `trainer families` lists them",

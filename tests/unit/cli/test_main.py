@@ -77,6 +77,54 @@ def test_a_command_line_that_cannot_be_understood(
     assert captured.out == ""
 
 
+@pytest.mark.parametrize(
+    ("option", "remedy"),
+    [
+        ("--dtype", "keys are set in the file, or by --set model.dtype=..."),
+        ("--max_train_steps", "or by --set train.max_train_steps=..."),
+        ("--max-train-steps", "or by --set train.max_train_steps=..."),
+        ("--network_dim", "or by --set lora.rank=..."),
+        ("--deepspeed", "there is none here, leave it out: one process trains on one GPU"),
+        ("--config", "name the file without an option: trainer config check my.yaml"),
+        ("--outptu", "did you mean --output?"),
+        ("--xyzzy", "trainer config check --help lists the options"),
+    ],
+)
+def test_options_of_other_trainers_are_told_what_they_are_here(
+    option: str, remedy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["config", "check", "a.yaml", option, "1"]) == 78
+    told = capsys.readouterr().err
+    assert f"{option}: trainer config check has no such option\n    -> " in told
+    assert remedy in told
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", "a.yaml", "--output", ""],
+        ["train", "a.yaml", "--dataset="],
+        ["train", ""],
+        ["preflight", "train", "a.yaml", "--output", ""],
+        ["sample", "a.yaml", "--picture", ""],
+        ["plan", "a.yaml", "--facts", ""],
+        ["runs", "list", ""],
+        ["health", "--runtime-dir", ""],
+    ],
+    ids=" ".join,
+)
+def test_an_empty_path_is_refused(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in a file: `--output "$UNSET"` must not mean the working directory."""
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 78
+    captured = capsys.readouterr()
+    assert ('expected a path, got ""' in captured.err) is (arguments[0] != "preflight")
+    assert captured.out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_python_m_trainer() -> None:
     result = subprocess.run(
         [sys.executable, "-m", "trainer", "config", "check", "missing.yaml"],

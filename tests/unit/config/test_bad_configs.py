@@ -322,6 +322,41 @@ MEANING: dict[str, Bad] = {
     "output is a file": changed(
         "output_dir: out", "output_dir: c.yaml", ("c.yaml:7", "is a file", "write a folder")
     ),
+    "output with a name that is too long": changed(
+        "output_dir: out",
+        f"output_dir: {'x' * 300}",
+        ("c.yaml:7", "`output_dir` has a name of 300 bytes", "shorter name"),
+    ),
+    "output whose files would have names that are too long": changed(
+        "output_dir: out",
+        f"output_dir: runs/{'é' * 100}",
+        ("c.yaml:7", "`output_dir` has a name of 200 bytes, and 191 are possible", "shorter name"),
+    ),
+    "output with a path that is too long": changed(
+        "output_dir: out",
+        f"output_dir: /{'x' * 100 + '/' + 'y/' * 1900}",
+        ("c.yaml:7", "`output_dir` is a path of 3901 bytes, and 3839 are possible", "shorter path"),
+    ),
+    "cache with a name that is too long": changed(
+        "  sets:",
+        f"  cache_dir: {'x' * 256}/y\n  sets:",
+        ("c.yaml:5", "`data.cache_dir` has a name of 256 bytes, and 255 are possible", "shorter name"),
+    ),
+    "base model with a name that is too long": changed(
+        "name_or_path: base",
+        f"name_or_path: {'x' * 300}",
+        ("c.yaml:3", "`model.pretrained_model_name_or_path` has a name of 300 bytes", "shorter name"),
+    ),
+    "more mistakes than anybody makes": Bad(
+        text=GOOD + "".join(f"k{number}: 1\n" for number in range(5000)),
+        problems=(
+            *(
+                (f"c.yaml:{8 + number}", f"unknown key `k{number}`", "known here: family")
+                for number in range(100)
+            ),
+            ("c.yaml:108", "... and 4900 more mistakes", "correct those above"),
+        ),
+    ),
     "resume from a word": added(
         "checkpoint:\n  resume_from_checkpoint: latest\n",
         ("c.yaml:9", "neither auto, never nor a folder", "did you mean `auto`?"),
@@ -387,6 +422,11 @@ OUTSIDE: dict[str, Bad] = {
     "one underscore for two": variable(
         "TRAINER_TRAIN_SEED", "1", "unknown variable", "did you mean TRAINER__TRAIN__SEED?"
     ),
+    "cache variable with a name that is too long": variable(
+        "TRAINER_CACHE_DIR", f"/tmp/{'x' * 256}", "has a name of 256 bytes", "shorter name"
+    ),
+    "empty --output": given("--output", "", problem=("--output", 'expected a path, got ""', "not set")),
+    "empty --dataset": given("--dataset=", problem=("--dataset", 'expected a path, got ""', "not set")),
     "cache variable among the images": variable(
         "TRAINER_CACHE_DIR", "images/.cache", "lies in the image folder images", "outside it"
     ),
