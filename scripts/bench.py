@@ -28,6 +28,7 @@ COMMANDS = {
     "overhead": "what a step costs beside its mathematics",
     "converge": "whether faster settings learn what bf16 learns",
     "plan": "how long planning takes",
+    "rows": "which numbers of rows FP8 products are refused for",
     "page": "write docs/benchmarks.md and its plots",
 }
 """In the order in which the help lists them; the module of the same name in scripts/benches does the work."""

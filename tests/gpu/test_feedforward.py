@@ -43,12 +43,13 @@ def on_device(wide: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def agree(found: Quantized, wanted: Quantized, dtype: torch.dtype) -> None:
-    scale, wanted_scale = found[1].cpu(), wanted[1]
+    count = len(wanted[1])
+    scale, wanted_scale = found[1].cpu()[:count], wanted[1]
     # a value of bf16 may fall to the other side, with it the scale of its row
     limit = 1e-5 if dtype == torch.float32 else 8e-3
     assert torch.allclose(scale, wanted_scale, rtol=limit, atol=0)
     assert ((scale / wanted_scale - 1).abs() < 1e-5).float().mean() > 0.9
-    ours, theirs = found[0].cpu().float(), wanted[0].float()
+    ours, theirs = found[0].cpu()[:count].float(), wanted[0].float()
     assert (ours == theirs).float().mean() > 0.995
     # and where they differ, by one step
     assert ((ours - theirs).abs() <= 0.13 * theirs.abs() + 2**-9).all()
@@ -95,7 +96,7 @@ def test_a_value_that_is_not_finite_makes_its_row_nan(
         (gelu_quantize_rows(left, values), forward),
         (gelu_backward_quantize_rows(gradient, values, ones), backward),
     ):
-        whole = quantized.float() * scale
+        whole = (quantized.float() * scale)[:5]
         assert set(whole.isnan().all(1).nonzero().flatten().tolist()) == spoiled
         assert set(whole.isfinite().all(1).nonzero().flatten().tolist()) == set(range(5)) - spoiled
 

@@ -31,11 +31,12 @@ def gelu_quantize_rows(left: torch.Tensor | None, values: torch.Tensor) -> tuple
     """[left, gelu(values)] as e4m3 (rows, L + N) with an fp32 scale (rows, 1), see `fp8.quantize_rows`.
 
     left (rows, L) or None, values (rows, N), of one type. GELU is the tanh approximation, computed in fp32
-    and rounded to that type first.
+    and rounded to that type first. The results are padded for a product, as there.
     """
     if values.device.type != "cpu":
         beside = None if left is None else _rows_in_memory(left)
-        return kernels_gelu.gelu_quantize_rows(beside, _rows_in_memory(values), fp8.MOST, fp8.LEAST)
+        rows = fp8.padded_rows(values.shape[0])
+        return kernels_gelu.gelu_quantize_rows(beside, _rows_in_memory(values), fp8.MOST, fp8.LEAST, rows)
     active = torch.nn.functional.gelu(values, approximate="tanh")
     return fp8.quantize_rows(active if left is None else torch.cat([left, active], dim=1))
 
@@ -46,11 +47,12 @@ def gelu_backward_quantize_rows(
     """gradient * gelu'(values) * column_scale as e4m3 with a scale a row, see `fp8.quantize_rows`.
 
     gradient and values (rows, N) of one type, to which the first product is rounded; column_scale (N,) fp32.
+    The results are padded for a product, as there.
     """
     if values.device.type != "cpu":
-        given = _rows_in_memory(gradient)
+        given, rows = _rows_in_memory(gradient), fp8.padded_rows(values.shape[0])
         return kernels_gelu.gelu_backward_quantize_rows(
-            given, _rows_in_memory(values), column_scale, fp8.MOST, fp8.LEAST
+            given, _rows_in_memory(values), column_scale, fp8.MOST, fp8.LEAST, rows
         )
     return fp8.quantize_rows(torch.ops.aten.gelu_backward(gradient, values, approximate="tanh"), column_scale)
 
@@ -97,26 +99,31 @@ class _FeedForward(torch.autograd.Function):
         down_bias: torch.Tensor | None,
         down_transposed: torch.Tensor | None,
     ) -> torch.Tensor:
-        quantized, row_scale = fp8.quantize_rows(inputs)
-        values = fp8.multiply(quantized, row_scale, up.t(), up_scale.t(), up_bias, inputs.dtype)
+        rows, dtype = inputs.shape[0], inputs.dtype
+        quantized, row_scale = fp8.quantize_rows(inputs, pad=True)
+        values = fp8.multiply(quantized, row_scale, up.t(), up_scale.t(), up_bias, dtype, rows=rows)
         ctx.width = 0 if left is None else left.shape[1]
         ctx.is_transposed = up_transposed is not None, down_transposed is not None
         up_kept = up if up_transposed is None else up_transposed
         down_kept = down if down_transposed is None else down_transposed
         ctx.save_for_backward(values, up_kept, up_scale, down_kept, down_scale)
         quantized, row_scale = gelu_quantize_rows(left, values)
-        return fp8.multiply(quantized, row_scale, down.t(), down_scale.t(), down_bias, inputs.dtype)
+        return fp8.multiply(quantized, row_scale, down.t(), down_scale.t(), down_bias, dtype, rows=rows)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, up, up_scale, down, down_scale = ctx.saved_tensors
         up_turned, down_turned = ctx.is_transposed
-        dtype = gradient.dtype
-        quantized, row_scale = fp8.quantize_rows(gradient, down_scale.view(-1))
-        hidden = fp8.times_weight(quantized, row_scale, down, is_transposed=down_turned, dtype=dtype)
+        rows, dtype = gradient.shape[0], gradient.dtype
+        quantized, row_scale = fp8.quantize_rows(gradient, down_scale.view(-1), pad=True)
+        hidden = fp8.times_weight(
+            quantized, row_scale, down, is_transposed=down_turned, dtype=dtype, rows=rows
+        )
         of_left = hidden[:, : ctx.width].contiguous() if ctx.width else None
         quantized, row_scale = gelu_backward_quantize_rows(hidden[:, ctx.width :], values, up_scale.view(-1))
-        of_inputs = fp8.times_weight(quantized, row_scale, up, is_transposed=up_turned, dtype=dtype)
+        of_inputs = fp8.times_weight(
+            quantized, row_scale, up, is_transposed=up_turned, dtype=dtype, rows=rows
+        )
         return of_left, of_inputs, *(None,) * 8
 
 

@@ -20,19 +20,30 @@ MOST = 448.0
 """Largest value of e4m3."""
 MULTIPLE = 16
 """Both sides of a weight must be multiples of this for the FP8 kernels."""
+ROW_MULTIPLE = 16
+"""A GPU's products have a multiple of so many rows: cuBLAS refuses some numbers of rows at some widths with
+CUBLAS_STATUS_NOT_SUPPORTED (`scripts/bench.py rows` finds which).
+"""
 # a row whose values are all smaller is scaled as if this were the largest: zeros have no scale of their own
 LEAST = 1e-12
 
 
+def padded_rows(rows: int) -> int:
+    """Rows that a product on a GPU has for so many of its caller's."""
+    return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
+
+
 def quantize_rows(
-    values: torch.Tensor, column_scale: torch.Tensor | None = None
+    values: torch.Tensor, column_scale: torch.Tensor | None = None, *, pad: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(rows, N) as e4m3 with an fp32 scale (rows, 1), so that values [* column_scale] = quantised * scale.
 
     `column_scale` is (N,) fp32. What is not finite makes its whole row NaN: a bad step is seen, not hidden.
+    `pad` is for a side of a product: on a GPU there are `padded_rows` then, zeros beyond those of `values`.
     """
     if values.device.type != "cpu":
-        return kernels.quantize_rows(values.contiguous(), column_scale, MOST, LEAST)
+        rows = padded_rows(values.shape[0]) if pad else values.shape[0]
+        return kernels.quantize_rows(values.contiguous(), column_scale, MOST, LEAST, rows)
     wide = values.float() if column_scale is None else values.float() * column_scale
     largest = wide.abs().amax(dim=-1, keepdim=True)
     scale = largest.clamp(min=LEAST) / MOST
@@ -70,15 +81,20 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.save_for_backward(weight if transposed is None else transposed, scale)
         ctx.is_transposed = transposed is not None
-        quantized, row_scale = quantize_rows(inputs)
-        return multiply(quantized, row_scale, weight.t(), scale.t(), bias, inputs.dtype)
+        quantized, row_scale = quantize_rows(inputs, pad=True)
+        return multiply(quantized, row_scale, weight.t(), scale.t(), bias, inputs.dtype, rows=inputs.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, scale = ctx.saved_tensors
-        quantized, row_scale = quantize_rows(gradient, scale.view(-1))
+        quantized, row_scale = quantize_rows(gradient, scale.view(-1), pad=True)
         result = times_weight(
-            quantized, row_scale, kept, is_transposed=ctx.is_transposed, dtype=gradient.dtype
+            quantized,
+            row_scale,
+            kept,
+            is_transposed=ctx.is_transposed,
+            dtype=gradient.dtype,
+            rows=gradient.shape[0],
         )
         return result, None, None, None, None
 
@@ -90,10 +106,14 @@ def times_weight(
     *,
     is_transposed: bool,
     dtype: torch.dtype,
+    rows: int,
 ) -> torch.Tensor:
-    """A quantised gradient (rows, out) with the weight's scales in it times the weight: (rows, in)."""
+    """A quantised gradient (rows, out) with the weight's scales in it times the weight: (rows, in).
+
+    The gradient may have more than `rows`, as `quantize_rows` pads it.
+    """
     transposed = kept if is_transposed else transpose_bytes(kept)
-    return multiply(gradient, row_scale, transposed.t(), _ones(transposed), None, dtype)
+    return multiply(gradient, row_scale, transposed.t(), _ones(transposed), None, dtype, rows=rows)
 
 
 # a product wants scales of both sides, and a gradient's already hold the weight's: ones, on each device
@@ -122,17 +142,21 @@ def multiply(
     right_scale: torch.Tensor,
     bias: torch.Tensor | None,
     dtype: torch.dtype,
+    *,
+    rows: int,
 ) -> torch.Tensor:
     """(left * left_scale) @ (right * right_scale) + bias: left (M, K) in rows, right (K, N) in columns.
 
-    `left_scale` (M, 1), `right_scale` (1, N).
+    `left_scale` (M, 1), `right_scale` (1, N). The result is (rows, N): of M rows, as `quantize_rows` pads
+    them, those beyond it are left out, without a copy.
     """
     if left.device.type == "cpu":
-        product = (left.float() * left_scale) @ (right.float() * right_scale)
+        product = (left[:rows].float() * left_scale[:rows]) @ (right.float() * right_scale)
         return (product if bias is None else product + bias.float()).to(dtype)
-    return torch._scaled_mm(
+    padded = torch._scaled_mm(
         left, right, left_scale, right_scale, bias=bias, out_dtype=dtype, use_fast_accum=True
     )
+    return padded[:rows]
 
 
 def transpose_bytes(matrix: torch.Tensor) -> torch.Tensor:

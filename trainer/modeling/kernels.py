@@ -40,17 +40,21 @@ def warps(columns: int) -> int:
 
 @triton_op("trainer::quantize_rows", mutates_args={})
 def quantize_rows(
-    values: torch.Tensor, column_scale: torch.Tensor | None, most: float, least: float
+    values: torch.Tensor, column_scale: torch.Tensor | None, most: float, least: float, padded: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `fp8.quantize_rows`; values (rows, columns), contiguous."""
+    """See `fp8.quantize_rows`; values (rows, columns), contiguous; the results have `padded` rows.
+
+    Those beyond `rows` are zeros with a scale of 1.
+    """
     rows, columns = values.shape
-    quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
-    wrap_triton(_quantize)[(rows,)](
+    quantized = torch.empty((padded, columns), dtype=torch.float8_e4m3fn, device=values.device)
+    scale = torch.empty((padded, 1), dtype=torch.float32, device=values.device)
+    wrap_triton(_quantize)[(padded,)](
         values,
         values if column_scale is None else column_scale,
         quantized,
         scale,
+        rows,
         columns,
         MOST=most,
         LEAST=least,
@@ -85,7 +89,55 @@ def store_part(quantized, part, inverse, column, columns, EXACT: tl.constexpr): 
 
 
 @triton.jit
+def store_padding(  # type: ignore[no-untyped-def]
+    quantized, scale, columns, FIRST: tl.constexpr
+):
+    """A row of zeros with a scale of 1: finite, and nothing in any sum."""
+    column = tl.arange(0, FIRST)
+    zeros = tl.zeros((FIRST,), dtype=tl.float32)
+    for start in range(0, columns, FIRST):
+        store_part(quantized, zeros, 1.0, start + column, columns, False)
+    tl.store(scale, 1.0)
+
+
+@triton.jit
 def _quantize(  # type: ignore[no-untyped-def]
+    values,
+    column_scale,
+    quantized,
+    scale,
+    rows,
+    columns,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    SCALED: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    EXACT: tl.constexpr,
+    LOOPED: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64)
+    if row < rows:
+        _quantize_row(
+            values + row * columns,
+            column_scale,
+            quantized + row * columns,
+            scale + row,
+            columns,
+            MOST,
+            LEAST,
+            SCALED,
+            FIRST,
+            SECOND,
+            EXACT,
+            LOOPED,
+        )
+    else:
+        store_padding(quantized + row * columns, scale + row, columns, FIRST)
+
+
+@triton.jit
+def _quantize_row(  # type: ignore[no-untyped-def]
     values,
     column_scale,
     quantized,
@@ -99,10 +151,6 @@ def _quantize(  # type: ignore[no-untyped-def]
     EXACT: tl.constexpr,
     LOOPED: tl.constexpr,
 ):
-    row = tl.program_id(0)
-    start = row.to(tl.int64) * columns
-    values += start
-    quantized += start
     column = tl.arange(0, FIRST)
     if LOOPED:
         largest = tl.zeros((FIRST,), dtype=tl.float32)
@@ -110,7 +158,7 @@ def _quantize(  # type: ignore[no-untyped-def]
             part = _scaled(values, column_scale, first + column, columns, SCALED, False)
             largest = greater(largest, tl.abs(part))
         factor = greater(largest_of(largest), LEAST) / MOST
-        tl.store(scale + row, factor)
+        tl.store(scale, factor)
         for first in range(0, columns, FIRST):
             part = _scaled(values, column_scale, first + column, columns, SCALED, False)
             store_part(quantized, part, 1.0 / factor, first + column, columns, False)
@@ -122,7 +170,7 @@ def _quantize(  # type: ignore[no-untyped-def]
             rest = _scaled(values, column_scale, beyond, columns, SCALED, EXACT)
             factor = greater(factor, largest_of(tl.abs(rest)) / MOST)
             store_part(quantized, rest, 1.0 / factor, beyond, columns, EXACT)
-        tl.store(scale + row, factor)
+        tl.store(scale, factor)
         store_part(quantized, part, 1.0 / factor, column, columns, EXACT)
 
 

@@ -11,20 +11,23 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-from trainer.modeling.kernels import greater, largest_of, parts, store_part, warps
+from trainer.modeling.kernels import greater, largest_of, parts, store_padding, store_part, warps
 
 
 @triton_op("trainer::gelu_quantize_rows", mutates_args={})
 def gelu_quantize_rows(
-    left: torch.Tensor | None, values: torch.Tensor, most: float, least: float
+    left: torch.Tensor | None, values: torch.Tensor, most: float, least: float, padded: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `feedforward.gelu_quantize_rows`; both of any stride but the last, which is 1, and of one type."""
+    """See `feedforward.gelu_quantize_rows`; both of any stride but the last, which is 1, and of one type.
+
+    The results have `padded` rows, as those of `kernels.quantize_rows`.
+    """
     rows = values.shape[0]
     first = 0 if left is None else left.shape[1]
     columns = first + values.shape[1]
-    quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
-    wrap_triton(_gelu_quantize)[(rows,)](
+    quantized = torch.empty((padded, columns), dtype=torch.float8_e4m3fn, device=values.device)
+    scale = torch.empty((padded, 1), dtype=torch.float32, device=values.device)
+    wrap_triton(_gelu_quantize)[(padded,)](
         values if left is None else left,
         values,
         quantized,
@@ -32,6 +35,7 @@ def gelu_quantize_rows(
         0 if left is None else left.stride(0),
         values.stride(0),
         first,
+        rows,
         columns,
         MOST=most,
         LEAST=least,
@@ -44,13 +48,21 @@ def gelu_quantize_rows(
 
 @triton_op("trainer::gelu_backward_quantize_rows", mutates_args={})
 def gelu_backward_quantize_rows(
-    gradient: torch.Tensor, values: torch.Tensor, column_scale: torch.Tensor, most: float, least: float
+    gradient: torch.Tensor,
+    values: torch.Tensor,
+    column_scale: torch.Tensor,
+    most: float,
+    least: float,
+    padded: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `feedforward.gelu_backward_quantize_rows`; the first two of any stride but the last, which is 1."""
+    """See `feedforward.gelu_backward_quantize_rows`; the first two of any stride but the last, which is 1.
+
+    The results have `padded` rows, as those of `kernels.quantize_rows`.
+    """
     rows, columns = values.shape
-    quantized = torch.empty((rows, columns), dtype=torch.float8_e4m3fn, device=values.device)
-    scale = torch.empty((rows, 1), dtype=torch.float32, device=values.device)
-    wrap_triton(_gelu_backward_quantize)[(rows,)](
+    quantized = torch.empty((padded, columns), dtype=torch.float8_e4m3fn, device=values.device)
+    scale = torch.empty((padded, 1), dtype=torch.float32, device=values.device)
+    wrap_triton(_gelu_backward_quantize)[(padded,)](
         gradient,
         values,
         column_scale,
@@ -58,6 +70,7 @@ def gelu_backward_quantize_rows(
         scale,
         gradient.stride(0),
         values.stride(0),
+        rows,
         columns,
         MOST=most,
         LEAST=least,
@@ -123,6 +136,7 @@ def _gelu_quantize(  # type: ignore[no-untyped-def]
     left_stride,
     values_stride,
     first,
+    rows,
     columns,
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
@@ -133,9 +147,42 @@ def _gelu_quantize(  # type: ignore[no-untyped-def]
     LOOPED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    left += row * left_stride
-    values += row * values_stride
-    quantized += row * columns
+    if row < rows:
+        _gelu_quantize_row(
+            left + row * left_stride,
+            values + row * values_stride,
+            quantized + row * columns,
+            scale + row,
+            first,
+            columns,
+            MOST,
+            LEAST,
+            JOINED,
+            FIRST,
+            SECOND,
+            EXACT,
+            LOOPED,
+        )
+    else:
+        store_padding(quantized + row * columns, scale + row, columns, FIRST)
+
+
+@triton.jit
+def _gelu_quantize_row(  # type: ignore[no-untyped-def]
+    left,
+    values,
+    quantized,
+    scale,
+    first,
+    columns,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    JOINED: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    EXACT: tl.constexpr,
+    LOOPED: tl.constexpr,
+):
     column = tl.arange(0, FIRST)
     if LOOPED:
         largest = tl.zeros((FIRST,), dtype=tl.float32)
@@ -143,7 +190,7 @@ def _gelu_quantize(  # type: ignore[no-untyped-def]
             part = _activated(left, values, start + column, first, columns, JOINED, False)
             largest = greater(largest, tl.abs(part))
         factor = greater(largest_of(largest), LEAST) / MOST
-        tl.store(scale + row, factor)
+        tl.store(scale, factor)
         for start in range(0, columns, FIRST):
             part = _activated(left, values, start + column, first, columns, JOINED, False)
             store_part(quantized, part, 1.0 / factor, start + column, columns, False)
@@ -155,7 +202,7 @@ def _gelu_quantize(  # type: ignore[no-untyped-def]
             rest = _activated(left, values, beyond, first, columns, JOINED, EXACT)
             factor = greater(factor, largest_of(tl.abs(rest)) / MOST)
             store_part(quantized, rest, 1.0 / factor, beyond, columns, EXACT)
-        tl.store(scale + row, factor)
+        tl.store(scale, factor)
         store_part(quantized, part, 1.0 / factor, column, columns, EXACT)
 
 
@@ -183,6 +230,7 @@ def _gelu_backward_quantize(  # type: ignore[no-untyped-def]
     scale,
     gradient_stride,
     values_stride,
+    rows,
     columns,
     MOST: tl.constexpr,
     LEAST: tl.constexpr,
@@ -192,9 +240,40 @@ def _gelu_backward_quantize(  # type: ignore[no-untyped-def]
     LOOPED: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
-    gradient += row * gradient_stride
-    values += row * values_stride
-    quantized += row * columns
+    if row < rows:
+        _gelu_backward_quantize_row(
+            gradient + row * gradient_stride,
+            values + row * values_stride,
+            column_scale,
+            quantized + row * columns,
+            scale + row,
+            columns,
+            MOST,
+            LEAST,
+            FIRST,
+            SECOND,
+            EXACT,
+            LOOPED,
+        )
+    else:
+        store_padding(quantized + row * columns, scale + row, columns, FIRST)
+
+
+@triton.jit
+def _gelu_backward_quantize_row(  # type: ignore[no-untyped-def]
+    gradient,
+    values,
+    column_scale,
+    quantized,
+    scale,
+    columns,
+    MOST: tl.constexpr,
+    LEAST: tl.constexpr,
+    FIRST: tl.constexpr,
+    SECOND: tl.constexpr,
+    EXACT: tl.constexpr,
+    LOOPED: tl.constexpr,
+):
     column = tl.arange(0, FIRST)
     if LOOPED:
         largest = tl.zeros((FIRST,), dtype=tl.float32)
@@ -202,7 +281,7 @@ def _gelu_backward_quantize(  # type: ignore[no-untyped-def]
             part = _scaled_gradient(gradient, values, column_scale, start + column, columns, False)
             largest = greater(largest, tl.abs(part))
         factor = greater(largest_of(largest), LEAST) / MOST
-        tl.store(scale + row, factor)
+        tl.store(scale, factor)
         for start in range(0, columns, FIRST):
             part = _scaled_gradient(gradient, values, column_scale, start + column, columns, False)
             store_part(quantized, part, 1.0 / factor, start + column, columns, False)
@@ -214,5 +293,5 @@ def _gelu_backward_quantize(  # type: ignore[no-untyped-def]
             rest = _scaled_gradient(gradient, values, column_scale, beyond, columns, EXACT)
             factor = greater(factor, largest_of(tl.abs(rest)) / MOST)
             store_part(quantized, rest, 1.0 / factor, beyond, columns, EXACT)
-        tl.store(scale + row, factor)
+        tl.store(scale, factor)
         store_part(quantized, part, 1.0 / factor, column, columns, EXACT)

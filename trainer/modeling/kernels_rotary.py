@@ -105,8 +105,9 @@ def aligned(values: torch.Tensor) -> torch.Tensor:
 
 
 def row_stride(*tables: torch.Tensor | None) -> int:
-    """How far the rows of all tables are apart."""
-    first, *others = (table.stride() for table in tables if table is not None)
+    """How far the rows of all tables are apart; where a table has a single row, its stride means nothing."""
+    given = [table for table in tables if table is not None]
+    first, *others = [table.stride() for table in given if table.shape[0] > 1] or [given[0].stride()]
     assert first[1] == 1 and first[0] % 4 == 0 and all(other == first for other in others)
     return first[0]
 

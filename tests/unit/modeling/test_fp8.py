@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 import weakref
 
 import pytest
@@ -191,8 +192,50 @@ def test_multiply_takes_the_scales_of_both_sides() -> None:
     left, right = values(6, 32), values(10, 32, seed=1)
     a, a_scale = quantize_rows(left)
     b, b_scale = quantize_rows(right)
-    found = multiply(a, a_scale, b.t(), b_scale.t(), None, torch.float32)
+    found = multiply(a, a_scale, b.t(), b_scale.t(), None, torch.float32, rows=6)
     assert torch.allclose(found, (a.float() * a_scale) @ (b.float() * b_scale).t())
+
+
+def test_rows_that_pad_a_product_are_left_out_of_it() -> None:
+    left, right = values(6, 32), values(10, 32, seed=1)
+    a, a_scale = quantize_rows(left)
+    b, b_scale = quantize_rows(right)
+    wanted = multiply(a, a_scale, b.t(), b_scale.t(), torch.ones(10), torch.float32, rows=6)
+    padded = torch.cat([a.view(torch.uint8), torch.zeros(10, 32, dtype=torch.uint8)]).view(a.dtype)
+    padded_scale = torch.cat([a_scale, torch.ones(10, 1)])
+    found = multiply(padded, padded_scale, b.t(), b_scale.t(), torch.ones(10), torch.float32, rows=6)
+    assert torch.equal(found, wanted)
+
+
+def test_rows_are_padded_to_the_next_multiple_and_no_further() -> None:
+    assert [fp8.padded_rows(rows) for rows in (0, 1, 15, 16, 17, 1100)] == [0, 16, 16, 16, 32, 1104]
+
+
+def test_a_gpu_multiplies_a_multiple_of_rows_and_gives_as_many_as_it_was_given(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On tensors without values: what reaches cuBLAS, forward and backward, has padded rows."""
+    multiplied: list[int] = []
+
+    def quantize(rows: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:
+        padded = _[-1]
+        assert isinstance(padded, int)
+        return torch.empty(padded, rows.shape[1], device="meta"), torch.empty(padded, 1, device="meta")
+
+    def scaled_mm(left: torch.Tensor, right: torch.Tensor, *_: object, **__: object) -> torch.Tensor:
+        multiplied.append(left.shape[0])
+        return torch.empty(left.shape[0], right.shape[1], device="meta")
+
+    kernels = types.SimpleNamespace(quantize_rows=quantize, transpose_bytes=lambda matrix: matrix.t())
+    monkeypatch.setattr(fp8, "kernels", kernels, raising=False)
+    monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
+    weight = torch.empty(48, 32, dtype=torch.float8_e4m3fn, device="meta")
+    x = torch.empty(2, 11, 32, device="meta", requires_grad=True)
+    output = fp8_linear(x, weight, torch.empty(48, 1, device="meta"), None, None)
+    assert output.shape == (2, 11, 48)
+    output.sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert multiplied == [32, 32]
 
 
 def test_transposed_bytes_are_contiguous() -> None:
