@@ -7,8 +7,13 @@ readonly MIN_DRIVER=580
 # the first toolkit that handles DGX Spark
 readonly MIN_TOOLKIT=1.17.7
 # the first Docker that reads CDI specifications
-readonly MIN_DOCKER=25.0
+readonly MIN_DOCKER_GPU=25.0
+# the first with the builder that the Dockerfile needs, without a plugin
+readonly MIN_DOCKER_CPU=20.10
+# the first that starts helpers without attaching to them
 readonly MIN_COMPOSE=2.20
+# Debian 12 has Docker 20.10, Compose 1.29 and no buildx; 13 has 26.1, 2.26 and 0.13
+readonly FIRST_DEBIAN=13
 # an image for GPUs, its build cache and the next version of it; base models need more: see DOCKER.md
 readonly MIN_DISK_GIB=40
 readonly MAX_SHM_USED_MIB=1024
@@ -18,10 +23,10 @@ readonly HOST_ROOT=${HOST_ROOT:-}
 
 usage() {
     cat <<HELP
-Usage: scripts/setup_host.sh [--apply [--yes]]
+Usage: scripts/setup_host.sh [--cpu | --apply [--yes]]
 
 Checks what a host needs to run the trainer's images: the NVIDIA driver ($MIN_DRIVER or newer), the
-NVIDIA Container Toolkit ($MIN_TOOLKIT or newer), Docker ($MIN_DOCKER or newer) with Compose v2, the way from
+NVIDIA Container Toolkit ($MIN_TOOLKIT or newer), Docker ($MIN_DOCKER_GPU or newer) with Compose v2, the way from
 Docker to the GPU, disk, shared memory, and whether this user may use Docker.
 
 Each line begins with
@@ -31,6 +36,7 @@ Each line begins with
 
 Nothing is changed without --apply.
 
+  --cpu    a host for the cpu image: no driver, no container toolkit, and Docker $MIN_DOCKER_CPU or newer
   --apply  run what configures the container toolkit, and nothing else:
              nvidia-ctk runtime configure --runtime=docker   (writes /etc/docker/daemon.json)
              nvidia-ctk cdi generate --output=$CDI_FILE
@@ -47,9 +53,10 @@ Examples:
 HELP
 }
 
-apply='' yes=''
+apply='' yes='' cpu=''
 for argument in "$@"; do
     case $argument in
+        --cpu) cpu=1 ;;
         --apply) apply=1 ;;
         --yes) yes=1 ;;
         -h | --help)
@@ -66,6 +73,12 @@ if [ -n "$yes" ] && [ -z "$apply" ]; then
     echo "error: --yes only means something with --apply" >&2
     exit 2
 fi
+if [ -n "$cpu" ] && [ -n "$apply" ]; then
+    echo "error: --apply configures GPUs for Docker, and --cpu says that there are none" >&2
+    exit 2
+fi
+min_docker=$MIN_DOCKER_GPU
+if [ -n "$cpu" ]; then min_docker=$MIN_DOCKER_CPU; fi
 
 good=0 to_do=0
 
@@ -91,13 +104,11 @@ at_least() { [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | sed -n 1p)" = "$2" ]; 
 
 first_version() { grep -oE '[0-9]+(\.[0-9]+)+' <<<"$1" | sed -n 1p; }
 
+# a field of os-release; empty where there is none
+os_field() { sed -n "s/^$1=//p" "$HOST_ROOT/etc/os-release" 2>/dev/null | tr -d '"' || true; }
+
 os_family() {
-    local id='' like=''
-    if [ -r "$HOST_ROOT/etc/os-release" ]; then
-        id=$(sed -n 's/^ID=//p' "$HOST_ROOT/etc/os-release" | tr -d '"')
-        like=$(sed -n 's/^ID_LIKE=//p' "$HOST_ROOT/etc/os-release" | tr -d '"')
-    fi
-    case " $id $like " in
+    case " $(os_field ID) $(os_field ID_LIKE) " in
         *" ubuntu "*) echo ubuntu ;;
         *" debian "*) echo debian ;;
         *" fedora "* | *" rhel "* | *" centos "*) echo fedora ;;
@@ -107,6 +118,13 @@ os_family() {
 }
 
 os=$(os_family)
+
+# whether it is Debian itself, of a release whose Docker and Compose are too old
+is_old_debian() {
+    local version
+    version=$(os_field VERSION_ID)
+    [ "$(os_field ID)" = debian ] && [ -n "$version" ] && ! at_least "$version" "$FIRST_DEBIAN"
+}
 
 # how packages are installed here
 install_line() {
@@ -122,7 +140,14 @@ install_line() {
 docker_line() {
     case $os in
         ubuntu) install_line docker.io docker-buildx docker-compose-v2 ;;
-        debian) install_line docker.io docker-buildx docker-compose ;;
+        debian)
+            if is_old_debian; then
+                echo "the packages of Debian $(os_field VERSION_ID) are too old: install Docker Engine with its plugins buildx and compose" \
+                    "from Docker's own repository, as its manual for Debian says"
+            else
+                install_line docker.io docker-cli docker-buildx docker-compose
+            fi
+            ;;
         *) echo "install Docker Engine with its plugins buildx and compose, as Docker's manual says" ;;
     esac
 }
@@ -156,7 +181,7 @@ check_driver() {
     mapfile -t remedy < <(driver_remedy)
     if ! have nvidia-smi; then
         todo "driver: nvidia-smi is not here, so there is no NVIDIA driver" "${remedy[@]}" \
-            "a host without a GPU needs none: use the cpu image"
+            "a host without a GPU needs none: scripts/setup_host.sh --cpu"
         return
     fi
     if ! version=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1); then
@@ -207,10 +232,10 @@ check_docker() {
             "sudo systemctl enable --now docker" "see 'user' below for who may use it"
         return 1
     fi
-    if at_least "$version" "$MIN_DOCKER"; then
-        ok "Docker: $version ($MIN_DOCKER or newer is needed)"
+    if at_least "$version" "$min_docker"; then
+        ok "Docker: $version ($min_docker or newer is needed)"
     else
-        todo "Docker: $version is too old, $MIN_DOCKER or newer is needed" \
+        todo "Docker: $version is too old, $min_docker or newer is needed" \
             "$(docker_line)"
     fi
 }
@@ -297,7 +322,7 @@ check_shm() {
             "ls -l /dev/shm            (containers that were killed with --ipc=host leave such files)" \
             "remove what no process uses; a reboot empties it"
     else
-        ok "shared memory: $used_mib MiB used in /dev/shm; containers get their own by --shm-size"
+        ok "shared memory: $used_mib MiB used in /dev/shm"
     fi
 }
 
@@ -356,12 +381,14 @@ apply_changes() {
 
 if [ -n "$apply" ]; then apply_changes; fi
 check_architecture
-check_driver
-check_gpus
+if [ -z "$cpu" ]; then
+    check_driver
+    check_gpus
+fi
 docker_answers=1
 check_docker || docker_answers=''
 check_plugins
-if check_toolkit && [ -n "$docker_answers" ]; then check_gpu_access; fi
+if [ -z "$cpu" ] && check_toolkit && [ -n "$docker_answers" ]; then check_gpu_access; fi
 check_disk
 check_shm
 check_user

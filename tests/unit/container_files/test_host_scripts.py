@@ -89,6 +89,14 @@ def test_what_is_not_installed_is_named(tmp_path: Path, absent: str, part: str) 
     assert not result.stderr
 
 
+def test_a_host_for_the_cpu_image_needs_neither_driver_nor_toolkit(tmp_path: Path) -> None:
+    host = Host(folder=tmp_path, absent=frozenset({"nvidia-smi", "nvidia-ctk"}))
+    result = host.run(SETUP, "--cpu", environ={"DOCKER": "20.10.24"})
+    assert (result.returncode, to_dos(result.stdout)) == (0, {}), result.stdout
+    assert list(to_dos(host.run(SETUP, "--cpu", environ={"DOCKER": "19.3.1"}).stdout)) == ["Docker"]
+    assert host.run(SETUP, "--cpu", "--apply").returncode == 2
+
+
 def test_a_user_without_the_group_is_told_the_command(host: Host) -> None:
     """Only where the engine does not answer: rootless engines need no group."""
     environ = {"GROUPS_OF_USER": "tester"}
@@ -112,6 +120,30 @@ def test_commands_suit_the_distribution(host: Host, release: str, command: str) 
     os_release(host, release)
     found = to_dos(host.run(SETUP, environ={"TOOLKIT": "1.16.2"}).stdout)
     assert command in found["container toolkit"]
+
+
+@pytest.mark.parametrize(
+    ("release", "packages"),
+    [
+        ('ID=debian\nVERSION_ID="12"\n', ""),
+        ('ID=debian\nVERSION_ID="13"\n', "docker.io docker-cli docker-buildx docker-compose"),
+        # testing has no number
+        ("ID=debian\n", "docker.io docker-cli docker-buildx docker-compose"),
+        ('ID=ubuntu\nVERSION_ID="24.04"\nID_LIKE=debian\n', "docker.io docker-buildx docker-compose-v2"),
+        ('ID=rocky\nVERSION_ID="9.4"\n', ""),
+    ],
+    ids=["debian 12", "debian 13", "debian testing", "ubuntu", "rocky"],
+)
+def test_packages_of_docker_are_only_named_where_they_are_new_enough(
+    tmp_path: Path, release: str, packages: str
+) -> None:
+    host = Host(folder=tmp_path, absent=frozenset({"docker"}))
+    os_release(host, release)
+    remedy = to_dos(host.run(SETUP).stdout)["Docker"]
+    if packages:
+        assert remedy.endswith(f"sudo apt-get update && sudo apt-get install -y {packages}")
+    else:
+        assert "apt-get" not in remedy and "plugins buildx and compose" in remedy and "manual" in remedy
 
 
 def test_wsl_gets_its_driver_from_windows(host: Host) -> None:
