@@ -127,7 +127,7 @@ prepare_folders() {
     fi
     options=(
         --user "$owner:0" --network none --read-only --cap-drop ALL --security-opt no-new-privileges
-        --tmpfs "/tmp:exec,mode=1777" --tmpfs "/run/trainer:mode=1777" --shm-size 1g
+        --tmpfs "/tmp:exec,mode=1777" --tmpfs "/run/trainer:mode=1777"
         -v "$repository/train_configs:/config:ro" -v "$work/data:/data:ro"
         -v "$work/models:/models" -v "$work/cache:/cache" -v "$work/output:/output"
     )

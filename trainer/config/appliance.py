@@ -103,15 +103,12 @@ class Target:
 
     profile: str
     platforms: tuple[str, ...]
-    shm: str
-    """Size of /dev/shm in compose files and of the emptyDir in manifests."""
 
 
 TARGETS: tuple[Target, ...] = (
-    # shared memory comes out of the memory that the GPU uses
-    Target(profile="dgx-spark", platforms=("linux/arm64",), shm="2Gi"),
-    Target(profile="rtx-4090", platforms=("linux/amd64",), shm="8Gi"),
-    Target(profile="hopper-fp8", platforms=("linux/amd64", "linux/arm64"), shm="8Gi"),
-    Target(profile="generic-cuda", platforms=("linux/amd64", "linux/arm64"), shm="8Gi"),
-    Target(profile="cpu", platforms=("linux/amd64", "linux/arm64"), shm="1Gi"),
+    Target(profile="dgx-spark", platforms=("linux/arm64",)),
+    Target(profile="rtx-4090", platforms=("linux/amd64",)),
+    Target(profile="hopper-fp8", platforms=("linux/amd64", "linux/arm64")),
+    Target(profile="generic-cuda", platforms=("linux/amd64", "linux/arm64")),
+    Target(profile="cpu", platforms=("linux/amd64", "linux/arm64")),
 )

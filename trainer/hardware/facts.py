@@ -64,6 +64,7 @@ class Facts:
     cpu_count: int
     memory: HostMemory
     shm_bytes: int
+    """Size of /dev/shm, for who reads a recording: no process here passes anything through it."""
     wsl: bool
     driver: Version | None
     driver_cuda: Version | None

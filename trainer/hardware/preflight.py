@@ -11,15 +11,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import PurePosixPath
 
-from trainer.config.appliance import MISPLACED, TARGETS, VOLUMES
+from trainer.config.appliance import MISPLACED, VOLUMES
 from trainer.errors import ConfigError, HardwareError, Problem
 from trainer.hardware import compatibility
 from trainer.hardware.facts import Facts, driver_text, version_text
 from trainer.hardware.memory import gib
 from trainer.hardware.profiles import Profile, select
 
-LEAST_SHM_BYTES = 64 * 1024**2
-"""What Docker and Kubernetes give by default: enough for one process, which loads data in threads."""
 _CHOWN_NOTE = "(that is its path on its disk: where you mounted another one, chown that)"
 
 
@@ -141,8 +139,6 @@ def container_problems(
     command needs no machine.
     """
     problems = [*_misplaced(surroundings), *_unwritable(surroundings)]
-    if facts is not None and facts.shm_bytes < LEAST_SHM_BYTES:
-        problems.append(_small_shm(facts, requested))
     # facts that cannot be read may be missing because of it: torch was asked, and aborted
     if requested != "cpu" and (facts is None or facts.gpus):
         problems += _foreign_cudnn(surroundings.cudnn)
@@ -197,20 +193,6 @@ def _headroom(facts: Facts, profile: Profile) -> Iterator[Problem]:
         f" {gib(headroom)} must stay free for the host: nothing is left to train with",
         where="unified memory" if profile.device == "cuda" else "host memory",
         remedy=f"stop what else uses memory (docker ps, a notebook, a desktop){raised}",
-    )
-
-
-def _small_shm(facts: Facts, requested: str) -> Problem:
-    try:
-        name = select(facts, requested)[0].name
-    except (ConfigError, HardwareError):
-        name = "generic-cuda"
-    size = next(target.shm for target in TARGETS if target.profile == name).removesuffix("i").lower()
-    return Problem(
-        what=f"{facts.shm_bytes / 1024**2:.0f} MiB, at least {LEAST_SHM_BYTES // 1024**2} MiB are needed",
-        where="/dev/shm",
-        remedy=f"docker run --shm-size {size}; in compose: shm_size: {size}; in Kubernetes: an emptyDir with"
-        " medium: Memory",
     )
 
 

@@ -29,8 +29,6 @@ from trainer.hardware.nearest import nearest_fit
 from trainer.hardware.plan import Decision, Plan
 from trainer.hardware.profiles import Profile
 
-# beyond this a container on unified memory was given a share of the host's, not a limit
-_MOST_SHM_BYTES = 16 * memory.GIB
 # of a budget; measured peaks were up to 2.4 % above predicted ones
 _FILLED, _FILLED_IMPOSED = 0.97, 0.98
 # share of the time a sample that smaller micro-batches must come below
@@ -343,9 +341,6 @@ def _warnings(situation: Situation, host_bytes: int) -> Iterator[str]:
         yield WSL_SPILLS
     if len(facts.gpus) > 1 and situation.on_gpu:
         yield f"{len(facts.gpus)} GPUs are visible, one process trains on the first ({facts.gpus[0].name})"
-    if situation.on_gpu and facts.gpus[0].integrated and facts.shm_bytes > _MOST_SHM_BYTES:
-        size = memory.gib(facts.shm_bytes)
-        yield f"/dev/shm may grow to {size} and comes out of the same memory: limit it to 2-8 GiB"
     if profile.device == "cpu" and facts.gpus:
         yield f"{facts.gpus[0].name} is not used: TRAINER_PROFILE is cpu"
 

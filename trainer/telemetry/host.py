@@ -16,7 +16,7 @@ CAUSES: dict[int, str] = {
     signal.SIGSEGV: "crashed in native code, most often in a GPU kernel or a library of the wrong version; "
     "`trainer probe` tests the kernels one by one",
     signal.SIGABRT: "aborted by native code, most often a failed check in CUDA, cuDNN or NCCL; see above",
-    signal.SIGBUS: "bus error, most often a full /dev/shm; give the container more shared memory",
+    signal.SIGBUS: "bus error: a memory-mapped file was cut short, or its disk failed; see dmesg on the host",
     signal.SIGILL: "illegal instruction: a library was built for another processor",
     signal.SIGFPE: "arithmetic error in native code",
 }

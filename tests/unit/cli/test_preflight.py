@@ -219,18 +219,6 @@ def test_a_switch_that_is_none(ask: Ask, tmp_path: Path, name: str) -> None:
     )
 
 
-def test_small_shared_memory(ask: Ask, tmp_path: Path) -> None:
-    facts = dataclasses.replace(machine("rtx-4090"), shm_bytes=16 * 1024**2)
-    assert ask(facts, *train(tmp_path)) == (
-        78,
-        "",
-        "error: bad configuration (exit code 78)\n"
-        "/dev/shm: 16 MiB, at least 64 MiB are needed\n"
-        "    -> docker run --shm-size 8g; in compose: shm_size: 8g; in Kubernetes: an emptyDir with medium:"
-        " Memory\n",
-    )
-
-
 def test_a_foreign_cudnn(ask: Ask, tmp_path: Path) -> None:
     for folder in ("clean", "cudnn"):
         (tmp_path / folder).mkdir()

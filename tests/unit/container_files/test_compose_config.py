@@ -32,7 +32,6 @@ def test_compose_understands_each_file_alone(profile: str, tmp_path: Path) -> No
     assert service["environment"] == {
         name: None if value is None else interpolated(value, {}) for name, value in variables.items()
     }
-    assert int(service["shm_size"]) == int(TARGET[profile].shm.removesuffix("Gi")) * 1024**3
     assert (service["build"]["context"], service["build"]["target"]) == (str(ROOT), profile)
     (port,) = service["ports"]
     assert (port["host_ip"], port["target"]) == ("127.0.0.1", appliance.METRICS_PORT)

@@ -12,7 +12,6 @@ from trainer.config.appliance import MISPLACED, TARGETS, VOLUMES
 from trainer.errors import HardwareError
 from trainer.hardware.facts import Facts
 from trainer.hardware.preflight import (
-    LEAST_SHM_BYTES,
     Folder,
     Mount,
     Surroundings,
@@ -199,20 +198,7 @@ def test_how_to_pass_a_gpu_is_told_where_one_is_missing_only() -> None:
     assert "nvidia.com/gpu" not in problem.remedy
 
 
-@pytest.mark.parametrize(
-    ("name", "size"), [("dgx-spark", "2g"), ("rtx-4090", "8g"), ("cpu", "1g"), ("too-old-gpu", "8g")]
-)
-def test_small_shared_memory(name: str, size: str) -> None:
-    facts = dataclasses.replace(machine(name), shm_bytes=LEAST_SHM_BYTES - 1024**2)
-    assert told(around(), facts) == (
-        "/dev/shm: 63 MiB, at least 64 MiB are needed\n"
-        f"    -> docker run --shm-size {size}; in compose: shm_size: {size};"
-        " in Kubernetes: an emptyDir with medium: Memory",
-    )
-    assert told(around(), dataclasses.replace(facts, shm_bytes=LEAST_SHM_BYTES)) == ()
-
-
-def test_every_profile_has_a_size_of_shared_memory() -> None:
+def test_every_profile_has_a_target() -> None:
     assert {target.profile for target in TARGETS} == set(PROFILES)
 
 

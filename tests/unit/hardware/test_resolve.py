@@ -368,6 +368,4 @@ def test_warnings(config: Config, geometry: Geometry) -> None:
     facts = dataclasses.replace(small(80), wsl=True, gpus=(*small(80).gpus, *machine("h200").gpus))
     text = " ".join(plan(config(), facts, geometry).warnings)
     assert "WSL" in text and "2 GPUs are visible" in text
-    spark = dataclasses.replace(machine("dgx-spark"), shm_bytes=60 * GIB)
-    assert "/dev/shm" in " ".join(plan(config(), spark, geometry).warnings)
     assert plan(config(), small(80), geometry).warnings == ()
