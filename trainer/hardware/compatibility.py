@@ -76,7 +76,8 @@ def _driver(facts: Facts, built_for: Version) -> tuple[Problem | None, str]:
     if cuda[0] < built_for[0]:
         needed = FIRST_DRIVER.get(built_for[0])
         upgrade = f"upgrade the driver to {needed} or newer" if needed else "upgrade the driver"
-        image = f"; as a container: an image for CUDA {cuda[0]} (DOCKER.md says how to build it)"
+        image = f"; as a container: docs/cuda13.md has the arguments of an image for CUDA {cuda[0]},"
+        image += " which nobody has built yet"
         problem = Problem(
             what=f"runs CUDA {version_text(cuda)} and older, torch was built for {version_text(built_for)}",
             where=f"driver {known}",

@@ -106,8 +106,8 @@ REFUSED = {
         machine("driver-550-cuda-13-torch"),
         {},
         "driver 550.163.01: runs CUDA 12.4 and older, torch was built for 13.0\n"
-        "    -> upgrade the driver to 580 or newer, or use a build of torch for CUDA 12; as a container: an"
-        " image for CUDA 12 (DOCKER.md says how to build it)\n",
+        "    -> upgrade the driver to 580 or newer, or use a build of torch for CUDA 12; as a container:"
+        " docs/cuda13.md has the arguments of an image for CUDA 12, which nobody has built yet\n",
     ),
     "no GPU": (
         machine("no-gpu-cuda-torch"),
