@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -12,12 +12,12 @@ from typing import Any
 from trainer.config import elsewhere, environment, fields, layers, presets
 from trainer.config.checks import Context, check, unused_keys
 from trainer.config.dump import dump, dump_with_sources
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, changed
 from trainer.config.tree import Node, from_plain, leaves, merge
 from trainer.config.validate import validate
 from trainer.errors import ConfigError, Problem
 
-__all__ = ["Loaded", "dump", "dump_with_sources", "load"]
+__all__ = ["Loaded", "dump", "dump_with_sources", "load", "with_settings"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,6 +84,20 @@ def load(
     if dataset is not None:
         notes += _others_pictures(outcome.config, sources["validation.img_dir"])
     return Loaded(config=outcome.config, sources=sources, notes=tuple(notes), warnings=_warnings(environ))
+
+
+def with_settings(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
+    """`loaded` with other values by dotted key, as `--set` of each would load them.
+
+    What is suggested to the user goes through here. Raises ConfigError where the configuration is refused.
+    """
+    config = RunConfig.model_validate(changed(loaded.config, values).model_dump())
+    sources = {**loaded.sources, **{key: f"--set {key}" for key in values}}
+    environ = environment.snapshot()
+    problems = check(Context(config=config, sources=sources, environ=environ, lora_presets={}), frozenset())
+    if problems:
+        raise ConfigError(problems)
+    return replace(loaded, config=config, sources=sources)
 
 
 def _others_pictures(config: RunConfig, source: str) -> list[str]:

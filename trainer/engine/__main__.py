@@ -6,6 +6,7 @@ The data set is checked before torch is imported, so that a bad one is told with
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -104,6 +105,7 @@ def _work(
     """Everything that needs torch."""
     from trainer.engine import run
     from trainer.engine.context import Context
+    from trainer.engine.planning import may_be_planned
     from trainer.engine.shortage import out_of_memory
 
     run.quiet_libraries()
@@ -130,7 +132,8 @@ def _work(
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
-        raise out_of_memory(error, status.phase, config, context.plan) from error
+        allowed = functools.partial(may_be_planned, config)
+        raise out_of_memory(error, status.phase, config, context.plan, allowed) from error
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

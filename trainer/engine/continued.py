@@ -26,8 +26,7 @@ def continued(loaded: Loaded) -> Loaded:
     """
     config = loaded.config
     path = config.output_dir / PLAN_FILE
-    going_on = any((config.output_dir / "checkpoints").glob("step-*"))
-    if config.checkpoint.resume_from_checkpoint != "auto" or not going_on or not path.is_file():
+    if config.checkpoint.resume_from_checkpoint != "auto" or not going_on(config) or not path.is_file():
         return loaded
     began = _read(path)
     kept = _batches(config, began)
@@ -46,6 +45,11 @@ def continued(loaded: Loaded) -> Loaded:
         config=changed(config, kept),
         sources={**loaded.sources, **dict.fromkeys(kept, str(path))},
     )
+
+
+def going_on(config: RunConfig) -> bool:
+    """Whether the run's folder holds a checkpoint."""
+    return any((config.output_dir / "checkpoints").glob("step-*"))
 
 
 def _batches(config: RunConfig, began: dict[str, Any]) -> dict[str, Any]:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer import families
 from trainer.config import environment
-from trainer.config.load import Loaded
-from trainer.config.schema import RunConfig
+from trainer.config.load import Loaded, with_settings
+from trainer.config.schema import FeaturesSection, RunConfig
 from trainer.engine.agreement import check_family
 from trainer.engine.base_rows import base_rows
 from trainer.engine.geometry import run_geometry, run_shape, trained_config
+from trainer.errors import TrainerError
 from trainer.families.protocol import AttentionShape
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
@@ -65,6 +67,11 @@ def plan_run(
             family, changed, model_folder=folder, dtype=dtype, sources=sources, downloads=downloads
         )
 
+    def changed_by(values: Mapping[str, Any]) -> RunConfig:
+        changed = with_settings(loaded, values)
+        check_family(family, changed)
+        return changed.config
+
     source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
     plan = resolve(
         config,
@@ -74,6 +81,7 @@ def plan_run(
         sources,
         profile_row=Decision(feature="profile", value=profile.name, source=source, reason=reason),
         geometry_of=geometry_of,
+        changed_by=changed_by,
         offload=not no_offload,
         environ=environment.snapshot(),
     )
@@ -88,6 +96,24 @@ def prepare_base(loaded: Loaded) -> None:
     """
     family = families.get(loaded.config.family)
     prepare(loaded.config, families.components(family), trained=family.trained_component)
+
+
+def may_be_planned(config: RunConfig, values: Mapping[str, Any], facts: Facts | None = None) -> bool:
+    """Whether the run loads with other values by dotted key and has a plan on this machine.
+
+    Asked from the run itself: memory counts as available, which the run's own end will make so.
+    """
+    standard = FeaturesSection()
+    written = [name for name, value in vars(config.features).items() if value != vars(standard)[name]]
+    sources = dict.fromkeys((f"features.{name}" for name in written), "the run's configuration")
+    try:
+        facts = facts or machine_facts()
+        free = dataclasses.replace(facts.memory, available_bytes=facts.memory.total_bytes)
+        changed = with_settings(Loaded(config=config, sources=sources), values)
+        plan_run(changed, dataclasses.replace(facts, memory=free), requested_profile())
+    except TrainerError:
+        return False
+    return True
 
 
 def machine_facts(facts_file: Path | None = None) -> Facts:

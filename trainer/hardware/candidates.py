@@ -195,6 +195,7 @@ def _asked_fp8(situation: Situation, dtype: str, geometry: Geometry) -> tuple[Ki
     if situation.config.method == "full":
         what = "an fp8 base cannot be trained"
         raise situation.refuse("features.weights", what, "use method: lora, or bf16")
+    _require_plain_adapter(situation, "fp8")
     key = _compiling_key(situation)
     if key and _fp8_uncompiled(situation):
         what = f"blocks with fp8 weights cannot be compiled: {fp8_obstacle(situation, dtype)}"
@@ -280,9 +281,17 @@ def _require_quantizable(situation: Situation, kind: str) -> None:
     if situation.config.method == "full":
         what = f"an {kind} base cannot be trained"
         raise situation.refuse("features.weights", what, "use method: lora, or bf16")
+    _require_plain_adapter(situation, kind)
     missing = _not_installed(situation, kind)
     if missing:
         raise situation.refuse("features.weights", missing, _INSTALL[kind])
+
+
+def _require_plain_adapter(situation: Situation, kind: str) -> None:
+    """Raise HardwareError where the adapter wants a base that is not quantised, and this one is asked for."""
+    if needs_whole_base(situation.config):
+        what = f"lora.type: {situation.config.lora.type} wants a base that is not quantised"
+        raise situation.refuse("features.weights", f"{what}, and {kind} is", "write lora.type: lora, or bf16")
 
 
 def _missing(situation: Situation, geometry: Geometry, kind: str) -> str:

@@ -21,7 +21,9 @@ _MOST_NAMED = 3
 
 
 class DoesNotFitError(HardwareError):
-    """No combination that the user left open fits the budget."""
+    """No combination that the user left open fits the budget; the smallest one needs `least_bytes`."""
+
+    least_bytes = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,11 +211,13 @@ def _does_not_fit(
         how = f"text encoders in {storage.text_encoders or storage.dtype}{tiled}"
     elif storage.swapped:
         how += f", {storage.swapped} blocks in host memory"
-    return DoesNotFitError(
+    error = DoesNotFitError(
         f"the run does not fit: {phase} needs {gib(least.peak_bytes)} at least"
         f" ({how}), the budget is {gib(limit.bytes)} ({limit.reason}){hint}",
         where=f"plan for {situation.gpu}",
     )
+    error.least_bytes = least.peak_bytes
+    return error
 
 
 def decisions(

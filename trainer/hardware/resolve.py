@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, changed
 from trainer.config.training_checks import keeps_best
 from trainer.errors import HardwareError, Problem
 from trainer.hardware import (
@@ -20,7 +22,7 @@ from trainer.hardware import (
     optimizers,
     swapping,
 )
-from trainer.hardware.budget import Budget, budget
+from trainer.hardware.budget import Budget, budget, fillable, least_imposed
 from trainer.hardware.choices import Situation
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
@@ -29,12 +31,13 @@ from trainer.hardware.nearest import nearest_fit
 from trainer.hardware.plan import Decision, Plan
 from trainer.hardware.profiles import Profile
 
-# of a budget; measured peaks were up to 2.4 % above predicted ones
-_FILLED, _FILLED_IMPOSED = 0.97, 0.98
 # share of the time a sample that smaller micro-batches must come below
 _CLEARLY = 0.95
 GeometryOf = Callable[[RunConfig, str], Geometry]
 """Geometry of a changed configuration in a compute type, for suggestions."""
+ChangedBy = Callable[[Mapping[str, Any]], RunConfig]
+"""The run's configuration with other values by dotted key, as `--set` loads them; ConfigError where that is
+refused."""
 
 
 def resolve(
@@ -46,6 +49,7 @@ def resolve(
     *,
     profile_row: Decision | None = None,
     geometry_of: GeometryOf | None = None,
+    changed_by: ChangedBy | None = None,
     offload: bool = True,
     environ: Mapping[str, str] | None = None,
 ) -> Plan:
@@ -53,8 +57,9 @@ def resolve(
 
     What the user wrote is honoured or refused; only `auto` changes. `geometry` is that of the compute type
     that `dtype_of` gives. Raises HardwareError where torch, driver or memory do not suffice, with the
-    nearest configuration that fits where `geometry_of` can size others. Without `offload`
-    (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was written.
+    nearest configuration that fits where `geometry_of` can size others; `changed_by` makes them. Without
+    `offload` (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was
+    written.
     `environ` is the environment of the command, in which the user may have set what the profile sets.
     """
     situation = Situation(config=config, facts=facts, profile=profile, sources=sources, environ=environ or {})
@@ -63,7 +68,8 @@ def resolve(
     if geometry_of is None:
         situation = situation if offload else swapping.without(situation)
         return _decide(situation, geometry, swap=True).plan(rows)
-    return _nearest_told(situation, geometry, rows, geometry_of, offload=offload)
+    loaded = changed_by or functools.partial(changed, config)
+    return _nearest_told(situation, geometry, rows, geometry_of, loaded, offload=offload)
 
 
 def _nearest_told(
@@ -71,27 +77,29 @@ def _nearest_told(
     geometry: Geometry,
     rows: tuple[Decision, ...],
     sized: GeometryOf,
+    changed_by: ChangedBy,
     *,
     offload: bool,
 ) -> Plan:
     """The plan, or a refusal that names what does fit."""
 
-    def planned(changed: RunConfig, geometry: Geometry, rows: tuple[Decision, ...]) -> Plan:
-        other = dataclasses.replace(situation, config=changed)
+    def planned(config: RunConfig, geometry: Geometry, rows: tuple[Decision, ...]) -> Plan:
+        other = dataclasses.replace(situation, config=config)
         other = other if offload else swapping.without(other)
         try:
             return _decide_whole_or_split(other, geometry, rows, sized, swap=False)
         except fit.DoesNotFitError:
             return _decide_whole_or_split(other, geometry, rows, sized, swap=True)
 
-    def peak_of(changed: RunConfig) -> str:
-        other = dataclasses.replace(situation, config=changed)
-        return memory.gib(planned(changed, sized(changed, choices.dtype(other).value), ()).peak_bytes)
+    def peak_of(values: Mapping[str, Any]) -> str:
+        config = changed_by(values)
+        other = dataclasses.replace(situation, config=config)
+        return memory.gib(planned(config, sized(config, choices.dtype(other).value), ()).peak_bytes)
 
     try:
         return planned(situation.config, geometry, rows)
     except fit.DoesNotFitError as error:
-        remedy = nearest_fit(situation.config, peak_of)
+        remedy = nearest_fit(situation.config, peak_of, least_imposed(error.least_bytes))
         if not offload:
             remedy = _offloaded(situation, geometry, sized) + remedy
         raise HardwareError(
@@ -130,10 +138,10 @@ def _decide_whole_or_split(
     if whole is not None and (not whole.skipped or situation.config.method == "full"):
         return whole.plan(rows)
     best, dtype = whole, choices.dtype(situation).value
-    for changed in batching.smaller(situation.config):
-        split = dataclasses.replace(situation, config=changed)
+    for smaller in batching.smaller(situation.config):
+        split = dataclasses.replace(situation, config=smaller)
         try:
-            found = _decide(split, sized(changed, dtype), swap=swap)
+            found = _decide(split, sized(smaller, dtype), swap=swap)
         except fit.DoesNotFitError as error:
             last = error
             continue
@@ -211,7 +219,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
     gain = fit.compile_gain(situation, dtype.value, geometry, speed)
     compiling = choices.compiling(situation, gain, batching.micro_batches(situation.config))
     compiled = compiling.value == "on"
-    target = _filled(situation, limit)
+    target = fillable(situation, limit)
     chosen, skipped = fit.choose(
         situation,
         dtype.value,
@@ -240,15 +248,6 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
         skipped=skipped,
         step_milliseconds=chosen.milliseconds if speed.known else 0.0,
     )
-
-
-def _filled(situation: Situation, limit: Budget) -> Budget:
-    """What a prediction may reach. More of an imposed budget, which is the user's word; beyond it the
-    allocator fails.
-    """
-    share = _FILLED if situation.config.features.memory_budget == "auto" else _FILLED_IMPOSED
-    reason = f"{limit.reason}; {1 - share:.0%} is left for what predictions miss"
-    return dataclasses.replace(limit, bytes=int(limit.bytes * share), reason=reason)
 
 
 def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tuple[Decision, ...]) -> Plan:

@@ -20,7 +20,7 @@ CUDA = RuntimeError(
 
 def said(config: Make, phase: Phase | None = Phase.TRAIN, family: str = "flux1_dev", **changes: Any) -> str:
     made = of(config, family, **changes)
-    error = out_of_memory(CUDA, phase, made, planned(made))
+    error = out_of_memory(CUDA, phase, made, planned(made), lambda values: True)
     assert error.exit_code == ExitCode.OUT_OF_MEMORY
     return str(error)
 
@@ -29,7 +29,7 @@ def test_prediction_and_budget_are_named_beside_the_allocators_words(config: Mak
     made = of(config, "flux1_dev", features__memory_budget="16GiB")
     plan = planned(made)
     needed = memory.total(plan.train_memory) / 1024**3
-    text = str(out_of_memory(CUDA, Phase.FIRST_STEP, made, plan))
+    text = str(out_of_memory(CUDA, Phase.FIRST_STEP, made, plan, lambda values: True))
     assert f"memory ran out; {needed:.1f} GiB were predicted, 16.0 are the budget (CUDA out" in text
     assert text.startswith("phase first_step: ") and "try setting" not in text
 

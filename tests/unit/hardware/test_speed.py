@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
@@ -256,14 +257,19 @@ def test_a_budget_of_all_of_a_card_takes_what_is_there(config: Config, geometry:
     assert "write at most 23.9GiB" in str(raised.value)
 
 
-def test_the_nearest_fit_may_be_without_the_budget(config: Config, geometry: Geometry) -> None:
-    with pytest.raises(HardwareError, match=r"fits with features\.memory_budget: auto"):
+def test_the_nearest_fit_may_be_another_budget(config: Config, geometry: Geometry) -> None:
+    """No larger than is needed, to a tenth of a GiB."""
+    with pytest.raises(HardwareError, match=r"fits with features\.memory_budget: [0-9.]+GiB") as raised:
         plan(
             config(features__memory_budget="2GiB"),
             hopper(),
             geometry,
             geometry_of=lambda changed, dtype: geometry,
         )
+    (size,) = re.findall(r"memory_budget: ([0-9.]+)GiB", str(raised.value))
+    assert plan(config(features__memory_budget=f"{size}GiB"), hopper(), geometry)
+    with pytest.raises(HardwareError, match="does not fit"):
+        plan(config(features__memory_budget=f"{float(size) - 0.1:.1f}GiB"), hopper(), geometry)
 
 
 def test_loader(config: Config, geometry: Geometry) -> None:
