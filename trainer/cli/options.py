@@ -4,7 +4,7 @@
 @config_arguments
 @budget_option
 def plan(configs, presets, overrides, dataset, output, budget):
-    loaded = load_config(configs, (*overrides, *budget), dataset, output, presets)
+    loaded = load_config(configs, overrides, dataset, output, presets, budget)
 """
 
 from __future__ import annotations
@@ -50,16 +50,11 @@ def config_arguments(function: F) -> F:
 
 
 def budget_option(function: F) -> F:
-    """Add `--budget`: parameter budget, as overrides."""
-
-    def override(context: click.Context, parameter: click.Parameter, value: str | None) -> tuple[str, ...]:
-        return () if value is None else (f"features.memory_budget={value}",)
-
+    """Add `--budget`: parameter budget, for `load_config`."""
     return click.option(
         "--budget",
         metavar="SIZE",
-        callback=override,
-        help="Keep within this much device memory: 20GiB. Short for --set features.memory_budget=20GiB.",
+        help="Keep within this much device memory: 20GiB. Wins over features.memory_budget.",
     )(function)
 
 
@@ -99,6 +94,7 @@ def load_config(
     dataset: Path | None = None,
     output: Path | None = None,
     presets: Sequence[str] = (),
+    budget: str | None = None,
 ) -> Loaded:
     """Load the configuration against all known families, and tell of what has no effect: presets' values,
     other programs' variables.
@@ -114,6 +110,7 @@ def load_config(
         overrides=overrides,
         dataset=dataset,
         output=output,
+        budget=budget,
         chosen_presets=presets,
         family_defaults={name: family.defaults for name, family in known.items()},
         lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},

@@ -42,7 +42,7 @@ def plan(
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
-    budget: tuple[str, ...],
+    budget: str | None,
     facts_file: Path | None,
     form: str | None,
 ) -> None:
@@ -52,7 +52,7 @@ def plan(
     from trainer.engine.planning import machine_facts, plan_run, requested_profile
     from trainer.hardware.render import environment_exports, plan_text, plan_to_json
 
-    loaded = continued(load_config(configs, (*overrides, *budget), dataset, output, presets))
+    loaded = continued(load_config(configs, overrides, dataset, output, presets, budget))
     decided = plan_run(loaded, machine_facts(facts_file), requested_profile())
     if form == "json":
         click.echo(redacted(plan_to_json(decided)), nl=False)

@@ -151,9 +151,14 @@ def _loaded(name: str, words: Sequence[str]) -> Loaded | None:
         given = command.make_context(name, list(words), parent=context, resilient_parsing=True).params
     if not given["configs"]:
         return None
-    overrides = (*(given["overrides"] or ()), *(given.get("budget") or ()))
-    presets = given["presets"] or ()
-    loaded = load_config(given["configs"], overrides, given["dataset"], given["output"], presets)
+    loaded = load_config(
+        given["configs"],
+        given["overrides"] or (),
+        given["dataset"],
+        given["output"],
+        given["presets"] or (),
+        given.get("budget"),
+    )
     return continued(loaded) if name == "train" else loaded
 
 

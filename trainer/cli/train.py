@@ -28,7 +28,7 @@ def train(
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
-    budget: tuple[str, ...],
+    budget: str | None,
     no_probe: bool,
 ) -> int:
     """Train, prove and save: a LoRA or a full fine-tune, as the configuration says."""
@@ -39,7 +39,7 @@ def train(
 
     stop_before_start()
 
-    loaded = continued(load_config(configs, (*overrides, *budget), dataset, output, presets))
+    loaded = continued(load_config(configs, overrides, dataset, output, presets, budget))
     facts, plan = planned(loaded, probe=not no_probe)
     print_plan(plan)
     return run_job(
@@ -74,7 +74,7 @@ def cache(
     overrides: tuple[str, ...],
     dataset: Path | None,
     output: Path | None,
-    budget: tuple[str, ...],
+    budget: str | None,
     verify: bool,
     prune: bool,
     import_pt: Path | None,
@@ -84,7 +84,7 @@ def cache(
     from trainer.cli.measure import planned
 
     stop_before_start()
-    loaded = load_config(configs, (*overrides, *budget), dataset, output, presets)
+    loaded = load_config(configs, overrides, dataset, output, presets, budget)
     facts, plan = planned(loaded, probe=False)
     return run_job(
         loaded,

@@ -1,4 +1,4 @@
-"""Floor 1: the layers above the files: variables, `--set`, `--dataset` and `--output`, as trees."""
+"""Floor 1: the layers above the files: variables, `--set` and options, as trees."""
 
 from __future__ import annotations
 
@@ -20,9 +20,21 @@ def from_file(path: Path) -> Layer:
     tree, problems = strict_yaml.read(path)
     if tree is not None and isinstance(tree.value, dict):
         empty = {key for key, node in tree.value.items() if node.value is None and fields.is_section((key,))}
-        kept = {key: node for key, node in tree.value.items() if key not in empty}
+        kept = {key: _emptied(node, (key,)) for key, node in tree.value.items() if key not in empty}
         tree = Node(value=kept, source=tree.source)
     return tree, problems
+
+
+def _emptied(node: Node, path: KeyPath) -> Node:
+    """Where the value is a mapping (`lora.rank_pattern`) `{}` and nothing empty it for all lower layers."""
+    if not isinstance(node.value, dict) and node.value is not None:
+        return node
+    if not node.value and fields.takes(path, dict):
+        return Node(value={}, source=node.source, whole=True)
+    if node.value is None:
+        return node
+    value = {key: _emptied(child, (*path, key)) for key, child in node.value.items()}
+    return Node(value=value, source=node.source)
 
 
 def from_variables(environ: Mapping[str, str]) -> list[Layer]:
@@ -49,14 +61,18 @@ def from_overrides(overrides: Sequence[str]) -> list[Layer]:
     return layers
 
 
-def from_options(dataset: Path | None, output: Path | None) -> list[Layer]:
-    """`--dataset` replaces all data sets by one folder or file, `--output` names the run's folder."""
+def from_options(dataset: Path | None, output: Path | None, budget: str | None = None) -> list[Layer]:
+    """`--dataset` replaces all data sets by one folder or file, `--output` names the run's folder, `--budget`
+    is `features.memory_budget`.
+    """
     layers: list[Layer] = []
     if dataset is not None:
         key = "chat_file" if dataset.suffix in CHAT_SUFFIXES else "img_dir"
         layers.append((at(("data", "sets"), from_plain([{key: str(dataset)}], "--dataset")), []))
     if output is not None:
         layers.append((at(("output_dir",), from_plain(str(output), "--output")), []))
+    if budget is not None:
+        layers.append((at(("features", "memory_budget"), from_plain(budget, "--budget")), []))
     return layers
 
 
@@ -69,6 +85,6 @@ def _assign(path: KeyPath, text: str, source: str) -> Layer:
     structured = fields.takes(path, tuple) or fields.takes(path, dict) or fields.is_section(path)
     if structured and text.lstrip().startswith(("[", "{")):
         node, problems = strict_yaml.parse(text, lambda line: source)
-        return None if node is None else at(path, node), problems
+        return None if node is None else at(path, _emptied(node, path)), problems
     value = None if text.strip() in ("", "~", "null") else text
-    return at(path, Node(value=value, source=source)), []
+    return at(path, _emptied(Node(value=value, source=source), path)), []

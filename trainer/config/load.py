@@ -25,7 +25,7 @@ class Loaded:
     """A configuration and the source of each value by dotted key.
 
     Sources: `FILE:LINE`, `family NAME`, `preset NAME`, `default`, a variable's name, `--set KEY`,
-    `--dataset`, `--output`.
+    `--dataset`, `--output`, `--budget`.
     """
 
     config: RunConfig
@@ -42,13 +42,14 @@ def load(
     overrides: Sequence[str] = (),
     dataset: Path | None = None,
     output: Path | None = None,
+    budget: str | None = None,
     chosen_presets: Sequence[str] = (),
     family_defaults: Mapping[str, Mapping[str, Any]],
     lora_presets: Mapping[str, tuple[str, ...]] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Loaded:
-    """Merge schema, family, `paths` in order, presets, TRAINER__*, `overrides` (a.b=c), then `dataset` and
-    `output`.
+    """Merge schema, family, `paths` in order, presets, TRAINER__*, `overrides` (a.b=c), then `dataset`,
+    `output` and `budget`.
 
     family_defaults: the layer of each known family. lora_presets: each family's words for
     `lora.target_modules`, not checked without. environ: the process environment if not given.
@@ -57,7 +58,7 @@ def load(
     environ = environment.snapshot() if environ is None else environ
     files, chosen = [layers.from_file(path) for path in paths], presets.layers(chosen_presets)
     single = layers.from_variables(environ) + layers.from_overrides(overrides)
-    single += layers.from_options(dataset, output)
+    single += layers.from_options(dataset, output, budget)
     problems = [problem for _, found in (*files, *chosen, *single) for problem in found]
     problems += environment.misspelt(environ, fields.dotted_keys()) + _harmful(environ)
     if any(tree is None and found for tree, found in (*files, *chosen, *single)):

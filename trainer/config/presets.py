@@ -65,6 +65,8 @@ def told(
         for key in leaves(preset):
             path = tuple(key.split("."))
             ours, theirs = preset.get(path), files.get(path)
+            if key not in sources:
+                continue  # of a list that a higher layer replaced: the list's own row says so
             if key in without_effect:
                 lost.append(f"{key} (without effect here)")
             elif sources[key] != preset.source:

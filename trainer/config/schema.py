@@ -173,7 +173,8 @@ class LoraSection(Section):
     dropout: Annotated[float, Field(ge=0.0, lt=1)] = 0.0
     """Share of the adapter's inputs that are set to zero in training."""
     rank_pattern: Annotated[dict[Text, Annotated[int, Field(ge=1, le=1024)]], RANKS] = {}
-    """Other ranks for some layers, by the end of their names or a regular expression, as in peft."""
+    """Other ranks for some layers, by the end of their names or a regular expression, as in peft. What is
+    written over another file adds to its keys; `{}` removes them."""
     alpha_pattern: Annotated[dict[Text, Annotated[float, Field(gt=0)]], ALPHAS] = {}
     """Other alphas for some layers, as `rank_pattern`."""
     init_from: UserPath | None = None

@@ -21,6 +21,8 @@ class Node:
 
     value: Scalar | dict[str, Node] | list[Node]
     source: str
+    whole: bool = False
+    """A mapping that replaces the one below it, as a list does."""
 
     def get(self, path: KeyPath) -> Node | None:
         """The node at `path` below this one, or None."""
@@ -83,9 +85,8 @@ def from_plain(value: object, source: str) -> Node:
 def relabelled(node: Node, source: str) -> Node:
     """The same tree, whose values all come from one place."""
     if isinstance(node.value, dict):
-        return Node(
-            value={key: relabelled(child, source) for key, child in node.value.items()}, source=source
-        )
+        value = {key: relabelled(child, source) for key, child in node.value.items()}
+        return Node(value=value, source=source, whole=node.whole)
     if isinstance(node.value, list):
         return Node(value=[relabelled(child, source) for child in node.value], source=source)
     return Node(value=node.value, source=source)
@@ -104,13 +105,13 @@ def at(path: KeyPath, node: Node) -> Node:
 
 
 def merge(low: Node, high: Node) -> Node:
-    """`high` over `low`: mappings merge key by key, everything else, lists too, is replaced whole."""
-    if not (isinstance(low.value, dict) and isinstance(high.value, dict)):
+    """`high` over `low`: mappings merge key by key but for `whole` ones, all else, lists too, is replaced."""
+    if high.whole or not (isinstance(low.value, dict) and isinstance(high.value, dict)):
         return high
     value = dict(low.value)
     for key, child in high.value.items():
         value[key] = merge(value[key], child) if key in value else child
-    return Node(value=value, source=high.source)
+    return Node(value=value, source=high.source, whole=low.whole)
 
 
 def leaves(node: Node, path: KeyPath = ()) -> dict[str, str]:

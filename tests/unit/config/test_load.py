@@ -86,6 +86,41 @@ def test_lists_are_replaced_and_sections_are_merged(tmp_path: Path) -> None:
     assert "validation.prompts.1" not in got.sources
 
 
+@pytest.mark.parametrize(
+    ("texts", "arguments", "expected"),
+    [
+        (("lora: {rank_pattern: {to_q: 2}}", "lora: {rank_pattern: {to_k: 3}}"), {}, {"to_q": 2, "to_k": 3}),
+        (("lora: {rank_pattern: {to_q: 2}}", "lora: {rank_pattern: {}}"), {}, {}),
+        (("lora: {rank_pattern: {to_q: 2}}", "lora:\n  rank_pattern:\n"), {}, {}),
+        (("lora: {rank_pattern: {to_q: 2}}",), {"overrides": ["lora.rank_pattern={}"]}, {}),
+        (("lora: {rank_pattern: {to_q: 2}}",), {"overrides": ["lora.rank_pattern=null"]}, {}),
+        (("lora: {rank_pattern: {to_q: 2}}",), {"environ": {"TRAINER__LORA__RANK_PATTERN": "{}"}}, {}),
+        (
+            (
+                "lora: {rank_pattern: {to_q: 2}}",
+                "lora: {rank_pattern: {}}",
+                "lora: {rank_pattern: {to_v: 4}}",
+            ),
+            {},
+            {"v": 4},
+        ),
+        (("lora: {rank_pattern: {to_q: 2}}", "lora: {}"), {}, {"to_q": 2}),
+    ],
+)
+def test_a_mapping_of_lower_layers_is_added_to_or_emptied(
+    tmp_path: Path, texts: tuple[str, ...], arguments: dict[str, Any], expected: dict[str, int]
+) -> None:
+    assert loaded(tmp_path, *texts, **arguments).config.lora.rank_pattern == expected
+
+
+def test_a_budget_on_the_command_line_is_blamed_on_its_option(tmp_path: Path) -> None:
+    got = loaded(tmp_path, overrides=["features.memory_budget=3GiB"], budget="2GiB")
+    assert (got.config.features.memory_budget, got.sources["features.memory_budget"]) == ("2GiB", "--budget")
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, budget="many")
+    assert [problem.where for problem in caught.value.problems] == ["--budget"]
+
+
 def test_every_value_has_a_source(tmp_path: Path) -> None:
     got = loaded(tmp_path)
 

@@ -83,6 +83,17 @@ def test_keys_without_effect_are_told_and_no_error(tmp_path: Path) -> None:
     )
 
 
+def test_a_list_that_is_shorter_above_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "presets"
+    folder.mkdir()
+    (folder / "mine.yaml").write_text("validation: {prompts: [a cat, a dog, a hen]}\n")
+    monkeypatch.setattr(presets, "shipped_folder", lambda: tmp_path)
+    one = loaded(tmp_path, "mine", overrides=("validation.prompts=[a cow]",))
+    assert one.config.validation.prompts == ("a cow",)
+    (note,) = one.notes
+    assert note.startswith("preset mine: not used: validation.prompts (--set validation.prompts)")
+
+
 def test_what_a_preset_contradicts_names_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         loaded(tmp_path, "low-vram", text="features: {activation_budget: 0.5}\n")
