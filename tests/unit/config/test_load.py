@@ -102,7 +102,7 @@ def test_lists_are_replaced_and_sections_are_merged(tmp_path: Path) -> None:
                 "lora: {rank_pattern: {to_v: 4}}",
             ),
             {},
-            {"v": 4},
+            {"to_v": 4},
         ),
         (("lora: {rank_pattern: {to_q: 2}}", "lora: {}"), {}, {"to_q": 2}),
     ],

@@ -359,12 +359,15 @@ def test_the_command_prints_json_and_exports(
 def test_a_budget_option_is_the_key(
     command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for options in (("--budget", "20GiB"), ("--set", "features.memory_budget=20GiB")):
+    for options, source in (
+        (("--budget", "20GiB"), "--budget"),
+        (("--set", "features.memory_budget=20GiB"), "--set features.memory_budget"),
+    ):
         assert main(command("h200", "--json", *options)) == 0
         plan = plan_from_json(capsys.readouterr().out)
         assert plan.budget_bytes == 20 * 1024**3
         budget = next(row for row in plan.decisions if row.feature == "memory_budget")
-        assert (budget.source, budget.value) == ("--set features.memory_budget", "20.0 GiB")
+        assert (budget.source, budget.value) == (source, "20.0 GiB")
     assert main(command("h200", "--budget", "20")) == 78
     assert "a size such as 24GiB" in capsys.readouterr().err
 
