@@ -86,7 +86,9 @@ def measure(options: argparse.Namespace) -> None:
 
     def micro_batch(run: Any, batch: Any, draw: Any, weight: Any) -> torch.Tensor:
         started = time.perf_counter()
-        time.sleep(seconds / run.context.plan.accumulation_steps)
+        plan = run.context.plan
+        # of the step's time as much as it has of the step's samples
+        time.sleep(seconds * batch.size / (plan.micro_batch_size * plan.accumulation_steps))
         slept.append(time.perf_counter() - started)
         return torch.zeros((), device=run.context.device)
 

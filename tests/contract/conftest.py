@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.contract.runs import Case, Job, Workshop, keep_edits_small, record_samples, small_samples
-from trainer.data.sampler import SampleRef
+from tests.contract.runs import Case, Job, Step, Workshop, keep_edits_small, record_samples, small_samples
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,8 +16,8 @@ class Finished:
     """An uninterrupted run."""
 
     job: Job
-    samples: list[tuple[SampleRef, ...]]
-    """By micro-batch."""
+    samples: list[Step]
+    """By step and micro-batch."""
 
     @property
     def folder(self) -> Path:

@@ -73,8 +73,6 @@ class Case:
 
 CASES = tuple(Case(family=family, method=method) for family in TINY_MODELS for method in ("lora", "full"))
 LORA_CASES = tuple(case for case in CASES if case.method == "lora")
-BATCHED_CASES = tuple(case for case in CASES if families.get(case.family).packed_by is None)
-"""Those whose batches have a number of samples; the others have a number of tokens."""
 FULL_CASES = tuple(case for case in CASES if case.method == "full")
 
 
@@ -221,10 +219,9 @@ def keep_edits_small(set_attribute: Callable[[Any, str, Any], None]) -> None:
     set_attribute(plus, "VAE_IMAGE_SIZE", 64 * 64)
 
 
-def small_samples(folder: Path, chosen: Sequence[int] = range(7), *, alike: bool = False) -> Path:
-    """Example pictures with a control image each, and as many conversations.
-
-    One picture is cut to another bucket; with `alike` it is left out and all captions are the same.
+def small_samples(folder: Path, chosen: Sequence[int] = range(7)) -> Path:
+    """Example pictures, one of them cut to another bucket, with a control image each, and as many
+    conversations.
     """
     pictures, controls = folder / "pictures", folder / "controls"
     for made in (pictures, controls):
@@ -234,13 +231,10 @@ def small_samples(folder: Path, chosen: Sequence[int] = range(7), *, alike: bool
         path = found[number]
         picture = Image.open(path).convert("RGB")
         if number == len(found) - 1:
-            if alike:
-                continue
             picture = picture.crop((0, 0, picture.width, picture.height // 2))
         picture.save(pictures / path.name)
         ImageOps.invert(picture).save(controls / path.name)
-        caption = "a thing" if alike else path.with_suffix(".txt").read_text()
-        (pictures / path.name).with_suffix(".txt").write_text(caption)
+        (pictures / path.name).with_suffix(".txt").write_text(path.with_suffix(".txt").read_text())
     rows = [
         {
             "messages": [
@@ -252,6 +246,10 @@ def small_samples(folder: Path, chosen: Sequence[int] = range(7), *, alike: bool
     ]
     (folder / "chats.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     return folder
+
+
+Step = tuple[tuple[SampleRef, ...], ...]
+"""Samples of an optimizer step, by micro-batch."""
 
 
 class KilledError(Exception):
@@ -302,14 +300,14 @@ def losing(job: Job, *, factor: float) -> Job:
     return dataclasses.replace(job, context=dataclasses.replace(job.context, family=Losing()))
 
 
-def record_samples(monkeypatch: pytest.MonkeyPatch) -> list[tuple[SampleRef, ...]]:
-    """Samples of every micro-batch that runs take from now on, in their order."""
-    taken: list[tuple[SampleRef, ...]] = []
+def record_samples(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
+    """Samples of every step that runs take from now on, in their order."""
+    taken: list[Step] = []
 
     def recorded(*arguments: Any) -> Iterator[Any]:
-        for fed in feed.feed(*arguments):
-            taken.append(fed.micro_batch.samples)
-            yield fed
+        for step in feed.feed(*arguments):
+            taken.append(tuple(fed.micro_batch.samples for fed in step))
+            yield step
 
     monkeypatch.setattr(loop, "feed", recorded)
     return taken

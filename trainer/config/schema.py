@@ -187,9 +187,9 @@ class TrainSection(Section):
     max_train_steps: Positive = 1500
     """Optimizer steps of the whole run."""
     train_batch_size: Positive = 1
-    """Images in one forward pass."""
+    """The most images in one forward pass; those of a step that differ in shape take turns."""
     gradient_accumulation_steps: Positive = 1
-    """Forward passes whose gradients are summed into one optimizer step."""
+    """An optimizer step learns from this many times train_batch_size images, drawn before they are parted."""
     learning_rate: Annotated[float, Field(gt=0, le=1.0)] = 1.0e-4
     """Peak learning rate."""
     optimizer: Literal["adamw", "adamw_8bit", "prodigy"] = "adamw"

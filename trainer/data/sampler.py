@@ -1,8 +1,9 @@
-"""Floor 4: which samples make up micro-batch n, from the seed alone, without generator state."""
+"""Floor 4: which samples make up optimizer step n, from the seed alone, without generator state."""
 
 from __future__ import annotations
 
 import hashlib
+from collections import deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -24,31 +25,37 @@ class SampleRef:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """Samples of one key, in stream order."""
+    """Samples of one key, in the order in which the step took them."""
 
     samples: tuple[SampleRef, ...]
 
 
-@dataclass(eq=False)
-class _Queue:
-    """Samples of one key that wait, and the sum of their sizes."""
+@dataclass(eq=False, kw_only=True)
+class _Row:
+    """Samples of one key that are packed into one row, and the sum of their sizes."""
 
+    key: Hashable
     samples: list[SampleRef] = field(default_factory=list)
     size: int = 0
 
 
-_OPEN_QUEUES = 8
-"""Queues of one key that wait for samples that fill them: more fill better, and keep samples longer."""
+_WAITING = 8
+"""Samples that may wait for a later step, and twice a step's rows where that is more: more of them fill rows
+better, and keep samples longer."""
 
 
 class Sampler:
-    """An endless stream of samples, grouped into micro-batches of equal key.
+    """An endless stream of samples, parted into optimizer steps, and these into micro-batches of equal key.
 
-    The stream is one shuffled epoch after another; an epoch holds record i `repeats[i]` times. Samples wait
-    in queues per key, across epochs, and a queue whose `sizes` reach `capacity` is the next micro-batch:
-    nothing is left out or padded. A sample that fits into no queue opens another; of too many the oldest
-    is the next micro-batch. `keys[i]` is record i's key, `dropped_keys[i]` the one it has with the empty
-    caption.
+    A step has `rows` rows of `row_size`: a row is one sample, or as many as are packed into it by their
+    `sizes`. Its samples are drawn before their keys are looked at, so that what a step learns from depends
+    neither on the keys nor on `rows_at_once`, the most rows of a micro-batch.
+
+    The stream is one shuffled epoch after another; an epoch holds record i `repeats[i]` times. A sample that
+    fits no row of its step, or whose content is in that step already, waits and is among the first of the
+    next one: nothing is left out, and nothing comes twice in a step where an epoch's contents fill one.
+    `keys[i]` is record i's key, `dropped_keys[i]` the one it has with the empty caption; records of equal
+    `contents` show the same.
     """
 
     def __init__(
@@ -57,22 +64,30 @@ class Sampler:
         dropped_keys: Sequence[Hashable],
         repeats: Sequence[int],
         *,
+        contents: Sequence[Hashable],
         sizes: Sequence[int],
-        capacity: int,
+        row_size: int,
+        rows: int,
+        rows_at_once: int,
         caption_dropout_rate: float,
         seed: int,
     ) -> None:
-        assert len(keys) == len(dropped_keys) == len(repeats) == len(sizes), (
-            "one key, dropped key, repeat count and size per record"
+        assert len(keys) == len(dropped_keys) == len(repeats) == len(contents) == len(sizes), (
+            "one key, dropped key, repeat count, content and size per record"
         )
-        assert min(sizes) >= 1 and max(sizes) <= capacity, "a sample that fits in no micro-batch"
+        assert min(sizes) >= 1 and max(sizes) <= row_size, "a sample that fits in no row"
         assert sum(repeats) >= 1 and min(repeats) >= 0, "nothing to sample"
+        assert rows >= rows_at_once >= 1, "a micro-batch is larger than a step"
         self._keys = tuple(keys)
         self._dropped_keys = tuple(dropped_keys)
-        self._sizes, self._capacity = tuple(sizes), capacity
+        self._contents = tuple(contents)
+        self._sizes, self._row_size = tuple(sizes), row_size
+        self._rows, self._rows_at_once = rows, rows_at_once
         self._caption_dropout_rate = caption_dropout_rate
         self._seed = seed
         self._slots = tuple(record for record, count in enumerate(repeats) for _ in range(count))
+        once = {self._contents[record]: self._sizes[record] for record in self._slots}
+        self._fills_a_step = sum(once.values()) >= rows * row_size
         self._start_over()
 
     @property
@@ -80,14 +95,14 @@ class Sampler:
         """Samples after which every record was drawn `repeats` times."""
         return len(self._slots)
 
-    def micro_batch(self, n: int) -> MicroBatch:
-        """Micro-batch n, counted from 0: cheap when n is one above the last one, else a replay up to n."""
-        assert n >= 0, "micro-batches count from 0"
+    def step(self, n: int) -> tuple[MicroBatch, ...]:
+        """Micro-batches of step n, counted from 0: cheap when n is one above the last, else a replay to n."""
+        assert n >= 0, "steps count from 0"
         if n < self._next:
             self._start_over()
         while self._next < n:
-            self._advance()
-        return self._advance()
+            self._draw()
+        return self._parted(self._draw())
 
     def sample(self, position: int, epoch_order: Sequence[int]) -> SampleRef:
         """The sample at a position of the stream, given its epoch's order."""
@@ -98,16 +113,27 @@ class Sampler:
         )
 
     def epoch_order(self, epoch: int) -> list[int]:
-        """Records of one epoch in their order: sorted by hash, so the same on every machine and version."""
-        order = sorted(
-            range(len(self._slots)), key=lambda slot: (_hash(self._seed, "shuffle", epoch, slot), slot)
-        )
-        return [self._slots[slot] for slot in order]
+        """Records of one epoch in their order: sorted by hash, so the same on every machine and version.
+
+        A content that is there r times is once in every r-th part of the epoch.
+        """
+        copies: dict[Hashable, list[int]] = {}
+        for slot, record in enumerate(self._slots):
+            copies.setdefault(self._contents[record], []).append(slot)
+        places: dict[int, float] = {}
+        for slots in copies.values():
+            # views of one picture take turns in no fixed order
+            turns = sorted(
+                slots, key=lambda slot: _hash(self._seed, "copies", epoch, slot) if slots[1:] else 0
+            )
+            for number, slot in enumerate(turns):
+                places[slot] = (number + _uniform(self._seed, "shuffle", epoch, slot)) / len(slots)
+        return [self._slots[slot] for slot in sorted(places, key=lambda slot: (places[slot], slot))]
 
     def _start_over(self) -> None:
         """Go back to before the first sample."""
         self._next = 0
-        self._queues: dict[Hashable, list[_Queue]] = {}
+        self._waiting: deque[SampleRef] = deque()
         self._stream = self._samples()
 
     def _samples(self) -> Iterator[SampleRef]:
@@ -119,31 +145,52 @@ class Sampler:
                 yield self.sample(position, order)
                 position += 1
 
-    def _advance(self) -> MicroBatch:
-        """Read the stream until a queue is full, and empty that one."""
-        for sample in self._stream:
-            key = self._dropped_keys[sample.record] if sample.dropped else self._keys[sample.record]
-            done = self._put(self._queues.setdefault(key, []), sample)
-            if done is not None:
-                self._next += 1
-                return MicroBatch(samples=tuple(done.samples))
-        raise AssertionError("the stream has no end")
+    def _draw(self) -> list[_Row]:
+        """The next step's rows: what waits goes first, then the stream."""
+        self._next += 1
+        rows: list[_Row] = []
+        contents: set[Hashable] = set()
+        passed_over: list[SampleRef] = []
+        while len(passed_over) < max(_WAITING, 2 * self._rows) and not self._is_full(rows):
+            sample = self._waiting.popleft() if self._waiting else next(self._stream)
+            content = self._contents[sample.record]
+            if (self._fills_a_step and content in contents) or not self._put(rows, sample):
+                passed_over.append(sample)
+            else:
+                contents.add(content)
+        # what waits must not grow without end where one record is repeated far more often than others
+        left = [sample for sample in passed_over if not self._put(rows, sample)]
+        self._waiting.extendleft(reversed(left))
+        return rows
 
-    def _put(self, queues: list[_Queue], sample: SampleRef) -> _Queue | None:
-        """Add a sample to the fullest queue that has room; gives the queue that is complete, if any."""
+    def _is_full(self, rows: Sequence[_Row]) -> bool:
+        return len(rows) == self._rows and all(row.size == self._row_size for row in rows)
+
+    def _put(self, rows: list[_Row], sample: SampleRef) -> bool:
+        """Add a sample to the fullest row of its key that has room, or open one; whether there was room."""
         size = self._sizes[sample.record]
-        fitting = [queue for queue in queues if queue.size + size <= self._capacity]
-        chosen = max(fitting, key=lambda queue: queue.size) if fitting else _Queue()
+        key = self._dropped_keys[sample.record] if sample.dropped else self._keys[sample.record]
+        fitting = [row for row in rows if row.size + size <= self._row_size and row.key == key]
         if not fitting:
-            queues.append(chosen)
+            if len(rows) == self._rows:
+                return False
+            rows.append(_Row(key=key))
+            fitting = rows[-1:]
+        chosen = max(fitting, key=lambda row: row.size)
         chosen.samples.append(sample)
         chosen.size += size
-        done = chosen if chosen.size == self._capacity else None
-        if done is None and len(queues) > _OPEN_QUEUES:
-            done = queues[0]  # the oldest: of the fullest the others could wait for ever
-        if done is not None:
-            queues.remove(done)
-        return done
+        return True
+
+    def _parted(self, rows: Sequence[_Row]) -> tuple[MicroBatch, ...]:
+        """The rows as micro-batches, those of one key after another."""
+        by_key: dict[Hashable, list[_Row]] = {}
+        for row in rows:
+            by_key.setdefault(row.key, []).append(row)
+        return tuple(
+            MicroBatch(samples=tuple(sample for row in part for sample in row.samples))
+            for same in by_key.values()
+            for part in (same[n : n + self._rows_at_once] for n in range(0, len(same), self._rows_at_once))
+        )
 
 
 def held_out_split(

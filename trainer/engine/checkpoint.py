@@ -282,8 +282,11 @@ def read_group(folder: Path, group: str, device: str) -> dict[str, torch.Tensor]
     return tensors
 
 
-_OTHERWISE = {"data": "images, captions or what is done with them are not those that the run began with"}
-"""What is told where values are hashes."""
+_OTHERWISE = {
+    "data": "images, captions or what is done with them are not those that the run began with",
+    "sample_order": "this version puts other samples into a step: go on with the version that began the run",
+}
+"""What is told where the values say nothing to a reader."""
 
 
 def require_same_run(

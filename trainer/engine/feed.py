@@ -1,10 +1,11 @@
-"""Floor 6: micro-batches in the run's order, made some ahead of the device."""
+"""Floor 6: the micro-batches of each optimizer step in the run's order, made some ahead of the device."""
 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections import deque
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,23 +37,26 @@ class Fed:
 
 
 def make_sampler(context: Context, entries: Entries) -> Sampler:
-    """The run's sample stream, grouped by the family's batch key with and without the caption."""
+    """The run's steps, parted by the family's batch key with and without the caption."""
     family, config, cache = context.family, context.config, entries.cache
     count = len(entries.records)
     latents = [cache.header("latents", one.key) for one in entries.latents] or [{}] * count
     headers = {one.key: cache.header("text", one.key) for one in {*entries.texts, *entries.empties}}
     texts = [headers[one.key] for one in entries.texts]
     empties = [headers[one.key] for one in entries.empties] or texts
-    sizes, capacity = [1] * count, context.plan.micro_batch_size
+    sizes, row_size, plan = [1] * count, 1, context.plan
     if family.packed_by is not None:
         sizes = [header[family.packed_by][0] for header in texts]
-        capacity *= config.data.max_sequence_length
+        row_size = config.data.max_sequence_length
     return Sampler(
         keys=[family.batch_key(*pair) for pair in zip(latents, texts, strict=True)],
         dropped_keys=[family.batch_key(*pair) for pair in zip(latents, empties, strict=True)],
         repeats=[record.repeats for record in entries.records],
+        contents=[record.content_sha256 for record in entries.records],
         sizes=sizes,
-        capacity=capacity,
+        row_size=row_size,
+        rows=plan.micro_batch_size * plan.accumulation_steps,
+        rows_at_once=plan.micro_batch_size,
         caption_dropout_rate=config.data.caption_dropout_rate,
         seed=config.train.seed,
     )
@@ -85,11 +89,11 @@ def keep_bytes(context: Context, entries: Entries) -> int:
 
 def feed(
     context: Context, entries: Entries, settings: Any, start: int, stop: int
-) -> Generator[Fed, None, None]:
-    """Micro-batches `start` to `stop` (not included); reading and drawing run on threads beside the device.
+) -> Generator[tuple[Fed, ...], None, None]:
+    """The micro-batches of steps `start` to `stop` (not included), a tuple a step.
 
-    An entry that is read stays in memory while there is room. What reading raises is raised in its
-    micro-batch's turn.
+    Reading and drawing run on threads beside the device. An entry that is read stays in memory while there
+    is room. What reading raises is raised in its step's turn.
     """
     sampler = make_sampler(context, entries)
     cache = Cache(entries.cache.directory, context.family.name, keep_bytes=keep_bytes(context, entries))
@@ -104,15 +108,24 @@ def feed(
             draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
         return Fed(micro_batch=micro_batch, batch=batch, draw=draw)
 
-    ahead: deque[Future[Fed]] = deque()
     pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="feed")
+    ahead: deque[Future[Fed]] = deque()
+    sizes: deque[int] = deque()
+
+    def submitted() -> Iterator[Future[Fed]]:
+        # the sampler is asked here, in order: it replays from the start for a step that it has passed
+        for step in map(sampler.step, range(start, stop)):
+            sizes.append(len(step))
+            yield from (pool.submit(prepare, micro_batch) for micro_batch in step)
+
     try:
-        for number in range(start, stop):
-            # the sampler is asked here, in order: it replays from the start for a number it has passed
-            ahead.append(pool.submit(prepare, sampler.micro_batch(number)))
-            if len(ahead) > _AHEAD:
-                yield ahead.popleft().result()
-        while ahead:
-            yield ahead.popleft().result()
+        waiting = submitted()
+        ahead.extend(itertools.islice(waiting, _AHEAD))
+        while sizes:
+            step = []
+            for _ in range(sizes.popleft()):
+                ahead.extend(itertools.islice(waiting, 1))
+                step.append(ahead.popleft().result())
+            yield tuple(step)
     finally:
         pool.shutdown(cancel_futures=True)

@@ -15,6 +15,9 @@ from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.entries import data_fingerprint
 
+SAMPLE_ORDER = "drawn by the step"
+"""How samples become steps; up to 0.1.0 they waited for others of equal shape, which made up a step."""
+
 Value = Callable[[Context, Sequence[Record]], str | None]
 """The value as text; None where the run has no such thing."""
 
@@ -47,9 +50,13 @@ def _read(config: RunConfig, key: str) -> object:
     return found
 
 
-def _plan(name: str, keys: Sequence[str], value: Callable[[Context], str]) -> Row:
-    """A row that the plan decides."""
-    return Row(name=name, keys=tuple(keys), value=lambda context, records: value(context))
+def _plan(
+    name: str, keys: Sequence[str], value: Callable[[Context], str], *, unrecorded: str | None = None
+) -> Row:
+    """A row that the plan, or this version, decides."""
+    return Row(
+        name=name, keys=tuple(keys), value=lambda context, records: value(context), unrecorded=unrecorded
+    )
 
 
 def _adapter(key: str) -> Row:
@@ -117,6 +124,7 @@ REFUSED: tuple[Row, ...] = (
         keys=(*_DATA_KEYS, "validation.held_out"),
         value=lambda context, records: data_fingerprint(records),
     ),
+    _plan("sample_order", (), lambda context: SAMPLE_ORDER, unrecorded="collected by shape"),
     _config("data.caption_dropout_rate", name="caption_dropout_rate"),
     _config("data.max_sequence_length", name="max_sequence_length"),
     _config("train.seed", name="seed"),

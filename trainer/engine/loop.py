@@ -8,7 +8,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -92,9 +92,8 @@ def train(run: Run, state: State) -> None:
     On a stop request, low memory or a damaged cache entry the last complete step is saved before it raises.
     """
     config = run.context.config
-    accumulation = run.context.plan.accumulation_steps
     total = config.train.max_train_steps
-    batches = feed(run.context, run.entries, run.settings, state.step * accumulation, total * accumulation)
+    steps = feed(run.context, run.entries, run.settings, state.step, total)
     run.context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
     run.journal.phase(Phase.FIRST_STEP)
     try:
@@ -106,7 +105,7 @@ def train(run: Run, state: State) -> None:
             run.journal.start_clock()
             while state.step < total:
                 first = state.flag is None
-                _one_step(run, state, batches)
+                _one_step(run, state, next(steps))
                 if first:
                     run.journal.phase(Phase.TRAIN)
                 _after_step(run, state, bar)
@@ -120,17 +119,16 @@ def train(run: Run, state: State) -> None:
             save(run, state)
         raise
     finally:
-        batches.close()
+        steps.close()
 
 
-def _one_step(run: Run, state: State, batches: Iterator[Fed]) -> None:
+def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
     """One optimizer step over its micro-batches; nothing here waits for the device but the previous step's
     flag.
     """
     context, built = run.context, run.built
     total = context.config.train.max_train_steps
-    # all of the step's batches first: a mean over the step needs what each of them weighs
-    step = [next(batches) for _ in range(context.plan.accumulation_steps)]
+    # a mean over the step, however its samples are parted
     weight = sum(fed.batch.weight for fed in step)
     # float64: sums do not depend on where a resume cut them
     step_loss = torch.zeros((), device=context.device, dtype=torch.float64)

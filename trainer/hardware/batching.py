@@ -9,7 +9,7 @@ from trainer.hardware.plan import Decision
 
 
 def micro_batches(config: RunConfig) -> int:
-    """Forward passes of the whole run."""
+    """Forward passes of the whole run where all samples of a step have one shape; else more, smaller ones."""
     return config.train.max_train_steps * config.train.gradient_accumulation_steps
 
 
@@ -41,6 +41,10 @@ def time_row(milliseconds: float, config: RunConfig, gpu: str) -> Decision:
     if not milliseconds:
         reason = f"the rates of {gpu} are not known"
         return Decision(feature="step_time", value="unknown", source=source, reason=reason)
+    size = config.train.train_batch_size
+    unequal = ", more where shapes differ" if size > 1 else ""
     whole = micro_batches(config) * milliseconds / 3.6e6
-    reason = f"predicted, not measured: one micro-batch; {whole:.1f} h for all {micro_batches(config)}"
+    reason = (
+        f"predicted, not measured: one micro-batch; {whole:.1f} h for all {micro_batches(config)}{unequal}"
+    )
     return Decision(feature="step_time", value=f"{milliseconds:.0f} ms", source=source, reason=reason)

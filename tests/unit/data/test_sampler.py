@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.data.pictures import record
@@ -19,7 +19,9 @@ def sampler(
     *,
     repeats: Sequence[int] | None = None,
     dropped_keys: Sequence[object] | None = None,
+    contents: Sequence[object] | None = None,
     batch_size: int = 1,
+    accumulation: int = 1,
     rate: float = 0.0,
     seed: int = 0,
 ) -> Sampler:
@@ -27,25 +29,37 @@ def sampler(
         list(map(str, keys)),
         list(map(str, dropped_keys or keys)),
         repeats or [1] * len(keys),
+        contents=contents or list(range(len(keys))),
         sizes=[1] * len(keys),
-        capacity=batch_size,
+        row_size=1,
+        rows=batch_size * accumulation,
+        rows_at_once=batch_size,
         caption_dropout_rate=rate,
         seed=seed,
     )
 
 
-def take(source: Sampler, count: int, start: int = 0) -> list[MicroBatch]:
-    return [source.micro_batch(n) for n in range(start, start + count)]
+Step = tuple[MicroBatch, ...]
 
 
-def flat(batches: Sequence[MicroBatch]) -> list[SampleRef]:
-    return [sample for batch in batches for sample in batch.samples]
+def take(source: Sampler, count: int, start: int = 0) -> list[Step]:
+    return [source.step(n) for n in range(start, start + count)]
+
+
+def of_step(step: Step) -> list[SampleRef]:
+    """A step's samples by their position."""
+    return sorted((one for part in step for one in part.samples), key=lambda one: one.position)
+
+
+def flat(steps: Sequence[Step]) -> list[SampleRef]:
+    return [sample for step in steps for sample in of_step(step)]
 
 
 MIXED = st.fixed_dictionaries(
     {
         "keys": st.lists(st.integers(0, 3), min_size=1, max_size=12),
         "batch_size": st.integers(1, 5),
+        "accumulation": st.integers(1, 3),
         "rate": st.sampled_from([0.0, 0.3, 1.0]),
         "seed": st.integers(0, 2**32 - 1),
     }
@@ -57,6 +71,14 @@ def test_the_stream_is_pinned() -> None:
     samples = flat(take(sampler("aabb", rate=0.5, seed=7), 12))
     assert [sample.record for sample in samples] == [2, 0, 1, 3, 3, 1, 2, 0, 0, 1, 3, 2]
     assert [sample.position for sample in samples if sample.dropped] == [1, 2, 6, 9, 10, 11]
+    steps = take(sampler("abcba", batch_size=2, accumulation=2, seed=7), 5)
+    assert [[[one.position for one in part.samples] for part in step] for step in steps] == [
+        [[0], [1, 3], [2]],
+        [[4, 6], [7], [8]],  # 5 shows what 4 does: an epoch ended between them
+        [[5, 12], [9, 10]],
+        [[11], [13, 17], [14]],
+        [[15], [16, 18], [19]],
+    ]
 
 
 @given(MIXED, st.integers(0, 40))
@@ -69,61 +91,87 @@ def test_resuming_at_any_point_gives_the_uninterrupted_stream(case: dict, start:
 def test_jumping_to_and_fro_changes_nothing(case: dict, jumps: list[int]) -> None:
     whole = take(sampler(**case), 26)
     source = sampler(**case)
-    assert [source.micro_batch(n) for n in jumps] == [whole[n] for n in jumps]
-
-
-@given(st.integers(1, 9), st.integers(0, 2**32 - 1), st.sampled_from([0.0, 0.4]))
-def test_four_at_once_are_four_after_another(count: int, seed: int, rate: float) -> None:
-    keys = ["k"] * count
-    together = take(sampler(keys, batch_size=4, seed=seed, rate=rate), 6)
-    single = take(sampler(keys, batch_size=1, seed=seed, rate=rate), 24)
-    assert flat(together) == flat(single)
+    assert [source.step(n) for n in jumps] == [whole[n] for n in jumps]
 
 
 @given(MIXED)
-def test_a_micro_batch_has_one_key(case: dict) -> None:
+def test_four_at_once_are_four_after_another(case: dict) -> None:
+    """Whatever the keys: a step learns from the same samples however they are parted."""
+    case = {**case, "dropped_keys": [key + 10 for key in case["keys"]]}
+    total = case["batch_size"] * case["accumulation"]
+    single = take(sampler(**{**case, "batch_size": 1, "accumulation": total}), 12)
+    parted = take(sampler(**case), 12)
+    assert [of_step(step) for step in parted] == [of_step(step) for step in single]
+    assert all(len(of_step(step)) == total for step in parted)
+
+
+@given(MIXED)
+def test_a_micro_batch_has_one_key_and_no_more_than_asked_for(case: dict) -> None:
     keys = case["keys"]
     case = {**case, "dropped_keys": [key + 10 for key in keys]}
-    for batch in take(sampler(**case), 12):
-        assert len(batch.samples) == case["batch_size"]
-        assert len({keys[sample.record] + 10 * sample.dropped for sample in batch.samples}) == 1
+    for step in take(sampler(**case), 12):
+        by_key = Counter()
+        for part in step:
+            (key,) = {keys[sample.record] + 10 * sample.dropped for sample in part.samples}
+            assert 1 <= len(part.samples) <= case["batch_size"]
+            by_key[key] += 1
+        counts = Counter(keys[one.record] + 10 * one.dropped for one in of_step(step))
+        # no more forward passes than there have to be
+        assert by_key == {key: -(-count // case["batch_size"]) for key, count in counts.items()}
+
+
+def test_samples_of_unequal_shapes_are_no_copies_of_one() -> None:
+    """Forty pictures in four buckets, each caption of its own length, four at once."""
+    for keys in (list(range(40)), [n % 4 for n in range(40)], [0] * 40):
+        for step in take(sampler(keys, batch_size=4), 40):
+            assert len({sample.record for sample in of_step(step)}) == 4
 
 
 @given(
-    st.lists(st.integers(1, 4), min_size=1, max_size=8),
-    st.integers(1, 5),
-    st.integers(0, 2**32 - 1),
-    st.integers(1, 6),
+    count=st.integers(1, 12),
+    rows=st.integers(1, 6),
+    repeats=st.integers(1, 4),
+    views=st.integers(1, 3),
+    seed=st.integers(0, 2**32 - 1),
 )
-def test_every_position_is_drawn_once_and_every_image_as_often_as_it_should(
-    repeats: list[int], batch_size: int, seed: int, epochs: int
+@settings(deadline=None)
+def test_nothing_is_twice_in_a_step_unless_the_set_is_smaller(
+    count: int, rows: int, repeats: int, views: int, seed: int
 ) -> None:
-    source = sampler(["k"] * len(repeats), repeats=repeats, batch_size=batch_size, seed=seed)
-    assert source.samples_per_epoch == sum(repeats)
-    samples = flat(take(source, -(-epochs * sum(repeats) // batch_size)))
-    assert [sample.position for sample in samples] == list(range(len(samples)))
-    for epoch in range(epochs):
-        part = samples[epoch * sum(repeats) : (epoch + 1) * sum(repeats)]
-        assert Counter(sample.record for sample in part) == Counter(dict(enumerate(repeats)))
+    """Also where an epoch ends within a step, and where a picture has several views."""
+    contents = [number % count for number in range(count * views)]
+    source = sampler(
+        contents, repeats=[repeats] * len(contents), contents=contents, accumulation=rows, seed=seed
+    )
+    epoch = source.samples_per_epoch
+    steps = take(source, 2 * epoch // rows + 4)
+    for step in steps:
+        assert len(of_step(step)) == rows
+        assert len({contents[one.record] for one in of_step(step)}) == rows or count < rows
+    positions = [one.position for step in steps for one in of_step(step)]
+    assert len(set(positions)) == len(positions)
+    # what waits is soon taken
+    assert set(range(len(positions) - 2 * rows)) <= set(positions)
 
 
-@given(MIXED)
-def test_nothing_waits_longer_than_batch_size_epochs(case: dict) -> None:
-    case = {**case, "rate": 0.0}
-    keys, batch_size = case["keys"], case["batch_size"]
-    last = -1
-    seen: dict[int, int] = {}
-    for batch in take(sampler(**case), 8 * len(keys)):
-        # a batch leaves when its last sample is drawn, and that order is the stream's
-        assert batch.samples[-1].position > last
-        last = batch.samples[-1].position
-        waited = last - batch.samples[0].position
-        assert waited < batch_size * len(keys)
-        for sample in batch.samples:
-            seen[sample.position] = seen.get(sample.position, 0) + 1
-    assert set(seen.values()) == {1}
-    # what was drawn long enough ago has been handed out
-    assert set(range(last - batch_size * len(keys) + 1)) <= set(seen)
+@given(st.lists(st.integers(1, 9), min_size=2, max_size=6), st.integers(1, 5), st.integers(0, 2**32 - 1))
+@settings(deadline=None, max_examples=50)
+def test_shares_of_repeats_hold_and_few_wait(repeats: list[int], rows: int, seed: int) -> None:
+    source = sampler(["k"] * len(repeats), repeats=repeats, batch_size=rows, seed=seed)
+    count = 4 * -(-sum(repeats) // rows) + 2 * max(8, 2 * rows)
+    taken = {sample.position: sample.record for sample in flat(take(source, count))}
+    assert len(taken) == count * rows
+    waiting = set(range(max(taken))) - taken.keys()
+    assert len(waiting) <= max(8, 2 * rows)
+    first = [taken[position] for position in range(sum(repeats))]
+    assert Counter(first) == Counter(dict(enumerate(repeats)))
+
+
+def test_each_part_of_an_epoch_holds_a_copy_of_everything() -> None:
+    source = sampler(["k"] * 12, repeats=[3] * 12, contents=[number % 4 for number in range(12)])
+    for epoch in range(20):
+        order = [number % 4 for number in source.epoch_order(epoch)]
+        assert all(sorted(order[n : n + 4]) == [0, 1, 2, 3] for n in range(0, 36, 4))
 
 
 def test_epochs_and_seeds_differ() -> None:
@@ -180,22 +228,56 @@ def test_holding_out_everything_is_refused(count: int) -> None:
     assert caught.value.problems[0].remedy
 
 
-def packing(sizes: Sequence[int], capacity: int, seed: int = 0) -> Sampler:
+def packing(
+    sizes: Sequence[int], capacity: int, seed: int = 0, *, batch_size: int = 1, accumulation: int = 1
+) -> Sampler:
     keys = ["k"] * len(sizes)
-    ones = [1] * len(sizes)
-    return Sampler(keys, keys, ones, sizes=sizes, capacity=capacity, caption_dropout_rate=0.0, seed=seed)
+    return Sampler(
+        keys,
+        keys,
+        [1] * len(sizes),
+        contents=range(len(sizes)),
+        sizes=sizes,
+        row_size=capacity,
+        rows=batch_size * accumulation,
+        rows_at_once=batch_size,
+        caption_dropout_rate=0.0,
+        seed=seed,
+    )
 
 
-@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(0, 2**32 - 1))
-def test_rows_are_never_too_full_and_nobody_is_left_out(sizes: list[int], seed: int) -> None:
-    batches = take(packing(sizes, 40, seed), 120)
-    assert all(sum(sizes[sample.record] for sample in batch.samples) <= 40 for batch in batches)
-    positions = [sample.position for sample in flat(batches)]
+SIZES = st.lists(st.integers(1, 40), min_size=1, max_size=12)
+SHAPES = st.sampled_from([(1, 1), (2, 1), (1, 2), (2, 2), (3, 2)])
+
+
+@given(SIZES, st.integers(0, 2**32 - 1), SHAPES)
+@settings(deadline=None)
+def test_rows_are_never_too_full_and_nobody_is_left_out(
+    sizes: list[int], seed: int, shape: tuple[int, int]
+) -> None:
+    batch_size, accumulation = shape
+    source = packing(sizes, 40, seed, batch_size=batch_size, accumulation=accumulation)
+    steps = take(source, 60)
+    for step in steps:
+        assert 1 <= len(step) <= accumulation
+        assert all(sum(sizes[one.record] for one in part.samples) <= 40 * batch_size for part in step)
+    positions = [sample.position for sample in flat(steps)]
     assert len(set(positions)) == len(positions)
-    # what waits is in a few open rows
-    assert len(set(range(max(positions) + 1)) - set(positions)) <= 8 * 40
-    again = packing(sizes, 40, seed)
-    assert [again.micro_batch(n) for n in (70, 3, 100)] == [batches[n] for n in (70, 3, 100)]
+    missing = set(range(max(positions) + 1)) - set(positions)
+    assert len(missing) <= max(8, 2 * batch_size * accumulation)
+    again = packing(sizes, 40, seed, batch_size=batch_size, accumulation=accumulation)
+    assert [again.step(n) for n in (30, 3, 50)] == [steps[n] for n in (30, 3, 50)]
+
+
+@given(SIZES, st.integers(0, 2**32 - 1), SHAPES)
+@settings(deadline=None)
+def test_rows_at_once_change_nothing_that_a_step_learns(
+    sizes: list[int], seed: int, shape: tuple[int, int]
+) -> None:
+    batch_size, accumulation = shape
+    parted = packing(sizes, 40, seed, batch_size=batch_size, accumulation=accumulation)
+    single = packing(sizes, 40, seed, batch_size=1, accumulation=batch_size * accumulation)
+    assert [of_step(step) for step in take(parted, 30)] == [of_step(step) for step in take(single, 30)]
 
 
 def test_a_short_sample_among_long_ones_does_not_wait_for_ever() -> None:
@@ -203,8 +285,9 @@ def test_a_short_sample_among_long_ones_does_not_wait_for_ever() -> None:
     assert any(sample.record == 50 for sample in flat(batches))
 
 
-def test_rows_are_nearly_full() -> None:
-    sizes = [3, 5, 7, 11, 13, 17]
-    batches = take(packing(sizes, 40), 200)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_rows_are_nearly_full(rows: int) -> None:
+    sizes = [3, 5, 7, 11, 13, 17] * 6
+    batches = take(packing(sizes, 40, accumulation=rows), 200 // rows)
     filled = sum(sizes[sample.record] for sample in flat(batches))
     assert filled / (200 * 40) > 0.95

@@ -229,6 +229,9 @@ def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="data: images, captions or what is done with them are not those"):
         one, two = {"data": "18c0a833651f21ef"}, {"data": "57a2d81abf5c18d5"}
         checkpoint.require_same_run(folder, one, two, print)
+    with pytest.raises(ConfigError, match="go on with the version that began the run"):
+        older, newer = {"seed": "0"}, {"seed": "0", "sample_order": "drawn by the step"}
+        checkpoint.require_same_run(folder, older, newer, print)
 
 
 def test_a_renamed_checkpoint_is_kept_and_not_offered(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from trainer.errors import ConfigError, OutOfMemoryError
 from trainer.families import get
 from trainer.families.flow import FlowSettings, draw_samples, dynamic_mu, sample_seed
 
-SAMPLES, BATCH = 23, 4
+SAMPLES, BATCH, ACCUMULATION = 23, 2, 2
 SETTINGS = FlowSettings(
     sigmas=torch.linspace(1.0, 0.001, 1001),
     flow=FlowSection(),
@@ -39,18 +39,19 @@ def key(kind: str, name: object) -> str:
 def entries(tmp_path: Path) -> Entries:
     cache = Cache(tmp_path, "flux1_dev")
     for number in range(SAMPLES):
-        mean, std = torch.randn(2, 4, 6, 8).unbind()
+        mean, std = torch.randn(2, 4, 6, 8 if number % 3 else 10).unbind()
         cache.write("latents", key("latents", number), {"mean": mean, "std": std})
     for name in [*range(SAMPLES), ""]:
         text = {"prompt_embeds": torch.randn(3, 5), "pooled_prompt_embeds": torch.randn(7)}
         cache.write("text", key("text", name), text)
-    record: Any = SimpleNamespace(repeats=1, mask=None, loss_weight=1.0)
+    plain = {"repeats": 1, "mask": None, "loss_weight": 1.0}
+    records: Any = [SimpleNamespace(**plain, content_sha256=str(number)) for number in range(SAMPLES)]
     return Entries(
         cache=cache,
-        records=(record,) * SAMPLES,
+        records=tuple(records),
         texts=tuple(TextEntry(key=key("text", n), caption=str(n)) for n in range(SAMPLES)),
         empties=(TextEntry(key=key("text", ""), caption=""),) * SAMPLES,
-        latents=tuple(LatentsEntry(key=key("latents", n), record=record) for n in range(SAMPLES)),
+        latents=tuple(LatentsEntry(key=key("latents", n), record=records[n]) for n in range(SAMPLES)),
         prompts=(),
     )
 
@@ -63,7 +64,9 @@ def context() -> Any:
         family=get("flux1_dev"),
         dtype=torch.bfloat16,
         config=SimpleNamespace(train=train, data=data),
-        plan=SimpleNamespace(pin_memory=False, peak_bytes=0, micro_batch_size=BATCH),
+        plan=SimpleNamespace(
+            pin_memory=False, peak_bytes=0, micro_batch_size=BATCH, accumulation_steps=ACCUMULATION
+        ),
     )
 
 
@@ -75,10 +78,11 @@ def one_by_one(context: Any, entries: Entries, start: int, stop: int) -> Iterato
     """What the feed must give, without threads and memory."""
     sampler = feed.make_sampler(context, entries)
     for number in range(start, stop):
-        samples = sampler.micro_batch(number).samples
-        pairs = [(sample.record, sample.dropped) for sample in samples]
-        batch = load_batch(context, entries, pairs, pin_memory=False)
-        yield values(batch, draw_samples(SETTINGS, [sample.position for sample in samples], (4, 6, 8)))
+        for samples in (part.samples for part in sampler.step(number)):
+            pairs = [(sample.record, sample.dropped) for sample in samples]
+            batch = load_batch(context, entries, pairs, pin_memory=False)
+            size = batch.latents["mean"].shape[1:]
+            yield values(batch, draw_samples(SETTINGS, [sample.position for sample in samples], size))
 
 
 @pytest.mark.parametrize("room", [0, 20_000, 10**9])
@@ -89,7 +93,11 @@ def test_batches_are_those_of_the_stream(
     """In its order, over several epochs, however much room there is for entries."""
     monkeypatch.setattr(feed, "keep_bytes", lambda context, entries: room)
     expected = list(one_by_one(context, entries, start, 25))
-    found = [values(fed.batch, fed.draw) for fed in feed.feed(context, entries, SETTINGS, start, 25)]
+    steps = list(feed.feed(context, entries, SETTINGS, start, 25))
+    assert {sum(fed.batch.size for fed in step) for step in steps} == {BATCH * ACCUMULATION}
+    # two shapes, two at once: two micro-batches or three
+    assert {len(step) for step in steps} == {2, 3}
+    found = [values(fed.batch, fed.draw) for step in steps for fed in step]
     assert len(found) == len(expected)
     for got, want in zip(found, expected, strict=True):
         assert got.keys() == want.keys()
@@ -105,9 +113,11 @@ def test_entries_with_room_are_read_once(context: Any, entries: Entries) -> None
     assert len(list(batches)) == 50
 
 
-def test_an_error_is_raised_in_its_batchs_turn(context: Any, entries: Entries) -> None:
+def test_an_error_is_raised_in_its_steps_turn(context: Any, entries: Entries) -> None:
     sampler = feed.make_sampler(context, entries)
-    firsts = {sample.record: n for n in reversed(range(5)) for sample in sampler.micro_batch(n).samples}
+    firsts = {
+        sample.record: n for n in reversed(range(5)) for part in sampler.step(n) for sample in part.samples
+    }
     record = max(firsts, key=firsts.__getitem__)
     path = entries.cache.path("latents", entries.latents[record].key)
     path.write_bytes(path.read_bytes()[:-1] + b"x")
