@@ -6,6 +6,8 @@ import copy
 import itertools
 import os
 import re
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -283,3 +285,21 @@ def test_unvalidated(unvalidated: tuple[str, str]) -> None:
     with pytest.raises(kubernetes_validate.SchemaNotFoundError):
         kubernetes_validate.validate({"apiVersion": version, "kind": name}, newest, strict=True)
     pytest.skip(f"UNVALIDATED {' '.join(unvalidated)}: {UNVALIDATED[unvalidated]}")
+
+
+@pytest.mark.container
+def test_the_manuals_lines_bring_the_registry_and_leave_the_operators_object_out(tmp_path: Path) -> None:
+    """DOCKER.md's own lines, run on a copy."""
+    blocks = re.findall(r"^```sh\n(.*?)^```$", (ROOT / "DOCKER.md").read_text(), re.MULTILINE | re.DOTALL)
+    (block,) = [one for one in blocks if "newName" in one]
+    script = "\n".join(line for line in block.splitlines() if not re.match(r"for |done|  ", line))
+    shutil.copytree(K8S, tmp_path / "k8s")
+    subprocess.run(["bash", "-euc", script], cwd=tmp_path, check=True)
+    manifests = render(tmp_path / "k8s/overlays/hopper-fp8")
+    version = f"registry.example/team/trainer:{__version__}"
+    assert container(one(manifests, "Job"))["image"] == f"{version}-hopper-fp8"
+    (files,) = render(tmp_path / "k8s/files")
+    assert container(files)["image"] == f"{version}-cpu"
+    assert "PodMonitor" not in {manifest["kind"] for manifest in manifests}
+    pushed = re.findall(r"^for target in (.+); do$", block, re.MULTILINE)
+    assert pushed == ["hopper-fp8 cpu"]
