@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import GivenPath, config_arguments, load_config
+from trainer.cli.options import GivenPath, LoraFile, config_arguments, load_config
 
-_FILE = GivenPath(exists=True, dir_okay=False)
+_FILE = LoraFile()
 _PATH = GivenPath()
 
 

@@ -43,6 +43,28 @@ class GivenPath(click.Path):
         return super().convert(value, param, ctx)
 
 
+class LoraFile(GivenPath):
+    """A LoRA's file, or the folder that a run leaves it in: of PEFT, or with one file for diffusers."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        """The file as a Path."""
+        path = super().convert(value, param, ctx)
+        if not path.is_dir():
+            return path
+        found = [
+            file for file in path.glob("*.safetensors") if not file.name.endswith(".comfyui.safetensors")
+        ]
+        if len(found) != 1:
+            from trainer.errors import ConfigError
+
+            what = f"{path} is a folder with {len(found)} LoRA files"
+            raise ConfigError(what, where="LoRA", remedy="name the file, FOLDER/NAME.safetensors")
+        return found[0]
+
+
 def config_arguments(function: F) -> F:
     """Add CONFIG... and `layer_options`: parameters configs, presets, overrides, dataset, output."""
     argument = click.argument("configs", metavar="CONFIG...", nargs=-1, required=True, type=GivenPath())

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import GivenPath, config_arguments, layer_options, load_config
+from trainer.cli.options import GivenPath, LoraFile, config_arguments, layer_options, load_config
 
-_FILE = GivenPath(exists=True, dir_okay=False)
+_FILE = LoraFile()
 
 
 @click.command(

@@ -199,3 +199,21 @@ def test_jobs_and_probes_have_these_folders(
     unmeasured = dataclasses.replace(planned[1], verdicts=())
     measure.measure_kernels(loaded, unmeasured, planned[0], ["attention"], set())
     assert "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" in probed[0]
+
+
+@pytest.mark.parametrize("name", ["adapter_model.safetensors", "my-lora.safetensors"])
+def test_the_folder_that_a_run_leaves_a_lora_in_names_its_file(
+    name: str, seen: Seen, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "lora"
+    folder.mkdir()
+    words = ["sample", "c.yaml", "--prompt", "a cat", "--lora", str(folder)]
+    assert main(words) == 78
+    assert "is a folder with 0 LoRA files" in capsys.readouterr().err
+    for file in (name, "my-lora.comfyui.safetensors"):
+        save_file({"a.lora_B.weight": torch.ones(1)}, folder / file, {"family": "llama"})
+    assert main(words) == 65
+    assert name in capsys.readouterr().err
+    save_file({"a.lora_B.weight": torch.ones(1)}, folder / "another.safetensors")
+    assert main(words) == 78
+    assert not seen.specs
