@@ -197,12 +197,13 @@ class TrainSection(Section):
     keeps its state in 8 bits; `prodigy` (prodigyopt) finds the rate itself: write learning_rate: 1."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of AdamW's running mean of gradients."""
-    adam_beta2: Annotated[float, Field(ge=0, lt=1)] = 0.999
-    """Decay of AdamW's running mean of squared gradients."""
+    adam_beta2: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = "auto"
+    """Decay of AdamW's running mean of squared gradients; `auto`: 0.999, and 0.99 for a full fine-tune in
+    bf16, which cannot hold what changes more slowly."""
     adam_epsilon: Annotated[float, Field(gt=0)] = 1.0e-8
     """Added to AdamW's denominator."""
-    weight_decay: Annotated[float, Field(ge=0)] = 0.01
-    """Decoupled weight decay."""
+    weight_decay: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
+    """Decoupled weight decay; `auto`: 0.01, and 0 for a full fine-tune in bf16, which rounds it away."""
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = "constant"

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from trainer.config.schema import TrainSection
+from trainer.hardware.optimizers import second_beta_and_decay
 
 Values = Sequence[torch.nn.Parameter]
 OF_ALL = "group"
@@ -17,7 +18,9 @@ _SMALLEST_8BIT = 4096
 
 def build(kind: str, values: Values, train: TrainSection) -> torch.optim.Optimizer:
     """The optimizer of a plan over these values."""
-    return _BUILD[kind](values, train)
+    beta_2, weight_decay = second_beta_and_decay(train, kind)
+    decided = {"adam_beta2": beta_2, "weight_decay": weight_decay}
+    return _BUILD[kind](values, train.model_copy(update=decided))
 
 
 def _fused(values: Values, train: TrainSection) -> torch.optim.Optimizer:

@@ -301,7 +301,7 @@ def _rows(
     yield from filter(None, (split,))
     yield from fit.decisions(situation, geometry, chosen, decided.skipped, decided.compiling)
     yield from (decided.graphs, decided.attention, decided.tf32, decided.optimizer, decided.loader)
-    yield from optimizers.rows(situation)
+    yield from optimizers.rows(situation, decided.optimizer.value)
     yield from _policies(situation.profile)
     yield from decided.variables.rows
     yield batching.time_row(decided.step_milliseconds, config, situation.gpu)

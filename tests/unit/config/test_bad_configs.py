@@ -194,7 +194,7 @@ VALUES: dict[str, Bad] = {
     "no value": added("train:\n  learning_rate:\n", ("c.yaml:9", "got nothing", "write for example 1e-4")),
     "comma in a number": added("train:\n  learning_rate: 0,0001\n", ("c.yaml:9", 'got "0,0001"', "1e-4")),
     "not a number": added(
-        "train:\n  weight_decay: nan\n", ("c.yaml:9", 'got "nan"', "leave it out for 0.01")
+        "train:\n  weight_decay: nan\n", ("c.yaml:9", 'got "nan"', "leave it out for auto")
     ),
     "share above one": changed(
         "  sets:", "  caption_dropout_rate: 5\n  sets:", ("c.yaml:5", "at most 1.0, got", "0.05 means 5 %")

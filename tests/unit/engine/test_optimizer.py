@@ -98,6 +98,25 @@ def test_updates_below_bf16_resolution_are_not_lost(kind: str) -> None:
     assert held["w"].float().mean().item() == pytest.approx(7.0, abs=0.07)
 
 
+def test_the_second_moment_in_bf16_follows_gradients_that_fall() -> None:
+    """As torch's AdamW in fp32 with the same betas; with a slower decay every step is rounded back."""
+    held = {"w": torch.nn.Parameter(torch.zeros(512, dtype=torch.bfloat16))}
+    wide = torch.nn.Parameter(torch.zeros(512))
+    oracle = torch.optim.AdamW([wide], lr=1e-5, betas=(0.9, 0.99), weight_decay=0.0)
+    updater = Updater(held, TrainSection(max_grad_norm=1e9), "adamw_kahan_bf16")
+    generator = torch.Generator().manual_seed(0)
+    for step in range(700):
+        gradient = torch.randn(512, generator=generator) * (1.0 if step < 100 else 0.1)
+        held["w"].grad, wide.grad = gradient.bfloat16(), gradient
+        updater.accumulate()
+        updater.step(1e-5, torch.tensor(1.0))
+        oracle.step()
+    (second,) = (value for name, value in updater.state().items() if name.endswith("exp_avg_sq"))
+    assert second.float().mean().item() == pytest.approx(
+        oracle.state[wide]["exp_avg_sq"].mean().item(), rel=0.15
+    )
+
+
 def test_gradients_accumulate_in_fp32_for_bf16_parameters() -> None:
     held = {"w": torch.nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))}
     updater = Updater(held, TrainSection(), "adamw_fused_fp32")

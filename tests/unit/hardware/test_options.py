@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.hardware.conftest import machine
+from tests.unit.hardware.test_resolve import Config, plan
 from tests.unit.modeling.test_adapters import LINEARS, built_size
 from trainer.config.load import load
 from trainer.config.schema import LoraSection
@@ -15,6 +17,7 @@ from trainer.engine.planning import plan_run
 from trainer.errors import HardwareError
 from trainer.families import get
 from trainer.hardware.adapters import adapter_parameters
+from trainer.hardware.geometry import Geometry
 from trainer.hardware.machine import read_recorded
 from trainer.hardware.plan import Plan
 
@@ -149,3 +152,34 @@ def test_a_full_fine_tune_in_bf16_is_refused_other_optimizers(optimizer: str, tm
 def test_the_planned_size_is_what_peft_builds(kind: str, rank: int) -> None:
     lora = LoraSection.model_validate({"type": kind, "rank": rank, "rank_pattern": {"to_k": 3, r"b\..*": 2}})
     assert adapter_parameters(LINEARS, ".*", lora) == built_size(lora)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("adam_beta2", 0.999, "second moment in bf16"),
+        ("adam_beta2", 0.995, "write 0.99 at most"),
+        ("weight_decay", 0.01, "would do nothing"),
+    ],
+)
+def test_what_a_bf16_optimizer_cannot_hold_is_refused(
+    config: Config, geometry: Geometry, key: str, value: float, says: str
+) -> None:
+    asked = {f"train__{key}": value}
+    with pytest.raises(HardwareError) as caught:
+        plan(config(method="full", **asked), machine("h200"), geometry)
+    assert says in str(caught.value) and f"train.{key}" in str(caught.value)
+    assert plan(config(**asked), machine("h200"), geometry).optimizer == "adamw_fused_fp32"
+    whole = config(method="full", features__weights="fp32", **asked)
+    assert plan(whole, machine("h200"), geometry).optimizer == "adamw_fused_fp32"
+
+
+def test_what_a_bf16_optimizer_takes_instead_is_told(config: Config, geometry: Geometry) -> None:
+    found = plan(config(method="full"), machine("h200"), geometry)
+    values = {row.feature: (row.value, row.source) for row in found.decisions}
+    assert (values["adam_beta2"], values["weight_decay"]) == (("0.99", "auto"), ("0", "auto"))
+    written = config(method="full", train__adam_beta2=0.95, train__weight_decay=0.0)
+    features = {row.feature for row in plan(written, machine("h200"), geometry).decisions}
+    assert not features & {"adam_beta2", "weight_decay"}
+    adapter = {row.feature for row in plan(config(), machine("h200"), geometry).decisions}
+    assert not adapter & {"adam_beta2", "weight_decay"}
