@@ -27,9 +27,11 @@ def health(context: click.Context, runtime_dir: Path | None) -> None:
     import time
 
     from trainer.config import environment
-    from trainer.telemetry.status import read_status, verdict
+    from trainer.telemetry.status import KILLED, read_status, verdict, was_killed
 
     directory = environment.runtime_dir() if runtime_dir is None else runtime_dir
-    judged = verdict(read_status(directory), time.monotonic())
+    status = read_status(directory)
+    killed = status is not None and was_killed(directory, status)
+    judged = KILLED if killed else verdict(status, time.monotonic())
     click.echo(f"{'healthy' if judged.healthy else 'unhealthy'}: {judged.reason}")
     context.exit(0 if judged.healthy else 1)

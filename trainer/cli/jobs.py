@@ -73,6 +73,7 @@ def run_job(
             environment=child_environment(plan, facts),
             runtime_dir=runtime_dir,
             port=port,
+            address=environment.metrics_address(),
             unified_memory=any(gpu.integrated for gpu in facts.gpus),
         )
 
@@ -111,6 +112,22 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     if _FLASH_CACHE in environ:
         environ.setdefault("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1")
     return environ
+
+
+def require_startable(loaded: Loaded, *, port: int | None = None, writes_run: bool = False) -> None:
+    """Raise ConfigError now, before kernels are measured, for what would stop the start after it.
+
+    That is a port or a runtime folder that another run has, and with `writes_run` an output folder that
+    cannot be written.
+    """
+    from trainer.cli.targets import require_writable_folder
+    from trainer.config import environment
+    from trainer.telemetry import server, supervisor
+
+    supervisor.require_free(environment.make_runtime_dir())
+    server.require_free(port, environment.metrics_address())
+    if writes_run:
+        require_writable_folder(loaded.config.output_dir, loaded.sources["output_dir"])
 
 
 def stop_before_start() -> None:

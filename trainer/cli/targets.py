@@ -40,6 +40,19 @@ def require_writable(path: Path, where: str, *, folder: bool = False) -> None:
     raise ConfigError(what, where=f"{where} {path}", remedy=remedy)
 
 
+def require_writable_folder(path: Path, where: str) -> None:
+    """Raise ConfigError where no file can be written into the folder `path`, which need not exist yet."""
+    from trainer.errors import ConfigError
+
+    path = path.absolute()
+    existing, error = nearest(path)
+    if not error and existing != path and any(one.is_file() for one in (path, *path.parents)):
+        error = "a file stands where a folder would have to be made"
+    if error:
+        remedy = "name a folder that this user may write"
+        raise ConfigError(f"{path} cannot be written: {existing}: {error}", where=where, remedy=remedy)
+
+
 def require_picture(path: Path, where: str) -> None:
     """As `require_writable`, of a PNG: raises ConfigError where the name would say something else."""
     from trainer.errors import ConfigError

@@ -32,7 +32,7 @@ def train(
     no_probe: bool,
 ) -> int:
     """Train, prove and save: a LoRA or a full fine-tune, as the configuration says."""
-    from trainer.cli.jobs import print_plan, run_job, stop_before_start
+    from trainer.cli.jobs import print_plan, require_startable, run_job, stop_before_start
     from trainer.cli.measure import planned
     from trainer.config import environment
     from trainer.engine.continued import continued
@@ -40,15 +40,11 @@ def train(
     stop_before_start()
 
     loaded = continued(load_config(configs, overrides, dataset, output, presets, budget))
+    port = environment.metrics_port()
+    require_startable(loaded, port=port, writes_run=True)
     facts, plan = planned(loaded, probe=not no_probe)
     print_plan(plan)
-    return run_job(
-        loaded,
-        facts,
-        plan,
-        "train",
-        port=environment.metrics_port(),
-    )
+    return run_job(loaded, facts, plan, "train", port=port)
 
 
 @click.command(
@@ -80,11 +76,12 @@ def cache(
     import_pt: Path | None,
 ) -> int:
     """Encode images and captions ahead of a run; `train` then starts at once."""
-    from trainer.cli.jobs import run_job, stop_before_start
+    from trainer.cli.jobs import require_startable, run_job, stop_before_start
     from trainer.cli.measure import planned
 
     stop_before_start()
     loaded = load_config(configs, overrides, dataset, output, presets, budget)
+    require_startable(loaded)
     facts, plan = planned(loaded, probe=False)
     return run_job(
         loaded,

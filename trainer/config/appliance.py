@@ -76,6 +76,8 @@ IMAGE_ENVIRONMENT: Mapping[str, str] = {
     "XDG_CACHE_HOME": "/cache",
     "TRAINER_CACHE_DIR": "/cache/trainer",
     "TRAINER_RUNTIME_DIR": RUNTIME_DIR,
+    # a published port and a kubelet's probe come from outside of the container
+    "TRAINER_METRICS_ADDRESS": "::",
     "TRAINER_TORCH_FACTS": f"{PREFIX}/torch.json",
     "NVIDIA_VISIBLE_DEVICES": "all",
     "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",

@@ -321,6 +321,15 @@ class Foreign:
 VARIABLES: tuple[Foreign, ...] = (
     Foreign(name="CUDA_VISIBLE_DEVICES", value=r"\s*all\s*", is_error=True, says="`all` means no GPU at all",
             remedy="unset it for all GPUs, or write their numbers: 0"),
+    Foreign(name="WORLD_SIZE|OMPI_COMM_WORLD_SIZE|PMI_SIZE|MV2_COMM_WORLD_SIZE|SLURM_STEP_NUM_TASKS",
+            value=r"\s*0*(?:[2-9]|[1-9][0-9]+)\s*", is_error=True,
+            says="several processes were started (torchrun, accelerate launch, mpirun, srun), and this "
+            "version trains in one, on one device",
+            remedy="start `trainer train` itself, once; where nothing was started so, unset it. Several GPUs "
+            "come with a later version"),
+    Foreign(name="ACCELERATE_DYNAMO_MODE", is_error=True,
+            says="this was started by `accelerate launch`, whose settings and processes mean nothing here",
+            remedy="start `trainer train` itself. Several GPUs come with a later version"),
     Foreign(name="TRANSFORMERS_CACHE|PYTORCH_TRANSFORMERS_CACHE|PYTORCH_PRETRAINED_BERT_CACHE",
             says="transformers reads it no more", remedy="set HF_HOME"),
     Foreign(name="CUDA_MANAGED_FORCE_DEVICE_ALLOC", says="does nothing for torch",

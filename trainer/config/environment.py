@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 CONFIG_PREFIX = "TRAINER__"
 DEFAULT_METRICS_PORT = 9464
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,6 +74,11 @@ VARIABLES: tuple[Variable, ...] = (
         name="TRAINER_METRICS_PORT",
         default=str(DEFAULT_METRICS_PORT),
         meaning="port of /metrics, /healthz and /readyz; 0 opens none",
+    ),
+    Variable(
+        name="TRAINER_METRICS_ADDRESS",
+        default=LOOPBACK,
+        meaning="address that the port listens on: 127.0.0.1 is this machine alone, `::` all its addresses",
     ),
     Variable(name="HF_HOME", default="$XDG_CACHE_HOME/huggingface", meaning="downloaded base models"),
     Variable(name="HF_HUB_CACHE", default="$HF_HOME/hub", meaning="downloaded repositories"),
@@ -240,6 +246,19 @@ def metrics_port() -> int | None:
         remedy = f"write a port such as {DEFAULT_METRICS_PORT}, or 0 for none"
         raise ConfigError(f'"{value}" is not a port', where="TRAINER_METRICS_PORT", remedy=remedy)
     return int(value) or None
+
+
+def metrics_address() -> str:
+    """Address that the parent's server listens on. Raises ConfigError for what is not one."""
+    import ipaddress  # only runs that serve need it
+
+    value = read("TRAINER_METRICS_ADDRESS") or LOOPBACK
+    try:
+        return str(ipaddress.ip_address(value.strip()))
+    except ValueError as error:
+        remedy = f"write {LOOPBACK} for this machine alone, or :: for all its addresses"
+        what = f'"{value}" is not an address'
+        raise ConfigError(what, where="TRAINER_METRICS_ADDRESS", remedy=remedy) from error
 
 
 def misspelt(environ: Mapping[str, str], keys: Iterable[str]) -> list[Problem]:

@@ -57,6 +57,8 @@ def main(spec_path: str) -> int:
     except TrainerError as error:
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
         return int(error.exit_code)
+    finally:
+        stop.uninstall()
     status.beat(Phase.DONE)
     return int(ExitCode.OK)
 

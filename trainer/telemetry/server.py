@@ -5,16 +5,22 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.server
+import socket
 import socketserver
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from trainer.config.environment import LOOPBACK
 from trainer.errors import ConfigError
 from trainer.telemetry.metrics import METRICS_FILE, build_registry
 from trainer.telemetry.status import Status, Verdict
 
 PORT_VARIABLE = "TRAINER_METRICS_PORT"
+ADDRESS_VARIABLE = "TRAINER_METRICS_ADDRESS"
+ALL_IPV4, ALL = "0.0.0.0", "::"
+_NO_IPV6 = frozenset({errno.EAFNOSUPPORT, errno.EADDRNOTAVAIL})
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _TEXT_TYPE = "text/plain; charset=utf-8"
 _SOCKET_TIMEOUT_SECONDS = 10.0
@@ -51,10 +57,17 @@ def metrics_text(
 
 
 @contextlib.contextmanager
-def serving(port: int | None, *, metrics: Callable[[], str], health: Callable[[], Verdict]) -> Iterator[None]:
-    """Answer HTTP on all interfaces from a daemon thread until the block ends; nothing when `port` is None.
+def serving(
+    port: int | None,
+    *,
+    metrics: Callable[[], str],
+    health: Callable[[], Verdict],
+    address: str = LOOPBACK,
+) -> Iterator[None]:
+    """Answer HTTP on `address` from a daemon thread until the block ends; nothing when `port` is None.
 
-    `metrics` and `health` are called on the server's threads. Raises ConfigError when the port cannot be had.
+    `::` is every address of the machine, those of IPv4 as well. `metrics` and `health` are called on the
+    server's threads. Raises ConfigError when the port cannot be had.
     """
     if port is None:
         yield
@@ -72,7 +85,7 @@ def serving(port: int | None, *, metrics: Callable[[], str], health: Callable[[]
                 return (200 if judged.ready else 503), _TEXT_TYPE, judged.reason + "\n"
         return 404, _TEXT_TYPE, "try /metrics, /healthz or /readyz\n"
 
-    server = _bind(port, answer)
+    server = _bind(address, port, answer)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.1}, daemon=True)
     thread.start()
     try:
@@ -82,10 +95,24 @@ def serving(port: int | None, *, metrics: Callable[[], str], health: Callable[[]
         server.server_close()
 
 
-def _bind(port: int, answer: Callable[[str], Answer]) -> http.server.ThreadingHTTPServer:
+def require_free(port: int | None, address: str) -> None:
+    """Raise ConfigError when the port cannot be had now, which is long before a run serves it."""
+    if port is not None:
+        _bind(address, port, lambda path: (404, _TEXT_TYPE, "")).server_close()
+
+
+def _bind(address: str, port: int, answer: Callable[[str], Answer]) -> http.server.ThreadingHTTPServer:
     try:
-        return _Server(port, answer)
+        return _Server(address, port, answer)
     except OSError as error:
+        if address == ALL and error.errno in _NO_IPV6:
+            return _bind(ALL_IPV4, port, answer)
+        if error.errno in _NO_IPV6:
+            raise ConfigError(
+                f"this machine has no address {address}",
+                where=ADDRESS_VARIABLE,
+                remedy=f"write {LOOPBACK} for this machine alone, or {ALL} for all its addresses",
+            ) from error
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
         what = (
@@ -102,15 +129,25 @@ def _bind(port: int, answer: Callable[[str], Answer]) -> http.server.ThreadingHT
 
 class _Server(http.server.ThreadingHTTPServer):
     daemon_threads = True
+    allow_reuse_port = False  # a second run must be told, not share it
+    request_queue_size = 128  # of five, which is the default, the sixth client of a burst waits a second
 
-    def __init__(self, port: int, answer: Callable[[str], Answer]) -> None:
+    def __init__(self, address: str, port: int, answer: Callable[[str], Answer]) -> None:
         self.answer = answer
-        super().__init__(("0.0.0.0", port), _Handler)
+        self.address_family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        super().__init__((address, port), _Handler)
 
     def server_bind(self) -> None:
+        if self.address_family == socket.AF_INET6:
+            self.socket.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
         # HTTPServer's own asks the resolver for this host's name, which can hang where there is no network.
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = "trainer", self.server_address[1]
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Say nothing of a client that went away: a port scanner would fill the log. Our bugs are told."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(request, client_address)  # type: ignore[arg-type]
 
 
 class _Handler(http.server.BaseHTTPRequestHandler):

@@ -8,8 +8,10 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
+import fcntl
 import json
 import logging
+import math
 import os
 import statistics
 import time
@@ -23,7 +25,11 @@ from trainer.errors import MEANING, ExitCode, StorageError
 from trainer.telemetry import atomic
 
 STATUS_FILE = "status.json"
+LOCK_FILE = "lock"
+"""Held by the supervisor, and by a training process that outlives it to save."""
 _log = logging.getLogger("trainer.status")
+_MOST_BYTES = 1 << 16
+"""Ours has 300."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -94,6 +100,9 @@ class Verdict:
     def hung(self) -> bool:
         """Whether the silence is long enough to kill the process."""
         return self.age is not None and self.budget is not None and self.age > HUNG_FACTOR * self.budget
+
+
+KILLED = Verdict(healthy=False, ready=False, reason="no run: its processes were killed; it can be resumed")
 
 
 class StatusWriter:
@@ -171,11 +180,55 @@ class StatusWriter:
 def read_status(directory: Path) -> Status | None:
     """The status of the run in `directory`; None when there is none, it is damaged, or from another boot."""
     try:
-        raw = json.loads((directory / STATUS_FILE).read_text())
+        with (directory / STATUS_FILE).open("rb") as file:
+            raw = json.loads(file.read(_MOST_BYTES))
+        if not isinstance(raw, dict) or not _is_sound(raw):
+            return None
         status = Status(**{**raw, "phase": Phase(raw["phase"])})
-    except (OSError, ValueError, KeyError, TypeError):  # absent, unreadable or not written by this version
-        return None
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None  # absent, unreadable or not written by this version
     return status if status.boot_id == _boot_id() else None
+
+
+def _is_sound(raw: dict[str, object]) -> bool:
+    """Whether every value can be judged: JSON may hold any type, and NaN."""
+    optional = [raw.get(name) for name in ("step", "total", "median_step_seconds", "exit_code")]
+    numbers = [raw[name] for name in ("beat", "beat_unix_seconds", "started_unix_seconds", "pid")]
+    numbers += [value for value in optional if value is not None]
+    return isinstance(raw.get("cause"), str) and all(
+        isinstance(value, int | float) and math.isfinite(value) for value in numbers
+    )
+
+
+def was_killed(directory: Path, status: Status) -> bool:
+    """Whether the run of this status is gone and nobody was left to write its end.
+
+    Its process is not found and nobody holds the lock of `directory`: where a process cannot be seen, as from
+    outside of its container, the lock is.
+    """
+    if status.exit_code is not None or status.phase is Phase.DONE or not _is_gone(status.pid):
+        return False
+    try:
+        descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return False  # not ours to open, so not ours to judge
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True
+
+
+def _is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, OverflowError, TypeError):  # somebody else's, or no number of a process
+        return False
+    return False
 
 
 def write_end(directory: Path, *, exit_code: int, cause: str) -> None:

@@ -38,6 +38,13 @@ class StopFlag:
         for signum in _MEANS:
             signal.signal(signum, self._on_signal)
 
+    def uninstall(self) -> None:
+        """Ignore these signals from now on: the work is done, and Python would let them end it with another
+        code than it has while it tidies up.
+        """
+        for signum in _MEANS:
+            signal.signal(signum, signal.SIG_IGN)
+
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
         if self._signal is None:
             self._signal = signal.Signals(signum)

@@ -20,18 +20,28 @@ from types import FrameType
 from typing import TextIO
 
 import trainer
+from trainer.config.environment import LOOPBACK
 from trainer.errors import ConfigError, ExitCode, StorageError
 from trainer.telemetry import host, memory_floor, server, status, stop
 from trainer.telemetry.metrics import METRICS_FILE
-from trainer.telemetry.status import BUDGET_SECONDS, HUNG_FACTOR, STATUS_FILE, Phase, StatusWriter, Verdict
+from trainer.telemetry.status import (
+    BUDGET_SECONDS,
+    HUNG_FACTOR,
+    LOCK_FILE,
+    STATUS_FILE,
+    Phase,
+    StatusWriter,
+    Verdict,
+)
 
 RUNTIME_DIR_VARIABLE = "TRAINER_RUNTIME_DIR"
-_LOCK_FILE = "lock"
 _TICK_SECONDS = 0.1
+_LOCK_TRIES = 3
 _SAME_KEY_SECONDS = 0.5
 _KILL_PATIENCE_SECONDS = 60.0
 _PAUSED_LOOKS = 10
 _INTERRUPTED = 128 + signal.SIGINT
+_ASKING = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +60,7 @@ def supervise(
     environment: Mapping[str, str],
     runtime_dir: Path,
     port: int | None,
+    address: str = LOOPBACK,
     unified_memory: bool,
     meminfo_path: Path = host.MEMINFO,
     memory_events_path: Path | None = None,
@@ -58,7 +69,8 @@ def supervise(
 ) -> int:
     """Run `command` to its end and return the exit code to pass on. Call it on the main thread.
 
-    `environment` is the child's whole environment; the runtime folder is added to it. `port` None: no server.
+    `environment` is the child's whole environment; the runtime folder is added to it. `port` None: no server,
+    else one at `address`.
     SIGTERM and SIGINT ask the child to save and end (75), a second SIGINT kills it (130). A child that is
     silent for two phase budgets, or does not end within the save budget after it was asked, is killed (74). A
     child that a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when the port or
@@ -81,7 +93,10 @@ def supervise(
         StatusWriter(runtime_dir).beat(Phase.LOAD)
         with contextlib.ExitStack() as stack:
             try:
-                stack.enter_context(server.serving(port, metrics=watch.metrics_text, health=watch.verdict))
+                serving = server.serving(
+                    port, metrics=watch.metrics_text, health=watch.verdict, address=address
+                )
+                stack.enter_context(serving)
             except ConfigError:
                 (runtime_dir / STATUS_FILE).unlink()  # nothing runs
                 raise
@@ -93,6 +108,12 @@ def supervise(
                 pass_fds=(lock,),  # the folder stays taken while the child outlives us to save
             )
             return watch.run(received)
+
+
+def require_free(runtime_dir: Path) -> None:
+    """Raise ConfigError when another run has the folder now."""
+    with _locked(runtime_dir):
+        pass
 
 
 class _Watch:
@@ -256,10 +277,10 @@ class _Watch:
 @contextlib.contextmanager
 def _locked(runtime_dir: Path) -> Iterator[int]:
     """Keep two runs out of one runtime folder; gives the lock's descriptor. Raises ConfigError."""
-    descriptor = os.open(runtime_dir / _LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(runtime_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            _lock(descriptor)
         except BlockingIOError as error:
             raise ConfigError(
                 f"{runtime_dir} is used by another run, which may still be saving",
@@ -271,17 +292,31 @@ def _locked(runtime_dir: Path) -> Iterator[int]:
         os.close(descriptor)
 
 
+def _lock(descriptor: int) -> None:
+    """Take the lock; raises BlockingIOError where another run has it. `trainer health` only looks at it."""
+    for _ in range(_LOCK_TRIES):
+        with contextlib.suppress(BlockingIOError):
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        time.sleep(_TICK_SECONDS)
+    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 @contextlib.contextmanager
 def _signals() -> Iterator[list[tuple[float, int]]]:
-    """Collect SIGTERM and SIGINT with their times; the loop acts on them, since a handler must not print."""
+    """Collect SIGTERM and SIGINT with their times; the loop acts on them, since a handler must not print.
+
+    Afterwards they are ignored: the run has ended, and only its exit code is left to pass on. Some managers
+    of processes ask several times.
+    """
     received: list[tuple[float, int]] = []
 
     def remember(signum: int, frame: FrameType | None) -> None:
         received.append((time.monotonic(), signum))
 
-    before = {signum: signal.signal(signum, remember) for signum in (signal.SIGTERM, signal.SIGINT)}
+    for signum in _ASKING:
+        signal.signal(signum, remember)
     try:
         yield received
     finally:
-        for signum, handler in before.items():
-            signal.signal(signum, handler)
+        for signum in _ASKING:
+            signal.signal(signum, signal.SIG_IGN)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import fcntl
 import json
 import os
 import signal
+import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -98,6 +100,52 @@ def handlers() -> Iterator[None]:
     yield
     for signum, handler in before.items():
         signal.signal(signum, handler)
+
+
+def test_a_launcher_of_several_processes_is_told_before_a_folder_is_touched(
+    handlers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    Path("c.yaml").write_text(TEXT, encoding="utf-8")
+    assert main(["train", "c.yaml"]) == 78
+    assert "WORLD_SIZE: several processes were started" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
+
+
+@pytest.mark.parametrize("trouble", ["port", "address", "runtime folder", "output folder"])
+def test_what_would_stop_the_start_is_told_before_kernels_are_measured(
+    trouble: str,
+    handlers: None,
+    seen: Seen,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def planned(*_: object, **__: object) -> None:
+        raise AssertionError("kernels would be measured")
+
+    monkeypatch.setattr(measure, "planned", planned)
+    runtime = Path("runtime")
+    runtime.mkdir()
+    with socket.create_server(("127.0.0.1", 0)) as other, (runtime / "lock").open("w") as lock:
+        port = other.getsockname()[1] if trouble == "port" else 0
+        monkeypatch.setenv("TRAINER_METRICS_PORT", str(port))
+        if trouble == "address":
+            monkeypatch.setenv("TRAINER_METRICS_ADDRESS", "everywhere")
+        if trouble == "runtime folder":
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        if trouble == "output folder":
+            Path("out").write_text("a file")
+        output = "out/run" if trouble == "output folder" else "out"
+        assert main(["train", "c.yaml", "--set", "model.weights=random", "--output", output]) == 78
+    said = {
+        "port": f"TRAINER_METRICS_PORT: port {port} is in use by another process",
+        "address": 'TRAINER_METRICS_ADDRESS: "everywhere" is not an address',
+        "runtime folder": "is used by another run",
+        "output folder": "a file stands where a folder would have to be made",
+    }
+    assert said[trouble] in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

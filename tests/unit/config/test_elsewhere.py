@@ -189,3 +189,25 @@ def test_harmless_values_are_not_warned_of(name: str, value: str) -> None:
 @pytest.mark.parametrize("name", [variable.name for variable in environment.VARIABLES])
 def test_a_variable_that_is_listed_as_ours_is_not_called_useless(name: str) -> None:
     assert not list(elsewhere.variables({name: "1"}))
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"},  # torchrun
+        {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "2"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"},
+        {"ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_USE_CPU": "True"},  # accelerate launch --cpu
+    ],
+    ids=str,
+)
+def test_launchers_of_several_processes_are_refused(environ: dict[str, str]) -> None:
+    ((what, remedy),) = problems("", environ)
+    assert "started" in what
+    assert "`trainer train` itself" in remedy and "a later version" in remedy
+
+
+@pytest.mark.parametrize("environ", [{"WORLD_SIZE": "1", "RANK": "0"}, {"SLURM_NTASKS": "4"}], ids=str)
+def test_one_process_of_a_launcher_or_an_allocation_is_none(environ: dict[str, str]) -> None:
+    assert not problems("", environ)

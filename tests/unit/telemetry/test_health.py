@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 
 from trainer.telemetry.status import Phase, StatusWriter, write_end
 
-from .conftest import Start
+from .conftest import Start, wait_for
 
 COMMAND = "from trainer.cli.health import health; health()"
 
@@ -78,3 +79,27 @@ heavy = {{"torch", "numpy", "pydantic", "rich", "prometheus_client", "yaml"}} & 
 assert not heavy, heavy
 """
     subprocess.run([sys.executable, "-c", script], check=True)
+
+
+def test_a_run_whose_processes_were_killed_is_no_run(start: Start) -> None:
+    run = start()
+    child = run.child()
+    assert health(run.directory)[0] == 0
+    run.process.kill()
+    run.process.wait()
+    os.kill(child, signal.SIGKILL)
+    said = wait_for(lambda: text if (text := health(run.directory)[1]).startswith("unhealthy") else None)
+    assert said == "unhealthy: no run: its processes were killed; it can be resumed\n"
+
+
+def test_a_run_whose_processes_cannot_be_seen_from_here_is_judged_by_its_lock(tmp_path: Path) -> None:
+    """As that of a container, whose folder is looked at from outside."""
+    StatusWriter(tmp_path).beat(Phase.TRAIN)
+    path = tmp_path / "status.json"
+    with subprocess.Popen(["true"]) as gone:
+        pass
+    path.write_text(json.dumps({**json.loads(path.read_text()), "pid": gone.pid}))
+    with (tmp_path / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert health(tmp_path)[0] == 0
+    assert health(tmp_path)[0] == 1

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import http.client
+import select
 import socket
+import struct
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -12,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError, ExitCode
-from trainer.telemetry.server import metrics_text, serving
+from trainer.telemetry import server as server_module
+from trainer.telemetry.server import metrics_text, require_free, serving
 from trainer.telemetry.status import Verdict
 
 from .conftest import free_port
@@ -53,6 +59,93 @@ def test_answers_follow_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_client_that_says_nothing_blocks_nobody() -> None:
     with server(CACHING) as port, socket.create_connection(("127.0.0.1", port)):
         assert get(port, "/healthz")[0] == 200
+
+
+def test_only_this_machine_is_answered_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    bound = []
+    bind = socket.socket.bind
+
+    def remember(self: socket.socket, address: tuple[str, int]) -> None:
+        bound.append(address[0])
+        bind(self, address)
+
+    monkeypatch.setattr(socket.socket, "bind", remember)
+    for address in ({}, {"address": "::"}):
+        with serving(free_port(), metrics=str, health=lambda: CACHING, **address):
+            pass
+    assert bound[1::2] == ["127.0.0.1", "::"]  # free_port binds too
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="no IPv6 here")
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
+def test_every_address_is_that_of_ipv4_and_of_ipv6(host: str) -> None:
+    """Kubelets of clusters with IPv6 alone have no other."""
+    port = free_port()
+    with serving(port, metrics=str, health=lambda: CACHING, address="::"):
+        connection = http.client.HTTPConnection(host, port, timeout=5)
+        connection.request("GET", "/healthz")
+        assert connection.getresponse().status == 200
+        connection.close()
+
+
+def test_every_address_of_a_machine_without_ipv6_is_that_of_ipv4(monkeypatch: pytest.MonkeyPatch) -> None:
+    bind = server_module._Server.server_bind
+
+    def refuse(self: server_module._Server) -> None:
+        if self.address_family == socket.AF_INET6:
+            raise OSError(errno.EADDRNOTAVAIL, "Cannot assign requested address")
+        bind(self)
+
+    monkeypatch.setattr(server_module._Server, "server_bind", refuse)
+    port = free_port()
+    with serving(port, metrics=str, health=lambda: CACHING, address="::"):
+        assert get(port, "/healthz")[0] == 200
+
+
+def test_an_address_of_another_machine_is_told() -> None:
+    with pytest.raises(
+        ConfigError, match=r"TRAINER_METRICS_ADDRESS: this machine has no address 192\.0\.2\.1"
+    ):
+        require_free(free_port(), "192.0.2.1")  # for documentation, by RFC 5737
+
+
+def test_a_burst_of_clients_waits_for_nobody() -> None:
+    """Who finds the queue full sends again after a second."""
+    port, held = free_port(), threading.Event()
+    listening = server_module._Server("127.0.0.1", port, lambda path: (200, "", ""))  # it accepts nobody yet
+    try:
+        clients = [socket.socket() for _ in range(40)]
+        for client in clients:
+            client.setblocking(False)
+            client.connect_ex(("127.0.0.1", port))
+        held.wait(0.2)
+        _, connected, _ = select.select([], clients, [], 0)
+        assert len(connected) == 40
+    finally:
+        for client in clients:
+            client.close()
+        listening.server_close()
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [b"GET /metrics HTTP/1.1\r\nHost: x\r\n", b"GET", b"\x16\x03\x01\x02\x00\x01", b"GET / HTTP/9.9\r\n\r\n",
+     b"GET /metrics\r\nX" * 200, b"A" * 70_000, b"GET /metrics HTTP/1.1\r\n" + b"a: b\r\n" * 300 + b"\r\n",
+     b"GET \xff\xfe HTTP/1.1\r\n\r\n", b""],
+    ids=lambda sent: repr(sent[:16]),
+)  # fmt: skip
+def test_requests_that_are_malformed_and_cut_off_are_not_told(
+    sent: bytes, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with server(CACHING) as port:
+        for _ in range(3):
+            client = socket.create_connection(("127.0.0.1", port))
+            # reset instead of closed: what is answered meets an error
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            client.sendall(sent)
+            client.close()
+        assert get(port, "/healthz")[0] == 200
+    assert capfd.readouterr().err == ""
 
 
 def test_the_port_is_free_again_afterwards() -> None:

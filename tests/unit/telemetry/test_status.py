@@ -119,6 +119,26 @@ def test_a_damaged_status_counts_as_none(tmp_path: Path, text: str) -> None:
     assert read_status(tmp_path) is None
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("beat", "soon"), ("beat", None), ("beat", float("nan")), ("beat", [1]), ("step", "4"), ("pid", {}),
+     ("exit_code", "0"), ("median_step_seconds", float("inf")), ("cause", 3), ("phase", ["train"])],
+)  # fmt: skip
+def test_a_status_with_a_value_that_cannot_be_judged_counts_as_none(
+    tmp_path: Path, key: str, value: object
+) -> None:
+    StatusWriter(tmp_path).beat(Phase.TRAIN, step=4)
+    path = tmp_path / "status.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), key: value}))
+    assert read_status(tmp_path) is None
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"phase":' * 100_000, " " * 1_000_000 + "{}", "1" * 10_000])
+def test_an_absurd_status_counts_as_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "status.json").write_text(text)
+    assert read_status(tmp_path) is None
+
+
 def test_half_a_status_and_one_of_another_boot_count_as_none(tmp_path: Path) -> None:
     StatusWriter(tmp_path).beat(Phase.LOAD)
     path = tmp_path / "status.json"

@@ -144,6 +144,26 @@ def test_a_second_sigterm_does_not_kill(start: Start) -> None:
     assert (run.directory / "saved").exists()
 
 
+def test_signals_while_a_stopped_run_ends_change_nothing(start: Start) -> None:
+    """As a manager of processes sends them that signals the whole group, again and again."""
+    ends = "        sys.exit(flag.requested)"
+    assert ends in CHILD
+    # Python has given its own handlers up by the time at which it clears a module
+    late = "class Late:\n    def __del__(self): os.kill(os.getpid(), signal.SIGTERM)\n\nlate = Late()\n"
+    child = CHILD.replace(ends, f"        flag.uninstall()\n{ends}").replace(
+        "import os,", "import os, signal,"
+    )
+    run = start(child=child.replace("flag = StopFlag()", f"{late}flag = StopFlag()"))
+    run.child()
+    while run.process.poll() is None:
+        run.process.send_signal(signal.SIGTERM)
+        time.sleep(0.001)
+    code, errors = run.end()
+    assert code == ExitCode.STOPPED
+    assert errors == "supervisor: SIGTERM: the run saves and ends\n"
+    assert (run.directory / "saved").exists()
+
+
 def test_a_child_that_ignores_the_request_is_killed_after_the_save_budget(start: Start) -> None:
     run = start(child=CHILD.replace("flag.requested is not None", "False"), budget_scale=0.0005)
     run.child()
