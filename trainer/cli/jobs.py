@@ -44,8 +44,7 @@ def run_job(
     from trainer.config.load import dump
     from trainer.engine.spec import Spec, write_spec
     from trainer.hardware.render import plan_to_json
-    from trainer.telemetry import atomic
-    from trainer.telemetry.supervisor import supervise
+    from trainer.telemetry import atomic, supervisor
 
     shared = environment.make_runtime_dir()
     # the job's files are its own: a second command must not change what the first one is about to read
@@ -68,7 +67,7 @@ def run_job(
             import_folder=import_folder,
         )
         write_spec(spec, folder / "spec.json")
-        return supervise(
+        return supervisor.supervise(
             python("-m", "trainer.engine", str(folder / "spec.json")),
             environment=child_environment(plan, facts),
             runtime_dir=runtime_dir,

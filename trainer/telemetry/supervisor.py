@@ -91,15 +91,7 @@ def supervise(
         )
         # The first beat is ours, before the first question: a child that cannot even import is found out too.
         StatusWriter(runtime_dir).beat(Phase.LOAD)
-        with contextlib.ExitStack() as stack:
-            try:
-                serving = server.serving(
-                    port, metrics=watch.metrics_text, health=watch.verdict, address=address
-                )
-                stack.enter_context(serving)
-            except ConfigError:
-                (runtime_dir / STATUS_FILE).unlink()  # nothing runs
-                raise
+        with _serving(watch, runtime_dir, port, address):
             watch.child = subprocess.Popen(
                 list(command),
                 stdin=subprocess.DEVNULL,
@@ -108,6 +100,19 @@ def supervise(
                 pass_fds=(lock,),  # the folder stays taken while the child outlives us to save
             )
             return watch.run(received)
+
+
+@contextlib.contextmanager
+def _serving(watch: _Watch, runtime_dir: Path, port: int | None, address: str) -> Iterator[None]:
+    """Answer for the watched run; where the port cannot be had, nothing runs."""
+    with contextlib.ExitStack() as stack:
+        try:
+            serving = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
+            stack.enter_context(serving)
+        except ConfigError:
+            (runtime_dir / STATUS_FILE).unlink()
+            raise
+        yield
 
 
 def require_free(runtime_dir: Path) -> None:
