@@ -157,7 +157,8 @@ class Flux1Dev:
         guidance = None
         if model.config.guidance_embeds:
             guidance = torch.full((count,), settings.flow.guidance_scale, device=noised.device)
-        size = (count, height // 2, width // 2, text.device, text.dtype)
+        # positions are those of one picture, whatever number of them the pipeline's helper is told
+        size = (1, height // 2, width // 2, text.device, text.dtype)
         packed = model(
             hidden_states=FluxPipeline._pack_latents(noised.to(text.dtype), count, channels, height, width),
             timestep=draw.sigma.to(text.dtype),

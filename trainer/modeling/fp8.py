@@ -24,8 +24,10 @@ ROW_MULTIPLE = 16
 """A GPU's products have a multiple of so many rows: cuBLAS refuses some numbers of rows at some widths with
 CUBLAS_STATUS_NOT_SUPPORTED (`scripts/bench.py rows` finds which).
 """
-# a row whose values are all smaller is scaled as if this were the largest: zeros have no scale of their own
-LEAST = 1e-12
+# a row whose values are all smaller is scaled as if this were the largest: zeros have no scale of their own.
+# Gradients of a mean over all pixels, times a weight's scales, are small: this is below all of them, and its
+# scale and the reciprocal of that are normal numbers of fp32 still
+LEAST = 1e-30
 
 
 def padded_rows(rows: int) -> int:

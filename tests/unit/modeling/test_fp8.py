@@ -52,6 +52,28 @@ def test_the_largest_value_of_a_row_is_the_type_s_largest() -> None:
     assert torch.allclose(scale[:, 0] * MOST, wide.abs().amax(1))
 
 
+@pytest.mark.parametrize("size", [1e-10, 1e-13, 1e-16, 1e-20])
+def test_small_gradients_are_quantised_as_well_as_large_ones(size: float) -> None:
+    """Those of a mean over all pixels are small, and times a weight's scale smaller by four orders."""
+    wide, columns = values(8, 256), torch.full((256,), 1.5e-4)
+    errors = []
+    for exact in (wide, wide * size):
+        quantized, scale = quantize_rows(exact, columns)
+        # in fp64: the squares of such values are zeros in fp32
+        difference = quantized.double() * scale.double() - exact.double() * 1.5e-4
+        errors.append((difference.norm() / (exact.double() * 1.5e-4).norm()).item())
+    assert errors[1] == pytest.approx(errors[0], rel=0.01) and errors[0] < 0.03
+
+
+def test_the_gradient_of_a_layer_is_as_right_where_it_is_small() -> None:
+    plain, quantized, scale = weight(96, 256)
+    given = torch.randn(20, 96) * 1e-14
+    x = torch.randn(20, 256, requires_grad=True)
+    fp8_linear(x, quantized, scale, None, None).backward(given)
+    assert x.grad is not None
+    assert relative(x.grad, given @ plain) < 0.05
+
+
 def test_rows_do_not_meet() -> None:
     wide = values(8, 64)
     alone = [quantize_rows(row[None]) for row in wide]
