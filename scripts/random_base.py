@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(REPOSITORY))  # also when it is run as a file
 
 from scripts import random_bases  # noqa: E402
-from trainer.modeling.vision import make_torchvision_importable  # noqa: E402
+from trainer.modeling.quiet import quiet_libraries  # noqa: E402
 
 CONFIGS = REPOSITORY / "trainer" / "families" / "configs"
 
@@ -42,7 +42,7 @@ def build(
         )
     if output.is_dir() and any(output.iterdir()):
         raise FileExistsError(f"{output} is not empty")
-    make_torchvision_importable()
+    quiet_libraries()
     base = random_bases.get(family)
     shutil.copytree(CONFIGS / family, output, dirs_exist_ok=True)
     tokenizers = {name: make() for name, make in base.tokenizers.items()}
@@ -88,7 +88,7 @@ def _write_model(
 
 def main() -> None:
     """The command line."""
-    make_torchvision_importable()
+    quiet_libraries()
     import transformers
 
     parser = argparse.ArgumentParser(

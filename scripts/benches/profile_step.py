@@ -200,15 +200,15 @@ def profile(options: argparse.Namespace) -> None:
 
 def make_context(spec: Spec) -> Context:
     """The context of a run as `trainer.engine` makes it, without supervisor and data set."""
-    from trainer.engine import run
     from trainer.engine.context import Context, apply_backend_settings
+    from trainer.modeling.quiet import quiet_libraries
     from trainer.modeling.source import resolve_source
     from trainer.telemetry.status import StatusWriter
     from trainer.telemetry.stop import StopFlag
 
     known: dict[str, dict[str, Any]] = {name: {} for name in families.names()}
     config = load([Path(spec.config_file)], family_defaults=known, environ={}).config
-    run.quiet_libraries()
+    quiet_libraries()
     family = families.get(config.family)
     Path(spec.runtime_dir).mkdir(parents=True, exist_ok=True)
     context = Context(

@@ -34,7 +34,7 @@ def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     """Bases, pictures and cache of all small runs."""
     import torch
 
-    from trainer.engine.run import quiet_libraries
+    from trainer.modeling.quiet import quiet_libraries
 
     quiet_libraries()
     # tiny tensors gain nothing from more, and idle threads of two test processes spin against each other

@@ -37,6 +37,8 @@ class Process:
     port: int
     answers: list[str] = field(default_factory=list)
     """What /metrics said, one text a look."""
+    printed: list[str] = field(default_factory=list)
+    """All of stderr, once it has ended."""
 
     def status(self) -> Status | None:
         return read_status(self.runtime)
@@ -85,6 +87,7 @@ class Process:
     def end(self) -> tuple[int, str]:
         """Exit code and everything that was printed."""
         _, errors = self.popen.communicate(timeout=PATIENCE_SECONDS)
+        self.printed.append(errors)
         return self.popen.returncode, errors
 
 
@@ -123,6 +126,7 @@ def environment(folder: Path, port: int, cache: Path) -> dict[str, str]:
         "CUDA_VISIBLE_DEVICES": "",
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
+        "PYTHONWARNINGS": "default",  # libraries' warnings that Python would hide
     }
 
 

@@ -79,9 +79,9 @@ def measure(work: Path) -> Measure:
     from trainer.engine.build import load_base
     from trainer.engine.entries import fill_cache, list_entries
     from trainer.engine.preview import sample
-    from trainer.engine.run import quiet_libraries
     from trainer.engine.validation import held_out_entries, measure
     from trainer.modeling.lora import ADAPTER
+    from trainer.modeling.quiet import quiet_libraries
 
     quiet_libraries()
     torch.set_num_threads(1)

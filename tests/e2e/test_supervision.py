@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -13,7 +14,7 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.contract.runs import CASES, ROOT, STEPS, Case, different, products, steps_saved
+from tests.contract.runs import CASES, LORA_CASES, ROOT, STEPS, Case, different, products, steps_saved
 from tests.e2e.conftest import Process, Start
 from tests.e2e.test_interruptions import FIRST_CASES
 from trainer.errors import ExitCode
@@ -51,6 +52,23 @@ def test_two_processes_give_equal_bytes(
     case: Case, uninterrupted: Callable[[Case], Process], finished_here: Callable[[Case], Path]
 ) -> None:
     assert not different(products(uninterrupted(case).run_dir), products(finished_here(case)))
+
+
+OURS = re.compile(r"\d\d:\d\d:\d\d |/\S+: \d+ tokens$|(checking|caching|loading|training) ")
+"""How a line of a run begins that is not of its plan: a log's time, a caption that was cut, a bar's word."""
+
+
+@pytest.mark.parametrize(
+    "case",
+    [*FIRST_CASES, *(pytest.param(case, marks=pytest.mark.slow) for case in LORA_CASES[1:])],
+    ids=str,
+)
+def test_only_our_lines_reach_the_terminal(case: Case, uninterrupted: Callable[[Case], Process]) -> None:
+    (printed,) = uninterrupted(case).printed
+    plan, found, rest = printed.partition("\nchecking ")
+    assert plan.startswith("feature ") and "arning" not in plan
+    lines = [line for line in (found + rest).splitlines() if line.strip()]
+    assert lines and not [line for line in lines if not OURS.match(line)]
 
 
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)

@@ -42,7 +42,7 @@ GROWN = (".lora_B.", ".lokr_w1.")
 
 @pytest.fixture(scope="module")
 def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Workshop:
-    from trainer.engine.run import quiet_libraries
+    from trainer.modeling.quiet import quiet_libraries
 
     quiet_libraries()
     folder = tmp_path_factory.mktemp("workshop")

@@ -28,9 +28,9 @@ A run writes both files by itself. Both change the weights of the base alike.
 @click.option("--family", metavar="NAME", help="For a file that does not say its model family.")
 def export(file: Path, form: str, target: Path | None, family: str | None) -> None:
     """Write a LoRA file in the other layout."""
-    from trainer.modeling.vision import make_torchvision_importable
+    from trainer.modeling.quiet import quiet_libraries
 
-    make_torchvision_importable()
+    quiet_libraries()
     from trainer.cli.targets import require_writable
     from trainer.engine.export import export as convert
 

@@ -109,8 +109,9 @@ def _work(
     from trainer.engine.context import Context
     from trainer.engine.planning import may_be_planned
     from trainer.engine.shortage import out_of_memory
+    from trainer.modeling.quiet import quiet_libraries
 
-    run.quiet_libraries()
+    quiet_libraries()
     family = get(config.family)
     context = Context(
         config=config,

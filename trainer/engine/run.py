@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,28 +29,11 @@ from trainer.engine.samples import Samples, prompt_controls
 from trainer.engine.spec import Spec
 from trainer.engine.validation import HeldOut, held_out_entries
 from trainer.errors import ConfigError, DivergedError
-from trainer.modeling.vision import make_torchvision_importable
 from trainer.telemetry import atomic, log
 from trainer.telemetry.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.status import Phase
 
 _GIB = 1024**3
-
-
-def quiet_libraries() -> None:
-    """Keep the libraries' notices and bars out of the run's output; what concerns a run is ours to say."""
-    make_torchvision_importable()
-    from transformers.utils import logging as transformers_logging
-
-    # before diffusers is imported: it makes transformers speak
-    transformers_logging.set_verbosity_error()
-    # tells of a package that would be faster on some CPUs
-    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    from diffusers.utils import logging as diffusers_logging
-
-    diffusers_logging.set_verbosity_error()
-    diffusers_logging.disable_progress_bar()
 
 
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:

@@ -10,7 +10,7 @@ import shutil
 from collections.abc import Iterable
 from pathlib import Path
 
-from trainer.errors import HardwareError
+from trainer.errors import ConfigError, HardwareError, Problem
 from trainer.hardware import driver, host, torch_build, verdicts
 from trainer.hardware.facts import Facts, Gpu, HostMemory, facts_from_json
 
@@ -39,6 +39,7 @@ def read_facts(
     *,
     cache_dir: Path,
     facts_file: Path | None = None,
+    named_by: str = "",
     torch_facts: Path | None = None,
     visible_devices: str | None = None,
     proc: Path = Path("/proc"),
@@ -47,11 +48,12 @@ def read_facts(
 ) -> Facts:
     """Facts of this machine, or those of `facts_file` (`--facts`, TRAINER_FACTS), verdicts included.
 
-    `torch_facts` is TRAINER_TORCH_FACTS, `visible_devices` the value of CUDA_VISIBLE_DEVICES. Raises
-    HardwareError for files that cannot be read or parsed.
+    `named_by` is the option or variable that named it. `torch_facts` is TRAINER_TORCH_FACTS,
+    `visible_devices` the value of CUDA_VISIBLE_DEVICES. Raises ConfigError for a `facts_file` that cannot be
+    read or parsed, HardwareError for the others.
     """
     if facts_file is not None:
-        return read_recorded(facts_file)
+        return read_recorded(facts_file, named_by)
     report = driver.query_gpus()
     memory = host.read_memory(proc / "meminfo", cgroup, proc / "self/cgroup")
     driver_version = host.parse_driver_version(_text(proc / "driver/nvidia/version"))
@@ -78,13 +80,25 @@ def read_facts(
     return dataclasses.replace(facts, verdicts=verdicts.read_verdicts(cache_dir / verdicts.FILE_NAME, facts))
 
 
-def read_recorded(path: Path) -> Facts:
-    """Facts from a JSON file; raises HardwareError naming it."""
+def read_recorded(path: Path, named_by: str = "") -> Facts:
+    """Facts from a JSON file; raises ConfigError naming it, and `named_by` where an option or variable named
+    it.
+    """
+    where = f"{named_by}={path}" if named_by else str(path)
+    remedy = "give a file that `trainer probe --json` wrote"
+    remedy += f", or leave {named_by} out for this machine" if named_by else ""
     try:
         text = path.read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise HardwareError(f"the facts file cannot be read ({error})", where=str(path)) from error
-    return facts_from_json(text, str(path))
+    except OSError as error:
+        what = f"the facts file cannot be read: {error.strerror}"
+        raise ConfigError(what, where=where, remedy=remedy) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("the facts file is no text", where=where, remedy=remedy) from error
+    try:
+        return facts_from_json(text, where)
+    except HardwareError as error:
+        problems = [Problem(what=one.what, where=one.where, remedy=remedy) for one in error.problems]
+        raise ConfigError(problems) from error
 
 
 def with_host_memory(gpus: Iterable[Gpu], memory: HostMemory) -> tuple[Gpu, ...]:

@@ -49,6 +49,17 @@ def test_every_kind_is_hidden() -> None:
     assert not leaked(redacted(json.dumps({"all": EVERYTHING}), SECRETS))
 
 
+@pytest.mark.parametrize("name", ["WANDB_API_KEY_FILE", "HF_TOKEN_FILE", "HF_TOKEN_PATH"])
+def test_a_secret_that_lies_in_a_file_is_hidden(tmp_path: Path, name: str) -> None:
+    """It is in no variable, but the library that it is for may repeat it in an error."""
+    file = tmp_path / "key"
+    file.write_text(SECRETS["WANDB_API_KEY"] + "\n")
+    said = f"wandb: ERROR the key {SECRETS['WANDB_API_KEY']} from {file} is not accepted"
+    assert redacted(said, {name: str(file)}) == f"wandb: ERROR the key {HIDDEN} from {file} is not accepted"
+    assert redacted("nothing to hide", {name: str(tmp_path / "missing")}) == "nothing to hide"
+    assert redacted("nothing to hide", {name: str(tmp_path)}) == "nothing to hide"
+
+
 @pytest.mark.parametrize(
     "text", ["hf_AbCdEfGhIjKlMnOpQrStUvWx", "sk-abcdefghijklmnopqrstuvwx", "ghp_abcdefghijklmnopqrstuv12"]
 )

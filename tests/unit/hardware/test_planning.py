@@ -345,6 +345,38 @@ def test_the_command_prints_a_table(
     assert "rtx-4090" in shown and "memory while training" in shown
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "the facts file cannot be read: No such file or directory"),
+        ("{}", "architecture: Field required"),
+        (b"\xff\xfe", "the facts file is no text"),
+    ],
+)
+@pytest.mark.parametrize("named_by", ["--facts", "TRAINER_FACTS"])
+def test_facts_that_cannot_be_read_are_a_bad_configuration(
+    command: Callable[..., list[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    named_by: str,
+    text: str | bytes | None,
+    said: str,
+) -> None:
+    file = tmp_path / "machine.json"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    words = command("h200")[:2]
+    if named_by == "--facts":
+        words += ["--facts", str(file)]
+    else:
+        monkeypatch.setenv("TRAINER_FACTS", str(file))
+    assert main(words) == 78
+    printed = capsys.readouterr().err
+    assert f"{named_by}={file}: {said}" in printed
+    assert f"give a file that `trainer probe --json` wrote, or leave {named_by} out" in printed
+
+
 def test_the_command_prints_json_and_exports(
     command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -385,7 +417,7 @@ def test_refusals_are_text_with_exit_69(
 ) -> None:
     assert main(command("driver-550-cuda-13-torch")) == 69
     assert "upgrade the driver to 580 or newer" in capsys.readouterr().err
-    assert main(command("missing")) == 69
+    assert main(command("missing")) == 78
     assert "missing.json" in capsys.readouterr().err
     monkeypatch.setenv("TRAINER_PROFILE", "dgx-spark")
     assert main(command("h200")) == 69

@@ -1,0 +1,99 @@
+"""Floor 4: what libraries say that no user of ours can act on, each with the reason why it is not shown.
+
+A row is as narrow as it can be: what a library says besides is shown, and our own warnings always are.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import warnings
+from dataclasses import dataclass
+
+from trainer.modeling.vision import make_torchvision_importable
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unheard:
+    """One notice that is not shown."""
+
+    says: str
+    """A regular expression that its text begins with."""
+    reason: str
+    category: type[Warning] | None = None
+    """Of a Python warning; None for a line of a log."""
+    module: str = ""
+    """A regular expression over the module that warns, or the file without its ending."""
+    logger: str = ""
+    """Name of the log."""
+
+
+_TORCHAO = "an optional package that libraries import by themselves where it is there; nothing here uses it"
+NOTICES: tuple[Unheard, ...] = (
+    Unheard(
+        category=DeprecationWarning,
+        says=r"`torch\.jit\.script(_method)?` is deprecated",
+        module=r"torch\.jit\._script",
+        reason="transformers' own modules are compiled so as they are imported",
+    ),
+    Unheard(
+        category=SyntaxWarning,
+        says="",
+        module=r".*[/\\]torchao[/\\]",
+        reason=_TORCHAO,
+    ),
+    Unheard(
+        category=DeprecationWarning,
+        says="invalid escape sequence",
+        module=r".*[/\\]torchao[/\\]",
+        reason=f"before Python 3.12 a syntax warning has this category; {_TORCHAO}",
+    ),
+    Unheard(logger="torchao", says=r"(Failed to load|Skipping import)", reason=_TORCHAO),
+    Unheard(
+        logger="torch.utils._pytree",
+        says=r"<enum '\w+'> is an Enum subclass",
+        reason=f"what torchao registers as it is imported; {_TORCHAO}",
+    ),
+    Unheard(
+        logger="bitsandbytes.backends.cpu.ops",
+        says="Failed to load CPU gemm_4bit_forward",
+        reason="of a package that would be faster on some CPUs; nf4 works without it",
+    ),
+)
+
+
+class _Filter(logging.Filter):
+    """Lets through what does not begin with one of the patterns."""
+
+    def __init__(self, patterns: tuple[str, ...]) -> None:
+        super().__init__()
+        self._patterns = tuple(re.compile(pattern) for pattern in patterns)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not any(pattern.match(record.getMessage()) for pattern in self._patterns)
+
+
+def quiet_libraries() -> None:
+    """Keep the libraries' notices and bars out of the user's terminal; call it before they are imported."""
+    make_torchvision_importable()
+    _unheard()
+    from transformers.utils import logging as transformers_logging
+
+    # before diffusers is imported: it makes transformers speak
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
+    from diffusers.utils import logging as diffusers_logging
+
+    diffusers_logging.set_verbosity_error()
+    diffusers_logging.disable_progress_bar()
+
+
+@functools.cache
+def _unheard() -> None:
+    for row in NOTICES:
+        if row.category is not None:
+            warnings.filterwarnings("ignore", message=row.says, category=row.category, module=row.module)
+    for name in {row.logger for row in NOTICES if row.logger}:
+        patterns = tuple(row.says for row in NOTICES if row.logger == name)
+        logging.getLogger(name).addFilter(_Filter(patterns))
