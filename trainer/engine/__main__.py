@@ -106,6 +106,7 @@ def _work(
 ) -> None:
     """Everything that needs torch."""
     from trainer.engine import run
+    from trainer.engine.base_load_check import check_loadable
     from trainer.engine.context import Context
     from trainer.engine.planning import may_be_planned
     from trainer.engine.shortage import out_of_memory
@@ -113,11 +114,13 @@ def _work(
 
     quiet_libraries()
     family = get(config.family)
+    source = _source(config, family, status, stop, say)
+    check_loadable(family, source)
     context = Context(
         config=config,
         plan=plan_from_json(spec.plan_text),
         family=family,
-        source=_source(config, family, status, stop, say),
+        source=source,
         cache_dir=Path(spec.cache_dir),
         status=status,
         stop=stop,

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -39,6 +38,7 @@ from trainer.hardware.geometry import (
 )
 from trainer.hardware.memory import VALUE_BYTES
 from trainer.hardware.weight_files import weight_files
+from trainer.modeling.source import read_config
 
 CONFIGS = Path(__file__).parent.parent / "families" / "configs"
 _ATTENTION_PRESET = "attention"
@@ -282,25 +282,16 @@ def _folder(model_folder: Path | None, component: str, downloads: bool) -> Path 
     return model_folder
 
 
-def trained_config(family: Family, model_folder: Path | None, *, downloads: bool) -> dict[str, Any]:
+def trained_config(family: Family, model_folder: Path | None, *, downloads: bool) -> Mapping[str, Any]:
     """`component_config` of what trains, as far as it is here."""
     name = family.trained_component
     return component_config(family, _folder(model_folder, name, downloads), name)
 
 
-def component_config(family: Family, model_folder: Path | None, component: str) -> dict[str, Any]:
+def component_config(family: Family, model_folder: Path | None, component: str) -> Mapping[str, Any]:
     """A component's config.json from the base model, else the family's committed one."""
     folder = CONFIGS / family.name if model_folder is None else model_folder
-    path = folder / component / "config.json"
-    try:
-        config: dict[str, Any] = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise AccessError(
-            f"the component's config cannot be read ({error})",
-            where=str(path),
-            remedy="is this a folder in diffusers' layout? `trainer fetch` completes a download",
-        ) from error
-    return config
+    return read_config(folder / component / "config.json")
 
 
 def _components(

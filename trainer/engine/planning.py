@@ -12,6 +12,7 @@ from trainer.config import environment
 from trainer.config.load import Loaded, with_settings
 from trainer.config.schema import FeaturesSection, RunConfig
 from trainer.engine.agreement import check_family
+from trainer.engine.base_check import check_base
 from trainer.engine.base_rows import base_rows
 from trainer.engine.geometry import run_geometry, run_shape, trained_config
 from trainer.errors import TrainerError
@@ -58,6 +59,7 @@ def plan_run(
     family = families.get(config.family)
     check_family(family, loaded)
     folder = (find_model or local_folder)(config)
+    told = check_base(family, loaded, folder) if folder is not None else ()
     downloads = is_repository(config)
     profile, reason = select(facts, requested_profile)
     require_memory_kind(facts, profile, unified)
@@ -86,15 +88,18 @@ def plan_run(
         environ=environment.snapshot(),
     )
     rows = base_rows(family, config, folder) if downloads else ()
-    return dataclasses.replace(plan, decisions=(*plan.decisions, *rows))
+    return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
 
 
 def prepare_base(loaded: Loaded) -> None:
     """Before the plan of a job that will run: what it needs of the base model to be planned is on this disk.
 
-    Raises AccessError where the base cannot be made complete, without a word to the hub where it is.
+    Raises AccessError where the base cannot be made complete or is damaged, ConfigError where it is another
+    family's. Says no word to the hub where it is complete.
     """
-    family = families.get(loaded.config.family)
+    family, folder = families.get(loaded.config.family), local_folder(loaded.config)
+    if folder is not None:
+        check_base(family, loaded, folder)
     prepare(loaded.config, families.components(family), trained=family.trained_component)
 
 

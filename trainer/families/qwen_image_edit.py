@@ -171,7 +171,7 @@ class QwenImageEdit:
 
     def counted_as(self, config: Mapping[str, Any]) -> str:
         """Its own where scales and gates are kept for each image token, else Qwen-Image's."""
-        return self.name if config["zero_cond_t"] else QWEN_IMAGE.name
+        return self.name if config.get("zero_cond_t", False) else QWEN_IMAGE.name
 
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """Joint attention over the tokens of text, target and controls."""

@@ -196,7 +196,7 @@ def _filling(
         kept=tied(module),
         packed={tensor: linear for linear, tensors in packed.items() for tensor in tensors},
         pieces={linear: len(tensors) for linear, tensors in packed.items()},
-        renamed=_renaming(module),
+        renamed=renaming(module),
         extra_tensors=extra_tensors,
         device=device,
         dtype=dtype,
@@ -205,7 +205,7 @@ def _filling(
     )
 
 
-def _renaming(module: torch.nn.Module) -> Callable[[str], str]:
+def renaming(module: torch.nn.Module) -> Callable[[str], str]:
     """How transformers' own loader names the tensors of older files."""
     import transformers
 
@@ -320,15 +320,27 @@ def _replace_if_complete(module: torch.nn.Module, name: str, replace: Replace) -
 
 
 def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> torch.nn.Module:
-    """Both libraries' loader; they name the argument for the type differently."""
-    import transformers
+    """Both libraries' loader; they name the argument for the type differently.
 
-    options: dict[str, Any] = {"use_safetensors": True, "local_files_only": True}
+    Raises AccessError also for tensors that the files lack: the loaders draw them at random, with a warning.
+    """
+    import transformers
+    from safetensors import SafetensorError
+
+    options: dict[str, Any] = {"use_safetensors": True, "local_files_only": True, "output_loading_info": True}
     options["dtype" if issubclass(component_class, transformers.PreTrainedModel) else "torch_dtype"] = dtype
+    remedy = "run `trainer fetch` to complete the model, or copy the component again"
     try:
-        module: torch.nn.Module = component_class.from_pretrained(folder, **options)
-    except OSError as error:
+        module, found = component_class.from_pretrained(folder, **options)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise AccessError(str(error), where=str(folder), remedy=remedy) from error
+    missing = sorted(found["missing_keys"])
+    if missing:
         raise AccessError(
-            str(error), where=str(folder), remedy="run `trainer fetch` to complete the model"
-        ) from error
-    return module
+            f"{len(missing)} tensors of {component_class.__name__} are in none of its files, first"
+            f" {missing[0]}",
+            where=str(folder),
+            remedy=remedy,
+        )
+    loaded: torch.nn.Module = module
+    return loaded

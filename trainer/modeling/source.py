@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -58,9 +58,9 @@ class ModelSource:
             )
         return path
 
-    def component_config(self, name: str) -> dict[str, Any]:
+    def component_config(self, name: str) -> ComponentConfig:
         """A component's config.json. Raises AccessError when it cannot be read."""
-        return read_json(self.component(name) / "config.json")
+        return read_config(self.component(name) / "config.json")
 
 
 def local_folder(config: RunConfig) -> Path | None:
@@ -356,6 +356,29 @@ def _fingerprint(folder: Path, components: Sequence[str], built: Collection[str]
                     stream.seek((size - _BLOCK_BYTES) * block // (_SAMPLED_BLOCKS - 1))
                     digest.update(stream.read(_BLOCK_BYTES))
     return digest.hexdigest()
+
+
+class ComponentConfig(dict[str, Any]):
+    """A component's config.json, whose keys have values where they are asked for, or AccessError."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        super().__init__(values)
+        self.path = path
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise AccessError(
+                f"it does not say {key}",
+                where=str(self.path),
+                remedy="is this the right base model for the configured family?",
+            )
+        return value
+
+
+def read_config(path: Path) -> ComponentConfig:
+    """A component's config.json. Raises AccessError when it cannot be read, or is no mapping."""
+    return ComponentConfig(read_json(path), path)
 
 
 def read_json(path: Path) -> dict[str, Any]:
