@@ -18,11 +18,16 @@ from tests.contract.conftest import Finished
 from tests.contract.loaders import adapter_config, changes_of_comfyui, changes_of_file, lora_file, own
 from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop
 from trainer import families
+from trainer.config.load import Loaded
 from trainer.engine import checkpoint, proof, run
+from trainer.engine.base_check import check_base
+from trainer.engine.base_load_check import check_loadable
 from trainer.engine.build import Built, build, load_base
 from trainer.engine.full import export_full, prove_full
+from trainer.engine.geometry import roles
 from trainer.errors import ConfigError, DataError, DivergedError, ExitCode
 from trainer.modeling.lora import linear_names
+from trainer.modeling.source import resolve_source
 
 COMFYUI_CASES = tuple(case for case in LORA_CASES if families.get(case.family).comfyui is not None)
 Change = Callable[[dict[str, torch.Tensor]], None]
@@ -235,7 +240,7 @@ def test_a_spoilt_model_fails_the_proof(
 ) -> None:
     context, built = trained(full_case, workshop, finished(full_case), tmp_path)
     folder = export_full(context, built.model)
-    spoil(next(folder.glob("*.safetensors")), change)
+    spoil(next((folder / context.family.trained_component).glob("*.safetensors")), change)
     with pytest.raises(error, match=words):
         prove_full(context, built.model, folder)
 
@@ -255,6 +260,34 @@ def test_the_real_pipeline_loads_the_trained_model(
     before = loaded.output()
     loaded.replace(model.eval())
     assert not torch.equal(loaded.output(), before)
+
+
+def test_the_trained_model_is_a_base_for_everything(
+    full_case: Case, finished: Callable[[Case], Finished]
+) -> None:
+    """diffusers and transformers load the folder as a whole, and so do our own commands."""
+    from diffusers import DiffusionPipeline
+
+    done = finished(full_case)
+    context = done.job.context
+    folder, names = done.folder / "model", families.components(context.family)
+    model = context.config.model.model_copy(update={"pretrained_model_name_or_path": str(folder)})
+    config = context.config.model_copy(update={"model": model})
+    source = resolve_source(config, names, trained=context.family.trained_component)
+    check_base(context.family, Loaded(config=config, sources={}), folder)
+    check_loadable(context.family, source)
+    links = [file for file in folder.rglob("*") if file.is_symlink()]
+    if not context.family.trained_component:
+        assert not links
+        return
+    assert {file.parent.name for file in links} == {*roles(context.family)} - {
+        context.family.trained_component
+    }, "what was not trained takes no room"
+    assert {file.suffix for file in links} == {".safetensors"}
+    pipeline = DiffusionPipeline.from_pretrained(folder)
+    trained = getattr(pipeline, context.family.trained_component)
+    weights = checkpoint.read_group(done.folder / "checkpoints" / "step-000010", "weights", "cpu")
+    assert all(torch.equal(value, weights[name].float()) for name, value in trained.named_parameters())
 
 
 def test_an_unknown_preset_fails_and_lists_the_known(

@@ -1,10 +1,11 @@
-"""Floor 6: the file of a full fine-tune: the trained component in diffusers' layout, read back and
+"""Floor 6: the result of a full fine-tune: a folder in diffusers' layout; what was trained is read back and
 compared.
 """
 
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -16,30 +17,67 @@ from trainer.engine.checkpoint import SHARD_BYTES
 from trainer.engine.context import Context
 from trainer.engine.proof import file_metadata
 from trainer.errors import DataError, DivergedError
-from trainer.modeling.source import tokenizer_files
+from trainer.families import components
+from trainer.hardware.weight_files import weight_files
+from trainer.modeling.source import component_texts, is_repository, tokenizer_files
 from trainer.modeling.tensorfile import split_shards, write_tensors
 from trainer.telemetry import atomic
 from trainer.telemetry.status import Phase
 
+_TEXTS = re.compile(r"(LICEN[CS]E|NOTICE)[\w.-]*|model_index\.json", re.IGNORECASE)
+"""What lies beside the components and holds for a model that was made from the base."""
+
 
 def export_full(context: Context, model: Any) -> Path:
-    """Write `model/<component>/` with config.json, shards of at most 10 GB and their index; replaces an
-    older one.
+    """Write the folder `model/`, which loads as a base model does; replaces an older one.
+
+    The trained component is in `model/<component>/`: config.json, shards of at most 10 GB and their index.
+    Configs, tokenizers and the scheduler of the base are copied beside it, and the weights that were not
+    trained are links to the base's files.
     """
-    component = context.family.trained_component
-    target = context.run_dir / "model" / component
+    target = context.run_dir / "model"
     temporary = target.with_name(f"{target.name}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
         with atomic.no_space_told(temporary):
-            temporary.mkdir(parents=True)
-        _write_shards(context, model, temporary)
+            (temporary / context.family.trained_component).mkdir(parents=True)
+            _write_others(context, temporary)
+        _write_shards(context, model, temporary / context.family.trained_component)
         shutil.rmtree(target, ignore_errors=True)
         temporary.replace(target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     atomic.sync_directory(target.parent)
     return target
+
+
+def _write_others(context: Context, target: Path) -> None:
+    """What belongs to the base besides the trained component."""
+    source, trained = context.source, context.family.trained_component
+    if not trained:
+        return
+    for file in sorted(source.folder.iterdir()):
+        if file.is_file() and _TEXTS.fullmatch(file.name):
+            shutil.copyfile(file, target / file.name)
+    for name in components(context.family):
+        if name == trained:
+            continue
+        (target / name).mkdir(parents=True)
+        weights = () if name in source.random_components else weight_files(source.folder / name).files
+        for file in component_texts(source.folder / name):
+            shutil.copyfile(file, target / name / file.name)
+        for file in weights:
+            _link(context, file, target / name / file.name)
+
+
+def _link(context: Context, file: Path, link: Path) -> None:
+    """A second copy of the text encoders would take as much room as they do. A link of a link would be lost
+    with the one between, but that of the hub's cache names repository, commit and file.
+    """
+    try:
+        link.symlink_to(file.absolute() if is_repository(context.config) else file.resolve())
+    except OSError as error:
+        context.say(f"{link.parent.name}/{link.name} is not in the saved model: no link ({error.strerror})")
 
 
 def _write_shards(context: Context, model: Any, temporary: Path) -> None:
@@ -104,7 +142,8 @@ def prove_full(context: Context, model: Any, folder: Path) -> int:
     """
     state = saved_state(model)
     seen = 0
-    for path in sorted(folder.glob("*.safetensors")):
+    component = folder / context.family.trained_component
+    for path in sorted(component.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
                 saved = file.get_tensor(name).to(context.device)

@@ -327,6 +327,11 @@ def _is_configured(path: Path) -> bool:
     return any(file.exists() for file in path.glob("*config.json"))
 
 
+def component_texts(folder: Path) -> list[Path]:
+    """A component's configs, vocabularies and indexes: all but its weights."""
+    return [file for file in _config_files(folder) if file.exists()]
+
+
 def _config_files(path: Path) -> list[Path]:
     return sorted(file for kind in _CONFIG_FILES for file in path.glob(kind))
 
