@@ -181,7 +181,7 @@ check_gpu() {
     local name
     if ! in_container gpu probe; then
         fail gpu "trainer probe ended with an error" "$work/gpu.log"
-    elif name=$(sed -nE 's/^gpus: \[\{.*"name": "([^"]+)".*/\1/p' "$work/gpu.log" | sed -n 1p) && [ -n "$name" ]; then
+    elif name=$(sed -nE 's/^GPU +(.+), compute capability .*/\1/p' "$work/gpu.log" | sed -n 1p) && [ -n "$name" ]; then
         pass gpu "$name"
     else
         fail gpu "no GPU in the container: run scripts/setup_host.sh" "$work/gpu.log"

@@ -68,8 +68,12 @@ def once(command: list[str], output: Path, fault: str, *, on_gpu: bool) -> NoRet
     if command[0] == "--version":
         answer("trainer, version 0.1.0", int(fault == "version"))
     if command == ["probe"]:
-        gpus = '[{"index": 0, "name": "NVIDIA H200"}]' if on_gpu and fault != "gpu" else "[]"
-        answer(f"driver: null\ngpus: {gpus}")
+        gpu = (
+            "NVIDIA H200, compute capability 9.0, 139.8 GiB of its own"
+            if on_gpu and fault != "gpu"
+            else "none"
+        )
+        answer(f"GPU       {gpu}\ndriver    none")
     if command[0] == "probe":
         verdict = "FAILS" if fault == "kernels" else "works"
         answer(f"attention.flash   {verdict}  1.0  1e-3  b1\nattention.flash_attn_3  FAILS  -  -  b1")
