@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -45,11 +43,10 @@ def run_job(
     from trainer.engine.spec import Spec, write_spec
     from trainer.hardware.render import plan_to_json
     from trainer.telemetry import atomic, supervisor
+    from trainer.telemetry.jobfolder import job_folder
 
     shared = environment.make_runtime_dir()
-    # the job's files are its own: a second command must not change what the first one is about to read
-    with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=shared, ignore_cleanup_errors=True) as name:
-        folder = Path(name)
+    with job_folder(shared, mode) as folder:
         runtime_dir, config_file = shared if mode in _SHARED_MODES else folder, folder / "config.yaml"
         atomic.write_text(config_file, dump(loaded.config))
         spec = Spec(

@@ -48,7 +48,7 @@ Examples:
 @_shared
 def list_runs(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
     """One line for each run in these folders, or below them."""
-    found = _read(folders)
+    found = _read(folders, passing_over=True)
     rows = [["run", *found[0].figures], *([str(run.folder), *run.figures.values()] for run in found)]
     _print(rows, as_csv=as_csv)
     _plot(found, plot)
@@ -66,7 +66,7 @@ def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
     """What differs between runs, a column each: settings, then figures."""
     from trainer.telemetry.runs import differences, labels
 
-    found = _read(folders)
+    found = _read(folders, passing_over=False)
     rows = [["", *labels(found)]]
     rows += [[key, *values] for key, values in differences(found).items() if key != "output_dir"]
     rows += [[column, *(run.figures[column] for run in found)] for column in found[0].figures]
@@ -74,11 +74,33 @@ def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
     _plot(found, plot)
 
 
-def _read(folders: Sequence[Path]) -> list[Run]:
+def _read(folders: Sequence[Path], *, passing_over: bool) -> list[Run]:
+    """The runs of these folders; damaged ones are told, and with `passing_over` do not hide the others."""
+    from trainer.errors import DataError, StorageError
     from trainer.telemetry.runs import find_runs, read_run
 
-    paths = dict.fromkeys(path for folder in folders for path in find_runs(folder))
-    return [read_run(path) for path in paths]
+    paths = dict.fromkeys(path for folder in folders for path in find_runs(folder, _tell))
+    found: list[Run] = []
+    damaged: list[DataError | StorageError] = []
+    for path in paths:
+        try:
+            found.append(read_run(path))
+        except (DataError, StorageError) as error:
+            damaged.append(error)
+            continue
+        if found[-1].damaged_lines:
+            _tell(f"{path}: {found[-1].damaged_lines} damaged lines of its metrics are left out")
+    if damaged and not (passing_over and found):
+        raise damaged[0]
+    for problem in damaged:
+        _tell(str(problem))
+    return found
+
+
+def _tell(text: str) -> None:
+    from trainer.config.secrets import redacted
+
+    click.echo(f"warning: {redacted(text)}", err=True)
 
 
 def _print(rows: Sequence[Sequence[str]], *, as_csv: bool) -> None:

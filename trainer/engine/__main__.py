@@ -22,6 +22,7 @@ from trainer.families import components, get, names
 from trainer.hardware.render import plan_from_json
 from trainer.telemetry import log
 from trainer.telemetry.progress import Progress, progress
+from trainer.telemetry.rundir import require_no_links
 from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
 from trainer.telemetry.streams import outlive_readers
@@ -69,6 +70,7 @@ def _open_log(config: RunConfig, spec: Spec) -> None:
         return
     try:
         config.output_dir.mkdir(parents=True, exist_ok=True)
+        require_no_links(config.output_dir)
         log.setup(config.output_dir)
     except OSError as error:
         raise ConfigError(

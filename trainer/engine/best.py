@@ -60,12 +60,28 @@ def _put_in_place(run_dir: Path) -> None:
 
 
 def restore(context: Context) -> None:
-    """Finish what a kill interrupted: the newest whole folder is the kept one, others go."""
+    """Finish what a kill interrupted: the newest whole folder is the kept one, others go.
+
+    A kept one whose record is damaged stays under another name: of what step it is nobody knows.
+    """
     run_dir = context.run_dir
     for name in (_NEW, _OLD):
         if (run_dir / name / RECORD).is_file() and not (run_dir / FOLDER).exists():
             (run_dir / name).replace(run_dir / FOLDER)
         shutil.rmtree(run_dir / name, ignore_errors=True)
+    kept = run_dir / FOLDER
+    if kept.is_dir() and any(kept.iterdir()) and _record(kept) is None:
+        aside = atomic.unused_name(kept.with_name(f"{FOLDER}.damaged"))
+        kept.rename(aside)
+        context.say(f"{FOLDER}/{RECORD} is damaged or missing: what lies beside it is kept in {aside.name}/")
+
+
+def forget_after(context: Context, step: int) -> None:
+    """Remove a kept LoRA of a step that this run, which goes on from `step`, has yet to reach."""
+    kept = read(context.run_dir)
+    if kept is not None and kept["step"] > step:
+        context.say(f"{FOLDER}/ was kept at step {kept['step']}, which this run has not reached: removed")
+        forget(context)
 
 
 def forget(context: Context) -> None:
@@ -76,10 +92,29 @@ def forget(context: Context) -> None:
 
 def read(run_dir: Path) -> dict[str, Any] | None:
     """What is known of the kept one: step, validation_loss, validation_data, file; None without one."""
-    path = run_dir / FOLDER / RECORD
-    found: dict[str, Any] | None = json.loads(path.read_text()) if path.is_file() else None
+    found = _record(run_dir / FOLDER)
     # somebody may have moved the file away
-    return found if found is not None and (path.parent / found["file"]).is_file() else None
+    return found if found is not None and (run_dir / FOLDER / found["file"]).is_file() else None
+
+
+def _record(folder: Path) -> dict[str, Any] | None:
+    """What best.json says; None where it is missing or is not one of ours."""
+    try:
+        found = json.loads((folder / RECORD).read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(found, dict):
+        return None
+    whole = all(isinstance(found.get(name), kind) for name, kind in _RECORD_TYPES.items())
+    return found if whole and Path(found["file"]).name == found["file"] else None
+
+
+_RECORD_TYPES: dict[str, Any] = {
+    "file": str,
+    "step": int,
+    "validation_loss": float | int,
+    "validation_data": str,
+}
 
 
 def prove(context: Context, model: Any, held_out: HeldOut | None, last: Path) -> str:

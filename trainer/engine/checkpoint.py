@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from trainer.engine.fingerprint import REFUSED, changes
 from trainer.errors import ConfigError, Problem, StorageError
 from trainer.modeling.tensorfile import split_shards, write_tensors
-from trainer.telemetry.atomic import reading_told, sync_directory, write_text
+from trainer.telemetry.atomic import reading_told, sync_directory, unused_name, write_text
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 10 * 10**9
@@ -161,11 +161,7 @@ def set_aside(root: Path, step: int, say: Callable[[str], None]) -> None:
     for folder in steps_on_disk(root):
         if step_of(folder) <= step:
             continue
-        aside = folder.with_name(folder.name + _SET_ASIDE)
-        number = 2
-        while aside.exists():
-            aside = folder.with_name(f"{folder.name}{_SET_ASIDE}-{number}")
-            number += 1
+        aside = unused_name(folder.with_name(folder.name + _SET_ASIDE))
         folder.rename(aside)
         say(f"the damaged checkpoint is kept as {aside.name}; remove it when nobody wants to look at it")
     sync_directory(root)

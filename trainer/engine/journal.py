@@ -15,7 +15,7 @@ from trainer.engine.context import Context, peak_memory_bytes
 from trainer.telemetry.events import EventLog
 from trainer.telemetry.log import step_line
 from trainer.telemetry.metrics import RunMetrics
-from trainer.telemetry.records import METRICS_LOG, MetricsLog, StepRecord, ValidationRecord
+from trainer.telemetry.records import DAMAGED_SUFFIX, METRICS_LOG, MetricsLog, StepRecord, ValidationRecord
 from trainer.telemetry.status import Phase
 from trainer.telemetry.tracker import Tracker
 
@@ -41,7 +41,12 @@ class Journal:
     def cut_back(self, step: int) -> None:
         """Forget all after a checkpoint's step; at 0 everything: a fresh start measures that step again."""
         last_kept = step if step > 0 else -1
-        self.metrics_log.truncate_after(last_kept)
+        damaged = self.metrics_log.truncate_after(last_kept)
+        if damaged:
+            name = f"{METRICS_LOG}{DAMAGED_SUFFIX}"
+            self.context.say(
+                f"{METRICS_LOG}: {damaged} damaged lines are left out; the file as it was is {name}"
+            )
         self.events.truncate_after(last_kept)
         if step > 0:
             self.metrics.checkpoint(step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import re
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ _PAGE_MARGIN, _PAGE_GAP, _ROW_GAP, _BLOCK_GAP = 20, 12, 16, 28
 _CAPTION_LINES = 4
 _CARD_PIXELS, _CARD_TEXT_SIZE, _CARD_LINES = 512, 24, 15
 _TITLE_COLOUR, _CAPTION_COLOUR, _FRAME_COLOUR = "#1f2328", "#59636e", "#d1d9e0"
+_ROW_NAME = re.compile(r"step-(\d{6,})(?:\.png)?")
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
@@ -184,16 +186,19 @@ def _head(text: str, font: _Font, width: int) -> str:
     return next(text[:n] for n in range(len(text), 0, -1) if n == 1 or font.getlength(text[:n]) <= width)
 
 
+def step_of(path: Path) -> int | None:
+    """Step of a row of previews, or of the folder of its images; None for a file of somebody else's."""
+    found = _ROW_NAME.fullmatch(path.name)
+    return None if found is None else int(found[1])
+
+
 def write_strip(samples: Path, *, up_to_step: int) -> Path | None:
     """Stack the pictures of all times into `samples/strip.png`, oldest on top; None where there is none.
 
     Large ones are made smaller, and of very many an even choice with the first and the last is taken.
     """
-    paths = [
-        path
-        for path in sorted(samples.glob("step-*.png"))
-        if int(path.stem.removeprefix("step-")) <= up_to_step
-    ]
+    found = {path: step_of(path) for path in sorted(samples.glob("step-*.png"))}
+    paths = [path for path, step in found.items() if step is not None and step <= up_to_step]
     if not paths:
         return None
     sizes = []

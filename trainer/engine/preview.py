@@ -12,7 +12,7 @@ from trainer.data.buckets import buckets, nearest_bucket
 from trainer.data.images import read_image
 from trainer.engine.context import Context, free_memory
 from trainer.engine.entries import Entries, Prompt
-from trainer.engine.pictures import before_after, read_png, row, shown, write_png
+from trainer.engine.pictures import before_after, read_png, row, shown, step_of, write_png
 from trainer.families.protocol import PreviewPrompt, PreviewRequest
 from trainer.telemetry import atomic
 from trainer.telemetry.status import Phase
@@ -58,7 +58,8 @@ def drop_previews(path: Path) -> None:
 def drop_previews_after(context: Context, step: int) -> None:
     """Remove the previews of steps that this run is going to draw again."""
     for path in list((context.run_dir / "samples").glob("step-*")):
-        if int(path.stem.removeprefix("step-")) > step:
+        drawn_at = step_of(path)
+        if drawn_at is not None and drawn_at > step:
             drop_previews(path.with_suffix(".png"))
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
-from collections.abc import Iterator
+import os
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +27,10 @@ from trainer.engine.preview import draw_previews, drop_previews_after, sample, w
 from trainer.engine.samples import Samples, prompt_controls
 from trainer.engine.spec import Spec
 from trainer.engine.validation import HeldOut, held_out_entries
-from trainer.errors import ConfigError, DivergedError
-from trainer.telemetry import atomic, log
+from trainer.errors import DivergedError
+from trainer.telemetry import atomic, locks, log
 from trainer.telemetry.records import METRICS_LOG, held_out_line, read_metrics
+from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.status import Phase
 
 _GIB = 1024**3
@@ -53,23 +53,28 @@ def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
 def train(context: Context, samples: Samples, spec: Spec) -> None:
     """Cache, build, resume, train, export and prove."""
     apply_backend_settings(context)
-    with _only_run(context.run_dir):
+    with _only_run(context, spec):
         _train(context, samples, spec)
 
 
-@contextlib.contextmanager
-def _only_run(run_dir: Path) -> Iterator[None]:
-    """Hold the run folder; raises ConfigError when another process trains in it."""
-    run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / ".lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            remedy = "wait for it, stop it, or choose another output_dir"
-            raise ConfigError(
-                "another run is using this folder", where=str(run_dir), remedy=remedy
-            ) from error
-        yield
+def _only_run(context: Context, spec: Spec) -> contextlib.AbstractContextManager[int]:
+    """Hold the run folder. Raises as `locks.holding` when another process trains in it."""
+    context.run_dir.mkdir(parents=True, exist_ok=True)
+
+    def on_wait(text: str) -> None:
+        if text:
+            context.say(text)
+        context.stop.raise_if_requested()
+        context.status.beat(Phase.LOAD)
+
+    return locks.holding(
+        context.run_dir / LOCK_FILE,
+        supervisor=os.getpid() if spec.supervisor_pid is None else spec.supervisor_pid,
+        what="another run is using this folder",
+        where=str(context.run_dir),
+        remedy="wait for it, stop it, or choose another output_dir",
+        on_wait=on_wait,
+    )
 
 
 def _train(context: Context, samples: Samples, spec: Spec) -> None:
@@ -130,6 +135,7 @@ def _drop_after(context: Context, step: int) -> None:
     if step == 0:
         best.forget(context)
     best.restore(context)
+    best.forget_after(context, step)
     drop_previews_after(context, step)
 
 

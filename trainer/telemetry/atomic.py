@@ -101,6 +101,15 @@ def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     write_bytes(path, text.encode(), sync=sync)
 
 
+def unused_name(path: Path) -> Path:
+    """`path`, or with the first number that is free after it: nothing that is kept aside replaces another."""
+    found, number = path, 2
+    while found.exists() or found.is_symlink():
+        found = path.with_name(f"{path.name}-{number}")
+        number += 1
+    return found
+
+
 def sync_directory(path: Path) -> None:
     """Make names created, renamed or removed in the folder `path` survive a power cut."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)

@@ -79,7 +79,8 @@ class EventLog:
         twice and keeps one, so the outcome is the same.
         """
         self.close()
-        old = sorted(self._directory.glob(_FILES))  # with temporary files that a crash left
+        # with temporary files that a crash left
+        old = sorted(path for path in self._directory.glob(_FILES) if path.is_file())
         if not old:
             return
         seen: set[bytes] = set()
@@ -118,9 +119,9 @@ class EventLog:
 
     def _next_path(self) -> Path:
         """A name after all others: TensorBoard reads the files of a folder in the order of their names."""
-        numbers = [
-            int(path.name.split(".")[3]) for path in self._directory.glob("events.out.tfevents.*.trainer")
-        ]
+        names = (path.name.split(".") for path in self._directory.glob("events.out.tfevents.*.trainer"))
+        # others may have put copies under names of their own here
+        numbers = [int(parts[3]) for parts in names if len(parts) == 5 and parts[3].isdecimal()]
         return self._directory / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}.trainer"
 
 
@@ -132,16 +133,24 @@ def scalars_summary(values: Mapping[str, float]) -> Summary:
 
 
 def _frames(path: Path) -> Iterator[tuple[bytes, Event]]:
-    """The whole records of a file, as framed bytes and as a message; one cut short by a crash ends it.
+    """The whole records of a file, as framed bytes and as a message; one cut short or damaged ends it.
 
     Checksums are copied, not checked: tensorboard's are plain Python and take 0.1 s per megabyte.
     """
+    from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     from tensorboard.compat.proto.event_pb2 import Event
 
     with path.open("rb") as file:
+        size = os.fstat(file.fileno()).st_size
         while len(header := file.read(_HEADER.size)) == _HEADER.size:
             length, _ = _HEADER.unpack(header)
+            if length > size:
+                return
             body = file.read(length + _FOOTER_BYTES)
             if len(body) < length + _FOOTER_BYTES:
                 return
-            yield header + body, Event.FromString(body[:length])
+            try:
+                event = Event.FromString(body[:length])
+            except DecodeError:
+                return  # where a record ends is not known from here on
+            yield header + body, event

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import logging
@@ -34,7 +35,7 @@ def setup(run_dir: Path | None, *, level: int = logging.INFO) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "log.jsonl"
         cut_torn_line(path)
-        machine = logging.FileHandler(path, encoding="utf-8")
+        machine = _FileHandler(path, encoding="utf-8")
         machine.setFormatter(_JsonFormatter())
         logger.addHandler(machine)
 
@@ -72,6 +73,32 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
     def emit(self, record: logging.LogRecord) -> None:
         self.stream = sys.stderr
         super().emit(record)
+
+
+class _FileHandler(logging.FileHandler):
+    """Writes log.jsonl; a disk that takes no more is told once on stderr, and does not end the run.
+
+    What could not be written is kept in the stream's buffer, and follows when there is room again.
+    """
+
+    _told = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+            return
+        if not self._told:
+            self._told = True
+            text = (
+                f"warning: {self.baseFilename} cannot be written ({error.strerror}): the run goes on without"
+            )
+            with contextlib.suppress(OSError):
+                print(text, file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):  # of the rest, which was told already
+            super().close()
 
 
 class _HumanFormatter(logging.Formatter):

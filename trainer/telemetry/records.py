@@ -14,6 +14,7 @@ from typing import Any
 from trainer.telemetry import atomic
 
 METRICS_LOG = "metrics.jsonl"
+DAMAGED_SUFFIX = ".damaged"
 _CHUNK_BYTES = 1 << 16
 
 
@@ -53,6 +54,9 @@ class StepRecord:
     """As in ValidationRecord."""
 
 
+_NUMBERS = frozenset(field.name for field in dataclasses.fields(StepRecord)) - {"validation_data"}
+
+
 class MetricsLog:
     """Append-only metrics.jsonl. A line that a crash cut short is dropped when the file is opened again."""
 
@@ -76,12 +80,21 @@ class MetricsLog:
             self._file.flush()
             os.fsync(self._file.fileno())
 
-    def truncate_after(self, step: int) -> None:
-        """Drop the lines of steps above `step`, all or none: the run goes on from that step's checkpoint."""
+    def truncate_after(self, step: int) -> int:
+        """Drop the lines of steps above `step`, all or none: the run goes on from that step's checkpoint.
+
+        Gives how many damaged lines were dropped too; the whole file is then kept as `.damaged` beside it.
+        """
         self._file.close()
-        kept = [line for line, row in _rows(self._path) if row["step"] <= step]
+        rows = list(_rows(self._path))
+        damaged = sum(row is None for _, row in rows)
+        if damaged:
+            aside = self._path.with_name(self._path.name + DAMAGED_SUFFIX)
+            atomic.write_bytes(aside, self._path.read_bytes())
+        kept = [line for line, row in rows if row is not None and row["step"] <= step]
         atomic.write_bytes(self._path, b"".join(kept))
         self._file = self._path.open("ab")
+        return damaged
 
     def close(self) -> None:
         """Close the file."""
@@ -89,8 +102,13 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The rows of a metrics.jsonl, oldest first, without a half-written last one."""
-    return [row for _, row in _rows(path)] if path.exists() else []
+    """The rows of a metrics.jsonl, oldest first, without a half-written last one and without damaged ones."""
+    return [row for _, row in _rows(path) if row is not None] if path.exists() else []
+
+
+def count_damaged(path: Path) -> int:
+    """How many lines of a metrics.jsonl `read_metrics` leaves out because they are not what was written."""
+    return sum(row is None for _, row in _rows(path)) if path.exists() else 0
 
 
 def held_out_line(rows: Sequence[Mapping[str, Any]]) -> str | None:
@@ -134,11 +152,23 @@ def cut_torn_line(path: Path) -> None:
             file.truncate(position)
 
 
-def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Whole lines and what they say; None for one that is not what `append` writes."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
-                yield line, json.loads(line)
+                yield line, _row(line)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    numbers = (row[name] for name in _NUMBERS if row.get(name) is not None)
+    return row if all(type(value) in (int, float) for value in numbers) else None
 
 
 def _short(value: float | None) -> str:

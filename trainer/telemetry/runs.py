@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config import strict_yaml
 from trainer.config.tree import leaves
 from trainer.errors import ConfigError, DataError
-from trainer.telemetry.records import METRICS_LOG, held_out_line, read_metrics
+from trainer.telemetry import atomic
+from trainer.telemetry.locks import is_held
+from trainer.telemetry.records import METRICS_LOG, count_damaged, held_out_line, read_metrics
+from trainer.telemetry.rundir import LOCK_FILE
 
 CONFIG_FILE = "config.resolved.yaml"
 _GIB = 1024**3
@@ -31,6 +33,8 @@ class Run:
     """(step, loss) of every validation."""
     figures: Mapping[str, str]
     """What the table of `trainer runs list` shows, by column."""
+    damaged_lines: int = 0
+    """Of its metrics; they are left out."""
 
 
 def labels(runs: Sequence[Run]) -> list[str]:
@@ -40,31 +44,42 @@ def labels(runs: Sequence[Run]) -> list[str]:
     return names if alone else [str(run.folder) for run in runs]
 
 
-def find_runs(folder: Path) -> list[Path]:
-    """Folders of runs: `folder` itself, else those below it by name. Raises ConfigError without any."""
-    found = [folder] if is_run(folder) else _below(folder, _DEEPEST) if folder.is_dir() else []
-    if not found:
+def find_runs(folder: Path, tell: Callable[[str], None]) -> list[Path]:
+    """Folders of runs: `folder` itself, else those below it by name. Raises ConfigError without any.
+
+    `tell` is told of each folder that may not be looked into.
+    """
+    try:
+        found = [folder] if is_run(folder) else _below(folder, _DEEPEST, tell) if folder.is_dir() else []
         what = "no run is in this folder" if folder.is_dir() else "no such folder"
+    except PermissionError:
+        found, what = [], "this user may not look into it"
+    if not found:
         remedy = f"name the output_dir of a run, or a folder of several; each has a {CONFIG_FILE}"
         raise ConfigError(what, where=str(folder), remedy=remedy)
     return found
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run wrote into this folder."""
+    """Whether a run wrote into this folder. Raises PermissionError where that may not be asked."""
     return (folder / CONFIG_FILE).is_file()
 
 
-def _below(folder: Path, depth: int) -> list[Path]:
+def _below(folder: Path, depth: int, tell: Callable[[str], None]) -> list[Path]:
     found: list[Path] = []
     for path in sorted(folder.iterdir()):
-        if path.is_dir() and not path.is_symlink():
-            found += [path] if is_run(path) else _below(path, depth - 1) if depth > 1 else []
+        try:
+            if path.is_dir() and not path.is_symlink():
+                found += [path] if is_run(path) else _below(path, depth - 1, tell) if depth > 1 else []
+        except PermissionError:
+            tell(f"{path}: this user may not look into it")
     return found
 
 
 def read_run(folder: Path) -> Run:
-    """The run of a folder; raises DataError where its files are damaged."""
+    """The run of a folder; raises DataError where its settings are damaged, StorageError where its losses
+    cannot be read.
+    """
     tree, problems = strict_yaml.read(folder / CONFIG_FILE)
     if tree is None or problems:
         raise DataError(problems or "the file is empty", where=str(folder / CONFIG_FILE))
@@ -73,10 +88,8 @@ def read_run(folder: Path) -> Run:
         node = tree.get(tuple(key.split(".")))
         if node is not None and not isinstance(node.value, dict | list):
             config[key] = "null" if node.value is None else str(node.value)
-    try:
-        rows = read_metrics(folder / METRICS_LOG)
-    except json.JSONDecodeError as error:
-        raise DataError(f"a line is no JSON ({error})", where=str(folder / METRICS_LOG)) from error
+    with atomic.reading_told(folder / METRICS_LOG):
+        rows, damaged = read_metrics(folder / METRICS_LOG), count_damaged(folder / METRICS_LOG)
     losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     held_out = [
         (row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None
@@ -87,6 +100,7 @@ def read_run(folder: Path) -> Run:
         losses=losses,
         held_out=held_out,
         figures=_figures(folder, config, rows),
+        damaged_lines=damaged,
     )
 
 
@@ -108,6 +122,8 @@ def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str
 
 
 def _state(folder: Path) -> str:
+    if is_held(folder / LOCK_FILE):
+        return "running"
     if any(folder.glob("lora/*.safetensors")) or any(folder.glob("model/**/*.safetensors")):
         return "finished"
     return "resumable" if any((folder / "checkpoints").glob("step-*")) else "begun"

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import enum
-import fcntl
 import json
 import logging
 import math
@@ -22,7 +21,7 @@ from pathlib import Path
 
 from trainer.config.secrets import redacted
 from trainer.errors import MEANING, ExitCode, StorageError
-from trainer.telemetry import atomic
+from trainer.telemetry import atomic, locks
 
 STATUS_FILE = "status.json"
 LOCK_FILE = "lock"
@@ -206,29 +205,9 @@ def was_killed(directory: Path, status: Status) -> bool:
     Its process is not found and nobody holds the lock of `directory`: where a process cannot be seen, as from
     outside of its container, the lock is.
     """
-    if status.exit_code is not None or status.phase is Phase.DONE or not _is_gone(status.pid):
+    if status.exit_code is not None or status.phase is Phase.DONE or locks.is_alive(status.pid):
         return False
-    try:
-        descriptor = os.open(directory / LOCK_FILE, os.O_RDONLY | os.O_CLOEXEC)
-    except OSError:
-        return False  # not ours to open, so not ours to judge
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(descriptor)
-    return True
-
-
-def _is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    except (OSError, OverflowError, TypeError):  # somebody else's, or no number of a process
-        return False
-    return False
+    return locks.is_held(directory / LOCK_FILE) is False
 
 
 def write_end(directory: Path, *, exit_code: int, cause: str) -> None:

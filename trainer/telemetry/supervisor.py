@@ -6,7 +6,6 @@ It knows nothing of training and never imports torch. The child beats by `Status
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import math
 import os
 import signal
@@ -22,7 +21,7 @@ from typing import TextIO
 import trainer
 from trainer.config.environment import LOOPBACK
 from trainer.errors import ConfigError, ExitCode, StorageError
-from trainer.telemetry import host, memory_floor, server, status, stop
+from trainer.telemetry import host, locks, memory_floor, server, status, stop
 from trainer.telemetry.metrics import METRICS_FILE
 from trainer.telemetry.status import (
     BUDGET_SECONDS,
@@ -36,7 +35,6 @@ from trainer.telemetry.status import (
 
 RUNTIME_DIR_VARIABLE = "TRAINER_RUNTIME_DIR"
 _TICK_SECONDS = 0.1
-_LOCK_TRIES = 3
 _SAME_KEY_SECONDS = 0.5
 _KILL_PATIENCE_SECONDS = 60.0
 _PAUSED_LOOKS = 10
@@ -74,11 +72,12 @@ def supervise(
     SIGTERM and SIGINT ask the child to save and end (75), a second SIGINT kills it (130). A child that is
     silent for two phase budgets, or does not end within the save budget after it was asked, is killed (74). A
     child that a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when the port or
-    the folder is taken.
+    the folder is taken, StoppedError when a run that was to end does not leave the folder.
     """
     runtime_dir.mkdir(parents=True, exist_ok=True)
     events = host.memory_events_path() if memory_events_path is None else memory_events_path
-    with _locked(runtime_dir) as lock, _signals() as received:
+    console = sys.stderr if console is None else console
+    with _holding(runtime_dir, console) as lock, _signals() as received:
         for name in (STATUS_FILE, METRICS_FILE):  # of the run before
             (runtime_dir / name).unlink(missing_ok=True)
         watch = _Watch(
@@ -87,7 +86,7 @@ def supervise(
             meminfo=meminfo_path,
             memory_events=events,
             limits=limits,
-            console=sys.stderr if console is None else console,
+            console=console,
         )
         # The first beat is ours, before the first question: a child that cannot even import is found out too.
         StatusWriter(runtime_dir).beat(Phase.LOAD)
@@ -116,8 +115,8 @@ def _serving(watch: _Watch, runtime_dir: Path, port: int | None, address: str) -
 
 
 def require_free(runtime_dir: Path) -> None:
-    """Raise ConfigError when another run has the folder now."""
-    with _locked(runtime_dir):
+    """Raise ConfigError when another run has the folder now, after waiting for one that ends."""
+    with _holding(runtime_dir, sys.stderr):
         pass
 
 
@@ -275,35 +274,29 @@ class _Watch:
         return self.child
 
     def _say(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a closed terminal or pipe must not end the run
-            print(f"supervisor: {text}", file=self._console, flush=True)
+        _print(text, self._console)
 
 
-@contextlib.contextmanager
-def _locked(runtime_dir: Path) -> Iterator[int]:
-    """Keep two runs out of one runtime folder; gives the lock's descriptor. Raises ConfigError."""
-    descriptor = os.open(runtime_dir / LOCK_FILE, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            _lock(descriptor)
-        except BlockingIOError as error:
-            raise ConfigError(
-                f"{runtime_dir} is used by another run, which may still be saving",
-                where=RUNTIME_DIR_VARIABLE,
-                remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
-            ) from error
-        yield descriptor
-    finally:
-        os.close(descriptor)
+def _print(text: str, console: TextIO) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal or pipe must not end the run
+        print(f"supervisor: {text}", file=console, flush=True)
 
 
-def _lock(descriptor: int) -> None:
-    """Take the lock; raises BlockingIOError where another run has it. `trainer health` only looks at it."""
-    for _ in range(_LOCK_TRIES):
-        with contextlib.suppress(BlockingIOError):
-            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        time.sleep(_TICK_SECONDS)
-    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+def _holding(runtime_dir: Path, console: TextIO) -> contextlib.AbstractContextManager[int]:
+    """Keep two runs out of one runtime folder; gives the lock's descriptor. Raises as `locks.holding`."""
+
+    def on_wait(text: str) -> None:
+        if text:
+            _print(text, console)
+
+    return locks.holding(
+        runtime_dir / LOCK_FILE,
+        supervisor=os.getpid(),
+        what=f"{runtime_dir} is used by another run",
+        where=RUNTIME_DIR_VARIABLE,
+        remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
+        on_wait=on_wait,
+    )
 
 
 @contextlib.contextmanager

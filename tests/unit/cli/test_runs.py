@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import fcntl
 import io
 import json
 from pathlib import Path
@@ -111,7 +112,8 @@ def test_a_falling_loss_falls_in_the_picture(folder: Path) -> None:
         (["runs", "list", "nowhere"], 78, "nowhere: no such folder"),
         (["runs", "list", "empty"], 78, "empty: no run is in this folder"),
         (["runs", "compare", "damaged"], 65, "config.resolved.yaml:1: not valid YAML"),
-        (["runs", "list", "torn"], 65, "metrics.jsonl: a line is no JSON"),
+        (["runs", "list", "torn"], 0, "warning: torn: 1 damaged lines of its metrics are left out"),
+        (["runs", "list", "damaged"], 65, "config.resolved.yaml:1: not valid YAML"),
         (["runs", "list", "begun", "--plot", "x.png"], 78, "no run has a loss yet"),
         (["runs", "list", "runs", "--plot", "empty"], 78, "--plot empty: it exists, and is no file"),
         (["runs", "list", "runs", "--plot", "begun/config.resolved.yaml/x.png"], 78, "a file stands where"),
@@ -131,3 +133,40 @@ def test_mistakes(
     Path("begun/metrics.jsonl").unlink()
     assert main(arguments) == code
     assert said in capsys.readouterr().err
+
+
+def test_a_damaged_run_does_not_hide_the_others(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    a_run(Path("runs/worse"), rank=1, losses=())
+    Path("runs/worse/config.resolved.yaml").write_text("]\n")
+    assert main(["runs", "list", "runs"]) == 0
+    told = capsys.readouterr()
+    assert [line.split()[0] for line in told.out.splitlines()] == ["run", "runs/more/two", "runs/one"]
+    assert "warning: runs/worse/config.resolved.yaml:1: not valid YAML" in told.err
+
+
+@pytest.mark.parametrize("locked", ["runs/more", "runs"])
+def test_a_folder_that_may_not_be_entered_is_told(
+    locked: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Path.is_file
+
+    def is_file(path: Path) -> bool:  # permission bits do not hold root
+        if str(path).startswith(f"{locked}/"):
+            raise PermissionError(13, "Permission denied", str(path))
+        return real(path)
+
+    monkeypatch.setattr(Path, "is_file", is_file)
+    code = main(["runs", "list", "runs"])
+    told = capsys.readouterr()
+    assert f"{locked}: this user may not look into it" in told.err
+    assert (code, "runs/one" in told.out) == ((0, True) if locked == "runs/more" else (78, False))
+
+
+def test_a_run_that_trains_is_running(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    lock = Path("runs/more/two/.lock")
+    with lock.open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        main(["runs", "list", "runs/more"])
+        assert capsys.readouterr().out.splitlines()[1].split()[3] == "running"
+    main(["runs", "list", "runs/more"])
+    assert capsys.readouterr().out.splitlines()[1].split()[3] == "resumable"

@@ -136,3 +136,29 @@ def test_a_file_that_somebody_took_is_not_kept(tmp_path: Path) -> None:
     assert best.read(tmp_path) is None
     best.keep(context(tmp_path), 2, record(2, 3.0))
     assert kept(tmp_path) == (2, 3.0)
+
+
+def test_what_was_kept_after_the_step_that_a_run_goes_on_from_is_removed(tmp_path: Path) -> None:
+    said: list[str] = []
+    run: Any = SimpleNamespace(**{**vars(context(tmp_path)), "say": said.append})
+    best.keep(run, 300, record(300, 1.0))
+    best.forget_after(run, 300)
+    assert kept(tmp_path) == (300, 1.0)
+    said.clear()
+    best.forget_after(run, 250)
+    assert list(tmp_path.iterdir()) == []
+    assert said == ["best/ was kept at step 300, which this run has not reached: removed"]
+
+
+@pytest.mark.parametrize("text", ["", '{"file": "x.saf', "[]", '{"file": "x.safetensors"}', '{"step": 1}'])
+def test_a_damaged_record_is_kept_aside_with_its_lora(tmp_path: Path, text: str) -> None:
+    said: list[str] = []
+    run: Any = SimpleNamespace(**{**vars(context(tmp_path)), "say": said.append})
+    best.keep(run, 1, record(1, 1.0))
+    (tmp_path / "best" / "best.json").write_text(text)
+    assert best.read(tmp_path) is None
+    best.restore(run)
+    assert (tmp_path / "best.damaged" / "x.safetensors").read_text() == "1"
+    assert "kept in best.damaged/" in said[-1]
+    best.keep(run, 2, record(2, 2.0))
+    assert best.read(tmp_path) is not None

@@ -45,6 +45,13 @@ def test_the_same_run_may_start_again(tmp_path: Path) -> None:
     resume.require_free_folder(context(tmp_path), FINGERPRINT)
 
 
+@pytest.mark.parametrize("text", ["", '{"seed": ', "[]"])
+def test_a_damaged_record_of_whose_results_these_are_is_told(tmp_path: Path, text: str) -> None:
+    finished(tmp_path, text)
+    with pytest.raises(ConfigError, match=r"run\.json: which run's results these are cannot be read"):
+        resume.require_free_folder(context(tmp_path), FINGERPRINT)
+
+
 def test_a_loss_before_the_first_step_is_no_result(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     metrics.write_text('{"step": 0, "validation_loss": 1.0}\n')

@@ -112,6 +112,19 @@ def test_a_fresh_start_keeps_nothing_and_can_be_read(tmp_path: Path) -> None:
     assert read(tmp_path) == ([(0, 0.5)], [])
 
 
+def test_damage_and_files_of_others_do_not_stop_a_resume(tmp_path: Path) -> None:
+    written(tmp_path, range(4)).close()
+    [path] = tmp_path.iterdir()
+    with path.open("ab") as file:
+        file.write(b"\xff" * 64)  # a record of 2^64 bytes
+    (tmp_path / "events.out.tfevents.copy.trainer").write_bytes(b"\x04" + b"\0" * 11 + b"\xff" * 8)
+    (tmp_path / "old tfevents").mkdir()
+    log = EventLog(tmp_path)
+    log.truncate_after(99)
+    (tmp_path / "old tfevents").rmdir()
+    assert [step for step, _ in read(tmp_path)[0]] == [0, 1, 2, 3]
+
+
 def test_nothing_to_cut(tmp_path: Path) -> None:
     EventLog(tmp_path / "new").truncate_after(3)
     assert list((tmp_path / "new").iterdir()) == []

@@ -75,3 +75,19 @@ def test_the_line_of_a_log_step() -> None:
     )
     cpu = dataclasses.replace(record(1), device_memory_peak_bytes=0)
     assert "peak" not in log.step_line(cpu, total=5)
+
+
+def test_a_full_disk_under_the_log_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "log.jsonl").symlink_to("/dev/full")
+    log.setup(tmp_path)
+    for step in range(3):
+        log.get("engine").info("step %d", step)
+    log.setup(None)
+    lines = capsys.readouterr().err.splitlines()
+    why = "cannot be written (No space left on device): the run goes on without"
+    assert [line for line in lines if "warning" in line] == [f"warning: {tmp_path / 'log.jsonl'} {why}"]
+    assert [line.split(" ", 1)[1] for line in lines if "warning" not in line] == [
+        "step 0",
+        "step 1",
+        "step 2",
+    ]

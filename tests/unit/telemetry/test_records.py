@@ -11,6 +11,7 @@ from trainer.telemetry.records import (
     MetricsLog,
     StepRecord,
     ValidationRecord,
+    count_damaged,
     cut_torn_line,
     held_out_line,
     read_metrics,
@@ -144,3 +145,31 @@ def test_only_what_follows_the_last_newline_is_cut(tmp_path: Path, before: bytes
     path.write_bytes(before)
     cut_torn_line(path)
     assert path.read_bytes() == after
+
+
+DAMAGED = (
+    b"\0" * 40,
+    b"[1, 2]",
+    b'{"step": 3, "lo',
+    b'{"loss": 1.0}',
+    b'{"step": "3"}',
+    b'{"step": 3, "loss": "x"}',
+)
+
+
+@pytest.mark.parametrize("line", DAMAGED)
+def test_damaged_lines_are_left_out_and_kept_beside(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    log = MetricsLog(path)
+    log.append(record(1))
+    log.append(record(2))
+    first, second = path.read_bytes().splitlines(keepends=True)
+    damaged = first + line + b"\n" + second
+    path.write_bytes(damaged)
+    assert steps(path) == [1, 2]
+    assert count_damaged(path) == 1
+    assert log.truncate_after(1) == 1
+    assert path.read_bytes() == first
+    assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged
+    assert log.truncate_after(1) == 0
+    log.close()

@@ -247,16 +247,18 @@ def test_a_child_whose_parent_was_killed_saves_and_ends(start: Start) -> None:
     wait_for(lambda: None if _alive(child) else True)
 
 
-def test_a_folder_stays_taken_while_an_orphan_saves(start: Start) -> None:
+def test_a_start_waits_for_an_orphan_that_saves(start: Start) -> None:
     slow = CHILD.replace('(folder / "saved")', 'time.sleep(3); (folder / "saved")')
     run = start(child=slow)
-    run.child()
+    orphan = run.child()
     run.process.kill()
-    code, errors = start().end()
-    assert not (run.directory / "saved").exists()
-    assert code == ExitCode.BAD_CONFIG
-    assert "may still be saving" in errors
-    wait_for(lambda: (run.directory / "saved").exists() or None)
+    second = start(child=CHILD.replace('"saved"', '"saved by the second"'))
+    wait_for(lambda: True if second.child() != orphan else None)
+    assert (run.directory / "saved").exists()
+    second.process.terminate()
+    code, errors = second.end()
+    assert code == ExitCode.STOPPED
+    assert "is used by another run, which is about to end: waiting for it" in errors
 
 
 def _alive(pid: int) -> bool:

@@ -1,0 +1,117 @@
+"""Folders that one run holds: refused while its supervisor lives, waited for when it is gone."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainer.errors import ConfigError, StoppedError
+from trainer.telemetry import locks
+
+
+def hold(path: Path, said: list[str], *, patience: float = 30.0, supervisor: int | None = None) -> Any:
+    return locks.holding(
+        path,
+        supervisor=supervisor or os.getpid(),
+        what="taken",
+        where="here",
+        remedy="wait",
+        on_wait=said.append,
+        patience_seconds=patience,
+    )
+
+
+def ended_pid() -> int:
+    done = subprocess.Popen([sys.executable, "-c", ""])
+    done.wait()
+    return done.pid
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(locks, "_LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(locks, "_PROBE_SECONDS", 0.05)
+
+
+def test_a_living_run_is_not_waited_for(tmp_path: Path) -> None:
+    said: list[str] = []
+    with (
+        hold(tmp_path / "lock", said),
+        pytest.raises(ConfigError, match="here: taken"),
+        hold(tmp_path / "lock", said),
+    ):
+        pass
+    assert not said
+    with hold(tmp_path / "lock", said):
+        assert locks.is_held(tmp_path / "lock") is True
+    assert locks.is_held(tmp_path / "lock") is False
+    assert locks.is_held(tmp_path / "absent") is None
+
+
+def test_a_lock_that_says_nothing_is_a_living_runs(tmp_path: Path) -> None:
+    with hold(tmp_path / "lock", []) as descriptor:
+        os.ftruncate(descriptor, 0)  # as 0.1.0 left it
+        with pytest.raises(ConfigError, match="taken"), hold(tmp_path / "lock", []):
+            pass
+
+
+@pytest.mark.parametrize("where", ["its supervisor is gone", "another machine", "another container"])
+def test_a_run_that_ends_is_waited_for(tmp_path: Path, where: str) -> None:
+    path, said, let_go = tmp_path / "lock", [], threading.Event()
+    entered = threading.Event()
+
+    def orphan() -> None:
+        with hold(path, []) as descriptor:
+            holder = json.loads(os.pread(descriptor, 4096, 0))
+            if where == "its supervisor is gone":
+                holder["supervisor"] = ended_pid()
+            else:
+                holder["boot" if where == "another machine" else "processes"] = "other"
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(holder).encode(), 0)
+            entered.set()
+            let_go.wait(30)
+
+    thread = threading.Thread(target=orphan)
+    thread.start()
+    entered.wait(30)
+    with pytest.raises(StoppedError, match="taken, and has not ended within"), hold(path, said, patience=0.2):
+        pass
+
+    class Telling(list[str]):
+        def append(self, text: str) -> None:
+            super().append(text)
+            if text:
+                let_go.set()
+
+    told = Telling()
+    with hold(path, told):
+        pass
+    thread.join()
+    assert [text for text in told if text] == ["taken, which is about to end: waiting for it"]
+
+
+def test_who_asks_for_a_moment_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "lock"
+    path.touch()
+    asked = os.open(path, os.O_RDONLY)
+    locks.fcntl.flock(asked, locks.fcntl.LOCK_SH)
+    monkeypatch.setattr(locks.time, "sleep", lambda seconds: os.close(asked))
+    with hold(path, []):
+        pass
+
+
+def test_a_link_is_not_followed(tmp_path: Path) -> None:
+    precious = tmp_path / "precious"
+    precious.write_text("mine")
+    (tmp_path / "lock").symlink_to(precious)
+    with pytest.raises(ConfigError, match="is a link, and is not followed"), hold(tmp_path / "lock", []):
+        pass
+    assert precious.read_text() == "mine"

@@ -1,0 +1,151 @@
+"""Floor 3: folders that one run holds, for as long as it or a child that inherited the lock lives.
+
+The kernel lets go of a lock when its last holder ends, however that ends; the file stays and says who held
+it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import ConfigError, StoppedError
+
+_PATIENCE_SECONDS = 120.0
+_LOOK_SECONDS = 0.2
+# `is_held` takes a lock for a moment
+_PROBE_SECONDS = 1.0
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_PROCESSES = Path("/proc/self/ns/pid")
+
+
+@contextlib.contextmanager
+def holding(
+    path: Path,
+    *,
+    supervisor: int,
+    what: str,
+    where: str,
+    remedy: str,
+    on_wait: Callable[[str], None],
+    patience_seconds: float = _PATIENCE_SECONDS,
+) -> Iterator[int]:
+    """Hold the lock file `path`; gives its descriptor. `supervisor` is the process that watches this run.
+
+    A holder whose supervisor is gone, or is another machine's, is about to end: it is waited for, and
+    `on_wait(text)` runs meanwhile, once with a text. Raises ConfigError with `what`, `where` and
+    `remedy` where its supervisor lives, StoppedError (resumable) when it does not end.
+    """
+    descriptor = _open(path, where)
+    try:
+        _take(descriptor, what, where, remedy, on_wait, patience_seconds)
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(_place() | {"supervisor": supervisor}).encode(), 0)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def is_held(path: Path) -> bool | None:
+    """Whether a process holds the lock file; None where that is not known."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    except OSError:
+        return None  # a file system without locks
+    finally:
+        os.close(descriptor)
+    return False
+
+
+def _open(path: Path, where: str) -> int:
+    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(path, flags, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ConfigError(
+            f"{path} is a link, and is not followed", where=where, remedy="remove it, and start again"
+        ) from error
+
+
+def _take(
+    descriptor: int,
+    what: str,
+    where: str,
+    remedy: str,
+    on_wait: Callable[[str], None],
+    patience_seconds: float,
+) -> None:
+    began = time.monotonic()
+    told = False
+    while not _locked(descriptor):
+        waited = time.monotonic() - began
+        if _may_live(_read(descriptor)):
+            if waited > _PROBE_SECONDS:
+                raise ConfigError(what, where=where, remedy=remedy)
+        elif waited > patience_seconds:
+            text = f"{what}, and has not ended within {patience_seconds:.0f} s"
+            raise StoppedError(text, where=where, remedy=remedy)
+        else:
+            tell = not told and waited > _PROBE_SECONDS
+            on_wait(f"{what}, which is about to end: waiting for it" if tell else "")
+            told = told or tell
+        time.sleep(_LOOK_SECONDS)
+
+
+def _locked(descriptor: int) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _may_live(holder: dict[str, Any] | None) -> bool:
+    """Whether the run that holds a lock may go on for long; one that nobody watches does not."""
+    if holder is None:
+        return True  # nothing is known of it
+    if any(holder.get(name) != value for name, value in _place().items()):
+        return False  # another machine's or container's: it was sent away, or this run would not be here
+    return is_alive(holder["supervisor"])
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process of this id exists here and has not ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    # "PID (name) STATE ...", and a name may hold brackets
+    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+
+
+def _read(descriptor: int) -> dict[str, Any] | None:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
+        return None
+    known = isinstance(holder, dict) and isinstance(holder.get("supervisor"), int)
+    return holder if known else None
+
+
+def _place() -> dict[str, str]:
+    """What makes process ids comparable: this boot of this machine, and its set of processes."""
+    try:
+        return {"boot": _BOOT_ID.read_text().strip(), "processes": str(_PROCESSES.readlink())}
+    except OSError:
+        return {"boot": "", "processes": ""}

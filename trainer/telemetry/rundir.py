@@ -1,0 +1,58 @@
+"""Floor 3: a run's folder: what a run writes there, and that none of it leads elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainer.errors import ConfigError, Problem
+
+LOCK_FILE = ".lock"
+"""Held by the process that trains in the folder."""
+_FOLDERS = ("checkpoints", "samples")
+"""Whose entries a run prunes."""
+_WRITTEN = frozenset(
+    (
+        *_FOLDERS,
+        LOCK_FILE,
+        "before_after.png",
+        "best",
+        "config.resolved.yaml",
+        "left_out.jsonl",
+        "log.jsonl",
+        "lora",
+        "metrics.jsonl",
+        "model",
+        "plan.json",
+        "run.json",
+        "tensorboard",
+        "wandb",
+        "wandb.id",
+    )
+)
+_MOST_TOLD = 10
+
+
+def require_no_links(run_dir: Path) -> None:
+    """Raise ConfigError where something that a run writes, cuts or removes is a symbolic link.
+
+    The folder itself may be one. A folder that was unpacked to go on with it must not reach other files.
+    """
+    links = sorted(_links(run_dir))
+    if not links:
+        return
+    problems = [Problem(what=f"a link to {path.readlink()}", where=str(path)) for path in links[:_MOST_TOLD]]
+    more = f" and {len(links) - _MOST_TOLD} more" if len(links) > _MOST_TOLD else ""
+    what = f"a run writes there, and does not follow links inside its folder{more}"
+    remedy = "put what they lead to in their place, or point output_dir to the other disk"
+    raise ConfigError([*problems, Problem(what=what, where=str(run_dir), remedy=remedy)])
+
+
+def _links(run_dir: Path) -> Iterator[Path]:
+    if not run_dir.is_dir():
+        return
+    for path in run_dir.iterdir():
+        if path.name in _WRITTEN and path.is_symlink():
+            yield path
+        elif path.name in _FOLDERS and path.is_dir():
+            yield from (inner for inner in path.glob("step-*") if inner.is_symlink())
