@@ -49,11 +49,14 @@ def plan(
     """Show every hardware decision with its source and reason, and the memory that the run will need."""
     from trainer.config.secrets import redacted
     from trainer.engine.continued import continued
+    from trainer.engine.data_rows import require_dataset, with_data
     from trainer.engine.planning import machine_facts, plan_run, requested_profile
     from trainer.hardware.render import environment_exports, plan_text, plan_to_json
 
+    require_dataset(dataset)
     loaded = continued(load_config(configs, overrides, dataset, output, presets, budget))
     decided = plan_run(loaded, machine_facts(facts_file), requested_profile())
+    decided = with_data(decided, loaded.config)
     if form == "json":
         click.echo(redacted(plan_to_json(decided)), nl=False)
     elif form == "export":

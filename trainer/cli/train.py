@@ -36,13 +36,15 @@ def train(
     from trainer.cli.measure import planned
     from trainer.config import environment
     from trainer.engine.continued import continued
+    from trainer.engine.data_rows import require_dataset, with_data
 
     stop_before_start()
-
+    require_dataset(dataset)
     loaded = continued(load_config(configs, overrides, dataset, output, presets, budget))
     port = environment.metrics_port()
     require_startable(loaded, port=port, writes_run=True)
     facts, plan = planned(loaded, probe=not no_probe)
+    plan = with_data(plan, loaded.config)
     print_plan(plan)
     return run_job(loaded, facts, plan, "train", port=port)
 
@@ -80,6 +82,7 @@ def cache(
     from trainer.cli.measure import planned
 
     stop_before_start()
+    require_dataset(dataset)
     loaded = load_config(configs, overrides, dataset, output, presets, budget)
     require_startable(loaded)
     facts, plan = planned(loaded, probe=False)

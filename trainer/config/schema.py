@@ -152,8 +152,8 @@ class DataSection(Section):
     cache_dir: UserPath | None = None
     """Where encoded samples are kept; TRAINER_CACHE_DIR, else the user's cache folder, when not given."""
     cache_in_memory: Toggle = "auto"
-    """Whether entries that were read from the disk stay in memory: `auto` while a share of it is free, true
-    all of them, or the run is refused."""
+    """Whether entries that were read from the disk stay in memory: `auto` an eighth of what the run leaves of
+    it, and none where it is the GPU's too; true all of them, or the run is refused."""
     on_bad_file: Literal["error", "skip"] = "error"
     """`skip` leaves out what cannot be used and lists it, in the log and in `left_out.jsonl` of the run."""
 
@@ -186,7 +186,7 @@ class TrainSection(Section):
 
     max_train_steps: Positive = 1500
     """Optimizer steps of the whole run."""
-    train_batch_size: Positive = 1
+    train_batch_size: Annotated[int, Field(ge=1, le=1_000_000)] = 1
     """The most images in one forward pass; those of a step that differ in shape take turns."""
     gradient_accumulation_steps: Positive = 1
     """An optimizer step learns from this many times train_batch_size images, drawn before they are parted."""

@@ -8,7 +8,6 @@ from collections import deque
 from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from trainer.data.cache import Cache
@@ -17,13 +16,10 @@ from trainer.engine.context import Context
 from trainer.engine.entries import Entries, load_batch
 from trainer.errors import OutOfMemoryError
 from trainer.families.protocol import Batch, Draw
-from trainer.hardware.host import read_memory
 
 # reading, random numbers and copies leave the interpreter to others: two threads make nearly twice as much
 _THREADS = 2
 _AHEAD = 4
-# entries of a run on which reading takes a large part of a step are small: this share holds them many times
-_KEPT_SHARE = 1 / 8
 _GIB = 1024**3
 
 
@@ -63,24 +59,18 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
 
 
 def keep_bytes(context: Context, entries: Entries) -> int:
-    """Room for entries that stay in memory, as `data.cache_in_memory` says.
+    """Room for entries that stay in memory, as the plan has it.
 
-    `auto`: a share of what is available now and the plan does not claim. The plan's claim is the device's
-    memory. It counts everywhere, because on some machines that is the host's; where it is large, steps are so
-    slow that reading costs nothing. Raises OutOfMemoryError where all of them are asked for and do not fit.
+    Raises OutOfMemoryError where all of them are asked for and do not fit.
     """
-    wanted = context.config.data.cache_in_memory
-    if wanted is False:
-        return 0
-    memory = read_memory(Path("/proc/meminfo"), Path("/sys/fs/cgroup"), Path("/proc/self/cgroup"))
-    if wanted == "auto":
-        return int(max(0, memory.available_bytes - context.plan.peak_bytes) * _KEPT_SHARE)
+    room = context.plan.keep_bytes
+    if context.config.data.cache_in_memory is not True:
+        return room
     needed = entries.cache.held_bytes({(one.kind, one.key) for one in entries.all()})
-    # it was asked for by name: beyond what is available now there is no share to keep for others
-    if needed > memory.available_bytes:
+    if needed > room:
         raise OutOfMemoryError(
             f"all entries of the cache take {needed / _GIB:.2f} GiB in memory, "
-            f"{memory.available_bytes / _GIB:.2f} GiB are available",
+            f"the plan leaves {room / _GIB:.2f} GiB for them",
             where="data.cache_in_memory",
             remedy="write auto: what does not fit is read from the disk",
         )

@@ -18,31 +18,29 @@ _SMALLEST_8BIT = 4096
 
 def build(kind: str, values: Values, train: TrainSection) -> torch.optim.Optimizer:
     """The optimizer of a plan over these values."""
-    beta_2, weight_decay = second_beta_and_decay(train, kind)
-    decided = {"adam_beta2": beta_2, "weight_decay": weight_decay}
-    return _BUILD[kind](values, train.model_copy(update=decided))
+    return _BUILD[kind](values, train, *second_beta_and_decay(train, kind))
 
 
-def _fused(values: Values, train: TrainSection) -> torch.optim.Optimizer:
+def _fused(values: Values, train: TrainSection, beta_2: float, decay: float) -> torch.optim.Optimizer:
     return torch.optim.AdamW(
         list(values),
         lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
+        betas=(train.adam_beta1, beta_2),
         eps=train.adam_epsilon,
-        weight_decay=train.weight_decay,
+        weight_decay=decay,
         fused=True,
     )
 
 
-def _compensated(values: Values, train: TrainSection) -> torch.optim.Optimizer:
+def _compensated(values: Values, train: TrainSection, beta_2: float, decay: float) -> torch.optim.Optimizer:
     from optimi import AdamW
 
     optimizer: torch.optim.Optimizer = AdamW(
         list(values),
         lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
+        betas=(train.adam_beta1, beta_2),
         eps=train.adam_epsilon,
-        weight_decay=train.weight_decay,
+        weight_decay=decay,
         kahan_sum=True,
         # one kernel a tensor; foreach would hold copies of all of them at once
         triton=values[0].device.type == "cuda",
@@ -51,21 +49,21 @@ def _compensated(values: Values, train: TrainSection) -> torch.optim.Optimizer:
     return optimizer
 
 
-def _in_8_bits(values: Values, train: TrainSection) -> torch.optim.Optimizer:
+def _in_8_bits(values: Values, train: TrainSection, beta_2: float, decay: float) -> torch.optim.Optimizer:
     from bitsandbytes.optim.adamw import AdamW8bit
 
     optimizer: torch.optim.Optimizer = AdamW8bit(
         list(values),
         lr=train.learning_rate,
-        betas=(train.adam_beta1, train.adam_beta2),
+        betas=(train.adam_beta1, beta_2),
         eps=train.adam_epsilon,
-        weight_decay=train.weight_decay,
+        weight_decay=decay,
         min_8bit_size=_SMALLEST_8BIT,
     )
     return optimizer
 
 
-def _prodigy(values: Values, train: TrainSection) -> torch.optim.Optimizer:
+def _prodigy(values: Values, train: TrainSection, beta_2: float, decay: float) -> torch.optim.Optimizer:
     import contextlib
     import io
 
@@ -76,16 +74,16 @@ def _prodigy(values: Values, train: TrainSection) -> torch.optim.Optimizer:
         optimizer: torch.optim.Optimizer = Prodigy(
             list(values),
             lr=train.learning_rate,
-            betas=(train.adam_beta1, train.adam_beta2),
+            betas=(train.adam_beta1, beta_2),
             eps=train.adam_epsilon,
-            weight_decay=train.weight_decay,
+            weight_decay=decay,
             use_bias_correction=True,
             safeguard_warmup=train.lr_warmup_steps > 0,
         )
     return optimizer
 
 
-_BUILD: Mapping[str, Callable[[Values, TrainSection], torch.optim.Optimizer]] = {
+_BUILD: Mapping[str, Callable[[Values, TrainSection, float, float], torch.optim.Optimizer]] = {
     "adamw_fused_fp32": _fused,
     "adamw_kahan_bf16": _compensated,
     "adamw_8bit": _in_8_bits,

@@ -69,6 +69,8 @@ class Plan:
     vae_tiling: bool
     tf32: bool
     pin_memory: bool
+    keep_bytes: int
+    """Host memory in which encoded samples that were read may stay."""
     loader: str
     """`safetensors`, `fastsafetensors`, or `auto`: decided for each file by where its bytes are."""
     optimizer: str

@@ -18,6 +18,7 @@ from trainer.hardware import (
     choices,
     compatibility,
     fit,
+    keeping,
     memory,
     optimizers,
     swapping,
@@ -28,7 +29,7 @@ from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.host import WSL_SPILLS
 from trainer.hardware.nearest import nearest_fit
-from trainer.hardware.plan import Decision, Plan
+from trainer.hardware.plan import Decision, MemoryRow, Plan
 from trainer.hardware.profiles import Profile
 
 # share of the time a sample that smaller micro-batches must come below
@@ -193,6 +194,12 @@ class _Decided:
         return self.chosen.milliseconds / self.situation.config.train.train_batch_size
 
     @property
+    def keeping(self) -> keeping.Keeping:
+        """What encoded samples may take of host memory."""
+        host = memory.total(memory.host_rows(self.chosen.storage, self.geometry))
+        return keeping.keeping(self.situation, self.limit, self.chosen.peak_bytes, host)
+
+    @property
     def how(self) -> str:
         """The storage of the base, and whether blocks are recomputed, in words."""
         storage = self.chosen.storage
@@ -254,6 +261,9 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
     profile, train = situation.profile, situation.config.train
     chosen, storage = decided.chosen, decided.chosen.storage
     host = memory.host_rows(storage, geometry)
+    kept = decided.keeping.bytes
+    if host and kept:
+        host += (MemoryRow(name="data", bytes=kept, detail="encoded samples that were read, at most"),)
     return Plan(
         profile=profile.name,
         device=profile.device,
@@ -275,6 +285,7 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
         vae_tiling=storage.tiling,
         tf32=decided.tf32.value == "on",
         pin_memory=profile.pin_memory,
+        keep_bytes=kept,
         loader=decided.loader.value,
         optimizer=decided.optimizer.value,
         environment=decided.variables.values,
@@ -304,6 +315,7 @@ def _rows(
     yield from optimizers.rows(situation, decided.optimizer.value)
     yield from _policies(situation.profile)
     yield from decided.variables.rows
+    yield decided.keeping.decision
     yield batching.time_row(decided.step_milliseconds, config, situation.gpu)
     yield _row("caching", memory.gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
     yield _row("disk", memory.gib(disk), "auto", f"{checkpoints} in output_dir, and the final files")
@@ -312,9 +324,13 @@ def _rows(
 
 
 def _disk(config: RunConfig, chosen: fit.Outcome, geometry: Geometry) -> tuple[str, int]:
-    """Scheduled checkpoints that exist at one time, in words, and the bytes of everything."""
-    scheduled = config.train.max_train_steps // config.checkpoint.checkpointing_steps
-    count = min(config.checkpoint.checkpoints_total_limit + 1, scheduled)
+    """Checkpoints that exist at one time, in words, and the bytes of everything."""
+    steps, every = config.train.max_train_steps, config.checkpoint.checkpointing_steps
+    saved = steps // every
+    # the last step is saved too, but not by a full fine-tune that was told to write no checkpoints
+    if steps % every and (config.method == "lora" or saved):
+        saved += 1
+    count = min(config.checkpoint.checkpoints_total_limit + 1, saved)
     # the best one's, and what is to take its place
     copies = 3 if keeps_best(config) else 1
     size = memory.disk_bytes(chosen.storage, geometry, checkpoints=count, copies=copies)

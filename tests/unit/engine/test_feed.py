@@ -65,7 +65,7 @@ def context() -> Any:
         dtype=torch.bfloat16,
         config=SimpleNamespace(train=train, data=data),
         plan=SimpleNamespace(
-            pin_memory=False, peak_bytes=0, micro_batch_size=BATCH, accumulation_steps=ACCUMULATION
+            pin_memory=False, keep_bytes=2**30, micro_batch_size=BATCH, accumulation_steps=ACCUMULATION
         ),
     )
 
@@ -141,20 +141,13 @@ def feeding() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("feed")]
 
 
-def test_room_is_a_share_of_what_the_plan_leaves(
-    context: Any, entries: Entries, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(feed, "read_memory", lambda *paths: SimpleNamespace(available_bytes=9000))
-    for claimed, room in ((0, 1125), (1000, 1000), (9000, 0), (50_000, 0)):
-        context.plan.peak_bytes = claimed
+def test_room_is_what_the_plan_has(context: Any, entries: Entries) -> None:
+    for room in (0, 1125):
+        context.plan.keep_bytes = room
         assert feed.keep_bytes(context, entries) == room
 
 
-def test_all_entries_stay_in_memory_or_none(
-    context: Any, entries: Entries, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    context.config.data.cache_in_memory = False
-    assert feed.keep_bytes(context, entries) == 0
+def test_all_entries_stay_in_memory_where_that_is_asked_for(context: Any, entries: Entries) -> None:
     context.config.data.cache_in_memory = True
     room = feed.keep_bytes(context, entries)
     cache = Cache(entries.cache.directory, "flux1_dev", keep_bytes=room)
@@ -165,12 +158,10 @@ def test_all_entries_stay_in_memory_or_none(
     assert all(cache.read(kind, name) for kind, name in wanted)
 
 
-def test_entries_that_cannot_all_stay_are_refused(
-    context: Any, entries: Entries, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_entries_that_cannot_all_stay_are_refused(context: Any, entries: Entries) -> None:
     context.config.data.cache_in_memory = True
-    monkeypatch.setattr(feed, "read_memory", lambda *paths: SimpleNamespace(available_bytes=9000))
-    with pytest.raises(OutOfMemoryError, match=r"all entries .* GiB are available") as caught:
+    context.plan.keep_bytes = 9000
+    with pytest.raises(OutOfMemoryError, match=r"all entries .* GiB for them") as caught:
         feed.keep_bytes(context, entries)
     assert caught.value.problems[0].where == "data.cache_in_memory"
 
