@@ -79,8 +79,8 @@ def cache(
 ) -> int:
     """Encode images and captions ahead of a run; `train` then starts at once."""
     from trainer.cli.jobs import require_startable, run_job, stop_before_start
-    from trainer.engine.data_rows import require_dataset
     from trainer.cli.measure import planned
+    from trainer.engine.data_rows import require_dataset
 
     stop_before_start()
     require_dataset(dataset)
