@@ -10,8 +10,21 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.contract.runs import LORA_CASES, Job, Workshop, different, files, steps_saved
-from trainer.errors import ConfigError, DivergedError
+from tests.contract.runs import (
+    LORA_CASES,
+    Job,
+    KilledError,
+    ToldStatus,
+    Workshop,
+    different,
+    dying_after,
+    files,
+    numbers,
+    steps_saved,
+)
+from trainer.engine.entries import list_entries
+from trainer.errors import ConfigError, DataError, DivergedError
+from trainer.telemetry.status import Phase
 
 CASE = LORA_CASES[0]
 QUICK = (
@@ -185,3 +198,62 @@ def test_a_run_that_diverges_reads_its_checkpoint_before_it_recommends_it(
     with pytest.raises(DivergedError) as caught:
         workshop.job(CASE, folder, *LONGER).train()
     assert "the checkpoint of step 4 cannot be used: the checksum of weights-" in str(caught.value)
+
+
+MEASURED = (
+    "train.max_train_steps=4",
+    "validation.every_steps=2",
+    "validation.held_out=1",
+    "validation.prompts=[]",
+    "checkpoint.checkpointing_steps=2",
+)
+
+
+def test_entries_that_are_damaged_late_are_all_found_and_lose_no_line(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    cache = Path(shutil.copytree(workshop.cache, tmp_path / "cache"))
+    straight = workshop.job(CASE, tmp_path / "straight", *MEASURED, cache=cache)
+    straight.train()
+    damaged: list[Path] = []
+
+    def damage_late(phase: Phase, step: int | None, item_done: bool) -> None:
+        if phase is Phase.TRAIN and item_done and step == 4 and not damaged:
+            held = list_entries(job.context, job.samples.held_out)
+            trained = list_entries(job.context, job.samples.training)
+            keys = [*held.latents, trained.latents[0], trained.texts[1]]
+            damaged.extend(held.cache.path(entry.kind, entry.key) for entry in keys)
+            for path in damaged:
+                flip(path)
+
+    folder = tmp_path / "run"
+    job = workshop.job(CASE, folder, *MEASURED, cache=cache, status=ToldStatus(folder, damage_late))
+    with pytest.raises(DataError) as caught:
+        job.train()
+    assert {problem.where for problem in caught.value.problems} == {str(path) for path in damaged}
+    assert len(damaged) == 3
+    assert not any(path.exists() for path in damaged)
+    assert steps_saved(job.folder)[-1] == "step-000004"
+    again = workshop.job(CASE, folder, *MEASURED, cache=cache)
+    again.train()
+    assert any(line.endswith(" 3 encoded") for line in again.said)
+    expected = numbers(straight.folder)
+    measured_late = {"step": 4, "validation_loss": expected[-1].pop("validation_loss")}
+    assert numbers(again.folder) == [*expected, measured_late]
+    last = [line for line in straight.said if line.startswith("held-out loss") and "->" in line]
+    assert last and last == [line for line in again.said if line.startswith("held-out loss") and "->" in line]
+    assert not different(files(again.folder, "lora/*"), files(straight.folder, "lora/*"))
+
+
+def test_the_best_of_a_future_that_did_not_happen_is_removed(workshop: Workshop, tmp_path: Path) -> None:
+    options = ("train.max_train_steps=6", *MEASURED[1:], "checkpoint.checkpointing_steps=3")
+    folder = tmp_path / "run"
+    with pytest.raises(KilledError):
+        workshop.job(CASE, folder, *options, status=dying_after(folder, 5)).train()
+    assert json.loads((folder / "run" / "best" / "best.json").read_text())["step"] == 4
+    with pytest.raises(KilledError):
+        job = workshop.job(CASE, folder, *options, status=dying_after(folder, 4))
+        job.train()
+    assert "resumed from step-000003" in job.said
+    assert "best/ was kept at step 4, which this run has not reached: removed" in job.said
+    assert not (folder / "run" / "best").exists()

@@ -14,7 +14,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -116,6 +116,24 @@ class Cache:
                 self._room_bytes -= size
                 self._kept[kind, key] = tensors
         return tensors
+
+    def remove_damaged(
+        self, entries: Iterable[tuple[str, str]], on_entry: Callable[[], None]
+    ) -> list[DamagedEntryError]:
+        """Read these entries, (kind, key), and remove the damaged ones; `on_entry` runs before each, and may
+        raise. Gives an error for each that is damaged or gone.
+        """
+        found = []
+        for kind, key in entries:
+            on_entry()
+            try:
+                problem = self.damage(kind, key, thorough=True)
+            except FileNotFoundError as error:
+                found.append(self._damaged(kind, key, error))
+                continue
+            if problem is not None:
+                found.append(self._damaged(kind, key, DamagedFileError(problem)))
+        return found
 
     def write(self, kind: str, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
         """Write an entry atomically; equal tensors give equal bytes. Raises StorageError, ConfigError."""

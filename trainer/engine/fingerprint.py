@@ -14,6 +14,7 @@ from trainer.config.schema import FlowSection, LoraSection, RunConfig
 from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.entries import data_fingerprint
+from trainer.hardware.optimizers import second_beta_and_decay
 
 SAMPLE_ORDER = "drawn by the step"
 """How samples become steps; up to 0.1.0 they waited for others of equal shape, which made up a step."""
@@ -108,6 +109,10 @@ def _weights(context: Context) -> str:
     return " ".join(filter(None, (context.source.weights, plan.weights, plan.modulation)))
 
 
+def _beta_2_and_decay(context: Context) -> tuple[float, float]:
+    return second_beta_and_decay(context.config.train, context.plan.optimizer)
+
+
 _DATA_KEYS = tuple(f"data.{name}" for name in ("sets", "resolution", "trigger_word", "on_bad_file"))
 
 REFUSED: tuple[Row, ...] = (
@@ -159,7 +164,10 @@ TOLD: tuple[Row, ...] = (
         _config(f"train.{key}")
         for key in ("lr_scheduler", "lr_warmup_steps", "lr_num_cycles", "lr_power", "max_grad_norm")
     ),
-    *(_config(f"train.{key}") for key in ("weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon")),
+    *(_config(f"train.{key}") for key in ("adam_beta1", "adam_epsilon")),
+    # `auto` is decided by the optimizer
+    _plan("train.adam_beta2", ("train.adam_beta2",), lambda context: str(_beta_2_and_decay(context)[0])),
+    _plan("train.weight_decay", ("train.weight_decay",), lambda context: str(_beta_2_and_decay(context)[1])),
     _plan("device", (), lambda context: context.plan.device),
     _plan("attention", ("features.attention",), lambda context: context.plan.attention),
     _plan("compile", ("features.compile",), lambda context: str(context.plan.compile)),

@@ -65,7 +65,7 @@ class Journal:
         self.metrics.write()
 
     def log_validation(self, record: ValidationRecord) -> None:
-        """Record the held-out loss before the first step."""
+        """Record a held-out loss on a line of its own."""
         self.metrics_log.append(record)
         self.events.validation(record)
         if self.tracker is not None:

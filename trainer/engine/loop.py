@@ -34,7 +34,7 @@ from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedEr
 from trainer.families.protocol import Batch, Draw
 from trainer.modeling.seeds import seeded
 from trainer.telemetry.progress import Progress, progress
-from trainer.telemetry.records import ValidationRecord
+from trainer.telemetry.records import METRICS_LOG, ValidationRecord, read_metrics
 from trainer.telemetry.status import Phase
 
 _T = TypeVar("_T")
@@ -99,6 +99,8 @@ def train(run: Run, state: State) -> None:
     try:
         if state.step == 0:
             _validate_before_training(run)
+        elif _owes_validation(run, state):
+            _validate_late(run, state)
         if state.step == 0 or _owes_preview(run, state):
             _preview(run, state)
         with progress(total, "training", start=state.step) as bar:
@@ -222,8 +224,13 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
     """Log, preview, validate and save where this step is due for it."""
     config = run.context.config
     last = state.step == config.train.max_train_steps
-    due_validation = state.step % config.validation.every_steps == 0 or last
-    validation = _untimed(run, lambda: _validate(run, state.step)) if due_validation else None
+    try:
+        due = _validation_is_due(run, state)
+        validation = _untimed(run, lambda: _validate(run, state.step)) if due else None
+    except DataError:
+        # the step is saved now, so that no later process can write its line
+        bar.advance(1, text=_log(run, state, None))
+        raise
     if state.step % config.train.log_every_steps == 0 or last or validation is not None:
         bar.advance(1, text=_log(run, state, validation))
     else:
@@ -253,6 +260,27 @@ def _validate_before_training(run: Run) -> None:
     if record is not None:
         run.journal.log_validation(record)
         run.context.say(f"held-out loss before the first step: {record.validation_loss:.4f}")
+
+
+def _validation_is_due(run: Run, state: State) -> bool:
+    config = run.context.config
+    return state.step % config.validation.every_steps == 0 or state.step == config.train.max_train_steps
+
+
+def _owes_validation(run: Run, state: State) -> bool:
+    """Whether the run ended because the held-out samples of its checkpoint's step could not be read."""
+    if run.held_out is None or not _validation_is_due(run, state):
+        return False
+    rows = read_metrics(run.context.run_dir / METRICS_LOG)
+    return not any(row["step"] == state.step and "validation_loss" in row for row in rows)
+
+
+def _validate_late(run: Run, state: State) -> None:
+    """The held-out loss of the checkpoint's step, on a line of its own."""
+    record = _validate(run, state.step)
+    if record is not None:
+        run.journal.log_validation(record)
+        run.context.say(f"held-out loss of step {state.step}, measured now: {record.validation_loss:.4f}")
 
 
 def _keeps_last_step(run: Run) -> bool:

@@ -237,6 +237,9 @@ class Updater:
         if self.kind == "adamw_kahan_bf16":
             for group in plain["param_groups"]:
                 group.update(setup=True, kahan_sum=True, step=torch.tensor(steps_applied, dtype=torch.int32))
+            for entry in entries.values():
+                # None for fp32 parameters, which is not saved; without the key optimi zeroes both moments
+                entry.setdefault("kahan_comp", None)
         else:
             for entry in entries.values():
                 entry["step"] = torch.tensor(float(steps_applied))

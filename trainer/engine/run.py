@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from trainer.config.secrets import redacted
-from trainer.data.cache import prune
+from trainer.data.cache import DamagedEntryError, prune
 from trainer.engine import best, checkpoint, loop, proof, resume
 from trainer.engine.build import build, load_base
 from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
@@ -107,7 +108,8 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         recorded_settings=start.settings,
     )
     with journal:
-        loop.train(run, state)
+        with _damage_found_at_once(context, entries, held_out):
+            loop.train(run, state)
         context.status.beat(Phase.SAVE)
         journal.phase(Phase.SAVE)
         with loop.beside_training(run):
@@ -120,6 +122,34 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         _say_held_out(run)
         journal.phase(Phase.DONE)
         context.say(summary)
+
+
+@contextlib.contextmanager
+def _damage_found_at_once(
+    context: Context, entries: Entries, held_out: HeldOut | None
+) -> Generator[None, None, None]:
+    """Where one entry of the cache is damaged, look at all others too: they would end a start each."""
+    try:
+        yield
+    except DamagedEntryError as first:
+        every = [*entries.all(), *(held_out.entries.all() if held_out is not None else ())]
+        keys = sorted({(entry.kind, entry.key) for entry in every})
+        context.say(f"a cache entry is damaged: reading all {len(keys)} to find others")
+
+        def on_entry() -> None:
+            context.stop.raise_if_requested()
+            context.status.beat(Phase.CACHE)
+
+        # the first one was removed when it was read, so it is found again, as gone
+        others = [
+            problem
+            for error in entries.cache.remove_damaged(keys, on_entry)
+            for problem in error.problems
+            if problem.where not in {known.where for known in first.problems}
+        ]
+        if not others:
+            raise
+        raise DamagedEntryError([*first.problems, *others]) from first
 
 
 def _outputs_before(context: Context, model: Any) -> list[torch.Tensor] | None:

@@ -65,6 +65,28 @@ def test_five_steps_and_a_resume_equal_ten(kind: str, dtype: torch.dtype) -> Non
     )
 
 
+def test_weights_that_a_bf16_model_keeps_in_fp32_resume_to_the_bit() -> None:
+    def mixed() -> dict[str, torch.nn.Parameter]:
+        held = parameters(torch.bfloat16)
+        return held | {"norm.w": torch.nn.Parameter(torch.ones(4, 8))}
+
+    straight, resumed = mixed(), mixed()
+    updater = Updater(straight, TrainSection(), "adamw_kahan_bf16")
+    for step in range(10):
+        gradients(straight, step)
+        updater.step(1e-3, torch.tensor(1.0))
+        if step == 4:
+            weights = {name: value.clone() for name, value in updater.weights().items()}
+            state = {name: value.clone() for name, value in updater.state().items()}
+    again = Updater(resumed, TrainSection(), "adamw_kahan_bf16")
+    again.load(weights, state, 5)
+    for step in range(5, 10):
+        gradients(resumed, step)
+        again.step(1e-3, torch.tensor(1.0))
+    for name in straight:
+        assert torch.equal(straight[name], resumed[name]), name
+
+
 @pytest.mark.parametrize(("kind", "dtype"), KINDS)
 @pytest.mark.parametrize("broken", ["gradient", "loss"])
 def test_a_step_that_is_not_finite_changes_nothing(kind: str, dtype: torch.dtype, broken: str) -> None:
