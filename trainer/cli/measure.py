@@ -40,8 +40,11 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
         click.echo(f"{error.problems[0].what}: measured again", err=True)
         facts, kinds = _without_failed(facts), KINDS
         plan = plan_run(loaded, facts, profile)
-    if not (probe and plan.device == "cuda" and kinds):
+    if not (probe and plan.device == "cuda"):
         return facts, plan
+    if features.loader == "auto":
+        facts = measure_reading(loaded, facts, plan)
+        plan = plan_run(loaded, facts, profile)
     unsettled: set[tuple[str, str, str]] = set()
     for _ in range(_MOST_PROBES):
         measured = measure_kernels(loaded, facts, plan, kinds, unsettled)
@@ -62,21 +65,61 @@ def measured_anew(loaded: Loaded, facts: Facts) -> Facts:
     from trainer.hardware.choices import KernelsFailedError
     from trainer.hardware.verdicts import merged
 
-    fresh = dataclasses.replace(facts, verdicts=())
+    fresh, profile = dataclasses.replace(facts, verdicts=()), requested_profile()
+    plan = plan_run(loaded, fresh, profile)
     unsettled: set[tuple[str, str, str]] = set()
     for _ in range(_MOST_PROBES):
-        try:
-            plan = plan_run(loaded, fresh, requested_profile())
-        except KernelsFailedError as error:
-            if not fresh.verdicts:
-                raise
-            click.echo(f"warning: {error}", err=True)
-            break
         measured = measure_kernels(loaded, fresh, plan, KINDS, unsettled)
         if measured == fresh:
             break
         fresh = measured
+        try:
+            plan = plan_run(loaded, fresh, profile)
+        except KernelsFailedError as error:
+            click.echo(f"warning: {error}", err=True)
+            break
+    if plan.device == "cuda":
+        facts = measure_reading(loaded, facts, plan, anew=True)
     return dataclasses.replace(facts, verdicts=merged(facts.verdicts, fresh.verdicts))
+
+
+def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = False) -> Facts:
+    """The facts with rates of both loaders on the disk of the run's base model, where they can be measured.
+
+    Once for each disk, and with `anew` again, then also saying why not.
+    """
+    import dataclasses
+
+    from trainer import families
+    from trainer.cli.jobs import child_environment
+    from trainer.config import environment
+    from trainer.engine.planning import weights_folder
+    from trainer.engine.probe_reading import largest, probe_reading
+    from trainer.hardware import loading
+    from trainer.hardware.verdicts import FILE_NAME, write_readings
+    from trainer.hardware.weight_files import weight_files
+    from trainer.modeling.source import local_folder
+
+    base, family = local_folder(loaded.config), families.get(loaded.config.family)
+    disk = loading.disk_of(weights_folder(family, base))
+    if loading.was_measured(facts, disk) and not anew:
+        return facts
+    file = largest(weight_files(base / family.trained_component).files) if base and disk else None
+    obstacle = loading.unmeasured(facts, disk) or ("" if file else "its files are small")
+    if obstacle or file is None:
+        if anew:
+            click.echo(f"reading the base model is not measured: {obstacle}", err=True)
+        return facts
+    click.echo(f"measuring once how {file.name} is read from {disk}", err=True)
+    found, trouble = probe_reading(file, disk, child_environment(plan, facts))
+    for row in found:
+        click.echo(f"  {row.loader}, {row.state}: {row.gib_per_second:.2f} GiB/s", err=True)
+    if trouble:
+        click.echo(f"  ended early: {trouble}", err=True)
+    if found and not write_readings(environment.user_cache_dir() / FILE_NAME, facts, found):
+        click.echo("  these cannot be kept: they will be measured again", err=True)
+    others = tuple(row for row in facts.readings if row.disk != disk or not found)
+    return dataclasses.replace(facts, readings=(*others, *found))
 
 
 def measure_kernels(

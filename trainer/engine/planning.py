@@ -16,15 +16,17 @@ from trainer.engine.base_check import check_base
 from trainer.engine.base_rows import base_rows
 from trainer.engine.geometry import run_geometry, run_shape, trained_config
 from trainer.errors import TrainerError
-from trainer.families.protocol import AttentionShape
+from trainer.families.protocol import AttentionShape, Family
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
+from trainer.hardware.loading import disk_of
 from trainer.hardware.machine import read_facts
 from trainer.hardware.plan import Decision, Plan
 from trainer.hardware.preflight import require_memory_kind
 from trainer.hardware.profiles import select
 from trainer.hardware.resolve import dtype_of, resolve
 from trainer.hardware.swapping import NO_OFFLOAD
+from trainer.hardware.weight_files import weight_files
 from trainer.modeling.source import is_repository, local_folder, prepare
 
 
@@ -51,8 +53,7 @@ def plan_run(
     `find_model` says where the base model is on this disk; `local_folder` if not given. Raises ConfigError
     (78) for a profile that does not exist and for an adapter on layers that the model has none of,
     HardwareError (69) where the machine cannot do it, AccessError (77) where the base model is a folder that
-    is not there. UNIFIED_MEMORY, DISABLE_CPU_OFFLOAD and PYTORCH_ALLOC_CONF of this process's environment are
-    obeyed.
+    is not there. UNIFIED_MEMORY, DISABLE_CPU_OFFLOAD and PYTORCH_ALLOC_CONF are obeyed.
     """
     unified, no_offload = environment.switch("UNIFIED_MEMORY"), environment.switch(NO_OFFLOAD)
     config, sources = loaded.config, loaded.sources
@@ -86,9 +87,16 @@ def plan_run(
         changed_by=changed_by,
         offload=not no_offload,
         environ=environment.snapshot(),
+        disk=disk_of(weights_folder(family, folder)),
     )
     rows = base_rows(family, config, folder) if downloads else ()
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
+
+
+def weights_folder(family: Family, folder: Path | None) -> Path | None:
+    """Where the trained component's weight files lie: in the hub's cache they are links. None without any."""
+    files = () if folder is None else weight_files(folder / family.trained_component).files
+    return files[0].resolve().parent if files else None
 
 
 def prepare_base(loaded: Loaded) -> None:

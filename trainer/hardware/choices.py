@@ -48,6 +48,8 @@ class Situation:
     sources: Mapping[str, str]
     environ: Mapping[str, str] = field(default_factory=dict)
     """The environment of the command."""
+    disk: str = ""
+    """The file system that the base model's files lie on; empty where they are not here."""
 
     @property
     def on_gpu(self) -> bool:
@@ -354,25 +356,6 @@ def _graphs_obstacle(situation: Situation, geometry: Geometry, storage: Storage)
 
 def _whole(number: float) -> str:
     return f"{number:,.0f}".replace(",", " ")
-
-
-def loader(situation: Situation) -> Decision:
-    """What reads the base model; raises HardwareError for fastsafetensors that cannot be had."""
-    asked, package = situation.config.features.loader, "fastsafetensors"
-    obstacle = "" if package in situation.facts.packages else f"{package} is not installed"
-    if not situation.on_gpu:
-        obstacle = "it reads into GPU memory, and there is none"
-    if asked == package and obstacle:
-        raise situation.refuse("features.loader", obstacle, "leave features.loader out")
-    if asked != "auto":
-        source = situation.source("features.loader")
-        return Decision(feature="loader", value=asked, source=source, reason="as written")
-    if not situation.on_gpu:
-        return Decision(
-            feature="loader", value="safetensors", source="auto", reason="files are mapped into memory"
-        )
-    reason = "parallel reads, past the page cache for files that are not in it"
-    return Decision(feature="loader", value="auto", source="auto", reason=reason)
 
 
 def on_off(value: bool) -> str:

@@ -57,6 +57,19 @@ class KernelVerdict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class ReadVerdict:
+    """What the probe measured of one way to read a base model's files to the GPU."""
+
+    disk: str
+    """The file system that they lie on: its kind and mount point."""
+    loader: str
+    """`parallel`, which is ours, or `fastsafetensors`."""
+    state: str
+    """`cold`, or `cached`: in the page cache."""
+    gib_per_second: float
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """Everything the plan may depend on. Recorded ones hold no serial numbers, UUIDs or host names."""
 
@@ -76,6 +89,7 @@ class Facts:
     c_compiler: bool = False
     """Whether cc, gcc or clang is on the path: torch.compile builds its launchers with it."""
     verdicts: tuple[KernelVerdict, ...] = ()
+    readings: tuple[ReadVerdict, ...] = ()
 
 
 def facts_to_json(facts: Facts) -> str:

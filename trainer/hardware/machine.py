@@ -77,7 +77,12 @@ def read_facts(
         packages=installed(PACKAGES),
         c_compiler=any(shutil.which(name) for name in C_COMPILERS),
     )
-    return dataclasses.replace(facts, verdicts=verdicts.read_verdicts(cache_dir / verdicts.FILE_NAME, facts))
+    kept = cache_dir / verdicts.FILE_NAME
+    return dataclasses.replace(
+        facts,
+        verdicts=verdicts.read_verdicts(kept, facts),
+        readings=verdicts.read_readings(kept, facts),
+    )
 
 
 def read_recorded(path: Path, named_by: str = "") -> Facts:

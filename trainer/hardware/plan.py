@@ -72,7 +72,9 @@ class Plan:
     keep_bytes: int
     """Host memory in which encoded samples that were read may stay."""
     loader: str
-    """`safetensors`, `fastsafetensors`, or `auto`: decided for each file by where its bytes are."""
+    """`safetensors`, `fastsafetensors`, or `auto`: decided for each file by where its bytes are;
+    `fastsafetensors-cold`, `fastsafetensors-cached`: as `auto`, but by that for files in this state.
+    """
     optimizer: str
     """`adamw_fused_fp32` (fp32 masters), `adamw_kahan_bf16` (compensated, for full fine-tunes in bf16),
     `adamw_8bit` or `prodigy` (both with fp32 masters)."""

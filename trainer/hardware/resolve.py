@@ -19,6 +19,7 @@ from trainer.hardware import (
     compatibility,
     fit,
     keeping,
+    loading,
     memory,
     optimizers,
     swapping,
@@ -53,6 +54,7 @@ def resolve(
     changed_by: ChangedBy | None = None,
     offload: bool = True,
     environ: Mapping[str, str] | None = None,
+    disk: str = "",
 ) -> Plan:
     """Every decision of a run with its reason.
 
@@ -61,9 +63,12 @@ def resolve(
     nearest configuration that fits where `geometry_of` can size others; `changed_by` makes them. Without
     `offload` (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was
     written.
-    `environ` is the environment of the command, in which the user may have set what the profile sets.
+    `environ` is the environment of the command, in which the user may have set what the profile sets; `disk`
+    the file system of the base model, as `loading.disk_of` names it.
     """
-    situation = Situation(config=config, facts=facts, profile=profile, sources=sources, environ=environ or {})
+    situation = Situation(
+        config=config, facts=facts, profile=profile, sources=sources, environ=environ or {}, disk=disk
+    )
     machine_rows = compatibility.check(facts, profile)
     rows = (*([profile_row] if profile_row else []), *machine_rows)
     if geometry_of is None:
@@ -221,7 +226,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
     dtype, tf32 = choices.dtype(situation), choices.tf32(situation)
     optimizer = optimizers.choose(situation, dtype.value)
     attention = choices.attention(situation, dtype.value, geometry.attention_shape_class)
-    limit, loader = budget(situation), choices.loader(situation)
+    limit, loader = budget(situation), loading.loader(situation)
     speed = fit.speed(situation, geometry, attention.value, dtype.value)
     gain = fit.compile_gain(situation, dtype.value, geometry, speed)
     compiling = choices.compiling(situation, gain, batching.micro_batches(situation.config))

@@ -11,7 +11,7 @@ from typing import Any
 from trainer.errors import HardwareError
 from trainer.hardware import codec
 from trainer.hardware.cachefile import read_entries, update_entries
-from trainer.hardware.facts import Facts, KernelVerdict, driver_text, version_text
+from trainer.hardware.facts import Facts, KernelVerdict, ReadVerdict, driver_text, version_text
 
 FILE_NAME = "verdicts.json"
 
@@ -20,7 +20,8 @@ FILE_NAME = "verdicts.json"
 class MachineVerdicts:
     """All verdicts of one machine."""
 
-    verdicts: tuple[KernelVerdict, ...]
+    verdicts: tuple[KernelVerdict, ...] = ()
+    readings: tuple[ReadVerdict, ...] = ()
 
 
 def machine_key(facts: Facts) -> str:
@@ -41,11 +42,29 @@ def read_verdicts(path: Path, facts: Facts) -> tuple[KernelVerdict, ...]:
 
 def write_verdicts(path: Path, facts: Facts, verdicts: Sequence[KernelVerdict]) -> bool:
     """Merge into the file, newest wins; False where the file cannot be written."""
-    machine = machine_key(facts)
+    return _change(path, facts, verdicts, ())
+
+
+def read_readings(path: Path, facts: Facts) -> tuple[ReadVerdict, ...]:
+    """Rates of loaders on this machine, from the same file."""
+    return _readings(read_entries(path).get(machine_key(facts)), path)
+
+
+def write_readings(path: Path, facts: Facts, readings: Sequence[ReadVerdict]) -> bool:
+    """Those of each disk in place of its old ones; False where the file cannot be written."""
+    return _change(path, facts, (), readings)
+
+
+def _change(
+    path: Path, facts: Facts, verdicts: Sequence[KernelVerdict], readings: Sequence[ReadVerdict]
+) -> bool:
+    machine, disks = machine_key(facts), {row.disk for row in readings}
 
     def change(entries: dict[str, Any]) -> None:
-        rows = merged(_verdicts(entries.get(machine), path), verdicts)
-        entries[machine] = json.loads(codec.to_json(MachineVerdicts(verdicts=rows)))
+        entry = entries.get(machine)
+        old = tuple(row for row in _readings(entry, path) if row.disk not in disks)
+        kept = MachineVerdicts(verdicts=merged(_verdicts(entry, path), verdicts), readings=(*old, *readings))
+        entries[machine] = json.loads(codec.to_json(kept))
 
     return update_entries(path, change)
 
@@ -63,15 +82,22 @@ def untyped(path: Path, facts: Facts) -> bool:
 
 
 def _verdicts(entry: object, path: Path) -> tuple[KernelVerdict, ...]:
-    text = json.dumps({"verdicts": _typed(_rows(entry))})
+    return _parsed({"verdicts": _typed(_rows(entry))}, path).verdicts
+
+
+def _readings(entry: object, path: Path) -> tuple[ReadVerdict, ...]:
+    return _parsed({"readings": _rows(entry, "readings")}, path).readings
+
+
+def _parsed(entry: dict[str, Any], path: Path) -> MachineVerdicts:
     try:
-        return codec.from_json(MachineVerdicts, text, str(path)).verdicts
+        return codec.from_json(MachineVerdicts, json.dumps(entry), str(path))
     except HardwareError:
-        return ()
+        return MachineVerdicts()
 
 
-def _rows(entry: object) -> list[Any]:
-    rows = entry.get("verdicts") if isinstance(entry, dict) else None
+def _rows(entry: object, name: str = "verdicts") -> list[Any]:
+    rows = entry.get(name) if isinstance(entry, dict) else None
     return rows if isinstance(rows, list) else []
 
 

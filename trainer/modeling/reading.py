@@ -88,13 +88,13 @@ class Shard(Protocol):
 
 
 def choose(path: Path, loader: str, device: torch.device) -> Choice:
-    """How to read `path` when `features.loader` is `loader`: auto, fastsafetensors or safetensors."""
+    """How to read `path` when the plan's loader is `loader`."""
     match loader:
         case "fastsafetensors":
             return Choice(method="fastsafetensors", reason="asked for")
         case "safetensors":
             return Choice(method="safetensors", reason="asked for")
-    assert loader == "auto", loader
+    assert loader in ("auto", "fastsafetensors-cold", "fastsafetensors-cached"), loader
     if device.type != "cuda":
         return Choice(method="safetensors", reason="nothing is copied to a GPU")
     share = page_cache_share(path)
@@ -102,6 +102,9 @@ def choose(path: Path, loader: str, device: torch.device) -> Choice:
         reason = "whether it is there cannot be told"
         return Choice(method="parallel", reason=reason)
     reason = f"{share:.0%} of the file is there"
+    state = "cold" if share < CACHED_SHARE else "cached"
+    if loader.endswith(f"-{state}"):
+        return Choice(method="fastsafetensors", reason=f"{reason}, and it was measured to be faster then")
     return Choice(method="parallel", direct=share < CACHED_SHARE, reason=reason)
 
 

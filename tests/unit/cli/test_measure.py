@@ -8,18 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny import build_tiny
 from tests.unit.hardware.conftest import machine
 from trainer.cli import main, measure
 from trainer.cli.options import load_config
 from trainer.config.load import Loaded
-from trainer.engine import planning, probe
+from trainer.engine import planning, probe, probe_reading
 from trainer.engine.planning import plan_run
 from trainer.engine.probe import Probed
 from trainer.engine.probe_attention import Measured
 from trainer.errors import HardwareError
 from trainer.families.protocol import AttentionShape
-from trainer.hardware.facts import Facts, KernelVerdict
-from trainer.hardware.verdicts import FILE_NAME, read_verdicts
+from trainer.hardware.facts import Facts, KernelVerdict, ReadVerdict
+from trainer.hardware.verdicts import FILE_NAME, read_readings, read_verdicts
 
 TEXT = "family: flux1_dev\ndata: {sets: [{img_dir: images}]}\noutput_dir: out\nmodel: {weights: random}\n"
 WORKS = Measured(milliseconds=1.0, errors={"output": 0.001})
@@ -37,7 +38,8 @@ class Machine:
         self._file = cache / FILE_NAME
 
     def read(self) -> Facts:
-        return dataclasses.replace(self.facts, verdicts=read_verdicts(self._file, self.facts))
+        verdicts, readings = (read(self._file, self.facts) for read in (read_verdicts, read_readings))
+        return dataclasses.replace(self.facts, verdicts=verdicts, readings=readings)
 
     def probe(
         self, kernels: Sequence[str], shape: AttentionShape, dtype: str, *_: object, device: str
@@ -60,6 +62,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(probe, "probe", found.probe)
     monkeypatch.setattr(probe, "_installed", lambda name: True)
     monkeypatch.setattr(planning, "machine_facts", found.read)
+    monkeypatch.setattr(planning, "prepare_base", lambda loaded: None)  # nothing is downloaded here
     monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text(TEXT)
@@ -172,6 +175,44 @@ def test_fp8_that_was_asked_for_and_failed_is_measured_again(gpu: Machine) -> No
         measure.planned(asked, probe=True)
     gpu.answer = lambda name, shape, dtype: probe.judge(name, shape, WORKS, dtype)
     assert measure.planned(asked, probe=True)[1].compute == "fp8"
+
+
+def test_the_disk_of_the_base_is_measured_once_and_decides(
+    gpu: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = gpu.facts
+    gpu.facts = dataclasses.replace(facts, packages={**facts.packages, "fastsafetensors": "0.5.0"})
+    build_tiny("flux1_dev", tmp_path / "base")
+    asked: list[Path] = []
+    rates = {"parallel": 2.0, "fastsafetensors": 3.0}
+
+    def instead(file: Path, disk: str, environ: object) -> tuple[tuple[ReadVerdict, ...], str]:
+        asked.append(file)
+        rows = (
+            ReadVerdict(disk=disk, loader=loader, state="cold", gib_per_second=rate)
+            for loader, rate in rates.items()
+        )
+        return tuple(rows), ""
+
+    monkeypatch.setattr(probe_reading, "probe_reading", instead)
+    monkeypatch.setattr(probe_reading, "LEAST_BYTES", 1)
+    base = f"model.pretrained_model_name_or_path={tmp_path / 'base'}"
+    written = ("model.weights=pretrained", base, "data.max_sequence_length=16", "data.resolution=64")
+    for _ in range(2):
+        plan = measure.planned(config(*written), probe=True)[1]
+        assert plan.loader == "fastsafetensors-cold"
+    (file,) = asked
+    assert file.is_relative_to(tmp_path / "base" / "transformer")
+    assert "fastsafetensors, cold: 3.00 GiB/s" in capsys.readouterr().err
+    assert (
+        measure.planned(config(*written, "features.loader=safetensors"), probe=True)[1].loader
+        == "safetensors"
+    )
+    rates["fastsafetensors"] = 1.0
+    settings = [word for value in written for word in ("--set", value)]
+    assert main(["probe", "c.yaml", *settings]) == 0
+    assert len(asked) == 2, "the command measures again"
+    assert measure.planned(config(*written), probe=False)[1].loader == "auto"
 
 
 def test_verdicts_of_an_earlier_version_are_dropped_with_a_word(
