@@ -36,15 +36,24 @@ def continued(loaded: Loaded) -> Loaded:
     ):
         if asked == "auto" and name in began:
             kept[key] = began[name]
-    modulation, weights = config.features.modulation, kept.get("features.weights", config.features.weights)
-    if modulation == "auto" and weights == "fp8" == began.get("weights"):
-        # plans of before there was a choice do not name it
-        kept["features.modulation"] = began.get("modulation") or "kept"
+    kept |= _beside(config, began, str(kept.get("features.weights", config.features.weights)))
     return dataclasses.replace(
         loaded,
         config=changed(config, kept),
         sources={**loaded.sources, **dict.fromkeys(kept, str(path))},
     )
+
+
+def _beside(config: RunConfig, began: dict[str, Any], weights: str) -> dict[str, Any]:
+    """What goes with a base in FP8: how it is multiplied, and how its modulation is stored."""
+    features, kept = config.features, dict[str, Any]()
+    if weights == "fp8" == began.get("weights"):
+        if features.compute == "auto" and began.get("compute") in ("bf16", "fp8"):
+            kept["features.compute"] = began["compute"]
+        if features.modulation == "auto":
+            # plans of before there was a choice do not name it
+            kept["features.modulation"] = began.get("modulation") or "kept"
+    return kept
 
 
 def going_on(config: RunConfig) -> bool:

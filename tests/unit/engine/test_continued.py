@@ -9,9 +9,12 @@ from typing import Any
 
 import pytest
 
+from tests.unit.hardware.conftest import machine
+from tests.unit.hardware.test_resolve import matmuls
 from trainer.cli.options import load_config
 from trainer.config.load import Loaded
 from trainer.engine.continued import continued
+from trainer.engine.planning import plan_run
 from trainer.errors import ConfigError
 
 BEGAN = {"dtype": "bf16", "weights": "fp8", "micro_batch_size": 2, "accumulation_steps": 8}
@@ -59,6 +62,19 @@ def test_modulation_beside_fp8_stays_as_it_was(
     assert found() == found("features.weights=fp8") == ("fp8", stays)
     assert found("features.weights=fp8", "features.modulation=int8") == ("fp8", "int8")
     assert found("features.weights=int8") == ("int8", "auto")
+
+
+@pytest.mark.parametrize("began", ["bf16", "fp8"])
+def test_products_stay_as_they_were(load: Load, tmp_path: Path, began: str) -> None:
+    """Verdicts change between two starts, and 4 % of a product with them."""
+    begin(tmp_path, {**BEGAN, "compute": began})
+    found = continued(load())
+    assert (found.config.features.weights, found.config.features.compute) == ("fp8", began)
+    assert found.sources["features.compute"] == str(tmp_path / "plan.json")
+    facts = matmuls(machine("rtx-4090"), bf16=2.0, fp8=1.0)
+    assert plan_run(found, facts, find_model=lambda _: None).compute == began
+    assert continued(load("features.compute=fp8")).config.features.compute == "fp8"
+    assert continued(load("features.weights=int8")).config.features.compute == "auto"
 
 
 def test_what_is_written_is_not_touched(load: Load, tmp_path: Path) -> None:
