@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from tests.golden import plans
+from trainer import families
+from trainer.cli import main
 from trainer.engine.planning import plan_run
 from trainer.errors import HardwareError
 from trainer.hardware.machine import read_recorded
@@ -75,6 +79,23 @@ def test_full_fine_tune_is_refused_on_a_4090_with_figures(planned: Callable[[str
     assert "needs 116.0 GiB at least" in str(caught.value)
     assert "budget is 22.1 GiB (95% of 24.0 GiB; 3% is left" in str(caught.value)
     assert "fits with method: lora" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", families.names())
+def test_what_fits_no_recorded_machine_says_so_itself(
+    family: str, planned: Callable[[str, str], Plan], capsys: pytest.CaptureFixture[str]
+) -> None:
+    fitting = 0
+    for machine in plans.machines():
+        with contextlib.suppress(HardwareError):
+            planned(machine, f"{family}_full")
+            fitting += 1
+    assert main(["families"]) == 0
+    told = re.search(rf"^{family}: (.*\n  .*)*", capsys.readouterr().out, re.MULTILINE)
+    head = (plans.ROOT / "train_configs" / f"{family}_full.yaml").read_text().partition("\nfamily:")[0]
+    assert told is not None
+    assert ("no recorded machine" in told[0]) == (not fitting)
+    assert ("none of the machines that are recorded" in " ".join(head.split("\n# "))) == (not fitting)
 
 
 def test_full_fine_tune_fits_an_h200(planned: Callable[[str, str], Plan]) -> None:

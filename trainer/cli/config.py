@@ -119,7 +119,9 @@ def check(
         count = sum(source.rpartition(":")[0] == str(path) for source in loaded.sources.values())
         click.echo(f"ok: {path}: {count} {'value' if count == 1 else 'values'} in effect")
     run = loaded.config
-    what = f"{run.family}, {run.method}, {run.train.max_train_steps} steps, {run.data.resolution} px"
+    chats = any(one.chat_file is not None for one in run.data.sets)
+    size = f"rows of {run.data.max_sequence_length} tokens" if chats else f"{run.data.resolution} px"
+    what = f"{run.family}, {run.method}, {run.train.max_train_steps} steps, {size}"
     click.echo(f"ok: {what} -> {run.output_dir}")
 
 

@@ -32,6 +32,7 @@ def families(markdown: bool) -> None:
         click.echo(f"{name}: {family.title}")
         click.echo(f"  licence of the base model: {family.licence}")
         click.echo(f"  trains on: {_samples(family)}")
+        click.echo(f"  full fine-tune in bf16: {_full(family)}")
         click.echo(f"  lora.target_modules: {', '.join(family.lora_targets)}")
 
 
@@ -59,7 +60,7 @@ _HEAD = f"""# Model families
 Written by `make docs` from the families themselves. Every family trains by `method: lora` and `method: full`;
 a LoRA also trains over a base in int8 (optimum-quanto) or nf4 (bitsandbytes, `{extras.command("nf4")}`),
 and over a base that is stored in nf4 already. "At least" is the weights, gradients and optimizer state alone,
-without activations.
+without activations; recorded machines are those of tests/golden/machines, the largest an H200 of 140 GiB.
 """
 _FOOT = """
 ComfyUI: where its own source maps the names of the file's layers; a ComfyUI was not run. How to add a family:
@@ -88,9 +89,14 @@ def _size(family: Family) -> str:
     return f"{_parameters(family) / 1e9:.1f} B parameters"
 
 
+_LARGEST_GIB = 129
+"""What a plan fills at most of the largest recorded machine, an H200."""
+
+
 def _full(family: Family) -> str:
-    """What a full fine-tune keeps on one device."""
+    """What a full fine-tune keeps on one device, and whether a recorded machine has so much."""
     from trainer.hardware.memory import GIB
     from trainer.hardware.states import state_bytes
 
-    return f"{_parameters(family) * state_bytes('full', 'bf16') / GIB:.0f} GiB at least"
+    needed = _parameters(family) * state_bytes("full", "bf16") / GIB
+    return f"{needed:.0f} GiB at least{', which no recorded machine has' if needed > _LARGEST_GIB else ''}"

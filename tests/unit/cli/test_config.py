@@ -45,6 +45,11 @@ def test_check_says_ok_for_each_file(config: str, tmp_path: Path, capsys: pytest
     assert lines[2] == "ok: flux1_dev, lora, 7 steps, 1024 px -> out"
 
 
+def test_a_language_model_has_a_length_and_no_pixels(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "check", "train_configs/llama_lora.yaml"]) == 0
+    assert "llama, lora, 500 steps, rows of 4096 tokens -> /output/llama-lora" in capsys.readouterr().out
+
+
 def test_families_lists_licence_and_presets(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["families"]) == 0
     text = capsys.readouterr().out
