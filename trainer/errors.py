@@ -3,8 +3,28 @@
 from __future__ import annotations
 
 import enum
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+_CONTROL = "\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff"
+"""Escape sequences, unusual line breaks, marks that reorder text, bytes that are not UTF-8."""
+_UNPRINTABLE = re.compile(f"[{_CONTROL}]")
+_NOT_ON_ONE_LINE = re.compile(f"[\t\n{_CONTROL}]")
+
+
+def printable(text: str) -> str:
+    """`text` with control characters spelled out: a name must not give orders to the terminal."""
+    return _UNPRINTABLE.sub(_spelled_out, text)
+
+
+def one_line(text: object) -> str:
+    """As `printable`, also without line breaks, by which a file's name could forge a line."""
+    return _NOT_ON_ONE_LINE.sub(_spelled_out, str(text))
+
+
+def _spelled_out(found: re.Match[str]) -> str:
+    return found[0].encode("unicode_escape").decode()
 
 
 class ExitCode(enum.IntEnum):
@@ -45,9 +65,9 @@ class Problem:
     remedy: str = ""
 
     def __str__(self) -> str:
-        where = f"{self.where}: " if self.where else ""
-        remedy = f"\n    -> {self.remedy}" if self.remedy else ""
-        return f"{where}{self.what}{remedy}"
+        where = f"{one_line(self.where)}: " if self.where else ""
+        remedy = f"\n    -> {one_line(self.remedy)}" if self.remedy else ""
+        return f"{where}{one_line(self.what)}{remedy}"
 
 
 class TrainerError(Exception):

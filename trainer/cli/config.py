@@ -8,7 +8,9 @@ from pathlib import Path
 import click
 
 from trainer.cli.options import config_arguments, load_config
+from trainer.cli.output import say
 from trainer.config.appliance import IMAGE_ENVIRONMENT, SECRETS
+from trainer.errors import one_line
 
 
 @click.group(
@@ -37,7 +39,6 @@ Examples:
 def variables(markdown: bool) -> None:
     """List the environment variables that matter to a run."""
     from trainer.config import environment
-    from trainer.config.secrets import redacted
 
     if markdown:
         click.echo(variables_markdown(), nl=False)
@@ -46,7 +47,7 @@ def variables(markdown: bool) -> None:
         value = environment.read(variable.name)
         shown = "unset" if value is None else "set" if variable.name in SECRETS else f"= {value}"
         default = f" (unset: {variable.default})" if variable.default else ""
-        click.echo(redacted(f"{variable.name}  {shown}\n    {variable.meaning}{default}"))
+        say(f"{variable.name}  {shown}\n    {variable.meaning}{default}")
 
 
 def variables_markdown() -> str:
@@ -117,12 +118,12 @@ def check(
     loaded = load_config(configs, overrides, dataset, output, presets)
     for path in configs:
         count = sum(source.rpartition(":")[0] == str(path) for source in loaded.sources.values())
-        click.echo(f"ok: {path}: {count} {'value' if count == 1 else 'values'} in effect")
+        say(f"ok: {one_line(path)}: {count} {'value' if count == 1 else 'values'} in effect")
     run = loaded.config
     chats = any(one.chat_file is not None for one in run.data.sets)
     size = f"rows of {run.data.max_sequence_length} tokens" if chats else f"{run.data.resolution} px"
     what = f"{run.family}, {run.method}, {run.train.max_train_steps} steps, {size}"
-    click.echo(f"ok: {what} -> {run.output_dir}")
+    say(f"ok: {what} -> {run.output_dir}")
 
 
 @config.command(

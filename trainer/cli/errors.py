@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
 
 import click
 
-from trainer.config.secrets import redacted
+from trainer.cli.output import say
+from trainer.config.secrets import shown
 from trainer.errors import MEANING, ConfigError, ExitCode, TrainerError
 
 _FILE_OPTIONS = frozenset({"config", "config_file", "config-file", "cfg"})
@@ -35,10 +37,12 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
         click.echo(error_text(_unknown_option(error)), err=True)
         return ExitCode.BAD_CONFIG
     except click.ClickException as error:
-        error.show()
+        usage = io.StringIO()
+        error.show(usage)
+        click.echo(shown(usage.getvalue()), err=True, nl=False)
         return ExitCode.BAD_CONFIG
     except click.Abort:
-        click.echo("interrupted", err=True)
+        say("interrupted", err=True)
         return _INTERRUPTED
     except BrokenPipeError:
         # the reader went away (`| head`): nothing more can be said, not even by the interpreter as it ends
@@ -70,4 +74,4 @@ def error_text(error: TrainerError) -> str:
     count = len(error.problems)
     title = MEANING[error.exit_code] if count == 1 else f"{MEANING[error.exit_code]}, {count} problems"
     text = "\n".join([f"error: {title} (exit code {error.exit_code.value})", *map(str, error.problems)])
-    return redacted(text)
+    return shown(text)

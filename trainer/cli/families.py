@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainer.cli.output import say
 from trainer.config import extras
 
 if TYPE_CHECKING:
@@ -29,11 +30,11 @@ def families(markdown: bool) -> None:
         return
     for name in names():
         family = get(name)
-        click.echo(f"{name}: {family.title}")
-        click.echo(f"  licence of the base model: {family.licence}")
-        click.echo(f"  trains on: {_samples(family)}")
-        click.echo(f"  full fine-tune in bf16: {_full(family)}")
-        click.echo(f"  lora.target_modules: {', '.join(family.lora_targets)}")
+        say(f"{name}: {family.title}")
+        say(f"  licence of the base model: {family.licence}")
+        say(f"  trains on: {_samples(family)}")
+        say(f"  full fine-tune in bf16: {_full(family)}")
+        say(f"  lora.target_modules: {', '.join(family.lora_targets)}")
 
 
 def _markdown(families: list[Family]) -> str:

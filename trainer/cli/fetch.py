@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainer.cli.options import config_arguments, load_config
+from trainer.cli.output import say
 
 if TYPE_CHECKING:
     from trainer.modeling.hub import Download
@@ -56,11 +57,11 @@ def fetch(
         )
     files = (file for name in components for file in source.component(name).iterdir())
     size = sum(file.stat().st_size for file in files if file.is_file())
-    click.echo(f"base model  {source.identity}")
-    click.echo(f"revision    {source.revision}")
-    click.echo(f"size        {size / _GB:.2f} GB")
-    click.echo(f"folder      {source.folder}")
-    click.echo(f"weights     {weights_line(source, components)}")
+    say(f"base model  {source.identity}")
+    say(f"revision    {source.revision}")
+    say(f"size        {size / _GB:.2f} GB")
+    say(f"folder      {source.folder}")
+    say(f"weights     {weights_line(source, components)}")
 
 
 def _reporter(
@@ -74,11 +75,9 @@ def _reporter(
 
     def start(download: Download) -> None:
         nonlocal bar
-        click.echo(
-            f"{download.repository} at {download.commit}: {download.total_bytes / _GB:.2f} GB", err=True
-        )
+        say(f"{download.repository} at {download.commit}: {download.total_bytes / _GB:.2f} GB", err=True)
         here = download.total_bytes - download.missing_bytes
-        click.echo(
+        say(
             f"  {here / _GB:.2f} GB are here, {download.missing_bytes / _GB:.2f} GB to download,"
             f" {download.free_bytes / _GB:.2f} GB free in {download.folder}",
             err=True,

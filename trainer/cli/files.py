@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from trainer.cli.options import GivenPath, LoraFile, config_arguments, load_config
+from trainer.cli.output import say
 
 _FILE = LoraFile()
 _PATH = GivenPath()
@@ -35,7 +36,7 @@ def export(file: Path, form: str, target: Path | None, family: str | None) -> No
     from trainer.engine.export import export as convert
 
     require_writable(target or file, "--to" if target else "beside")
-    click.echo(f"LoRA for {form}: {convert(file, form, target, family)}")
+    say(f"LoRA for {form}: {convert(file, form, target, family)}")
 
 
 @click.command(
@@ -71,5 +72,5 @@ def merge(
     family = families.get(loaded.config.family)
     components = families.components(family)
     source = resolve_source(loaded.config, components, trained=family.trained_component)
-    layers = merge_files(loaded, source, lora, target, lambda line: click.echo(line, err=True))
-    click.echo(f"model: {target}; {layers} layers of {source.identity} are changed")
+    layers = merge_files(loaded, source, lora, target, lambda line: say(line, err=True))
+    say(f"model: {target}; {layers} layers of {source.identity} are changed")

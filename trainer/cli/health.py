@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from trainer.cli.options import GivenPath
+from trainer.cli.output import say
 
 
 @click.command(
@@ -33,5 +34,5 @@ def health(context: click.Context, runtime_dir: Path | None) -> None:
     status = read_status(directory)
     killed = status is not None and was_killed(directory, status)
     judged = KILLED if killed else verdict(status, time.monotonic())
-    click.echo(f"{'healthy' if judged.healthy else 'unhealthy'}: {judged.reason}")
+    say(f"{'healthy' if judged.healthy else 'unhealthy'}: {judged.reason}")
     context.exit(0 if judged.healthy else 1)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-import click
-
+from trainer.cli.output import say
 from trainer.config.interpreter import python, with_safe_path
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
         except OSError as error:
             trouble = error.strerror or str(error)
         if trouble:
-            click.echo(f"{path} cannot be written ({trouble}): every start compiles anew", err=True)
+            say(f"{path} cannot be written ({trouble}): every start compiles anew", err=True)
         else:
             environ[name] = str(path)
     if _FLASH_CACHE in environ:
@@ -151,7 +150,6 @@ def with_prompts(loaded: Loaded, prompts: tuple[str, ...]) -> Loaded:
 
 def print_plan(plan: Plan) -> None:
     """The plan as people read it, on stderr: stdout belongs to results."""
-    from trainer.config.secrets import redacted
     from trainer.hardware.render import plan_text
 
-    click.echo(redacted(plan_text(plan)), err=True)
+    say(plan_text(plan), err=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-import click
+from trainer.cli.output import say
 
 if TYPE_CHECKING:
     from trainer.config.load import Loaded
@@ -37,7 +37,7 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
     except KernelsFailedError as error:
         if not probe:
             raise
-        click.echo(f"{error.problems[0].what}: measured again", err=True)
+        say(f"{error.problems[0].what}: measured again", err=True)
         facts, kinds = _without_failed(facts), KINDS
         plan = plan_run(loaded, facts, profile)
     if not (probe and plan.device == "cuda"):
@@ -76,7 +76,7 @@ def measured_anew(loaded: Loaded, facts: Facts) -> Facts:
         try:
             plan = plan_run(loaded, fresh, profile)
         except KernelsFailedError as error:
-            click.echo(f"warning: {error}", err=True)
+            say(f"warning: {error}", err=True)
             break
     if plan.device == "cuda":
         facts = measure_reading(loaded, facts, plan, anew=True)
@@ -108,16 +108,16 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
     obstacle = loading.unmeasured(facts, disk) or ("" if file else "its files are small")
     if obstacle or file is None:
         if anew:
-            click.echo(f"reading the base model is not measured: {obstacle}", err=True)
+            say(f"reading the base model is not measured: {obstacle}", err=True)
         return facts
-    click.echo(f"measuring once how {file.name} is read from {disk}", err=True)
+    say(f"measuring once how {file.name} is read from {disk}", err=True)
     found, trouble = probe_reading(file, disk, child_environment(plan, facts))
     for row in found:
-        click.echo(f"  {row.loader}, {row.state}: {row.gib_per_second:.2f} GiB/s", err=True)
+        say(f"  {row.loader}, {row.state}: {row.gib_per_second:.2f} GiB/s", err=True)
     if trouble:
-        click.echo(f"  ended early: {trouble}", err=True)
+        say(f"  ended early: {trouble}", err=True)
     if found and not write_readings(environment.user_cache_dir() / FILE_NAME, facts, found):
-        click.echo("  these cannot be kept: they will be measured again", err=True)
+        say("  these cannot be kept: they will be measured again", err=True)
     others = tuple(row for row in facts.readings if row.disk != disk or not found)
     return dataclasses.replace(facts, readings=(*others, *found))
 
@@ -153,14 +153,14 @@ def measure_kernels(
         return facts
     path = environment.user_cache_dir() / FILE_NAME
     if untyped(path, facts):
-        click.echo(f"{path}: kernels of an earlier version, whose type is not known, are forgotten", err=True)
+        say(f"{path}: kernels of an earlier version, whose type is not known, are forgotten", err=True)
     at = f"{probe.shape_class(shape)} {plan.dtype}"
-    click.echo(f"measuring kernels once for {at}: {', '.join(missing)}", err=True)
+    say(f"measuring kernels once for {at}: {', '.join(missing)}", err=True)
     found = probe.probe(missing, shape, plan.dtype, child_environment(plan, facts), device=plan.device)
     unsettled.update((row.kernel, row.shape_class, row.dtype) for row in found.unsettled)
     _tell(found)
     if not write_verdicts(path, facts, found.verdicts):
-        click.echo(f"  {path} cannot be written: they will be measured again", err=True)
+        say(f"  {path} cannot be written: they will be measured again", err=True)
     return dataclasses.replace(facts, verdicts=merged(facts.verdicts, found.verdicts))
 
 
@@ -170,11 +170,11 @@ def _tell(found: Probed) -> None:
 
     for row in found.verdicts:
         speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"
-        click.echo(f"  {row.kernel}: {'works' if row.works else 'fails'}, {speed}, {row.reason}", err=True)
+        say(f"  {row.kernel}: {'works' if row.works else 'fails'}, {speed}, {row.reason}", err=True)
     for row in found.unsettled:
-        click.echo(f"  {row.kernel}: not measured, and tried again at the next start: {row.reason}", err=True)
+        say(f"  {row.kernel}: not measured, and tried again at the next start: {row.reason}", err=True)
     if found.held >= MOST_HELD:
-        click.echo(
+        say(
             f"  warning: other processes held {found.held:.0%} of the GPU's memory meanwhile; if they"
             " computed too, these times are wrong: `trainer probe CONFIG` measures again",
             err=True,

@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from trainer.cli.output import say
+
 if TYPE_CHECKING:
     from trainer.config.load import Loaded
 
@@ -138,7 +140,7 @@ def load_config(
         lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
     )
     for warning in loaded.warnings:
-        click.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
     for note in loaded.notes:
-        click.echo(f"note: {note}", err=True)
+        say(f"note: {note}", err=True)
     return loaded

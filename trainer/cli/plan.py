@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from trainer.cli.options import GivenPath, budget_option, config_arguments, load_config
+from trainer.cli.output import say
 
 
 @click.command(
@@ -62,4 +63,4 @@ def plan(
     elif form == "export":
         click.echo(environment_exports(decided), nl=False)
     else:
-        click.echo(redacted(plan_text(decided)))
+        say(plan_text(decided))

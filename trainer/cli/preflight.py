@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainer.cli.output import say
+
 if TYPE_CHECKING:
     from trainer.config.load import Loaded
     from trainer.errors import Problem, TrainerError
@@ -76,7 +78,7 @@ def _checked(name: str, words: Sequence[str], loaded: Loaded | None) -> int:
     if errors:
         return _told(errors)
     for warning in warnings(surroundings):
-        click.echo(f"warning: {warning}", err=True)
+        say(f"warning: {warning}", err=True)
     if facts is not None and loaded is not None:
         click.echo(environment_exports(plan_run(loaded, facts, requested_profile())), nl=False)
     return 0
@@ -131,11 +133,11 @@ def _report() -> None:
     facts, errors = _judged(surroundings, on_machine=True)
     if facts is not None:
         for line in describe(facts, requested_profile(), surroundings.mounts, _toolkit()):
-            click.echo(line, err=True)
+            say(line, err=True)
     for error in errors:
         click.echo(f"\na run would stop here:\n{error_text(error)}", err=True)
     gpus = "" if requested_profile() == "cpu" else " --gpus all"
-    click.echo(_ADVICE.format(prefix=PREFIX, gpus=gpus), err=True)
+    say(_ADVICE.format(prefix=PREFIX, gpus=gpus), err=True)
 
 
 def _loaded(name: str, words: Sequence[str]) -> Loaded | None:

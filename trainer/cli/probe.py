@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainer.cli.options import GivenPath, layer_options, load_config
+from trainer.cli.output import say
 
 if TYPE_CHECKING:
     from trainer.hardware.facts import Facts, KernelVerdict
@@ -54,9 +55,9 @@ def probe(
         click.echo(facts_to_json(facts))
         return 0
     for line in describe(facts):
-        click.echo(line)
+        say(line)
     if facts.wsl and facts.gpus:
-        click.echo(f"warning: {WSL_SPILLS}", err=True)
+        say(f"warning: {WSL_SPILLS}", err=True)
     return 0
 
 

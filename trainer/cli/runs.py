@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from trainer.cli.options import GivenPath
+from trainer.cli.output import say
+from trainer.errors import one_line
 
 if TYPE_CHECKING:
     from trainer.telemetry.runs import Run
@@ -98,9 +100,8 @@ def _read(folders: Sequence[Path], *, passing_over: bool) -> list[Run]:
 
 
 def _tell(text: str) -> None:
-    from trainer.config.secrets import redacted
 
-    click.echo(f"warning: {redacted(text)}", err=True)
+    say(f"warning: {text}", err=True)
 
 
 def _print(rows: Sequence[Sequence[str]], *, as_csv: bool) -> None:
@@ -113,10 +114,11 @@ def _print(rows: Sequence[Sequence[str]], *, as_csv: bool) -> None:
         csv.writer(text, lineterminator="\n").writerows(rows)
         click.echo(text.getvalue(), nl=False)
         return
+    rows = [[one_line(cell) for cell in row] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
         cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        click.echo("  ".join(cells).rstrip())
+        say("  ".join(cells).rstrip())
 
 
 def _plot(found: Sequence[Run], path: Path | None) -> None:
@@ -131,4 +133,4 @@ def _plot(found: Sequence[Run], path: Path | None) -> None:
     require_picture(path, "--plot")
     path.parent.mkdir(parents=True, exist_ok=True)
     write_curves(found, path)
-    click.echo(f"plot: {path}", err=True)
+    say(f"plot: {path}", err=True)

@@ -7,6 +7,8 @@ from pathlib import Path
 import click
 
 from trainer.cli.options import GivenPath, LoraFile, config_arguments, layer_options, load_config
+from trainer.cli.output import say
+from trainer.errors import one_line
 
 _FILE = LoraFile()
 
@@ -88,7 +90,7 @@ def verify_lora(
     if not configs:
         from trainer.engine.proof import check_file
 
-        click.echo(f"{file}: {check_file(file)} layers, all finite, not zero")
+        say(f"{one_line(file)}: {check_file(file)} layers, all finite, not zero")
         return 0
     from trainer.cli.jobs import run_job
     from trainer.cli.measure import planned

@@ -10,6 +10,7 @@ import yaml
 
 from trainer.config.checks import unused_keys
 from trainer.config.schema import RunConfig
+from trainer.errors import one_line
 
 _MAX_COMMENT_COLUMN = 60
 _LINE_BREAKS = "\n\r\x85\u2028\u2029"
@@ -24,7 +25,9 @@ def dump_with_sources(config: RunConfig, sources: Mapping[str, str]) -> str:
     """As `dump`, with the source of each value as a comment behind it."""
     lines = _lines(config)
     width = max((len(text) for text, key in lines if key and len(text) <= _MAX_COMMENT_COLUMN), default=0)
-    return "".join(f"{text:<{width}}  # {sources[key]}\n" if key else f"{text}\n" for text, key in lines)
+    return "".join(
+        f"{text:<{width}}  # {one_line(sources[key])}\n" if key else f"{text}\n" for text, key in lines
+    )
 
 
 def _lines(config: RunConfig) -> list[tuple[str, str]]:

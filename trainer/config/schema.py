@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
+from trainer.errors import one_line
+
 
 def _expand_home(value: object) -> object:
     """`~` and `~user` at the start of a text become the home folder."""
@@ -27,8 +29,11 @@ def _expand_home(value: object) -> object:
 
 def _reject_empty(value: object) -> object:
     # pathlib reads an empty text as the current folder, which nobody means
-    if isinstance(value, str) and (not value.strip() or "\0" in value):
+    if isinstance(value, str) and not value.strip():
         raise ValueError("empty path")
+    # escape sequences and line breaks would go to terminals and logs with it, and no system takes NUL
+    if isinstance(value, str) and one_line(value) != value:
+        raise ValueError("a path with control characters")
     return value
 
 

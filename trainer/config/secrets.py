@@ -12,17 +12,21 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.config import environment
+from trainer.errors import printable
 
 HIDDEN = "<redacted>"
 """Stands in a secret's place; plain text in YAML and JSON."""
 _NAMES = re.compile(r".*(TOKEN|_KEY|APIKEY|SECRET|PASSWORD|PASSWD|CREDENTIALS)", re.IGNORECASE)
 """Variables whose values are secret. Names that end in _FILE or _PATH say where one is."""
-_FILES = ("WANDB_API_KEY_FILE", "HF_TOKEN_FILE", "HF_TOKEN_PATH")
-"""Variables that name a file whose text is secret."""
+_FILES = ("HF_TOKEN_FILE", "HF_TOKEN_PATH", "WANDB_API_KEY_FILE")
+"""Variables that name the file of a secret which is used here."""
+_MOST_BYTES = 4096
 _SHORTEST = 8
 """A shorter value is a word or a number that stands in harmless texts too."""
-_IN_ADDRESS = re.compile(r"(?<=://)[^\s/\"']+(?=@)")
-"""Up to the last @: one may be in a password."""
+_IN_ADDRESS = re.compile(
+    r"(://|\b(?:https?|ftps?|sftp|ssh|git|s3|gs|hf|smb|davs?|webdavs?):/)[^\s/\"']+(?=@)", re.IGNORECASE
+)
+"""Up to the last @: one may be in a password. With one slash it is an address that was taken for a path."""
 _KNOWN = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[A-Za-z0-9]{20,})")
 """Forms of tokens that are known wherever they come from."""
 
@@ -31,21 +35,31 @@ def redacted(text: str, environ: Mapping[str, str] | None = None) -> str:
     """`text` with HIDDEN in place of every secret; `environ` is the process environment if not given."""
     for value in _values(environment.snapshot() if environ is None else environ):
         text = text.replace(value, HIDDEN)
-    return _KNOWN.sub(HIDDEN, _IN_ADDRESS.sub(HIDDEN, text))
+    return _KNOWN.sub(HIDDEN, _IN_ADDRESS.sub(rf"\1{HIDDEN}", text))
 
 
-@functools.cache
-def _text(path: str) -> str:
-    """Of a secret's file; empty where it cannot be read, which whoever needs it tells."""
-    try:
-        return Path(path).expanduser().read_text().strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+def shown(text: str) -> str:
+    """`text` for a terminal or a log: without secrets, and with control characters spelled out."""
+    return printable(redacted(text))
 
 
 def _values(environ: Mapping[str, str]) -> list[str]:
-    """Secret values, also as JSON writes them; longer ones first, which may hold others."""
+    """Secret values, also as JSON and YAML write them; longer ones first, which may hold others."""
     found = {value.strip() for name, value in environ.items() if _NAMES.fullmatch(name)}
-    found |= {_text(environ[name]) for name in _FILES if environ.get(name)}
-    long = {value for value in found if len(value) >= _SHORTEST}
-    return sorted(long | {json.dumps(value)[1:-1] for value in long}, key=len, reverse=True)
+    found |= {_text_of(environ[name]) for name in _FILES if environ.get(name)}
+    forms: set[str] = set()
+    for value in found:
+        if len(value) >= _SHORTEST:
+            quoted = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
+            forms |= {value, *quoted, value.replace("'", "''")}
+    return sorted(forms, key=len, reverse=True)
+
+
+@functools.lru_cache(maxsize=8)
+def _text_of(file: str) -> str:
+    """The secret in a file; empty where none can be read."""
+    try:
+        with Path(file).expanduser().open("rb") as opened:
+            return opened.read(_MOST_BYTES).decode().strip()
+    except (OSError, ValueError, RuntimeError):
+        return ""

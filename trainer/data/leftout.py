@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.data.records import LeftOut
-from trainer.errors import DataError, Problem
+from trainer.errors import DataError, Problem, one_line
 from trainer.telemetry import atomic
 
 MAX_PROBLEMS_SHOWN = 50
@@ -62,7 +62,7 @@ def report_left_out(left_out: Sequence[LeftOut], folder: Path | None) -> None:
         (folder / LEFT_OUT_NAME).unlink(missing_ok=True)
     if not left_out:
         return
-    lines = [f"{one.file}: {one.reason}" for one in left_out[:MAX_PROBLEMS_SHOWN]]
+    lines = [one_line(f"{one.file}: {one.reason}") for one in left_out[:MAX_PROBLEMS_SHOWN]]
     hidden = len(left_out) - len(lines)
     if hidden:
         lines.append(f"... and {hidden} more")

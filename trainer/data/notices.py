@@ -11,6 +11,7 @@ from trainer.config.schema import DataSet
 from trainer.data.opened import Opened
 from trainer.data.records import ImageRecord
 from trainer.data.variants import names_a_side
+from trainer.errors import one_line
 
 _SHOWN = 20
 # what kohya's scripts read repeats from
@@ -102,4 +103,4 @@ def _tell_numbered_folders(records: Sequence[ImageRecord], sets: Sequence[DataSe
 
 def _first(lines: Sequence[str]) -> str:
     hidden = len(lines) - _SHOWN
-    return "\n".join([*lines[:_SHOWN], *([f"... and {hidden} more"] if hidden > 0 else [])])
+    return "\n".join([*map(one_line, lines[:_SHOWN]), *([f"... and {hidden} more"] if hidden > 0 else [])])

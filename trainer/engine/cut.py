@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from trainer.data.records import Record
 from trainer.engine.context import Context
+from trainer.errors import one_line
 from trainer.telemetry.status import Phase
 
 _SHOWN = 50
@@ -32,7 +33,7 @@ def tell_cut_captions(context: Context, records: Sequence[Record]) -> None:
             lines[f"{record.path}: {tokens[record.caption]} tokens"] = None
     if not lines:
         return
-    shown = list(lines)[:_SHOWN]
+    shown = [one_line(line) for line in list(lines)[:_SHOWN]]
     hidden = len(lines) - len(shown)
     _log.warning(
         "%d caption%s than data.max_sequence_length, %d tokens: the rest is not read\n%s",

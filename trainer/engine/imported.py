@@ -20,7 +20,7 @@ from trainer.data.leftout import MAX_PROBLEMS_SHOWN, capped
 from trainer.data.records import ImageRecord
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries
-from trainer.errors import ConfigError, DataError, Problem
+from trainer.errors import ConfigError, DataError, Problem, one_line
 from trainer.families.protocol import Shape
 from trainer.telemetry.status import Phase
 
@@ -97,7 +97,10 @@ def _tell(context: Context, folder: Path, taken: frozenset[Path], entries: int, 
     context.say(f"{said}, {kept} were there before and stay" if kept else said)
     others = sorted(str(path) for path in folder.rglob("*.pt") if path not in taken)
     if others:
-        shown = [*others[:MAX_PROBLEMS_SHOWN], *(["..."] if len(others) > MAX_PROBLEMS_SHOWN else [])]
+        shown = [
+            *map(one_line, others[:MAX_PROBLEMS_SHOWN]),
+            *(["..."] if len(others) > MAX_PROBLEMS_SHOWN else []),
+        ]
         _log.warning("%d .pt files have the name of no image:\n%s", len(others), "\n".join(shown))
 
 

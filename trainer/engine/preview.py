@@ -8,6 +8,7 @@ from typing import Any
 
 from PIL import Image
 
+from trainer.config.secrets import redacted
 from trainer.data.buckets import buckets, nearest_bucket
 from trainer.data.images import read_image
 from trainer.engine.context import Context, free_memory
@@ -39,7 +40,7 @@ def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> 
         write_png(image, target, _drawn_as(context, number, entries.prompts[number]))
         if isinstance(one, str):
             atomic.write_text(target.with_suffix(".txt"), one + "\n")
-    write_png(row(images, validation.prompts, f"step {step}"), path)
+    write_png(row(images, [*map(redacted, validation.prompts)], f"step {step}"), path)
     return path
 
 
@@ -78,7 +79,7 @@ def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
     if prompt.controls:
         values["controls"] = " ".join(control.content_sha256 for control in prompt.controls)
     settings = {name: str(value) for name, value in values.items()}
-    return {"prompt": prompt.entry.caption, **settings}
+    return {"prompt": redacted(prompt.entry.caption), **settings}
 
 
 def write_before_after(context: Context, entries: Entries, step: int) -> Path | None:
@@ -101,7 +102,7 @@ def write_before_after(context: Context, entries: Entries, step: int) -> Path | 
                 return None
             images.append(image)
     titles = ("base model", f"{_RESULT[context.config.method]}, step {step}")
-    write_png(before_after(rows, validation.prompts, titles), target)
+    write_png(before_after(rows, [*map(redacted, validation.prompts)], titles), target)
     return target
 
 

@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer import __version__
+from trainer.config.secrets import redacted
 from trainer.engine.context import Context
 from trainer.errors import DataError, DivergedError, NoSpaceError, Problem
 from trainer.families.protocol import ON_HOST, Batch, Draw, Family, Shape
@@ -190,7 +191,8 @@ def file_metadata(context: Context) -> dict[str, str]:
         "seed": str(config.train.seed),
         "trainer_version": __version__,
     }
-    return metadata | ({"trigger_word": config.data.trigger_word} if config.data.trigger_word else {})
+    metadata |= {"trigger_word": config.data.trigger_word} if config.data.trigger_word else {}
+    return {name: redacted(value) for name, value in metadata.items()}
 
 
 def is_finite_adapter(model: Any) -> bool:

@@ -284,7 +284,7 @@ def sample_once(context: Context, spec: Spec) -> None:
         proof.load_lora(context, model, Path(spec.lora_file))
         rows.append([shown(one) for one in sample(context, model, entries)])
         titles.append(Path(spec.lora_file).name)
-    captions = context.config.validation.prompts
+    captions = [*map(redacted, context.config.validation.prompts)]
     picture = before_after(rows, captions, titles) if spec.before_after else row(rows[0], captions, titles[0])
     Path(spec.output_file).parent.mkdir(parents=True, exist_ok=True)
     write_png(picture, Path(spec.output_file))

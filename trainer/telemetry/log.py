@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 from typing import Any, TextIO
 
-from trainer.config.secrets import redacted
+from trainer.config.secrets import redacted, shown
+from trainer.errors import one_line
 from trainer.telemetry.records import StepRecord, cut_torn_line
 
 _ROOT = "trainer"
@@ -109,8 +110,15 @@ class _HumanFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        text = f"{self.formatTime(record, self.datefmt)} {level}{record.getMessage()}"
-        return redacted(f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text)
+        text = f"{self.formatTime(record, self.datefmt)} {level}{_message(record)}"
+        return shown(f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text)
+
+
+def _message(record: logging.LogRecord) -> str:
+    """The message, in which no path begins a line of its own."""
+    if not isinstance(record.args, tuple) or not record.args:
+        return record.getMessage()
+    return str(record.msg) % tuple(one_line(one) if isinstance(one, Path) else one for one in record.args)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -20,6 +20,7 @@ from typing import TextIO
 
 import trainer
 from trainer.config.environment import LOOPBACK
+from trainer.config.secrets import shown
 from trainer.errors import ConfigError, ExitCode, StorageError
 from trainer.telemetry import host, locks, memory_floor, server, status, stop
 from trainer.telemetry.metrics import METRICS_FILE
@@ -279,7 +280,7 @@ class _Watch:
 
 def _print(text: str, console: TextIO) -> None:
     with contextlib.suppress(OSError):  # a closed terminal or pipe must not end the run
-        print(f"supervisor: {text}", file=console, flush=True)
+        print(shown(f"supervisor: {text}"), file=console, flush=True)
 
 
 def _holding(runtime_dir: Path, console: TextIO) -> contextlib.AbstractContextManager[int]:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from trainer.config.dump import dump, dump_with_sources
 from trainer.config.load import load
 from trainer.config.schema import RunConfig
+from trainer.errors import one_line
 
 texts = st.text(min_size=1).filter(lambda text: re.search(r"\S", text) is not None)
 # PyYAML writes some of these so that it reads something else
@@ -35,9 +36,9 @@ awkward = st.sampled_from(
         "@x",
     ]
 )
-# not the root of all folders, in which output and cache would lie
+# not the root of all folders, in which output and cache would lie; control characters are refused
 names = st.text(min_size=1).filter(
-    lambda text: text.strip() and "\0" not in text and not set(text) <= set("/.")
+    lambda text: text.strip() and one_line(text) == text and not set(text) <= set("/.")
 )
 
 
@@ -64,7 +65,7 @@ def config(**sections: Any) -> RunConfig:
     rank=st.integers(1, 1024),
     learning_rate=st.floats(0, 1, exclude_min=True),
     switch=st.sampled_from(["auto", True, False]),
-    name=names | awkward,
+    name=names | awkward.filter(lambda text: one_line(text) == text),
     word=st.none() | texts | awkward,
     targets=st.sampled_from(["attention", "off"]) | st.lists(texts, min_size=1, max_size=3),
 )

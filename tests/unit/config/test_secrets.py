@@ -8,6 +8,7 @@ import logging
 from pathlib import Path
 
 import pytest
+import yaml
 
 from trainer.cli import main
 from trainer.config.secrets import HIDDEN, redacted
@@ -65,6 +66,29 @@ def test_a_secret_that_lies_in_a_file_is_hidden(tmp_path: Path, name: str) -> No
 )
 def test_tokens_of_a_known_form_need_no_variable(text: str) -> None:
     assert redacted(f"with {text}.", {}) == f"with {HIDDEN}."
+
+
+@pytest.mark.parametrize("value", ["it's-a-secret", 'with "quotes" and \\', "grün geheim", "tab\tand more"])
+def test_a_secret_is_hidden_however_yaml_writes_it(value: str) -> None:
+    for style in (None, "'", '"'):
+        text = yaml.safe_dump({"word": value}, default_style=style, allow_unicode=True)
+        hidden = redacted(text, {"MY_SECRET": value})
+        assert HIDDEN in hidden, text
+        assert yaml.safe_load(hidden) == {"word": HIDDEN}
+
+
+def test_an_address_that_was_taken_for_a_path_is_hidden() -> None:
+    path = Path("https://me:password@host/x")
+    assert str(path) == "https:/me:password@host/x"
+    assert redacted(f"{path}: no", {}) == f"https:/{HIDDEN}@host/x: no"
+    assert redacted("data:/me@home c:/x@y a/b@c", {}) == "data:/me@home c:/x@y a/b@c"
+
+
+@pytest.mark.parametrize("name", ["WANDB_API_KEY_FILE", "HF_TOKEN_FILE", "HF_TOKEN_PATH"])
+def test_the_secret_in_a_file_is_hidden(tmp_path: Path, name: str) -> None:
+    (tmp_path / "key").write_text("a-key-from-a-file\n")
+    assert redacted("with a-key-from-a-file", {name: str(tmp_path / "key")}) == f"with {HIDDEN}"
+    assert redacted("with a-key-from-a-file", {name: str(tmp_path / "gone")}) == "with a-key-from-a-file"
 
 
 def test_harmless_texts_stay() -> None:
