@@ -41,7 +41,7 @@ _SAMPLED_TENSORS, _SAMPLED_BYTES = 16, 64 * 1024
 def check_loadable(family: Family, source: ModelSource) -> None:
     """Raise one AccessError with every component that would not load, or would load as something else."""
     problems = [
-        Problem(what=f"{name or 'the model'}: {what}", where=str(source.folder / name), remedy=_REMEDY)
+        Problem(what=what, where=str(source.folder / name), remedy=_REMEDY)
         for name in families.components(family)
         for what in _problems(family, source, name)
     ]

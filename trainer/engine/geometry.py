@@ -327,7 +327,7 @@ def _component(
     ours = component_config(family, None, name)
     theirs = component_config(family, model_folder, name)
     # a key that ours leaves to the class' default changes shapes too
-    keys = [key for key in (ours | theirs if scratch else ours) if not key.startswith("_")]
+    keys = [key for key in ({**ours, **theirs} if scratch else ours) if not key.startswith("_")]
     differing = [key for key in keys if theirs.get(key) != ours.get(key)]
     if not differing:
         (whole,) = table()

@@ -29,6 +29,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.modeling.ring import DISCRETE, UNIFIED, Ring, RingSize
+from trainer.modeling.tensorfile import DTYPES
 
 Method = Literal["parallel", "fastsafetensors", "safetensors"]
 
@@ -38,26 +39,6 @@ CACHED_SHARE = 0.5
 _BATCH_BYTES = 2**30
 _BOUNCE_KIB = DISCRETE.pieces * DISCRETE.piece_bytes // 2**10
 _SAMPLE_WINDOWS, _SAMPLE_PAGES = 64, 64
-_DTYPES: dict[str, torch.dtype] = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
-    "C64": torch.complex64,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U64": torch.uint64,
-    "U32": torch.uint32,
-    "U16": torch.uint16,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -233,13 +214,13 @@ def _read_header(path: Path) -> dict[str, _Entry]:
         length = int.from_bytes(file.read(8), "little")
         header = json.loads(file.read(length))
     header.pop("__metadata__", None)
-    unknown = sorted({said["dtype"] for said in header.values()} - _DTYPES.keys())
+    unknown = sorted({said["dtype"] for said in header.values()} - DTYPES.keys())
     if unknown:
         raise SafetensorError(f"torch has no type for {', '.join(unknown)}")
     begin = 8 + length
     entries = {
         name: _Entry(
-            dtype=_DTYPES[said["dtype"]],
+            dtype=DTYPES[said["dtype"]],
             shape=tuple(said["shape"]),
             start=begin + said["data_offsets"][0],
             end=begin + said["data_offsets"][1],

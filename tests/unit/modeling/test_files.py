@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import DataError, NoSpaceError
+from trainer.hardware.weight_files import read_header
 from trainer.modeling import tensorfile
 from trainer.modeling.comfyui import write_comfyui
 
@@ -34,6 +35,20 @@ def test_written_tensors_read_back_bit_for_bit_with_the_library(tmp_path: Path) 
     for name, tensor in tensors().items():
         assert torch.equal(loaded[name], tensor), name
         assert loaded[name].dtype == tensor.dtype
+
+
+@pytest.mark.parametrize("name", tensorfile.DTYPES)
+def test_every_type_of_the_format_is_written_as_the_library_writes_it(tmp_path: Path, name: str) -> None:
+    """`trainer merge` copies whatever a base keeps its tensors in, fp8 among it."""
+    bits = torch.arange(64, dtype=torch.uint8) % (2 if name == "BOOL" else 200)
+    tensor = bits.view(tensorfile.DTYPES[name]).reshape(2, -1)
+    ours, theirs = tmp_path / "ours", tmp_path / "theirs"
+    tensorfile.write_tensors(ours, {"a": tensor}, {"format": "pt"}, None)
+    save_file({"a": tensor}, theirs, {"format": "pt"})
+    (entry,) = read_header(ours).values()
+    assert entry == read_header(theirs)["a"]
+    assert entry["dtype"] == name
+    assert ours.read_bytes()[-64:] == theirs.read_bytes()[-64:] == bytes(bits.tolist())
 
 
 def test_bytes_do_not_depend_on_the_order_of_tensors_or_metadata(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.unit.modeling.test_load import LLAMA, shards, source
 from trainer.errors import AccessError
 from trainer.modeling import load as loading
-from trainer.modeling import reading
+from trainer.modeling import reading, tensorfile
 from trainer.modeling.load import load_streamed
 from trainer.modeling.reading import Choice, Method, ShardReader, choose
 from trainer.modeling.ring import RingSize
@@ -98,7 +98,7 @@ def test_every_type_is_read(tmp_path: Path, way: Choice) -> None:
     tensors["bool"] = torch.arange(77) % 3 == 0
     tensors["u64"] = torch.arange(77).to(torch.uint64)
     save_file(tensors, path)
-    assert len(tensors) == len(reading._DTYPES)
+    assert len(tensors) == len(tensorfile.DTYPES)
     assert_same(read(path, way), path)
 
 
