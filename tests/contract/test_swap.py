@@ -26,8 +26,8 @@ from trainer.engine.build import load_base
 from trainer.engine.geometry import run_geometry
 from trainer.hardware.blocks import waiting
 from trainer.modeling import empty
+from trainer.modeling.base import local_folder
 from trainer.modeling.compiled import graphs_compiled
-from trainer.modeling.source import local_folder
 from trainer.modeling.swap import swapped_of, waiting_blocks
 
 _CASES = [

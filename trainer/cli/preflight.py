@@ -168,7 +168,7 @@ def _folders(name: str, loaded: Loaded | None) -> Iterator[Folder]:
     """What the command writes to."""
     from trainer import families
     from trainer.config import environment
-    from trainer.modeling.source import can_download, find_base
+    from trainer.modeling.base import can_download, find_base
 
     if loaded is None:
         return

@@ -105,7 +105,8 @@ class ModelSection(Section):
     pretrained_model_name_or_path: ModelName
     """A folder in diffusers' layout, or a repository id on the hub."""
     revision: Text | None = None
-    """Branch, tag or commit of the repository; the commit that was used is recorded in the run."""
+    """Branch, tag or commit of the repository. `trainer plan` names the commit that is here, and the run's
+    config.resolved.yaml the one that was used: written here it keeps the base from changing."""
     weights: Literal["pretrained", "random"] = "pretrained"
     """`random` trains from zero: what trains is built from its config.json, seeded; the other components are
     loaded where the folder holds their weights, and built too where it holds none."""

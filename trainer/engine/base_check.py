@@ -15,7 +15,7 @@ from trainer.config.load import Loaded
 from trainer.engine.geometry import CONFIGS, roles
 from trainer.errors import AccessError, ConfigError, Problem
 from trainer.families.protocol import Family
-from trainer.modeling.source import read_json
+from trainer.modeling.base import read_json
 
 INDEX = "model_index.json"
 _REMEDY = "copy the component again, or run `trainer fetch` for a repository"

@@ -12,7 +12,7 @@ from trainer.families.protocol import Family
 from trainer.hardware.geometry import component_shapes
 from trainer.hardware.plan import Decision
 from trainer.hardware.weight_files import weight_files
-from trainer.modeling.source import base_at
+from trainer.modeling.base import base_at
 
 # bytes of a value in the files of a base that is not here: the hub's bases are in bf16
 _STORED_BYTES = 2
@@ -20,10 +20,19 @@ _GB = 1e9
 
 
 def base_rows(family: Family, config: RunConfig, folder: Path | None) -> Iterator[Decision]:
-    """One row where files of the repository are missing: which, and about how many bytes they are."""
+    """One row on a repository: the commit that is here, or the files that are missing and their size."""
     components, trained = families.components(family), family.trained_component
     missing = base_at(folder, config, components, trained=trained).missing_line
+    name = config.model.pretrained_model_name_or_path
     if not missing:
+        assert folder is not None
+        pin = "" if config.model.revision == folder.name else f"; `model.revision: {folder.name}` pins it"
+        yield Decision(
+            feature="base",
+            value=folder.name[:12],
+            source="facts",
+            reason=f"the commit of {name} that is here{pin}",
+        )
         return
     size = f"about {missing_bytes(family, folder) / _GB:.1f} GB"
     if config.model.weights == "random":
@@ -32,7 +41,7 @@ def base_rows(family: Family, config: RunConfig, folder: Path | None) -> Iterato
         feature="download",
         value=size,
         source="facts",
-        reason=f"{config.model.pretrained_model_name_or_path}: {missing}",
+        reason=f"{name}: {missing}",
     )
 
 

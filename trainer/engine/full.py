@@ -19,7 +19,7 @@ from trainer.engine.proof import file_metadata
 from trainer.errors import DataError, DivergedError
 from trainer.families import components
 from trainer.hardware.weight_files import weight_files
-from trainer.modeling.source import component_texts, is_repository, tokenizer_files
+from trainer.modeling.base import component_texts, is_repository, tokenizer_files
 from trainer.modeling.tensorfile import split_shards, write_tensors
 from trainer.telemetry import atomic
 from trainer.telemetry.status import Phase

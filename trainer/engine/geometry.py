@@ -38,7 +38,7 @@ from trainer.hardware.geometry import (
 )
 from trainer.hardware.memory import VALUE_BYTES
 from trainer.hardware.weight_files import weight_files
-from trainer.modeling.source import read_config
+from trainer.modeling.base import read_config
 
 CONFIGS = Path(__file__).parent.parent / "families" / "configs"
 _ATTENTION_PRESET = "attention"

@@ -18,8 +18,9 @@ from trainer.config.load import Loaded
 from trainer.errors import ConfigError, DataError
 from trainer.families.protocol import Family
 from trainer.modeling.adapterfile import AdapterFile, merged_weight, read_adapter
+from trainer.modeling.base import tokenizer_files
 from trainer.modeling.load import shard_files
-from trainer.modeling.source import ModelSource, tokenizer_files
+from trainer.modeling.source import ModelSource
 from trainer.modeling.tensorfile import write_tensors
 from trainer.telemetry import atomic
 

@@ -27,7 +27,8 @@ from trainer.hardware.profiles import select
 from trainer.hardware.resolve import dtype_of, resolve
 from trainer.hardware.swapping import NO_OFFLOAD
 from trainer.hardware.weight_files import weight_files
-from trainer.modeling.source import is_repository, local_folder, prepare
+from trainer.modeling.base import is_repository, local_folder
+from trainer.modeling.source import prepare
 
 
 def predict(config: RunConfig, facts: Facts, requested_profile: str = "auto") -> Plan:

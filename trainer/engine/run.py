@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trainer.config.dump import dump
 from trainer.config.secrets import redacted
 from trainer.data.cache import DamagedEntryError, prune
 from trainer.engine import best, checkpoint, loop, proof, resume
@@ -29,6 +30,7 @@ from trainer.engine.samples import Samples, prompt_controls
 from trainer.engine.spec import Spec
 from trainer.engine.validation import HeldOut, held_out_entries
 from trainer.errors import DivergedError
+from trainer.modeling.source import pinned
 from trainer.telemetry import atomic, locks, log
 from trainer.telemetry.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.rundir import LOCK_FILE
@@ -219,7 +221,7 @@ def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
     atomic.write_text(context.run_dir / resume.RUN_FILE, record)
     config_file = context.run_dir / "config.resolved.yaml"
     if not (start.relabels and config_file.is_file()):
-        atomic.write_text(config_file, redacted(Path(spec.config_file).read_text()))
+        atomic.write_text(config_file, redacted(dump(pinned(context.config, context.source))))
         atomic.write_text(context.run_dir / PLAN_FILE, redacted(spec.plan_text))
     decisions: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
     log.get("run").info("run folder %s", context.run_dir, extra={"fields": {"plan": decisions}})

@@ -24,7 +24,8 @@ from trainer.families.protocol import (
     Shape,
 )
 from trainer.families.qwen_image import QWEN_IMAGE
-from trainer.modeling.source import ModelSource, read_json
+from trainer.modeling.base import read_json
+from trainer.modeling.source import ModelSource
 
 if TYPE_CHECKING:
     import torch

@@ -25,8 +25,9 @@ from trainer.families import components, get
 from trainer.hardware.geometry import TABLES, compact, read_table
 from trainer.hardware.plan import Plan
 from trainer.hardware.weight_files import read_header, weight_files
+from trainer.modeling.base import find_base
 from trainer.modeling.load import shard_files
-from trainer.modeling.source import find_base, resolve_source
+from trainer.modeling.source import pinned, resolve_source
 
 FLUX = get("flux1_dev")
 Make = Callable[..., RunConfig]
@@ -236,6 +237,26 @@ def test_a_run_fetches_configs_before_it_plans(fake_hub: FakeHub, run_config: Ma
     assert len(fake_hub.requests) == asked, "once is enough"
     resolve_source(config, components(FLUX), trained="transformer")
     assert find_base(config, components(FLUX), trained="transformer").state == "complete"
+    assert "download" not in rows(plan_run(loaded, machine("cpu")))
+
+
+def test_the_commit_is_told_and_kept(fake_hub: FakeHub, run_config: Make) -> None:
+    config = run_config(pretrained_model_name_or_path=REPOSITORY)
+    source = resolve_source(config, components(FLUX), trained="transformer")
+    value, reason = rows(plan_run(Loaded(config=config, sources={}), machine("cpu")))["base"]
+    assert (value, f"`model.revision: {COMMIT}` pins it" in reason) == (COMMIT[:12], True)
+    kept = pinned(config, source)
+    assert kept.model.revision == COMMIT
+    fake_hub.requests.clear()
+    assert resolve_source(kept, components(FLUX), trained="transformer").folder == source.folder
+    assert not fake_hub.requests, "a commit that is here is not asked for"
+    again = rows(plan_run(Loaded(config=kept, sources={}), machine("cpu")))["base"]
+    assert again == (COMMIT[:12], f"the commit of {REPOSITORY} that is here")
+
+
+def test_a_folder_has_no_commit_to_keep(tiny_flux1_dev: Path, run_config: Make) -> None:
+    config = run_config(pretrained_model_name_or_path=str(tiny_flux1_dev))
+    assert pinned(config, resolve_source(config, components(FLUX), trained="transformer")) == config
 
 
 def test_a_lost_blob_is_downloaded_again(fake_hub: FakeHub, run_config: Make) -> None:

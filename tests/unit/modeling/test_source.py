@@ -18,8 +18,9 @@ from huggingface_hub import constants
 from tests.unit.modeling.fake_hub import COMMIT, REPOSITORY, FakeHub
 from trainer.config.schema import RunConfig
 from trainer.errors import AccessError, ConfigError, ExitCode, NoSpaceError, StoppedError, TrainerError
+from trainer.modeling.base import local_folder
 from trainer.modeling.hub import Download
-from trainer.modeling.source import ModelSource, local_folder, resolve_source, weights_line
+from trainer.modeling.source import ModelSource, resolve_source, weights_line
 
 COMPONENTS = ("transformer", "text_encoder", "text_encoder_2", "vae", "tokenizer", "tokenizer_2", "scheduler")
 Make = Callable[..., RunConfig]
