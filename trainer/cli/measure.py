@@ -98,7 +98,7 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
     from trainer.hardware import loading
     from trainer.hardware.verdicts import FILE_NAME, write_readings
     from trainer.hardware.weight_files import weight_files
-    from trainer.modeling.source import local_folder
+    from trainer.modeling.base import local_folder
 
     base, family = local_folder(loaded.config), families.get(loaded.config.family)
     disk = loading.disk_of(weights_folder(family, base))
