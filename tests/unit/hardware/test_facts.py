@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.hardware.conftest import MACHINES, machine
-from trainer.errors import HardwareError
+from trainer.errors import ConfigError, HardwareError
 from trainer.hardware import codec, driver, torch_build, verdicts
 from trainer.hardware.facts import (
     HostMemory,
@@ -72,7 +72,7 @@ def test_this_machine_is_read_without_torch(tmp_path: Path) -> None:
 def test_a_facts_file_stands_in(tmp_path: Path) -> None:
     path = MACHINES / "dgx-spark.json"
     assert read_facts(cache_dir=tmp_path, facts_file=path) == machine("dgx-spark")
-    with pytest.raises(HardwareError, match=r"missing\.json"):
+    with pytest.raises(ConfigError, match=r"missing\.json"):
         read_facts(cache_dir=tmp_path, facts_file=tmp_path / "missing.json")
 
 
