@@ -1,7 +1,8 @@
-"""Floor 3: standard streams that outlive their reader. Standard library only.
+"""Floor 3: standard streams that outlive their reader.
 
 A terminal that closes, `| head`, a `tee` that ends or a full disk behind `2>` must not end a run of hours:
-what was meant for them is dropped, the run goes on, and its log tells.
+what was meant for them is dropped, the run goes on, and its log tells. The result of a command is another
+matter: where it cannot be written, that is an error.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import select
 import sys
 from typing import TYPE_CHECKING, TextIO
 
+from trainer.errors import StorageError
+
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
@@ -21,21 +24,44 @@ _GONE = frozenset({errno.EPIPE, errno.EIO, errno.EBADF, errno.ECONNRESET, errno.
 _NAMES = ("stdin", "stdout", "stderr")
 
 
-class _LastingFile(io.FileIO):
+class _PatientFile(io.FileIO):
+    """A raw file that waits for its reader, also where another process made the pipe non-blocking."""
+
+    def write(self, data: Buffer, /) -> int:
+        """Write a part of `data`; gives its bytes."""
+        while (written := super().write(data)) is None:
+            select.select([], [self.fileno()], [])
+        return written
+
+
+class _LastingFile(_PatientFile):
     """A raw file whose writes never fail."""
 
     def write(self, data: Buffer, /) -> int:
         """Write `data`, or drop it; once the reader went away the descriptor leads to the null device."""
         try:
-            while (written := super().write(data)) is None:
-                select.select([], [self.fileno()], [])  # another process made the pipe non-blocking
+            return super().write(data)
         except OSError as error:
             if error.errno in _GONE:
                 _lead_nowhere(self.fileno())
                 name = _NAMES[self.fileno()]
                 _tell(f"nobody reads {name} any more ({error.strerror}); the work goes on without it")
             return memoryview(data).nbytes  # of a full disk: later lines may find room again
-        return written
+
+
+class _ResultFile(_PatientFile):
+    """A raw file for what a command was asked for."""
+
+    def write(self, data: Buffer, /) -> int:
+        """Write `data`. Raises BrokenPipeError where nobody reads it, StorageError for a disk."""
+        try:
+            return super().write(data)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            _lead_nowhere(self.fileno())  # what waits to be written would fail again at the process's end
+            what = f"{error.strerror or error} while writing it"
+            raise StorageError(what, where=_NAMES[self.fileno()], remedy="send it elsewhere") from error
 
 
 def outlive_readers(*, stdout: bool) -> None:
@@ -49,15 +75,14 @@ def outlive_readers(*, stdout: bool) -> None:
             os.fstat(descriptor)
         except OSError:
             _lead_nowhere(descriptor)
-    sys.stderr = _lasting(sys.stderr, 2)
+    sys.stderr = _over(_LastingFile, sys.stderr, 2)
     # a command whose reader left ends early (`trainer config show | head`); work that lasts does not
-    if stdout or sys.stdout is None:
-        sys.stdout = _lasting(sys.stdout, 1)
+    sys.stdout = _over(_LastingFile if stdout else _ResultFile, sys.stdout, 1)
 
 
-def _lasting(stream: TextIO | None, descriptor: int) -> TextIO:
-    """`stream` over a raw file that lasts; one that is no longer the process's own stays as it is."""
-    raw = _LastingFile(descriptor, "wb", closefd=False)
+def _over(kind: type[io.FileIO], stream: TextIO | None, descriptor: int) -> TextIO:
+    """`stream` over a raw file of a kind; one that is no longer the process's own stays as it is."""
+    raw = kind(descriptor, "wb", closefd=False)
     if stream is None:
         return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", line_buffering=True)
     if not isinstance(stream, io.TextIOWrapper) or not _leads_to(stream, descriptor):

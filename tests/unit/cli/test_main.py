@@ -144,6 +144,15 @@ def test_a_reader_that_goes_away_is_no_error() -> None:
     assert result.stderr == ""
 
 
+def test_a_full_disk_behind_stdout_is_told() -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "trainer", "config", "schema"]
+        result = subprocess.run(command, cwd=REPOSITORY, text=True, stdout=full, stderr=subprocess.PIPE)
+    assert result.returncode == 73
+    assert "stdout: No space left on device while writing it" in result.stderr
+    assert "Traceback" not in result.stderr and "Exception ignored" not in result.stderr
+
+
 def test_errors_become_text(capsys: pytest.CaptureFixture[str]) -> None:
     @click.command()
     def fails() -> None:

@@ -400,7 +400,7 @@ def test_the_toolkit_is_found(ask: Ask, tmp_path: Path) -> None:
 def test_facts_that_cannot_be_read(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ask(machine("h200"))
     monkeypatch.setenv("TRAINER_FACTS", str(tmp_path / "absent.json"))
-    assert main(["preflight", *train(tmp_path)]) == 69
+    assert main(["preflight", *train(tmp_path)]) == 78
 
 
 def test_every_recorded_machine_is_judged() -> None:
