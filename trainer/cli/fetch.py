@@ -40,10 +40,15 @@ def fetch(
 ) -> None:
     """Download what is missing of the base model, check that it is complete, and say where it is."""
     from trainer import families
+    from trainer.engine.base_check import check_base
+    from trainer.modeling.base import local_folder
     from trainer.modeling.source import resolve_source, weights_line
 
-    config = load_config(configs, overrides, dataset, output, presets).config
-    family = families.get(config.family)
+    loaded = load_config(configs, overrides, dataset, output, presets)
+    config = loaded.config
+    family, folder = families.get(config.family), local_folder(config)
+    if folder is not None:
+        check_base(family, loaded, folder)
     components = families.components(family)
     with contextlib.ExitStack() as stack:
         start, advance = _reporter(stack)
@@ -55,6 +60,7 @@ def fetch(
             on_start=start,
             on_bytes=advance,
         )
+    check_base(family, loaded, source.folder)
     files = (file for name in components for file in source.component(name).iterdir())
     size = sum(file.stat().st_size for file in files if file.is_file())
     say(f"base model  {source.identity}")

@@ -71,7 +71,9 @@ def _weights(family: Family, source: ModelSource, name: str) -> Iterator[str]:
     except _REFUSED as error:
         yield f"{class_name} cannot be built from its config ({_line(error)})"
         return
-    if name not in source.random_components:
+    # what a library stores quantised has shapes of its own, which its loader knows
+    foreign = name != family.trained_component and "quantization_config" in source.component_config(name)
+    if name not in source.random_components and not foreign:
         yield from _files(folder, module)
 
 

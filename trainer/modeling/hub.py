@@ -17,6 +17,8 @@ from trainer.errors import AccessError, NoSpaceError, TrainerError
 from trainer.telemetry.atomic import no_space_told
 
 _GB = 1e9
+# the same weights once more, as the model's own code reads them
+_OTHER_LAYOUT = ["*consolidated*.safetensors"]
 _KEY = "model.pretrained_model_name_or_path"
 
 
@@ -103,6 +105,7 @@ def download(
                     revision=revision,
                     cache_dir=cache,
                     allow_patterns=list(patterns),
+                    ignore_patterns=_OTHER_LAYOUT,
                     tqdm_class=_bar_class(plan.missing_bytes, on_bytes),
                 )
             )
@@ -119,6 +122,7 @@ def _measure(repository: str, revision: str | None, patterns: Sequence[str], cac
         revision=revision,
         cache_dir=cache,
         allow_patterns=list(patterns),
+        ignore_patterns=_OTHER_LAYOUT,
         tqdm_class=_bar_class(0, None),
         dry_run=True,
     )

@@ -334,7 +334,8 @@ def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> 
         module, found = component_class.from_pretrained(folder, **options)
     except (OSError, ValueError, SafetensorError) as error:
         raise AccessError(str(error), where=str(folder), remedy=remedy) from error
-    missing = sorted(found["missing_keys"])
+    # prompts are encoded without the head that a language model answers with, and some copies leave it out
+    missing = sorted(name for name in found["missing_keys"] if not name.startswith("lm_head."))
     if missing:
         raise AccessError(
             f"{len(missing)} tensors of {component_class.__name__} are in none of its files, first"

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from diffusers import AutoencoderKL
 from safetensors.torch import load_file, save_file
 
@@ -17,13 +18,15 @@ from tests.tiny import TINY_MODELS
 from tests.unit.hardware.conftest import machine
 from trainer.config.load import Loaded
 from trainer.config.schema import RunConfig
-from trainer.engine.base_check import check_base
+from trainer.engine.base_check import check_base, named_class
 from trainer.engine.base_load_check import check_loadable
+from trainer.engine.geometry import CONFIGS
 from trainer.engine.planning import plan_run, prepare_base
 from trainer.errors import AccessError, ConfigError
 from trainer.families import components, get
 from trainer.hardware.plan import Plan
-from trainer.modeling.load import load_component
+from trainer.modeling.empty import built_empty
+from trainer.modeling.load import load_component, renaming
 from trainer.modeling.source import resolve_source
 
 ROOT = Path(__file__).parents[3]
@@ -323,3 +326,23 @@ def test_tensors_that_files_lack_are_not_drawn(tiny_flux1_dev: Path, tmp_path: P
     source = resolve_source(config, components(get("flux1_dev")), trained="transformer")
     with pytest.raises(AccessError, match=r"1 tensors of .* are in none of its files"):
         load_component(classes[component], source, component, device="cpu", dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("family", "component", "published"),
+    [
+        ("flux1_dev", "text_encoder", "text_model.encoder.layers.0.mlp.fc1.weight"),
+        ("flux1_dev", "text_encoder_2", "encoder.block.0.layer.0.SelfAttention.q.weight"),
+        ("qwen_image", "text_encoder", "model.layers.0.mlp.down_proj.weight"),
+        ("qwen_image", "text_encoder", "visual.blocks.0.mlp.down_proj.weight"),
+        ("flux2_dev", "text_encoder", "language_model.model.layers.0.mlp.down_proj.weight"),
+        ("flux2_dev", "text_encoder", "vision_tower.transformer.layers.0.attention.q_proj.weight"),
+    ],
+)
+def test_names_of_published_files_are_those_of_the_classes(
+    family: str, component: str, published: str
+) -> None:
+    """Files of older versions of transformers are compared too, not passed over as unknown."""
+    component_class = getattr(transformers, named_class(get(family), component))
+    module = built_empty(component_class, CONFIGS / family / component, torch.bfloat16)
+    assert renaming(module)(published) in module.state_dict()

@@ -63,3 +63,11 @@ def test_gated(fake_hub: FakeHub, config_file: Path, capsys: pytest.CaptureFixtu
     err = capsys.readouterr().err
     assert err.startswith("error: no access to the base model (exit code 77)")
     assert "Traceback" not in err
+
+
+def test_a_base_of_another_family_is_told(
+    tiny_flux1_dev: Path, config_file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = ["--set", f"model.pretrained_model_name_or_path={tiny_flux1_dev}"]
+    assert main(["fetch", str(config_file), *model, "--set", "family=kandinsky5"]) == ExitCode.BAD_CONFIG
+    assert "write `family: flux1_dev`" in capsys.readouterr().err

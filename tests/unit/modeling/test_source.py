@@ -228,6 +228,7 @@ def test_download_then_offline(fake_hub: FakeHub, cache: Path, run_config: Make)
 def test_only_what_the_run_needs_is_downloaded(fake_hub: FakeHub, copy: Path, run_config: Make) -> None:
     fake_hub.folder = copy
     (copy / "whole-model.safetensors").write_bytes(b"x")
+    (copy / "text_encoder/consolidated.safetensors").write_bytes(b"x")
     (copy / "vae/diffusion_pytorch_model.bin").write_bytes(b"x")
     (copy / "safety_checker").mkdir()
     (copy / "safety_checker/config.json").write_text("{}")
@@ -236,6 +237,7 @@ def test_only_what_the_run_needs_is_downloaded(fake_hub: FakeHub, copy: Path, ru
     theirs = {path.relative_to(source.folder) for path in source.folder.rglob("*") if path.is_file()}
     assert {str(path) for path in ours - theirs} == {
         "whole-model.safetensors",
+        "text_encoder/consolidated.safetensors",
         "vae/diffusion_pytorch_model.bin",
         "safety_checker/config.json",
     }
