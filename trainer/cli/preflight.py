@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainer.cli.output import say
+from trainer.config.appliance import PREFIX
 
 if TYPE_CHECKING:
     from trainer.config.load import Loaded
@@ -19,22 +20,15 @@ if TYPE_CHECKING:
     from trainer.hardware.preflight import Folder, Surroundings
 
 REPORTED = "probe"
-"""The command that a container without one runs: it is told what would stop a run, and goes on."""
+"""The command that a container without one runs: it says itself what would stop a run."""
 ON_MACHINE = frozenset({"train", "cache", "sample", "verify-lora"})
 """Commands that compute; with a configuration they have a plan, whose environment is exported."""
 IN_CONTAINER = ON_MACHINE | {"fetch", "merge"}
 """Commands whose mounts and folders are checked; all others need nothing of their machine."""
 MOUNTINFO = Path("/proc/self/mountinfo")
 OUTPUT = "/output"
-
-_ADVICE = """
-To train, give the container your images and a place for the results:
-  mkdir -p data models cache output
-  docker run --rm{gpus} --user "$(id -u):0" -v "$PWD/data":/data:ro \\
-    -v "$PWD/models":/models -v "$PWD/cache":/cache -v "$PWD/output":/output \\
-    IMAGE train {prefix}/train_configs/flux1_dev_lora.yaml --dataset /data --output /output/my-lora
-`train --help` shows more, `families` lists the models, and any other program runs as it is: IMAGE bash
-"""
+IMAGE = Path(PREFIX)
+"""A folder that our images have."""
 
 
 @click.command(
@@ -54,9 +48,6 @@ def preflight(words: tuple[str, ...]) -> int:
     """Check the machine, the mounts and the plan for the command WORDS, before anything is started."""
     name, *rest = words or (REPORTED,)
     if "--help" in rest:
-        return 0
-    if name == REPORTED:
-        _report()
         return 0
     if name not in IN_CONTAINER:
         return 0
@@ -117,27 +108,22 @@ def _told(errors: Sequence[TrainerError]) -> int:
     return errors[0].exit_code
 
 
-def _report() -> None:
-    """What this container has, what would stop a run in it, and how to start one."""
-    from trainer.cli.errors import error_text
-    from trainer.config.appliance import PREFIX, VOLUMES
-    from trainer.engine.planning import requested_profile
-    from trainer.hardware.preflight import describe
+def machine_judged() -> tuple[Facts | None, list[TrainerError], Surroundings]:
+    """The machine's facts, None where they cannot be read, with what would stop a run here, and the mounts.
 
+    In one of our images its volumes are judged too.
+    """
+    from trainer.config.appliance import VOLUMES
+
+    volumes = VOLUMES if IMAGE.is_dir() else ()
     folders = [
         _folder(Path(volume.path), volume.meaning, is_result=volume.path == OUTPUT)
-        for volume in VOLUMES
+        for volume in volumes
         if volume.access == "rw"
     ]
     surroundings = _surroundings(folders, _named((), None), on_machine=True)
     facts, errors = _judged(surroundings, on_machine=True)
-    if facts is not None:
-        for line in describe(facts, requested_profile(), surroundings.mounts, _toolkit()):
-            say(line, err=True)
-    for error in errors:
-        click.echo(f"\na run would stop here:\n{error_text(error)}", err=True)
-    gpus = "" if requested_profile() == "cpu" else " --gpus all"
-    say(_ADVICE.format(prefix=PREFIX, gpus=gpus), err=True)
+    return facts, errors, surroundings
 
 
 def _loaded(name: str, words: Sequence[str]) -> Loaded | None:
@@ -234,7 +220,7 @@ def _foreign_cudnn() -> tuple[str, ...]:
     return tuple(str(file) for folder in foreign for file in sorted(folder.glob("libcudnn*.so*")))
 
 
-def _toolkit() -> str:
+def toolkit() -> str:
     """The CUDA toolkit that is installed, in words."""
     from trainer.config import environment
 

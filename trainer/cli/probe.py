@@ -3,26 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from trainer.cli.options import GivenPath, layer_options, load_config
-from trainer.cli.output import say
 
 if TYPE_CHECKING:
-    from trainer.hardware.facts import Facts, KernelVerdict
+    from trainer.config.load import Loaded
+    from trainer.hardware.facts import Facts, KernelVerdict, ReadVerdict
 
 _NUMBERS = (2, 3)
+_NEXT = """
+How to go on:
+  trainer plan CONFIG       what a run will do here, and why, before anything is loaded
+  trainer probe CONFIG      measure kernels, and how the base model is read, at the run's shape
+  trainer families          the models that can be trained"""
+_IN_IMAGE = """
+To train, give the container your images and a place for the results:
+  mkdir -p data models cache output
+  docker run --rm{gpus} --user "$(id -u):0" -v "$PWD/data":/data:ro \\
+    -v "$PWD/models":/models -v "$PWD/cache":/cache -v "$PWD/output":/output \\
+    IMAGE train {prefix}/train_configs/flux1_dev_lora.yaml --dataset /data --output /output/my-lora
+`train --help` shows more, `families` lists the models, and any other program runs as it is: IMAGE bash"""
 
 
 @click.command(
     epilog="""\b
 Examples:
-  trainer probe                                    # facts about this machine
-  trainer probe train_configs/flux1_dev_lora.yaml  # and the kernels, measured at the run's shape
+  trainer probe                                    # what this machine is and can do
+  trainer probe train_configs/flux1_dev_lora.yaml  # and what is measured at the run's shape
   trainer probe --json > my-machine.json           # facts for `trainer plan --facts`
 """
 )
@@ -37,61 +49,75 @@ def probe(
     output: Path | None,
     as_json: bool,
 ) -> int:
-    """Measure this machine: facts, and with a configuration every kernel forward and backward.
+    """Say what this machine is and can do, and what would stop a run on it.
 
-    Kernels are measured anew, those that worked too, and take the place of what was kept: do it while nothing
-    else uses the GPU.
+    With a configuration every kernel is measured forward and backward at the run's shape, and how fast the
+    base model's files are read by our own reader and by fastsafetensors. All of it is measured anew, what
+    worked too, and takes the place of what was kept: do it while nothing else uses the GPU.
     """
+
+    def load() -> Loaded:
+        return load_config(configs, overrides, dataset, output, presets)
+
+    if not as_json:
+        return _screen(configs, load)
     from trainer.cli.measure import measured_anew
     from trainer.engine.planning import machine_facts
     from trainer.hardware.facts import facts_to_json
-    from trainer.hardware.host import WSL_SPILLS
 
     facts = machine_facts()
-    if configs:
-        loaded = load_config(configs, overrides, dataset, output, presets)
-        facts = measured_anew(loaded, facts)
-    if as_json:
-        click.echo(facts_to_json(facts))
-        return 0
-    for line in describe(facts):
-        say(line)
-    if facts.wsl and facts.gpus:
-        say(f"warning: {WSL_SPILLS}", err=True)
+    click.echo(facts_to_json(measured_anew(load(), facts) if configs else facts))
     return 0
 
 
-def describe(facts: Facts) -> list[str]:
-    """The facts as lines for people, then the verdicts as a table, fastest first."""
-    lines = [f"{name:<10}{text}" for name, text in _lines(facts)]
-    return [*lines, "", *_table(facts.verdicts)] if facts.verdicts else lines
+def describe(facts: Facts, requested: str = "auto", toolkit: str = "none") -> list[str]:
+    """The facts as lines for people, then the verdicts as a table, fastest first, and loaders' rates."""
+    from trainer.hardware.describe import machine_rows, text
+
+    lines = text(machine_rows(facts, requested, toolkit))
+    if facts.verdicts:
+        lines += ["", *_table(facts.verdicts)]
+    if facts.readings:
+        lines += ["", *_readings(facts.readings)]
+    return lines
 
 
-def _lines(facts: Facts) -> Iterator[tuple[str, str]]:
-    """Name and text of each fact."""
-    from trainer.hardware.facts import driver_text, version_text
-    from trainer.hardware.memory import gib
+def _screen(configs: Sequence[Path], load: Callable[[], Loaded]) -> int:
+    """What this machine is, what it can do, what would stop a run on it, and how to go on."""
+    from trainer.cli import preflight
+    from trainer.cli.errors import error_text
+    from trainer.cli.measure import measured_anew
+    from trainer.engine.planning import requested_profile
+    from trainer.hardware.describe import text, volume_rows
+    from trainer.hardware.host import WSL_SPILLS
 
-    memory, torch = facts.memory, facts.torch
-    limit = memory.cgroup_limit_bytes
-    limited = f", this container's limit is {gib(limit)}" if limit is not None else ""
-    available = f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} host memory available{limited}"
-    yield "machine", f"{facts.architecture}, {facts.cpu_count} processors, {available}"
-    for gpu in facts.gpus:
-        own = "shared with the CPU" if gpu.integrated else "of its own"
-        capability = f"compute capability {version_text(gpu.capability)}"
-        yield "GPU", f"{gpu.name}, {capability}, {gib(gpu.total_memory_bytes)} {own}"
-    if not facts.gpus:
-        yield "GPU", facts.gpu_problem or "none"
-    driver = f"{driver_text(facts.driver)}, runs CUDA {version_text(facts.driver_cuda)} and older"
-    yield "driver", driver if facts.driver is not None else "none"
-    if torch is None:
-        yield "torch", "not installed"
-    else:
-        build = ", a CPU build" if torch.cuda is None else f" for CUDA {version_text(torch.cuda)}"
-        yield "torch", ", ".join((f"{version_text(torch.version)}{build}", *torch.arch_list))
-    yield "compiler", "C: there" if facts.c_compiler else "C: none, so blocks and kernels cannot be compiled"
-    yield "packages", ", ".join(f"{name} {version}" for name, version in sorted(facts.packages.items()))
+    facts, errors, surroundings = preflight.machine_judged()
+    if facts is not None:
+        if configs:
+            facts = measured_anew(load(), facts)
+        for line in describe(facts, requested_profile(), preflight.toolkit()):
+            click.echo(line)
+    in_image = preflight.IMAGE.is_dir()
+    if in_image:
+        click.echo("\n".join(("", *text(volume_rows(surroundings.mounts)))))
+    for error in errors:
+        click.echo(f"\na run would stop here:\n{error_text(error)}")
+    if facts is not None and facts.wsl and facts.gpus:
+        click.echo(f"\nwarning: {WSL_SPILLS}")
+    gpus = "" if requested_profile() == "cpu" else " --gpus all"
+    click.echo(_IN_IMAGE.format(prefix=preflight.IMAGE, gpus=gpus) if in_image else _NEXT)
+    return 0 if facts is not None else errors[0].exit_code
+
+
+def _readings(readings: Sequence[ReadVerdict]) -> Iterator[str]:
+    """Rates of loaders, a line for each disk and state."""
+    for disk, state in dict.fromkeys((row.disk, row.state) for row in readings):
+        rates = (
+            f"{row.loader} {row.gib_per_second:.2f} GiB/s"
+            for row in readings
+            if (row.disk, row.state) == (disk, state)
+        )
+        yield f"reading from {disk}, {state}: {', '.join(rates)}"
 
 
 def _table(verdicts: Sequence[KernelVerdict]) -> list[str]:

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import PurePosixPath
 
 from trainer.config.appliance import MISPLACED, VOLUMES
-from trainer.errors import ConfigError, HardwareError, Problem
+from trainer.errors import HardwareError, Problem
 from trainer.hardware import compatibility
-from trainer.hardware.facts import Facts, driver_text, version_text
+from trainer.hardware.facts import Facts
 from trainer.hardware.memory import gib
 from trainer.hardware.profiles import Profile, select
 
@@ -154,31 +154,6 @@ def warnings(surroundings: Surroundings) -> Iterator[str]:
                 f"{folder.path} is not on a mounted folder: what the run writes is gone with the container;"
                 f" {_writable_remedy(folder, None, '')}"
             )
-
-
-def describe(facts: Facts, requested: str, mounts: Sequence[Mount], toolkit: str) -> list[str]:
-    """Lines for people: the three CUDAs apart, the profile that a run would get, and our volumes."""
-    runtime = "none: a CPU-only torch" if facts.torch else "none: torch is not installed"
-    if facts.torch is not None and facts.torch.cuda is not None:
-        own = f"torch {version_text(facts.torch.version)} brings it"
-        runtime = f"CUDA {version_text(facts.torch.cuda)}: {own}"
-    driver = "none visible"
-    if facts.driver_cuda is not None:
-        driver = f"runs CUDA {version_text(facts.driver_cuda)} and older: driver {driver_text(facts.driver)}"
-    elif facts.driver is not None:
-        driver = f"{driver_text(facts.driver)}, without libcuda in this container"
-    try:
-        profile, reason = select(facts, requested)
-        chosen = f"{profile.name}: {reason}"
-    except (ConfigError, HardwareError):
-        chosen = f"TRAINER_PROFILE={requested} does not fit, see below"
-    rows = [("driver", driver), ("runtime", runtime), ("toolkit", toolkit), ("profile", chosen)]
-    at = {mount.path: mount for mount in mounts}
-    for volume in VOLUMES:
-        mount = at.get(volume.path)
-        state = "not mounted" if mount is None else "mounted, read-only" if mount.read_only else "mounted"
-        rows.append((volume.path, f"{state}: {volume.meaning}"))
-    return [f"{name:<9}{text}" for name, text in rows]
 
 
 def _headroom(facts: Facts, profile: Profile) -> Iterator[Problem]:

@@ -202,12 +202,6 @@ def test_a_misnamed_profile_and_a_misplaced_mount_are_told_together(
     assert "\n/app/data: a folder" in err
 
 
-def test_probe_is_told_of_a_misnamed_profile_and_goes_on(ask: Ask) -> None:
-    code, out, err = ask(machine("rtx-4090"), TRAINER_PROFILE="rtx4080")
-    assert (code, out) == (0, "")
-    assert f"a run would stop here:\n{MISNAMED}" in err
-
-
 @pytest.mark.parametrize("name", ["UNIFIED_MEMORY", "DISABLE_CPU_OFFLOAD"])
 def test_a_switch_that_is_none(ask: Ask, tmp_path: Path, name: str) -> None:
     assert ask(machine("h200"), *train(tmp_path), **{name: "yes"}) == (
@@ -375,26 +369,8 @@ def test_verify_lora_with_a_configuration_needs_the_machine(ask: Ask) -> None:
 
 
 @pytest.mark.parametrize("words", [(), ("probe",), ("probe", CONFIG)])
-def test_probe_is_told_what_would_stop_a_run(ask: Ask, words: tuple[str, ...]) -> None:
-    code, out, err = ask(machine("driver-550-cuda-13-torch"), *words)
-    assert (code, out) == (0, "")
-    assert "driver   runs CUDA 12.4 and older: driver 550.163.01\nruntime  CUDA 13.0: torch 2.13.0" in err
-    assert "a run would stop here:\nerror: this hardware cannot do it (exit code 69)\ndriver 550" in err
-    assert 'docker run --rm --gpus all --user "$(id -u):0" -v' in err
-
-
-def test_probe_on_a_cpu_asks_for_no_gpu(ask: Ask) -> None:
-    _, _, err = ask(machine("cpu"), "probe", TRAINER_PROFILE="cpu")
-    assert "--gpus" not in err
-
-
-def test_the_toolkit_is_found(ask: Ask, tmp_path: Path) -> None:
-    (tmp_path / "cuda-12.8" / "bin").mkdir(parents=True)
-    (tmp_path / "cuda").symlink_to(tmp_path / "cuda-12.8")
-    assert "toolkit  none, and none is needed\n" in ask(machine("h200"), CUDA_HOME=f"{tmp_path}/cuda")[2]
-    (tmp_path / "cuda" / "bin" / "nvcc").touch()
-    _, _, err = ask(machine("h200"), CUDA_HOME=f"{tmp_path}/cuda")
-    assert f"toolkit  CUDA 12.8 in {tmp_path}/cuda, which training does not use\n" in err
+def test_probe_says_itself_what_would_stop_a_run(ask: Ask, words: tuple[str, ...]) -> None:
+    assert ask(machine("driver-550-cuda-13-torch"), *words) == (0, "", "")
 
 
 def test_facts_that_cannot_be_read(ask: Ask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from trainer.hardware.preflight import (
     Mount,
     Surroundings,
     container_problems,
-    describe,
     holding,
     machine_problems,
     parse_mounts,
@@ -291,34 +290,6 @@ def test_results_that_go_with_the_container() -> None:
     assert list(warnings(around(folders=(dataclasses.replace(kept, is_result=False),)))) == []
     on_a_host = Surroundings(user=1, group=1, mounts=(mount("/"),), folders=(kept,))
     assert list(warnings(on_a_host)) == []
-
-
-def test_driver_runtime_and_toolkit_are_told_apart() -> None:
-    facts, mounts = machine("driver-550-cuda-13-torch"), parse_mounts(MOUNTINFO)
-    lines = describe(facts, "auto", mounts, "CUDA 12.8 in /usr/local/cuda, which training does not use")
-    assert lines[:4] == [
-        "driver   runs CUDA 12.4 and older: driver 550.163.01",
-        "runtime  CUDA 13.0: torch 2.13.0 brings it",
-        "toolkit  CUDA 12.8 in /usr/local/cuda, which training does not use",
-        "profile  generic-cuda: NVIDIA A100-SXM4-80GB: compute capability 8.0, 79.3 GiB, memory of its own",
-    ]
-    assert lines[4] == "/data    mounted, read-only: images with captions, or conversations"
-    assert lines[5] == "/config  not mounted: your configuration files"
-    assert lines[8].startswith("/output  mounted: ")
-
-
-def test_what_is_missing_is_described_too() -> None:
-    facts = machine("cpu")
-    assert describe(facts, "rtx-4090", (), "")[0::3][:2] == [
-        "driver   none visible",
-        "profile  TRAINER_PROFILE=rtx-4090 does not fit, see below",
-    ]
-    assert describe(facts, "auto", (), "")[1] == "runtime  none: a CPU-only torch"
-    hidden = dataclasses.replace(machine("h200"), gpus=(), driver_cuda=None, torch=None)
-    assert describe(hidden, "auto", (), "")[:2] == [
-        "driver   580.159.04, without libcuda in this container",
-        "runtime  none: torch is not installed",
-    ]
 
 
 def thor() -> Facts:
