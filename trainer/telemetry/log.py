@@ -36,7 +36,8 @@ def setup(run_dir: Path | None, *, level: int = logging.INFO) -> None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "log.jsonl"
         cut_torn_line(path)
-        machine = _FileHandler(path, encoding="utf-8")
+        # a folder's name need not be UTF-8; its bytes then stand as JSON escapes them
+        machine = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
         machine.setFormatter(_JsonFormatter())
         logger.addHandler(machine)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -45,6 +46,16 @@ def test_people_get_short_lines_and_machines_get_fields(
     )
     assert first["time"].endswith("+00:00")
     assert second["level"] == "warning"
+
+
+def test_a_folder_whose_name_is_not_utf_8_can_be_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = Path(os.fsdecode(b"/tmp/caf\xe9"))
+    log.setup(tmp_path)
+    log.get("run").info("cache complete in %s", folder)
+    assert json.loads((tmp_path / "log.jsonl").read_text())["message"] == f"cache complete in {folder}"
+    assert capsys.readouterr().err.endswith("cache complete in /tmp/caf\\udce9\n")
 
 
 def test_a_traceback_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
