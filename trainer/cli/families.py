@@ -64,9 +64,9 @@ and over a base that is stored in nf4 already. "At least" is the weights, gradie
 without activations; recorded machines are those of tests/golden/machines, the largest an H200 of 140 GiB.
 """
 _FOOT = """
-ComfyUI: where its own source maps the names of the file's layers. ComfyUI 0.33.0, run on a CPU with tiny models
-of the six families, took every key of LoRA and LoKr files and changed weights by alpha / rank times their
-product. How to add a family: [adding-a-family.md](adding-a-family.md).
+ComfyUI: where its own source maps the names of the file's layers. ComfyUI 0.33.0, run on a CPU with tiny
+models of the six families, took every key of LoRA and LoKr files and changed weights by alpha / rank times
+their product. How to add a family: [adding-a-family.md](adding-a-family.md).
 """
 
 
