@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import shutil
 from collections.abc import Sequence
@@ -26,6 +27,7 @@ from tests.numerics.test_qwen_image import CONFIG, build, header, settings
 from trainer.data.images import to_pixels
 from trainer.errors import ConfigError
 from trainer.families import flow
+from trainer.families.control_times import keep_time_index
 from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.families.qwen_image_edit import QWEN_IMAGE_EDIT
 from trainer.modeling.source import ModelSource
@@ -217,7 +219,8 @@ def test_the_transformer_is_called_as_by_the_pipeline(
             weight=torch.ones(1),
         )
         batch = QWEN_IMAGE_EDIT.collate([{"prompt_embeds": embeds}], [latents])
-        ours = QWEN_IMAGE_EDIT.predict(pipeline.transformer, batch, draw, settings())
+        # a copy: other tests compare with the pipeline's own transformer as diffusers made it
+        ours = QWEN_IMAGE_EDIT.predict(copy.deepcopy(pipeline.transformer), batch, draw, settings())
         for hook in hooks:
             hook.remove()
     assert 0 < sigma.item() < 1
@@ -276,6 +279,33 @@ def test_the_target_is_the_velocity_of_one_exact_euler_step(
     assert torch.allclose(losses, ((prediction - target) ** 2).mean((1, 2, 3)), rtol=1e-6)
 
 
+def test_both_times_are_diffusers_own_though_their_index_is_kept() -> None:
+    """Output and gradients of a batch of two with two controls, to the bit, and its class and config too."""
+    theirs, ours = build(zero_cond_t=True), build(zero_cond_t=True)
+    theirs.requires_grad_(True), ours.requires_grad_(True)
+    batch = example([(16, 8), (8, 12)])
+    draw = QWEN_IMAGE_EDIT.draw(settings(), [5, 6], header(batch))
+    calls: list[dict[str, Any]] = []
+    hook = captured(ours, calls)
+    found = QWEN_IMAGE_EDIT.predict(ours, batch, draw, settings())
+    hook.remove()
+    (output,) = theirs(**calls[0])
+    expected = QwenImagePipeline._unpack_latents(output[:, :32], 16, 8, 1)[:, :, 0]
+    assert torch.equal(found, expected)
+    for one in (found, expected):
+        one.square().sum().backward()
+    named = dict(theirs.named_parameters())
+    assert named.keys() == dict(ours.named_parameters()).keys()
+    for name, parameter in ours.named_parameters():
+        # the last block's output for the text leads nowhere
+        both = parameter.grad, named[name].grad
+        assert both == (None, None) or torch.equal(*both), name
+    assert ours.config == theirs.config and type(ours).__name__ == type(theirs).__name__
+    assert {type(one).__name__ for one in ours.modules()} == {type(one).__name__ for one in theirs.modules()}
+    # a second time, from the kept index
+    assert torch.equal(QWEN_IMAGE_EDIT.predict(ours, batch, draw, settings()), found)
+
+
 def test_controls_are_told_apart_by_their_order() -> None:
     model, run, batch = build(), settings(), example([(16, 8), (16, 8)])
     draw = QWEN_IMAGE_EDIT.draw(run, [0, 1], header(batch))
@@ -306,9 +336,6 @@ def test_previews_are_the_pipelines_images(
     request = PreviewRequest(num_inference_steps=2, guidance_scale=4.0, max_new_tokens=1, seed=5)
     steps: list[int] = []
     vae = load_encoders("latents", source)
-    (ours,) = QWEN_IMAGE_EDIT.preview(
-        pipeline.transformer, source, vae, [prompt], request, lambda: steps.append(1)
-    )
     theirs = pipeline(
         image=images if layout is QwenImageEditPlusPipeline else images[0],
         prompt_embeds=text["prompt_embeds"][None],
@@ -319,6 +346,10 @@ def test_previews_are_the_pipelines_images(
         num_inference_steps=2,
         generator=torch.Generator().manual_seed(5),
     ).images[0]
+    # as it is after the first step of training
+    trained = copy.deepcopy(pipeline.transformer)
+    keep_time_index(trained)
+    (ours,) = QWEN_IMAGE_EDIT.preview(trained, source, vae, [prompt], request, lambda: steps.append(1))
     assert ours.size == (64, 48)
     assert ours.tobytes() == theirs.tobytes()
     assert len(steps) == 2

@@ -199,6 +199,9 @@ def predict_velocity(model: Any, batch: Batch, draw: Draw, controls: Sequence[to
     import torch
     from diffusers import QwenImagePipeline
 
+    from trainer.families.control_times import keep_time_index
+
+    keep_time_index(model)
     noised = flow.interpolate(flow.sample_latents(batch, draw), draw)
     text = batch.text["prompt_embeds"]
     count, channels, height, width = noised.shape
