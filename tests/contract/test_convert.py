@@ -56,6 +56,19 @@ def trained(case: Case, workshop: Workshop, folder: Path, *overrides: str) -> Tr
     return Trained(job=job, model=model, file=file, comfyui=comfyui)
 
 
+def test_layers_with_names_of_comfyui_s_own_come_back_by_the_model_s(
+    workshop: Workshop, tmp_path: Path
+) -> None:
+    targets = "lora.target_modules=[to_q, single_stream_modulation.linear, timestep_embedder.linear_1]"
+    done = trained(Case(family="flux2_dev", method="lora"), workshop, tmp_path, targets)
+    assert done.comfyui is not None
+    theirs = {key.partition(".lora_")[0] for key in load_file(done.comfyui) if ".lora_" in key}
+    assert {"diffusion_model.single_stream_modulation.lin", "diffusion_model.time_in.in_layer"} < theirs
+    back = export(done.comfyui, "diffusers", tmp_path / "back.safetensors", None)
+    ours, old = load_file(back), load_file(done.file)
+    assert ours.keys() == old.keys() and all(torch.equal(ours[name], old[name]) for name in old)
+
+
 @pytest.fixture(params=COMFYUI_CASES, ids=str)
 def comfyui_case(request: pytest.FixtureRequest) -> Case:
     return request.param

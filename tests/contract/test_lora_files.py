@@ -25,7 +25,8 @@ from trainer.engine.base_load_check import check_loadable
 from trainer.engine.build import Built, build, load_base
 from trainer.engine.full import export_full, prove_full
 from trainer.engine.geometry import roles
-from trainer.errors import ConfigError, DataError, DivergedError, ExitCode
+from trainer.errors import ConfigError, DataError, DivergedError, ExitCode, NoSpaceError
+from trainer.hardware.geometry import TABLES, linear_weights, read_table
 from trainer.modeling.lora import linear_names
 from trainer.modeling.source import resolve_source
 
@@ -211,6 +212,45 @@ def test_a_lora_that_learned_nan_is_never_called_proved(
     with pytest.raises(DivergedError):
         run._finish_lora(context, built.model)
     assert not list(context.run_dir.glob("lora/*.proof.json"))
+
+
+def test_a_proved_lora_stays_whatever_becomes_of_its_twin(
+    workshop: Workshop,
+    finished: Callable[[Case], Finished],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    case = LORA_CASES[0]
+    context, built = trained(case, workshop, finished(case), tmp_path)
+
+    def full(*_: object, **__: object) -> None:
+        raise NoSpaceError("no space left", where="lora")
+
+    old = context.run_dir / "lora" / f"{context.run_dir.name}.comfyui.safetensors"
+    old.parent.mkdir(parents=True, exist_ok=True)
+    old.write_bytes(b"of another LoRA")
+    with monkeypatch.context() as patch:
+        patch.setattr(proof, "write_comfyui", full)
+        with pytest.raises(NoSpaceError):
+            proof.export_lora(context, built.model)
+    path = old.with_name(f"{context.run_dir.name}.safetensors")
+    assert path.read_bytes() == lora_file(finished(case)).read_bytes()
+    assert path.with_name(f"{path.name.removesuffix('.safetensors')}.proof.json").exists()
+    assert not old.exists() and not (context.run_dir / "lora.tmp").exists()
+    said: list[str] = []
+    monkeypatch.setattr(type(context.family), "comfyui_keys", lambda self, module: None)
+    _, twin, _ = proof.export_lora(dataclasses.replace(context, say=said.append), built.model)
+    assert twin is None and path.exists() and not old.exists()
+    assert any(one.startswith("no file for ComfyUI: it has no name for") for one in said)
+
+
+@pytest.mark.parametrize("name", [one for one in families.names() if families.get(one).comfyui is not None])
+def test_comfyui_has_a_name_for_every_layer_that_can_have_an_adapter(name: str) -> None:
+    """So that no plan has to tell of one that has none; and each name is of one layer."""
+    family = families.get(name)
+    linears = linear_weights(read_table(TABLES / f"{name}.json")[family.trained_component])
+    keys = [family.comfyui_keys(linear) for linear in linears]
+    assert None not in keys and len(set(keys)) == len(keys)
 
 
 def test_an_untrained_lora_is_no_result(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:

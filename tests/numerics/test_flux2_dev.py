@@ -149,7 +149,23 @@ def test_linears_outside_the_blocks_keep_their_precision() -> None:
     linears = [n for n, m in build(num_layers=2).named_modules() if isinstance(m, torch.nn.Linear)]
     kept = {name for name in linears if keep.fullmatch(name)}
     assert kept == {name for name in linears if "transformer_blocks" not in name}
-    assert FLUX2_DEV.comfyui_keys("single_stream_modulation.linear") is None
+
+
+def test_layers_outside_the_blocks_have_the_names_that_comfyui_gives_them() -> None:
+    """As the real one loads them: seven whose names are its own, and three that it maps."""
+    linears = [n for n, m in build().named_modules() if isinstance(m, torch.nn.Linear)]
+    found = {n: FLUX2_DEV.comfyui_keys(n) for n in linears if "transformer_blocks" not in n}
+    embedders = "time_guidance_embed.{0}_embedder.linear_{1}"
+    assert found == {
+        "double_stream_modulation_img.linear": "diffusion_model.double_stream_modulation_img.lin",
+        "double_stream_modulation_txt.linear": "diffusion_model.double_stream_modulation_txt.lin",
+        "single_stream_modulation.linear": "diffusion_model.single_stream_modulation.lin",
+        embedders.format("timestep", 1): "diffusion_model.time_in.in_layer",
+        embedders.format("timestep", 2): "diffusion_model.time_in.out_layer",
+        embedders.format("guidance", 1): "diffusion_model.guidance_in.in_layer",
+        embedders.format("guidance", 2): "diffusion_model.guidance_in.out_layer",
+        **{n: f"transformer.{n}" for n in ("x_embedder", "context_embedder", "norm_out.linear", "proj_out")},
+    }
 
 
 def test_the_committed_table_has_the_published_sizes() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,6 +15,7 @@ from trainer import families
 from trainer.engine.proof import save_adapter
 from trainer.errors import ConfigError
 from trainer.families.protocol import Family
+from trainer.hardware.geometry import TABLES, linear_weights, read_table
 from trainer.modeling.adapterfile import AdapterFile, read_adapter
 from trainer.modeling.comfyui import write_comfyui
 from trainer.telemetry import atomic
@@ -51,7 +54,8 @@ def export(path: Path, form: str, target: Path | None, family_name: str | None) 
 
 def _write(adapter: AdapterFile, family: Family, form: str, path: Path) -> Path:
     if form == "diffusers":
-        return save_adapter(family, adapter.state, _peft_config(adapter), adapter.metadata, path)
+        own = _own_names(adapter, family)
+        return save_adapter(family, own.state, _peft_config(own), own.metadata, path)
     write_comfyui(
         adapter.state,
         path,
@@ -59,6 +63,7 @@ def _write(adapter: AdapterFile, family: Family, form: str, path: Path) -> Path:
         config=adapter.config,
         key_of=family.comfyui_keys,
         weight_of=_no_weight,
+        swapped=family.comfyui_swaps,
     )
     return path
 
@@ -80,6 +85,28 @@ def _family(adapter: AdapterFile, path: Path, name: str | None) -> Family:
 def _beside(path: Path, form: str) -> Path:
     stem = path.name.removesuffix(".safetensors").removesuffix(".comfyui")
     return path.with_name(f"{stem}.{form}.safetensors")
+
+
+def _own_names(adapter: AdapterFile, family: Family) -> AdapterFile:
+    """A ComfyUI file's adapter with the model's names of those layers that ComfyUI calls otherwise."""
+    shapes = read_table(TABLES / f"{family.name}.json")[family.trained_component]
+    # without `transformer.` or `diffusion_model.`, as the file's layers are read
+    theirs = {
+        key.partition(".")[2]: name
+        for name in linear_weights(shapes)
+        if (key := family.comfyui_keys(name)) is not None
+    }
+    renamed = {name: theirs[name] for name in adapter.layers if theirs.get(name, name) != name}
+    if not renamed:
+        return adapter
+    layers = {renamed.get(name, name): parts for name, parts in adapter.layers.items()}
+    # as `read_adapter` writes the patterns of a ComfyUI file
+    anchored = {f"^{re.escape(old)}": f"^{re.escape(new)}" for old, new in renamed.items()}
+    patterns = {
+        kind: {anchored.get(one, one): value for one, value in adapter.config[kind].items()}
+        for kind in ("rank_pattern", "alpha_pattern")
+    }
+    return dataclasses.replace(adapter, layers=layers, config={**adapter.config, **patterns})
 
 
 def _no_weight(module: str) -> torch.Tensor:

@@ -22,7 +22,7 @@ from trainer.engine.context import Context
 from trainer.errors import DataError, DivergedError, NoSpaceError, Problem
 from trainer.families.protocol import ON_HOST, Batch, Draw, Family, Shape
 from trainer.modeling import lora
-from trainer.modeling.comfyui import write_comfyui
+from trainer.modeling.comfyui import unnamed, write_comfyui
 from trainer.modeling.tensorfile import rewrite_sorted
 from trainer.telemetry import atomic
 
@@ -110,9 +110,10 @@ def relative_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tens
 
 
 def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]:
-    """Write the LoRA into `lora/` through the family's pipeline, and its ComfyUI twin if any, proved first.
+    """Write the LoRA into `lora/` through the family's pipeline, proved first, then its ComfyUI twin if any.
 
-    Files of an earlier run stay until the new ones are proved. Raises as `prove_lora`, and NoSpaceError.
+    Files of an earlier run stay until the new ones are proved; what is proved stays whatever becomes of its
+    twin. Raises as `prove_lora`, and NoSpaceError.
     """
     folder = context.run_dir / "lora"
     temporary = context.run_dir / "lora.tmp"
@@ -121,12 +122,14 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
         with atomic.no_space_told(folder):
             temporary.mkdir(parents=True)
             folder.mkdir(exist_ok=True)
-        path, comfyui = write_lora_files(context, model, temporary)
+        path = _write_lora_file(context, model, temporary)
         proof = prove_lora(context, model, path)
         write_proof(path, proof)
-        for file in sorted(temporary.iterdir()):
-            file.replace(folder / file.name)
-        atomic.sync_directory(folder)
+        # of another LoRA from here on
+        _comfyui_file(context, folder).unlink(missing_ok=True)
+        _move(temporary, folder)
+        comfyui = _write_comfyui_file(context, model, temporary)
+        _move(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
@@ -161,22 +164,46 @@ def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, 
 
     Raises NoSpaceError.
     """
-    name = context.run_dir.resolve().name
-    state, metadata = lora.adapter_state(model), file_metadata(context)
-    config = lora.adapter_config(model)
-    path = save_adapter(context.family, state, config, metadata, folder / f"{name}.safetensors")
-    if context.family.comfyui is None:
-        return path, None
-    comfyui = folder / f"{name}.comfyui.safetensors"
+    path = _write_lora_file(context, model, folder)
+    return path, _write_comfyui_file(context, model, folder)
+
+
+def _move(source: Path, folder: Path) -> None:
+    for file in sorted(source.iterdir()):
+        file.replace(folder / file.name)
+    atomic.sync_directory(folder)
+
+
+def _write_lora_file(context: Context, model: Any, folder: Path) -> Path:
+    path = folder / f"{context.run_dir.resolve().name}.safetensors"
+    state, config = lora.adapter_state(model), lora.adapter_config(model)
+    return save_adapter(context.family, state, config, file_metadata(context), path)
+
+
+def _comfyui_file(context: Context, folder: Path) -> Path:
+    return folder / f"{context.run_dir.resolve().name}.comfyui.safetensors"
+
+
+def _write_comfyui_file(context: Context, model: Any, folder: Path) -> Path | None:
+    """None where ComfyUI takes no LoRA of the family, or has no name for one of its layers, which is said."""
+    family, state = context.family, lora.adapter_state(model)
+    if family.comfyui is None:
+        return None
+    nameless = unnamed(state, family.comfyui_keys)
+    if nameless:
+        context.say(f"no file for ComfyUI: it has no name for {len(nameless)} layers, first {nameless[0]}")
+        return None
+    path = _comfyui_file(context, folder)
     write_comfyui(
         state,
-        comfyui,
-        metadata,
-        config=config,
-        key_of=context.family.comfyui_keys,
+        path,
+        file_metadata(context),
+        config=lora.adapter_config(model),
+        key_of=family.comfyui_keys,
         weight_of=lambda module: model.get_submodule(module).get_base_layer().weight,
+        swapped=family.comfyui_swaps,
     )
-    return path, comfyui
+    return path
 
 
 def file_metadata(context: Context) -> dict[str, str]:

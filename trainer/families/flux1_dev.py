@@ -49,6 +49,7 @@ class Flux1Dev:
     max_sequence_length = 512
     packed_by = None
     comfyui = "comfy/lora.py maps `transformer.<diffusers name>` by `flux_to_diffusers` of comfy/utils.py"
+    comfyui_swaps = ("norm_out.linear",)
     defaults: Mapping[str, Mapping[str, Any]] = {
         "model": {"pretrained_model_name_or_path": "black-forest-labs/FLUX.1-dev"},
         "flow": {"guidance_scale": 1.0},

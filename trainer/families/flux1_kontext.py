@@ -46,6 +46,7 @@ class Flux1Kontext:
     max_sequence_length = FLUX1_DEV.max_sequence_length
     packed_by = None
     comfyui = FLUX1_DEV.comfyui
+    comfyui_swaps = FLUX1_DEV.comfyui_swaps
     defaults: Mapping[str, Mapping[str, Any]] = {
         "model": {"pretrained_model_name_or_path": "black-forest-labs/FLUX.1-Kontext-dev"},
         "flow": {"guidance_scale": 1.0},

@@ -50,6 +50,7 @@ class Flux2Dev:
     max_sequence_length = 512
     packed_by = None
     comfyui = "comfy/lora.py maps `transformer.<diffusers name>` by `flux_to_diffusers` of comfy/utils.py"
+    comfyui_swaps = ("norm_out.linear",)
     defaults: Mapping[str, Mapping[str, Any]] = {
         "model": {"pretrained_model_name_or_path": "black-forest-labs/FLUX.2-dev"},
         "data": {"max_sequence_length": 512},
@@ -226,9 +227,12 @@ class Flux2Dev:
         return flow.save_pipeline_lora(Flux2Pipeline, state, config, folder, name)
 
     def comfyui_keys(self, module: str) -> str | None:
-        """ComfyUI's map has the blocks, the embedders and the last layers, not modulation and sigma's MLP."""
-        absent = re.match(r"time_guidance_embed|\w+_stream_modulation", module)
-        return None if absent else f"transformer.{module}"
+        """diffusers' name, which ComfyUI maps for most; modulation and embeddings have its own names."""
+        own = re.sub(r"^(\w+_stream_modulation\w*)\.linear$", r"\1.lin", module)
+        for number, end in (("1", "in"), ("2", "out")):
+            embedder = rf"^time_guidance_embed\.(time|guidance)(step)?_embedder\.linear_{number}$"
+            own = re.sub(embedder, rf"\1_in.{end}_layer", own)
+        return f"{'transformer' if own == module else 'diffusion_model'}.{own}"
 
 
 def _position_ids(

@@ -50,6 +50,7 @@ class Kandinsky5:
     comfyui = (
         "comfy/lora.py maps `diffusion_model.<name>`; comfy/ldm/kandinsky5/model.py has diffusers' names"
     )
+    comfyui_swaps = ()
     # the values that the model's authors train LoRAs with (kandinskylab/kandinsky-5-lora-train)
     defaults: Mapping[str, Mapping[str, Any]] = {
         "model": {"pretrained_model_name_or_path": "kandinskylab/Kandinsky-5.0-T2I-Lite-sft-Diffusers"},

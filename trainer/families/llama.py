@@ -50,6 +50,7 @@ class Llama:
     max_sequence_length = 131_072
     packed_by = "input_ids"
     comfyui = None
+    comfyui_swaps = ()
     defaults: Mapping[str, Mapping[str, Any]] = {
         "model": {"pretrained_model_name_or_path": "meta-llama/Llama-3.1-8B-Instruct"},
         "data": {"max_sequence_length": 4096, "caption_dropout_rate": 0.0},

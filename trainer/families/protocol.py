@@ -130,6 +130,8 @@ class Family(Protocol):
     samples into one row; None where equal samples are batched."""
     comfyui: str | None
     """Where ComfyUI's key mapping is stated; None where ComfyUI does not take the family's LoRAs."""
+    comfyui_swaps: tuple[str, ...]
+    """Modules whose weights have their halves of rows, scale and shift, in the other order there."""
     defaults: Mapping[str, Mapping[str, Any]]
     """The family's layer of the configuration, above the schema and below the user's files."""
     lora_targets: Mapping[str, str]

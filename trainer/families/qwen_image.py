@@ -48,6 +48,7 @@ class QwenImage:
     max_sequence_length = 1024
     packed_by = None
     comfyui = "comfy/lora.py, model_lora_keys_unet: for QwenImage `transformer.<its own name of the module>`"
+    comfyui_swaps = ()
     defaults: Mapping[str, Mapping[str, Any]] = {
         "model": {"pretrained_model_name_or_path": "Qwen/Qwen-Image"},
         "validation": {"guidance_scale": 4.0, "num_inference_steps": 30},

@@ -49,6 +49,7 @@ class QwenImageEdit:
     max_sequence_length = QWEN_IMAGE.max_sequence_length
     packed_by = None
     comfyui = QWEN_IMAGE.comfyui
+    comfyui_swaps = QWEN_IMAGE.comfyui_swaps
     defaults: Mapping[str, Mapping[str, Any]] = {
         "model": {"pretrained_model_name_or_path": "Qwen/Qwen-Image-Edit-2511"},
         "validation": {"guidance_scale": 4.0, "num_inference_steps": 30},

@@ -8,7 +8,7 @@ base's, where peft and the paper divide by that of the changed ones.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from trainer.hardware.adapters import pattern_value
 from trainer.modeling.lora import effective_change
 from trainer.modeling.tensorfile import write_tensors
 
-_MAGNITUDE = "magnitude_vector"
+_MAGNITUDE, _SCALE = "magnitude_vector", "dora_scale"
 Parts = Mapping[str, torch.Tensor]
 """Tensors of one layer, by what follows its name: `lora_A.weight`, `lokr_w1`, ..."""
 
@@ -32,11 +32,12 @@ def write_comfyui(
     config: Mapping[str, Any],
     key_of: Callable[[str], str | None],
     weight_of: Callable[[str], torch.Tensor],
+    swapped: Collection[str] = (),
 ) -> None:
     """Write `state`, peft's tensors by name; `config` is peft's, `key_of` as `Family.comfyui_keys`.
 
-    `weight_of` gives a layer's frozen weight, which only a DoRA needs. Raises DataError for a layer that
-    ComfyUI does not know.
+    `weight_of` gives a layer's frozen weight, which only a DoRA needs; `swapped` as `Family.comfyui_swaps`.
+    Raises DataError for a layer that ComfyUI does not know.
     """
     tensors: dict[str, torch.Tensor] = {}
     for module, parts in _by_module(state).items():
@@ -46,8 +47,16 @@ def write_comfyui(
         kind = _lokr if any(part.startswith("lokr_") for part in parts) else _lora
         weight = functools.partial(weight_of, module)
         found = kind(parts, alpha_of(config, module), rank_of(config, module), weight)
+        if module in swapped and _SCALE in found:
+            # it swaps the rows of the low-rank change as those of the weight, and leaves these as they are
+            found[_SCALE] = torch.cat(found[_SCALE].chunk(2)[::-1])
         tensors |= {f"{prefix}.{part}": tensor.contiguous() for part, tensor in found.items()}
     write_tensors(path, tensors, {"format": "pt", **metadata}, None)
+
+
+def unnamed(state: Mapping[str, torch.Tensor], key_of: Callable[[str], str | None]) -> list[str]:
+    """Layers of `state` that `write_comfyui` would refuse."""
+    return [module for module in _by_module(state) if key_of(module) is None]
 
 
 def alpha_of(config: Mapping[str, Any], module: str) -> float:
@@ -85,7 +94,7 @@ def _lora(
         base = weight().detach().float().cpu()
         changed = base + effective_change(down, up, alpha / rank)
         share = base.norm(dim=1) / changed.norm(dim=1)
-        written["dora_scale"] = (magnitude.float() * share)[:, None]
+        written[_SCALE] = (magnitude.float() * share)[:, None]
     return written
 
 

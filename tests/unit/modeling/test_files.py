@@ -116,6 +116,39 @@ def test_comfyui_file_has_its_keys_and_one_alpha_a_layer(tmp_path: Path) -> None
     assert loaded["transformer.single_transformer_blocks.3.proj_mlp.alpha"].item() == 3.0
 
 
+def test_a_dora_on_a_layer_that_comfyui_keeps_the_other_way_round_changes_it_by_as_much(
+    tmp_path: Path,
+) -> None:
+    """Its formula, comfy/weight_adapter/base.py, on rows in its order: their halves are swapped."""
+    generator = torch.Generator().manual_seed(3)
+    down, up, base, magnitude = (
+        torch.randn(shape, generator=generator) for shape in ((4, 8), (6, 4), (6, 8), (6,))
+    )
+    state = {"norm_out.linear.lora_A.weight": down, "norm_out.linear.lora_B.weight": up}
+    state["norm_out.linear.lora_magnitude_vector"] = magnitude
+    config = {"r": 4, "lora_alpha": 2.0, "rank_pattern": {}, "alpha_pattern": {}}
+    for swapped in ((), ("norm_out.linear",)):
+        write_comfyui(
+            state,
+            tmp_path / "x.safetensors",
+            {},
+            config=config,
+            key_of=lambda module: module,
+            weight_of=lambda module: base,
+            swapped=swapped,
+        )
+        found = load_file(tmp_path / "x.safetensors")
+        change = found["norm_out.linear.lora_B.weight"] @ found["norm_out.linear.lora_A.weight"]
+        change = change * found["norm_out.linear.alpha"] / 4
+        whole = base + up @ down / 2
+        wanted = whole * (magnitude / whole.norm(dim=1))[:, None]
+        # the weight and the change in ComfyUI's order, not the file's scale
+        order = [3, 4, 5, 0, 1, 2] if swapped else list(range(6))
+        theirs = base[order] + change[order]
+        theirs = theirs * found["norm_out.linear.dora_scale"] / base[order].norm(dim=1, keepdim=True)
+        assert torch.allclose(theirs, wanted[order], rtol=1e-5, atol=1e-6)
+
+
 def no_weight(module: str) -> torch.Tensor:
     raise AssertionError(f"a plain LoRA needs no weight of {module}")
 
