@@ -13,6 +13,7 @@ COLOUR_VERSION = 1
 
 _SAME = 1
 """A profile that moves no colour by more than this, of 255, is sRGB: its pictures are left as they are."""
+_STRIP_PIXELS = 1 << 20
 _PHOTOMETRIC, _MIN_IS_WHITE = 262, 0
 # modes whose pixels a profile of each colour space describes; a grey picture in an RGB profile is no mistake
 # that changes anything, but it cannot be applied
@@ -41,11 +42,25 @@ def profile_state(image: Image.Image) -> tuple[str, str]:
 def to_rgb(image: Image.Image) -> Image.Image:
     """RGB in sRGB: by the embedded profile where there is one, laid over white, grey spread to all channels.
 
+    Every pixel by itself, so a large picture goes strip by strip: it would take six copies of itself else.
+
     Profiles are applied with relative colorimetric intent and black point compensation; 16 bits become 8 by
     their upper half, before that. Raises UnreadableModeError for floating point and 32-bit values, and for
     16 bits with a transparent one.
     """
-    image = _eight_bits(image)
+    inverted = image.format == "TIFF" and image.mode == "I;16" and _min_is_white(image)
+    if image.width * image.height <= _STRIP_PIXELS:
+        return _strip_to_rgb(image, inverted=inverted)
+    whole, rows = Image.new("RGB", image.size), max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        whole.paste(_strip_to_rgb(strip, inverted=inverted), (0, top))
+    return whole
+
+
+def _strip_to_rgb(image: Image.Image, *, inverted: bool) -> Image.Image:
+    """`to_rgb` of what is small enough for several copies; `inverted`: 16 bits that count from white."""
+    image = _eight_bits(image, inverted=inverted)
     icc = _profile(image)
     alpha = None
     if image.has_transparency_data:
@@ -81,7 +96,7 @@ def _described_mode(image: Image.Image) -> str:
     return "L" if image.mode in ("L", "LA", "1") or image.mode.startswith("I") else "RGB"
 
 
-def _eight_bits(image: Image.Image) -> Image.Image:
+def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
     """The picture with values of eight bits: PIL's own conversion clips at 255, to white."""
     if image.mode == "F":
         raise UnreadableModeError("floating point values, of which nobody says what is white")
@@ -92,7 +107,7 @@ def _eight_bits(image: Image.Image) -> Image.Image:
     values = np.asarray(image)  # of 16 bits, or of 32 with a sign: nothing wider, pictures may be huge
     if values.dtype.itemsize > 2 and (values.min() < 0 or values.max() > 0xFFFF):
         raise UnreadableModeError("values of 32 bits, of which nobody says what is white")
-    if image.format == "TIFF" and image.mode == "I;16" and _min_is_white(image):
+    if inverted:
         values = 0xFFFF - values
     eight = Image.fromarray((values >> 8).astype(np.uint8))
     icc = _profile(image)

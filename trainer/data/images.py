@@ -15,7 +15,7 @@ from PIL import Image, ImageFile, UnidentifiedImageError, features
 
 from trainer.data.colour import UnreadableModeError, profile_state, to_rgb
 from trainer.data.records import CENTRED, View
-from trainer.errors import DataError
+from trainer.errors import DataError, OutOfMemoryError
 
 if TYPE_CHECKING:
     import torch
@@ -56,7 +56,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
 # What PIL raises on damaged files.
 _DECODE_ERRORS = (
     OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, TypeError, KeyError, IndexError,
-    OverflowError, RuntimeError, MemoryError, ArithmeticError,
+    OverflowError, RuntimeError, ArithmeticError,
 )  # fmt: skip
 _AVIF_BRANDS = (b"ftypavif", b"ftypavis")
 
@@ -96,6 +96,17 @@ def read_bytes(path: Path) -> bytes:
     return data
 
 
+def claimed_pixels(data: bytes) -> int:
+    """How many pixels the file says it has, before anything is decoded; 0 where it cannot be told."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            width, height = Image.open(io.BytesIO(data), formats=_FORMATS).size
+    except (Image.DecompressionBombError, *_DECODE_ERRORS):
+        return 0
+    return width * height
+
+
 def measure(data: bytes, where: str) -> Measured:
     """Size and colours of a picture that was decoded to its last byte.
 
@@ -118,7 +129,9 @@ def read_image(path: Path, *, content_sha256: str | None = None) -> Image.Image:
     cannot be decoded.
     """
     image, orientation = _decode(_unchanged(path, content_sha256), str(path))
-    return _upright(_flat(image, str(path)), orientation)
+    flat = _flat(image, str(path))
+    del image  # a picture may be 0.7 GB: no more copies at a time than there have to be
+    return _upright(flat, orientation)
 
 
 def read_mask(path: Path, *, content_sha256: str | None = None) -> Image.Image:
@@ -129,10 +142,14 @@ def read_mask(path: Path, *, content_sha256: str | None = None) -> Image.Image:
     # its values are numbers, not colours: a profile says nothing about them
     image.info.pop("icc_profile", None)
     flat = _flat(image, str(path))
-    if image.has_transparency_data and image.convert("RGBA").getchannel("A").getextrema()[0] != 255:
+    if image.has_transparency_data and _alpha(image).getextrema()[0] != 255:
         remedy = "save it without transparency, white where it counts and black elsewhere"
         raise DataError("the mask is transparent in places", where=str(path), remedy=remedy)
     return _upright(flat, orientation).convert("L")
+
+
+def _alpha(image: Image.Image) -> Image.Image:
+    return (image if "A" in image.getbands() else image.convert("RGBA")).getchannel("A")
 
 
 def _unchanged(path: Path, content_sha256: str | None) -> bytes:
@@ -204,6 +221,13 @@ def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
             "the picture claims more than 178 million pixels, which may be a decompression bomb",
             where=where,
             remedy="scale it down, or remove it",
+        ) from error
+    except MemoryError as error:
+        # no fault of the picture's: left out it would change the data
+        raise OutOfMemoryError(
+            "the host's memory does not suffice to decode the picture",
+            where=where,
+            remedy="give the run more memory, stop what else runs there, or scale the picture down",
         ) from error
     except _DECODE_ERRORS as error:
         raise DataError(_undecodable(data, error), where=where, remedy=_remedy(data)) from error

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
+import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ from pathlib import Path
 
 from PIL import Image
 
-from trainer.data.images import Measured, measure, read_bytes, read_mask
+from trainer.data.images import Measured, claimed_pixels, measure, read_bytes, read_mask
 from trainer.data.leftout import capped
 from trainer.data.records import Control
 from trainer.errors import DataError, Problem
@@ -23,6 +25,8 @@ MAX_IMAGE_ASPECT = 3.0
 
 # Decoders release the GIL. Few threads, because each holds a whole decoded picture.
 _MAX_THREADS = 4
+_LARGE_PIXELS = 40_000_000
+"""Pictures of more are decoded one at a time: each takes 0.2 to 0.8 GB."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,8 +50,15 @@ def open_all(
     paths, as_masks = tuple(dict.fromkeys(files)), frozenset(masks)
     opened: dict[Path, Opened | tuple[Problem, ...]] = {}
 
+    one_at_a_time = threading.Lock()
+
     def one(path: Path) -> Opened | tuple[Problem, ...]:
-        return _opened(path, is_mask=path in as_masks)
+        try:
+            data = read_bytes(path)
+        except DataError as error:
+            return error.problems
+        with one_at_a_time if claimed_pixels(data) > _LARGE_PIXELS else contextlib.nullcontext():
+            return _opened(path, data, is_mask=path in as_masks)
 
     executor = ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1))
     try:
@@ -86,9 +97,8 @@ def control_of(path: Path, opened: Opened) -> Control:
     )
 
 
-def _opened(path: Path, *, is_mask: bool) -> Opened | tuple[Problem, ...]:
+def _opened(path: Path, data: bytes, *, is_mask: bool) -> Opened | tuple[Problem, ...]:
     try:
-        data = read_bytes(path)
         measured = measure(data, str(path))
         what, remedy = _unusable_mask(path) if is_mask else _unusable_size(measured)
     except DataError as error:
