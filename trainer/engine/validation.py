@@ -13,6 +13,7 @@ from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries, data_fingerprint, list_entries, load_batch
 from trainer.engine.proof import to_device
+from trainer.families import flow
 from trainer.telemetry.records import ValidationRecord
 from trainer.telemetry.status import Phase
 
@@ -25,7 +26,7 @@ class HeldOut:
 
     entries: Entries
     settings: Any
-    """The family's, with validation.seed for train.seed."""
+    """The family's, with validation.seed for train.seed, and draws that training never sees."""
     data: str
     """Hash of what the loss depends on besides the weights."""
 
@@ -36,10 +37,13 @@ def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | N
         return None
     config = context.config
     seeded = config.train.model_copy(update={"seed": config.validation.seed})
-    parts = (data_fingerprint(records), str(config.validation.seed), config.flow.model_dump_json())
+    settings = context.family.settings(context.source, config.model_copy(update={"train": seeded}))
+    draws = f"{_DRAWS} even draws"  # losses of other draws do not compare
+    parts = (data_fingerprint(records), str(config.validation.seed), config.flow.model_dump_json(), draws)
     return HeldOut(
         entries=list_entries(context, records),
-        settings=context.family.settings(context.source, config.model_copy(update={"train": seeded})),
+        # of a language model nothing is drawn
+        settings=None if settings is None else flow.held_out(settings, _DRAWS),
         data=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
     )
 

@@ -4,9 +4,11 @@ inside.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import math
+import statistics
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,8 +36,11 @@ class FlowSettings:
     seed: int
     scheduler: Mapping[str, Any]
     """The scheduler's configuration."""
+    measured_draws: int = 0
+    """Draws of each held-out sample, at noise levels that are spread evenly; 0 in training."""
 
 
+_GOLDEN = (5**0.5 - 1) / 2
 LOSS_MASK, LOSS_WEIGHT = "loss_mask", "loss_weight"
 """Tensors that stand beside a batch's latents where a run has them: (B, 1, h, w) in [0, 1], and (B,)."""
 
@@ -113,12 +118,37 @@ def dynamic_mu(settings: FlowSettings, tokens: int) -> float | None:
     return mu
 
 
-def sample_seed(seed: int, position: int) -> int:
-    """A 63-bit generator seed for one sample of one run, independent of batch size and of what came
-    before.
+def held_out(settings: FlowSettings, draws: int) -> FlowSettings:
+    """Settings to measure with: other noise than training draws for any position, and for each sample so many
+    noise levels, spread evenly over what training draws. Sample r has the positions from `draws * r` on.
     """
-    digest = hashlib.blake2b(f"{seed}/{position}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 1
+    return dataclasses.replace(settings, measured_draws=draws)
+
+
+def sample_seed(seed: int, position: int, purpose: str = "") -> int:
+    """A 63-bit generator seed for one sample of one run, independent of batch size and of what came
+    before; of another purpose than training, another one.
+    """
+    text = "/".join(filter(None, (purpose, str(seed), str(position))))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def even_density(flow: FlowSection, position: int, draws: int) -> float:
+    """The noise level of a held-out draw as a share of the table, (0, 1): a quantile of what
+    `compute_density_for_timestep_sampling` draws.
+
+    The quantiles of a sample are `1 / draws` apart, and those of all samples go by the golden ratio.
+    """
+    sample, number = divmod(position, draws)
+    quantile = (number + (0.5 + sample * _GOLDEN) % 1.0) / draws
+    if flow.weighting_scheme == "logit_normal":
+        normal = statistics.NormalDist(flow.logit_mean, flow.logit_std)
+        # its lowest value has no quantile
+        return 1.0 / (1.0 + math.exp(-normal.inv_cdf(max(quantile, 1e-9))))
+    if flow.weighting_scheme == "mode":
+        bent = math.cos(math.pi * quantile / 2) ** 2 - 1 + quantile
+        return 1.0 - quantile - flow.mode_scale * bent
+    return quantile
 
 
 def draw_samples(
@@ -133,12 +163,12 @@ def draw_samples(
     import torch
     from diffusers.training_utils import compute_density_for_timestep_sampling, compute_loss_weighting_for_sd3
 
-    flow, steps = settings.flow, len(settings.sigmas)
+    flow, steps, draws = settings.flow, len(settings.sigmas), settings.measured_draws
     noise = torch.empty((len(positions), *noise_shape))
     vae_noise = torch.empty_like(noise)
     generator, rows = torch.Generator(), []
     for position, one_noise, one_vae_noise in zip(positions, noise.unbind(), vae_noise.unbind(), strict=True):
-        generator.manual_seed(sample_seed(settings.seed, position))
+        generator.manual_seed(sample_seed(settings.seed, position, "held out" if draws else ""))
         density = compute_density_for_timestep_sampling(
             weighting_scheme=flow.weighting_scheme,
             batch_size=1,
@@ -146,9 +176,11 @@ def draw_samples(
             logit_std=flow.logit_std,
             mode_scale=flow.mode_scale,
             generator=generator,
-        )
+        ).item()
+        if draws:
+            density = even_density(flow, position, draws)
         # the mode scheme can reach 1.0 exactly, one past the table's end
-        rows.append(min(int(density.item() * steps), steps - 1))
+        rows.append(min(int(density * steps), steps - 1))
         one_noise.normal_(generator=generator)
         one_vae_noise.normal_(generator=generator)
     sigmas = _shifted(settings.sigmas[rows], flow, mu)

@@ -20,7 +20,7 @@ from trainer.engine import feed
 from trainer.engine.entries import Entries, load_batch
 from trainer.errors import ConfigError, OutOfMemoryError
 from trainer.families import get
-from trainer.families.flow import FlowSettings, draw_samples, dynamic_mu, sample_seed
+from trainer.families.flow import FlowSettings, draw_samples, dynamic_mu, held_out, sample_seed
 
 SAMPLES, BATCH, ACCUMULATION = 23, 2, 2
 SETTINGS = FlowSettings(
@@ -179,6 +179,29 @@ def test_a_draw_is_that_of_the_samples_own_generator(scheme: Any, shape: tuple[i
         assert draw.sigma[row] == settings.sigmas[int(density.item() * 1001)]
         assert torch.equal(draw.noise[row], torch.randn(shape, generator=generator))
         assert torch.equal(draw.vae_noise[row], torch.randn(shape, generator=generator))
+
+
+@pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"])
+def test_held_out_draws_are_other_draws_spread_over_what_training_draws(scheme: Any) -> None:
+    """Of eight samples, four draws each, against ten thousand draws by diffusers."""
+    section = FlowSection(weighting_scheme=scheme, logit_mean=0.5, logit_std=0.8)
+    settings = dataclasses.replace(SETTINGS, flow=section)
+    measured = draw_samples(held_out(settings, 4), range(32), (4, 4, 4))
+    trained = draw_samples(settings, range(32), (4, 4, 4))
+    assert not any(torch.equal(one, two) for one in measured.noise for two in trained.noise)
+    assert not torch.equal(measured.vae_noise, trained.vae_noise)
+    usual = {"logit_mean": 0.5, "logit_std": 0.8, "mode_scale": 1.29}
+    generator = torch.Generator().manual_seed(0)
+    density = compute_density_for_timestep_sampling(scheme, 10_000, **usual, generator=generator)
+    sigmas = settings.sigmas[(density * 1001).long().clamp(max=1000)].sort().values
+    # where each lies among those of training: a quarter apart, and evenly over all samples
+    ranks = torch.searchsorted(sigmas, measured.sigma) / 10_000
+    for sample in ranks.view(8, 4):
+        assert (sample.sort().values.diff() - 0.25).abs().max() < 0.03
+    gaps = ranks.sort().values.diff()
+    assert gaps.max() < 0.08
+    again = draw_samples(held_out(settings, 4), range(32), (4, 4, 4))
+    assert torch.equal(again.sigma, measured.sigma) and torch.equal(again.noise, measured.noise)
 
 
 @pytest.mark.parametrize("dynamic", [True, False])
