@@ -1,0 +1,160 @@
+"""Every family on a set of real shape: captions of 1 to 300 tokens, six aspect ratios, controls of other
+sizes.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.contract import runs
+from tests.contract.real_shaped import CHECKPOINT_STEP, STEPS, settings
+from tests.contract.runs import (
+    LORA_CASES,
+    Case,
+    Job,
+    KilledError,
+    Step,
+    Workshop,
+    different,
+    draws,
+    dying_after,
+    files,
+    numbers,
+    products,
+    record_samples,
+)
+from tests.tiny import TINY_MODELS
+from trainer.config.schema import RunConfig
+from trainer.engine import build
+from trainer.engine.context import Context
+from trainer.engine.samples import Samples, scan_samples
+from trainer.families.protocol import Family
+from trainer.modeling.rowscaled import RowScaledLinear
+
+ALWAYS = ("qwen_image",)
+"""Not left to slow runs: captions are not padded, and nearly each has a length of its own."""
+STORAGES: dict[str, tuple[str, ...]] = {
+    "lora": (),
+    "full": (),
+    "int8": ("features.weights=int8",),
+    "nf4": ("features.weights=nf4",),
+    "fp8": ("features.weights=fp8",),
+}
+
+
+@pytest.fixture(autouse=True)
+def small_kontexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a pipeline that scales a picture before the edit to a megapixel scale it to a few pixels."""
+    from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
+
+    small = [(48, 112), (64, 96), (64, 80), (64, 64), (80, 64), (96, 64), (112, 48)]
+    monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", small)
+
+
+@pytest.fixture(scope="module")
+def scans() -> dict[str, Samples]:
+    return {}
+
+
+@pytest.fixture(autouse=True)
+def scanned_once(scans: dict[str, Samples], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sixty large pictures are decoded once a family, not once a run."""
+    scan = scan_samples
+
+    def once(family: Family, config: RunConfig) -> Samples:
+        if family.name not in scans:
+            scans[family.name] = scan(family, config)
+        return scans[family.name]
+
+    monkeypatch.setattr(runs, "scan_samples", once)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, marks=() if case.family in ALWAYS else pytest.mark.slow, id=str(case))
+        for case in LORA_CASES
+    ],
+)
+def test_four_at_once_learn_what_four_after_another_learn(
+    case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = record_samples(monkeypatch)
+    seen: list[list[Step]] = []
+    losses, weights = [], []
+    for batch_size, accumulation in ((4, 1), (1, 4)):
+        shape = (
+            f"train.train_batch_size={batch_size}",
+            f"train.gradient_accumulation_steps={accumulation}",
+            "train.learning_rate=1e-4",
+        )
+        folder = tmp_path / f"{batch_size}x{accumulation}"
+        job = workshop.job(case, folder, *settings(case.family), *shape)
+        job.train()
+        seen.append(list(taken))
+        taken.clear()
+        losses.append([row["loss"] for row in numbers(job.folder) if row["step"]])
+        folder = job.folder / "checkpoints" / f"step-{STEPS:06d}"
+        weights.append(load_file(next(folder.glob("weights-*"))))
+    together, alone = ([{one for part in step for one in part} for step in one] for one in seen)
+    assert together == alone
+    assert all(math.isfinite(loss) for loss in losses[0])
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    worst = {name: (weights[0][name] - weights[1][name]).abs().max().item() for name in weights[0]}
+    assert max(worst.values()) < 1e-5, max(worst, key=worst.__getitem__)
+    if draws(case.family):
+        assert all(len({one.record for one in step}) == 4 for step in together)
+        # shapes differ in a step, so that there are more micro-batches, and smaller ones
+        assert max(map(len, seen[0])) > 1
+        assert all(len(step) == 4 for step in seen[1])
+
+
+def count_fp8_layers(context: Context, model: torch.nn.Module) -> str:
+    """Stands for the proof that a GPU's FP8 products ran: a CPU's are emulated."""
+    layers = [one for one in model.modules() if isinstance(one, RowScaledLinear) and one.fp8_compute]
+    assert layers
+    return f"{len(layers)} layers emulate FP8"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("family", TINY_MODELS)
+def test_a_killed_and_resumed_run_is_the_run_without(
+    family: str, storage: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(build, "prove_fp8", count_fp8_layers)
+    case = Case(family=family, method="full" if storage == "full" else "lora")
+
+    def job(name: str, dies_after: int | None = None) -> Job:
+        status = None if dies_after is None else dying_after(tmp_path / name, dies_after)
+        shape = ("train.train_batch_size=2", "train.gradient_accumulation_steps=1")
+        chosen = (*settings(family), *shape, *STORAGES[storage])
+        made = workshop.job(case, tmp_path / name, *chosen, status=status)
+        if storage != "fp8":
+            return made
+        # a CPU's plan unpacks FP8 weights; their products are those that it emulates
+        plan = dataclasses.replace(made.context.plan, compute="fp8")
+        return dataclasses.replace(made, context=dataclasses.replace(made.context, plan=plan))
+
+    straight = job("straight")
+    assert straight.context.plan.weights == (storage if STORAGES[storage] else "fp32")
+    straight.train()
+    with pytest.raises(KilledError):
+        job("killed", CHECKPOINT_STEP + 1).train()
+    resumed = job("killed")
+    resumed.train()
+    assert f"resumed from step-{CHECKPOINT_STEP:06d}" in resumed.said
+    said = "\n".join(resumed.said)
+    assert "Proved: " in said
+    assert ("layers emulate FP8" in said) == (storage == "fp8")
+    assert numbers(resumed.folder) == numbers(straight.folder)
+    assert products(resumed.folder)
+    assert not different(products(resumed.folder), products(straight.folder))
+    kept = "checkpoints/*/*"
+    assert not different(files(resumed.folder, kept), files(straight.folder, kept))
