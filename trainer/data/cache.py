@@ -7,6 +7,7 @@ reads.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import hashlib
 import json
@@ -14,7 +15,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -75,11 +76,13 @@ class Cache:
         """What is wrong with an entry, or None; `thorough` reads all of it. Raises FileNotFoundError."""
         path = self.path(kind, key)
         try:
-            header = read_header(path)
+            with _reading(path):
+                header = read_header(path)
             if header.metadata != {"kind": kind, "key": key}:
                 return "it belongs to another entry"
             if thorough:
-                verify(path)
+                with _reading(path):
+                    verify(path)
         except DamagedFileError as error:
             return str(error)
         except (NotADirectoryError, IsADirectoryError) as error:  # `write` says what stands in the way
@@ -101,13 +104,15 @@ class Cache:
     def read(self, kind: str, key: str) -> Mapping[str, torch.Tensor]:
         """The entry's tensors on the CPU, compared with their checksum: not to be changed, they may be kept.
 
-        Raises DamagedEntryError.
+        Raises DamagedEntryError, StorageError.
         """
         kept = self._kept.get((kind, key))
         if kept is not None:
             return kept
+        path = self.path(kind, key)
         try:
-            tensors = read_safetensors(self.path(kind, key))
+            with _reading(path):
+                tensors = read_safetensors(path)
         except (DamagedFileError, FileNotFoundError) as error:
             raise self._damaged(kind, key, error) from error
         size = _OBJECT_BYTES + sum(tensor.nbytes for tensor in tensors.values())
@@ -167,6 +172,18 @@ class Cache:
             where=str(path),
             remedy="start again: it is encoded anew; if this comes back, check the disk",
         )
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Bytes that a disk cannot give back are damage like any other: the entry is encoded again."""
+    with atomic.reading_told(path):
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise DamagedFileError("the disk cannot read it") from error
 
 
 def prune(cache_dir: Path, keep: Collection[str]) -> tuple[int, int]:

@@ -44,7 +44,8 @@ def keep(context: Context, model: Any, record: ValidationRecord) -> None:
     except StorageError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    _put_in_place(context.run_dir)
+    with atomic.no_space_told(context.run_dir / FOLDER):
+        _put_in_place(context.run_dir)
     context.say(f"best so far: step {record.step}, held-out loss {record.validation_loss:.4g}")
 
 

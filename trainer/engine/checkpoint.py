@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from trainer.engine.fingerprint import REFUSED, changes
 from trainer.errors import ConfigError, Problem, StorageError
 from trainer.modeling.tensorfile import split_shards, write_tensors
-from trainer.telemetry.atomic import reading_told, sync_directory, unused_name, write_text
+from trainer.telemetry.atomic import no_space_told, reading_told, sync_directory, unused_name, write_text
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 10 * 10**9
@@ -65,34 +65,40 @@ def save(
     """
     target = folder_of(root, snapshot.step)
     temporary = target.with_name(target.name + ".tmp")
-    root.mkdir(parents=True, exist_ok=True)
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
     try:
-        checksums = _write_group(temporary, "weights", weights, on_tensor)
-        checksums |= _write_group(temporary, "optimizer", optimizer, on_tensor)
-        state = {
-            "version": FORMAT_VERSION,
-            "step": snapshot.step,
-            "interval_loss": snapshot.interval_loss,
-            "interval_steps": snapshot.interval_steps,
-            "fingerprint": dict(snapshot.fingerprint),
-            "settings": dict(snapshot.settings),
-            "files": {name: (temporary / name).stat().st_size for name in checksums},
-            "sha256": checksums,
-        }
-        state[_OWN] = _own_checksum(state)
-        write_text(temporary / _STATE, json.dumps(state, indent=1, sort_keys=True))
+        with no_space_told(target):
+            root.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            checksums = _write_group(temporary, "weights", weights, on_tensor)
+            checksums |= _write_group(temporary, "optimizer", optimizer, on_tensor)
+            _write_state(temporary, snapshot, checksums)
+            if target.exists():
+                shutil.rmtree(target)
+            temporary.replace(target)
+            sync_directory(root)
+            _prune(root, keep, snapshot.step)
     except StorageError:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    sync_directory(temporary)
-    if target.exists():
-        shutil.rmtree(target)
-    temporary.replace(target)
-    sync_directory(root)
-    _prune(root, keep, snapshot.step)
     return target
+
+
+def _write_state(folder: Path, snapshot: Snapshot, checksums: Mapping[str, str]) -> None:
+    """Write state.json, which makes the folder a whole checkpoint."""
+    state: dict[str, Any] = {
+        "version": FORMAT_VERSION,
+        "step": snapshot.step,
+        "interval_loss": snapshot.interval_loss,
+        "interval_steps": snapshot.interval_steps,
+        "fingerprint": dict(snapshot.fingerprint),
+        "settings": dict(snapshot.settings),
+        "files": {name: (folder / name).stat().st_size for name in checksums},
+        "sha256": dict(checksums),
+    }
+    state[_OWN] = _own_checksum(state)
+    write_text(folder / _STATE, json.dumps(state, indent=1, sort_keys=True))
+    sync_directory(folder)
 
 
 def _write_group(

@@ -43,11 +43,12 @@ def export_full(context: Context, model: Any) -> Path:
             (temporary / context.family.trained_component).mkdir(parents=True)
             _write_others(context, temporary)
         _write_shards(context, model, temporary / context.family.trained_component)
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.replace(target)
+        with atomic.no_space_told(target):
+            shutil.rmtree(target, ignore_errors=True)
+            temporary.replace(target)
+            atomic.sync_directory(target.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    atomic.sync_directory(target.parent)
     return target
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -19,7 +20,7 @@ from safetensors import SafetensorError, safe_open
 from trainer import __version__
 from trainer.config.secrets import redacted
 from trainer.engine.context import Context
-from trainer.errors import DataError, DivergedError, NoSpaceError, Problem
+from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.protocol import ON_HOST, Batch, Draw, Family, Shape
 from trainer.modeling import lora
 from trainer.modeling.comfyui import unnamed, write_comfyui
@@ -113,7 +114,7 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
     """Write the LoRA into `lora/` through the family's pipeline, proved first, then its ComfyUI twin if any.
 
     Files of an earlier run stay until the new ones are proved; what is proved stays whatever becomes of its
-    twin. Raises as `prove_lora`, and NoSpaceError.
+    twin. Raises as `prove_lora`, and StorageError.
     """
     folder = context.run_dir / "lora"
     temporary = context.run_dir / "lora.tmp"
@@ -144,17 +145,17 @@ def save_adapter(
 ) -> Path:
     """Write an adapter as the family's library does, with equal bytes for equal tensors; returns the file.
 
-    `config` is peft's; a language model's file has PEFT's name in place of `path`'s. Raises NoSpaceError.
+    `config` is peft's; a language model's file has PEFT's name in place of `path`'s. Raises StorageError.
     """
     try:
         written = family.save_adapter(state, config, path.parent, path.name)
     except SafetensorError as error:
-        # the library has no error class for it
-        if "os error 28" not in str(error):
+        # the library has no error class for what a disk answers
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
             raise
-        raise NoSpaceError(
-            str(error), where=str(path.parent), remedy="free space; nothing that was saved is lost"
-        ) from error
+        with atomic.no_space_told(path):
+            raise OSError(int(found[1]), str(error)) from error
     rewrite_sorted(written, metadata)
     return written
 
@@ -162,16 +163,17 @@ def save_adapter(
 def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, Path | None]:
     """Write both files into `folder`, not proved; None where ComfyUI does not take them.
 
-    Raises NoSpaceError.
+    Raises StorageError.
     """
     path = _write_lora_file(context, model, folder)
     return path, _write_comfyui_file(context, model, folder)
 
 
 def _move(source: Path, folder: Path) -> None:
-    for file in sorted(source.iterdir()):
-        file.replace(folder / file.name)
-    atomic.sync_directory(folder)
+    with atomic.no_space_told(folder):
+        for file in sorted(source.iterdir()):
+            file.replace(folder / file.name)
+        atomic.sync_directory(folder)
 
 
 def _write_lora_file(context: Context, model: Any, folder: Path) -> Path:

@@ -198,6 +198,33 @@ def test_a_folder_in_an_entrys_place_is_told(cache: Cache) -> None:
         cache.write("text", KEY, tensors())
 
 
+def test_bytes_that_the_disk_cannot_read_are_damage(cache: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    cache.write("text", KEY, tensors())
+
+    def failing(path: Path) -> bytes:
+        raise OSError(5, "Input/output error")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", failing)
+        assert cache.damage("text", KEY, thorough=True) == "the disk cannot read it"
+        with pytest.raises(DamagedEntryError, match="is damaged: the disk cannot read it"):
+            cache.read("text", KEY)
+    assert not cache.has("text", KEY)
+
+
+def test_damaged_and_missing_entries_are_found_together(cache: Cache) -> None:
+    keys = [letter * 64 for letter in "0123"]
+    for key in keys[:3]:
+        cache.write("text", key, tensors())
+    path = cache.path("text", keys[1])
+    path.write_bytes(path.read_bytes()[:-1] + b"\xff")
+    errors = cache.remove_damaged([("text", key) for key in keys], lambda: None)
+    assert [error.problems[0].where for error in errors] == [
+        str(cache.path("text", key)) for key in (keys[1], keys[3])
+    ]
+    assert [cache.has("text", key) for key in keys] == [True, False, True, False]
+
+
 def run_killed(code: str) -> None:
     """Run a program that kills itself with SIGKILL."""
     done = subprocess.run([sys.executable, "-c", textwrap.dedent(code)], capture_output=True, text=True)

@@ -218,6 +218,21 @@ def test_a_disk_that_fills_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch
     assert checkpoint.damage(tmp_path / "step-000001", quiet) is None
 
 
+def test_a_disk_that_takes_no_more_at_the_rename_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(tmp_path, 1)
+
+    def read_only(path: Path, target: Path) -> Path:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "replace", read_only)
+        with pytest.raises(StorageError, match="Read-only file system while writing it"):
+            save(tmp_path, 2)
+    assert checkpoint.damage(tmp_path / "step-000001", quiet) is None
+
+
 def test_another_run_is_refused_with_every_difference(tmp_path: Path) -> None:
     folder = save(tmp_path, 1)
     with pytest.raises(ConfigError) as caught:
