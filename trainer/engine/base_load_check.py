@@ -147,9 +147,12 @@ def _tokenizer(family: Family, source: ModelSource, name: str) -> Iterator[str]:
         )
         # a processor reads pictures besides
         reader = loaded.tokenizer if isinstance(loaded, transformers.ProcessorMixin) else loaded
-        ids = list(reader(_WORDS).input_ids)
-        known = [one for one in ids if one not in {reader.unk_token_id, *reader.all_special_ids}]
-        text = reader.decode(known)
+        special = {reader.unk_token, *reader.all_special_tokens}
+        ids, text = [], ""
+        # the library behind it ends without a class of error where there is no word at all
+        if reader.get_vocab().keys() - special:
+            ids = list(reader(_WORDS).input_ids)
+            text = reader.decode([one for one in ids if reader.convert_ids_to_tokens(one) not in special])
     except _REFUSED as error:
         yield f"{class_name} cannot be opened ({_line(error)})"
         return

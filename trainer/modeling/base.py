@@ -18,6 +18,9 @@ if TYPE_CHECKING:
 KEY = "model.pretrained_model_name_or_path"
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHT_FILE = "*.safetensors"
+# components that read text, and the files one of which has the words
+_READERS = ("tokenizer", "processor")
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model")
 _PICKLED_FILES = ("*.bin", "*.pt", "*.ckpt", "*.msgpack")
 
 
@@ -141,6 +144,8 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
             found.append((path, "no config file"))
         elif not component and not has_config(path):
             found.append((path, "no config.json"))  # a tokenizer that was fetched by itself
+        elif component.startswith(_READERS) and not _vocabulary(path):
+            found.append((path, f"no vocabulary ({', '.join(_VOCABULARIES)})"))
         elif component not in built and has_config(path):
             found.extend(_missing_weights(path))
     return found
@@ -149,6 +154,11 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
 def is_configured(path: Path) -> bool:
     """Whether a component's folder says what it is."""
     return any(file.exists() for file in path.glob("*config.json"))
+
+
+def _vocabulary(path: Path) -> bool:
+    """Whether a tokenizer's folder has its words: without them transformers opens it, and it knows none."""
+    return any(file.exists() for kind in _VOCABULARIES for file in path.glob(kind))
 
 
 def component_texts(path: Path) -> list[Path]:

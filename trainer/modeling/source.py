@@ -75,8 +75,8 @@ class ModelSource:
 def prepare(config: RunConfig, components: Sequence[str], *, trained: str) -> None:
     """Make sure that a plan can be made of the right model, before its weights are here.
 
-    Downloads configs and indexes, some kilobytes, where one is missing. Raises AccessError where files are
-    missing that cannot or must not be downloaded, NoSpaceError.
+    Downloads what is not weights, some megabytes, where a config is missing. Raises AccessError where files
+    are missing that cannot or must not be downloaded, NoSpaceError.
     """
     base = find_base(config, components, trained=trained)
     if base.state == "complete":
@@ -85,8 +85,7 @@ def prepare(config: RunConfig, components: Sequence[str], *, trained: str) -> No
         _refuse(config, base)
     if base.folder is not None and all(is_configured(base.folder / name) for name in components):
         return
-    kinds = ("*config.json", "*.safetensors.index.json")
-    patterns = ["model_index.json", *(_inside(name, kind) for name in components for kind in kinds)]
+    patterns = _patterns(components, "random")
     hub.download(config.model.pretrained_model_name_or_path, config.model.revision, patterns)
 
 

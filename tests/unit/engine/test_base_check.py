@@ -170,6 +170,8 @@ QUICK = {
     ),
     "index is garbage": (replaced("model_index.json", "{]"), "model_index.json"),
     "no tokenizer": (gone("tokenizer"), "no component 'tokenizer'"),
+    "no vocabulary": (gone("tokenizer/tokenizer.json"), "base/tokenizer: no vocabulary (tokenizer.json"),
+    "no second vocabulary": (gone("tokenizer_2/tokenizer.json"), "base/tokenizer_2: no vocabulary"),
     "no scheduler": (gone("scheduler"), "no component 'scheduler'"),
     "no weights": (gone("vae/diffusion_pytorch_model.safetensors"), "vae: no .safetensors file"),
     "weights cut off": (
@@ -221,11 +223,10 @@ SLOW = {
         tensors("transformer", torch.zeros_like),
         "transformer: diffusion_pytorch_model.safetensors holds nothing but zeros",
     ),
-    "a vocabulary that is missing": (
-        gone("tokenizer/tokenizer.json"),
+    "an empty vocabulary": (
+        edited("tokenizer/tokenizer.json", model={"type": "BPE", "vocab": {}, "merges": []}, added_tokens=[]),
         "tokenizer: it knows none of the words",
     ),
-    "a second one": (gone("tokenizer_2/tokenizer.json"), "tokenizer_2: it knows none of the words"),
     "tokenizer garbage": (
         replaced("tokenizer/tokenizer.json", "garbage"),
         "tokenizer: CLIPTokenizer cannot be opened",

@@ -240,6 +240,18 @@ def test_a_run_fetches_configs_before_it_plans(fake_hub: FakeHub, run_config: Ma
     assert "download" not in rows(plan_run(loaded, machine("cpu")))
 
 
+def test_configs_that_were_fetched_are_enough_for_random_weights(fake_hub: FakeHub, run_config: Make) -> None:
+    config = run_config(pretrained_model_name_or_path=REPOSITORY, weights="random")
+    prepare_base(Loaded(config=config, sources={}))
+    base = find_base(config, components(FLUX), trained="transformer")
+    assert base.folder is not None and base.state == "complete"
+    assert (base.folder / "tokenizer/tokenizer.json").exists()
+    (base.folder / "tokenizer/tokenizer.json").unlink()
+    assert find_base(config, components(FLUX), trained="transformer").state == "partial"
+    resolve_source(config, components(FLUX), trained="transformer")
+    assert (base.folder / "tokenizer/tokenizer.json").exists()
+
+
 def test_the_commit_is_told_and_kept(fake_hub: FakeHub, run_config: Make) -> None:
     config = run_config(pretrained_model_name_or_path=REPOSITORY)
     source = resolve_source(config, components(FLUX), trained="transformer")
