@@ -24,6 +24,7 @@ from trainer.errors import ExitCode
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]
 
+STEPS = 160
 VOLUMES = ("data", "config", "models", "cache", "output")
 
 
@@ -102,7 +103,8 @@ def test_up_trains_a_proved_lora_that_belongs_to_the_caller(project: Project) ->
 
 
 def test_the_next_up_goes_on_after_a_stop_and_after_a_kill(project: Project) -> None:
-    output, command = project.folder / "output", text_of(40, "checkpoint.checkpointing_steps=100")
+    # as many steps as a busy machine does not get through while compose stops and kills
+    output, command = project.folder / "output", text_of(STEPS, "checkpoint.checkpointing_steps=1000")
     assert project.up("-d", command=command) == 0
     box = project.box()
     box.wait_for(lambda: box.step() >= 2)
@@ -112,7 +114,7 @@ def test_the_next_up_goes_on_after_a_stop_and_after_a_kill(project: Project) -> 
     assert stopped.returncode == 0, stopped.stdout
     assert box.exit_code() == ExitCode.STOPPED, box.log()
     (saved,) = steps_saved(output)
-    assert 2 <= int(saved.removeprefix("step-")) < 40
+    assert 2 <= int(saved.removeprefix("step-")) < STEPS
     assert project.up("-d", command=command) == 0
     box.wait_for(lambda: f"resumed from {saved}" in box.log())
     killed = project.run("kill", command=command)
@@ -123,4 +125,4 @@ def test_the_next_up_goes_on_after_a_stop_and_after_a_kill(project: Project) -> 
     assert project.box() == box, "the same container"
     require_proved(box, output, owner=SOMEBODY)
     assert box.log().count(f"resumed from {saved}") == 2
-    assert "step-000040" in steps_saved(output)
+    assert f"step-{STEPS:06d}" in steps_saved(output)
