@@ -121,11 +121,23 @@ def _product_backward(
     nested_blocksize: int,
 ) -> torch.Tensor:
     scales = _scales(absmax, nested_absmax, nested_code, offset, nested_blocksize)
-    first, *others = _parts(shape, blocksize)
-    found = gradient[:, first] @ _unpacked(weight, scales, shape[1], blocksize, first, gradient.dtype)
-    for rows in others:
-        found.addmm_(gradient[:, rows], _unpacked(weight, scales, shape[1], blocksize, rows, gradient.dtype))
-    return found
+    parts = _parts(shape, blocksize)
+    if len(parts) == 1:
+        return gradient @ _unpacked(weight, scales, shape[1], blocksize, parts[0], gradient.dtype)
+    found = gradient.new_zeros((gradient.shape[0], shape[1]), dtype=torch.float32)
+    for rows in parts:
+        part = _unpacked(weight, scales, shape[1], blocksize, rows, gradient.dtype)
+        _add_product(found, gradient[:, rows], part)
+        del part  # before the next one, and before the sum is copied
+    return found.to(gradient.dtype)
+
+
+def _add_product(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
+    """Add left @ right to `found`, fp32, whatever type the factors have: a sum in bf16 rounds every time."""
+    if found.device.type == "cpu" or left.dtype == found.dtype:
+        found.addmm_(left.to(found.dtype), right.to(found.dtype))
+    else:
+        torch.addmm(found, left, right, out_dtype=torch.float32, out=found)
 
 
 def _parts(shape: Sequence[int], blocksize: int) -> list[slice]:

@@ -49,6 +49,8 @@ def is_fusible(module: Any) -> bool:
 class _HeadNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        # the kernels take any strides but the last
+        values = values if values.stride(-1) == 1 else values.contiguous()
         ctx.save_for_backward(values, weight)
         ctx.eps = eps
         if values.device.type == "cpu":

@@ -161,6 +161,23 @@ def test_large_nf4_weights_are_unpacked_in_parts(bias: bool, monkeypatch: pytest
     assert [(one.start, one.stop) for one in sizes] == 2 * [(0, 64), (64, 128), (128, 192)]
 
 
+def test_a_gradient_in_parts_is_rounded_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Six parts whose sum is rounded to bf16 each time differ twice as much from fp32 as the whole does."""
+    layer = quantize("nf4", linear(bias=False).bfloat16())
+    x, given = torch.randn(6, 256).bfloat16(), torch.randn(6, 192).bfloat16()
+    found = []
+    for most in (2**40, 32 * 256):
+        monkeypatch.setattr(nf4, "NF4_MOST_UNPACKED", most)
+        monkeypatch.setattr(nf4, "_TILE", 16)
+        leaf = x.clone().requires_grad_(True)
+        layer(leaf).backward(given)
+        assert leaf.grad is not None and leaf.grad.dtype == torch.bfloat16
+        found.append(leaf.grad)
+    whole, parts = found
+    # a sum that lies half way may fall to the other side
+    assert (whole != parts).float().mean() < 0.02
+
+
 @pytest.mark.parametrize(
     ("shape", "rows"),
     [
