@@ -21,6 +21,7 @@ from trainer.config.interpreter import python
 from trainer.engine.probe_attention import Measured, key_heads, measure_attention
 from trainer.families.protocol import AttentionShape
 from trainer.hardware.facts import Facts, KernelVerdict
+from trainer.hardware.host import parse_meminfo
 
 ATTENTION = (
     "attention.cudnn_strided",
@@ -36,6 +37,7 @@ MATMUL = ("matmul.bf16", "matmul.fp8", "matmul.int8", "matmul.nf4")
 """What a frozen linear layer may be stored and multiplied in; `trainer.engine.probe_matmul`."""
 TIMEOUT_SECONDS = 60.0
 NOT_INSTALLED = "not installed"
+MEMINFO = Path("/proc/meminfo")
 
 _TOLERANCE = 2e-2
 # quantised values are off by themselves: 2 %, 1 % and 9 % of a weight, fp8 activations as much again
@@ -286,11 +288,15 @@ def _death(code: int, stderr: str) -> str:
 
 
 def held_by_others(device: str) -> float:
-    """Share of the GPU's memory that is taken before this process takes any; 0 where it is the host's."""
+    """Share of the GPU's memory that is taken before this process takes any; 0 on a CPU."""
     import torch
 
-    if device != "cuda" or torch.cuda.get_device_properties(0).is_integrated:
+    if device != "cuda":
         return 0.0
+    if torch.cuda.get_device_properties(0).is_integrated:
+        # there CUDA counts the page cache as taken, and a container's limit does not hold for it
+        memory = parse_meminfo(MEMINFO.read_text())
+        return 1.0 - memory["MemAvailable"] / memory["MemTotal"]
     free, total = torch.cuda.mem_get_info()
     return 1.0 - free / total
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -313,6 +314,25 @@ def test_a_gpu_that_is_not_there_is_nobodys_verdict() -> None:
     found = probe.probe(["attention.math"], SHAPE, "bf16", variables, device="cuda")
     assert not found.verdicts
     assert found.unsettled[0].reason.startswith("before it began: failed: ")
+
+
+def test_what_others_hold_of_unified_memory_is_the_hosts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """CUDA itself counts the page cache as taken there."""
+    import torch
+
+    gib = 1024**3
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal: 128000 kB\nMemFree: 1000 kB\nMemAvailable: 32000 kB\n")
+    device = SimpleNamespace(is_integrated=True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 * gib, 24 * gib))
+    monkeypatch.setattr(probe, "MEMINFO", meminfo)
+    assert probe.held_by_others("cuda") == 0.75
+    device.is_integrated = False
+    assert probe.held_by_others("cuda") == pytest.approx(23 / 24)
+    assert probe.held_by_others("cpu") == 0.0
 
 
 def test_the_process_ends_where_nobody_asks() -> None:
