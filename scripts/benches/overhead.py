@@ -76,7 +76,7 @@ def measure(options: argparse.Namespace) -> None:
     import torch
 
     from trainer.engine import __main__ as engine
-    from trainer.engine import loop
+    from trainer.engine import loop, microbatch
     from trainer.engine.optimizer import Updater
 
     seconds = options.step_ms / 1000
@@ -84,13 +84,13 @@ def measure(options: argparse.Namespace) -> None:
     slept: list[float] = []
     one_step, after_step = loop._one_step, loop._after_step
 
-    def micro_batch(run: Any, batch: Any, draw: Any, weight: Any) -> torch.Tensor:
+    def compute(context: Any, built: Any, settings: Any, batch: Any, draw: Any, weight: Any) -> torch.Tensor:
         started = time.perf_counter()
-        plan = run.context.plan
+        plan = context.plan
         # of the step's time as much as it has of the step's samples
         time.sleep(seconds * batch.size / (plan.micro_batch_size * plan.accumulation_steps))
         slept.append(time.perf_counter() - started)
-        return torch.zeros((), device=run.context.device)
+        return torch.zeros((), device=context.device)
 
     def step(self: Updater, rate: float, loss: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.ones((), device=loss.device), torch.zeros((), device=loss.device)
@@ -110,7 +110,7 @@ def measure(options: argparse.Namespace) -> None:
 
         return run
 
-    loop.micro_batch = micro_batch
+    microbatch.compute = compute
     Updater.step = step  # type: ignore[method-assign]
     loop._one_step, loop._after_step = timed(one_step, last=False), timed(after_step, last=True)
     with contextlib.suppress(_MeasuredError):

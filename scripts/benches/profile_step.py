@@ -232,6 +232,7 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
     """
     import torch
 
+    from trainer.engine.fast import uncompiled
     from trainer.engine.graphs import Graphs
     from trainer.engine.optimizer import HostFlag
     from trainer.engine.proof import to_device
@@ -249,7 +250,11 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
         built.updater.accumulate()
         return loss.detach()
 
-    graphs = Graphs(micro_batch, context.say) if context.plan.cuda_graphs else None
+    def predict(moved: Any, draw: Any) -> None:
+        with torch.no_grad(), uncompiled(context):
+            family.predict(built.model, moved, draw, settings)
+
+    graphs = Graphs(micro_batch, predict, context.say) if context.plan.cuda_graphs else None
 
     def step() -> None:
         loss_sum = torch.zeros((), device=context.device, dtype=torch.float64)

@@ -18,7 +18,7 @@ from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import Batch, Draw, Shape
 from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
-from trainer.modeling.compiled import compile_blocks
+from trainer.modeling.compiled import compile_blocks, eager
 from trainer.modeling.recompute import recompute_blocks
 from trainer.modeling.rowscaled import from_linear
 
@@ -118,6 +118,12 @@ class Computed:
         loss.backward()
         self.masters.accumulate()
         return loss.detach()
+
+    def predict(self, batch: Batch, draw: Draw | None) -> None:
+        """Forward alone, as it is written."""
+        assert draw is not None
+        with torch.no_grad(), eager():
+            FLUX1_DEV.predict(self.model, batch, draw, SETTINGS)
 
     def run(self, graphs: Graphs | None, plan: list[tuple[int, int]]) -> tuple[torch.Tensor, torch.Tensor]:
         """Losses and summed gradients of the (number, side) of `plan`."""

@@ -21,6 +21,7 @@ from trainer.engine.optimizer import Updater
 from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import Batch, Draw
+from trainer.modeling.compiled import eager
 from trainer.modeling.fp8 import fp8_linear, quantize_rows, transpose_bytes
 from trainer.modeling.lowrank import add_low_rank
 from trainer.modeling.norms import head_norm
@@ -200,7 +201,7 @@ def agree(computed: Computed, graphs: Graphs, plan: list[tuple[int, int]]) -> No
 @pytest.mark.parametrize("storage", ["bf16", "fp8", PACKED, "int8", "nf4"])
 def test_graphs_compute_what_plain_calls_do(storage: str, recomputed: int) -> None:
     computed = Computed(build(storage, fast=True, recomputed=recomputed))
-    graphs = Graphs(computed, print)
+    graphs = Graphs(computed, computed.predict, print)
     plan = [(number, 512) for number in range(6)]
     agree(computed, graphs, plan)
     assert len(graphs.captured) == 1
@@ -226,7 +227,7 @@ def test_blocks_recomputed_in_their_graph_have_the_gradients_of_kept_ones(
 
 def test_each_shape_has_a_graph_of_its_own() -> None:
     computed = Computed(build(fast=True))
-    graphs = Graphs(computed, print)
+    graphs = Graphs(computed, computed.predict, print)
     # in turns: what one graph leaves in the memory that they share must not matter to the other
     plan = [(number, side) for number in range(WARM_UP + 3) for side in (512, 384)]
     agree(computed, graphs, plan)
@@ -239,7 +240,7 @@ def test_what_a_model_keeps_for_a_new_size_is_no_graph_s_scratch() -> None:
     """Position ids of the second size are made when the first one's graph is there already."""
     flow.kept_on_device.cache_clear()
     computed = Computed(build(fast=True))
-    graphs = Graphs(computed, print)
+    graphs = Graphs(computed, computed.predict, print)
     first = [(number, 512) for number in range(WARM_UP + 2)]
     computed.run(graphs, first)
     assert len(graphs.captured) == 1
@@ -256,7 +257,7 @@ def test_what_a_model_keeps_for_a_new_size_is_no_graph_s_scratch() -> None:
 
 def test_dropped_graphs_free_their_memory_and_are_captured_again() -> None:
     computed = Computed(build(fast=True))
-    graphs = Graphs(computed, print)
+    graphs = Graphs(computed, computed.predict, print)
     plan = [(number, 512) for number in range(WARM_UP + 2)]
     wanted = computed.run(graphs, plan)
     torch.cuda.synchronize()
@@ -275,7 +276,7 @@ def test_dropped_graphs_free_their_memory_and_are_captured_again() -> None:
 
 def test_a_capture_alone_changes_no_sums() -> None:
     computed = Computed(build(fast=True))
-    graphs = Graphs(computed, print)
+    graphs = Graphs(computed, computed.predict, print)
     computed.run(graphs, [(number, 512) for number in range(WARM_UP)])
     (batch, draw), weight = inputs(0), torch.tensor(1.0, device=DEVICE)
     before = computed.masters.gradient.clone()
@@ -293,7 +294,8 @@ from trainer.engine.graphs import Graphs
 
 for storage in ("bf16", "fp8"):
     computed = Computed(build(storage, fast=True))
-    losses, _ = computed.run(Graphs(computed, print), [(number, 512) for number in range(5)])
+    graphs = Graphs(computed, computed.predict, print)
+    losses, _ = computed.run(graphs, [(number, 512) for number in range(5)])
     print(storage, losses.tolist())
 """
 
@@ -330,7 +332,7 @@ def compute(batch, draw, one):
 batch = Batch(latents={"x": torch.randn(4096, 4096, device="cuda")}, text={}, size=1, weight=1.0)
 one = torch.ones((), device="cuda")
 for _ in range(4):
-    graphs = Graphs(compute, print)
+    graphs = Graphs(compute, lambda *_: None, print)
     for _ in range(WARM_UP + 2):
         loss = graphs(batch, None, one)
     graphs.drop()
@@ -365,7 +367,12 @@ def train(model: Any, *, graphed: bool) -> tuple[list[float], dict[str, torch.Te
         updater.accumulate()
         return loss.detach()
 
-    run: Any = Graphs(compute, print) if graphed else compute
+    def predict(batch: Batch, draw: Draw | None) -> None:
+        assert draw is not None
+        with torch.no_grad(), eager():
+            FLUX1_DEV.predict(model, batch, draw, SETTINGS)
+
+    run: Any = Graphs(compute, predict, print) if graphed else compute
     losses, gradient = [], torch.empty(0)
     for step in range(STEPS):
         loss = run(*inputs(step % 2), torch.tensor(1.0, device=DEVICE)).clone()

@@ -25,8 +25,10 @@ from trainer.modeling.load import load_streamed
 from trainer.modeling.loraload import start_from
 from trainer.modeling.quantize import QUANTIZED, Replace, count_quantized, replacer
 from trainer.modeling.recompute import has_dropout, recompute_blocks
+from trainer.modeling.rotary import FusedProcessor
 from trainer.modeling.swap import swap_blocks, waiting_blocks
 from trainer.modeling.targets import target_pattern
+from trainer.modeling.text_padding import text_readers
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
 
@@ -38,6 +40,8 @@ class Built:
     model: Any
     updater: Updater
     accelerator: Accelerator
+    text_readers: tuple[FusedProcessor, ...] = ()
+    """What leaves the padding of captions out; none where captions are not padded."""
 
 
 def load_base(context: Context) -> Any:
@@ -162,4 +166,6 @@ def build(context: Context) -> Built:
     count = sum(parameter.numel() for parameter in trainable.values())
     context.say(f"training {count:,} parameters in {len(trainable)} tensors")
     updater = Updater(trainable, config.train, context.plan.optimizer)
-    return Built(model=model, updater=updater, accelerator=accelerator)
+    padded = context.plan.text_padding
+    readers = text_readers(model, context.family.text_keys) if padded else ()
+    return Built(model=model, updater=updater, accelerator=accelerator, text_readers=readers)

@@ -32,7 +32,8 @@ from trainer.data.masks import mask_pixels
 from trainer.data.records import Control, ImageRecord, Record
 from trainer.engine.context import Context, free_memory
 from trainer.families import flow
-from trainer.families.protocol import Batch, EntryKind, Family, Header
+from trainer.families.protocol import TEXT_MASK, Batch, EntryKind, Family, Header
+from trainer.modeling.text_padding import pad_text, padded_length
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.status import Phase
 
@@ -240,11 +241,21 @@ def _control_pixels(family: Family, view: ControlView) -> torch.Tensor:
 
 
 def load_batch(
-    context: Context, entries: Entries, samples: Sequence[tuple[int, bool]], *, pin_memory: bool
+    context: Context,
+    entries: Entries,
+    samples: Sequence[tuple[int, bool]],
+    *,
+    pin_memory: bool,
+    text_padding: bool = False,
 ) -> Batch:
-    """One batch of samples (record, caption dropped) on the CPU; text values in the model's type."""
+    """One batch of samples (record, caption dropped) on the CPU; text values in the model's type.
+
+    With `text_padding` captions are padded to a few lengths, and the batch has their mask.
+    """
     cache = entries.cache
     text = [cache.read("text", (entries.empties if drop else entries.texts)[i].key) for i, drop in samples]
+    if text_padding:
+        text = [_padded(row, context.family) for row in text]
     latents = [
         flow.weighed(
             cache.read("latents", entries.latents[i].key),
@@ -262,6 +273,21 @@ def load_batch(
     return dataclasses.replace(
         batch, latents=ready(batch.latents, torch.float32), text=ready(batch.text, context.dtype)
     )
+
+
+def _padded(row: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
+    """A text entry whose caption is padded, with its mask."""
+    assert family.caption is not None, "a family whose captions are padded as they are encoded"
+    caption = row[family.caption]
+    padded, mask = pad_text(caption, padded_length(len(caption)))
+    return {**row, family.caption: padded, TEXT_MASK: mask}
+
+
+def padded_header(header: Header, family: Family) -> dict[str, tuple[int, ...]]:
+    """Shapes of a text entry whose caption is padded."""
+    assert family.caption is not None, "a family whose captions are padded as they are encoded"
+    length, *rest = header[family.caption]
+    return {**header, family.caption: (padded_length(length), *rest)}
 
 
 def data_fingerprint(records: Sequence[Record]) -> str:

@@ -13,7 +13,7 @@ from typing import Any
 from trainer.data.cache import Cache
 from trainer.data.sampler import MicroBatch, Sampler
 from trainer.engine.context import Context
-from trainer.engine.entries import Entries, load_batch
+from trainer.engine.entries import Entries, load_batch, padded_header
 from trainer.errors import OutOfMemoryError
 from trainer.families.protocol import Batch, Draw
 
@@ -38,6 +38,9 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
     count = len(entries.records)
     latents = [cache.header("latents", one.key) for one in entries.latents] or [{}] * count
     headers = {one.key: cache.header("text", one.key) for one in {*entries.texts, *entries.empties}}
+    if context.plan.text_padding:
+        for key, header in headers.items():
+            headers[key] = padded_header(header, family)
     texts = [headers[one.key] for one in entries.texts]
     empties = [headers[one.key] for one in entries.empties] or texts
     sizes, row_size, plan = [1] * count, 1, context.plan
@@ -91,7 +94,8 @@ def feed(
 
     def prepare(micro_batch: MicroBatch) -> Fed:
         samples = [(sample.record, sample.dropped) for sample in micro_batch.samples]
-        batch = load_batch(context, kept, samples, pin_memory=pin_memory)
+        text_padding = context.plan.text_padding
+        batch = load_batch(context, kept, samples, pin_memory=pin_memory, text_padding=text_padding)
         header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
         draw = context.family.draw(settings, [sample.position for sample in micro_batch.samples], header)
         if draw is not None and pin_memory:

@@ -10,7 +10,6 @@ import functools
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -19,14 +18,15 @@ from trainer.config import environment
 from trainer.config.schema import RunConfig
 from trainer.data.controls import control_folders
 from trainer.engine.meta_shapes import SOURCE, built_shapes
-from trainer.engine.planned_adapter import TEXT_SIDE, planned_adapter
+from trainer.engine.planned_adapter import planned_adapter
 from trainer.engine.probe import matmul_shape_class, shape_class
+from trainer.engine.work import Work, usual_work
 from trainer.errors import AccessError
 from trainer.families import language
-from trainer.families.protocol import AttentionShape, Family, Shape
+from trainer.families.protocol import Family, Shape
 from trainer.hardware.activations import Activations, Units, activations, counted
 from trainer.hardware.adapters import Kept
-from trainer.hardware.blocks import BLOCK, LEAST_LINEARS, NO_LINEARS, Linears, Stack, linears_of
+from trainer.hardware.blocks import NO_LINEARS, Linears, Stack, linears_of
 from trainer.hardware.geometry import (
     ComponentGeometry,
     Geometry,
@@ -62,25 +62,27 @@ def run_geometry(
     dtype: str,
     sources: Mapping[str, str] = MappingProxyType({}),
     downloads: bool = False,
+    caption_tokens: int | None = None,
 ) -> Geometry:
     """Everything that memory is computed from, for the run's model, resolution, batch size and compute type.
 
     `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
     missing files are to come: a component is as large as its config says. `sources` says where keys were
-    written. Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is none.
+    written. Memory is that of the longest caption, time that of captions of `caption_tokens`, None for a
+    usual mix of lengths. Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is
+    none.
     """
     folders, components = _components(family, config, model_folder, downloads=downloads)
     trained = next(part for part in components if part.role == "trained")
     model_config = component_config(family, folders[trained.name], trained.name)
-    size = VALUE_BYTES[dtype]
-    shape = run_shape(config, family, bytes_per_value=size)
+    shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
     packed = _packed(family, config, trained, folders[trained.name])
     attention = family.attention_shape(model_config, shape)
-    work, repeated = _work(family, trained, attention, shape), _stacks(family, trained, dtype)
+    repeated = _stacks(family, trained, dtype)
     adapter = planned_adapter(family, config, trained, attention, shape, sources)
     eager, compiled = _activations(family, config, model_config, shape, repeated, adapter.kept)
-    vae, vae_tiled = _vae_peaks(family, config, folders, size)
-    return Geometry(
+    vae, vae_tiled = _vae_peaks(family, config, folders, shape.bytes_per_value)
+    geometry = Geometry(
         components=components,
         lora_parameters=adapter.parameters,
         quantized_parameters=packed.linears.parameters,
@@ -92,17 +94,26 @@ def run_geometry(
         modulation=packed.modulation,
         largest_quantized=packed.linears.largest,
         fp32_parameters=_kept_in_fp32(family, trained) if dtype != "fp32" else 0,
-        matmul_flops=work.matmul_flops,
-        attention_flops=work.attention_flops,
-        attention_calls=work.attention_calls,
-        blocks=work.blocks,
         stacks=repeated,
+        captions_vary=family.caption is not None,
         packed=family.packed_by is not None,
-        text_bytes_peak=_text_peak(components, config.data.max_sequence_length, size),
+        text_bytes_peak=_text_peak(components, config.data.max_sequence_length, shape.bytes_per_value),
         vae_bytes_peak=vae,
         vae_bytes_peak_tiled=vae_tiled,
         attention_shape_class=shape_class(attention),
         matmul_shape_class=matmul_shape_class(attention),
+    )
+    return _with_work(geometry, usual_work(family, model_config, trained, shape, caption_tokens))
+
+
+def _with_work(geometry: Geometry, work: Work) -> Geometry:
+    return dataclasses.replace(
+        geometry,
+        matmul_flops=work.matmul_flops,
+        attention_flops=work.attention_flops,
+        attention_calls=work.attention_calls,
+        usual_share=work.share,
+        blocks=work.blocks,
     )
 
 
@@ -142,58 +153,6 @@ def run_shape(config: RunConfig, family: Family, *, bytes_per_value: int) -> Sha
         text_tokens=config.data.max_sequence_length,
         bytes_per_value=bytes_per_value,
         controls=_controls(config, family),
-    )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Work:
-    """One forward pass of a micro-batch through the repeated blocks."""
-
-    matmul_flops: float
-    attention_flops: float
-    attention_calls: int
-    blocks: int
-
-
-def _work(family: Family, trained: ComponentGeometry, attention: AttentionShape, shape: Shape) -> _Work:
-    """Floating point operations of linears, each with the tokens that it sees, and of attention."""
-    linears = trained.quantized(family.high_precision)
-    every, text = attention.batch_size * attention.tokens, shape.batch_size * shape.text_tokens
-    flops, own = 0.0, 0
-    blocks = block_linears(tuple(linears))
-    for textual, others in blocks:
-        rest = every - text if textual else every
-        flops += 2.0 * text * sum(math.prod(linears[name]) for name in textual)
-        flops += 2.0 * rest * sum(math.prod(linears[name]) for name in others)
-        own += bool(others)
-    width = attention.heads * attention.head_width
-    pairs = attention.batch_size * attention.tokens**2
-    return _Work(
-        matmul_flops=flops,
-        attention_flops=4.0 * pairs * width * own,
-        attention_calls=own,
-        blocks=len(blocks),
-    )
-
-
-@functools.lru_cache(maxsize=64)
-def block_linears(names: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
-    """(linears that see the caption's tokens only, the others) of each repeated block.
-
-    A block is a numbered module with two linears at least.
-    """
-    blocks: dict[str, list[str]] = {}
-    for name in names:
-        found = BLOCK.match(name)
-        if found is not None:
-            blocks.setdefault(found[1], []).append(name)
-    return tuple(
-        (
-            tuple(name for name in members if TEXT_SIDE.search(name)),
-            tuple(name for name in members if not TEXT_SIDE.search(name)),
-        )
-        for members in blocks.values()
-        if len(members) >= LEAST_LINEARS
     )
 
 

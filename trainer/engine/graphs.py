@@ -20,17 +20,19 @@ import torch
 
 from trainer.families.protocol import Batch, Draw
 
-Compute = Callable[[Batch, Draw | None, torch.Tensor], torch.Tensor]
+Compute = Callable[[Batch, Draw | None, float | torch.Tensor], torch.Tensor]
 """Loss of a micro-batch (a scalar, detached) from batch, draw and weight (fp32 scalar); its gradients are
 added to the optimizer's sums.
 """
+Predict = Callable[[Batch, Draw | None], object]
+"""Runs the model forward as it is written, without gradients: that makes the tables that it keeps by size."""
 # micro-batches of one kind that run as usual first; the second one no longer compiles
-WARM_UP = 3
-# kinds that are captured; later ones run as usual
-MOST_CAPTURED = 12
-# kinds after which nothing is captured any more: models keep tables for so many sizes, then drop the oldest,
-# which a graph may still read
-MOST_KINDS = 32
+WARM_UP = 2
+# kinds that are captured: the frequent ones come often enough first, the others run as usual
+MOST_CAPTURED = 24
+# kinds after which no graph is used any more: diffusers keeps rotary tables of 128 sizes, then drops the
+# oldest, which a graph may still read
+MOST_KINDS = 100
 
 
 @dataclass(kw_only=True)
@@ -62,11 +64,12 @@ class _Pool:
 class Graphs:
     """Runs `compute`, from graphs where it can. They never run side by side."""
 
-    def __init__(self, compute: Compute, say: Callable[[str], None]) -> None:
-        self.compute = compute
+    def __init__(self, compute: Compute, predict: Predict, say: Callable[[str], None]) -> None:
+        self.compute, self.predict = compute, predict
         self.captured: dict[Any, _Captured] = {}
         self._say = say
         self._seen: dict[Any, int] = {}
+        self._most_captured = 0
         self._pool = _Pool()
         self._stream = torch.cuda.Stream()
 
@@ -84,20 +87,37 @@ class Graphs:
                 with self._aside():
                     return self.compute(batch, draw, weight)
             captured = self.captured[key] = self._capture(batch, draw, weight)
+            self._most_captured = max(self._most_captured, len(self.captured))
         torch._foreach_copy_(captured.inputs, _tensors(batch, draw, weight))
         captured.graph.replay()
         return captured.loss
 
+    def __str__(self) -> str:
+        return f"{self._most_captured} CUDA graphs of {len(self._seen)} sets of shapes"
+
     def _first(self, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> torch.Tensor:
-        """The first micro-batch of a kind, outside the pool and with no graph there.
+        """The first micro-batch of a kind.
 
         A model may keep tables that it makes for a new size. In the pool they would lie where another graph
-        puts what it computes. The other graphs are captured again when they are needed.
+        puts what it computes: where there are graphs, tables are made first, outside the pool.
         """
+        if self.captured and len(self._seen) <= MOST_KINDS and self._made_tables(batch, draw):
+            with self._aside():
+                return self.compute(batch, draw, weight)
         self.drop()
         loss = self.compute(batch, draw, weight)
-        torch.cuda.empty_cache()  # what the allocator keeps for others is not the pool's
+        torch.cuda.empty_cache()
         return loss
+
+    def _made_tables(self, batch: Batch, draw: Draw | None) -> bool:
+        """Whether there was room for a forward pass beside the graphs."""
+        try:
+            self.predict(batch, draw)
+        except torch.OutOfMemoryError:
+            self._say("a new size has no room beside the CUDA graphs: they are made anew")
+            return False
+        torch.cuda.empty_cache()  # what the allocator keeps for others is not the pool's
+        return True
 
     def _say_uncaptured(self) -> None:
         """Say once for each kind that it runs without a graph, and why."""

@@ -15,13 +15,13 @@ from typing import Any, TypeVar
 import torch
 
 from trainer.data.sampler import MicroBatch
-from trainer.engine import best, checkpoint
+from trainer.engine import best, checkpoint, microbatch
 from trainer.engine.build import Built
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries
 from trainer.engine.fast import uncompiled
 from trainer.engine.feed import Fed, feed
-from trainer.engine.graphs import Graphs
+from trainer.engine.graphs import Compute, Graphs
 from trainer.engine.journal import Journal
 from trainer.engine.lossscale import FLOOR
 from trainer.engine.optimizer import HostFlag
@@ -31,7 +31,7 @@ from trainer.engine.proof import to_device
 from trainer.engine.schedule import learning_rate
 from trainer.engine.validation import HeldOut, measure
 from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError, TrainerError
-from trainer.families.protocol import Batch, Draw
+from trainer.modeling.compiled import graphs_compiled
 from trainer.modeling.seeds import seeded
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.records import METRICS_LOG, ValidationRecord, read_metrics
@@ -83,7 +83,13 @@ class Run:
         """Micro-batches as CUDA graphs, where the plan says so."""
         if not self.context.plan.cuda_graphs:
             return None
-        return Graphs(functools.partial(micro_batch, self), self.context.say)
+        predict = functools.partial(microbatch.predict, self.context, self.built, self.settings)
+        return Graphs(self.compute, predict, self.context.say)
+
+    @functools.cached_property
+    def compute(self) -> Compute:
+        """Forward and backward of a micro-batch."""
+        return functools.partial(microbatch.compute, self.context, self.built, self.settings)
 
 
 def train(run: Run, state: State) -> None:
@@ -111,6 +117,7 @@ def train(run: Run, state: State) -> None:
                 if first:
                     run.journal.phase(Phase.TRAIN)
                 _after_step(run, state, bar)
+        _say_compiled(run)
         _check_finite(run, state)
         if _keeps_last_step(run):
             save(run, state)
@@ -139,7 +146,7 @@ def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
         batch, draw = to_device(fed.batch, fed.draw, context.device, context.dtype)
         if run.graphs is None:
             with _dropout_drawn(run, fed):
-                step_loss += micro_batch(run, batch, draw, weight)
+                step_loss += run.compute(batch, draw, weight)
         else:
             step_loss += run.graphs(batch, draw, torch.full((), weight, device=context.device))
         phase = Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
@@ -176,13 +183,11 @@ def _dropout_drawn(run: Run, fed: Fed) -> contextlib.AbstractContextManager[None
     return seeded(f"{config.train.seed}/dropout/{first.position}", run.context.device)
 
 
-def micro_batch(run: Run, batch: Batch, draw: Draw | None, weight: float | torch.Tensor) -> torch.Tensor:
-    """Forward and backward: adds the gradients to the optimizer's sums and returns the loss, a scalar."""
-    losses = run.context.family.loss(run.built.model, batch, draw, run.settings)
-    loss = losses.sum() / weight
-    run.built.accelerator.backward(run.built.updater.scaled(loss))
-    run.built.updater.accumulate()
-    return loss.detach()
+def _say_compiled(run: Run) -> None:
+    """How many graphs of both kinds the run's shapes took."""
+    if run.context.plan.compile:
+        captured = "" if run.graphs is None else f"{run.graphs}; "
+        run.context.say(f"{captured}{graphs_compiled()} graphs compiled")
 
 
 def _check_finite(run: Run, state: State) -> None:

@@ -44,6 +44,8 @@ class Flux1Kontext:
     control_counts = (1, 1)
     text_sees_controls = False
     max_sequence_length = FLUX1_DEV.max_sequence_length
+    caption = None
+    text_keys = ()
     packed_by = None
     comfyui = FLUX1_DEV.comfyui
     comfyui_swaps = FLUX1_DEV.comfyui_swaps

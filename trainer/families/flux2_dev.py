@@ -48,6 +48,8 @@ class Flux2Dev:
     control_counts = (0, 0)
     text_sees_controls = False
     max_sequence_length = 512
+    caption = None
+    text_keys = ()
     packed_by = None
     comfyui = "comfy/lora.py maps `transformer.<diffusers name>` by `flux_to_diffusers` of comfy/utils.py"
     comfyui_swaps = ("norm_out.linear",)

@@ -46,6 +46,11 @@ class Kandinsky5:
     control_counts = (0, 0)
     text_sees_controls = False
     max_sequence_length = 512
+    caption = "prompt_embeds_qwen"
+    text_keys = (
+        r"text_transformer_blocks\.\d+\.self_attention",
+        r"visual_transformer_blocks\.\d+\.cross_attention",
+    )
     packed_by = None
     comfyui = (
         "comfy/lora.py maps `diffusion_model.<name>`; comfy/ldm/kandinsky5/model.py has diffusers' names"

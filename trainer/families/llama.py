@@ -48,6 +48,8 @@ class Llama:
     control_counts = (0, 0)
     text_sees_controls = False
     max_sequence_length = 131_072
+    caption = None
+    text_keys = ()
     packed_by = "input_ids"
     comfyui = None
     comfyui_swaps = ()

@@ -20,6 +20,8 @@ Header = Mapping[str, tuple[int, ...]]
 """Shapes of one cache entry's tensors, by name."""
 
 
+TEXT_MASK = "text_mask"
+"""Text tensor of a batch whose captions are padded, (B, text tokens): False for padding."""
 ON_HOST = ("lengths",)
 """Text tensors of a batch that stay on the CPU: reading them from the device would wait for it."""
 Rows = Sequence[Mapping[str, "torch.Tensor"]]
@@ -38,6 +40,11 @@ class Batch:
     """What the sum of `Family.loss` is divided by: samples, or the tokens that are learned from."""
     tokens: int = 0
     """Text tokens that the model reads, where speed is counted in them."""
+
+    @property
+    def text_mask(self) -> torch.Tensor | None:
+        """Which text tokens are no padding; None where no caption is padded."""
+        return self.text.get(TEXT_MASK)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +132,11 @@ class Family(Protocol):
     """Whether the text encoder is shown the control images: then captions are encoded once a sample."""
     max_sequence_length: int
     """Most text tokens that the family's model takes."""
+    caption: str | None
+    """Text tensor (L, D) that is as long as the caption, where `encode_text` does not pad; else None."""
+    text_keys: tuple[str, ...]
+    """Regular expressions over whole names of the attention layers that read its tokens, as keys; of two
+    streams, before all others."""
     packed_by: str | None
     """Text tensor whose first axis counts against `data.max_sequence_length`, for families that pack several
     samples into one row; None where equal samples are batched."""

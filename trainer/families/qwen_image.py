@@ -46,6 +46,8 @@ class QwenImage:
     control_counts = (0, 0)
     text_sees_controls = False
     max_sequence_length = 1024
+    caption = "prompt_embeds"
+    text_keys = (r"transformer_blocks\.\d+\.attn",)
     packed_by = None
     comfyui = "comfy/lora.py, model_lora_keys_unet: for QwenImage `transformer.<its own name of the module>`"
     comfyui_swaps = ()

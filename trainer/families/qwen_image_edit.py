@@ -47,6 +47,8 @@ class QwenImageEdit:
     control_counts = (1, 3)
     text_sees_controls = True
     max_sequence_length = QWEN_IMAGE.max_sequence_length
+    caption = QWEN_IMAGE.caption
+    text_keys = QWEN_IMAGE.text_keys
     packed_by = None
     comfyui = QWEN_IMAGE.comfyui
     comfyui_swaps = QWEN_IMAGE.comfyui_swaps

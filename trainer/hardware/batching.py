@@ -35,8 +35,11 @@ def row(config: RunConfig, asked: RunConfig, how: str) -> Decision:
     return Decision(feature="micro_batch", value=f"{size} x {steps}", source="auto", reason=reason)
 
 
-def time_row(milliseconds: float, config: RunConfig, gpu: str) -> Decision:
-    """The predicted time of one micro-batch."""
+_MIX = "with captions of 1 to 300 tokens, as many short as long by their logarithm; "
+
+
+def time_row(milliseconds: float, config: RunConfig, gpu: str, *, captions_vary: bool) -> Decision:
+    """The predicted time of one micro-batch; where captions are not of one length, of a usual mix of them."""
     source = "prediction"
     if not milliseconds:
         reason = f"the rates of {gpu} are not known"
@@ -44,7 +47,7 @@ def time_row(milliseconds: float, config: RunConfig, gpu: str) -> Decision:
     size = config.train.train_batch_size
     unequal = ", more where shapes differ" if size > 1 else ""
     whole = micro_batches(config) * milliseconds / 3.6e6
-    reason = (
-        f"predicted, not measured: one micro-batch; {whole:.1f} h for all {micro_batches(config)}{unequal}"
-    )
+    mix = _MIX if captions_vary else ""
+    hours = f"{whole:.1f} h for all {micro_batches(config)}{unequal}"
+    reason = f"predicted, not measured: one micro-batch; {mix}{hours}"
     return Decision(feature="step_time", value=f"{milliseconds:.0f} ms", source=source, reason=reason)

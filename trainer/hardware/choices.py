@@ -309,7 +309,7 @@ def _compile_remedy(situation: Situation) -> str:
 
 
 _INSTALL_IT = "install it, or leave features.compile out"
-_NEEDS_COMPILED = "only with compiled blocks"
+NEEDS_COMPILED = "only with compiled blocks"
 
 
 TIGHT = 0.96
@@ -328,7 +328,7 @@ def cuda_graphs(
     if asked != "auto":
         if asked and obstacle:
             remedy = f"leave {key} out"
-            if obstacle == _NEEDS_COMPILED:
+            if obstacle == NEEDS_COMPILED:
                 remedy += ", or write features.compile: true"
             raise situation.refuse(key, obstacle, remedy)
         source = situation.source(key)
@@ -351,7 +351,7 @@ def _graphs_obstacle(situation: Situation, geometry: Geometry, storage: Storage)
         return "only for a LoRA in bf16, whose gradients are summed inside the graph"
     if storage.swapped:
         return "a graph reads weights where they were, and blocks wait in host memory"
-    return "" if storage.compile else _NEEDS_COMPILED
+    return "" if storage.compile else NEEDS_COMPILED
 
 
 def _whole(number: float) -> str:

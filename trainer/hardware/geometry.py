@@ -104,11 +104,13 @@ class Geometry:
     fp32_parameters: int = 0
     """Parameters that the model's class keeps in fp32 in a bf16 run."""
     matmul_flops: float = 0.0
-    """Of the blocks' linear layers in one forward pass of a micro-batch."""
+    """Of the blocks' linear layers in one forward pass of a micro-batch with captions of usual length."""
     attention_flops: float = 0.0
     """The same of attention."""
     attention_calls: int = 0
     """Calls of the kernel that `attention_shape_class` names, in one forward pass."""
+    usual_share: float = 1.0
+    """Tokens of such a micro-batch, as a share of those with the longest captions."""
     blocks: int = 0
     """Repeated blocks."""
     stacks: tuple[Stack, ...] = ()
@@ -123,6 +125,8 @@ class Geometry:
     """Key of the probe's verdicts on attention: heads, head width and tokens of the run."""
     matmul_shape_class: str = ""
     """Key of those on linear layers: tokens, rows and columns."""
+    captions_vary: bool = False
+    """The family's encoder does not pad captions: each has a length of its own."""
     packed: bool = False
     """The family packs several samples into one row: rows differ in length from one to the next."""
     stored_as: str = ""

@@ -53,6 +53,8 @@ class Plan:
     """Share of a compiled block's activations that is kept; 1.0 without a limit."""
     cuda_graphs: bool
     """A micro-batch's forward and backward are replayed as one CUDA graph."""
+    text_padding: bool
+    """Captions are padded to a few lengths, and attention leaves the padding out."""
     attention: str
     """`flash`, `cudnn`, `cudnn_strided`, `flash_attn_2`, `flash_attn_3`, `flash_attn_4`, `efficient`, `math`
     or `native`."""

@@ -15,6 +15,7 @@ from trainer.hardware import (
     allocator,
     batching,
     candidates,
+    captions,
     choices,
     compatibility,
     fit,
@@ -180,6 +181,7 @@ class _Decided:
     attention: Decision
     compiling: Decision
     graphs: Decision
+    text_padding: Decision
     optimizer: Decision
     loader: Decision
     variables: allocator.Variables
@@ -252,6 +254,7 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
         attention=attention,
         compiling=candidates.compiling(situation, chosen.storage, compiling),
         graphs=choices.cuda_graphs(situation, geometry, chosen.storage, filled=filled),
+        text_padding=captions.text_padding(situation, geometry, chosen.storage, attention.value),
         optimizer=optimizer,
         loader=loader,
         variables=allocator.variables(situation.profile, situation.environ),
@@ -281,6 +284,7 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
         compile=storage.compile,
         activation_budget=storage.activation_budget,
         cuda_graphs=decided.graphs.value == "on",
+        text_padding=decided.text_padding.value == "on",
         attention=decided.attention.value,
         activation_checkpointing=storage.checkpointing,
         recomputed_blocks=storage.recomputed,
@@ -316,12 +320,17 @@ def _rows(
     yield decided.dtype
     yield from filter(None, (split,))
     yield from fit.decisions(situation, geometry, chosen, decided.skipped, decided.compiling)
-    yield from (decided.graphs, decided.attention, decided.tf32, decided.optimizer, decided.loader)
+    yield decided.graphs
+    if geometry.captions_vary:
+        yield decided.text_padding
+    yield from (decided.attention, decided.tf32, decided.optimizer, decided.loader)
     yield from optimizers.rows(situation, decided.optimizer.value)
     yield from _policies(situation.profile)
     yield from decided.variables.rows
     yield decided.keeping.decision
-    yield batching.time_row(decided.step_milliseconds, config, situation.gpu)
+    yield batching.time_row(
+        decided.step_milliseconds, config, situation.gpu, captions_vary=geometry.captions_vary
+    )
     yield _row("caching", memory.gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
     yield _row("disk", memory.gib(disk), "auto", f"{checkpoints} in output_dir, and the final files")
     sources = "; ".join(sorted({component.source for component in geometry.components}))

@@ -148,9 +148,10 @@ def milliseconds(
     style = "compiled" if storage.compile else "eager"
     pointwise = (1 - _FORWARD_POINTWISE) + _FORWARD_POINTWISE * forwards
     # traffic is of what eager blocks keep: that is what the figures were fitted to
-    traffic = _TRAFFIC[style] * geometry.activations.saved
+    saved = geometry.usual_share * geometry.activations.saved
+    traffic = _TRAFFIC[style] * saved
     if storage.compute == "fp8" and "fp8" not in seen.matmul:
-        traffic += _FP8_TRAFFIC * geometry.activations.saved
+        traffic += _FP8_TRAFFIC * saved
     computing = (
         products * _product_ms(storage, geometry, peaks, seen)
         + (forwards + _ATTENTION_BACKWARD) * _attention_ms(storage, geometry, attention, peaks, seen)
@@ -234,6 +235,8 @@ def _attention_ms(
 ) -> float:
     """All attention calls, forward."""
     if seen.attention_ms is not None:
-        return geometry.attention_calls * seen.attention_ms / (1 + _ATTENTION_BACKWARD)
+        # probed with the longest captions
+        usual_ms = seen.attention_ms * geometry.usual_share**2
+        return geometry.attention_calls * usual_ms / (1 + _ATTENTION_BACKWARD)
     share = _ATTENTION_SHARE.get(attention, peaks.flash)
     return geometry.attention_flops / (_rate(storage, peaks) * share)

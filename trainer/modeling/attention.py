@@ -19,9 +19,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
+from trainer.modeling.key_padding import attend_without_padding
+
 _OWN_SLOT = "_native_cudnn"
 BACKENDS: dict[str, str] = {
-    "flash": "_native_flash",
+    "flash": _OWN_SLOT,
     "cudnn": _OWN_SLOT,
     "efficient": "_native_efficient",
     "math": "_native_math",
@@ -33,8 +35,9 @@ BACKENDS: dict[str, str] = {
 }
 """The plan's names, and diffusers' names of what they are set by.
 
-diffusers' names are a closed list, and those of the flash-attn packages check or download things at run
-time: functions of ours take the place of its cuDNN function, whichever was set last.
+diffusers' names are a closed list, its flash function takes no padding, and those of the flash-attn
+packages check or download things at run time: functions of ours take the place of its cuDNN function,
+whichever was set last.
 """
 
 SDPA_BACKENDS: dict[str, SDPBackend] = {
@@ -149,11 +152,17 @@ def _dispatched(
     return_lse: bool = False,
     _parallel_config: object | None = None,
 ) -> torch.Tensor:
-    """Attention with diffusers' signature; every option that no family of ours uses is refused."""
-    unused = (attn_mask is None, dropout_p == 0.0, not is_causal, scale is None, not enable_gqa)
+    """Attention with diffusers' signature; every option that no family of ours uses is refused.
+
+    The mask (B, 1, 1, key tokens) is True for keys that are no padding.
+    """
+    unused = (dropout_p == 0.0, not is_causal, scale is None, not enable_gqa)
     assert all(unused) and not return_lse and _parallel_config is None, (
         f"an option that {kernel} is not set up for"
     )
+    if attn_mask is not None:
+        assert attn_mask.dtype == torch.bool and attn_mask.shape[1:3] == (1, 1), "a mask of keys"
+        return attend_without_padding(query, key, value, attn_mask[:, 0, 0], kernel)
     return attention(query, key, value, kernel)
 
 

@@ -99,12 +99,12 @@ def fuse_rotary(model: torch.nn.Module) -> int:
     return count
 
 
-def _kind(attention: Any) -> type[_Fused] | None:
+def _kind(attention: Any) -> type[FusedProcessor] | None:
     """What takes the place of a layer's processor: known by its arguments, and by the layers that it calls.
 
     No name of a class: those belong to the families.
     """
-    if isinstance(attention.processor, _Fused):
+    if isinstance(attention.processor, FusedProcessor):
         return None
     layers = dict(attention.named_children())
     arguments = _arguments(type(attention.processor))
@@ -132,11 +132,13 @@ def _fusible(norms: list[Any]) -> bool:
 _NORMS = {*FUSED, *FUSED.values()}
 
 
-class _Fused:
-    """A processor of diffusers' that norms and turns in one pass."""
+class FusedProcessor:
+    """A processor in the place of one of diffusers', which computes the same in fewer passes."""
 
     _attention_backend: Any = None
     _parallel_config: Any = None
+    text_mask: torch.Tensor | None = None
+    """(B, text tokens), False for padding; None where no caption is padded. See `text_padding`."""
 
     def attend(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
@@ -153,7 +155,7 @@ class _Fused:
         return output.flatten(2, 3).to(query.dtype)
 
 
-class _RealTables(_Fused):
+class _RealTables(FusedProcessor):
     """Attention of one stream or two, with a table of cosines and one of sines, each number twice."""
 
     def __call__(
@@ -176,7 +178,7 @@ class _RealTables(_Fused):
         return _separate(attn, self.attend(*heads, attention_mask), count)
 
 
-class _ComplexTables(_Fused):
+class _ComplexTables(FusedProcessor):
     """Attention of two streams with a table of complex numbers each."""
 
     def __call__(
@@ -190,15 +192,16 @@ class _ComplexTables(_Fused):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """As diffusers': outputs for image and text. The mask (batch, tokens) is that of the text."""
         assert encoder_hidden_states is not None and image_rotary_emb is not None and attention_mask is None
-        if encoder_hidden_states_mask is not None:
-            whole = encoder_hidden_states_mask.new_ones(hidden_states.shape[:2], dtype=torch.bool)
-            attention_mask = torch.cat([encoder_hidden_states_mask, whole], dim=1)[:, None, None, :]
+        text_mask = self.text_mask if encoder_hidden_states_mask is None else encoder_hidden_states_mask
+        if text_mask is not None:
+            whole = text_mask.new_ones(hidden_states.shape[:2], dtype=torch.bool)
+            attention_mask = torch.cat([text_mask, whole], dim=1)[:, None, None, :]
         image, text = ((torch.view_as_real(table).flatten(1), None) for table in image_rotary_emb)
         heads = _joined(attn, hidden_states, encoder_hidden_states, image, text)
         return _separate(attn, self.attend(*heads, attention_mask), encoder_hidden_states.shape[1])
 
 
-class _Parallel(_Fused):
+class _Parallel(FusedProcessor):
     """Attention of one stream beside a feed-forward, with one product before and one after both."""
 
     def __call__(
@@ -312,7 +315,7 @@ _TWO = _ONE | {
 }
 _BESIDE = {"to_qkv_mlp_proj", "mlp_act_fn", "norm_q", "norm_k", "to_out"}
 # what replaces a processor, whether its layer is of diffusers' newer kind, and all layers below it
-_KINDS: tuple[tuple[type[_Fused], bool, tuple[set[str], ...]], ...] = (
+_KINDS: tuple[tuple[type[FusedProcessor], bool, tuple[set[str], ...]], ...] = (
     (_RealTables, True, (_ONE, _TWO)),
     (_ComplexTables, False, (_TWO,)),
     (_Parallel, True, (_BESIDE,)),

@@ -65,7 +65,11 @@ def context() -> Any:
         dtype=torch.bfloat16,
         config=SimpleNamespace(train=train, data=data),
         plan=SimpleNamespace(
-            pin_memory=False, keep_bytes=2**30, micro_batch_size=BATCH, accumulation_steps=ACCUMULATION
+            pin_memory=False,
+            text_padding=False,
+            keep_bytes=2**30,
+            micro_batch_size=BATCH,
+            accumulation_steps=ACCUMULATION,
         ),
     )
 

@@ -33,7 +33,7 @@ def full_size(family: str) -> Geometry:
             "output_dir": "/out",
         }
     )
-    return run_geometry(get(family), config, model_folder=None, dtype="bf16")
+    return run_geometry(get(family), config, model_folder=None, dtype="bf16", caption_tokens=512)
 
 
 def predicted(family: str, attention: str = "cudnn", **changes: Any) -> float:

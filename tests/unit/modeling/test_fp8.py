@@ -230,7 +230,7 @@ def test_rows_that_pad_a_product_are_left_out_of_it() -> None:
 
 
 def test_rows_are_padded_to_the_next_multiple_and_no_further() -> None:
-    assert [fp8.padded_rows(rows) for rows in (0, 1, 15, 16, 17, 1100)] == [0, 16, 16, 16, 32, 1104]
+    assert [fp8.padded_rows(rows) for rows in (0, 1, 15, 16, 17, 1100)] == [0, 64, 64, 64, 64, 1152]
 
 
 def test_a_gpu_multiplies_a_multiple_of_rows_and_gives_as_many_as_it_was_given(
@@ -257,7 +257,7 @@ def test_a_gpu_multiplies_a_multiple_of_rows_and_gives_as_many_as_it_was_given(
     assert output.shape == (2, 11, 48)
     output.sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
-    assert multiplied == [32, 32]
+    assert multiplied == [64, 64]
 
 
 def test_transposed_bytes_are_contiguous() -> None:

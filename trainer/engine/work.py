@@ -1,0 +1,88 @@
+"""Floor 6: what one forward pass computes, for the prediction of its time. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.engine.planned_adapter import TEXT_SIDE
+from trainer.families.protocol import Family, Shape
+from trainer.hardware.blocks import BLOCK, LEAST_LINEARS
+from trainer.hardware.geometry import ComponentGeometry
+
+# captions of 1 to 300 tokens, as many short as long by their logarithm: 104 on average when they are padded
+_CAPTION_TOKENS = 104
+# of families whose text encoder sees the images too, one of 384 x 384 pixels among them
+_CAPTION_TOKENS_WITH_IMAGES = 384
+
+
+@dataclass(frozen=True, kw_only=True)
+class Work:
+    """One forward pass of a micro-batch through the repeated blocks, with captions of usual length."""
+
+    matmul_flops: float
+    attention_flops: float
+    attention_calls: int
+    blocks: int
+    share: float
+    """Its tokens, as a share of those with the longest captions."""
+
+
+def usual_work(
+    family: Family,
+    model_config: Mapping[str, Any],
+    trained: ComponentGeometry,
+    shape: Shape,
+    caption_tokens: int | None,
+) -> Work:
+    """The work of a micro-batch whose captions have `caption_tokens`; None: a usual mix of lengths."""
+    if family.caption is not None:
+        mixed = _CAPTION_TOKENS_WITH_IMAGES if family.text_sees_controls else _CAPTION_TOKENS
+        tokens = min(shape.text_tokens, mixed if caption_tokens is None else caption_tokens)
+        usual = dataclasses.replace(shape, text_tokens=tokens)
+    else:
+        usual = shape
+    longest, attention = (family.attention_shape(model_config, one) for one in (shape, usual))
+    linears = trained.quantized(family.high_precision)
+    every, text = attention.batch_size * attention.tokens, usual.batch_size * usual.text_tokens
+    flops, own = 0.0, 0
+    blocks = block_linears(tuple(linears))
+    for textual, others in blocks:
+        rest = every - text if textual else every
+        flops += 2.0 * text * sum(math.prod(linears[name]) for name in textual)
+        flops += 2.0 * rest * sum(math.prod(linears[name]) for name in others)
+        own += bool(others)
+    width = attention.heads * attention.head_width
+    pairs = attention.batch_size * attention.tokens**2
+    return Work(
+        matmul_flops=flops,
+        attention_flops=4.0 * pairs * width * own,
+        attention_calls=own,
+        blocks=len(blocks),
+        share=attention.tokens / longest.tokens,
+    )
+
+
+@functools.lru_cache(maxsize=64)
+def block_linears(names: tuple[str, ...]) -> tuple[tuple[tuple[str, ...], tuple[str, ...]], ...]:
+    """(linears that see the caption's tokens only, the others) of each repeated block.
+
+    A block is a numbered module with two linears at least.
+    """
+    blocks: dict[str, list[str]] = {}
+    for name in names:
+        found = BLOCK.match(name)
+        if found is not None:
+            blocks.setdefault(found[1], []).append(name)
+    return tuple(
+        (
+            tuple(name for name in members if TEXT_SIDE.search(name)),
+            tuple(name for name in members if not TEXT_SIDE.search(name)),
+        )
+        for members in blocks.values()
+        if len(members) >= LEAST_LINEARS
+    )

@@ -1,0 +1,41 @@
+"""Floor 2: whether captions are padded to a few lengths."""
+
+from __future__ import annotations
+
+from trainer.hardware.choices import NEEDS_COMPILED, Situation, on_off
+from trainer.hardware.geometry import Geometry
+from trainer.hardware.memory import Storage
+from trainer.hardware.plan import Decision
+
+
+def text_padding(situation: Situation, geometry: Geometry, storage: Storage, attention: str) -> Decision:
+    """Whether captions are padded to a few lengths; raises HardwareError where that cannot be had."""
+    asked, feature, key = situation.config.features.text_padding, "text_padding", "features.text_padding"
+    obstacle = _padding_obstacle(geometry, storage, attention)
+    if asked != "auto":
+        if asked and obstacle:
+            remedy = f"leave {key} out"
+            if obstacle == NEEDS_COMPILED:
+                remedy += ", or write features.compile: true"
+            raise situation.refuse(key, obstacle, remedy)
+        source = situation.source(key)
+        return Decision(feature=feature, value=on_off(asked), source=source, reason="as written")
+    if obstacle == NEEDS_COMPILED:
+        obstacle = "blocks that are not compiled take every length as it comes"
+    reason = obstacle or "captions become 64, 128, 256, 384, 512 ... tokens long, which attention leaves out"
+    return Decision(feature=feature, value=on_off(not obstacle), source="auto", reason=reason)
+
+
+_EXACT_ONLY = ("flash_attn_2", "flash_attn_3")
+"""Kernels that are given captions without padding."""
+
+
+def _padding_obstacle(geometry: Geometry, storage: Storage, attention: str) -> str:
+    """Why captions are not padded to a few lengths; empty where they can be."""
+    if not geometry.captions_vary:
+        return "this family's captions are not of different lengths"
+    if attention in _EXACT_ONLY:
+        return f"padding cannot be left out of {attention}"
+    if storage.method != "lora":
+        return "only beside a frozen base"
+    return "" if storage.compile else NEEDS_COMPILED
