@@ -123,6 +123,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     _write(options, rows)
 
     busy: set[str] = set()
+    for family in {cell.family for cell in wanted}:
+        if not (options.work / "bases" / family).is_dir():
+            build(family, "full", options.work / "bases" / family, weights=False)
     with ThreadPoolExecutor(max_workers=len(options.gpus)) as pool:
         for future in [pool.submit(run_all, gpu) for gpu in options.gpus]:
             future.result()
@@ -156,8 +159,6 @@ def _next(wanted: list[Cell], busy: set[str]) -> Cell | None:
 def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
     """One cell's figures, by the names of `COLUMNS`."""
     base = work / "bases" / cell.family
-    if not base.is_dir():
-        build(cell.family, "full", base, weights=False)
     folder = work / re.sub(r"\W+", "-", str(cell))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "layer.yaml").write_text(yaml.safe_dump(_layer(cell, base, work)))
