@@ -124,14 +124,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     busy: set[str] = set()
     for family in {cell.family for cell in wanted}:
-        if not (options.work / "bases" / family).is_dir():
-            build(family, "full", options.work / "bases" / family, weights=False)
+        base = options.work / "bases" / family
+        if not base.is_dir():
+            shutil.rmtree(half := base.with_suffix(".half"), ignore_errors=True)
+            build(family, "full", half, weights=False)
+            half.rename(base)
     with ThreadPoolExecutor(max_workers=len(options.gpus)) as pool:
         for future in [pool.submit(run_all, gpu) for gpu in options.gpus]:
             future.result()
     for cell in wanted:
         print(f"not begun: {cell}", file=sys.stderr)
-    return 0 if all(row["result"] in ("proved", "refused") for row in rows) else 1
+    return 0 if all(str(row["result"]).startswith(("proved", "refused")) for row in rows) else 1
 
 
 def parser() -> argparse.ArgumentParser:
@@ -179,8 +182,9 @@ def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
         print("\n".join(text.strip().splitlines()[-30:]), file=sys.stderr)
         return {**row, "result": f"exit code {code}"}
     if refused:
-        reason = next((line for line in text.splitlines() if line.startswith("error")), "")
-        return {**row, "result": "refused", "reason": reason}
+        lines = [line for line in text.splitlines() if line]
+        at = next((number for number, line in enumerate(lines) if line.startswith("error")), 0)
+        return {**row, "result": f"refused: {lines[at + 1].partition(': ')[2]}"}
     proved = "proved" in text.lower()
     return {**row, "result": "proved" if proved else "no proof", **_figures(run, text)}
 

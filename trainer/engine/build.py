@@ -25,10 +25,9 @@ from trainer.modeling.load import load_streamed
 from trainer.modeling.loraload import start_from
 from trainer.modeling.quantize import QUANTIZED, Replace, count_quantized, replacer
 from trainer.modeling.recompute import has_dropout, recompute_blocks
-from trainer.modeling.rotary import FusedProcessor
 from trainer.modeling.swap import swap_blocks, waiting_blocks
 from trainer.modeling.targets import target_pattern
-from trainer.modeling.text_padding import text_readers
+from trainer.modeling.text_lengths import TextReader
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
 
@@ -40,7 +39,7 @@ class Built:
     model: Any
     updater: Updater
     accelerator: Accelerator
-    text_readers: tuple[FusedProcessor, ...] = ()
+    text_readers: tuple[TextReader, ...] = ()
     """What leaves the padding of captions out; none where captions are not padded."""
 
 
@@ -166,6 +165,15 @@ def build(context: Context) -> Built:
     count = sum(parameter.numel() for parameter in trainable.values())
     context.say(f"training {count:,} parameters in {len(trainable)} tensors")
     updater = Updater(trainable, config.train, context.plan.optimizer)
-    padded = context.plan.text_padding
-    readers = text_readers(model, context.family.text_keys) if padded else ()
-    return Built(model=model, updater=updater, accelerator=accelerator, text_readers=readers)
+    return Built(
+        model=model, updater=updater, accelerator=accelerator, text_readers=_text_readers(context, model)
+    )
+
+
+def _text_readers(context: Context, model: Any) -> tuple[TextReader, ...]:
+    """What leaves the padding of captions out; nothing where they are not padded."""
+    if not context.plan.text_padding:
+        return ()
+    from trainer.modeling.text_padding import text_readers
+
+    return text_readers(model, context.family.text_keys)

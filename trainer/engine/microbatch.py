@@ -10,7 +10,7 @@ from trainer.engine.build import Built
 from trainer.engine.context import Context
 from trainer.engine.fast import uncompiled
 from trainer.families.protocol import Batch, Draw
-from trainer.modeling.text_padding import padded_text
+from trainer.modeling.text_lengths import padded_text
 
 
 def compute(

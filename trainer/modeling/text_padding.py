@@ -7,36 +7,14 @@ tokens, and there the layers named by `Family.text_keys` leave them out.
 
 from __future__ import annotations
 
-import bisect
-import contextlib
 import re
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from diffusers.models.attention import AttentionModuleMixin
 
 from trainer.modeling.rotary import FusedProcessor
-
-TEXT_LENGTHS = (64, 128, 256, 384, 512, 768, 1024)
-"""Tokens that captions are padded to; longer ones become multiples of the last. Of captions of 1 to 300
-tokens, as many short as long by their logarithm, 73 % become 64.
-"""
-
-
-def padded_length(tokens: int) -> int:
-    """The first of `TEXT_LENGTHS` that holds a caption of so many tokens."""
-    place = bisect.bisect_left(TEXT_LENGTHS, tokens)
-    if place < len(TEXT_LENGTHS):
-        return TEXT_LENGTHS[place]
-    most = TEXT_LENGTHS[-1]
-    return -(-tokens // most) * most
-
-
-def pad_text(tokens: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(L, D) with zeros after it, (length, D), and its mask (length,): True for the caption's L tokens."""
-    mask = torch.arange(length) < len(tokens)
-    return torch.nn.functional.pad(tokens, (0, 0, 0, length - len(tokens))), mask
 
 
 class _TextKeys(FusedProcessor):
@@ -96,19 +74,3 @@ def text_readers(model: torch.nn.Module, layers: Sequence[str]) -> tuple[FusedPr
         assert isinstance(attention.processor, FusedProcessor), f"{name} cannot leave padding out"
         readers.append(attention.processor)
     return tuple(readers)
-
-
-@contextlib.contextmanager
-def padded_text(readers: Sequence[FusedProcessor], mask: torch.Tensor | None) -> Generator[None, None, None]:
-    """Forward and backward of batches whose captions are padded as `mask` (B, text tokens) says.
-
-    Around backward too: recomputed blocks attend again there.
-    """
-    assert mask is None or readers, "a padded caption, and no layer that leaves padding out"
-    for reader in readers:
-        reader.text_mask = mask
-    try:
-        yield
-    finally:
-        for reader in readers:
-            reader.text_mask = None

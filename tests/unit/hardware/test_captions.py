@@ -14,7 +14,7 @@ from trainer.engine.work import _CAPTION_TOKENS
 from trainer.errors import HardwareError
 from trainer.families import get, names
 from trainer.hardware.geometry import Geometry
-from trainer.modeling.text_padding import padded_length
+from trainer.modeling.text_lengths import padded_length
 
 VARYING = {"qwen_image", "qwen_image_edit", "kandinsky5"}
 

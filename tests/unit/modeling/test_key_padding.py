@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.modeling.key_padding import attend_without_padding
-from trainer.modeling.text_padding import TEXT_LENGTHS, pad_text, padded_length
+from trainer.modeling.text_lengths import TEXT_LENGTHS, pad_text, padded_length
 
 Tensors = tuple[torch.Tensor, ...]
 # of fp32 with scores of 100, relative to the largest value

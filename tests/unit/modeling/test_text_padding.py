@@ -15,7 +15,8 @@ from trainer.families.protocol import TEXT_MASK, Batch, Draw
 from trainer.modeling.compiled import compile_blocks, graphs_compiled
 from trainer.modeling.rotary import fuse_rotary
 from trainer.modeling.siblings import join_siblings
-from trainer.modeling.text_padding import pad_text, padded_text, text_readers
+from trainer.modeling.text_lengths import pad_text, padded_text
+from trainer.modeling.text_padding import text_readers
 
 # of sums in fp32 that are made in another order
 ROUNDING = 2e-5
