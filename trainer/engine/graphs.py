@@ -30,9 +30,9 @@ Predict = Callable[[Batch, Draw | None], object]
 WARM_UP = 2
 # kinds that are captured: the frequent ones come often enough first, the others run as usual
 MOST_CAPTURED = 24
-# kinds after which no graph is used any more: diffusers keeps rotary tables of 128 sizes, then drops the
-# oldest, which a graph may still read
-MOST_KINDS = 100
+# sizes of pictures after which no graph is used any more: diffusers keeps rotary tables of so many, then
+# drops the oldest, which a graph may still read
+MOST_SIZES = 128
 
 
 @dataclass(kw_only=True)
@@ -69,6 +69,7 @@ class Graphs:
         self.captured: dict[Any, _Captured] = {}
         self._say = say
         self._seen: dict[Any, int] = {}
+        self._sizes: set[Any] = set()
         self._most_captured = 0
         self._pool = _Pool()
         self._stream = torch.cuda.Stream()
@@ -80,8 +81,9 @@ class Graphs:
         if captured is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
             if seen == 1:
+                self._sizes |= {(name, one.shape[-2:]) for name, one in batch.latents.items()}
                 return self._first(batch, draw, weight)
-            if seen <= WARM_UP or len(self.captured) >= MOST_CAPTURED or len(self._seen) > MOST_KINDS:
+            if seen <= WARM_UP or len(self.captured) >= MOST_CAPTURED or self._has_many_sizes:
                 if seen == WARM_UP + 1:
                     self._say_uncaptured()
                 with self._aside():
@@ -92,6 +94,10 @@ class Graphs:
         captured.graph.replay()
         return captured.loss
 
+    @property
+    def _has_many_sizes(self) -> bool:
+        return len(self._sizes) > MOST_SIZES
+
     def __str__(self) -> str:
         return f"{self._most_captured} CUDA graphs of {len(self._seen)} sets of shapes"
 
@@ -101,7 +107,7 @@ class Graphs:
         A model may keep tables that it makes for a new size. In the pool they would lie where another graph
         puts what it computes: where there are graphs, tables are made first, outside the pool.
         """
-        if self.captured and len(self._seen) <= MOST_KINDS and self._made_tables(batch, draw):
+        if self.captured and not self._has_many_sizes and self._made_tables(batch, draw):
             with self._aside():
                 return self.compute(batch, draw, weight)
         self.drop()
@@ -121,7 +127,7 @@ class Graphs:
 
     def _say_uncaptured(self) -> None:
         """Say once for each kind that it runs without a graph, and why."""
-        most = f"of {MOST_CAPTURED} sets of shapes" if len(self._seen) <= MOST_KINDS else "of no others"
+        most = "of none" if self._has_many_sizes else f"of {MOST_CAPTURED} sets of shapes"
         self._say(
             f"{len(self._seen)} sets of shapes so far: CUDA graphs are kept {most}, this one runs without"
         )
