@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.contract.conftest import Finished
-from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop, fewer, numbers, steps_saved
+from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Step, Workshop, fewer, numbers, steps_saved
 from trainer.engine import checkpoint, run
 from trainer.engine.build import Built, build
 from trainer.engine.entries import Entries, list_entries
@@ -31,12 +31,12 @@ def poison(entries: Entries, record: int) -> None:
     entries.cache.write(entry.kind, entry.key, tensors)
 
 
-def late_record(samples: list[tuple[Any, ...]]) -> tuple[int, int]:
+def late_record(steps: list[Step]) -> tuple[int, int]:
     """(record, step) of the record that the run meets for the first time as late as possible."""
     first: dict[int, int] = {}
-    for number, micro in enumerate(samples):
-        for sample in micro:
-            first.setdefault(sample.record, number // ACCUMULATION + 1)
+    for number, step in enumerate(steps, 1):
+        for sample in (one for micro_batch in step for one in micro_batch):
+            first.setdefault(sample.record, number)
     return max(first.items(), key=lambda item: item[1])
 
 

@@ -171,6 +171,7 @@ TOLD: tuple[Row, ...] = (
     _plan("device", (), lambda context: context.plan.device),
     _plan("attention", ("features.attention",), lambda context: context.plan.attention),
     _plan("compile", ("features.compile",), lambda context: str(context.plan.compile)),
+    _plan("text_padding", ("features.text_padding",), lambda context: str(context.plan.text_padding)),
     _plan("tf32", ("features.tf32",), lambda context: str(context.plan.tf32)),
     _plan("vae_tiling", ("features.vae_tiling",), lambda context: str(context.plan.vae_tiling)),
 )

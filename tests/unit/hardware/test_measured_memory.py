@@ -10,6 +10,7 @@ import pytest
 from scripts.benches import memory, sweep
 from tests.unit.hardware.conftest import GIB, MACHINES
 from trainer import families
+from trainer.engine import work
 from trainer.engine.geometry import CONFIGS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -93,7 +94,8 @@ def test_a_plan_is_near_what_the_sweep_measured(
 
 @pytest.mark.parametrize(
     ("family", "budget", "held", "milliseconds"),
-    # Qwen-Image's fastest step: its budget has no room for CUDA graphs, and others wait for the host
+    # Qwen-Image's fastest step: its budget has no room for CUDA graphs, and others wait for the host; its
+    # captions had 512 tokens
     [("flux1_dev", "16GiB", 14.8, 315.6), ("qwen_image", "24GiB", 23.2, 383.8)],
 )
 def test_fp8_beside_modulation_in_int8_is_planned_as_measured(
@@ -105,6 +107,7 @@ def test_fp8_beside_modulation_in_int8_is_planned_as_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _probed_h200(tmp_path, monkeypatch)
+    monkeypatch.setattr(work, "_CAPTION_TOKENS", 512)
     overrides = ("train.max_train_steps=2000", f"features.memory_budget={budget}")
     _, plan = memory.planned(memory.Case(family, CONFIGS / family, budget, overrides), tmp_path)
     assert (plan.weights, plan.compute, plan.weight_copies, plan.modulation) == ("fp8", "fp8", 1, "int8")
