@@ -33,7 +33,8 @@ from trainer.data.records import Control, ImageRecord, Record
 from trainer.engine.context import Context, free_memory
 from trainer.families import flow
 from trainer.families.protocol import TEXT_MASK, Batch, EntryKind, Family, Header
-from trainer.modeling.text_lengths import pad_text, padded_length
+from trainer.hardware.captions import padded_length
+from trainer.modeling.text_lengths import pad_text
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.status import Phase
 

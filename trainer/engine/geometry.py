@@ -27,6 +27,7 @@ from trainer.families.protocol import Family, Shape
 from trainer.hardware.activations import Activations, Units, activations, counted
 from trainer.hardware.adapters import Kept
 from trainer.hardware.blocks import NO_LINEARS, Linears, Stack, linears_of
+from trainer.hardware.captions import padded_length
 from trainer.hardware.geometry import (
     ComponentGeometry,
     Geometry,
@@ -49,6 +50,8 @@ _VAE_UNITS = 3.25
 _TEXT_UNITS = 48
 # what the pipelines scale control images of another size to, and their previews' too
 _CONTROL_SIDE = 1024
+# text tokens of a control image that the text encoder is shown at 384 x 384 pixels, with what is beside them
+_CONTROL_TOKENS = 200
 # one logit with its fp32 copy, softmax and gradients, as counted on a GPU
 _LOGIT_BYTES = 12.5
 _OVER_THE_VOCABULARY = re.compile("embed|shared|lm_head")
@@ -126,6 +129,15 @@ class _Packed(NamedTuple):
     stored_bytes: int
 
 
+def _longest_caption(config: RunConfig, family: Family) -> int:
+    """Most text tokens of a sample, padded where the family's encoder does not."""
+    longest = config.data.max_sequence_length
+    if family.caption is None:
+        return longest
+    shown = _controls(config, family) * _CONTROL_TOKENS if family.text_sees_controls else 0
+    return padded_length(longest + shown)
+
+
 def _packed(
     family: Family,
     config: RunConfig,
@@ -150,7 +162,7 @@ def run_shape(config: RunConfig, family: Family, *, bytes_per_value: int) -> Sha
         batch_size=config.train.train_batch_size,
         width=config.data.resolution,
         height=config.data.resolution,
-        text_tokens=config.data.max_sequence_length,
+        text_tokens=_longest_caption(config, family),
         bytes_per_value=bytes_per_value,
         controls=_controls(config, family),
     )

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from trainer.families.flow import LOSS_MASK, LOSS_WEIGHT
 from trainer.families.protocol import Batch, Draw
 
 Compute = Callable[[Batch, Draw | None, float | torch.Tensor], torch.Tensor]
@@ -33,6 +34,10 @@ MOST_CAPTURED = 24
 # sizes of pictures after which no graph is used any more: diffusers keeps rotary tables of so many, then
 # drops the oldest, which a graph may still read
 MOST_SIZES = 128
+
+
+# latents that are as large as the target's mean
+_OF_ONE_PICTURE = ("std", LOSS_MASK, LOSS_WEIGHT)
 
 
 @dataclass(kw_only=True)
@@ -70,6 +75,8 @@ class Graphs:
         self._say = say
         self._seen: dict[Any, int] = {}
         self._sizes: set[Any] = set()
+        self._with_tables: set[Any] = set()
+        """Kinds that ran since graphs were dropped: what is not training may have pushed their tables out."""
         self._most_captured = 0
         self._pool = _Pool()
         self._stream = torch.cuda.Stream()
@@ -81,13 +88,19 @@ class Graphs:
         if captured is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
             if seen == 1:
-                self._sizes |= {(name, one.shape[-2:]) for name, one in batch.latents.items()}
+                self._sizes |= {
+                    (name, one.shape[-2:])
+                    for name, one in batch.latents.items()
+                    if name not in _OF_ONE_PICTURE
+                }
                 return self._first(batch, draw, weight)
             if seen <= WARM_UP or len(self.captured) >= MOST_CAPTURED or self._has_many_sizes:
                 if seen == WARM_UP + 1:
                     self._say_uncaptured()
                 with self._aside():
                     return self.compute(batch, draw, weight)
+            if key not in self._with_tables:
+                self._make_tables(key, batch, draw)
             captured = self.captured[key] = self._capture(batch, draw, weight)
             self._most_captured = max(self._most_captured, len(self.captured))
         torch._foreach_copy_(captured.inputs, _tensors(batch, draw, weight))
@@ -107,21 +120,24 @@ class Graphs:
         A model may keep tables that it makes for a new size. In the pool they would lie where another graph
         puts what it computes: where there are graphs, tables are made first, outside the pool.
         """
-        if self.captured and not self._has_many_sizes and self._made_tables(batch, draw):
+        key = _kind(batch, draw)
+        if self.captured and not self._has_many_sizes and self._make_tables(key, batch, draw):
             with self._aside():
                 return self.compute(batch, draw, weight)
         self.drop()
         loss = self.compute(batch, draw, weight)
+        self._with_tables.add(key)
         torch.cuda.empty_cache()
         return loss
 
-    def _made_tables(self, batch: Batch, draw: Draw | None) -> bool:
+    def _make_tables(self, key: Any, batch: Batch, draw: Draw | None) -> bool:
         """Whether there was room for a forward pass beside the graphs."""
         try:
             self.predict(batch, draw)
         except torch.OutOfMemoryError:
             self._say("a new size has no room beside the CUDA graphs: they are made anew")
             return False
+        self._with_tables.add(key)
         torch.cuda.empty_cache()  # what the allocator keeps for others is not the pool's
         return True
 
@@ -138,6 +154,7 @@ class Graphs:
         # end, and an expandable segment waits for its own stream alone before it is unmapped
         torch.cuda.synchronize()
         self.captured.clear()
+        self._with_tables.clear()
         self._pool.release()
         torch.cuda.empty_cache()
         self._pool = _Pool()

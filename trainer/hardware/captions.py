@@ -1,11 +1,27 @@
-"""Floor 2: whether captions are padded to a few lengths."""
+"""Floor 2: the few lengths that captions are padded to, and whether they are."""
 
 from __future__ import annotations
+
+import bisect
 
 from trainer.hardware.choices import NEEDS_COMPILED, Situation, on_off
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.memory import Storage
 from trainer.hardware.plan import Decision
+
+TEXT_LENGTHS = (64, 128, 256, 384, 512, 768, 1024)
+"""Tokens that captions are padded to; longer ones become multiples of 256. Of captions of 1 to 300 tokens, as
+many short as long by their logarithm, 73 % become 64.
+"""
+_BEYOND = 256
+
+
+def padded_length(tokens: int) -> int:
+    """The first of `TEXT_LENGTHS` that holds a caption of so many tokens."""
+    place = bisect.bisect_left(TEXT_LENGTHS, tokens)
+    if place < len(TEXT_LENGTHS):
+        return TEXT_LENGTHS[place]
+    return -(-tokens // _BEYOND) * _BEYOND
 
 
 def text_padding(situation: Situation, geometry: Geometry, storage: Storage, attention: str) -> Decision:

@@ -2,26 +2,11 @@
 
 from __future__ import annotations
 
-import bisect
 import contextlib
 from collections.abc import Generator, Sequence
 from typing import Protocol
 
 import torch
-
-TEXT_LENGTHS = (64, 128, 256, 384, 512, 768, 1024)
-"""Tokens that captions are padded to; longer ones become multiples of the last. Of captions of 1 to 300
-tokens, as many short as long by their logarithm, 73 % become 64.
-"""
-
-
-def padded_length(tokens: int) -> int:
-    """The first of `TEXT_LENGTHS` that holds a caption of so many tokens."""
-    place = bisect.bisect_left(TEXT_LENGTHS, tokens)
-    if place < len(TEXT_LENGTHS):
-        return TEXT_LENGTHS[place]
-    most = TEXT_LENGTHS[-1]
-    return -(-tokens // most) * most
 
 
 def pad_text(tokens: torch.Tensor, length: int) -> tuple[torch.Tensor, torch.Tensor]:

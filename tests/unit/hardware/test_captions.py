@@ -13,8 +13,8 @@ from trainer.engine.geometry import run_geometry
 from trainer.engine.work import _CAPTION_TOKENS
 from trainer.errors import HardwareError
 from trainer.families import get, names
+from trainer.hardware.captions import padded_length
 from trainer.hardware.geometry import Geometry
-from trainer.modeling.text_lengths import padded_length
 
 VARYING = {"qwen_image", "qwen_image_edit", "kandinsky5"}
 

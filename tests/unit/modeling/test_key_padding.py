@@ -7,8 +7,9 @@ import math
 import pytest
 import torch
 
+from trainer.hardware.captions import TEXT_LENGTHS, padded_length
 from trainer.modeling.key_padding import attend_without_padding
-from trainer.modeling.text_lengths import TEXT_LENGTHS, pad_text, padded_length
+from trainer.modeling.text_lengths import pad_text
 
 Tensors = tuple[torch.Tensor, ...]
 # of fp32 with scores of 100, relative to the largest value
