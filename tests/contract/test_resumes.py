@@ -99,7 +99,7 @@ def test_a_run_without_an_intact_checkpoint_is_refused_and_touched_in_nothing(
     assert not different(files(folder / "run", "**/*"), before)
 
 
-def test_a_checkpoint_of_0_1_0_goes_on_and_says_what_is_not_known(
+def test_a_checkpoint_with_less_on_record_goes_on_and_says_what_is_not_known(
     workshop: Workshop, four_steps: Path, six_steps: Path, tmp_path: Path
 ) -> None:
     folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
