@@ -11,14 +11,15 @@ from tests.contract.runs import Case, Workshop
 from trainer.config.secrets import HIDDEN
 
 TOKEN, KEY = "hf_zyxwvutsrqponmlkjihg", "a-key-for-some-service"
-WRITTEN = (".json", ".jsonl", ".yaml", ".prom", ".txt", ".log")
+WRITTEN = (".json", ".jsonl", ".yaml", ".prom", ".txt", ".log", ".png", ".safetensors")
 
 
 def test_the_files_of_a_run(workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", TOKEN)
     monkeypatch.setenv("SOME_SERVICE_KEY", KEY)
     prompts = f'validation.prompts=["{TOKEN}", "{KEY}", "https://me:pass@example.org"]'
-    job = workshop.job(Case(family="flux1_dev", method="lora"), tmp_path, prompts, "train.max_train_steps=2")
+    settings = (prompts, f"data.trigger_word={KEY}", "train.max_train_steps=2")
+    job = workshop.job(Case(family="flux1_dev", method="lora"), tmp_path, *settings)
     job.train()
     assert json.loads((job.folder / "plan.json").read_text())["decisions"]
     written = [
@@ -30,7 +31,9 @@ def test_the_files_of_a_run(workshop: Workshop, tmp_path: Path, monkeypatch: pyt
     assert {"config.resolved.yaml", "plan.json", "metrics.jsonl", "metrics.prom"} <= {
         one.name for one in written
     }
-    assert (job.folder / "config.resolved.yaml").read_text().count(HIDDEN) == 3
-    assert not [
-        path.name for path in written for secret in (TOKEN, KEY, "me:pass") if secret in path.read_text()
-    ]
+    assert (job.folder / "config.resolved.yaml").read_text().count(HIDDEN) == 4
+    secrets = [secret.encode() for secret in (TOKEN, KEY, "me:pass")]
+    assert not [path.name for path in written for secret in secrets if secret in path.read_bytes()]
+    # pictures say their prompts, and LoRA files their trigger word
+    for suffix in (".png", ".safetensors"):
+        assert any(HIDDEN.encode() in path.read_bytes() for path in written if path.suffix == suffix)
