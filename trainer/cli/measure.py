@@ -113,13 +113,17 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
     say(f"measuring once how {file.name} is read from {disk}", err=True)
     found, trouble = probe_reading(file, disk, child_environment(plan, facts))
     for row in found:
-        say(f"  {row.loader}, {row.state}: {row.gib_per_second:.2f} GiB/s", err=True)
+        say(f"  {row.loader}, {row.state}: {_rate(row.gib_per_second)}", err=True)
     if trouble:
         say(f"  ended early: {trouble}", err=True)
     if found and not write_readings(environment.user_cache_dir() / FILE_NAME, facts, found):
         say("  these cannot be kept: they will be measured again", err=True)
     others = tuple(row for row in facts.readings if row.disk != disk or not found)
     return dataclasses.replace(facts, readings=(*others, *found))
+
+
+def _rate(gib_per_second: float) -> str:
+    return f"{gib_per_second:.2f} GiB/s" if gib_per_second else "not reached"
 
 
 def measure_kernels(

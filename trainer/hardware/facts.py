@@ -67,6 +67,7 @@ class ReadVerdict:
     state: str
     """`cold`, or `cached`: in the page cache."""
     gib_per_second: float
+    """0 where the measurement was ended before it."""
 
 
 @dataclass(frozen=True, kw_only=True)

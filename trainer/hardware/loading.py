@@ -15,10 +15,11 @@ PACKAGE = "fastsafetensors"
 OURS = "parallel"
 """Parallel reads of our own, which `auto` takes without a measurement."""
 STATES = ("cold", "cached")
-MOST_BYTES = 2 * GIB
+MOST_BYTES = GIB // 2
 """Of a file that is read to measure."""
-LEAST_HOST_BYTES = 2 * MOST_BYTES
-"""Host memory that must be available: the page cache takes what is read, and it may be all there is."""
+LEAST_HOST_BYTES = 4 * GIB
+"""Host memory that must be available: the process that measures loads torch, and the page cache takes what
+is read."""
 _CLEARLY = 1.1
 """How much faster fastsafetensors must be: it holds up to 1 GiB more of the device's memory."""
 
@@ -95,8 +96,15 @@ def _reason(seen: Mapping[tuple[str, str], float], situation: Situation) -> str:
     words = {OURS: "parallel reads", PACKAGE: PACKAGE}
     rates = "; ".join(
         f"{state}: "
-        + ", ".join(f"{words[one]} {seen[one, state]:.2f}" for one in (OURS, PACKAGE) if (one, state) in seen)
+        + ", ".join(
+            f"{words[one]} {_rate(seen[one, state])}" for one in (OURS, PACKAGE) if (one, state) in seen
+        )
         for state in STATES
         if any(found == state for _, found in seen)
     )
     return f"GiB/s measured on {situation.disk}, {rates}"
+
+
+def _rate(gib_per_second: float) -> str:
+    """A rate for people; 0 is what was not reached in the time for it."""
+    return f"{gib_per_second:.2f}" if gib_per_second else "not reached in time"

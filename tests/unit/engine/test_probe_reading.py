@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from tests.unit.hardware.conftest import machine
 from trainer.config import environment
 from trainer.engine import probe_reading
+from trainer.hardware.loading import STATES, was_measured
 from trainer.modeling import reading
 from trainer.modeling.reading import choose
 
@@ -54,6 +58,24 @@ def test_a_process_that_fails_says_why_and_keeps_nobody_waiting(shard: Path) -> 
     found, trouble = probe_reading.probe_reading(shard, "ext4 /", environment.snapshot())
     assert found == ()
     assert trouble
+
+
+def test_a_slow_disk_keeps_what_was_measured_and_counts_as_measured(
+    shard: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def too_slow(command: list[str], **_: object) -> None:
+        row = json.dumps({"loader": "parallel", "state": "cold", "gib_per_second": 0.02})
+        raise subprocess.TimeoutExpired(command, 1.0, output=f'{row}\n{{"loader": "fast'.encode())
+
+    monkeypatch.setattr(subprocess, "run", too_slow)
+    found, trouble = probe_reading.probe_reading(shard, "nfs4 /", environment.snapshot())
+    rates = {(row.loader, row.state): row.gib_per_second for row in found}
+    assert rates == {(loader, state): 0.0 for loader in LOADERS for state in STATES} | {
+        ("parallel", "cold"): 0.02
+    }
+    assert "within" in trouble
+    facts = dataclasses.replace(machine("h200"), readings=found)
+    assert was_measured(facts, "nfs4 /")
 
 
 def test_small_files_are_not_measured(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
