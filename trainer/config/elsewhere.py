@@ -316,14 +316,21 @@ class Foreign:
     value: str = r".*\S.*"
     """A regular expression over whole values."""
     is_error: bool = False
+    beside: tuple[str, ...] = ()
+    """Variables of which one must be set too; empty where it means the same alone."""
 
+
+_SEVERAL = r"\s*0*(?:[2-9]|[1-9][0-9]+)\s*"
 
 VARIABLES: tuple[Foreign, ...] = (
     Foreign(name="CUDA_VISIBLE_DEVICES", value=r"\s*all\s*", is_error=True, says="`all` means no GPU at all",
             remedy="unset it for all GPUs, or write their numbers: 0"),
-    Foreign(name="WORLD_SIZE|OMPI_COMM_WORLD_SIZE|PMI_SIZE|MV2_COMM_WORLD_SIZE|SLURM_STEP_NUM_TASKS",
-            value=r"\s*0*(?:[2-9]|[1-9][0-9]+)\s*", is_error=True,
-            says="several processes were started (torchrun, accelerate launch, mpirun, srun), and this "
+    Foreign(name="OMPI_COMM_WORLD_SIZE|PMI_SIZE|MV2_COMM_WORLD_SIZE|SLURM_STEP_NUM_TASKS", value=_SEVERAL,
+            says="several processes were started (mpirun, srun), and each of them is a run of its own, on "
+            "one device", remedy="give each its own configuration, output_dir and GPU, or start "
+            "`trainer train` itself, once"),
+    Foreign(name="WORLD_SIZE", value=_SEVERAL, is_error=True, beside=("LOCAL_RANK", "RANK"),
+            says="several processes were started (torchrun, accelerate launch), and this "
             "version trains in one, on one device",
             remedy="start `trainer train` itself, once; where nothing was started so, unset it. Several GPUs "
             "come with a later version"),
@@ -383,7 +390,8 @@ def variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Foreign]]:
         for row in VARIABLES:
             # one of ours is meant by a row of its own name, never by a pattern that happens to cover it
             covered = row.name == name or (name not in ours and re.fullmatch(row.name, name))
-            if covered and re.fullmatch(row.value, environ[name], re.DOTALL):
+            alone = row.beside and not any(environ.get(one) for one in row.beside)
+            if covered and not alone and re.fullmatch(row.value, environ[name], re.DOTALL):
                 yield name, row
 
 

@@ -195,9 +195,6 @@ def test_a_variable_that_is_listed_as_ours_is_not_called_useless(name: str) -> N
     "environ",
     [
         {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"},  # torchrun
-        {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "0"},
-        {"PMI_SIZE": "2"},
-        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"},
         {"ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_USE_CPU": "True"},  # accelerate launch --cpu
     ],
     ids=str,
@@ -208,6 +205,25 @@ def test_launchers_of_several_processes_are_refused(environ: dict[str, str]) -> 
     assert "`trainer train` itself" in remedy and "a later version" in remedy
 
 
-@pytest.mark.parametrize("environ", [{"WORLD_SIZE": "1", "RANK": "0"}, {"SLURM_NTASKS": "4"}], ids=str)
+@pytest.mark.parametrize(
+    "environ",
+    [
+        {"OMPI_COMM_WORLD_SIZE": "16", "OMPI_COMM_WORLD_RANK": "0"},
+        {"PMI_SIZE": "2"},
+        {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "8"},
+    ],
+    ids=str,
+)
+def test_independent_runs_that_are_packed_into_one_job_are_warned_of(environ: dict[str, str]) -> None:
+    assert not problems("", environ)
+    ((_, row),) = elsewhere.variables(environ)
+    assert "each of them is a run of its own" in row.says and not row.is_error
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [{"WORLD_SIZE": "1", "RANK": "0"}, {"WORLD_SIZE": "4"}, {"SLURM_NTASKS": "4"}],
+    ids=str,
+)
 def test_one_process_of_a_launcher_or_an_allocation_is_none(environ: dict[str, str]) -> None:
     assert not problems("", environ)
