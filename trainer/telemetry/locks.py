@@ -22,6 +22,8 @@ _PATIENCE_SECONDS = 120.0
 _LOOK_SECONDS = 0.2
 # `is_held` takes a lock for a moment
 _PROBE_SECONDS = 1.0
+# what a file system without locks answers
+_NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS)
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PROCESSES = Path("/proc/self/ns/pid")
 
@@ -41,13 +43,21 @@ def holding(
 
     A holder whose supervisor is gone, or is another machine's, is about to end: it is waited for, and
     `on_wait(text)` runs meanwhile, once with a text. Raises ConfigError with `what`, `where` and
-    `remedy` where its supervisor lives, StoppedError (resumable) when it does not end.
+    `remedy` where its supervisor lives, StoppedError (resumable) when it does not end. A file system without
+    locks is told by `on_wait` too, and keeps no two runs apart.
     """
     descriptor = _open(path, where)
     try:
-        _take(descriptor, what, where, remedy, on_wait, patience_seconds)
-        os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, json.dumps(_place() | {"supervisor": supervisor}).encode(), 0)
+        try:
+            _take(descriptor, what, where, remedy, on_wait, patience_seconds)
+        except OSError as error:
+            if error.errno not in _NO_LOCKS:
+                raise
+            on_wait(f"warning: {path} is on a file system without locks: two runs here are not kept apart")
+        # on a full disk nothing says who holds it, which is what an unknown holder is
+        with contextlib.suppress(OSError):
+            os.ftruncate(descriptor, 0)
+            os.pwrite(descriptor, json.dumps(_place() | {"supervisor": supervisor}).encode(), 0)
         yield descriptor
     finally:
         os.close(descriptor)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -115,3 +116,40 @@ def test_a_link_is_not_followed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="is a link, and is not followed"), hold(tmp_path / "lock", []):
         pass
     assert precious.read_text() == "mine"
+
+
+def test_a_full_disk_does_not_keep_a_run_from_its_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "pwrite", full)
+    with hold(tmp_path / "lock", []):
+        assert locks.is_held(tmp_path / "lock") is True
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_file_system_without_locks_is_told_and_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    def without(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(locks.fcntl, "flock", without)
+    said: list[str] = []
+    with hold(tmp_path / "lock", said):
+        pass
+    (text,) = said
+    assert "without locks" in text
+
+
+def test_another_failure_of_the_lock_is_not_passed_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(*_: object) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(locks.fcntl, "flock", broken)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)), hold(tmp_path / "lock", []):
+        pass
