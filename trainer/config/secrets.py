@@ -59,7 +59,11 @@ def _values(environ: Mapping[str, str]) -> list[str]:
 def _text_of(file: str) -> str:
     """The secret in a file; empty where none can be read."""
     try:
-        with Path(file).expanduser().open("rb") as opened:
+        path = Path(file).expanduser()
+        # a pipe gives its text once, to whom it is meant for, and keeps others waiting
+        if not path.is_file():
+            return ""
+        with path.open("rb") as opened:
             return opened.read(_MOST_BYTES).decode().strip()
     except (OSError, ValueError, RuntimeError):
         return ""

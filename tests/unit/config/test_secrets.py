@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 from pathlib import Path
 
 import pytest
@@ -30,6 +31,18 @@ ADDRESS = "https://someone:pa55word@proxy.example:8080/simple"
 def _secrets(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in SECRETS.items():
         monkeypatch.setenv(name, value)
+
+
+def test_a_pipe_that_a_variable_names_is_neither_waited_for_nor_consumed(tmp_path: Path) -> None:
+    pipe = tmp_path / "token"
+    os.mkfifo(pipe)
+    descriptor = os.open(pipe, os.O_RDWR | os.O_NONBLOCK)
+    try:
+        os.write(descriptor, b"a-secret-of-somebody")
+        assert redacted("text", {"HF_TOKEN_FILE": str(pipe)}) == "text"
+        assert os.read(descriptor, 100) == b"a-secret-of-somebody"
+    finally:
+        os.close(descriptor)
 
 
 def leaked(text: str) -> list[str]:
