@@ -63,7 +63,11 @@ Found = tuple[torch.Tensor, Mapping[str, torch.Tensor]]
 
 def assert_alike(found: Found, wanted: Found, within: float = ROUNDING) -> None:
     assert relative(found[0], wanted[0]) < within
-    assert difference(found[1], wanted[1]) < within
+    # nothing reads the last block's text: eager it has no gradient, compiled one of zeros
+    unread = set(found[1]) - set(wanted[1])
+    assert not any(found[1][name].any() for name in unread)
+    read = {name: gradient for name, gradient in found[1].items() if name not in unread}
+    assert difference(read, wanted[1]) < within
 
 
 @pytest.mark.parametrize("tokens", [1, 5, 16])
