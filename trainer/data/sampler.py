@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -40,8 +40,9 @@ class _Row:
 
 
 _WAITING = 8
-"""Samples that may wait for a later step, and twice a step's rows where that is more: more of them fill rows
-better, and keep samples longer."""
+"""Samples that may wait for room in a later step, and twice a step's rows where that is more: more of them
+fill rows better, and keep samples longer. As many may wait because the step holds their content, and twice
+the step's samples where that is more."""
 
 
 class Sampler:
@@ -53,7 +54,8 @@ class Sampler:
 
     The stream is one shuffled epoch after another; an epoch holds record i `repeats[i]` times. A sample that
     fits no row of its step, or whose content is in that step already, waits and is among the first of the
-    next one: nothing is left out, and nothing comes twice in a step where an epoch's contents fill one.
+    next one: nothing is left out, and nothing comes twice in a step where an epoch makes up as many full
+    steps as its most frequent content has copies.
     `keys[i]` is record i's key, `dropped_keys[i]` the one it has with the empty caption; records of equal
     `contents` show the same.
     """
@@ -88,6 +90,8 @@ class Sampler:
         self._slots = tuple(record for record, count in enumerate(repeats) for _ in range(count))
         once = {self._contents[record]: self._sizes[record] for record in self._slots}
         self._fills_a_step = sum(once.values()) >= rows * row_size
+        copies = max(Counter(self._contents[record] for record in self._slots).values())
+        self._is_crowded = sum(self._sizes[record] for record in self._slots) < copies * rows * row_size
         self._start_over()
 
     @property
@@ -151,17 +155,29 @@ class Sampler:
         rows: list[_Row] = []
         contents: set[Hashable] = set()
         passed_over: list[SampleRef] = []
-        while len(passed_over) < max(_WAITING, 2 * self._rows) and not self._is_full(rows):
+        without_room = twice = 0
+        limit = max(_WAITING, 2 * self._rows)
+        while without_room < limit and twice < max(limit, 2 * len(contents)) and not self._is_full(rows):
             sample = self._waiting.popleft() if self._waiting else next(self._stream)
             content = self._contents[sample.record]
-            if (self._fills_a_step and content in contents) or not self._put(rows, sample):
+            if self._fills_a_step and content in contents:
+                twice += 1
                 passed_over.append(sample)
-            else:
+            elif self._put(rows, sample):
                 contents.add(content)
-        # what waits must not grow without end where one record is repeated far more often than others
-        left = [sample for sample in passed_over if not self._put(rows, sample)]
-        self._waiting.extendleft(reversed(left))
+            else:
+                without_room += 1
+                passed_over.append(sample)
+        if twice >= limit:
+            passed_over = [sample for sample in passed_over if not self._put_twice(rows, sample)]
+        self._waiting.extendleft(reversed(passed_over))
         return rows
+
+    def _put_twice(self, rows: list[_Row], sample: SampleRef) -> bool:
+        """Add a sample although its content may be in the step: where a row would stay empty, or where one
+        content is repeated so often that steps without copies of it would hold next to nothing.
+        """
+        return (self._is_crowded or len(rows) < self._rows) and self._put(rows, sample)
 
     def _is_full(self, rows: Sequence[_Row]) -> bool:
         return len(rows) == self._rows and all(row.size == self._row_size for row in rows)

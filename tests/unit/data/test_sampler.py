@@ -229,13 +229,19 @@ def test_holding_out_everything_is_refused(count: int) -> None:
 
 
 def packing(
-    sizes: Sequence[int], capacity: int, seed: int = 0, *, batch_size: int = 1, accumulation: int = 1
+    sizes: Sequence[int],
+    capacity: int,
+    seed: int = 0,
+    *,
+    repeats: Sequence[int] | None = None,
+    batch_size: int = 1,
+    accumulation: int = 1,
 ) -> Sampler:
     keys = ["k"] * len(sizes)
     return Sampler(
         keys,
         keys,
-        [1] * len(sizes),
+        repeats or [1] * len(sizes),
         contents=range(len(sizes)),
         sizes=sizes,
         row_size=capacity,
@@ -264,7 +270,8 @@ def test_rows_are_never_too_full_and_nobody_is_left_out(
     positions = [sample.position for sample in flat(steps)]
     assert len(set(positions)) == len(positions)
     missing = set(range(max(positions) + 1)) - set(positions)
-    assert len(missing) <= max(8, 2 * batch_size * accumulation)
+    limit = max(8, 2 * batch_size * accumulation)
+    assert len(missing) <= limit + max(limit, 2 * max(len(of_step(step)) for step in steps))
     again = packing(sizes, 40, seed, batch_size=batch_size, accumulation=accumulation)
     assert [again.step(n) for n in (30, 3, 50)] == [steps[n] for n in (30, 3, 50)]
 
@@ -291,3 +298,38 @@ def test_rows_are_nearly_full(rows: int) -> None:
     batches = take(packing(sizes, 40, accumulation=rows), 200 // rows)
     filled = sum(sizes[sample.record] for sample in flat(batches))
     assert filled / (200 * 40) > 0.95
+
+
+@given(SIZES, st.integers(1, 60), st.integers(1, 3), st.integers(1, 3), st.integers(0, 2**32 - 1))
+@settings(deadline=None)
+def test_nothing_is_twice_in_packed_rows_unless_the_set_is_smaller(
+    sizes: list[int], capacity: int, rows: int, repeats: int, seed: int
+) -> None:
+    capacity = min(max(capacity, *sizes, 1), sum(sizes))
+    rows = min(rows, sum(sizes) // capacity)
+    source = packing(sizes, capacity, seed, repeats=[repeats] * len(sizes), accumulation=rows)
+    steps = take(source, 60)
+    for step in steps:
+        taken = [one.record for one in of_step(step)]
+        assert len(set(taken)) == len(taken)
+    # the one that waits longest is always taken
+    first = range(max(one.position for one in of_step(steps[15])))
+    assert set(first) <= {one.position for one in flat(steps)}
+
+
+def test_conversations_of_many_lengths_are_once_in_a_step_and_fill_it() -> None:
+    """Forty conversations that are hardly two steps: an epoch ends in most steps."""
+    sizes = [100 + 397 * number % 700 for number in range(40)]
+    steps = take(packing(sizes, 8192, seed=3), 400)
+    assert all(len({one.record for one in of_step(step)}) == len(of_step(step)) for step in steps)
+    assert sum(sizes[one.record] for one in flat(steps)) > 0.95 * 400 * 8192
+
+
+def test_one_that_is_repeated_far_more_often_than_others_still_fills_rows() -> None:
+    """Its share of the samples is what was asked for, though it is in a step twice."""
+    sizes = [200, *[3900] * 6]
+    repeats = [200, *[1] * 6]
+    steps = take(packing(sizes, 4096, repeats=repeats), 400)
+    assert sum(sizes[one.record] for one in flat(steps)) > 0.5 * 400 * 4096
+    taken = Counter(one.record for one in flat(steps))
+    assert taken[0] / taken.total() == pytest.approx(200 / 206, abs=0.01)
