@@ -169,8 +169,9 @@ def set_aside(root: Path, step: int, say: Callable[[str], None]) -> None:
             continue
         aside = unused_name(folder.with_name(folder.name + _SET_ASIDE))
         folder.rename(aside)
+        # a run resumed from elsewhere has no folder of its own yet, and nothing to rename
+        sync_directory(root)
         say(f"the damaged checkpoint is kept as {aside.name}; remove it when nobody wants to look at it")
-    sync_directory(root)
 
 
 def damage(folder: Path, on_chunk: Callable[[], None]) -> str | None:
@@ -213,6 +214,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
         raise _DamagedError(f"{_STATE} cannot be read ({error})") from error
     if not isinstance(state, dict):
         raise _DamagedError(f"{_STATE} is not one of ours")
+    # first: a damaged digit of the version is no newer trainer
+    if _OWN in state and state[_OWN] != _own_checksum(state):
+        raise _DamagedError(f"the checksum of {_STATE} is wrong")
     version = state.get("version")
     if isinstance(version, int) and version > FORMAT_VERSION:
         raise ConfigError(
@@ -220,8 +224,6 @@ def _read_state(folder: Path) -> dict[str, Any]:
             where=str(folder),
             remedy="go on with that trainer, or move the checkpoint away to go on from the one before",
         )
-    if _OWN in state and state[_OWN] != _own_checksum(state):
-        raise _DamagedError(f"the checksum of {_STATE} is wrong")
     state = {"settings": {}, "sha256": {}, **state}
     for key, kind in _STATE_TYPES.items():
         if not isinstance(state.get(key), kind):

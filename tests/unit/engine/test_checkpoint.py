@@ -97,6 +97,8 @@ def hurt(folder: Path, damage: str) -> None:
         (folder / "state.json").write_text("[]")
     elif damage == "a digit of state":
         rewrite_state(folder, interval_loss=0.2)
+    elif damage == "a digit of the version":
+        rewrite_state(folder, version=checkpoint.FORMAT_VERSION + 2)
     else:
         rewrite_state(folder, **{damage: None})
         sign(folder)
@@ -113,6 +115,7 @@ DAMAGES = (
     "state",
     "a list",
     "a digit of state",
+    "a digit of the version",
     "step",
     "fingerprint",
     "files",
@@ -164,7 +167,9 @@ def test_a_checkpoint_without_checksums_is_used_and_that_is_said(tmp_path: Path)
 
 def test_a_newer_trainers_checkpoint_is_refused_and_not_passed_over(tmp_path: Path) -> None:
     save(tmp_path, 1)
-    rewrite_state(save(tmp_path, 2), version=99)
+    folder = save(tmp_path, 2)
+    rewrite_state(folder, version=99)
+    sign(folder)
     with pytest.raises(ConfigError, match="a newer trainer wrote this checkpoint"):
         checkpoint.newest_valid(tmp_path, print, quiet)
 
