@@ -20,6 +20,7 @@ from trainer.telemetry.status import Phase
 RUN_FILE = "run.json"
 _WRITTEN = ("lora", "model", "best")
 _GIB = 1024**3
+_ELSEWHERE = "choose another output_dir, or remove this one"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +45,7 @@ def start(context: Context, records: Sequence[Record]) -> Start:
     Raises ConfigError where this is another run, or the folder holds results of one.
     """
     found = _wanted_checkpoint(context)
-    if found is not None:
-        context = _with_its_encoders(context, found[1])
+    context = _with_its_encoders(context, _began_with(context) if found is None else found[1].fingerprint)
     fingerprint, settings = refused(context, records), told(context, records)
     if found is None:
         require_free_folder(context, fingerprint)
@@ -57,9 +57,9 @@ def start(context: Context, records: Sequence[Record]) -> Start:
     return Start(context=context, found=found, fingerprint=fingerprint, settings=settings, relabels=relabels)
 
 
-def _with_its_encoders(context: Context, snapshot: checkpoint.Snapshot) -> Context:
+def _with_its_encoders(context: Context, fingerprint: Mapping[str, str]) -> Context:
     """Captions are encoded as they were: free memory, which decides it, changes between two starts."""
-    began, now = snapshot.fingerprint.get("text_encoders"), context.plan.text_encoder_weights
+    began, now = fingerprint.get("text_encoders"), context.plan.text_encoder_weights
     if began is None or began == now:
         return context
     context.say(f"captions stay encoded in {began}, as the run began; this start alone would take {now}")
@@ -141,35 +141,45 @@ def _named_checkpoint(
     return folder, chosen
 
 
-def require_free_folder(context: Context, fingerprint: Mapping[str, str]) -> None:
-    """Without a checkpoint to continue, only the same run may start again in a folder that holds results."""
-    run_dir = context.run_dir
+def _results(run_dir: Path) -> list[Path]:
+    """What a run has left in its folder besides checkpoints."""
     metrics = run_dir / METRICS_LOG
     results = [
         path for path in (run_dir / "lora", run_dir / "model") if path.is_dir() and any(path.iterdir())
     ]
     # what was measured before the first step is no result
-    results += [metrics] if any(row["step"] for row in read_metrics(metrics)) else []
+    return results + ([metrics] if any(row["step"] for row in read_metrics(metrics)) else [])
+
+
+def _began_with(context: Context) -> Mapping[str, str]:
+    """Values of the run whose results are here and that left no checkpoint; empty where there is none."""
+    record = context.run_dir / RUN_FILE
+    return _read_record(record) if record.is_file() and _results(context.run_dir) else {}
+
+
+def require_free_folder(context: Context, fingerprint: Mapping[str, str]) -> None:
+    """Without a checkpoint to continue, only the same run may start again in a folder that holds results."""
+    run_dir = context.run_dir
+    results = _results(run_dir)
     if not results:
         return
-    remedy = "choose another output_dir, or remove this one"
     if context.config.checkpoint.resume_from_checkpoint == "never":
         what = f"{results[0].name} of an earlier run is here and resuming is forbidden"
-        raise ConfigError(what, where=str(run_dir), remedy=remedy)
+        raise ConfigError(what, where=str(run_dir), remedy=_ELSEWHERE)
     record = run_dir / RUN_FILE
     if not record.is_file():
-        raise ConfigError(f"{results[0].name} of another run is here", where=str(run_dir), remedy=remedy)
-    checkpoint.require_same_run(run_dir, _read_record(record, remedy), fingerprint, context.say)
+        raise ConfigError(f"{results[0].name} of another run is here", where=str(run_dir), remedy=_ELSEWHERE)
+    checkpoint.require_same_run(run_dir, _read_record(record), fingerprint, context.say)
 
 
-def _read_record(path: Path, remedy: str) -> dict[str, str]:
+def _read_record(path: Path) -> dict[str, str]:
     try:
         record = json.loads(path.read_text())
         if not isinstance(record, dict):
             raise ValueError("not a JSON object")
     except (OSError, ValueError) as error:
         what = f"which run's results these are cannot be read ({error})"
-        raise ConfigError(what, where=str(path), remedy=remedy) from error
+        raise ConfigError(what, where=str(path), remedy=_ELSEWHERE) from error
     return record
 
 
