@@ -182,6 +182,21 @@ def test_captions_stay_encoded_as_they_were(
     assert any(line.endswith(" 0 encoded") for line in job.said)
 
 
+def test_captions_stay_encoded_as_they_were_where_a_run_has_no_checkpoint(
+    workshop: Workshop, four_steps: Path, tmp_path: Path
+) -> None:
+    """A run killed before its first checkpoint: nobody can set what free memory decided for it."""
+    import dataclasses
+
+    folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
+    shutil.rmtree(folder / "run" / "checkpoints")
+    job = workshop.job(CASE, folder, *QUICK)
+    plan = dataclasses.replace(job.context.plan, text_encoder_weights="nf4")
+    job = dataclasses.replace(job, context=dataclasses.replace(job.context, plan=plan))
+    job.train()
+    assert "captions stay encoded in fp32, as the run began; this start alone would take nf4" in job.said
+
+
 def test_a_run_that_diverges_reads_its_checkpoint_before_it_recommends_it(
     workshop: Workshop, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -198,6 +213,18 @@ def test_a_run_that_diverges_reads_its_checkpoint_before_it_recommends_it(
     with pytest.raises(DivergedError) as caught:
         workshop.job(CASE, folder, *LONGER).train()
     assert "the checkpoint of step 4 cannot be used: the checksum of weights-" in str(caught.value)
+
+
+def test_a_run_resumed_from_elsewhere_that_diverges_names_the_checkpoint_it_came_from(
+    workshop: Workshop, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from trainer.engine.optimizer import HostFlag
+
+    monkeypatch.setattr(HostFlag, "read", lambda flag: 1.0)
+    elsewhere = four_steps / "run" / "checkpoints" / "step-000004"
+    with pytest.raises(DivergedError) as caught:
+        workshop.job(CASE, tmp_path, *LONGER, f"checkpoint.resume_from_checkpoint={elsewhere}").train()
+    assert "the checkpoint of step 4 is intact" in str(caught.value)
 
 
 MEASURED = (

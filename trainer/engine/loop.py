@@ -10,6 +10,7 @@ import math
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -61,6 +62,8 @@ class State:
     """1.0 where the last step was not finite; read one step later."""
     suspects: Sequence[MicroBatch] = field(default_factory=tuple)
     saved_step: int = 0
+    saved_in: Path | None = None
+    """Checkpoint of `saved_step`, which may be one of another folder that the run was resumed from."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,7 +199,7 @@ def _check_finite(run: Run, state: State) -> None:
         return
     records = run.entries.records
     files = sorted({str(records[sample.record].path) for micro in state.suspects for sample in micro.samples})
-    saved = _last_save(run, state.saved_step)
+    saved = _last_save(run, state)
     what = "the loss or a gradient is NaN or infinite; the step changed nothing"
     if run.built.updater.scale is not None:
         what = (
@@ -210,12 +213,11 @@ def _check_finite(run: Run, state: State) -> None:
     )
 
 
-def _last_save(run: Run, step: int) -> str:
+def _last_save(run: Run, state: State) -> str:
     """The checkpoint that the run can go on from, read once more before anybody relies on it."""
-    if not step:
+    step, folder, status = state.saved_step, state.saved_in, run.context.status
+    if folder is None:
         return "nothing was saved"
-    status = run.context.status
-    folder = checkpoint.folder_of(run.context.run_dir / "checkpoints", step)
     try:
         problem = checkpoint.damage(folder, lambda: status.beat(Phase.SAVE, step=step))
     except TrainerError as error:
@@ -391,6 +393,6 @@ def save(run: Run, state: State) -> None:
         keep=context.config.checkpoint.checkpoints_total_limit,
         on_tensor=lambda: context.status.beat(Phase.SAVE, step=state.step),
     )
-    state.saved_step = state.step
+    state.saved_step, state.saved_in = state.step, folder
     run.journal.metrics.checkpoint(state.step)
     context.say(f"checkpoint {folder.name} saved")

@@ -213,6 +213,7 @@ def _resume(context: Context, updater: Any, folder: Path, snapshot: checkpoint.S
         interval_loss=snapshot.interval_loss,
         interval_steps=snapshot.interval_steps,
         saved_step=snapshot.step,
+        saved_in=folder,
     )
 
 
