@@ -133,7 +133,7 @@ class Kandinsky5:
         return {"mean": mean, "std": std}
 
     def batch_key(self, latents: Header, text: Header) -> tuple[Any, ...]:
-        """Latent shape and text length: the transformer takes no text mask."""
+        """Latent shape and text length, which is the padded one where captions are padded."""
         return (latents["mean"], text["prompt_embeds_qwen"])
 
     def model_class(self, source: ModelSource) -> Any:

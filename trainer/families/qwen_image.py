@@ -217,7 +217,7 @@ def predict_velocity(model: Any, batch: Batch, draw: Draw, controls: Sequence[to
         hidden_states=torch.cat(packed, dim=1),
         timestep=draw.sigma.to(text.dtype),
         encoder_hidden_states=text,
-        encoder_hidden_states_mask=None,  # captions of a batch have one length
+        encoder_hidden_states_mask=None,  # attention is told what is padding by `text_lengths.padded_text`
         img_shapes=[[(1, image.shape[2] // 2, image.shape[3] // 2) for image in images]] * count,
         return_dict=False,
     )[0]
