@@ -23,7 +23,8 @@ def test_compiled_losses_are_those_of_the_plain_run(case: Case, workshop: Worksh
     compare(case, workshop, tmp_path)
 
 
-@pytest.mark.parametrize("weights", [pytest.param("int8", marks=pytest.mark.slow), "nf4"])
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["int8", "nf4"])
 def test_a_quantised_base_compiles_too(weights: str, workshop: Workshop, tmp_path: Path) -> None:
     compare(LORA_CASES[0], workshop, tmp_path, f"features.weights={weights}")
 

@@ -108,6 +108,7 @@ def test_a_launcher_of_several_processes_is_told_before_a_folder_is_touched(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
     Path("c.yaml").write_text(TEXT, encoding="utf-8")
     assert main(["train", "c.yaml"]) == 78
     assert "WORLD_SIZE: several processes were started" in capsys.readouterr().err
