@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import csv
-import dataclasses
 import json
 import re
 import shutil
@@ -42,8 +41,9 @@ SET = REPOSITORY / "tests" / "data" / "real_shaped"
 MICRO_BATCHES = {"flux2_dev": 40}
 """Of batches of one sample, where they are not 120."""
 _MICRO_BATCHES, _BATCHED = 120, 30
-# captions of all lengths beside one length: of these steps the second half counts
-_SETTLED = 180
+# their cells are compared with those of one caption length: a step each micro-batch gives medians of 60 steps
+_COMPARED = ("qwen_image", "kandinsky5")
+ONE_LENGTH = "one length, "
 _GIB = 1024**3
 # a steady step is no longer than so many medians
 _STEADY = 1.5
@@ -64,8 +64,8 @@ class Cell:
     batch: int = 1
     alike: bool = False
     """Every picture has one caption, of the set's mean length."""
-    micro_batches: int = 0
-    """0: as many as the family's other cells."""
+    every: bool = False
+    """Every micro-batch is a step."""
 
     def __str__(self) -> str:
         return f"{self.family}/{self.name}"
@@ -80,16 +80,15 @@ def cells() -> Iterator[Cell]:
     }
     for name, features in variants.items():
         for family in families.names():
-            yield Cell(family=family, name=name, features=features)
+            every = family in _COMPARED and name != "default"
+            yield Cell(family=family, name=name, features=features, every=every)
+            if every:
+                yield Cell(
+                    family=family, name=f"{ONE_LENGTH}{name}", features=features, every=True, alike=True
+                )
     for family in ("flux1_dev", "qwen_image", "kandinsky5"):
         for name, features in variants.items():
             yield Cell(family=family, name=f"batch 4, {name}", features=features, batch=4)
-    for family in ("qwen_image", "kandinsky5"):
-        for name in ("fp8", "bf16"):
-            features = {**_COMPILED, "weights": name, "compute": name}
-            for alike, of in ((False, "captions as they are"), (True, "captions of one length")):
-                one = Cell(family=family, name=f"{of}, {name}", features=features, alike=alike)
-                yield dataclasses.replace(one, micro_batches=_SETTLED)
     for budget in ("24GiB", "48GiB"):
         for family in ("flux1_dev", "qwen_image", "flux2_dev"):
             features = {**_COMPILED, "memory_budget": budget}
@@ -110,8 +109,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def run_all(gpu: str) -> None:
         while True:
             with lock:
-                cell = _next(wanted, busy)
-                if cell is None or time.monotonic() > deadline:
+                cell = _next(wanted, busy) if time.monotonic() <= deadline else None
+                if cell is None:
                     return
                 busy.add(cell.family)
             row = _run(cell, options.work, gpu)
@@ -193,12 +192,12 @@ def _layer(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
     """What is laid over the family's shipped configuration."""
     family = families.get(cell.family)
     shipped = yaml.safe_load((REPOSITORY / "train_configs" / f"{cell.family}_lora.yaml").read_text())
-    each = cell.batch > 1 or cell.micro_batches > 0
-    accumulation = 1 if each else shipped["train"].get("gradient_accumulation_steps", 1)
+    accumulation = (
+        1 if cell.batch > 1 or cell.every else shipped["train"].get("gradient_accumulation_steps", 1)
+    )
     micro_batches = _BATCHED if cell.batch > 1 else MICRO_BATCHES.get(cell.family, _MICRO_BATCHES)
-    micro_batches = cell.micro_batches or micro_batches
     if family.sample_kind == "conversation":
-        sets: dict[str, str] = {"chat_file": str(SET / "chats.jsonl")}
+        sets: dict[str, str] = {"chat_file": str(_chats(cell.family, work))}
     elif family.control_counts[0]:
         sets = {"img_dir": str(SET / "edits"), "control_dir": str(SET / "controls")}
     else:
@@ -218,10 +217,32 @@ def _layer(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
     }
 
 
+def _chats(family: str, work: Path) -> Path:
+    """The conversations that are no longer than what the family reads: its base's small tokenizer makes half as
+    many tokens again of a text as a real one.
+    """
+    most = families.get(family).defaults["data"]["max_sequence_length"]
+    lines = (SET / "chats.jsonl").read_text().splitlines(keepends=True)
+    kept = (
+        lines[int(row["file"].rpartition(":")[2]) - 1]
+        for row in _lengths("chats")
+        if int(row[family]) <= most
+    )
+    path = work / "chats" / f"{family}.jsonl"
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(kept))
+    return path
+
+
+def _lengths(of: str) -> list[dict[str, str]]:
+    """Rows of lengths.csv: a family's column counts the tokens of its base's small tokenizer."""
+    with (SET / "lengths.csv").open(newline="") as file:
+        return [row for row in csv.DictReader(file) if row["set"] == of]
+
+
 def _alike(family: str, work: Path) -> Path:
     """The pictures with one caption for all: of the tokenizer's lengths that which is nearest to the mean."""
-    with (SET / "lengths.csv").open(newline="") as file:
-        rows = [row for row in csv.DictReader(file) if row["set"] == "pictures"]
+    rows = _lengths("pictures")
     mean = statistics.fmean(int(row[family]) for row in rows)
     nearest = min(rows, key=lambda row: abs(int(row[family]) - mean))["file"]
     folder = work / "alike" / family
@@ -281,7 +302,7 @@ _TEXT = """Each row is one `trainer train` of a shipped configuration at full si
 tests/data/real_shaped: 60 pictures of six aspect ratios with captions of 1 to 300 tokens, 24 edits with
 controls of other sizes, 60 conversations of 1 to 4,000 tokens. Times are medians over the second half of the
 run's steps, steady is a step within one and a half of that; graphs are those that were held, of the sets of
-shapes that came."""
+shapes that came. Rows of one length have one caption, of the set's mean length, for every picture."""
 
 
 if __name__ == "__main__":

@@ -88,6 +88,7 @@ def run_geometry(
     geometry = Geometry(
         components=components,
         lora_parameters=adapter.parameters,
+        lora_layers=adapter.layers,
         quantized_parameters=packed.linears.parameters,
         quantized_rows=packed.linears.rows,
         stored_as=packed.stored_as,
@@ -115,6 +116,7 @@ def _with_work(geometry: Geometry, work: Work) -> Geometry:
         matmul_flops=work.matmul_flops,
         attention_flops=work.attention_flops,
         attention_calls=work.attention_calls,
+        products=work.products,
         usual_share=work.share,
         blocks=work.blocks,
     )

@@ -8,7 +8,14 @@ from typing import NamedTuple
 
 from trainer.config.schema import RunConfig
 from trainer.families.protocol import AttentionShape, Family, Shape
-from trainer.hardware.adapters import COUNTED_RANK, NOTHING_KEPT, Kept, adapter_parameters, kept_bytes
+from trainer.hardware.adapters import (
+    COUNTED_RANK,
+    NOTHING_KEPT,
+    Kept,
+    adapted_layers,
+    adapter_parameters,
+    kept_bytes,
+)
 from trainer.hardware.geometry import ComponentGeometry
 from trainer.modeling.targets import target_pattern
 
@@ -21,6 +28,7 @@ class PlannedAdapter(NamedTuple):
     """How large it is, and what it holds beyond a plain LoRA, whose activations are part of the counts."""
 
     parameters: int
+    layers: int
     kept: Kept
 
 
@@ -37,14 +45,14 @@ def planned_adapter(
     Raises ConfigError where a layer that is to have an adapter is none of the model's.
     """
     if config.method == "full":
-        return PlannedAdapter(0, NOTHING_KEPT)
+        return PlannedAdapter(0, 0, NOTHING_KEPT)
     lora, modulation = config.lora, trained.matching(family.modulation)
     linears = _linears(trained)
     pattern = target_pattern(lora, family.lora_targets, linears, sources)
-    parameters = adapter_parameters(linears, pattern, lora)
+    parameters, layers = adapter_parameters(linears, pattern, lora), adapted_layers(linears, pattern)
     counted = lora.type == "lora" and max(lora.rank, *lora.rank_pattern.values(), 0) <= COUNTED_RANK
     if counted and not lora.dropout:
-        return PlannedAdapter(parameters, NOTHING_KEPT)
+        return PlannedAdapter(parameters, layers, NOTHING_KEPT)
 
     def tokens_of(name: str) -> int:
         if name in modulation:  # one a sample
@@ -54,7 +62,7 @@ def planned_adapter(
         return attention.batch_size * attention.tokens
 
     kept = kept_bytes(linears, pattern, lora, tokens_of, shape.bytes_per_value)
-    return PlannedAdapter(parameters, kept)
+    return PlannedAdapter(parameters, layers, kept)
 
 
 def _linears(trained: ComponentGeometry) -> dict[str, tuple[int, int]]:

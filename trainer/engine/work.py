@@ -27,6 +27,8 @@ class Work:
     matmul_flops: float
     attention_flops: float
     attention_calls: int
+    products: int
+    """Linear layers."""
     blocks: int
     share: float
     """Its tokens, as a share of those with the longest captions."""
@@ -62,6 +64,7 @@ def usual_work(
         matmul_flops=flops,
         attention_flops=4.0 * pairs * width * own,
         attention_calls=own,
+        products=sum(len(textual) + len(others) for textual, others in blocks),
         blocks=len(blocks),
         share=attention.tokens / longest.tokens,
     )

@@ -28,6 +28,12 @@ def adapter_parameters(linears: Mapping[str, tuple[int, int]], pattern: str, lor
     )
 
 
+def adapted_layers(linears: Mapping[str, tuple[int, int]], pattern: str) -> int:
+    """How many of the linear layers have a name that matches `pattern`."""
+    expression = re.compile(pattern)
+    return sum(1 for name in linears if expression.fullmatch(name))
+
+
 def _layer(kind: str, size: tuple[int, int], rank: int) -> int:
     out, into = size
     if kind != "lokr":

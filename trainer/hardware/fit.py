@@ -284,6 +284,9 @@ def _recomputing_rows(
         yield _row(situation, "activation_budget", share, features.activation_budget, _kept(same))
 
 
+_HOST = "blocks that are not compiled wait for the host, which has more kernels to begin in FP8"
+
+
 def _why(situation: Situation, geometry: Geometry, chosen: Outcome) -> str:
     """Why frozen linears are multiplied as they are."""
     storage, verdict = chosen.storage, fp8_verdict(situation, geometry)
@@ -298,7 +301,9 @@ def _why(situation: Situation, geometry: Geometry, chosen: Outcome) -> str:
     if needs_whole_base(situation.config):
         return f"follows from lora.type: {situation.config.lora.type}"
     if situation.on_gpu and storage.method == "lora" and not storage.stored:
-        return f"FP8: {candidates.fp8_obstacle(situation, storage.dtype) or verdict.reason}"
+        obstacle = candidates.fp8_obstacle(situation, storage.dtype)
+        host = f", but {_HOST}" if not obstacle and verdict.faster and not storage.compile else ""
+        return f"FP8: {obstacle or verdict.reason}{host}"
     return "as the base is stored"
 
 

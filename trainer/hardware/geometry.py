@@ -90,6 +90,8 @@ class Geometry:
     components: tuple[ComponentGeometry, ...]
     lora_parameters: int
     """Parameters that the adapter adds for the run's rank and targets; 0 for `method: full`."""
+    lora_layers: int = 0
+    """Linear layers that have one."""
     quantized_parameters: int
     """Parameters of linear weights that a quantised base would hold quantised, or that are stored so."""
     quantized_rows: int
@@ -109,6 +111,8 @@ class Geometry:
     """The same of attention."""
     attention_calls: int = 0
     """Calls of the kernel that `attention_shape_class` names, in one forward pass."""
+    products: int = 0
+    """Linear layers of the blocks."""
     usual_share: float = 1.0
     """Tokens of such a micro-batch, as a share of those with the longest captions."""
     blocks: int = 0

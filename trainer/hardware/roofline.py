@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from trainer.hardware.facts import Gpu, KernelVerdict
 from trainer.hardware.geometry import Geometry
-from trainer.hardware.memory import QUANTIZED, Storage, packed_linears, waiting_bytes
+from trainer.hardware.memory import PACKED, QUANTIZED, Storage, packed_linears, waiting_bytes
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +69,10 @@ _BANDWIDTH_SHARE = 0.8
 # launches a block, which the device waits for
 _TRAFFIC = {"eager": 20.5, "compiled": 6.8}
 _LAUNCHES_MS = {"eager": 1.2, "compiled": 0.45}
+# what the host takes in eager blocks to begin a linear layer's kernels, forward and backward, more for its
+# adapter, and more where it multiplies in FP8 or unpacks its weight: of Kandinsky and Qwen-Image in bf16,
+# FLUX.1 and Kandinsky in FP8, on the host of an H200 (docs/benchmarks.md)
+_HOST_PRODUCT_MS, _HOST_ADAPTER_MS, _HOST_PACKED_MS = 0.3, 0.65, 0.35
 # quantising activations and gradients, bytes moved likewise
 _FP8_TRAFFIC = 1.5
 # bytes moved to unpack one value of a weight for one product: eager int8 as it was on the H200, the others by
@@ -159,7 +163,16 @@ def milliseconds(
         + (geometry.quantized_parameters * 2 * move_ms if _transposes(storage) else 0.0)
         + _modulation_ms(storage, geometry, move_ms) * forwards
     )
+    computing = max(computing, pointwise * _host_ms(storage, geometry))
     return computing + _copying_ms(storage, geometry, computing)
+
+
+def _host_ms(storage: Storage, geometry: Geometry) -> float:
+    """What the host takes to begin all kernels of eager blocks, which a fast GPU waits for."""
+    if storage.compile:
+        return 0.0
+    packed = _HOST_PACKED_MS if storage.weights in PACKED else 0.0
+    return geometry.products * (_HOST_PRODUCT_MS + packed) + geometry.lora_layers * _HOST_ADAPTER_MS
 
 
 def _modulation_ms(storage: Storage, geometry: Geometry, move_ms: float) -> float:

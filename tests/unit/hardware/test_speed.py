@@ -53,6 +53,19 @@ def test_with_room_fp8_has_to_be_measured_faster(
     assert row(plan(config(), facts, geometry), "compute").reason.startswith(why)
 
 
+def test_a_short_run_of_many_small_layers_stays_in_bf16_and_says_why(
+    config: Config, geometry: Geometry
+) -> None:
+    """Eager blocks wait for the host, whatever the product itself would gain."""
+    many = dataclasses.replace(geometry, products=700, lora_layers=480)
+    asked = config(features__compile=False)
+    facts = hopper(bf16=2.0, fp8=1.0)
+    found = plan(asked, facts, many)
+    assert (found.weights, found.compute) == ("bf16", "bf16")
+    assert "wait for the host" in row(found, "compute").reason
+    assert chosen(facts, many, config(features__compile=True)) == ("fp8", "fp8", 2)
+
+
 def test_without_room_fp8_comes_before_int8_unless_it_fails(config: Config, geometry: Geometry) -> None:
     assert chosen(hopper(5.8), geometry, config()) == ("fp8", "fp8", 1)
     assert row(plan(config(), hopper(5.8), geometry), "compute").reason == "no bf16 base fits the budget"
