@@ -58,3 +58,12 @@ def finished(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> Ca
         return made[case]
 
     return run
+
+
+@pytest.fixture
+def small_kontexts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have a pipeline that scales a picture before the edit to a megapixel scale it to a few pixels."""
+    from diffusers.pipelines.flux import pipeline_flux_kontext as kontext
+
+    small = [(48, 112), (64, 96), (64, 80), (64, 64), (80, 64), (96, 64), (112, 48)]
+    monkeypatch.setattr(kontext, "PREFERRED_KONTEXT_RESOLUTIONS", small)

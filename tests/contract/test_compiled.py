@@ -1,43 +1,71 @@
-"""Compiled blocks with joined layers: every family traces whole and learns what it learns eagerly."""
+"""Compiled blocks with joined layers, on a set of real shape: every family traces whole, in graphs of any
+size of what varies, and learns what it learns eagerly.
+"""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.contract.runs import LORA_CASES, Case, Workshop, numbers
+from tests.contract.real_shaped import settings
+from tests.contract.runs import LORA_CASES, Case, Workshop, draws, numbers
+from trainer.engine import microbatch
 from trainer.modeling.compiled import graphs_compiled
 
-_SHORT = ("validation.held_out=0", "validation.every_steps=2", "train.log_every_steps=1")
 # tracing takes ten seconds and more a family
 _CASES = [LORA_CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in LORA_CASES[1:])]
 
 
-pytestmark = pytest.mark.usefixtures("traced")
+pytestmark = pytest.mark.usefixtures("traced", "small_kontexts")
 
 
 @pytest.mark.parametrize("case", _CASES, ids=str)
-def test_compiled_losses_are_those_of_the_plain_run(case: Case, workshop: Workshop, tmp_path: Path) -> None:
+def test_compiled_losses_are_those_of_the_plain_run(
+    case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To 1e-4: sums are made in another order. A preview and the proof run in between and after."""
-    compare(case, workshop, tmp_path)
+    compare(case, workshop, tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
-def test_a_quantised_base_compiles_too(weights: str, workshop: Workshop, tmp_path: Path) -> None:
-    compare(LORA_CASES[0], workshop, tmp_path, f"features.weights={weights}")
+def test_a_quantised_base_compiles_too(
+    weights: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compare(LORA_CASES[0], workshop, tmp_path, monkeypatch, f"features.weights={weights}")
 
 
-def compare(case: Case, workshop: Workshop, tmp_path: Path, *overrides: str) -> None:
+def compare(
+    case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *overrides: str
+) -> None:
     losses = {}
+    counts: list[int] = []
+    sizes: set[Any] = set()
+    compute = microbatch.compute
+
+    def counted(*arguments: Any) -> Any:
+        loss = compute(*arguments)
+        counts.append(graphs_compiled())
+        sizes.update(one.shape[2:] for one in arguments[3].latents.values())
+        return loss
+
+    monkeypatch.setattr(microbatch, "compute", counted)
+    previews = ("validation.prompts=[a hill]",) if case.family == LORA_CASES[0].family else ()
     for compiled in ("false", "true"):
-        settings = (*_SHORT, f"features.compile={compiled}", "train.max_train_steps=3", *overrides)
-        job = workshop.job(case, tmp_path / compiled, *settings)
+        counts.clear()
+        values = (f"features.compile={compiled}", "train.max_train_steps=3", *previews, *overrides)
+        job = workshop.job(
+            case, tmp_path / compiled, *settings(case.family), "validation.every_steps=2", *values
+        )
         job.train()
         losses[compiled] = [row["loss"] for row in numbers(job.folder) if "loss" in row]
     assert losses["true"] == pytest.approx(losses["false"], rel=1e-4)
     assert 0 < graphs_compiled() <= 16
+    if draws(case.family):
+        # pictures of other sizes came, and none of them cost a graph
+        assert len(sizes) > 2 and len(counts) == 6 and set(counts) == {counts[0]}
     said = "\n".join(job.said)
     assert "LoRA layers share a product" in said
     assert "Proved: " in said

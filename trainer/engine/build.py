@@ -14,7 +14,7 @@ from typing import Any
 from accelerate import Accelerator
 
 from trainer.engine.context import Context
-from trainer.engine.fast import compile_model, prove_fp8
+from trainer.engine.fast import NOTHING_VARIES, Varies, compile_model, prove_fp8
 from trainer.engine.optimizer import Updater
 from trainer.errors import HardwareError
 from trainer.hardware.memory import gib
@@ -121,8 +121,11 @@ def _swap(context: Context, model: Any) -> None:
     )
 
 
-def build(context: Context) -> Built:
-    """Load the base, make it trainable by the configured method, and attach optimizer and process group."""
+def build(context: Context, varies: Varies = NOTHING_VARIES) -> Built:
+    """Load the base, make it trainable by the configured method, and attach optimizer and process group.
+
+    Compiled blocks serve every size of what `varies`, and of the rest the first one until another comes.
+    """
     model = load_base(context)
     config = context.config
     if config.method == "lora":
@@ -154,7 +157,7 @@ def build(context: Context) -> Built:
         count = recompute_blocks(model, context.family.blocks, number, draws=draws, inside=inside)
         assert count, f"no block of {', '.join(context.family.blocks)} in the model"
     if context.plan.compile:
-        compile_model(context, model)
+        compile_model(context, model, varies)
     accelerator = Accelerator(cpu=context.device == "cpu", mixed_precision="no")
     if accelerator.num_processes != 1:
         raise HardwareError(

@@ -84,9 +84,23 @@ def _compact(context: Context, model: Any) -> None:
             torch.cuda.empty_cache()
 
 
-def compile_model(context: Context, model: Any) -> None:
-    """Fuse what can be computed together; the repeated blocks compile at their first call."""
-    from trainer.modeling.compiled import compile_blocks
+@dataclass(frozen=True, kw_only=True)
+class Varies:
+    """What differs in size from one sample of a run to another."""
+
+    pictures: bool = False
+    captions: bool = False
+
+
+NOTHING_VARIES = Varies()
+
+
+def compile_model(context: Context, model: Any, varies: Varies) -> None:
+    """Fuse what can be computed together; the repeated blocks compile at their first call.
+
+    For any size of what varies at once: of one size first, they would be compiled three times.
+    """
+    from trainer.modeling.compiled import compile_blocks, varying_sizes
 
     move_plain_tensors(model, context.device)
     fused = ""
@@ -95,7 +109,11 @@ def compile_model(context: Context, model: Any) -> None:
         if context.device != "cpu":
             _compact(context, model)
     budget = context.plan.activation_budget
-    blocks = compile_blocks(model, context.family.blocks, activation_budget=budget, say=context.say)
+    sizes = [{}, *[{"wide": 2}, {"tall": 2}] * varies.pictures, *[{"text": 2}] * varies.captions]
+    runs = [small_forward(context, model, **size) for size in sizes]
+    kinds = context.family.blocks
+    varying = varying_sizes(model, kinds, runs) if len(runs) > 1 else {}
+    blocks = compile_blocks(model, kinds, activation_budget=budget, varying=varying, say=context.say)
     context.say(
         f"{blocks} blocks are compiled at the first step (about a minute, seconds where the cache is"
         f" warm){fused}"
@@ -113,15 +131,20 @@ def move_plain_tensors(model: Any, device: str) -> None:
                 setattr(module, name, value.to(device))
 
 
-def small_forward(context: Context, model: Any) -> Callable[[], None]:
-    """A function that predicts once for a small synthetic batch, without gradients."""
+def small_forward(
+    context: Context, model: Any, *, wide: int = 1, tall: int = 1, text: int = 1
+) -> Callable[[], None]:
+    """A function that predicts once for a small synthetic batch, without gradients.
+
+    Its picture is so many times as wide and tall as the smallest, its caption as long.
+    """
     family = context.family
     settings = family.settings(context.source, context.config)
     shape = Shape(
         batch_size=1,
-        width=_SIDE // family.pixel_multiple * family.pixel_multiple,
-        height=_SIDE // family.pixel_multiple * family.pixel_multiple,
-        text_tokens=min(_TOKENS, context.config.data.max_sequence_length),
+        width=wide * (_SIDE // family.pixel_multiple * family.pixel_multiple),
+        height=tall * (_SIDE // family.pixel_multiple * family.pixel_multiple),
+        text_tokens=text * min(_TOKENS, context.config.data.max_sequence_length),
         bytes_per_value=2,
         controls=family.control_counts[0],
     )

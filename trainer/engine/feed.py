@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +14,9 @@ from trainer.data.cache import Cache
 from trainer.data.sampler import MicroBatch, Sampler
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries, load_batch, padded_header
+from trainer.engine.fast import Varies
 from trainer.errors import OutOfMemoryError
-from trainer.families.protocol import Batch, Draw
+from trainer.families.protocol import Batch, Draw, Header
 
 # reading, random numbers and copies leave the interpreter to others: two threads make nearly twice as much
 _THREADS = 2
@@ -59,6 +60,20 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
         caption_dropout_rate=config.data.caption_dropout_rate,
         seed=config.train.seed,
     )
+
+
+def varies(context: Context, entries: Entries) -> Varies:
+    """What differs in size among the run's samples, captions as they are padded."""
+    cache = entries.cache
+    latents = [cache.header("latents", one.key) for one in entries.latents]
+    texts = [cache.header("text", one.key) for one in {*entries.texts, *entries.empties}]
+    if context.plan.text_padding:
+        texts = [padded_header(header, context.family) for header in texts]
+    return Varies(pictures=_differ(latents), captions=_differ(texts))
+
+
+def _differ(headers: Sequence[Header]) -> bool:
+    return any(header != headers[0] for header in headers)
 
 
 def keep_bytes(context: Context, entries: Entries) -> int:

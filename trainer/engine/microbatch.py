@@ -22,12 +22,21 @@ def compute(
     weight: float | torch.Tensor,
 ) -> torch.Tensor:
     """Forward and backward: adds the gradients to the optimizer's sums and returns the loss, a scalar."""
-    with padded_text(built.text_readers, batch.text_mask):
+    with padded_text(built.text_readers, _any_length(context, batch)):
         losses = context.family.loss(built.model, batch, draw, settings)
         loss = losses.sum() / weight
         built.accelerator.backward(built.updater.scaled(loss))
     built.updater.accumulate()
     return loss.detach()
+
+
+def _any_length(context: Context, batch: Batch) -> torch.Tensor | None:
+    """The batch's text mask, for graphs of any length of captions where blocks are compiled."""
+    if context.plan.compile and batch.text_mask is not None:
+        from trainer.modeling.compiled import mark_varying
+
+        mark_varying(batch.text_mask, [1])
+    return batch.text_mask
 
 
 def predict(context: Context, built: Built, settings: Any, batch: Batch, draw: Draw | None) -> None:

@@ -21,6 +21,7 @@ from trainer.engine.continued import PLAN_FILE
 from trainer.engine.cut import tell_cut_captions
 from trainer.engine.entries import Entries, fill_cache, list_entries
 from trainer.engine.fast import uncompiled
+from trainer.engine.feed import varies
 from trainer.engine.full import export_full, prove_full
 from trainer.engine.imported import import_entries
 from trainer.engine.journal import Journal, start_tracker
@@ -91,7 +92,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     report = fill_cache(context, list_entries(context, samples.all, samples.prompt_controls))
     caching_peak = take_peak(context.device)
     tracker = start_tracker(context)  # before minutes of loading
-    built = build(context)
+    built = build(context, varies(context, entries))
     before = _outputs_before(context, built.model)
     state = loop.State() if start.found is None else _resume(context, built.updater, *start.found)
     journal = Journal(context, Path(spec.runtime_dir), tracker)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,19 +15,78 @@ from trainer.modeling.recompute import RecomputedInside, recomputed
 # times that one kind of block is compiled, for new shapes; after a few its sizes are dynamic anyway
 MOST_COMPILED = 16
 
+Varying = Mapping[str, Sequence[tuple[int, ...]]]
+"""By the name of a block's class: of each tensor among its inputs, in their order, the dimensions that differ
+from one micro-batch to another.
+"""
+
+
+def varying_sizes(
+    model: torch.nn.Module, kinds: Sequence[str], runs: Sequence[Callable[[], None]]
+) -> dict[str, list[tuple[int, ...]]]:
+    """`Varying` of the blocks whose class is named in `kinds`, from forward passes of several sizes.
+
+    To be called before they are compiled. Each of `runs` passes through the model once, the first one's sizes
+    being compared with the others'.
+    """
+    seen: dict[str, list[list[torch.Size]]] = {}
+
+    def note(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        seen.setdefault(type(block).__name__, []).append([one.shape for one in _tensors(args, kwargs)])
+
+    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    passes = []
+    try:
+        for run in runs:
+            run()
+            passes.append(seen)
+            seen = {}
+    finally:
+        for hook in hooks:
+            hook.remove()
+    first, *others = passes
+    return {
+        name: [
+            tuple(d for d in range(len(shape)) if any(other[name][0][at][d] != shape[d] for other in others))
+            for at, shape in enumerate(calls[0])
+        ]
+        for name, calls in first.items()
+    }
+
+
+def mark_varying(tensor: torch.Tensor, dimensions: Sequence[int]) -> None:
+    """Compile these dimensions of a compiled block's input for every size, from the first graph on."""
+    import torch._dynamo
+
+    torch._dynamo.maybe_mark_dynamic(tensor, list(dimensions))
+
+
+def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
+    """Tensors among a block's inputs, those of tuples, lists and mappings too."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _tensors(value, {})
+        elif isinstance(value, Mapping):
+            yield from _tensors((), value)
+
 
 def compile_blocks(
     model: torch.nn.Module,
     kinds: Sequence[str],
     *,
     activation_budget: float,
+    varying: Varying = MappingProxyType({}),
     say: Callable[[str], None] = warnings.warn,
 ) -> int:
     """Compile every module whose class is named in `kinds`, at its first call; returns their number.
 
     `activation_budget` below 1 recomputes in backward what is cheapest, so that this share of the
-    activations beyond a block's input stays; none of those of `RecomputedInside` do. `say` is told once of
-    each kind where more shapes come than it is compiled for: these run as they are written.
+    activations beyond a block's input stays; none of those of `RecomputedInside` do. Graphs are of any size
+    in the dimensions `varying`; in others they are of one size until a second one comes. `say` is told once
+    of each kind where more shapes come than it is compiled for: these run as they are written.
     """
     import torch._dynamo
 
@@ -43,6 +103,7 @@ def compile_blocks(
             block._compiled_call_impl,
             limit,
             0.0 if is_inside else activation_budget,
+            varying.get(type(block).__name__, ()),
             keeps_all=activation_budget == 1.0 and not any(inside),
         )
     return len(blocks)
@@ -64,9 +125,16 @@ class _Limit:
 
 
 def _within_limit(
-    compiled: Callable[..., Any], limit: _Limit, budget: float, *, keeps_all: bool
+    compiled: Callable[..., Any],
+    limit: _Limit,
+    budget: float,
+    varying: Sequence[tuple[int, ...]],
+    *,
+    keeps_all: bool,
 ) -> Callable[..., Any]:
     """`compiled`, with a budget for activations, which beyond the limit runs new shapes as they are written.
+
+    Inputs' dimensions `varying` are marked, which counts where a graph is made.
 
     Where not all compiled blocks keep all activations, blocks are recomputed whole from there on: uncompiled
     ones would keep more than the plan has room for.
@@ -83,6 +151,9 @@ def _within_limit(
         if _written_only:
             return compiled(*args, **kwargs)
         if not limit.reached:
+            for tensor, dimensions in zip(_tensors(args, kwargs), varying, strict=False):
+                if dimensions:
+                    mark_varying(tensor, dimensions)
             # read when a graph is made: blocks of another class have graphs of their own, and another budget
             before, settings.activation_memory_budget = settings.activation_memory_budget, budget
             try:

@@ -98,6 +98,47 @@ def test_another_size_costs_a_few_graphs_once() -> None:
     assert counts[1:] == [counts[1]] * 3
 
 
+def test_sizes_that_are_known_to_vary_cost_no_graph_more() -> None:
+    made = case("flux1_dev", changes=SHORT)
+    join_siblings(made.model, made.predict)
+    shapes = [made, resized(made, 96)]
+    varying = compiled.varying_sizes(made.model, KINDS, [one.predict for one in shapes])
+    assert {name: found[0] for name, found in varying.items()} == {KINDS[1]: (1,)}
+    compile_blocks(made.model, KINDS, activation_budget=1.0, varying=varying)
+    before, counts = graphs_compiled(), []
+    for size in (64, 96, 128):
+        wanted_output, wanted = resized(case("flux1_dev", changes=SHORT), size).gradients()
+        output, found = resized(made, size).gradients()
+        assert relative(output, wanted_output) < 1e-5
+        assert difference(found, wanted) < 1e-4
+        counts.append(graphs_compiled() - before)
+    # the first block's input has no gradient
+    assert counts == [2, 2, 2]
+
+
+def test_what_varies_is_found_in_tuples_and_mappings_and_before_blocks_are_compiled_alone() -> None:
+    class Block(torch.nn.Module):
+        def forward(self, x: torch.Tensor, more: Any, *, options: Any) -> torch.Tensor:
+            return x
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = Block()
+
+        def forward(self, tokens: int, text: int) -> torch.Tensor:
+            more = (torch.ones(3, 4), [torch.ones(text, 2)], "name", None)
+            found: torch.Tensor = self.block(
+                torch.ones(1, tokens, 8), more, options={"index": torch.ones(1, tokens)}
+            )
+            return found
+
+    model = Model()
+    runs = [lambda size=size: model(*size) for size in ((4, 2), (6, 2), (4, 5))]
+    assert compiled.varying_sizes(model, ("Block",), runs) == {"Block": [(1,), (), (0,), (1,)]}
+    assert not model.block._forward_pre_hooks
+
+
 def test_eager_blocks_compile_nothing() -> None:
     made = fast()
     made.gradients()
