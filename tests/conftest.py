@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import gc
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,6 +13,20 @@ import pytest
 from trainer.modeling.vision import make_torchvision_importable
 
 make_torchvision_importable()  # before any test module imports diffusers
+
+
+@functools.cache
+def freeze_libraries(hundreds: int) -> None:
+    """Keep what was imported out of every later collection of garbage; once for each so many hundred modules.
+
+    A run collects several times, and would go through more than a million objects of libraries each time.
+    """
+    gc.collect()
+    gc.freeze()
+
+
+def pytest_runtest_setup() -> None:
+    freeze_libraries(len(sys.modules) // 100)
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -118,6 +119,8 @@ def _work(
     family = get(config.family)
     source = _source(config, family, status, stop, say)
     check_loadable(family, source)
+    # the libraries' objects stay as long as the process: collecting garbage need not look at them again
+    gc.freeze()
     context = Context(
         config=config,
         plan=plan_from_json(spec.plan_text),
