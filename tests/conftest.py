@@ -12,6 +12,7 @@ import pytest
 
 from trainer.modeling.vision import make_torchvision_importable
 
+gc.disable()  # importing makes millions of objects and hardly any garbage: on again before the first test
 make_torchvision_importable()  # before any test module imports diffusers
 
 
@@ -23,6 +24,7 @@ def freeze_libraries(hundreds: int) -> None:
     """
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_runtest_setup() -> None:

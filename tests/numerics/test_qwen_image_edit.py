@@ -23,6 +23,7 @@ from diffusers import (
 from PIL import Image
 
 from scripts import random_base
+from tests.contract.runs import keep_edits_small
 from tests.numerics.test_qwen_image import CONFIG, build, header, settings
 from trainer.data.images import to_pixels
 from trainer.errors import ConfigError
@@ -96,6 +97,19 @@ def encode(
 def captured(module: Any, calls: list[dict[str, Any]]) -> Any:
     """A hook that keeps the arguments of every call of the module, those that other hooks added included."""
     return module.register_forward_pre_hook(lambda m, a, k: calls.append(dict(k)), with_kwargs=True)
+
+
+@pytest.fixture
+def small_edits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pictures before the edit have a few pixels instead of a megapixel, in both pipelines and with us.
+
+    That the megapixel's sides are those of the pipelines has a test of its own.
+    """
+    from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit as single
+
+    keep_edits_small(monkeypatch.setattr)
+    real = single.calculate_dimensions
+    monkeypatch.setattr(single, "calculate_dimensions", lambda area, ratio: real(area // 16**2, ratio))
 
 
 class Stopped(Exception):
@@ -181,6 +195,7 @@ def test_a_base_of_another_kind_is_refused(tmp_path: Path, sources: dict[Any, Mo
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("small_edits")
 def test_the_transformer_is_called_as_by_the_pipeline(
     layout: Any, sources: dict[Any, ModelSource], pipelines: dict[Any, Any]
 ) -> None:
@@ -326,6 +341,7 @@ def test_samples_share_a_batch_only_with_equal_controls() -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("small_edits")
 def test_previews_are_the_pipelines_images(
     layout: Any, sources: dict[Any, ModelSource], pipelines: dict[Any, Any]
 ) -> None:

@@ -9,7 +9,7 @@ import contextlib
 import functools
 import gc
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -108,19 +108,19 @@ def _work(
     say: Callable[[str], None],
 ) -> None:
     """Everything that needs torch."""
-    from trainer.engine import run
-    from trainer.engine.base_load_check import check_loadable
-    from trainer.engine.context import Context
-    from trainer.engine.planning import may_be_planned
-    from trainer.engine.shortage import out_of_memory
-    from trainer.modeling.quiet import quiet_libraries
+    with _importing():
+        from trainer.engine import run
+        from trainer.engine.base_load_check import check_loadable
+        from trainer.engine.context import Context
+        from trainer.engine.planning import may_be_planned
+        from trainer.engine.shortage import out_of_memory
+        from trainer.modeling.quiet import quiet_libraries
 
-    quiet_libraries()
+        quiet_libraries()
     family = get(config.family)
     source = _source(config, family, status, stop, say)
-    check_loadable(family, source)
-    # the libraries' objects stay as long as the process: collecting garbage need not look at them again
-    gc.freeze()
+    with _importing():  # classes of the base model
+        check_loadable(family, source)
     context = Context(
         config=config,
         plan=plan_from_json(spec.plan_text),
@@ -145,6 +145,17 @@ def _work(
             raise
         allowed = functools.partial(may_be_planned, config)
         raise out_of_memory(error, status.phase, config, context.plan, allowed) from error
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Imports a million objects that live as long as the process: no collection of garbage looks at them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -7,6 +7,7 @@ its answer is kept by class, config and version.
 from __future__ import annotations
 
 import functools
+import gc
 import hashlib
 import importlib
 import importlib.metadata
@@ -102,4 +103,5 @@ def meta_shapes(folder: Path, library: str, class_name: str) -> dict[str, tuple[
 
 
 if __name__ == "__main__":
+    gc.disable()  # importing makes a million objects and hardly any garbage
     print(json.dumps(compact(meta_shapes(Path(sys.argv[1]), sys.argv[2], sys.argv[3]))))
