@@ -23,7 +23,7 @@ QUICKSTART = ROOT / "train_configs" / "quickstart.yaml"
 STYLE, HELD_OUT = ROOT / "examples" / "style", ROOT / "examples" / "style-held-out"
 THINGS = ("castle", "penguin", "robot", "unicorn", "purple-heart", "green-circle")
 """Drawn by each model, of what is held out: four that the base model knows, two that it never saw either."""
-STEPS, OTHER_STEPS = 100, 60
+STEPS, OTHER_STEPS = 100, 30
 LEAST_FALL, LEAST_STYLED = 0.9, len(THINGS) - 2
 """The style is learned when the held-out loss fell by this share, and so many of THINGS are in the style.
 

@@ -237,12 +237,12 @@ def test_one_layer_at_a_time_is_in_full_precision(
         return {matrix.untyped_storage().data_ptr(): matrix.shape for matrix in matrices}
 
     gc.collect()
+    gc.freeze()  # what is there already is not looked at
     gc.disable()
     counts: list[int] = []
-    before = live().keys()
 
     def watched(name: str, module: torch.nn.Module) -> torch.nn.Module | None:
-        layers = [shape for place, shape in live().items() if place not in before and shape[0] != 40]
+        layers = [shape for shape in live().values() if shape[0] != 40]
         counts.append(len(layers))
         return real(name, module)
 
