@@ -50,7 +50,7 @@ demo: $(STAMP) ## teach a tiny model a style in two minutes, prove it and see it
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m scripts.demo
 
 test: $(STAMP) ## all tests that run anywhere
-	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) -m "not gpu and not slow and not container"
+	@$(TEST_ENV) $(BIN)/pytest -q -n $(WORKERS) --dist worksteal -m "not gpu and not slow and not container"
 
 $(CONTAINER_STAMP): $(STAMP)
 	@$(PIP) --no-build-isolation -e '.[dev,container]'
