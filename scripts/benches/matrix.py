@@ -218,8 +218,8 @@ def _layer(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
 
 
 def _chats(family: str, work: Path) -> Path:
-    """The conversations that are no longer than what the family reads: its base's small tokenizer makes half as
-    many tokens again of a text as a real one.
+    """The conversations that are no longer than what the family reads: its base's small tokenizer makes half
+    as many tokens again of a text as a real one.
     """
     most = families.get(family).defaults["data"]["max_sequence_length"]
     lines = (SET / "chats.jsonl").read_text().splitlines(keepends=True)
