@@ -57,8 +57,8 @@ def test_nan_in_one_picture_is_named_and_changes_nothing(
     poison(list_entries(job.context, training, job.samples.prompt_controls), record)
     built: list[Built] = []
 
-    def keep(context: Any) -> Built:
-        built.append(build(context))
+    def keep(*arguments: Any) -> Built:
+        built.append(build(*arguments))
         return built[0]
 
     monkeypatch.setattr(run, "build", keep)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 from collections.abc import Callable
@@ -140,28 +141,35 @@ def preview_is_due(process: Process) -> bool:
     return (process.run_dir / "samples" / "step-000006.png").exists()
 
 
+MOMENTS: dict[str, tuple[str | None, Callable[[Process], bool]]] = {
+    "first-save": ("save", save_has_begun),
+    "second-save": ("save", second_save_has_begun),
+    "export": ("export", export_has_begun),
+    "caching": ("cache", entries_were_cached),
+    "preview": (None, preview_is_due),
+}
+"""What is slowed down, and when the kill comes."""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("slow", "reached"),
+    ("case", "moment"),
     [
-        ("save", save_has_begun),
-        ("save", second_save_has_begun),
-        ("cache", entries_were_cached),
-        ("export", export_has_begun),
-        (None, preview_is_due),
+        *itertools.product((*FIRST_CASES, *WRITING_CASES), MOMENTS),
+        # caches and previews do not depend on the method
+        *itertools.product(CASES[1:2], ("first-save", "second-save", "export")),
     ],
-    ids=["first-save", "second-save", "caching", "export", "preview"],
+    ids=str,
 )
-@pytest.mark.parametrize("case", (*CASES[:2], *WRITING_CASES), ids=str)
 def test_a_kill_anywhere_and_a_resume_equal_one_run(
-    slow: str | None,
-    reached: Callable[[Process], bool],
     case: Case,
+    moment: str,
     start: Start,
     uninterrupted: Callable[[Case], Process],
     tmp_path: Path,
 ) -> None:
     straight = uninterrupted(case)
+    slow, reached = MOMENTS[moment]
     cache = tmp_path / "cache" if slow == "cache" else None
     knobs = None if slow is None else {"slow": slow}
     process = start(case, tmp_path, knobs=knobs, cache=cache)

@@ -23,14 +23,14 @@ QUICKSTART = ROOT / "train_configs" / "quickstart.yaml"
 STYLE, HELD_OUT = ROOT / "examples" / "style", ROOT / "examples" / "style-held-out"
 THINGS = ("castle", "penguin", "robot", "unicorn", "purple-heart", "green-circle")
 """Drawn by each model, of what is held out: four that the base model knows, two that it never saw either."""
-STEPS, OTHER_STEPS = 100, 30
+STEPS, OTHER_STEPS = 60, 30
 LEAST_FALL, LEAST_STYLED = 0.9, len(THINGS) - 2
 """The style is learned when the held-out loss fell by this share, and so many of THINGS are in the style.
 
-Four seeds gave 95 to 96 % and five or six of six; a LoRA of another style 74 to 76 % and none.
+Four seeds gave 94 to 95 % and five or six of six; a LoRA of another style 74 to 77 % and none.
 """
 LEAST_OVERLAP = 0.6
-"""Of the same four seeds the least was 0.79."""
+"""Of the same four seeds the least was 0.86."""
 
 
 @dataclass(frozen=True, kw_only=True)
