@@ -16,7 +16,7 @@ from trainer.families.protocol import AttentionShape, Batch, Draw, Shape
 from trainer.hardware.facts import KernelVerdict
 from trainer.modeling import lora
 from trainer.modeling.attention import attention, set_attention
-from trainer.modeling.packed import packed_attention
+from trainer.modeling.packed import packed_attention, segments_for
 from trainer.modeling.quantize import replacer
 
 pytestmark = pytest.mark.gpu
@@ -127,7 +127,8 @@ def test_packed_attention_agrees_with_fp32(kernel: str, verdicts: dict[str, Kern
     results = []
     for name, dtype in (("math", torch.float32), (kernel, torch.bfloat16)):
         inputs = [tensor.detach().to(dtype).requires_grad_(True) for tensor in tensors]
-        output = packed_attention(*inputs, name, segments=(384, 256))
+        segments = segments_for(name, (384, 256), "cuda")
+        output = packed_attention(*inputs, name, segments=segments)
         output.sin().sum().backward()
         results.append([output, *(one.grad for one in inputs)])
     for wanted, found in zip(*results, strict=True):

@@ -72,8 +72,7 @@ def run_geometry(
     `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
     missing files are to come: a component is as large as its config says. `sources` says where keys were
     written. Memory is that of the longest caption, time that of captions of `caption_tokens`, None for a
-    usual mix of lengths. Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is
-    none.
+    usual mix. Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is none.
     """
     folders, components = _components(family, config, model_folder, downloads=downloads)
     trained = next(part for part in components if part.role == "trained")
@@ -88,7 +87,6 @@ def run_geometry(
     geometry = Geometry(
         components=components,
         lora_parameters=adapter.parameters,
-        lora_layers=adapter.layers,
         quantized_parameters=packed.linears.parameters,
         quantized_rows=packed.linears.rows,
         stored_as=packed.stored_as,
@@ -107,12 +105,14 @@ def run_geometry(
         attention_shape_class=shape_class(attention),
         matmul_shape_class=matmul_shape_class(attention),
     )
-    return _with_work(geometry, usual_work(family, model_config, trained, shape, caption_tokens))
+    work = usual_work(family, model_config, trained, shape, caption_tokens)
+    return _with_work(geometry, work, adapter.layers)
 
 
-def _with_work(geometry: Geometry, work: Work) -> Geometry:
+def _with_work(geometry: Geometry, work: Work, lora_layers: int) -> Geometry:
     return dataclasses.replace(
         geometry,
+        lora_layers=lora_layers,
         matmul_flops=work.matmul_flops,
         attention_flops=work.attention_flops,
         attention_calls=work.attention_calls,

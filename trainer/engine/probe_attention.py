@@ -6,7 +6,9 @@ Runs in the probe's process of one kernel.
 from __future__ import annotations
 
 import itertools
+import random
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -18,6 +20,8 @@ if TYPE_CHECKING:
 
 _REFERENCE_HEADS = 2
 _WARMUP, _REPEATS = 3, 10
+# rows that differ, and how much longer a sample of one may be than another
+_DIVISIONS, _LONGEST = 4, 4000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,27 +50,28 @@ def measure_attention(
 ) -> Measured:
     """One attention call of the run, by the plan's name of a kernel; `begin` is called just before it.
 
-    `packaged`: it is none of torch's own, so whether it compiles is measured too.
-    Tensors are laid out as diffusers lays them out: (B, tokens, heads, width) contiguous, output flattened.
+    `packaged`: it is none of torch's own, so whether it compiles is measured too. Tensors are contiguous (B,
+    tokens, heads, width), as diffusers has them. A row of several samples is divided anew in each call.
     """
     import torch
 
-    from trainer.modeling.attention import attention
-
     inputs, upstream = _tensors(dtype, shape, device)
-    groups = shape.heads // key_heads(shape)
+    rows = deque(_divided(shape.tokens, shape.samples, seed) for seed in range(_DIVISIONS))
 
     def forward(tensors: Sequence[torch.Tensor], name: str) -> torch.Tensor:
-        query, key, value = tensors
-        return attention(query, key, value, name, causal=shape.causal).flatten(2, 3)
+        return _attended(tensors, name, shape, rows[0], device)
 
     def once() -> list[torch.Tensor]:
         output = forward(inputs, kernel)
         return [output, *torch.autograd.grad(output, inputs, upstream)]
 
+    def next_row() -> None:
+        rows.rotate()
+        once()
+
     # the first heads of keys, and those of queries that read them
     keys = min(_REFERENCE_HEADS, key_heads(shape))
-    heads = (keys * groups, keys, keys)
+    heads = (keys * (shape.heads // key_heads(shape)), keys, keys)
     columns = heads[0] * shape.head_width
     exact = [
         tensor.detach()[:, :, :count].float().requires_grad_()
@@ -83,7 +88,22 @@ def measure_attention(
         # torch's own kernels compile into one graph; of a package only the installed release can tell
         compiled: Callable[..., torch.Tensor] = torch.compile(forward, fullgraph=True, backend="aot_eager")
         torch.autograd.grad(compiled(inputs, kernel), inputs, upstream)
-    return Measured(milliseconds=median_milliseconds(once, device), errors=errors)
+    return Measured(milliseconds=median_milliseconds(next_row, device), errors=errors)
+
+
+def _attended(
+    tensors: Sequence[torch.Tensor], kernel: str, shape: AttentionShape, lengths: Sequence[int], device: str
+) -> torch.Tensor:
+    """The flattened output; `lengths` are those of a row's samples."""
+    from trainer.modeling.attention import attention
+    from trainer.modeling.packed import packed_attention, segments_for
+
+    query, key, value = tensors
+    if shape.samples == 1:
+        return attention(query, key, value, kernel, causal=shape.causal).flatten(2, 3)
+    query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
+    segments = segments_for(kernel, lengths, device)
+    return packed_attention(query, key, value, kernel, segments=segments).flatten(2, 3)
 
 
 def _tensors(dtype: str, shape: AttentionShape, device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
@@ -98,6 +118,14 @@ def _tensors(dtype: str, shape: AttentionShape, device: str) -> tuple[list[torch
         for heads in (shape.heads, key_heads(shape), key_heads(shape))
     ]
     return inputs, torch.randn((*size, shape.heads * shape.head_width), device=device, dtype=kind)
+
+
+def _divided(tokens: int, samples: int, seed: int) -> list[int]:
+    """Lengths of the samples in a row, as many short as long by their logarithm."""
+    draw = random.Random(seed)
+    shares = [_LONGEST ** draw.random() for _ in range(samples)]
+    ends = [round(end / sum(shares) * (tokens - samples)) for end in itertools.accumulate(shares)]
+    return [1 + after - before for before, after in itertools.pairwise([0, *ends])]
 
 
 def relative_error(found: Any, wanted: Any) -> float:

@@ -17,6 +17,8 @@ from trainer.families.protocol import Batch, PreviewPrompt, PreviewRequest, Rows
 if TYPE_CHECKING:
     import torch
 
+USUAL_TOKENS = 482
+"""Mean of conversations of 1 to 4,000 tokens, as many short as long by their logarithm."""
 LOGITS_TOKENS = 512
 """Tokens whose logits exist at one time while the loss is computed."""
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -138,9 +140,12 @@ def _ended(tokenizer: Any, ids: list[int], weights: list[float]) -> tuple[list[i
 
 def pack(text: Rows) -> Batch:
     """One row of T tokens: ids, positions that restart with every conversation, `loss_weight`, all (1, T),
-    and `lengths` (n,) of the conversations. Its weight is the number of tokens that are learned.
+    `lengths` (n,) of the conversations, and `ends` as `packed.row_ends`. Its weight is the number of tokens
+    that are learned.
     """
     import torch
+
+    from trainer.modeling.packed import row_ends
 
     lengths = [len(row["input_ids"]) for row in text]
     weight = torch.cat([row["loss_weight"] for row in text])[None]
@@ -149,6 +154,7 @@ def pack(text: Rows) -> Batch:
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "loss_weight": weight,
         "lengths": torch.tensor(lengths),
+        "ends": row_ends(lengths),
     }
     learned = float(weight.sum())
     return Batch(latents={}, text=packed, size=len(lengths), weight=learned, tokens=sum(lengths))
@@ -156,11 +162,13 @@ def pack(text: Rows) -> Batch:
 
 def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
     """What the model's head reads, (1, T, D), each conversation for itself."""
+    from trainer.modeling.packed import segments_of
+
     output = model.model(
         input_ids=batch.text["input_ids"],
         position_ids=batch.text["position_ids"],
         use_cache=False,
-        segments=tuple(batch.text["lengths"].tolist()),
+        segments=segments_of(model, batch.text),
     )
     states: torch.Tensor = output.last_hidden_state
     return states

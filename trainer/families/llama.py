@@ -188,14 +188,16 @@ class Llama:
         return self.name
 
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
-        """One row that is one conversation: the longest call that a run can make."""
+        """A full row of conversations of usual length."""
+        tokens = shape.batch_size * shape.text_tokens
         return AttentionShape(
             batch_size=1,
             heads=config["num_attention_heads"],
             head_width=_head_width(config),
-            tokens=shape.batch_size * shape.text_tokens,
+            tokens=tokens,
             key_heads=config.get("num_key_value_heads", 0),
             causal=True,
+            samples=max(1, tokens // language.USUAL_TOKENS),
         )
 
 

@@ -86,6 +86,8 @@ class AttentionShape:
     """Heads of keys and values where they are fewer than those of queries, else 0."""
     causal: bool = False
     """Every token reads itself and those before it, as in a language model's rows."""
+    samples: int = 1
+    """In a row, each of which reads itself only: causal rows of several."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,8 +70,8 @@ _BANDWIDTH_SHARE = 0.8
 _TRAFFIC = {"eager": 20.5, "compiled": 6.8}
 _LAUNCHES_MS = {"eager": 1.2, "compiled": 0.45}
 # what the host takes in eager blocks to begin a linear layer's kernels, forward and backward, more for its
-# adapter, and more where it multiplies in FP8 or unpacks its weight: of Kandinsky and Qwen-Image in bf16,
-# FLUX.1 and Kandinsky in FP8, on the host of an H200 (docs/benchmarks.md)
+# adapter, and more where it multiplies in FP8 or unpacks its weight: of two models in bf16 and two in FP8, on
+# the host of an H200 (docs/benchmarks.md)
 _HOST_PRODUCT_MS, _HOST_ADAPTER_MS, _HOST_PACKED_MS = 0.3, 0.65, 0.35
 # quantising activations and gradients, bytes moved likewise
 _FP8_TRAFFIC = 1.5

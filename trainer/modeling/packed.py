@@ -1,21 +1,59 @@
 """Floor 4: causal attention over several samples in one row, for transformers' models, without masks.
 
 transformers passes what a model is called with on to its attention layers, and makes no mask for an attention
-function that it has no mask function for. So a model that is called with `segments` (the samples' lengths in
-the row, host integers) attends inside each sample only: one causal kernel call a sample, nothing of size
-tokens x tokens. Position ids must restart with every sample; that is the caller's part.
+function that it has no mask function for. So a model that is called with `segments` attends inside each
+sample only, and nothing has the size tokens x tokens. A kernel that reads on the device where samples end
+takes the row in one call, and compiled blocks serve every row; for the others `segments` are host integers,
+and each sample is a call of its own. Position ids must restart with every sample; that is the caller's part.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from trainer.modeling.attention import BACKENDS, attend, selected
+from trainer.modeling.attention import BACKENDS, ContiguousGradient, attend, selected
+
+Segments = Sequence[int] | torch.Tensor
+"""The samples' lengths, or `ends` of the row: see `row_ends`."""
+BY_ENDS = ("flash",)
+"""Kernels that take `ends`, on a GPU."""
+# rows with up to so many samples have ends of one shape
+_SAMPLES = 64
+
+
+def row_ends(lengths: Sequence[int]) -> torch.Tensor:
+    """Where the samples of a row begin and end, int32 (n,): 0, then each end, the last one repeated.
+
+    n is one more than a multiple of 64, so that compiled blocks see one shape whatever the row.
+    """
+    ends = list(itertools.accumulate(lengths, initial=0))
+    return torch.tensor(ends + ends[-1:] * (-len(lengths) % _SAMPLES), dtype=torch.int32)
+
+
+def segments_of(model: Any, text: Mapping[str, torch.Tensor]) -> Segments:
+    """What the model's attention reads of a row's `ends` (on its device) and `lengths` (on the host)."""
+    by_ends = model.config._attn_implementation in map(implementation, BY_ENDS)
+    if by_ends and reads_ends(text["ends"].device.type):
+        return text["ends"]
+    return tuple(text["lengths"].tolist())
+
+
+def segments_for(kernel: str, lengths: Sequence[int], device: str) -> Segments:
+    """What this kernel reads of a row of samples."""
+    if kernel in BY_ENDS and reads_ends(device):
+        return row_ends(lengths).to(device)
+    return tuple(lengths)
+
+
+def reads_ends(device: str) -> bool:
+    """Whether kernels of `BY_ENDS` take `ends` there: torch's own has no such form for CPUs."""
+    return device == "cuda"
 
 
 def implementation(kernel: str) -> str:
@@ -43,15 +81,20 @@ def packed_attention(
     value: torch.Tensor,
     kernel: str,
     *,
-    segments: Sequence[int],
+    segments: Segments,
     scale: float | None = None,
     dropout: float = 0.0,
 ) -> torch.Tensor:
-    """Causal attention inside each of `segments`, whose lengths add up to the tokens.
+    """Causal attention inside each of `segments`, which add up to the tokens.
 
     Query (B, heads, tokens, width), key and value (B, key heads, tokens, width); the result is
     (B, tokens, heads, width). Raises RuntimeError when the kernel does not take the inputs.
     """
+    if isinstance(segments, torch.Tensor):
+        assert dropout == 0.0 and len(query) == 1, "one row, without dropout"
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        row: torch.Tensor = ContiguousGradient.apply(_flash_by_ends(query, key, value, segments, scale))
+        return row[None]
     lengths = list(segments)
     queries, keys, values = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor in (query, key, value))
     with selected(kernel):
@@ -60,6 +103,20 @@ def packed_attention(
             for tensors in zip(queries, keys, values, strict=True)
         ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _flash_by_ends(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """torch's flash kernel over a row, tensors (tokens, heads, width).
+
+    `torch.nn.attention.varlen.varlen_attn` calls this operator too; its own arguments differ by release.
+    """
+    tokens = query.shape[0]
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, ends, ends, tokens, tokens, 0.0, True, False, scale=scale
+    )
+    return output
 
 
 def _forward(
@@ -72,13 +129,13 @@ def _forward(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    segments: Sequence[int] | None = None,
+    segments: Segments | None = None,
     **_: Any,  # whatever else the model was called with, as use_cache
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention signature; without `segments` a row is one sample."""
     assert attention_mask is None, "packed attention knows no masks"
     if query.shape[2] == key.shape[2]:
-        lengths = segments or (query.shape[2],)
+        lengths = (query.shape[2],) if segments is None else segments
         output = packed_attention(query, key, value, kernel, segments=lengths, scale=scaling, dropout=dropout)
         return output, None
     # generation: the newest token reads all keys of the cache, by whatever kernel takes one query

@@ -16,10 +16,11 @@ import pytest
 from tests.unit.hardware.conftest import machine, with_gpu
 from trainer.cli.probe import describe
 from trainer.config import environment
-from trainer.engine import probe
+from trainer.engine import probe, probe_attention
 from trainer.engine.probe_attention import Measured
 from trainer.families.protocol import AttentionShape
 from trainer.hardware.facts import KernelVerdict
+from trainer.modeling import packed
 
 SHAPE = AttentionShape(batch_size=1, heads=2, head_width=16, tokens=32)
 BEGUN = '{"held": 0.0}\n'
@@ -236,6 +237,26 @@ def test_a_language_models_call_has_a_class_of_its_own() -> None:
     assert probe.matmul_shape_class(shape) == "m4096 n6144 k4096"
     plain = dataclasses.replace(shape, key_heads=32, causal=False)
     assert probe.shape_class(plain) == "b1 h32 d128 n4096"
+    assert probe.shape_class(dataclasses.replace(shape, samples=8)) == "b1 h32/8 d128 n4096 causal of 8"
+
+
+def test_a_packed_row_is_measured_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Divided anew in each call: kernels that plan for a length pay for it here as in a run."""
+    seen = []
+    attend = packed.packed_attention
+
+    def recorded(*inputs: Any, segments: Any) -> Any:
+        seen.append(segments)
+        return attend(*inputs, segments=segments)
+
+    monkeypatch.setattr(packed, "packed_attention", recorded)
+    shape = AttentionShape(
+        batch_size=1, heads=4, head_width=8, tokens=64, key_heads=2, causal=True, samples=5
+    )
+    found = probe_attention.measure_attention("math", "fp32", shape, "cpu", lambda: None, packaged=False)
+    assert max(found.errors.values()) < 1e-6
+    assert {(sum(one), len(one), min(one) >= 1) for one in seen} == {(64, 5, True)}
+    assert len(set(seen)) == 4
 
 
 @pytest.fixture
