@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.contract import runs
-from tests.contract.real_shaped import CHECKPOINT_STEP, STEPS, settings
+from tests.contract.real_shaped import CHECKPOINT_STEP, STEPS, settings, short_chats
 from tests.contract.runs import (
     LORA_CASES,
     Case,
@@ -52,19 +52,20 @@ pytestmark = pytest.mark.usefixtures("small_kontexts")
 
 
 @pytest.fixture(scope="module")
-def scans() -> dict[str, Samples]:
+def scans() -> dict[tuple[str, str], Samples]:
     return {}
 
 
 @pytest.fixture(autouse=True)
-def scanned_once(scans: dict[str, Samples], monkeypatch: pytest.MonkeyPatch) -> None:
+def scanned_once(scans: dict[tuple[str, str], Samples], monkeypatch: pytest.MonkeyPatch) -> None:
     """Sixty large pictures are decoded once a family, not once a run."""
     scan = scan_samples
 
     def once(family: Family, config: RunConfig) -> Samples:
-        if family.name not in scans:
-            scans[family.name] = scan(family, config)
-        return scans[family.name]
+        key = family.name, repr(config.data.sets)
+        if key not in scans:
+            scans[key] = scan(family, config)
+        return scans[key]
 
     monkeypatch.setattr(runs, "scan_samples", once)
 
@@ -124,11 +125,12 @@ def test_a_killed_and_resumed_run_is_the_run_without(
 ) -> None:
     monkeypatch.setattr(build, "prove_fp8", count_fp8_layers)
     case = Case(family=family, method="full" if storage == "full" else "lora")
+    chats = short_chats(tmp_path)
 
     def job(name: str, dies_after: int | None = None) -> Job:
         status = None if dies_after is None else dying_after(tmp_path / name, dies_after)
         shape = ("train.train_batch_size=2", "train.gradient_accumulation_steps=1")
-        chosen = (*settings(family), *shape, *STORAGES[storage])
+        chosen = (*settings(family, chats), *shape, *STORAGES[storage])
         made = workshop.job(case, tmp_path / name, *chosen, status=status)
         if storage != "fp8":
             return made
