@@ -48,6 +48,15 @@ def variables(profile: Profile, environ: Mapping[str, str]) -> Variables:
     return Variables(values=values, unset=unset, rows=tuple(rows))
 
 
+def cap(environ: Mapping[str, str]) -> tuple[str, float]:
+    """(variable, share) of the device's memory that the user lets the allocator take at most; ("", 1.0)
+    without. `variables` says whether a machine takes it.
+    """
+    spelling, written = _written(NAME, environ)
+    shares = [float(share) for share in _CAPPED.findall(written) if _is_share(share)]
+    return (spelling, min(shares)) if shares else ("", 1.0)
+
+
 def _written(name: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """How the user spelled a variable, and its value; both empty where it is not set."""
     spellings = (NAME, *OTHER_SPELLINGS) if name == NAME else (name,)
@@ -66,13 +75,14 @@ def _capped(spelling: str, written: str, ours: str) -> str:
     most = _CAPPED.search(ours)
     if most is None:
         return written
-    asked = _CAPPED.search(written)
-    if asked is None:
+    asked = _CAPPED.findall(written)
+    if not asked:
         return f"{written},{most[0]}"
-    if not _is_share(asked[1]) or float(asked[1]) > float(most[1]):
+    above = [share for share in asked if not _is_share(share) or float(share) > float(most[1])]
+    if above:
         raise ConfigError(
-            f"{asked[0]} is refused: CPU and GPU share one memory here, and beyond {most[1]} of it the whole"
-            " machine may stop answering, without an error",
+            f"{_CAP}:{above[0]} is refused: CPU and GPU share one memory here, and beyond {most[1]} of it"
+            " the whole machine may stop answering, without an error",
             where=spelling,
             remedy=f"write {most[0]} or less, or leave it out; features.memory_budget limits memory too",
         )

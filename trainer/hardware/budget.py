@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 
 from trainer.config.schema import size_bytes
+from trainer.hardware import allocator
 from trainer.hardware.choices import Situation
 from trainer.hardware.memory import GIB, HOST_BYTES, gib
 
@@ -30,8 +31,18 @@ class Budget:
 
 def budget(situation: Situation) -> Budget:
     """What the user imposes, else the profile's share of the device's memory; less where that is the host's
-    and others use it. Raises HardwareError for an imposed budget that is not there.
+    and others use it, or where the user's own allocator variable has a smaller share. Raises HardwareError
+    for an imposed budget that is not there.
     """
+    found = _of_machine(situation)
+    spelling, share = allocator.cap(situation.environ) if situation.on_gpu else ("", 1.0)
+    most = int(share * situation.facts.gpus[0].total_memory_bytes) if spelling else found.bytes
+    if most >= found.bytes:
+        return found
+    return Budget(bytes=most, source=spelling, reason=f"the allocator may take {share:.0%}; {found.reason}")
+
+
+def _of_machine(situation: Situation) -> Budget:
     profile, host = situation.profile, situation.facts.memory
     total = situation.facts.gpus[0].total_memory_bytes if situation.on_gpu else host.total_bytes
     share, asked = int(total * profile.budget_share), situation.config.features.memory_budget

@@ -114,3 +114,20 @@ def test_what_cannot_be_kept_is_refused(
         planned(name, environ)
     (problem,) = refused.value.problems
     assert problem.where == where and said in problem.what and problem.remedy
+
+
+def test_a_smaller_share_that_the_user_set_is_the_budget(planned: Planned) -> None:
+    """Beyond it the allocator fails, whatever the plan counted on."""
+    whole = planned("h200", {})
+    less = planned("h200", {OLD: "expandable_segments:True,per_process_memory_fraction:0.5"})
+    total = machine("h200").gpus[0].total_memory_bytes
+    assert less.budget_bytes == total // 2 < whole.budget_bytes
+    (found,) = [one for one in less.decisions if one.feature == "memory_budget"]
+    assert found.source == OLD and "the allocator may take 50%" in found.reason
+    assert planned("h200", {NEW: "per_process_memory_fraction:0.99"}).budget_bytes == whole.budget_bytes
+    assert planned("dgx-spark", {NEW: LOWER}).budget_bytes < planned("dgx-spark", {}).budget_bytes
+
+
+def test_each_of_two_shares_is_looked_at(planned: Planned) -> None:
+    with pytest.raises(ConfigError, match=r":0\.9 is refused"):
+        planned("dgx-spark", {NEW: f"{LOWER},per_process_memory_fraction:0.9"})
