@@ -27,6 +27,11 @@ def freeze_libraries(hundreds: int) -> None:
     gc.enable()
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest comes first: no worker waits at the end for one long test of another."""
+    items.sort(key=lambda item: not item.nodeid.startswith(("tests/e2e/", "tests/unit/scripts/")))
+
+
 def pytest_runtest_setup() -> None:
     freeze_libraries(len(sys.modules) // 100)
 
