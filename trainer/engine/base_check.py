@@ -34,9 +34,9 @@ def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     said = _said(folder)
     warnings = tuple(_require_family(family, loaded, said))
     problems = [
-        Problem(what=f"{name or 'the model'}: {what}", where=str(where), remedy=_REMEDY)
+        Problem(what=f"{name or 'the model'}: {what}", where=str(where), remedy=remedy)
         for name in families.components(family)
-        for where, what in _problems(family, folder, name, said)
+        for where, what, remedy in _problems(family, folder, name, said)
     ]
     if problems:
         raise AccessError(problems)
@@ -90,7 +90,7 @@ def _require_family(family: Family, loaded: Loaded, said: Mapping[str, Any]) -> 
 
 def _pipeline(said: Mapping[str, Any]) -> str:
     """What the whole is called: a pipeline's class, or a language model's."""
-    return str(said.get("_class_name") or next(iter(said.get("architectures") or ()), "model without a name"))
+    return str(said.get("_class_name") or next(iter(_architectures(said)), "model without a name"))
 
 
 def _trained(said: Mapping[str, Any]) -> str:
@@ -104,29 +104,35 @@ def _trained(said: Mapping[str, Any]) -> str:
 # ---- its components
 
 
-def _problems(family: Family, folder: Path, name: str, said: Mapping[str, Any]) -> Iterator[tuple[Path, str]]:
-    """What is wrong with one component, with the file that says so."""
+def _problems(
+    family: Family, folder: Path, name: str, said: Mapping[str, Any]
+) -> Iterator[tuple[Path, str, str]]:
+    """What is wrong with one component: the file that says so, what, and what to do."""
     if not said:
         return
     has_weights = name in roles(family)
+    other = f"put {family.title}'s own there, or name a base of {family.title}"
     if name:
         entry = said.get(name)
         if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(one, str) for one in entry)):
-            yield folder / INDEX, f"the index names {entry!r} in place of a library and a class"
+            yield folder / INDEX, f"the index names {entry!r} in place of a library and a class", _REMEDY
             return
         # a tokenizer is loaded by the family's own class, whichever was saved
         if (has_weights or name == "scheduler") and entry[1] != named_class(family, name):
-            yield folder / INDEX, f"it is a {entry[1]}, and {family.title} has a {named_class(family, name)}"
+            what = f"it is a {entry[1]}, and {family.title} has a {named_class(family, name)}"
+            yield folder / INDEX, what, other
             return
     path = folder / name / "config.json"
     if has_weights and path.is_file():
         theirs, ours = read_json(path), read_json(CONFIGS / family.name / name / "config.json")
-        for what in (*_other_class(theirs, ours, named_class(family, name)), *_bad_values(theirs, ours)):
-            yield path, what
+        for what in _other_class(theirs, ours, named_class(family, name)):
+            yield path, what, other
+        for what in _bad_values(theirs, ours):
+            yield path, what, _REMEDY
         if roles(family)[name] == "vae":
             for key in _SCALES:
                 if ours.get(key) is not None and theirs.get(key) is None:
-                    yield path, f"it does not say {key}, by which latents are scaled"
+                    yield path, f"it does not say {key}, by which latents are scaled", _REMEDY
 
 
 def _other_class(theirs: Mapping[str, Any], ours: Mapping[str, Any], wanted: str) -> Iterator[str]:
@@ -139,13 +145,22 @@ def _other_class(theirs: Mapping[str, Any], ours: Mapping[str, Any], wanted: str
     if kind is not None and our_kind is not None and not str(our_kind).startswith(str(kind)):
         yield f"its config is of model_type {kind}, and {our_kind} is needed for {wanted}"
         return
-    saved_as, stem = theirs.get("architectures") or [wanted], _PURPOSE.split(wanted)[0]
-    if not any(str(one).startswith(stem) for one in saved_as):
-        yield f"its config is of {', '.join(map(str, saved_as))}, and a {wanted} is needed"
+    saved_as, stem = _architectures(theirs) or [wanted], _PURPOSE.split(wanted)[0]
+    if not any(one.startswith(stem) for one in saved_as):
+        yield f"its config is of {', '.join(saved_as)}, and a {wanted} is needed"
+
+
+def _architectures(theirs: Mapping[str, Any]) -> list[str]:
+    """Classes of transformers that the config names; none where it names them in no list."""
+    named = theirs.get("architectures")
+    return [str(one) for one in named] if isinstance(named, list) else []
 
 
 def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
     """Sizes that are no sizes. Ids of tokens are lists in some files, and -1 in others."""
+    named = theirs.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
+        yield f"architectures is {named!r}, and a list of names is needed"
     for key, our in ours.items():
         if key.startswith("_") or key.endswith("_id") or key not in theirs:
             continue

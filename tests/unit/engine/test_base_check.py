@@ -159,6 +159,10 @@ QUICK = {
         edited(CLIP, architectures=["T5EncoderModel"]),
         "text_encoder: its config is of T5EncoderModel, and a CLIPTextModel is needed",
     ),
+    "classes in no list": (
+        edited(CLIP, architectures="CLIPTextModel"),
+        "text_encoder: architectures is 'CLIPTextModel', and a list of names is needed",
+    ),
     "other class in the index": (
         edited("model_index.json", text_encoder=["transformers", "T5EncoderModel"]),
         "text_encoder: it is a T5EncoderModel, and FLUX.1-dev has a CLIPTextModel",
@@ -194,6 +198,16 @@ def test_what_configs_tell_is_told_by_the_plan(tiny_flux1_dev: Path, tmp_path: P
         plan(base)
     assert words in str(caught.value)
     assert "->" in str(caught.value)
+
+
+def test_a_component_of_another_class_is_not_to_be_copied_again(tiny_flux1_dev: Path, tmp_path: Path) -> None:
+    base = Path(shutil.copytree(tiny_flux1_dev, tmp_path / "base"))
+    QUICK["encoder of another class"][0](base)
+    with pytest.raises(
+        AccessError, match=r"put FLUX\.1-dev's own there, or name a base of FLUX\.1-dev"
+    ) as caught:
+        plan(base)
+    assert "copy" not in str(caught.value)
 
 
 SLOW = {
