@@ -60,6 +60,23 @@ NOTICES: tuple[Unheard, ...] = (
         says="Failed to load CPU gemm_4bit_forward",
         reason="of a package that would be faster on some CPUs; nf4 works without it",
     ),
+    Unheard(
+        category=UserWarning,
+        says="Torchinductor does not support code generation for complex operators",
+        module=r"torch\._inductor\.lowering",
+        reason="a rotation's angles are complex numbers that a compiled block only looks at as real ones",
+    ),
+    Unheard(
+        category=UserWarning,
+        says="Mismatch dtype between input and weight",
+        module=r"torch\.nn\.functional",
+        reason="a model that norms heads in float32 by bf16 weights, as its authors wrote it",
+    ),
+    Unheard(
+        logger="torch._dynamo.convert_frame",
+        says=r"torch\._dynamo hit config\.recompile_limit",
+        reason="the run says itself how often blocks were compiled, and that further sizes run as written",
+    ),
 )
 
 

@@ -23,6 +23,12 @@ SAID = {
         "Failed to load CPU gemm_4bit_forward from kernels-community",
         "bitsandbytes.backends.cpu.ops",
     ),
+    "Torchinductor": (
+        "Torchinductor does not support code generation for complex operators. Performance",
+        "torch._inductor.lowering",
+    ),
+    "Mismatch": ("Mismatch dtype between input and weight: input dtype = float", "torch.nn.functional"),
+    r"torch": ("torch._dynamo hit config.recompile_limit (16)", "torch._dynamo.convert_frame"),
 }
 """By the first word of a row's pattern: what a library said, and where."""
 
