@@ -115,7 +115,7 @@ def compile_model(context: Context, model: Any, varies: Varies) -> None:
     varying = varying_sizes(model, kinds, runs) if len(runs) > 1 else {}
     blocks = compile_blocks(model, kinds, activation_budget=budget, varying=varying, say=context.say)
     context.say(
-        f"{blocks} blocks are compiled at the first step (about a minute, seconds where the cache is"
+        f"{blocks} blocks are compiled at the first step (under a minute, seconds where the cache is"
         f" warm){fused}"
     )
 
