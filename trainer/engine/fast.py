@@ -86,10 +86,11 @@ def _compact(context: Context, model: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Varies:
-    """What differs in size from one sample of a run to another."""
+    """What differs in size from one micro-batch of a run to another."""
 
     pictures: bool = False
     captions: bool = False
+    batches: bool = False
 
 
 NOTHING_VARIES = Varies()
@@ -110,6 +111,7 @@ def compile_model(context: Context, model: Any, varies: Varies) -> None:
             _compact(context, model)
     budget = context.plan.activation_budget
     sizes = [{}, *[{"wide": 2}, {"tall": 2}] * varies.pictures, *[{"text": 2}] * varies.captions]
+    sizes += [{"batch": 2}] * varies.batches
     runs = [small_forward(context, model, **size) for size in sizes]
     kinds = context.family.blocks
     varying = varying_sizes(model, kinds, runs) if len(runs) > 1 else {}
@@ -132,30 +134,30 @@ def move_plain_tensors(model: Any, device: str) -> None:
 
 
 def small_forward(
-    context: Context, model: Any, *, wide: int = 1, tall: int = 1, text: int = 1
+    context: Context, model: Any, *, wide: int = 1, tall: int = 1, text: int = 1, batch: int = 1
 ) -> Callable[[], None]:
     """A function that predicts once for a small synthetic batch, without gradients.
 
-    Its picture is so many times as wide and tall as the smallest, its caption as long.
+    Its pictures are so many times as wide and tall as the smallest, its captions as long.
     """
     family = context.family
     settings = family.settings(context.source, context.config)
     shape = Shape(
-        batch_size=1,
+        batch_size=batch,
         width=wide * (_SIDE // family.pixel_multiple * family.pixel_multiple),
         height=tall * (_SIDE // family.pixel_multiple * family.pixel_multiple),
         text_tokens=text * min(_TOKENS, context.config.data.max_sequence_length),
         bytes_per_value=2,
         controls=family.control_counts[0],
     )
-    batch = family.synthetic_batch(context.source.component_config(family.trained_component), shape, 0)
-    header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
-    draw = family.draw(settings, [0], header)
-    batch, draw = to_device(batch, draw, context.device, context.dtype)
+    made = family.synthetic_batch(context.source.component_config(family.trained_component), shape, 0)
+    header = {name: tuple(tensor.shape[1:]) for name, tensor in made.latents.items()}
+    draw = family.draw(settings, range(batch), header)
+    made, draw = to_device(made, draw, context.device, context.dtype)
 
     def run() -> None:
         with torch.no_grad():
-            family.predict(model, batch, draw, settings)
+            family.predict(model, made, draw, settings)
 
     return run
 

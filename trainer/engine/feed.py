@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from trainer.data.cache import Cache
 from trainer.data.sampler import MicroBatch, Sampler
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries, load_batch, padded_header
-from trainer.engine.fast import Varies
+from trainer.engine.fast import NOTHING_VARIES, Varies
 from trainer.errors import OutOfMemoryError
 from trainer.families.protocol import Batch, Draw, Header
 
@@ -63,17 +63,25 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
 
 
 def varies(context: Context, entries: Entries) -> Varies:
-    """What differs in size among the run's samples, captions as they are padded."""
+    """What differs in size among the run's micro-batches, captions as they are padded; nothing where no block
+    is compiled, to which it does not matter.
+    """
+    if not context.plan.compile:
+        return NOTHING_VARIES
     cache = entries.cache
-    latents = [cache.header("latents", one.key) for one in entries.latents]
-    texts = [cache.header("text", one.key) for one in {*entries.texts, *entries.empties}]
+    latents = (cache.header("latents", one.key) for one in entries.latents)
+    texts = (cache.header("text", one.key) for one in {*entries.texts, *entries.empties})
     if context.plan.text_padding:
-        texts = [padded_header(header, context.family) for header in texts]
-    return Varies(pictures=_differ(latents), captions=_differ(texts))
+        texts = (padded_header(header, context.family) for header in texts)
+    # what is left of a bucket makes smaller batches
+    batches = context.plan.micro_batch_size > 1 and context.family.packed_by is None
+    return Varies(pictures=_differ(latents), captions=_differ(texts), batches=batches)
 
 
-def _differ(headers: Sequence[Header]) -> bool:
-    return any(header != headers[0] for header in headers)
+def _differ(headers: Iterator[Header]) -> bool:
+    """Whether there are two; reads no more than it needs for that."""
+    first = next(headers, None)
+    return any(header != first for header in headers)
 
 
 def keep_bytes(context: Context, entries: Entries) -> int:

@@ -31,11 +31,11 @@ def compute(
 
 
 def _any_length(context: Context, batch: Batch) -> torch.Tensor | None:
-    """The batch's text mask, for graphs of any length of captions where blocks are compiled."""
+    """The batch's text mask, for graphs of any number and length of captions where blocks are compiled."""
     if context.plan.compile and batch.text_mask is not None:
         from trainer.modeling.compiled import mark_varying
 
-        mark_varying(batch.text_mask, [1])
+        mark_varying(batch.text_mask, [0, 1])
     return batch.text_mask
 
 
