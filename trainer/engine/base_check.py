@@ -66,6 +66,8 @@ def _require_family(family: Family, loaded: Loaded, said: Mapping[str, Any]) -> 
     ours = _said(CONFIGS / family.name)
     if not said or _pipeline(said) == _pipeline(ours):
         return
+    if "_class_name" not in said and said.get("architectures") is not None and not _architectures(said):
+        return  # what it is cannot be read: told of the component
     others = (name for name in families.names() if name != family.name)
     right = next((name for name in others if _pipeline(_said(CONFIGS / name)) == _pipeline(said)), "")
     same_model = bool(_trained(said)) and _trained(said) == _trained(ours)

@@ -15,6 +15,7 @@ from trainer.data.sampler import MicroBatch, Sampler
 from trainer.engine.context import Context
 from trainer.engine.entries import Entries, load_batch, padded_header
 from trainer.engine.fast import NOTHING_VARIES, Varies
+from trainer.engine.graphs import OF_ONE_PICTURE
 from trainer.errors import OutOfMemoryError
 from trainer.families.protocol import Batch, Draw, Header
 
@@ -69,19 +70,25 @@ def varies(context: Context, entries: Entries) -> Varies:
     if not context.plan.compile:
         return NOTHING_VARIES
     cache = entries.cache
-    latents = (cache.header("latents", one.key) for one in entries.latents)
+    latents = (_sizes(cache.header("latents", one.key)) for one in entries.latents)
     texts = (cache.header("text", one.key) for one in {*entries.texts, *entries.empties})
     if context.plan.text_padding:
         texts = (padded_header(header, context.family) for header in texts)
     # what is left of a bucket makes smaller batches
     batches = context.plan.micro_batch_size > 1 and context.family.packed_by is None
-    return Varies(pictures=_differ(latents), captions=_differ(texts), batches=batches)
+    captions = context.family.packed_by is not None or _differ(texts)
+    return Varies(pictures=_differ(latents), captions=captions, batches=batches)
 
 
 def _differ(headers: Iterator[Header]) -> bool:
     """Whether there are two; reads no more than it needs for that."""
     first = next(headers, None)
     return any(header != first for header in headers)
+
+
+def _sizes(header: Header) -> dict[str, tuple[int, ...]]:
+    """Of pictures, without what is as large as one of them and not every sample has."""
+    return {name: shape for name, shape in header.items() if name not in OF_ONE_PICTURE}
 
 
 def keep_bytes(context: Context, entries: Entries) -> int:

@@ -36,8 +36,8 @@ MOST_CAPTURED = 24
 MOST_SIZES = 128
 
 
-# latents that are as large as the target's mean
-_OF_ONE_PICTURE = ("std", LOSS_MASK, LOSS_WEIGHT)
+OF_ONE_PICTURE = ("std", LOSS_MASK, LOSS_WEIGHT)
+"""Latents that are as large as the target's mean, or one a sample."""
 
 
 @dataclass(kw_only=True)
@@ -91,7 +91,7 @@ class Graphs:
                 self._sizes |= {
                     (name, one.shape[-2:])
                     for name, one in batch.latents.items()
-                    if name not in _OF_ONE_PICTURE
+                    if name not in OF_ONE_PICTURE
                 }
                 return self._first(batch, draw, weight)
             if seen <= WARM_UP or len(self.captured) >= MOST_CAPTURED or self._has_many_sizes:

@@ -9,7 +9,7 @@ import torch
 from trainer.engine.build import Built
 from trainer.engine.context import Context
 from trainer.engine.fast import uncompiled
-from trainer.families.protocol import Batch, Draw
+from trainer.families.protocol import ENDS, Batch, Draw
 from trainer.modeling.text_lengths import padded_text
 
 
@@ -22,7 +22,9 @@ def compute(
     weight: float | torch.Tensor,
 ) -> torch.Tensor:
     """Forward and backward: adds the gradients to the optimizer's sums and returns the loss, a scalar."""
-    with padded_text(built.text_readers, _any_length(context, batch)):
+    if context.plan.compile:
+        _mark_lengths(batch)
+    with padded_text(built.text_readers, batch.text_mask):
         losses = context.family.loss(built.model, batch, draw, settings)
         loss = losses.sum() / weight
         built.accelerator.backward(built.updater.scaled(loss))
@@ -30,13 +32,14 @@ def compute(
     return loss.detach()
 
 
-def _any_length(context: Context, batch: Batch) -> torch.Tensor | None:
-    """The batch's text mask, for graphs of any number and length of captions where blocks are compiled."""
-    if context.plan.compile and batch.text_mask is not None:
-        from trainer.modeling.compiled import mark_varying
+def _mark_lengths(batch: Batch) -> None:
+    """Have compiled blocks take any number and length of captions, and any number of samples in a row."""
+    from trainer.modeling.compiled import mark_varying
 
+    if batch.text_mask is not None:
         mark_varying(batch.text_mask, [0, 1])
-    return batch.text_mask
+    if ENDS in batch.text:
+        mark_varying(batch.text[ENDS], [0])
 
 
 def predict(context: Context, built: Built, settings: Any, batch: Batch, draw: Draw | None) -> None:

@@ -74,9 +74,8 @@ class Probed:
 def shape_class(shape: AttentionShape) -> str:
     """Key of an attention verdict: verdicts are measured at the run's own shape."""
     shared = f"/{shape.key_heads}" if key_heads(shape) < shape.heads else ""
-    causal = " causal" if shape.causal else ""
-    packed = f" of {shape.samples}" if shape.samples > 1 else ""
-    return f"b{shape.batch_size} h{shape.heads}{shared} d{shape.head_width} n{shape.tokens}{causal}{packed}"
+    causal = f" causal of {shape.samples}" if shape.causal else ""
+    return f"b{shape.batch_size} h{shape.heads}{shared} d{shape.head_width} n{shape.tokens}{causal}"
 
 
 def matmul_shape(shape: AttentionShape) -> tuple[int, int, int]:

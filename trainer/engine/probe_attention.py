@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _REFERENCE_HEADS = 2
 _WARMUP, _REPEATS = 3, 10
 # rows that differ, and how much longer a sample of one may be than another
-_DIVISIONS, _LONGEST = 4, 4000.0
+_DIVISIONS, _LONGEST = 1 + _WARMUP + _REPEATS, 4000.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,8 +99,8 @@ def _attended(
     from trainer.modeling.packed import packed_attention, segments_for
 
     query, key, value = tensors
-    if shape.samples == 1:
-        return attention(query, key, value, kernel, causal=shape.causal).flatten(2, 3)
+    if not shape.causal:
+        return attention(query, key, value, kernel).flatten(2, 3)
     query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
     segments = segments_for(kernel, lengths, device)
     return packed_attention(query, key, value, kernel, segments=segments).flatten(2, 3)

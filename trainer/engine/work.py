@@ -59,7 +59,7 @@ def usual_work(
         flops += 2.0 * rest * sum(math.prod(linears[name]) for name in others)
         own += bool(others)
     width = attention.heads * attention.head_width
-    pairs = attention.batch_size * attention.tokens**2 / attention.samples
+    pairs = attention.batch_size * attention.tokens * (attention.reach or attention.tokens)
     return Work(
         matmul_flops=flops,
         attention_flops=4.0 * pairs * width * own,

@@ -12,13 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import AccessError, DataError
-from trainer.families.protocol import Batch, PreviewPrompt, PreviewRequest, Rows
+from trainer.families.protocol import ENDS, Batch, PreviewPrompt, PreviewRequest, Rows
 
 if TYPE_CHECKING:
     import torch
 
 USUAL_TOKENS = 482
 """Mean of conversations of 1 to 4,000 tokens, as many short as long by their logarithm."""
+USUAL_REACH = 2000
+"""Of those, how long the one is that a token is of, on average."""
 LOGITS_TOKENS = 512
 """Tokens whose logits exist at one time while the loss is computed."""
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -154,7 +156,7 @@ def pack(text: Rows) -> Batch:
         "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
         "loss_weight": weight,
         "lengths": torch.tensor(lengths),
-        "ends": row_ends(lengths),
+        ENDS: row_ends(lengths),
     }
     learned = float(weight.sum())
     return Batch(latents={}, text=packed, size=len(lengths), weight=learned, tokens=sum(lengths))
@@ -168,7 +170,7 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
         input_ids=batch.text["input_ids"],
         position_ids=batch.text["position_ids"],
         use_cache=False,
-        segments=segments_of(model, batch.text),
+        segments=segments_of(model, batch.text["lengths"], batch.text[ENDS]),
     )
     states: torch.Tensor = output.last_hidden_state
     return states

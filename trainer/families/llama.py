@@ -198,6 +198,7 @@ class Llama:
             key_heads=config.get("num_key_value_heads", 0),
             causal=True,
             samples=max(1, tokens // language.USUAL_TOKENS),
+            reach=min(tokens, language.USUAL_REACH),
         )
 
 

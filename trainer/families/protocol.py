@@ -22,6 +22,8 @@ Header = Mapping[str, tuple[int, ...]]
 
 TEXT_MASK = "text_mask"
 """Text tensor of a batch whose captions are padded, (B, text tokens): False for padding."""
+ENDS = "ends"
+"""Name in `Batch.text` of where the samples of a packed row end: a tensor of another size for each row."""
 ON_HOST = ("lengths",)
 """Text tensors of a batch that stay on the CPU: reading them from the device would wait for it."""
 Rows = Sequence[Mapping[str, "torch.Tensor"]]
@@ -88,6 +90,8 @@ class AttentionShape:
     """Every token reads itself and those before it, as in a language model's rows."""
     samples: int = 1
     """In a row, each of which reads itself only: causal rows of several."""
+    reach: int = 0
+    """Tokens of the sample that a token is of, on average, where they are fewer than the row's; else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

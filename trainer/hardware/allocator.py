@@ -53,7 +53,7 @@ def cap(environ: Mapping[str, str]) -> tuple[str, float]:
     without. `variables` says whether a machine takes it.
     """
     spelling, written = _written(NAME, environ)
-    shares = [float(share) for share in _CAPPED.findall(written) if _is_share(share)]
+    shares = [float(share) for share in _CAPPED.findall(written) if _is_share(share) and float(share) > 0]
     return (spelling, min(shares)) if shares else ("", 1.0)
 
 
@@ -90,4 +90,4 @@ def _capped(spelling: str, written: str, ours: str) -> str:
 
 
 def _is_share(text: str) -> bool:
-    return re.fullmatch(r"0?\.\d+|[01](\.\d*)?", text) is not None
+    return re.fullmatch(r"(0?\.\d+|[01](\.\d*)?|\d(\.\d*)?e-\d+)", text) is not None

@@ -34,22 +34,23 @@ def budget(situation: Situation) -> Budget:
     and others use it, or where the user's own allocator variable has a smaller share. Raises HardwareError
     for an imposed budget that is not there.
     """
-    found = _of_machine(situation)
     spelling, share = allocator.cap(situation.environ) if situation.on_gpu else ("", 1.0)
-    most = int(share * situation.facts.gpus[0].total_memory_bytes) if spelling else found.bytes
-    if most >= found.bytes:
+    cap = int(share * situation.facts.gpus[0].total_memory_bytes) if spelling else None
+    found = _of_machine(situation, cap)
+    if cap is None or cap >= found.bytes:
         return found
-    return Budget(bytes=most, source=spelling, reason=f"the allocator may take {share:.0%}; {found.reason}")
+    return Budget(bytes=cap, source=spelling, reason=f"the allocator may take {share:.0%}; {found.reason}")
 
 
-def _of_machine(situation: Situation) -> Budget:
+def _of_machine(situation: Situation, cap: int | None) -> Budget:
+    """The same; `cap` is what the user's variable leaves of an imposed budget."""
     profile, host = situation.profile, situation.facts.memory
     total = situation.facts.gpus[0].total_memory_bytes if situation.on_gpu else host.total_bytes
     share, asked = int(total * profile.budget_share), situation.config.features.memory_budget
     headroom = profile.headroom_bytes
     if headroom is None:
         if asked != "auto":
-            return _imposed(situation, asked, total, total)
+            return _imposed(situation, asked, total if cap is None else min(total, cap), total)
         return Budget(
             bytes=share, source=profile.memory_source, reason=f"{profile.budget_share:.0%} of {gib(total)}"
         )
@@ -58,7 +59,7 @@ def _of_machine(situation: Situation) -> Budget:
     rest = max(0, host.available_bytes - headroom - beside)
     if asked != "auto":
         # beyond its share a machine whose memory is the host's can stop answering
-        return _imposed(situation, asked, min(rest, share), total)
+        return _imposed(situation, asked, min(rest, share, cap or share), total)
     if rest < share:
         reason = f"{gib(host.available_bytes)} available now, less {gib(headroom)} headroom"
         reason += f" and {gib(beside)} of the process" if beside else ""

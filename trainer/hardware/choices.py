@@ -145,8 +145,14 @@ def tf32(situation: Situation) -> Decision:
     return Decision(feature="tf32", value=on_off(asked), source=source, reason="as written")
 
 
-def attention(situation: Situation, dtype: str, shape_class: str) -> Decision:
+ROW_KERNELS = ("flash",)
+"""Those that read on the device where the samples of a packed row end."""
+
+
+def attention(situation: Situation, dtype: str, shape_class: str, *, packed: bool = False) -> Decision:
     """The attention kernel: the fastest that the probe saw working, else the profile's first safe one.
+
+    Over `packed` rows one of `ROW_KERNELS` comes first: with others blocks are compiled for each row anew.
 
     Of cuDNN some versions crash in backward, and flash-attn's packages are built in many ways: they are taken
     where they were measured only. Raises HardwareError for a kernel that was asked for and cannot run, or
@@ -166,11 +172,13 @@ def attention(situation: Situation, dtype: str, shape_class: str) -> Decision:
         if v is not None and not v.works and v.reason != NOT_INSTALLED
     ]
     if working:
-        best = min(working, key=lambda name: working[name])
+        by_rows = [name for name in working if packed and name in ROW_KERNELS]
+        best = min(by_rows or working, key=lambda name: working[name])
         times = ", ".join(
             f"{name} {ms:.2f} ms" for name, ms in sorted(working.items(), key=lambda item: item[1])
         )
-        reason = "; ".join((f"fastest measured at {shape_class}: {times}", *skipped))
+        first = "one call for any row, which stays compiled; measured" if by_rows else "fastest measured"
+        reason = "; ".join((f"{first} at {shape_class}: {times}", *skipped))
         return Decision(feature="attention", value=best, source="auto (measured)", reason=reason)
     unmeasured = [name for name, verdict in measured.items() if verdict is None]
     return _unmeasured_attention(situation, dtype, unmeasured, skipped)

@@ -227,7 +227,8 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
     candidates.require_blocks(situation, geometry)
     dtype, tf32 = choices.dtype(situation), choices.tf32(situation)
     optimizer = optimizers.choose(situation, dtype.value)
-    attention = choices.attention(situation, dtype.value, geometry.attention_shape_class)
+    at = geometry.attention_shape_class
+    attention = choices.attention(situation, dtype.value, at, packed=geometry.packed)
     limit, loader = budget(situation), loading.loader(situation)
     speed = fit.speed(situation, geometry, attention.value, dtype.value)
     gain = fit.compile_gain(situation, dtype.value, geometry, speed)

@@ -151,8 +151,9 @@ def _within_limit(
         if _written_only:
             return compiled(*args, **kwargs)
         if not limit.reached:
-            for tensor, dimensions in zip(_tensors(args, kwargs), varying, strict=False):
-                if dimensions:
+            tensors = tuple(_tensors(args, kwargs)) if varying else ()
+            if len(tensors) == len(varying):  # else it is called in another way, and compiled as sizes come
+                for tensor, dimensions in zip(tensors, varying, strict=True):
                     mark_varying(tensor, dimensions)
             # read when a graph is made: blocks of another class have graphs of their own, and another budget
             before, settings.activation_memory_budget = settings.activation_memory_budget, budget

@@ -11,48 +11,45 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import flop_registry
 
+from trainer.hardware.choices import ROW_KERNELS
 from trainer.modeling.attention import BACKENDS, ContiguousGradient, attend, selected
 
 Segments = Sequence[int] | torch.Tensor
 """The samples' lengths, or `ends` of the row: see `row_ends`."""
-BY_ENDS = ("flash",)
-"""Kernels that take `ends`, on a GPU."""
-# rows with up to so many samples have ends of one shape
-_SAMPLES = 64
+# the kernel takes multiples of so many values
+_WIDTH = 8
 
 
 def row_ends(lengths: Sequence[int]) -> torch.Tensor:
-    """Where the samples of a row begin and end, int32 (n,): 0, then each end, the last one repeated.
-
-    n is one more than a multiple of 64, so that compiled blocks see one shape whatever the row.
-    """
-    ends = list(itertools.accumulate(lengths, initial=0))
-    return torch.tensor(ends + ends[-1:] * (-len(lengths) % _SAMPLES), dtype=torch.int32)
+    """Where the samples of a row begin and end, int32 (n + 1,): 0, then each end."""
+    return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
 
 
-def segments_of(model: Any, text: Mapping[str, torch.Tensor]) -> Segments:
+def segments_of(model: Any, lengths: torch.Tensor, ends: torch.Tensor) -> Segments:
     """What the model's attention reads of a row's `ends` (on its device) and `lengths` (on the host)."""
-    by_ends = model.config._attn_implementation in map(implementation, BY_ENDS)
-    if by_ends and reads_ends(text["ends"].device.type):
-        return text["ends"]
-    return tuple(text["lengths"].tolist())
+    by_ends = model.config._attn_implementation in map(implementation, ROW_KERNELS)
+    # with dropout the row's call would draw other numbers when it is computed again
+    if by_ends and reads_ends(ends.device.type) and not model.config.attention_dropout:
+        return ends
+    return tuple(lengths.tolist())
 
 
 def segments_for(kernel: str, lengths: Sequence[int], device: str) -> Segments:
     """What this kernel reads of a row of samples."""
-    if kernel in BY_ENDS and reads_ends(device):
+    if kernel in ROW_KERNELS and reads_ends(device):
         return row_ends(lengths).to(device)
     return tuple(lengths)
 
 
 def reads_ends(device: str) -> bool:
-    """Whether kernels of `BY_ENDS` take `ends` there: torch's own has no such form for CPUs."""
+    """Whether `ROW_KERNELS` take `ends` there: torch's own has no such form for CPUs."""
     return device == "cuda"
 
 
@@ -112,11 +109,28 @@ def _flash_by_ends(
 
     `torch.nn.attention.varlen.varlen_attn` calls this operator too; its own arguments differ by release.
     """
-    tokens = query.shape[0]
+    tokens, _, width = query.shape
+    scale = width**-0.5 if scale is None else scale
+    if width % _WIDTH:
+        query, key, value = (
+            torch.nn.functional.pad(one, (0, -width % _WIDTH)) for one in (query, key, value)
+        )
     output, *_ = torch.ops.aten._flash_attention_forward(
         query, key, value, ends, ends, tokens, tokens, 0.0, True, False, scale=scale
     )
-    return output
+    return output[..., :width]
+
+
+def _operations(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Of the row as one sample, tensors (tokens, heads, width): how it is divided is not known to a compiler.
+
+    torch's own count takes each sample for as long as the row, and 2.11's knows no heads that share keys.
+    """
+    tokens, heads, width = query.shape
+    return 2 * heads * tokens * key.shape[0] * (width + value.shape[2])
+
+
+flop_registry[torch.ops.aten._flash_attention_forward] = _operations
 
 
 def _forward(

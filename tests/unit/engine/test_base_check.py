@@ -210,6 +210,15 @@ def test_a_component_of_another_class_is_not_to_be_copied_again(tiny_flux1_dev: 
     assert "copy" not in str(caught.value)
 
 
+def test_a_language_model_whose_classes_are_in_no_list_is_told_so(
+    tiny_base: Callable[[str], Path], tmp_path: Path
+) -> None:
+    base = Path(shutil.copytree(tiny_base("llama"), tmp_path / "base"))
+    edited("config.json", architectures="LlamaForCausalLM")(base)
+    with pytest.raises(AccessError, match="architectures is 'LlamaForCausalLM', and a list of names"):
+        plan(base, "llama")
+
+
 SLOW = {
     "a size that its files do not have": (
         edited("transformer/config.json", num_attention_heads=0),

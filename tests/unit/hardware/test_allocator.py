@@ -124,6 +124,8 @@ def test_a_smaller_share_that_the_user_set_is_the_budget(planned: Planned) -> No
     assert less.budget_bytes == total // 2 < whole.budget_bytes
     (found,) = [one for one in less.decisions if one.feature == "memory_budget"]
     assert found.source == OLD and "the allocator may take 50%" in found.reason
+    assert planned("h200", {NEW: "per_process_memory_fraction:5e-1"}).budget_bytes == total // 2
+    assert planned("h200", {NEW: "per_process_memory_fraction:0"}).budget_bytes == whole.budget_bytes
     assert planned("h200", {NEW: "per_process_memory_fraction:0.99"}).budget_bytes == whole.budget_bytes
     assert planned("dgx-spark", {NEW: LOWER}).budget_bytes < planned("dgx-spark", {}).budget_bytes
 

@@ -312,3 +312,16 @@ def test_too_little_host_memory_is_warned_about(config: Config, geometry: Geomet
     memory = dataclasses.replace(hopper().memory, available_bytes=3 * GIB)
     found = plan(config(), dataclasses.replace(hopper(), memory=memory), geometry)
     assert any("4.0 GiB of host memory, 3.0 GiB are available" in text for text in found.warnings)
+
+
+def test_over_packed_rows_the_kernel_that_takes_any_row_in_one_call_comes_first(
+    config: Config, geometry: Geometry
+) -> None:
+    """With others blocks would be compiled for each row anew, which no time of a kernel says."""
+    at = geometry.attention_shape_class
+    facts = machine("h200")
+    times = {row.kernel: row.milliseconds for row in facts.verdicts if row.works and row.shape_class == at}
+    assert times["attention.cudnn"] < times["attention.flash"]
+    packed = row(plan(config(), facts, dataclasses.replace(geometry, packed=True)), "attention")
+    assert packed.value == "flash" and "one call for any row" in packed.reason
+    assert row(plan(config(), facts, geometry), "attention").value != "flash"
