@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import csv
 import json
+import os
 import re
 import shutil
 import statistics
@@ -106,7 +107,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     rows: list[dict[str, Any]] = []
     deadline, lock = time.monotonic() + 60 * options.minutes, threading.Lock()
 
-    def run_all(gpu: str) -> None:
+    def run_all(number: int, gpu: str) -> None:
+        # of this thread, and of the processes that it starts
+        os.sched_setaffinity(0, _share_of_cores(number, len(options.gpus)))
         while True:
             with lock:
                 cell = _next(wanted, busy) if time.monotonic() <= deadline else None
@@ -129,7 +132,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             build(family, "full", half, weights=False)
             half.rename(base)
     with ThreadPoolExecutor(max_workers=len(options.gpus)) as pool:
-        for future in [pool.submit(run_all, gpu) for gpu in options.gpus]:
+        for future in [pool.submit(run_all, *one) for one in enumerate(options.gpus)]:
             future.result()
     for cell in wanted:
         print(f"not begun: {cell}", file=sys.stderr)
@@ -265,10 +268,11 @@ def _figures(run: Path, log: str) -> dict[str, Any]:
     slow = [number for number, one in enumerate(times, 1) if one > _STEADY * median]
     graphs = re.search(r"(\d+) CUDA graphs of (\d+) sets of shapes", log)
     compiled = re.search(r"(\d+) graphs compiled", log)
+    largest = re.search(r"micro-batches a step, of \d+ to (\d+) samples", log)
     return {
         "what the plan chose": ours.planned(run / "plan.json")["settings"],
         "peak GiB": round(max(row.get("device_memory_reserved_peak_bytes", 0) for row in rows) / _GIB, 1),
-        "planned": round(sum(row["bytes"] for row in plan["train_memory"]) / _GIB, 1),
+        "planned": round(_planned(plan, int(largest[1]) if largest else plan["micro_batch_size"]) / _GIB, 1),
         "ms a micro-batch": round(median),
         "fastest to slowest": f"{min(half):.0f} to {max(half):.0f}",
         "predicted": round(plan["step_milliseconds"]),
@@ -276,6 +280,23 @@ def _figures(run: Path, log: str) -> dict[str, Any]:
         "graphs": f"{graphs[1]} of {graphs[2]}" if graphs else "none",
         "compiled": int(compiled[1]) if compiled else 0,
     }
+
+
+def _planned(plan: Mapping[str, Any], samples: int) -> float:
+    """Bytes for micro-batches of so many samples, which may be fewer than the plan has room for.
+
+    Of what they keep, 2 % is lost between blocks of memory, as the plan counts it.
+    """
+    bytes_of = {row["name"]: row["bytes"] for row in plan["train_memory"]}
+    fewer = 1 - samples / plan["micro_batch_size"]
+    return float(sum(bytes_of.values()) - 1.02 * fewer * bytes_of.get("activations", 0))
+
+
+def _share_of_cores(number: int, of: int) -> set[int]:
+    """The cores of one of several GPUs: what runs beside another must not take that one's."""
+    cores = sorted(os.sched_getaffinity(0))
+    each = max(1, len(cores) // of)
+    return set(cores[number * each : (number + 1) * each] or cores)
 
 
 def _write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -302,7 +323,9 @@ _TEXT = """Each row is one `trainer train` of a shipped configuration at full si
 tests/data/real_shaped: 60 pictures of six aspect ratios with captions of 1 to 300 tokens, 24 edits with
 controls of other sizes, 60 conversations of 1 to 4,000 tokens. Times are medians over the second half of the
 run's steps, steady is a step within one and a half of that; graphs are those that were held, of the sets of
-shapes that came. Rows of one length have one caption, of the set's mean length, for every picture."""
+shapes that came. Rows of one length have one caption, of the set's mean length, for every picture. Of batch
+4, a micro-batch is four samples, in as many passes as their shapes make, and memory is planned for the
+largest pass that came. Where two GPUs ran at once, each had half of the host's cores."""
 
 
 if __name__ == "__main__":

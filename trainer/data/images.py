@@ -107,6 +107,24 @@ def claimed_pixels(data: bytes) -> int:
     return width * height
 
 
+def claimed_size(path: Path) -> tuple[int, int] | None:
+    """Width and height that the picture's first bytes say it has, upright by the EXIF orientation there.
+
+    None where they do not say it; nothing is decoded, and nothing checked.
+    """
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            with Image.open(path, formats=_FORMATS) as image:
+                width, height = image.size
+                # PIL decodes a png to look for EXIF behind the pixels
+                exif = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
+                on_its_side = exif.get(_EXIF_ORIENTATION, 1) in _ORIENTATIONS_ON_THEIR_SIDE
+    except (Image.DecompressionBombError, *_DECODE_ERRORS):
+        return None
+    return (height, width) if on_its_side else (width, height)
+
+
 def measure(data: bytes, where: str) -> Measured:
     """Size and colours of a picture that was decoded to its last byte.
 

@@ -1,4 +1,4 @@
-"""Floor 6: the plan's row on the data set: how many images there are, and how often the run sees each."""
+"""Floor 6: what a plan knows of the data set: how many images there are, and of how many shapes."""
 
 from __future__ import annotations
 
@@ -7,23 +7,28 @@ import itertools
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.schema import DataSet, RunConfig
+from trainer.data.buckets import Size, buckets, nearest_bucket
+from trainer.data.images import claimed_size
 from trainer.data.listing import list_folder
 from trainer.errors import DataError
 from trainer.hardware.plan import Decision, Plan
 
+_MOST_MEASURED = 200
+"""Pictures of a set that are looked at for their shapes."""
 _MOST_COUNTED = 20_000
 """Files and folders of a set that are counted; a larger set is not listed twice for one row."""
 
 
 def with_data(plan: Plan, config: RunConfig) -> Plan:
     """The plan with a row on the data, where all sets are folders of this disk that are counted at once."""
-    counts = [_images(one, config.data.sets) for one in config.data.sets]
-    if None in counts:
+    listed = _listed(config)
+    if listed is None:
         return plan
-    images = [count or 0 for count in counts]
+    images = [len(paths) for paths in listed]
     held_out = min(config.validation.held_out, sum(images))
     longer = math.lcm(*(max(1, one.random_crop) * (2 if one.flip else 1) for one in config.data.sets))
     epoch = longer * sum(one.repeats * count for one, count in zip(config.data.sets, images, strict=True))
@@ -55,13 +60,47 @@ def require_dataset(path: Path | None) -> None:
         )
 
 
-def _images(one: DataSet, sets: Sequence[DataSet]) -> int | None:
-    """Images in the folder of a set; None where that is not known at once."""
-    if one.img_dir is None or not _is_small(one.img_dir):
-        return None
-    apart = [folder for other in sets for folder in _folders(other) if folder != one.img_dir]
-    listing = list_folder(one.img_dir, apart=apart)
-    return len(listing.images) or None
+@dataclass(frozen=True, kw_only=True)
+class PictureSize:
+    """Of a picture that was looked at: its sides in pixels, and how many samples it stands for."""
+
+    width: int
+    height: int
+    weight: float
+
+
+def picture_sizes(config: RunConfig) -> tuple[PictureSize, ...]:
+    """Of some pictures of each set, as their first bytes say; empty where the sets are not known at once."""
+    listed = _listed(config) or ()
+    found = []
+    for one, images in zip(config.data.sets, listed, strict=bool(listed)):
+        some = images[:: -(-len(images) // _MOST_MEASURED)]
+        sizes = [size for size in map(claimed_size, some) if size is not None]
+        weight = one.repeats * len(images) / max(1, len(sizes))
+        found += [PictureSize(width=width, height=height, weight=weight) for width, height in sizes]
+    return tuple(found)
+
+
+def picture_shares(sizes: Sequence[PictureSize], resolution: int, multiple: int) -> tuple[float, ...]:
+    """The share of samples in each bucket that pictures of these sizes come into."""
+    if not sizes or resolution < multiple:
+        return ()
+    weights: dict[Size, float] = {}
+    for one in sizes:
+        bucket = nearest_bucket(one.width, one.height, buckets(resolution, multiple))
+        weights[bucket] = weights.get(bucket, 0.0) + one.weight
+    return tuple(sorted(weight / sum(weights.values()) for weight in weights.values()))
+
+
+def _listed(config: RunConfig) -> list[tuple[Path, ...]] | None:
+    """The images of each set; None where they are not known at once."""
+    found = []
+    for one in config.data.sets:
+        if one.img_dir is None or not _is_small(one.img_dir):
+            return None
+        apart = [folder for other in config.data.sets for folder in _folders(other) if folder != one.img_dir]
+        found.append(list_folder(one.img_dir, apart=apart).images)
+    return found if all(found) else None
 
 
 def _folders(one: DataSet) -> list[Path]:

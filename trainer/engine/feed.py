@@ -23,6 +23,8 @@ from trainer.families.protocol import Batch, Draw, Header
 _THREADS = 2
 _AHEAD = 4
 _GIB = 1024**3
+# steps that are looked at for what is said of all of them
+_COUNTED = 1000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +63,14 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
         caption_dropout_rate=config.data.caption_dropout_rate,
         seed=config.train.seed,
     )
+
+
+def parted(sampler: Sampler, steps: int) -> str:
+    """How many micro-batches steps make, and of how many samples these are, in words; of the first steps."""
+    counted = min(steps, _COUNTED)
+    made = [len(one.samples) for step in range(counted) for one in sampler.step(step)]
+    per_step = f"{len(made) / counted:.1f} micro-batches a step, of {min(made)} to {max(made)} samples"
+    return f"samples of a step that are of one shape are computed together: {per_step}"
 
 
 def varies(context: Context, entries: Entries) -> Varies:
@@ -119,6 +129,8 @@ def feed(
     is room. What reading raises is raised in its step's turn.
     """
     sampler = make_sampler(context, entries)
+    if context.plan.micro_batch_size > 1 and context.family.packed_by is None:
+        context.say(parted(sampler, stop))
     cache = Cache(entries.cache.directory, context.family.name, keep_bytes=keep_bytes(context, entries))
     kept, pin_memory = dataclasses.replace(entries, cache=cache), context.plan.pin_memory
 

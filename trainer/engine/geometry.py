@@ -20,7 +20,7 @@ from trainer.data.controls import control_folders
 from trainer.engine.meta_shapes import SOURCE, built_shapes
 from trainer.engine.planned_adapter import planned_adapter
 from trainer.engine.probe import matmul_shape_class, shape_class
-from trainer.engine.work import Work, usual_work
+from trainer.engine.work import USUAL_MIX, Mix, Work, usual_work
 from trainer.errors import AccessError
 from trainer.families import language
 from trainer.families.protocol import Family, Shape
@@ -65,14 +65,14 @@ def run_geometry(
     dtype: str,
     sources: Mapping[str, str] = MappingProxyType({}),
     downloads: bool = False,
-    caption_tokens: int | None = None,
+    mix: Mix = USUAL_MIX,
 ) -> Geometry:
     """Everything that memory is computed from, for the run's model, resolution, batch size and compute type.
 
     `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
     missing files are to come: a component is as large as its config says. `sources` says where keys were
-    written. Memory is that of the longest caption, time that of captions of `caption_tokens`, None for a
-    usual mix. Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is none.
+    written. Memory is that of the longest caption, time that of samples of the shapes of `mix`.
+    Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is none.
     """
     folders, components = _components(family, config, model_folder, downloads=downloads)
     trained = next(part for part in components if part.role == "trained")
@@ -105,7 +105,7 @@ def run_geometry(
         attention_shape_class=shape_class(attention),
         matmul_shape_class=matmul_shape_class(attention),
     )
-    work = usual_work(family, model_config, trained, shape, caption_tokens)
+    work = usual_work(family, config.train, model_config, trained, shape, mix)
     return _with_work(geometry, work, adapter.layers)
 
 
@@ -118,6 +118,9 @@ def _with_work(geometry: Geometry, work: Work, lora_layers: int) -> Geometry:
         attention_calls=work.attention_calls,
         products=work.products,
         usual_share=work.share,
+        usual_parts=work.parts,
+        usual_parts_padded=work.parts_padded,
+        pictures_known=work.pictures_known,
         blocks=work.blocks,
     )
 

@@ -14,7 +14,9 @@ from trainer.config.schema import FeaturesSection, RunConfig
 from trainer.engine.agreement import check_family
 from trainer.engine.base_check import check_base
 from trainer.engine.base_rows import base_rows
+from trainer.engine.data_rows import picture_shares, picture_sizes
 from trainer.engine.geometry import run_geometry, run_shape, trained_config
+from trainer.engine.work import Mix
 from trainer.errors import TrainerError
 from trainer.families.protocol import AttentionShape, Family
 from trainer.hardware.facts import Facts
@@ -24,7 +26,7 @@ from trainer.hardware.machine import read_facts
 from trainer.hardware.plan import Decision, Plan
 from trainer.hardware.preflight import require_memory_kind
 from trainer.hardware.profiles import select
-from trainer.hardware.resolve import dtype_of, resolve
+from trainer.hardware.resolve import GeometryOf, dtype_of, resolve
 from trainer.hardware.swapping import NO_OFFLOAD
 from trainer.hardware.weight_files import weight_files
 from trainer.modeling.base import is_repository, local_folder
@@ -35,9 +37,9 @@ def predict(config: RunConfig, facts: Facts, requested_profile: str = "auto") ->
     """What a run needs and takes on a machine: the function to call from Python. No torch, a few ms a call.
 
     `plan.train_memory`, `plan.cache_memory` and `plan.host_memory` are bytes by component,
-    `plan.step_milliseconds` is the predicted time of one micro-batch, and every choice that `config` leaves
-    `auto` is made, with its reason in `plan.decisions`. `facts` come from `machine_facts()`, or from a
-    recorded machine by `trainer.hardware.machine.read_recorded`. Raises as `plan_run`.
+    `plan.step_milliseconds` is the predicted time of `plan.micro_batch_size` samples, and every choice that
+    `config` leaves `auto` is made, with its reason in `plan.decisions`. `facts` come from `machine_facts()`,
+    or from a recorded machine by `trainer.hardware.machine.read_recorded`. Raises as `plan_run`.
     """
     return plan_run(Loaded(config=config, sources={}), facts, requested_profile)
 
@@ -66,16 +68,12 @@ def plan_run(
     profile, reason = select(facts, requested_profile)
     require_memory_kind(facts, profile, unified)
 
-    def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
-        return run_geometry(
-            family, changed, model_folder=folder, dtype=dtype, sources=sources, downloads=downloads
-        )
-
     def changed_by(values: Mapping[str, Any]) -> RunConfig:
         changed = with_settings(loaded, values)
         check_family(family, changed)
         return changed.config
 
+    geometry_of = _geometries(family, loaded, folder)
     source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
     plan = resolve(
         config,
@@ -92,6 +90,26 @@ def plan_run(
     )
     rows = base_rows(family, config, folder) if downloads else ()
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
+
+
+def _geometries(family: Family, loaded: Loaded, folder: Path | None) -> GeometryOf:
+    """The geometry of the run, changed, in a compute type; its pictures are looked at once."""
+    downloads = is_repository(loaded.config)
+    # of single samples it does not matter what shapes they have
+    sizes = picture_sizes(loaded.config) if loaded.config.train.train_batch_size > 1 else ()
+
+    def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
+        return run_geometry(
+            family,
+            changed,
+            model_folder=folder,
+            dtype=dtype,
+            sources=loaded.sources,
+            downloads=downloads,
+            mix=Mix(pictures=picture_shares(sizes, changed.data.resolution, family.pixel_multiple)),
+        )
+
+    return geometry_of
 
 
 def weights_folder(family: Family, folder: Path | None) -> Path | None:

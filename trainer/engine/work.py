@@ -9,8 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainer.config.schema import TrainSection
 from trainer.engine.planned_adapter import TEXT_SIDE
 from trainer.families.protocol import Family, Shape
+from trainer.hardware.batching import USUAL_PICTURES, usual_parts
 from trainer.hardware.blocks import BLOCK, LEAST_LINEARS
 from trainer.hardware.geometry import ComponentGeometry
 
@@ -32,16 +34,37 @@ class Work:
     blocks: int
     share: float
     """Its tokens, as a share of those with the longest captions."""
+    pictures_known: bool = False
+    """Whether `parts` are those of the run's pictures."""
+    parts: float = 1.0
+    """Micro-batches that its samples make, on average."""
+    parts_padded: float = 1.0
+    """The same with captions padded to a few lengths."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mix:
+    """Of what shapes samples are, as far as it is known."""
+
+    caption_tokens: int | None = None
+    """Of every caption, and pictures are of one shape; None: a usual mix of lengths."""
+    pictures: tuple[float, ...] = ()
+    """The shares of the shapes of pictures; empty: of six."""
+
+
+USUAL_MIX = Mix()
 
 
 def usual_work(
     family: Family,
+    train: TrainSection,
     model_config: Mapping[str, Any],
     trained: ComponentGeometry,
     shape: Shape,
-    caption_tokens: int | None,
+    mix: Mix,
 ) -> Work:
-    """The work of a micro-batch whose captions have `caption_tokens`; None: a usual mix of lengths."""
+    """The work of a batch whose samples are of these shapes."""
+    caption_tokens = mix.caption_tokens
     if family.caption is not None:
         mixed = _CAPTION_TOKENS_WITH_IMAGES if family.text_sees_controls else _CAPTION_TOKENS
         tokens = min(shape.text_tokens, mixed if caption_tokens is None else caption_tokens)
@@ -60,7 +83,7 @@ def usual_work(
         own += bool(others)
     width = attention.heads * attention.head_width
     pairs = attention.batch_size * attention.tokens * (attention.reach or attention.tokens)
-    return Work(
+    work = Work(
         matmul_flops=flops,
         attention_flops=4.0 * pairs * width * own,
         attention_calls=own,
@@ -68,6 +91,23 @@ def usual_work(
         blocks=len(blocks),
         share=attention.tokens / longest.tokens,
     )
+    return parted(work, family, train, mix.pictures) if caption_tokens is None else work
+
+
+def parted(work: Work, family: Family, train: TrainSection, pictures: tuple[float, ...]) -> Work:
+    """The work with samples as steps part them; `pictures` are the shares of their shapes, else six."""
+    if family.packed_by is not None:
+        return work
+    size, steps, shares = (
+        train.train_batch_size,
+        train.gradient_accumulation_steps,
+        pictures or USUAL_PICTURES,
+    )
+    parts, padded = (
+        usual_parts(size, size * steps, captions=captions, pictures=shares) / steps
+        for captions in (("as they are", "padded") if family.caption is not None else ("alike", "alike"))
+    )
+    return dataclasses.replace(work, parts=parts, parts_padded=padded, pictures_known=bool(pictures))
 
 
 @functools.lru_cache(maxsize=64)

@@ -115,6 +115,12 @@ class Geometry:
     """Linear layers of the blocks."""
     usual_share: float = 1.0
     """Tokens of such a micro-batch, as a share of those with the longest captions."""
+    usual_parts: float = 1.0
+    """Micro-batches that its samples make on average, because their shapes differ."""
+    pictures_known: bool = False
+    """Whether that is by the shapes of the run's pictures; else these are of six."""
+    usual_parts_padded: float = 1.0
+    """The same where captions are padded to a few lengths."""
     blocks: int = 0
     """Repeated blocks."""
     stacks: tuple[Stack, ...] = ()

@@ -89,7 +89,9 @@ class Plan:
     host_memory: tuple[MemoryRow, ...]
     """What the training process holds beside the device; empty on a CPU, whose memory is the device's."""
     step_milliseconds: float
-    """Predicted time of one micro-batch, forward and backward; 0.0 where the machine's rates are unknown."""
+    """Predicted time of `micro_batch_size` samples of usual shapes, forward and backward; 0.0 where the
+    machine's rates are unknown.
+    """
     budget_bytes: int
     """Device memory the plan keeps within."""
     disk_bytes: int

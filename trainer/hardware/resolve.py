@@ -23,6 +23,7 @@ from trainer.hardware import (
     loading,
     memory,
     optimizers,
+    roofline,
     swapping,
 )
 from trainer.hardware.budget import Budget, budget, fillable, least_imposed
@@ -330,7 +331,11 @@ def _rows(
     yield from decided.variables.rows
     yield decided.keeping.decision
     yield batching.time_row(
-        decided.step_milliseconds, config, situation.gpu, captions_vary=geometry.captions_vary
+        decided.step_milliseconds,
+        config,
+        situation.gpu,
+        geometry=geometry,
+        parts=roofline.usual_parts(chosen.storage, geometry),
     )
     yield _row("caching", memory.gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
     yield _row("disk", memory.gib(disk), "auto", f"{checkpoints} in output_dir, and the final files")

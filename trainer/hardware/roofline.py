@@ -139,32 +139,41 @@ def measured(
 def milliseconds(
     storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured | None = None
 ) -> float:
-    """One micro-batch, forward and backward, without the optimizer's step.
+    """A batch, forward and backward, without the optimizer's step.
 
+    It is parted into as many micro-batches as its samples' shapes usually make.
     A frozen base has the gradient of the input only, so backward costs as much as forward; a trained one
     twice that. Recomputing adds forward's share.
     """
     seen = seen or Measured(matmul={})
     again, repeated = _recomputed(storage, geometry), _products_repeated(storage)
+    parts = usual_parts(storage, geometry)
     forwards, backwards = 1.0 + again, 2.0 if storage.method == "full" else 1.0
     products = 1.0 + again * repeated + backwards
     move_ms = 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
     style = "compiled" if storage.compile else "eager"
     pointwise = (1 - _FORWARD_POINTWISE) + _FORWARD_POINTWISE * forwards
     # traffic is of what eager blocks keep: that is what the figures were fitted to
-    saved = geometry.usual_share * geometry.activations.saved
+    share, attention_forwards = 1 / parts, forwards + _ATTENTION_BACKWARD
+    saved = share * geometry.usual_share * geometry.activations.saved
     traffic = _TRAFFIC[style] * saved
     if storage.compute == "fp8" and "fp8" not in seen.matmul:
         traffic += _FP8_TRAFFIC * saved
     computing = (
-        products * _product_ms(storage, geometry, peaks, seen)
-        + (forwards + _ATTENTION_BACKWARD) * _attention_ms(storage, geometry, attention, peaks, seen)
+        products * _product_ms(storage, geometry, peaks, seen, share)
+        + share * attention_forwards * _attention_ms(storage, geometry, attention, peaks, seen)
         + pointwise * (traffic * move_ms + geometry.blocks * _LAUNCHES_MS[style])
         + (geometry.quantized_parameters * 2 * move_ms if _transposes(storage) else 0.0)
         + _modulation_ms(storage, geometry, move_ms) * forwards
     )
     computing = max(computing, pointwise * _host_ms(storage, geometry))
-    return computing + _copying_ms(storage, geometry, computing)
+    return parts * (computing + _copying_ms(storage, geometry, computing))
+
+
+def usual_parts(storage: Storage, geometry: Geometry) -> float:
+    """Micro-batches that a batch's samples make on average, captions as they are padded."""
+    padded = storage.compile and storage.method == "lora"
+    return geometry.usual_parts_padded if padded else geometry.usual_parts
 
 
 def _host_ms(storage: Storage, geometry: Geometry) -> float:
@@ -228,14 +237,15 @@ def _rate(storage: Storage, peaks: Rates) -> float:
     return peaks.bf16 * (0.5 if storage.dtype == "fp32" else 1.0) * 1e9
 
 
-def _product_ms(storage: Storage, geometry: Geometry, peaks: Rates, seen: Measured) -> float:
-    """All linear layers of the blocks once."""
-    plain = geometry.matmul_flops / (_rate(storage, peaks) * _MATMUL_SHARE["bf16"])
+def _product_ms(storage: Storage, geometry: Geometry, peaks: Rates, seen: Measured, share: float) -> float:
+    """All linear layers of the blocks once, for this share of the batch."""
+    flops = share * geometry.matmul_flops
+    plain = flops / (_rate(storage, peaks) * _MATMUL_SHARE["bf16"])
     kind = storage.weights
     if kind in seen.matmul and storage.compute == ("fp8" if kind == "fp8" else storage.dtype):
         return plain * seen.matmul[kind]
     if storage.compute == "fp8":
-        return geometry.matmul_flops / ((peaks.fp8 or peaks.bf16) * 1e9 * _MATMUL_SHARE["fp8"])
+        return flops / ((peaks.fp8 or peaks.bf16) * 1e9 * _MATMUL_SHARE["fp8"])
     each = (_UNPACK_BYTES_COMPILED if storage.compile else _UNPACK_BYTES).get(kind, 0.0)
     unpacked = (
         each * packed_linears(storage, geometry).parameters * 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)

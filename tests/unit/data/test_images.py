@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.unit.data.pictures import encoded, picture
-from trainer.data.images import fit, measure, read_image, to_pixels
+from trainer.data.images import claimed_size, fit, measure, read_image, to_pixels
 from trainer.errors import DataError
 
 ORIENTATION = 0x0112
@@ -52,7 +52,16 @@ def test_every_exif_orientation_is_undone(tmp_path: Path, image_format: str, ori
     corners = [read[y, x, 0] for y, x in ((4, 4), (4, 44), (28, 4), (28, 44))]
     assert corners == pytest.approx([0, 80, 160, 240], abs=8)
     measured = measure(path.read_bytes(), "a")
-    assert (measured.width, measured.height) == (48, 32)
+    assert (measured.width, measured.height) == (48, 32) == claimed_size(path)
+
+
+def test_a_size_is_read_without_decoding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "a.png", quadrants(), "PNG")
+    (tmp_path / "b.png").write_bytes(path.read_bytes()[:200])
+    (tmp_path / "c.png").write_bytes(b"<html>")
+    monkeypatch.setattr(Image.Image, "load", lambda self: pytest.fail("decoded"))
+    assert claimed_size(path) == claimed_size(tmp_path / "b.png") == (48, 32)
+    assert claimed_size(tmp_path / "c.png") is claimed_size(tmp_path / "none.png") is None
 
 
 def test_an_unknown_orientation_is_no_orientation(tmp_path: Path) -> None:

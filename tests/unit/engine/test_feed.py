@@ -62,6 +62,7 @@ def context() -> Any:
     data = SimpleNamespace(caption_dropout_rate=0.3, cache_in_memory="auto")
     return SimpleNamespace(
         family=get("flux1_dev"),
+        say=lambda text: None,
         dtype=torch.bfloat16,
         config=SimpleNamespace(train=train, data=data),
         plan=SimpleNamespace(
@@ -232,3 +233,11 @@ def test_a_base_without_a_dynamic_shift_is_told() -> None:
     assert dynamic_mu(SETTINGS, 4096) is None
     with pytest.raises(ConfigError, match="no shift that depends on the resolution"):
         draw_samples(dataclasses.replace(SETTINGS, flow=FlowSection(shift="resolution")), [0], (4, 6, 8))
+
+
+def test_a_run_says_what_its_steps_make(context: Any, entries: Entries) -> None:
+    sampler = feed.make_sampler(context, entries)
+    steps = [[len(one.samples) for one in sampler.step(n)] for n in range(50)]
+    made = sum(map(len, steps)) / 50
+    assert 2 < made < 4 and {size for step in steps for size in step} == {1, 2}
+    assert feed.parted(sampler, 50).endswith(f"{made:.1f} micro-batches a step, of 1 to 2 samples")

@@ -10,7 +10,7 @@ import pytest
 from tests.unit.hardware.conftest import machine
 from tests.unit.hardware.test_resolve import Config, plan, row
 from trainer.engine.geometry import run_geometry
-from trainer.engine.work import _CAPTION_TOKENS
+from trainer.engine.work import _CAPTION_TOKENS, Mix
 from trainer.errors import HardwareError
 from trainer.families import get, names
 from trainer.hardware.captions import padded_length
@@ -69,7 +69,9 @@ def test_time_is_that_of_the_stated_mix_and_memory_that_of_the_longest(config: C
     assert round(mean) == _CAPTION_TOKENS
     asked = config(family="qwen_image", data__max_sequence_length=512)
     usual, longest = (
-        run_geometry(get("qwen_image"), asked, model_folder=None, dtype="bf16", caption_tokens=tokens)
+        run_geometry(
+            get("qwen_image"), asked, model_folder=None, dtype="bf16", mix=Mix(caption_tokens=tokens)
+        )
         for tokens in (None, 512)
     )
     assert usual.activations == longest.activations

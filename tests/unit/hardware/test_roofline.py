@@ -12,6 +12,7 @@ from tests.unit.hardware.conftest import machine, with_gpu
 from tests.unit.hardware.test_memory import storage
 from trainer.config.schema import RunConfig
 from trainer.engine.geometry import run_geometry
+from trainer.engine.work import Mix
 from trainer.families import get
 from trainer.hardware.facts import KernelVerdict
 from trainer.hardware.geometry import Geometry
@@ -33,7 +34,7 @@ def full_size(family: str) -> Geometry:
             "output_dir": "/out",
         }
     )
-    return run_geometry(get(family), config, model_folder=None, dtype="bf16", caption_tokens=512)
+    return run_geometry(get(family), config, model_folder=None, dtype="bf16", mix=Mix(caption_tokens=512))
 
 
 def predicted(family: str, attention: str = "cudnn", **changes: Any) -> float:

@@ -57,7 +57,9 @@ def test_figures_are_of_the_second_half(tmp_path: Path) -> None:
         "weights": "fp8", "compile": True, "attention": "cudnn", "activation_checkpointing": False,
         "compute": "fp8", "weight_copies": 2, "modulation": "", "recomputed_blocks": 0, "swapped_blocks": 0,
         "activation_budget": 1.0, "device": "cuda", "accumulation_steps": 4, "step_milliseconds": 250.4,
-        "train_memory": [{"bytes": 60 * 2**30}],
+        "micro_batch_size": 4, "train_memory": [
+            {"name": "base weights", "bytes": 20 * 2**30}, {"name": "activations", "bytes": 40 * 2**30},
+        ],
     }  # fmt: skip
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     seconds = [20.0, 3.0, 1.2, 1.0, 1.0, 1.0, 1.2, 1.0]
@@ -70,6 +72,8 @@ def test_figures_are_of_the_second_half(tmp_path: Path) -> None:
     assert found["ms a micro-batch"] == 250 and found["predicted"] == 250
     assert found["steady after"] == 8 and found["graphs"] == "12 of 19" and found["compiled"] == 6
     assert (found["peak GiB"], found["planned"]) == (61.0, 60.0)
+    fewer = matrix._figures(tmp_path, "computed together: 3.1 micro-batches a step, of 1 to 3 samples")
+    assert fewer["planned"] == 60 - 10.2
 
 
 def test_rows_of_other_cells_stay(tmp_path: Path) -> None:
@@ -82,3 +86,10 @@ def test_rows_of_other_cells_stay(tmp_path: Path) -> None:
     matrix._write(options, [{"family": "flux1_dev", "cell": "default", "result": "exit code 1"}])
     table: Any = from_json(record.read_text(), "record")
     assert [(row[0], row[3]) for row in table.rows] == [("flux1_dev", "exit code 1"), ("llama", "refused")]
+
+
+def test_gpus_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3, 8})
+    assert [matrix._share_of_cores(number, 2) for number in (0, 1)] == [{0, 1}, {2, 3}]
+    assert matrix._share_of_cores(0, 1) == {0, 1, 2, 3, 8}
+    assert matrix._share_of_cores(6, 7) == {0, 1, 2, 3, 8}
