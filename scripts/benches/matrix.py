@@ -42,6 +42,8 @@ SET = REPOSITORY / "tests" / "data" / "real_shaped"
 MICRO_BATCHES = {"flux2_dev": 40}
 """Of batches of one sample, where they are not 120."""
 _MICRO_BATCHES, _BATCHED = 120, 30
+# graphs of their many shapes take as long to be captured
+_BATCHED_COMPILED = 60
 # their cells are compared with those of one caption length: a step each micro-batch gives medians of 60 steps
 _COMPARED = ("qwen_image", "kandinsky5")
 ONE_LENGTH = "one length, "
@@ -198,7 +200,9 @@ def _layer(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
     accumulation = (
         1 if cell.batch > 1 or cell.every else shipped["train"].get("gradient_accumulation_steps", 1)
     )
-    micro_batches = _BATCHED if cell.batch > 1 else MICRO_BATCHES.get(cell.family, _MICRO_BATCHES)
+    micro_batches = MICRO_BATCHES.get(cell.family, _MICRO_BATCHES)
+    if cell.batch > 1:
+        micro_batches = _BATCHED_COMPILED if "compile" in cell.features else _BATCHED
     if family.sample_kind == "conversation":
         sets: dict[str, str] = {"chat_file": str(_chats(cell.family, work))}
     elif family.control_counts[0]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import Batch, Draw, Shape
 from trainer.modeling import lora
 from trainer.modeling.attention import set_attention
-from trainer.modeling.compiled import compile_blocks, eager
+from trainer.modeling.compiled import compile_blocks, eager, varying_sizes
 from trainer.modeling.recompute import recompute_blocks
 from trainer.modeling.rowscaled import from_linear
 
@@ -44,9 +45,11 @@ SETTINGS = flow.FlowSettings(
 )
 
 
-def build(storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed: int = 0) -> Any:
+def build(
+    storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed: int = 0, varies: bool = False
+) -> Any:
     """A small model in bf16 with a LoRA, and what a run does for speed; `trained`: the LoRA is not zero;
-    `recomputed` are its first blocks that are recomputed.
+    `recomputed` are its first blocks that are recomputed; `varies`: compiled for every size and batch.
     """
     torch.manual_seed(0)
     with torch.device(DEVICE):
@@ -67,17 +70,18 @@ def build(storage: str = "bf16", *, fast: bool, trained: bool = True, recomputed
     if recomputed:
         recompute_blocks(model, FLUX1_DEV.blocks, recomputed, inside=fast)
     if fast:
-        batch, draw = inputs(0)
 
-        def run() -> None:
+        def run(side: int = 512, tall: int = 512, size: int = 1) -> None:
             with torch.no_grad():
-                FLUX1_DEV.predict(model, batch, draw, SETTINGS)
+                FLUX1_DEV.predict(model, *inputs(0, side, tall, size), SETTINGS)
 
         activations = 4 if storage in ("fp8", PACKED) else 0
         # nf4 weights cannot be one
         joined = 0 if storage == "nf4" else 12
         assert fuse(model, run) == Fused(joined=joined, norms=8, rotations=3, activations=activations)
-        assert compile_blocks(model, FLUX1_DEV.blocks, activation_budget=1.0) == 3
+        runs = [run, partial(run, 1024), partial(run, tall=1024), partial(run, size=2)]
+        varying = varying_sizes(model, FLUX1_DEV.blocks, runs) if varies else {}
+        assert compile_blocks(model, FLUX1_DEV.blocks, activation_budget=1.0, varying=varying) == 3
     return model
 
 
@@ -90,15 +94,16 @@ def _pack_modulation(model: Any) -> None:
         model.get_submodule(parent).register_module(attribute, packed)
 
 
-def inputs(number: int, side: int = 512) -> tuple[Batch, Draw]:
-    """A batch and a draw, other ones for each number."""
-    shape = Shape(batch_size=1, width=side, height=side, text_tokens=128, bytes_per_value=2)
+def inputs(number: int, side: int = 512, tall: int = 0, size: int = 1) -> tuple[Batch, Draw]:
+    """A batch of one or several and a draw, other ones for each number; square, if `tall` is not said."""
+    shape = Shape(batch_size=size, width=side, height=tall or side, text_tokens=128, bytes_per_value=2)
     batch = FLUX1_DEV.synthetic_batch(CONFIG, shape, seed=number)
-    draw = FLUX1_DEV.draw(SETTINGS, [number], {n: tuple(t.shape[1:]) for n, t in batch.latents.items()})
+    header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
+    draw = FLUX1_DEV.draw(SETTINGS, range(number, number + size), header)
     latents = {name: tensor.to(DEVICE) for name, tensor in batch.latents.items()}
     text = {name: tensor.to(DEVICE, torch.bfloat16) for name, tensor in batch.text.items()}
     moved = Draw(**{name: tensor.to(DEVICE) for name, tensor in vars(draw).items()})
-    return Batch(latents=latents, text=text, size=1, weight=1.0), moved
+    return Batch(latents=latents, text=text, size=size, weight=float(size)), moved
 
 
 def trainable(model: Any) -> dict[str, torch.nn.Parameter]:

@@ -36,9 +36,9 @@ class Work:
     """Its tokens, as a share of those with the longest captions."""
     pictures_known: bool = False
     """Whether `parts` are those of the run's pictures."""
-    parts: float = 1.0
-    """Micro-batches that its samples make, on average."""
-    parts_padded: float = 1.0
+    parts: tuple[float, ...] = ()
+    """Micro-batches of one, two ... of its samples, on average; empty: it is one."""
+    parts_padded: tuple[float, ...] = ()
     """The same with captions padded to a few lengths."""
 
 
@@ -104,7 +104,7 @@ def parted(work: Work, family: Family, train: TrainSection, pictures: tuple[floa
         pictures or USUAL_PICTURES,
     )
     parts, padded = (
-        usual_parts(size, size * steps, captions=captions, pictures=shares) / steps
+        tuple(one / steps for one in usual_parts(size, size * steps, captions=captions, pictures=shares))
         for captions in (("as they are", "padded") if family.caption is not None else ("alike", "alike"))
     )
     return dataclasses.replace(work, parts=parts, parts_padded=padded, pictures_known=bool(pictures))

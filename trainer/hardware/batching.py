@@ -58,20 +58,26 @@ def usual_parts(
     *,
     captions: Literal["alike", "padded", "as they are"],
     pictures: tuple[float, ...] = USUAL_PICTURES,
-) -> float:
-    """Micro-batches, on average, of a step of `samples`: those of one shape go together, at most `size`.
+) -> tuple[float, ...]:
+    """Micro-batches, on average, of a step of `samples`: those of one, of two, up to those of `size` of them.
 
-    `pictures` are the shares of the shapes of pictures; captions are of 1 to 300 tokens.
+    Those of one shape go together. `pictures` are the shares of the shapes of pictures; captions are of 1 to
+    300 tokens.
     """
     if size == 1:
-        return float(samples)
+        return (float(samples),)
     if samples > _COUNTED:
-        return samples / _COUNTED * usual_parts(size, _COUNTED, captions=captions, pictures=pictures)
-    return sum(
-        how_many * _groups(size, samples, share * caption)
-        for share, how_many in collections.Counter(pictures).items()
-        for caption in _caption_shares(captions)
-    )
+        counted = usual_parts(size, _COUNTED, captions=captions, pictures=pictures)
+        return tuple(samples / _COUNTED * one for one in counted)
+    parts = [0.0] * size
+    for share, how_many in collections.Counter(pictures).items():
+        for caption in _caption_shares(captions):
+            for count, likely in _counts(samples, share * caption):
+                full, rest = divmod(count, size)
+                parts[-1] += how_many * likely * full
+                if rest:
+                    parts[rest - 1] += how_many * likely
+    return tuple(parts)
 
 
 def _caption_shares(captions: Literal["alike", "padded", "as they are"]) -> Iterator[float]:
@@ -89,17 +95,17 @@ def _caption_shares(captions: Literal["alike", "padded", "as they are"]) -> Iter
         before = reached
 
 
-def _groups(size: int, samples: int, share: float) -> float:
-    """Groups of at most `size`, on average, of those of `samples` that are of a shape with this share."""
+def _counts(samples: int, share: float) -> Iterator[tuple[int, float]]:
+    """How many of `samples` are of a shape with this share, each number with its probability."""
     if share == 1.0:
-        return float(-(-samples // size))
-    groups, likely = 0.0, (1 - share) ** samples
+        yield samples, 1.0
+        return
+    likely = (1 - share) ** samples
     for count in range(1, samples + 1):
         likely *= (samples - count + 1) / count * share / (1 - share)
-        groups += likely * -(-count // size)
+        yield count, likely
         if count > samples * share and likely < _UNLIKELY:
-            break
-    return groups
+            return
 
 
 _MIX = "with captions of 1 to 300 tokens, as many short as long by their logarithm; "

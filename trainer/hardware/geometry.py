@@ -115,11 +115,11 @@ class Geometry:
     """Linear layers of the blocks."""
     usual_share: float = 1.0
     """Tokens of such a micro-batch, as a share of those with the longest captions."""
-    usual_parts: float = 1.0
-    """Micro-batches that its samples make on average, because their shapes differ."""
+    usual_parts: tuple[float, ...] = ()
+    """Micro-batches of one, two ... of its samples, on average, as their shapes differ; empty: it is one."""
     pictures_known: bool = False
     """Whether that is by the shapes of the run's pictures; else these are of six."""
-    usual_parts_padded: float = 1.0
+    usual_parts_padded: tuple[float, ...] = ()
     """The same where captions are padded to a few lengths."""
     blocks: int = 0
     """Repeated blocks."""

@@ -139,22 +139,31 @@ def measured(
 def milliseconds(
     storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured | None = None
 ) -> float:
-    """A batch, forward and backward, without the optimizer's step.
+    """A batch, forward and backward, without the optimizer's step, in the micro-batches that its samples'
+    shapes usually make.
 
-    It is parted into as many micro-batches as its samples' shapes usually make.
     A frozen base has the gradient of the input only, so backward costs as much as forward; a trained one
     twice that. Recomputing adds forward's share.
     """
-    seen = seen or Measured(matmul={})
+    seen, parts = seen or Measured(matmul={}), usual_parts(storage, geometry)
+    return sum(
+        count * _part_ms(storage, geometry, attention, peaks, seen, samples / len(parts))
+        for samples, count in enumerate(parts, 1)
+    )
+
+
+def _part_ms(
+    storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured, share: float
+) -> float:
+    """One micro-batch of this share of the batch's samples."""
     again, repeated = _recomputed(storage, geometry), _products_repeated(storage)
-    parts = usual_parts(storage, geometry)
     forwards, backwards = 1.0 + again, 2.0 if storage.method == "full" else 1.0
     products = 1.0 + again * repeated + backwards
     move_ms = 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
     style = "compiled" if storage.compile else "eager"
     pointwise = (1 - _FORWARD_POINTWISE) + _FORWARD_POINTWISE * forwards
     # traffic is of what eager blocks keep: that is what the figures were fitted to
-    share, attention_forwards = 1 / parts, forwards + _ATTENTION_BACKWARD
+    attention_forwards = forwards + _ATTENTION_BACKWARD
     saved = share * geometry.usual_share * geometry.activations.saved
     traffic = _TRAFFIC[style] * saved
     if storage.compute == "fp8" and "fp8" not in seen.matmul:
@@ -167,13 +176,13 @@ def milliseconds(
         + _modulation_ms(storage, geometry, move_ms) * forwards
     )
     computing = max(computing, pointwise * _host_ms(storage, geometry))
-    return parts * (computing + _copying_ms(storage, geometry, computing))
+    return computing + _copying_ms(storage, geometry, computing)
 
 
-def usual_parts(storage: Storage, geometry: Geometry) -> float:
-    """Micro-batches that a batch's samples make on average, captions as they are padded."""
+def usual_parts(storage: Storage, geometry: Geometry) -> tuple[float, ...]:
+    """Micro-batches of one, two ... of a batch's samples, on average, captions as they are padded."""
     padded = storage.compile and storage.method == "lora"
-    return geometry.usual_parts_padded if padded else geometry.usual_parts
+    return (geometry.usual_parts_padded if padded else geometry.usual_parts) or (1.0,)
 
 
 def _host_ms(storage: Storage, geometry: Geometry) -> float:

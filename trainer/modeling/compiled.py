@@ -89,7 +89,11 @@ def compile_blocks(
     of each kind where more shapes come than it is compiled for: these run as they are written.
     """
     import torch._dynamo
+    import torch._inductor.config
 
+    if any(len(dimensions) > 1 for kind in varying.values() for dimensions in kind):
+        # torch 2.11 asserts what does not hold of products of two sizes that vary (its issue 181563)
+        torch._inductor.config.triton.coalesce_tiling_analysis = False
     blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in kinds]
     inside = [isinstance(block, RecomputedInside) for block in blocks]
     # torch counts by the code that is run, which blocks of both classes of a kind have in common

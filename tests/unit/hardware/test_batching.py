@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections import Counter
 from collections.abc import Callable
 from typing import Literal
 
@@ -43,13 +44,19 @@ def test_parts_are_those_of_the_sampler(captions: Captions, size: int, samples: 
         rows_at_once=size, caption_dropout_rate=0.0, seed=0,
     )  # fmt: skip
     steps = min(STEPS, 20_000 // samples)
-    found = sum(len(sampler.step(n)) for n in range(steps)) / steps
-    assert usual_parts(size, samples, captions=captions) == pytest.approx(found, rel=0.03)
+    found = Counter(len(one.samples) for n in range(steps) for one in sampler.step(n))
+    expected = usual_parts(size, samples, captions=captions)
+    assert len(expected) == size
+    assert sum(expected) == pytest.approx(found.total() / steps, rel=0.03)
+    for number, count in enumerate(expected, 1):
+        assert count == pytest.approx(found[number] / steps, rel=0.1, abs=0.01 * sum(expected))
+    assert sum(number * count for number, count in enumerate(expected, 1)) == pytest.approx(samples)
 
 
 @pytest.mark.parametrize("captions", CAPTIONS)
 def test_single_samples_are_their_own_micro_batches(captions: Captions) -> None:
-    assert usual_parts(1, 7, captions=captions) == 7
+    assert usual_parts(1, 7, captions=captions) == (7,)
+    assert usual_parts(4, 6, captions="alike", pictures=(1.0,)) == (0, 1, 0, 1)
 
 
 def planned(config: Config, family: str, batch: int, **features: object) -> Plan:
@@ -75,4 +82,4 @@ def test_the_host_begins_every_micro_batch(config: Config, family: str, parts: s
 
 def test_rows_of_conversations_are_of_one_shape(config: Config) -> None:
     work = parted(WORK, get("llama"), config(train__train_batch_size=4).train, ())
-    assert (work.parts, work.parts_padded) == (1.0, 1.0)
+    assert (work.parts, work.parts_padded) == ((), ())

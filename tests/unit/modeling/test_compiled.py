@@ -42,6 +42,7 @@ def plain_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with (
         torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit),
         torch._functorch.config.patch(activation_memory_budget=1.0),
+        torch._inductor.config.patch({"triton.coalesce_tiling_analysis": True}),
     ):
         yield
     torch._dynamo.reset()
@@ -96,6 +97,17 @@ def test_another_size_costs_a_few_graphs_once() -> None:
         counts.append(graphs_compiled() - before)
     assert counts[1] <= 2 * counts[0]
     assert counts[1:] == [counts[1]] * 3
+
+
+@pytest.mark.parametrize("varying", [{}, {KINDS[1]: [(1,), (1,)]}, {KINDS[1]: [(1,), (0, 1)]}])
+def test_no_tiling_is_looked_for_where_two_sizes_vary(varying: dict[str, list[tuple[int, ...]]]) -> None:
+    """torch 2.11 fails there where a batch and its tokens vary at once (its issue 181563)."""
+    assert torch._inductor.config.triton.coalesce_tiling_analysis
+    assert compile_blocks(
+        case("flux1_dev", changes=SHORT).model, KINDS, activation_budget=1.0, varying=varying
+    )
+    both = (0, 1) in varying.get(KINDS[1], [])
+    assert torch._inductor.config.triton.coalesce_tiling_analysis == (not both)
 
 
 def test_sizes_that_are_known_to_vary_cost_no_graph_more() -> None:
