@@ -27,6 +27,8 @@ CROP_VERSION = 1
 
 _FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "TIFF", "AVIF")
 _MAX_FILE_BYTES = 512 * 1024**2
+# PIL reads all of a webp and of an avif to tell its size
+_MOST_READ_WHOLE = 2 * 1024**2
 _EXIF_ORIENTATION = 0x0112
 _TRANSPOSE: dict[int, Image.Transpose] = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
@@ -110,9 +112,14 @@ def claimed_pixels(data: bytes) -> int:
 def claimed_size(path: Path) -> tuple[int, int] | None:
     """Width and height that the picture's first bytes say it has, upright by the EXIF orientation there.
 
-    None where they do not say it; nothing is decoded, and nothing checked.
+    None where they do not say it, and of files that would be read whole for it and are large; nothing is
+    decoded, and nothing checked.
     """
     try:
+        with path.open("rb") as file:
+            head = file.read(12)
+        if (head[8:] == b"WEBP" or head[4:8] == b"ftyp") and path.stat().st_size > _MOST_READ_WHOLE:
+            return None
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             with Image.open(path, formats=_FORMATS) as image:
@@ -120,7 +127,7 @@ def claimed_size(path: Path) -> tuple[int, int] | None:
                 # PIL decodes a png to look for EXIF behind the pixels
                 exif = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
                 on_its_side = exif.get(_EXIF_ORIENTATION, 1) in _ORIENTATIONS_ON_THEIR_SIDE
-    except (Image.DecompressionBombError, *_DECODE_ERRORS):
+    except (Image.DecompressionBombError, MemoryError, *_DECODE_ERRORS):
         return None
     return (height, width) if on_its_side else (width, height)
 

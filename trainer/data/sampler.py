@@ -95,6 +95,11 @@ class Sampler:
         self._start_over()
 
     @property
+    def rows(self) -> int:
+        """Of a step."""
+        return self._rows
+
+    @property
     def samples_per_epoch(self) -> int:
         """Samples after which every record was drawn `repeats` times."""
         return len(self._slots)

@@ -23,8 +23,8 @@ from trainer.families.protocol import Batch, Draw, Header
 _THREADS = 2
 _AHEAD = 4
 _GIB = 1024**3
-# steps that are looked at for what is said of all of them
-_COUNTED = 1000
+# samples whose steps are looked at for what is said of all of them
+_COUNTED = 4000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
 
 def parted(sampler: Sampler, steps: int) -> str:
     """How many micro-batches steps make, and of how many samples these are, in words; of the first steps."""
-    counted = min(steps, _COUNTED)
+    counted = min(steps, max(1, _COUNTED // sampler.rows))
     made = [len(one.samples) for step in range(counted) for one in sampler.step(step)]
     per_step = f"{len(made) / counted:.1f} micro-batches a step, of {min(made)} to {max(made)} samples"
     return f"samples of a step that are of one shape are computed together: {per_step}"

@@ -105,7 +105,7 @@ def run_geometry(
         attention_shape_class=shape_class(attention),
         matmul_shape_class=matmul_shape_class(attention),
     )
-    work = usual_work(family, config.train, model_config, trained, shape, mix)
+    work = usual_work(family, config, model_config, trained, shape, mix)
     return _with_work(geometry, work, adapter.layers)
 
 

@@ -14,8 +14,8 @@ from trainer.config.schema import FeaturesSection, RunConfig
 from trainer.engine.agreement import check_family
 from trainer.engine.base_check import check_base
 from trainer.engine.base_rows import base_rows
-from trainer.engine.data_rows import picture_shares, picture_sizes
 from trainer.engine.geometry import run_geometry, run_shape, trained_config
+from trainer.engine.set_look import seen, shape_counts
 from trainer.engine.work import Mix
 from trainer.errors import TrainerError
 from trainer.families.protocol import AttentionShape, Family
@@ -34,7 +34,8 @@ from trainer.modeling.source import prepare
 
 
 def predict(config: RunConfig, facts: Facts, requested_profile: str = "auto") -> Plan:
-    """What a run needs and takes on a machine: the function to call from Python. No torch, a few ms a call.
+    """What a run needs and takes on a machine: the function to call from Python. No torch, a few ms a call;
+    batches above one are planned with the sizes of some pictures, which are read once.
 
     `plan.train_memory`, `plan.cache_memory` and `plan.host_memory` are bytes by component,
     `plan.step_milliseconds` is the predicted time of `plan.micro_batch_size` samples, and every choice that
@@ -93,10 +94,10 @@ def plan_run(
 
 
 def _geometries(family: Family, loaded: Loaded, folder: Path | None) -> GeometryOf:
-    """The geometry of the run, changed, in a compute type; its pictures are looked at once."""
+    """The geometry of the run, changed, in a compute type."""
     downloads = is_repository(loaded.config)
     # of single samples it does not matter what shapes they have
-    sizes = picture_sizes(loaded.config) if loaded.config.train.train_batch_size > 1 else ()
+    looked = seen(loaded.config.data.sets, family) if loaded.config.train.train_batch_size > 1 else ()
 
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
         return run_geometry(
@@ -106,7 +107,7 @@ def _geometries(family: Family, loaded: Loaded, folder: Path | None) -> Geometry
             dtype=dtype,
             sources=loaded.sources,
             downloads=downloads,
-            mix=Mix(pictures=picture_shares(sizes, changed.data.resolution, family.pixel_multiple)),
+            mix=Mix(pictures=shape_counts(looked, changed.data.resolution, family.pixel_multiple)),
         )
 
     return geometry_of

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.config.schema import TrainSection
+from trainer.config.schema import RunConfig
 from trainer.engine.planned_adapter import TEXT_SIDE
 from trainer.families.protocol import Family, Shape
-from trainer.hardware.batching import USUAL_PICTURES, usual_parts
+from trainer.hardware.batching import USUAL_PICTURES, Captions, usual_parts
 from trainer.hardware.blocks import BLOCK, LEAST_LINEARS
 from trainer.hardware.geometry import ComponentGeometry
 
@@ -48,8 +48,8 @@ class Mix:
 
     caption_tokens: int | None = None
     """Of every caption, and pictures are of one shape; None: a usual mix of lengths."""
-    pictures: tuple[float, ...] = ()
-    """The shares of the shapes of pictures; empty: of six."""
+    pictures: tuple[int, ...] = ()
+    """Samples of an epoch of each shape; empty: of six shapes, as many of each."""
 
 
 USUAL_MIX = Mix()
@@ -57,7 +57,7 @@ USUAL_MIX = Mix()
 
 def usual_work(
     family: Family,
-    train: TrainSection,
+    config: RunConfig,
     model_config: Mapping[str, Any],
     trained: ComponentGeometry,
     shape: Shape,
@@ -91,23 +91,23 @@ def usual_work(
         blocks=len(blocks),
         share=attention.tokens / longest.tokens,
     )
-    return parted(work, family, train, mix.pictures) if caption_tokens is None else work
+    return parted(work, family, config, mix.pictures) if caption_tokens is None else work
 
 
-def parted(work: Work, family: Family, train: TrainSection, pictures: tuple[float, ...]) -> Work:
-    """The work with samples as steps part them; `pictures` are the shares of their shapes, else six."""
+def parted(work: Work, family: Family, config: RunConfig, pictures: tuple[int, ...]) -> Work:
+    """The work with samples as steps part them; `pictures` are those of each shape, else of six."""
     if family.packed_by is not None:
         return work
-    size, steps, shares = (
-        train.train_batch_size,
-        train.gradient_accumulation_steps,
-        pictures or USUAL_PICTURES,
-    )
-    parts, padded = (
-        tuple(one / steps for one in usual_parts(size, size * steps, captions=captions, pictures=shares))
-        for captions in (("as they are", "padded") if family.caption is not None else ("alike", "alike"))
-    )
-    return dataclasses.replace(work, parts=parts, parts_padded=padded, pictures_known=bool(pictures))
+    size, steps = config.train.train_batch_size, config.train.gradient_accumulation_steps
+
+    def parts(captions: Captions) -> tuple[float, ...]:
+        found = usual_parts(size, size * steps, captions=captions, pictures=pictures or USUAL_PICTURES)
+        return tuple(one / steps for one in found)
+
+    written = parts("alike" if family.caption is None else "as they are")
+    may_pad = family.caption is not None and config.features.text_padding is not False
+    padded = parts("padded") if may_pad else written
+    return dataclasses.replace(work, parts=written, parts_padded=padded, pictures_known=bool(pictures))
 
 
 @functools.lru_cache(maxsize=64)

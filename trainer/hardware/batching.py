@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import bisect
 import collections
 import functools
-import math
+import itertools
+import random
 from collections.abc import Iterator
 from typing import Literal
 
 from trainer.config.schema import RunConfig
-from trainer.hardware.captions import TEXT_LENGTHS
+from trainer.hardware.captions import padded_length
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.plan import Decision
 
 
 def micro_batches(config: RunConfig) -> int:
-    """Forward passes of the whole run where all samples of a step have one shape; else more, smaller ones."""
+    """Batches of the whole run: each is one forward pass where its samples are of one shape, else several."""
     return config.train.max_train_steps * config.train.gradient_accumulation_steps
 
 
@@ -42,93 +42,94 @@ def row(config: RunConfig, asked: RunConfig, how: str) -> Decision:
     return Decision(feature="micro_batch", value=f"{size} x {steps}", source="auto", reason=reason)
 
 
-USUAL_PICTURES = (1 / 6,) * 6
-"""The share of samples that each shape of picture has in a set that is not known."""
+Captions = Literal["alike", "padded", "as they are"]
+USUAL_PICTURES = (100_000,) * 6
+"""Samples of an epoch of each shape, where a set is not known: any number."""
 # captions of 1 to 300 tokens, as many short as long by their logarithm
 _MOST_TOKENS = 300
-# larger steps are parted in the proportions of this one
-_COUNTED = 3000
-_UNLIKELY = 1e-12
+_DRAWN, _MOST_RECORDS = 10_000, 2_000
 
 
 @functools.lru_cache(maxsize=64)
 def usual_parts(
-    size: int,
-    samples: int,
-    *,
-    captions: Literal["alike", "padded", "as they are"],
-    pictures: tuple[float, ...] = USUAL_PICTURES,
+    size: int, samples: int, *, captions: Captions, pictures: tuple[int, ...] = USUAL_PICTURES
 ) -> tuple[float, ...]:
     """Micro-batches, on average, of a step of `samples`: those of one, of two, up to those of `size` of them.
 
-    Those of one shape go together. `pictures` are the shares of the shapes of pictures; captions are of 1 to
-    300 tokens.
+    Those of one shape go together. `pictures` are an epoch's samples of each shape; captions are of 1 to 300
+    tokens. Counted by drawing steps as the sampler does, the same ones every time: no sample is twice in a
+    step, where an epoch fills one.
     """
     if size == 1:
         return (float(samples),)
-    if samples > _COUNTED:
-        counted = usual_parts(size, _COUNTED, captions=captions, pictures=pictures)
-        return tuple(samples / _COUNTED * one for one in counted)
-    parts = [0.0] * size
-    for share, how_many in collections.Counter(pictures).items():
-        for caption in _caption_shares(captions):
-            for count, likely in _counts(samples, share * caption):
-                full, rest = divmod(count, size)
-                parts[-1] += how_many * likely * full
-                if rest:
-                    parts[rest - 1] += how_many * likely
-    return tuple(parts)
+    # of a large set some: what was drawn does not come again for long
+    scale = min(1.0, max(_MOST_RECORDS, 8 * samples) / sum(pictures))
+    shapes = [shape for shape, count in enumerate(pictures) for _ in range(max(1, round(count * scale)))]
+    chooser = random.Random(0)
+    records = list(enumerate(zip(shapes, _caption_lengths(len(shapes), captions, chooser), strict=True)))
+    steps = max(8, _DRAWN // samples)
+    parts = [0] * size
+    for step in itertools.islice(_steps(records, samples, chooser), steps):
+        for count in collections.Counter(shape for _, shape in step).values():
+            full, rest = divmod(count, size)
+            parts[-1] += full
+            if rest:
+                parts[rest - 1] += 1
+    return tuple(one / steps for one in parts)
 
 
-def _caption_shares(captions: Literal["alike", "padded", "as they are"]) -> Iterator[float]:
-    """The share of all captions that each length has."""
+_Record = tuple[int, tuple[int, int]]
+"""Number, and shape: of the picture, and the caption's length."""
+
+
+def _steps(records: list[_Record], samples: int, chooser: random.Random) -> Iterator[list[_Record]]:
+    """Steps of one shuffled epoch after another; what is in a step already is among the first of the next."""
+    waiting: list[_Record] = []
+    stream = itertools.chain.from_iterable(chooser.sample(records, len(records)) for _ in itertools.count())
+    while True:
+        step = dict(waiting)
+        waiting = []
+        while len(step) < min(samples, len(records)):
+            record = next(stream)
+            if record[0] in step:
+                waiting.append(record)
+            else:
+                step[record[0]] = record[1]
+        # an epoch that does not fill a step comes more than once in it
+        yield [*step.items(), *itertools.islice(stream, max(0, samples - len(records)))]
+
+
+def _caption_lengths(count: int, captions: Captions, chooser: random.Random) -> list[int]:
+    """Of so many captions the lengths: as many short as long by their logarithm, in any order."""
     if captions == "alike":
-        yield 1.0
-        return
-    ends = tuple(range(1, _MOST_TOKENS + 1))
-    if captions == "padded":
-        ends = (*TEXT_LENGTHS[: bisect.bisect_left(TEXT_LENGTHS, _MOST_TOKENS)], _MOST_TOKENS)
-    before = 0.0
-    for end in ends:
-        reached = math.log(end + 1) / math.log(_MOST_TOKENS + 1)
-        yield reached - before
-        before = reached
+        return [0] * count
+    lengths = [int((_MOST_TOKENS + 1) ** ((number + 0.5) / count)) for number in range(count)]
+    chooser.shuffle(lengths)
+    return [padded_length(tokens) for tokens in lengths] if captions == "padded" else lengths
 
 
-def _counts(samples: int, share: float) -> Iterator[tuple[int, float]]:
-    """How many of `samples` are of a shape with this share, each number with its probability."""
-    if share == 1.0:
-        yield samples, 1.0
-        return
-    likely = (1 - share) ** samples
-    for count in range(1, samples + 1):
-        likely *= (samples - count + 1) / count * share / (1 - share)
-        yield count, likely
-        if count > samples * share and likely < _UNLIKELY:
-            return
-
-
+_SEVERAL = 1.05
 _MIX = "with captions of 1 to 300 tokens, as many short as long by their logarithm; "
 
 
 def time_row(
     milliseconds: float, config: RunConfig, gpu: str, *, geometry: Geometry, parts: float
 ) -> Decision:
-    """The predicted time of one micro-batch; where captions are not of one length, of a usual mix of them.
+    """The predicted time of a batch; where captions are not of one length, of a usual mix of them.
 
-    Where it is one of several samples they are of usual shapes, and make more than one: `parts`.
+    `parts` are the micro-batches that its samples make.
     """
     source = "prediction"
     if not milliseconds:
         reason = f"the rates of {gpu} are not known"
         return Decision(feature="step_time", value="unknown", source=source, reason=reason)
     size = config.train.train_batch_size
-    of = "one micro-batch"
-    if parts > 1:
+    of, every = "one micro-batch", f"for all {micro_batches(config)}"
+    if parts > _SEVERAL:
+        every += " batches"
         shapes = "of the shapes of this set" if geometry.pictures_known else "of six shapes"
         of = f"{size} samples, {parts:.1f} micro-batches where pictures are {shapes}"
     whole = micro_batches(config) * milliseconds / 3.6e6
     mix = _MIX if geometry.captions_vary else ""
-    hours = f"{whole:.1f} h for all {micro_batches(config)}"
-    reason = f"predicted, not measured: {of}; {mix}{hours}"
+    reason = f"predicted, not measured: {of}; {mix}{whole:.1f} h {every}"
     return Decision(feature="step_time", value=f"{milliseconds:.0f} ms", source=source, reason=reason)

@@ -8,6 +8,7 @@ from trainer.hardware.choices import NEEDS_COMPILED, Situation, on_off
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.memory import Storage
 from trainer.hardware.plan import Decision
+from trainer.hardware.roofline import EXACT_ONLY
 
 TEXT_LENGTHS = (64, 128, 256, 384, 512, 768, 1024)
 """Tokens that captions are padded to; longer ones become multiples of 256. Of captions of 1 to 300 tokens, as
@@ -42,15 +43,11 @@ def text_padding(situation: Situation, geometry: Geometry, storage: Storage, att
     return Decision(feature=feature, value=on_off(not obstacle), source="auto", reason=reason)
 
 
-_EXACT_ONLY = ("flash_attn_2", "flash_attn_3")
-"""Kernels that are given captions without padding."""
-
-
 def _padding_obstacle(geometry: Geometry, storage: Storage, attention: str) -> str:
     """Why captions are not padded to a few lengths; empty where they can be."""
     if not geometry.captions_vary:
         return "this family's captions are not of different lengths"
-    if attention in _EXACT_ONLY:
+    if attention in EXACT_ONLY:
         return f"padding cannot be left out of {attention}"
     if storage.method != "lora":
         return "only beside a frozen base"

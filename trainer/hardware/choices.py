@@ -152,7 +152,8 @@ ROW_KERNELS = ("flash",)
 def attention(situation: Situation, dtype: str, shape_class: str, *, packed: bool = False) -> Decision:
     """The attention kernel: the fastest that the probe saw working, else the profile's first safe one.
 
-    Over `packed` rows one of `ROW_KERNELS` comes first: with others blocks are compiled for each row anew.
+    Over `packed` rows one of `ROW_KERNELS` comes first where blocks may be compiled: with others they are
+    compiled for each row anew.
 
     Of cuDNN some versions crash in backward, and flash-attn's packages are built in many ways: they are taken
     where they were measured only. Raises HardwareError for a kernel that was asked for and cannot run, or
@@ -172,12 +173,13 @@ def attention(situation: Situation, dtype: str, shape_class: str, *, packed: boo
         if v is not None and not v.works and v.reason != NOT_INSTALLED
     ]
     if working:
-        by_rows = [name for name in working if packed and name in ROW_KERNELS]
+        may_compile = situation.config.features.compile is not False and not _compile_obstacle(situation)
+        by_rows = [name for name in working if packed and may_compile and name in ROW_KERNELS]
         best = min(by_rows or working, key=lambda name: working[name])
         times = ", ".join(
             f"{name} {ms:.2f} ms" for name, ms in sorted(working.items(), key=lambda item: item[1])
         )
-        first = "one call for any row, which stays compiled; measured" if by_rows else "fastest measured"
+        first = "one call for any row; measured" if by_rows else "fastest measured"
         reason = "; ".join((f"{first} at {shape_class}: {times}", *skipped))
         return Decision(feature="attention", value=best, source="auto (measured)", reason=reason)
     unmeasured = [name for name, verdict in measured.items() if verdict is None]
@@ -292,7 +294,8 @@ def compiling(situation: Situation, gain_milliseconds: float, micro_batches: int
     seconds = gain_milliseconds * micro_batches / 1000
     known = rates(situation.facts.gpus[0]) if situation.on_gpu else None
     how = "predicted" if known else "guessed: this GPU's rates are not known"
-    gain = f"{_whole(micro_batches)} micro-batches would gain {_whole(seconds)} s ({how})"
+    what = "micro-batches" if situation.config.train.train_batch_size == 1 else "batches"
+    gain = f"{_whole(micro_batches)} {what} would gain {_whole(seconds)} s ({how})"
     cost = f"compiling costs about {COMPILE_SECONDS} s"
     if plain_path(situation.config):
         value, reason = False, obstacle

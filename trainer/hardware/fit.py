@@ -44,7 +44,7 @@ class Outcome:
     storage: Storage
     tier: int
     milliseconds: float
-    """Predicted for one micro-batch; only proportions count where the machine's rates are unknown."""
+    """Predicted for a batch; only proportions count where the machine's rates are unknown."""
     train: tuple[MemoryRow, ...]
     cache: tuple[MemoryRow, ...]
     """Rows of the larger stage of caching."""
@@ -78,12 +78,12 @@ def speed(situation: Situation, geometry: Geometry, attention: str, dtype: str) 
 
 
 def predicted(storage: Storage, geometry: Geometry, speed: Speed) -> float:
-    """Milliseconds of one micro-batch."""
+    """Milliseconds of a batch, in the micro-batches that it usually makes."""
     return roofline.milliseconds(storage, geometry, speed.attention, speed.rates, speed.seen)
 
 
 def compile_gain(situation: Situation, dtype: str, geometry: Geometry, speed: Speed) -> float:
-    """Milliseconds that a micro-batch is predicted to gain by compiled blocks, in the first setting."""
+    """Milliseconds that a batch is predicted to gain by compiled blocks, in the first setting."""
     kind = candidates.Kind(weights=dtype, compute=dtype)
     _, eager = next(candidates.storages(situation, dtype, [kind], geometry, speed.attention, compiled=False))
     compiled = dataclasses.replace(eager, compile=True)

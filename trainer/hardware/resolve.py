@@ -335,7 +335,7 @@ def _rows(
         config,
         situation.gpu,
         geometry=geometry,
-        parts=sum(roofline.usual_parts(chosen.storage, geometry)),
+        parts=sum(roofline.usual_parts(chosen.storage, geometry, decided.attention.value)),
     )
     yield _row("caching", memory.gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
     yield _row("disk", memory.gib(disk), "auto", f"{checkpoints} in output_dir, and the final files")

@@ -1,4 +1,4 @@
-"""Floor 2: predicted milliseconds of one micro-batch, from what the GPU can do at most. Nothing is measured.
+"""Floor 2: predicted milliseconds of a batch, from what the GPU can do at most. Nothing is measured.
 
 Shares of the peaks, launch times and traffic were fitted to three models on one H200 (docs/benchmarks.md); on
 other GPUs the same shares are taken of their makers' figures.
@@ -145,7 +145,7 @@ def milliseconds(
     A frozen base has the gradient of the input only, so backward costs as much as forward; a trained one
     twice that. Recomputing adds forward's share.
     """
-    seen, parts = seen or Measured(matmul={}), usual_parts(storage, geometry)
+    seen, parts = seen or Measured(matmul={}), usual_parts(storage, geometry, attention)
     return sum(
         count * _part_ms(storage, geometry, attention, peaks, seen, samples / len(parts))
         for samples, count in enumerate(parts, 1)
@@ -179,9 +179,13 @@ def _part_ms(
     return computing + _copying_ms(storage, geometry, computing)
 
 
-def usual_parts(storage: Storage, geometry: Geometry) -> tuple[float, ...]:
+EXACT_ONLY = ("flash_attn_2", "flash_attn_3")
+"""Kernels that are given captions without padding."""
+
+
+def usual_parts(storage: Storage, geometry: Geometry, attention: str) -> tuple[float, ...]:
     """Micro-batches of one, two ... of a batch's samples, on average, captions as they are padded."""
-    padded = storage.compile and storage.method == "lora"
+    padded = storage.compile and storage.method == "lora" and attention not in EXACT_ONLY
     return (geometry.usual_parts_padded if padded else geometry.usual_parts) or (1.0,)
 
 

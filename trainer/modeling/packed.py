@@ -126,8 +126,8 @@ def _operations(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_:
 
     torch's own count takes each sample for as long as the row, and 2.11's knows no heads that share keys.
     """
-    tokens, heads, width = query.shape
-    return 2 * heads * tokens * key.shape[0] * (width + value.shape[2])
+    tokens, heads, width = query.shape[-3:]
+    return 2 * heads * tokens * key.shape[-3] * (width + value.shape[-1])
 
 
 flop_registry[torch.ops.aten._flash_attention_forward] = _operations

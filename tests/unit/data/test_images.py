@@ -64,6 +64,15 @@ def test_a_size_is_read_without_decoding(tmp_path: Path, monkeypatch: pytest.Mon
     assert claimed_size(tmp_path / "c.png") is claimed_size(tmp_path / "none.png") is None
 
 
+def test_no_large_file_is_read_whole_for_its_size(tmp_path: Path) -> None:
+    """As PIL reads a webp and an avif."""
+    path = saved(tmp_path / "a.png", quadrants(), "WEBP")
+    assert claimed_size(path) == (48, 32)
+    with path.open("ab") as file:
+        file.truncate(2**40)
+    assert claimed_size(path) is None
+
+
 def test_an_unknown_orientation_is_no_orientation(tmp_path: Path) -> None:
     exif = Image.Exif()
     exif[ORIENTATION] = 99

@@ -5,58 +5,84 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable
-from typing import Literal
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 
 from tests.unit.hardware.conftest import machine
+from tests.unit.hardware.test_memory import storage
 from tests.unit.hardware.test_resolve import Config, plan, row
 from trainer.data.sampler import Sampler
 from trainer.engine.geometry import run_geometry
 from trainer.engine.work import Work, parted
 from trainer.families import get
-from trainer.hardware.batching import usual_parts
+from trainer.hardware import roofline
+from trainer.hardware.batching import Captions, usual_parts
 from trainer.hardware.captions import padded_length
 from trainer.hardware.plan import Plan
 
-Captions = Literal["alike", "padded", "as they are"]
-STEPS, RECORDS = 1500, 40_000
 WORK = Work(matmul_flops=1.0, attention_flops=1.0, attention_calls=1, products=1, blocks=1, share=1.0)
 CAPTIONS: dict[Captions, Callable[[int], int]] = {
     "alike": lambda tokens: 0,
     "padded": padded_length,
     "as they are": lambda tokens: tokens,
 }
+SAMPLES = 20_000
+
+
+def sampled(pictures: Sequence[int], captions: Captions, size: int, samples: int) -> list[float]:
+    """What steps of the sampler make of a set, by how many samples: captions are any of the usual mix."""
+    chooser = random.Random(1)
+    shapes = [shape for shape, count in enumerate(pictures) for _ in range(count)]
+    keys = [(shape, CAPTIONS[captions](int(math.exp(chooser.random() * math.log(301))))) for shape in shapes]
+    count = len(keys)
+    sampler = Sampler(
+        keys, keys, [1] * count, contents=range(count), sizes=[1] * count, row_size=1, rows=samples,
+        rows_at_once=size, caption_dropout_rate=0.0, seed=0,
+    )  # fmt: skip
+    steps = max(10, SAMPLES // samples)
+    found = Counter(len(one.samples) for n in range(steps) for one in sampler.step(n))
+    return [found[number] / steps for number in range(1, size + 1)]
 
 
 @pytest.mark.parametrize("captions", CAPTIONS)
 @pytest.mark.parametrize(("size", "samples"), [(2, 2), (4, 4), (2, 8), (4, 16), (4, 256), (8, 2048)])
-def test_parts_are_those_of_the_sampler(captions: Captions, size: int, samples: int) -> None:
-    """Pictures of six shapes, captions of 1 to 300 tokens, as many short as long by their logarithm."""
-    chooser = random.Random(0)
-    keys = [
-        (chooser.randrange(6), CAPTIONS[captions](int(math.exp(chooser.random() * math.log(301)))))
-        for _ in range(RECORDS)
-    ]
-    sampler = Sampler(
-        keys, keys, [1] * RECORDS, contents=range(RECORDS), sizes=[1] * RECORDS, row_size=1, rows=samples,
-        rows_at_once=size, caption_dropout_rate=0.0, seed=0,
-    )  # fmt: skip
-    steps = min(STEPS, 20_000 // samples)
-    found = Counter(len(one.samples) for n in range(steps) for one in sampler.step(n))
+def test_parts_of_a_large_set_are_those_of_the_sampler(captions: Captions, size: int, samples: int) -> None:
     expected = usual_parts(size, samples, captions=captions)
-    assert len(expected) == size
-    assert sum(expected) == pytest.approx(found.total() / steps, rel=0.03)
-    for number, count in enumerate(expected, 1):
-        assert count == pytest.approx(found[number] / steps, rel=0.1, abs=0.01 * sum(expected))
+    found = sampled((5000,) * 6, captions, size, samples)
+    assert expected == pytest.approx(found, rel=0.1, abs=0.02 * sum(found))
+    assert sum(expected) == pytest.approx(sum(found), rel=0.03)
     assert sum(number * count for number, count in enumerate(expected, 1)) == pytest.approx(samples)
+
+
+@pytest.mark.parametrize(
+    ("pictures", "size", "samples"),
+    [
+        ((8, 8), 8, 16),  # a step is an epoch
+        ((8, 8, 8), 8, 24),
+        ((1,) * 6, 4, 4),
+        ((10,) * 6, 4, 4),
+        ((1, 99), 8, 256),
+        ((5, 95), 16, 64),
+        ((300, 700), 4, 2000),
+        ((1, 4, 20), 4, 8),
+        ((3,), 2, 8),  # a step is more than an epoch
+    ],
+)
+def test_parts_of_a_small_set_are_those_of_the_sampler(
+    pictures: tuple[int, ...], size: int, samples: int
+) -> None:
+    expected = usual_parts(size, samples, captions="alike", pictures=pictures)
+    found = sampled(pictures, "alike", size, samples)
+    assert expected == pytest.approx(found, rel=0.1, abs=0.03 * sum(found))
+    assert sum(expected) == pytest.approx(sum(found), rel=0.04)
 
 
 @pytest.mark.parametrize("captions", CAPTIONS)
 def test_single_samples_are_their_own_micro_batches(captions: Captions) -> None:
     assert usual_parts(1, 7, captions=captions) == (7,)
-    assert usual_parts(4, 6, captions="alike", pictures=(1.0,)) == (0, 1, 0, 1)
+    assert usual_parts(4, 6, captions="alike", pictures=(90,)) == (0, 1, 0, 1)
 
 
 def planned(config: Config, family: str, batch: int, **features: object) -> Plan:
@@ -81,5 +107,22 @@ def test_the_host_begins_every_micro_batch(config: Config, family: str, parts: s
 
 
 def test_rows_of_conversations_are_of_one_shape(config: Config) -> None:
-    work = parted(WORK, get("llama"), config(train__train_batch_size=4).train, ())
+    work = parted(WORK, get("llama"), config(train__train_batch_size=4), ())
     assert (work.parts, work.parts_padded) == ((), ())
+
+
+def test_captions_that_are_not_padded_make_more(config: Config) -> None:
+    asked = {"train__train_batch_size": 4, "features__compile": True}
+    padded, written = (
+        parted(WORK, get("qwen_image"), config(**asked, **features), ())
+        for features in ({}, {"features__text_padding": False})
+    )
+    assert padded.parts == written.parts == written.parts_padded
+    assert sum(padded.parts_padded) < 0.95 * sum(padded.parts)
+    geometry = run_geometry(
+        get("qwen_image"), config(family="qwen_image", **asked), model_folder=None, dtype="bf16"
+    )
+    made = storage(compile=True)
+    assert roofline.usual_parts(made, geometry, "flash") == padded.parts_padded
+    assert roofline.usual_parts(made, geometry, "flash_attn_2") == padded.parts
+    assert roofline.usual_parts(replace(made, compile=False), geometry, "flash") == padded.parts

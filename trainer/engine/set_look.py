@@ -1,0 +1,129 @@
+"""Floor 6: what is seen of a data set at a glance: its samples by their names, and some pictures' sizes.
+
+Nothing is checked, and nothing is decoded: what cannot be read the run tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config.schema import DataSet
+from trainer.data.buckets import Size, buckets, nearest_bucket
+from trainer.data.controls import control_folders, pair_controls, without_controls
+from trainer.data.images import claimed_size
+from trainer.data.listing import list_folder
+from trainer.data.metadata import read_metadata
+from trainer.families.protocol import Family
+
+_MOST_LOOKED_AT = 200
+"""Samples of a set that are looked at for their shapes."""
+_MOST_COUNTED = 20_000
+"""Files and folders of a set that are counted; a larger set is not listed twice for one row."""
+
+Sample = tuple[Path, ...]
+"""A picture and its control images."""
+Sets = tuple[DataSet, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A sample that was looked at."""
+
+    sizes: tuple[Size, ...]
+    """Of its picture and its control images, in pixels."""
+    weight: float
+    """Samples of an epoch that it stands for."""
+
+
+def samples(sets: Sets, family: Family) -> tuple[tuple[Sample, ...], ...] | None:
+    """The samples of each set; None where the sets are no folders of this disk that are counted at once."""
+    return _samples(sets, family.control_counts, _stamp(sets))
+
+
+def seen(sets: Sets, family: Family) -> tuple[Seen, ...]:
+    """Some samples of each set; empty where `samples` are not known."""
+    return _seen(sets, family.control_counts, _stamp(sets))
+
+
+def shape_counts(looked: Sequence[Seen], resolution: int, multiple: int) -> tuple[int, ...]:
+    """Of the shapes that samples come in at this resolution: how many samples of an epoch each has.
+
+    Control images are counted as if they came into buckets too.
+    """
+    if not looked or resolution < multiple:
+        return ()
+    sizes = buckets(resolution, multiple)
+    weights: Counter[tuple[Size, ...]] = Counter()
+    for one in looked:
+        weights[tuple(nearest_bucket(*size, sizes) for size in one.sizes)] += one.weight  # type: ignore[assignment]
+    return tuple(sorted(max(1, round(weight)) for weight in weights.values()))
+
+
+Stamp = tuple[tuple[Path, int], ...]
+
+
+def _stamp(sets: Sets) -> Stamp:
+    """When the folders were changed: what is remembered of others is of no use."""
+    found = []
+    for folder in itertools.chain.from_iterable(map(_folders, sets)):
+        try:
+            found.append((folder, folder.stat().st_mtime_ns))
+        except OSError:
+            found.append((folder, 0))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=8)
+def _samples(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple[Sample, ...], ...] | None:
+    found = []
+    for one in sets:
+        if one.img_dir is None or not _is_small(one.img_dir):
+            return None
+        apart = [folder for other in sets for folder in _folders(other) if folder != one.img_dir]
+        found.append(_of_set(one, one.img_dir, apart, controls))
+    return tuple(found) if all(found) else None
+
+
+def _of_set(
+    one: DataSet, folder: Path, apart: Sequence[Path], controls: tuple[int, int]
+) -> tuple[Sample, ...]:
+    folders = control_folders(one.control_dir)
+    listing = list_folder(folder, apart=apart)
+    metadata, _ = read_metadata(listing.metadata, folder)
+    beside, listing = listing, listing if folders else without_controls(listing, metadata)
+    if not controls[1]:
+        return tuple((path,) for path in listing.images)
+    pairs = pair_controls(listing, metadata, folders, controls, beside=beside).controls
+    return tuple((path, *pairs.get(path, ())) for path in listing.images)
+
+
+@functools.lru_cache(maxsize=8)
+def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ...]:
+    found = []
+    for one, every in zip(sets, _samples(sets, controls, stamp) or (), strict=False):
+        # by chance: names often take turns
+        chosen = random.Random(0).sample(range(len(every)), min(len(every), _MOST_LOOKED_AT))
+        sizes = [tuple(map(claimed_size, every[number])) for number in sorted(chosen)]
+        known = [tuple(size for size in row if size is not None) for row in sizes if row[0] is not None]
+        weight = one.repeats * len(every) / max(1, len(known))
+        found += [Seen(sizes=row, weight=weight) for row in known]
+    return tuple(found)
+
+
+def _folders(one: DataSet) -> tuple[Path, ...]:
+    """All folders of a set."""
+    others = (path for path in (one.img_dir, one.mask_dir) if path is not None)
+    return (*others, *control_folders(one.control_dir))
+
+
+def _is_small(folder: Path) -> bool:
+    """Whether a folder of this disk holds few enough files to be listed for a row."""
+    entries = itertools.chain.from_iterable((*inside, *files) for _, inside, files in os.walk(folder))
+    return sum(1 for _ in itertools.islice(entries, _MOST_COUNTED + 1)) <= _MOST_COUNTED
