@@ -42,8 +42,6 @@ SET = REPOSITORY / "tests" / "data" / "real_shaped"
 MICRO_BATCHES = {"flux2_dev": 40}
 """Of batches of one sample, where they are not 120."""
 _MICRO_BATCHES, _BATCHED = 120, 30
-# graphs of their many shapes take as long to be captured
-_BATCHED_COMPILED = 60
 # their cells are compared with those of one caption length: a step each micro-batch gives medians of 60 steps
 _COMPARED = ("qwen_image", "kandinsky5")
 ONE_LENGTH = "one length, "
@@ -202,7 +200,7 @@ def _layer(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
     )
     micro_batches = MICRO_BATCHES.get(cell.family, _MICRO_BATCHES)
     if cell.batch > 1:
-        micro_batches = _BATCHED_COMPILED if "compile" in cell.features else _BATCHED
+        micro_batches = _BATCHED
     if family.sample_kind == "conversation":
         sets: dict[str, str] = {"chat_file": str(_chats(cell.family, work))}
     elif family.control_counts[0]:
@@ -328,8 +326,8 @@ tests/data/real_shaped: 60 pictures of six aspect ratios with captions of 1 to 3
 controls of other sizes, 60 conversations of 1 to 4,000 tokens. Times are medians over the second half of the
 run's steps, steady is a step within one and a half of that; graphs are those that were held, of the sets of
 shapes that came. Rows of one length have one caption, of the set's mean length, for every picture. Of batch
-4, a micro-batch is four samples, in as many passes as their shapes make, and memory is planned for the
-largest pass that came. Where two GPUs ran at once, each had half of the host's cores."""
+4, a micro-batch is as many samples as the plan takes at once, in as many passes as their shapes make, and
+memory is planned for the largest pass that came. Where two GPUs ran at once, each had half of the host's cores."""
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from trainer.cli.options import load_config
 from trainer.config.load import Loaded
 from trainer.engine.planning import machine_facts, plan_run, requested_profile
 from trainer.engine.spec import read_spec
+from trainer.engine.work import Mix
 from trainer.errors import ConfigError, TrainerError
 from trainer.hardware.plan import Plan
 
@@ -211,7 +212,10 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
     )
     config = Path(__file__).resolve().parents[2] / "train_configs" / f"{case.family}_lora.yaml"
     loaded = load_config((config,), overrides, None, folder / "run")
-    plan = plan_run(loaded, machine_facts(), requested_profile())
+    # the synthetic batch is of one shape, and is not parted
+    several = loaded.config.train.train_batch_size > 1
+    alike = Mix(caption_tokens=loaded.config.data.max_sequence_length) if several else None
+    plan = plan_run(loaded, machine_facts(), requested_profile(), mix=alike)
     if case.one_copy and plan.weight_copies == 2:
         # in less than two copies need, the plan takes one
         less = sum(part.bytes for part in plan.train_memory) / _GIB

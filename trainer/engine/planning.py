@@ -51,10 +51,12 @@ def plan_run(
     requested_profile: str = "auto",
     *,
     find_model: Callable[[RunConfig], Path | None] | None = None,
+    mix: Mix | None = None,
 ) -> Plan:
     """The plan of a run on the machine that `facts` describe.
 
-    `find_model` says where the base model is on this disk; `local_folder` if not given. Raises ConfigError
+    `find_model` says where the base model is on this disk; `local_folder` if not given. `mix` says of what
+    shapes samples are; what a look at the data set shows if not given. Raises ConfigError
     (78) for a profile that does not exist and for an adapter on layers that the model has none of,
     HardwareError (69) where the machine cannot do it, AccessError (77) where the base model is a folder that
     is not there. UNIFIED_MEMORY, DISABLE_CPU_OFFLOAD and PYTORCH_ALLOC_CONF are obeyed.
@@ -74,7 +76,7 @@ def plan_run(
         check_family(family, changed)
         return changed.config
 
-    geometry_of = _geometries(family, loaded, folder)
+    geometry_of = _geometries(family, loaded, folder, mix)
     source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
     plan = resolve(
         config,
@@ -93,11 +95,12 @@ def plan_run(
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
 
 
-def _geometries(family: Family, loaded: Loaded, folder: Path | None) -> GeometryOf:
+def _geometries(family: Family, loaded: Loaded, folder: Path | None, mix: Mix | None) -> GeometryOf:
     """The geometry of the run, changed, in a compute type."""
     downloads = is_repository(loaded.config)
     # of single samples it does not matter what shapes they have
-    looked = seen(loaded.config.data.sets, family) if loaded.config.train.train_batch_size > 1 else ()
+    looks = mix is None and loaded.config.train.train_batch_size > 1
+    looked = seen(loaded.config.data.sets, family) if looks else ()
 
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
         return run_geometry(
@@ -107,7 +110,7 @@ def _geometries(family: Family, loaded: Loaded, folder: Path | None) -> Geometry
             dtype=dtype,
             sources=loaded.sources,
             downloads=downloads,
-            mix=Mix(pictures=shape_counts(looked, changed.data.resolution, family.pixel_multiple)),
+            mix=mix or Mix(pictures=shape_counts(looked, changed.data.resolution, family.pixel_multiple)),
         )
 
     return geometry_of

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import RunConfig, changed
-from trainer.config.training_checks import keeps_best
 from trainer.errors import HardwareError, Problem
 from trainer.hardware import (
     allocator,
@@ -23,6 +22,7 @@ from trainer.hardware import (
     loading,
     memory,
     optimizers,
+    plan_rows,
     roofline,
     swapping,
 )
@@ -30,13 +30,14 @@ from trainer.hardware.budget import Budget, budget, fillable, least_imposed
 from trainer.hardware.choices import Situation
 from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
-from trainer.hardware.host import WSL_SPILLS
 from trainer.hardware.nearest import nearest_fit
 from trainer.hardware.plan import Decision, MemoryRow, Plan
 from trainer.hardware.profiles import Profile
 
 # share of the time a sample that smaller micro-batches must come below
 _CLEARLY = 0.95
+_RARELY_FULL = 0.75
+"""Micro-batches that a batch makes, as a share of its samples, beyond which these are taken one by one."""
 GeometryOf = Callable[[RunConfig, str], Geometry]
 """Geometry of a changed configuration in a compute type, for suggestions."""
 ChangedBy = Callable[[Mapping[str, Any]], RunConfig]
@@ -134,8 +135,8 @@ def _decide_whole_or_split(
 ) -> Plan:
     """The best plan with the written micro-batches or smaller ones, as many more a step.
 
-    Smaller ones are taken where these do not fit, or fit only less precisely or clearly slower. Raises the
-    smallest one's error.
+    Smaller ones are taken where these do not fit, or fit only less precisely or clearly slower, and single
+    samples where batches would rarely be full. Raises the smallest one's error.
     """
     whole, last = None, None
     try:
@@ -143,9 +144,12 @@ def _decide_whole_or_split(
     except fit.DoesNotFitError as error:
         last = error
     # sums of many small gradients in bf16, as a full fine-tune has them, lose what they add up
-    if whole is not None and (not whole.skipped or situation.config.method == "full"):
+    if whole is not None and situation.config.method == "full":
         return whole.plan(rows)
     best, dtype = whole, choices.dtype(situation).value
+    if whole is not None and not whole.skipped:
+        alone = _one_by_one(whole, sized, swap=swap)
+        return whole.plan(rows) if alone is None else alone.plan(rows, alone.one_by_one(whole))
     for smaller in batching.smaller(situation.config):
         split = dataclasses.replace(situation, config=smaller)
         try:
@@ -160,9 +164,35 @@ def _decide_whole_or_split(
     if best is None:
         assert last is not None
         raise last
+    alone = _one_by_one(best, sized, swap=swap)
+    if alone is not None:
+        return alone.plan(rows, alone.one_by_one(best))
     if best is whole:
         return best.plan(rows)
     return best.plan(rows, batching.row(best.situation.config, situation.config, whole.how if whole else ""))
+
+
+def _one_by_one(batched: _Decided, sized: GeometryOf, *, swap: bool) -> _Decided | None:
+    """Single samples, where those of a batch rarely have one shape.
+
+    They need less memory, and come in fewer sets of shapes, of which each is a CUDA graph. None where batches
+    are often full, single samples fit only less precisely or clearly slower, or the machine's rates are not
+    known.
+    """
+    config, parts = batched.situation.config, batched.parts
+    rarely_full = len(parts) > 1 and sum(parts) > _RARELY_FULL * len(parts)
+    if not rarely_full or config.method == "full" or not batched.step_milliseconds:
+        return None
+    *_, single = batching.smaller(config)
+    try:
+        found = _decide(
+            dataclasses.replace(batched.situation, config=single),
+            sized(single, batched.dtype.value),
+            swap=swap,
+        )
+    except fit.DoesNotFitError:
+        return None
+    return None if batched.is_better_than(found) else found
 
 
 def dtype_of(config: RunConfig, facts: Facts, profile: Profile, sources: Mapping[str, str]) -> str:
@@ -200,6 +230,15 @@ class _Decided:
     @property
     def _sample_milliseconds(self) -> float:
         return self.chosen.milliseconds / self.situation.config.train.train_batch_size
+
+    @property
+    def parts(self) -> tuple[float, ...]:
+        """Micro-batches of one, two ... of a batch's samples, on average."""
+        return roofline.usual_parts(self.chosen.storage, self.geometry, self.attention.value)
+
+    def one_by_one(self, batched: _Decided) -> Decision:
+        """The row of a step whose samples are taken one by one."""
+        return batching.one_by_one(self.situation.config, batched.situation.config, sum(batched.parts))
 
     @property
     def keeping(self) -> keeping.Keeping:
@@ -306,9 +345,9 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
         host_memory=host,
         step_milliseconds=round(decided.step_milliseconds, 1),
         budget_bytes=decided.limit.bytes,
-        disk_bytes=_disk(situation.config, chosen, geometry)[1],
+        disk_bytes=plan_rows.disk(situation.config, chosen, geometry)[1],
         decisions=rows,
-        warnings=tuple(_warnings(situation, memory.total(host))),
+        warnings=tuple(plan_rows.warnings(situation, memory.total(host))),
     )
 
 
@@ -317,8 +356,8 @@ def _rows(
 ) -> Iterator[Decision]:
     """The table below the machine's rows, in its order."""
     config, limit, chosen = situation.config, decided.limit, decided.chosen
-    checkpoints, disk = _disk(config, chosen, geometry)
-    yield _row("memory_budget", memory.gib(limit.bytes), limit.source, limit.reason)
+    checkpoints, disk = plan_rows.disk(config, chosen, geometry)
+    yield plan_rows.row("memory_budget", memory.gib(limit.bytes), limit.source, limit.reason)
     yield decided.dtype
     yield from filter(None, (split,))
     yield from fit.decisions(situation, geometry, chosen, decided.skipped, decided.compiling)
@@ -327,7 +366,7 @@ def _rows(
         yield decided.text_padding
     yield from (decided.attention, decided.tf32, decided.optimizer, decided.loader)
     yield from optimizers.rows(situation, decided.optimizer.value)
-    yield from _policies(situation.profile)
+    yield from plan_rows.policies(situation.profile)
     yield from decided.variables.rows
     yield decided.keeping.decision
     yield batching.time_row(
@@ -335,56 +374,9 @@ def _rows(
         config,
         situation.gpu,
         geometry=geometry,
-        parts=sum(roofline.usual_parts(chosen.storage, geometry, decided.attention.value)),
+        parts=sum(decided.parts),
     )
-    yield _row("caching", memory.gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
-    yield _row("disk", memory.gib(disk), "auto", f"{checkpoints} in output_dir, and the final files")
+    yield plan_rows.row("caching", memory.gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
+    yield plan_rows.row("disk", memory.gib(disk), "auto", f"{checkpoints} in output_dir, and the final files")
     sources = "; ".join(sorted({component.source for component in geometry.components}))
-    yield _row("sizes", _parameters(geometry), "facts", sources)
-
-
-def _disk(config: RunConfig, chosen: fit.Outcome, geometry: Geometry) -> tuple[str, int]:
-    """Checkpoints that exist at one time, in words, and the bytes of everything."""
-    steps, every = config.train.max_train_steps, config.checkpoint.checkpointing_steps
-    saved = steps // every
-    # the last step is saved too, but not by a full fine-tune that was told to write no checkpoints
-    if steps % every and (config.method == "lora" or saved):
-        saved += 1
-    count = min(config.checkpoint.checkpoints_total_limit + 1, saved)
-    # the best one's, and what is to take its place
-    copies = 3 if keeps_best(config) else 1
-    size = memory.disk_bytes(chosen.storage, geometry, checkpoints=count, copies=copies)
-    return f"{count} checkpoint{'s' if count != 1 else ''}", size
-
-
-def _policies(profile: Profile) -> Iterator[Decision]:
-    """What the profile fixes: pinning, and its notes."""
-    source, notes = profile.memory_source, dict(profile.notes)
-    pinned = "faster copies to the GPU" if profile.pin_memory else "there is no GPU to copy to"
-    yield _row("pin_memory", choices.on_off(profile.pin_memory), source, notes.pop("pin_memory", pinned))
-    for feature, reason in notes.items():
-        yield _row(feature, "off", source, reason)
-
-
-def _warnings(situation: Situation, host_bytes: int) -> Iterator[str]:
-    """What works, but deserves to be known."""
-    facts, profile = situation.facts, situation.profile
-    if host_bytes > facts.memory.available_bytes:
-        available = memory.gib(facts.memory.available_bytes)
-        yield f"the training process needs {memory.gib(host_bytes)} of host memory, {available} are available"
-    if facts.wsl and situation.on_gpu:
-        yield WSL_SPILLS
-    if len(facts.gpus) > 1 and situation.on_gpu:
-        yield f"{len(facts.gpus)} GPUs are visible, one process trains on the first ({facts.gpus[0].name})"
-    if profile.device == "cpu" and facts.gpus:
-        yield f"{facts.gpus[0].name} is not used: TRAINER_PROFILE is cpu"
-
-
-def _parameters(geometry: Geometry) -> str:
-    """The trained component's size."""
-    count = memory.parameters(geometry, "trained")
-    return f"{count / 1e9:.1f} B parameters" if count >= 10**8 else f"{count / 1e6:.2f} M parameters"
-
-
-def _row(feature: str, value: str, source: str, reason: str) -> Decision:
-    return Decision(feature=feature, value=value, source=source, reason=reason)
+    yield plan_rows.row("sizes", plan_rows.parameters(geometry), "facts", sources)

@@ -13,13 +13,15 @@ import pytest
 from tests.unit.hardware.conftest import machine
 from tests.unit.hardware.test_memory import storage
 from tests.unit.hardware.test_resolve import Config, plan, row
+from trainer.config.schema import RunConfig
 from trainer.data.sampler import Sampler
 from trainer.engine.geometry import run_geometry
-from trainer.engine.work import Work, parted
+from trainer.engine.work import Mix, Work, parted
 from trainer.families import get
 from trainer.hardware import roofline
 from trainer.hardware.batching import Captions, usual_parts
 from trainer.hardware.captions import padded_length
+from trainer.hardware.geometry import Geometry
 from trainer.hardware.plan import Plan
 
 WORK = Work(matmul_flops=1.0, attention_flops=1.0, attention_calls=1, products=1, blocks=1, share=1.0)
@@ -126,3 +128,56 @@ def test_captions_that_are_not_padded_make_more(config: Config) -> None:
     assert roofline.usual_parts(made, geometry, "flash") == padded.parts_padded
     assert roofline.usual_parts(made, geometry, "flash_attn_2") == padded.parts
     assert roofline.usual_parts(replace(made, compile=False), geometry, "flash") == padded.parts
+
+
+def splits(
+    config: Config,
+    family: str,
+    *,
+    pictures: tuple[int, ...] = (),
+    **features: object,
+) -> Plan:
+    values = {f"features__{name}": value for name, value in features.items()}
+    asked = config(family=family, train__train_batch_size=4, **values)
+
+    def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
+        return run_geometry(get(family), changed, model_folder=None, dtype=dtype, mix=Mix(pictures=pictures))
+
+    # nothing was probed: what was would count for its own batch only
+    unprobed = replace(machine("h200"), verdicts=())
+    return plan(asked, unprobed, geometry_of(asked, "bf16"), geometry_of=geometry_of)
+
+
+@pytest.mark.parametrize("family", ["flux1_dev", "qwen_image", "kandinsky5"])
+def test_batches_that_are_rarely_full_are_taken_one_by_one(config: Config, family: str) -> None:
+    """Graphs of single samples are fewer, and memory is that of one."""
+    mixed, alike = splits(config, family, compile=True), splits(config, family, compile=True, pictures=(50,))
+    assert (mixed.micro_batch_size, mixed.accumulation_steps) == (1, 4)
+    assert row(mixed, "micro_batch").value == "1 x 4"
+    assert "one by one they are as fast" in row(mixed, "micro_batch").reason
+    single = plan(
+        config(family=family, features__compile=True), replace(machine("h200"), verdicts=()),
+        run_geometry(get(family), config(family=family), model_folder=None, dtype="bf16"),
+    )  # fmt: skip
+    assert mixed.train_memory == single.train_memory
+    assert alike.micro_batch_size > 1
+
+
+def test_uncompiled_batches_that_save_the_host_s_time_stay(config: Config) -> None:
+    written = {"compile": False, "weights": "fp8", "compute": "fp8", "attention": "cudnn"}
+    assert splits(config, "flux1_dev", **written).micro_batch_size == 4
+    # captions as they are: hardly two are of one length
+    assert splits(config, "qwen_image", **written).micro_batch_size == 1
+
+
+def test_trained_weights_are_not_taken_one_by_one(config: Config) -> None:
+    """Sums of many small gradients in bf16 lose what they add up."""
+    asked = config(family="kandinsky5", method="full", train__train_batch_size=2)
+
+    def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
+        return run_geometry(get("kandinsky5"), changed, model_folder=None, dtype=dtype)
+
+    assert (
+        plan(asked, machine("h200"), geometry_of(asked, "bf16"), geometry_of=geometry_of).micro_batch_size
+        == 2
+    )
