@@ -327,7 +327,7 @@ controls of other sizes, 60 conversations of 1 to 4,000 tokens. Times are median
 run's steps, steady is a step within one and a half of that; graphs are those that were held, of the sets of
 shapes that came. Rows of one length have one caption, of the set's mean length, for every picture. Of batch
 4, a micro-batch is as many samples as the plan takes at once, in as many passes as their shapes make, and
-memory is planned for the largest pass that came. Where two GPUs ran at once, each had half of the host's cores."""
+memory is planned for the largest pass that came. Where two GPUs ran at once, each had half of the cores."""
 
 
 if __name__ == "__main__":
