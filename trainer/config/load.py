@@ -34,6 +34,8 @@ class Loaded:
     """For people: values of files that presets replaced, and values of presets that are not in effect."""
     warnings: tuple[str, ...] = ()
     """Variables of the environment that do nothing here, or harm."""
+    goes_on: bool = False
+    """Whether the run has begun: what was decided then is in it."""
 
 
 def load(

@@ -41,6 +41,7 @@ def continued(loaded: Loaded) -> Loaded:
         loaded,
         config=changed(config, kept),
         sources={**loaded.sources, **dict.fromkeys(kept, str(path))},
+        goes_on=True,
     )
 
 

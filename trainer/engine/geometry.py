@@ -119,6 +119,7 @@ def _with_work(geometry: Geometry, work: Work, lora_layers: int) -> Geometry:
         products=work.products,
         usual_share=work.share,
         usual_parts=work.parts,
+        usual_parts_alike=work.parts_alike,
         usual_parts_padded=work.parts_padded,
         pictures_known=work.pictures_known,
         blocks=work.blocks,

@@ -15,7 +15,7 @@ from trainer.engine.agreement import check_family
 from trainer.engine.base_check import check_base
 from trainer.engine.base_rows import base_rows
 from trainer.engine.geometry import run_geometry, run_shape, trained_config
-from trainer.engine.set_look import seen, shape_counts
+from trainer.engine.set_look import seen, shapes_of
 from trainer.engine.work import Mix
 from trainer.errors import TrainerError
 from trainer.families.protocol import AttentionShape, Family
@@ -90,6 +90,7 @@ def plan_run(
         offload=not no_offload,
         environ=environment.snapshot(),
         disk=disk_of(weights_folder(family, folder)),
+        goes_on=loaded.goes_on,
     )
     rows = base_rows(family, config, folder) if downloads else ()
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
@@ -110,7 +111,7 @@ def _geometries(family: Family, loaded: Loaded, folder: Path | None, mix: Mix | 
             dtype=dtype,
             sources=loaded.sources,
             downloads=downloads,
-            mix=mix or Mix(pictures=shape_counts(looked, changed.data.resolution, family.pixel_multiple)),
+            mix=mix or Mix(pictures=shapes_of(looked, changed.data.resolution, family.pixel_multiple)),
         )
 
     return geometry_of

@@ -9,7 +9,6 @@ import functools
 import itertools
 import os
 import random
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +20,7 @@ from trainer.data.images import claimed_size
 from trainer.data.listing import list_folder
 from trainer.data.metadata import read_metadata
 from trainer.families.protocol import Family
+from trainer.hardware.batching import Pictures
 
 _MOST_LOOKED_AT = 200
 """Samples of a set that are looked at for their shapes."""
@@ -39,7 +39,9 @@ class Seen:
     sizes: tuple[Size, ...]
     """Of its picture and its control images, in pixels."""
     weight: float
-    """Samples of an epoch that it stands for."""
+    """Samples of the set that it stands for."""
+    repeats: int
+    """How often each of them comes in an epoch."""
 
 
 def samples(sets: Sets, family: Family) -> tuple[tuple[Sample, ...], ...] | None:
@@ -48,22 +50,25 @@ def samples(sets: Sets, family: Family) -> tuple[tuple[Sample, ...], ...] | None
 
 
 def seen(sets: Sets, family: Family) -> tuple[Seen, ...]:
-    """Some samples of each set; empty where `samples` are not known."""
+    """Some samples of each set; empty where the samples of one, or all of their sizes, are not known."""
     return _seen(sets, family.control_counts, _stamp(sets))
 
 
-def shape_counts(looked: Sequence[Seen], resolution: int, multiple: int) -> tuple[int, ...]:
-    """Of the shapes that samples come in at this resolution: how many samples of an epoch each has.
+def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Pictures:
+    """Of the shapes that samples come in at this resolution, how many samples have each.
 
     Control images are counted as if they came into buckets too.
     """
     if not looked or resolution < multiple:
         return ()
     sizes = buckets(resolution, multiple)
-    weights: Counter[tuple[Size, ...]] = Counter()
+    numbers: dict[tuple[Size, ...], int] = {}
+    weights: dict[tuple[int, int], float] = {}
     for one in looked:
-        weights[tuple(nearest_bucket(*size, sizes) for size in one.sizes)] += one.weight  # type: ignore[assignment]
-    return tuple(sorted(max(1, round(weight)) for weight in weights.values()))
+        shape = tuple(nearest_bucket(*size, sizes) for size in one.sizes)
+        key = numbers.setdefault(shape, len(numbers)), one.repeats
+        weights[key] = weights.get(key, 0.0) + one.weight
+    return tuple((shape, max(1, round(weight)), repeats) for (shape, repeats), weight in weights.items())
 
 
 Stamp = tuple[tuple[Path, int], ...]
@@ -112,8 +117,10 @@ def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ..
         chosen = random.Random(0).sample(range(len(every)), min(len(every), _MOST_LOOKED_AT))
         sizes = [tuple(map(claimed_size, every[number])) for number in sorted(chosen)]
         known = [tuple(size for size in row if size is not None) for row in sizes if row[0] is not None]
-        weight = one.repeats * len(every) / max(1, len(known))
-        found += [Seen(sizes=row, weight=weight) for row in known]
+        if not known:
+            return ()
+        weight = len(every) / len(known)
+        found += [Seen(sizes=row, weight=weight, repeats=one.repeats) for row in known]
     return tuple(found)
 
 

@@ -48,7 +48,7 @@ def _remedies(phase: Phase | None, config: RunConfig, plan: Plan, allowed: Allow
         fitting = (value for value in values if allowed({key: value}))
         for value in [*fitting][:1]:
             yield f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
-    if config.train.train_batch_size > 1 and phase is not Phase.CACHE:
+    if plan.micro_batch_size > 1 and phase is not Phase.CACHE:
         yield "a smaller train.train_batch_size"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.engine.planned_adapter import TEXT_SIDE
 from trainer.families.protocol import Family, Shape
-from trainer.hardware.batching import USUAL_PICTURES, Captions, usual_parts
+from trainer.hardware.batching import USUAL_PICTURES, Captions, Pictures, usual_parts
 from trainer.hardware.blocks import BLOCK, LEAST_LINEARS
 from trainer.hardware.geometry import ComponentGeometry
 
@@ -38,6 +38,8 @@ class Work:
     """Whether `parts` are those of the run's pictures."""
     parts: tuple[float, ...] = ()
     """Micro-batches of one, two ... of its samples, on average; empty: it is one."""
+    parts_alike: tuple[float, ...] = ()
+    """The same with captions of one length."""
     parts_padded: tuple[float, ...] = ()
     """The same with captions padded to a few lengths."""
 
@@ -48,8 +50,8 @@ class Mix:
 
     caption_tokens: int | None = None
     """Of every caption, and pictures are of one shape; None: a usual mix of lengths."""
-    pictures: tuple[int, ...] = ()
-    """Samples of an epoch of each shape; empty: of six shapes, as many of each."""
+    pictures: Pictures = ()
+    """Empty: of six shapes, as many of each."""
 
 
 USUAL_MIX = Mix()
@@ -94,20 +96,30 @@ def usual_work(
     return parted(work, family, config, mix.pictures) if caption_tokens is None else work
 
 
-def parted(work: Work, family: Family, config: RunConfig, pictures: tuple[int, ...]) -> Work:
+def parted(work: Work, family: Family, config: RunConfig, pictures: Pictures) -> Work:
     """The work with samples as steps part them; `pictures` are those of each shape, else of six."""
     if family.packed_by is not None:
         return work
     size, steps = config.train.train_batch_size, config.train.gradient_accumulation_steps
 
     def parts(captions: Captions) -> tuple[float, ...]:
-        found = usual_parts(size, size * steps, captions=captions, pictures=pictures or USUAL_PICTURES)
+        found = usual_parts(
+            size,
+            size * steps,
+            captions=captions,
+            pictures=pictures or USUAL_PICTURES,
+            most_tokens=config.data.max_sequence_length,
+        )
         return tuple(one / steps for one in found)
 
-    written = parts("alike" if family.caption is None else "as they are")
+    alike = parts("alike")
+    written = alike if family.caption is None else parts("as they are")
     may_pad = family.caption is not None and config.features.text_padding is not False
     padded = parts("padded") if may_pad else written
-    return dataclasses.replace(work, parts=written, parts_padded=padded, pictures_known=bool(pictures))
+    known = bool(pictures)
+    return dataclasses.replace(
+        work, parts=written, parts_alike=alike, parts_padded=padded, pictures_known=known
+    )
 
 
 @functools.lru_cache(maxsize=64)

@@ -42,20 +42,22 @@ def row(config: RunConfig, asked: RunConfig, how: str) -> Decision:
     return Decision(feature="micro_batch", value=f"{size} x {steps}", source="auto", reason=reason)
 
 
-def one_by_one(config: RunConfig, asked: RunConfig, parts: float) -> Decision:
-    """How a step's samples are taken, of which those of a batch of `asked` make so many micro-batches."""
+def one_by_one(config: RunConfig, asked: RunConfig, parts: float, *, graphs: bool) -> Decision:
+    """How a step's samples are taken, of which a batch of `asked` would be `parts` of other shapes."""
     size, steps = config.train.train_batch_size, config.train.gradient_accumulation_steps
-    of = asked.train.train_batch_size
+    less = "less memory and fewer CUDA graphs" if graphs else "less memory"
     reason = (
-        f"{of} samples would make {parts:.1f} micro-batches, as shapes differ: one by one they are as fast,"
-        f" in less memory, and in fewer CUDA graphs; a step still has {size * steps}"
+        f"{asked.train.train_batch_size} samples at once are pictures of {parts:.1f} shapes on average: one"
+        f" by one takes about as long, in {less}; a step still has {size * steps}"
     )
     return Decision(feature="micro_batch", value=f"{size} x {steps}", source="auto", reason=reason)
 
 
 Captions = Literal["alike", "padded", "as they are"]
-USUAL_PICTURES = (100_000,) * 6
-"""Samples of an epoch of each shape, where a set is not known: any number."""
+Pictures = tuple[tuple[int, int, int], ...]
+"""A shape's number, how many pictures have it, and how often each of these comes in an epoch."""
+USUAL_PICTURES: Pictures = tuple((shape, 100_000, 1) for shape in range(6))
+"""Of a set that is not known: six shapes, any number of each."""
 # captions of 1 to 300 tokens, as many short as long by their logarithm
 _MOST_TOKENS = 300
 _DRAWN, _MOST_RECORDS = 10_000, 2_000
@@ -63,25 +65,33 @@ _DRAWN, _MOST_RECORDS = 10_000, 2_000
 
 @functools.lru_cache(maxsize=64)
 def usual_parts(
-    size: int, samples: int, *, captions: Captions, pictures: tuple[int, ...] = USUAL_PICTURES
+    size: int,
+    samples: int,
+    *,
+    captions: Captions,
+    pictures: Pictures = USUAL_PICTURES,
+    most_tokens: int = _MOST_TOKENS,
 ) -> tuple[float, ...]:
     """Micro-batches, on average, of a step of `samples`: those of one, of two, up to those of `size` of them.
 
-    Those of one shape go together. `pictures` are an epoch's samples of each shape; captions are of 1 to 300
-    tokens. Counted by drawing steps as the sampler does, the same ones every time: no sample is twice in a
-    step, where an epoch fills one.
+    Those of one shape go together. Captions are of 1 to 300 tokens, cut to `most_tokens`. Counted by drawing
+    steps as the sampler does, the same ones every time: no picture is twice in a step, where an epoch fills
+    one.
     """
     if size == 1:
         return (float(samples),)
     # of a large set some: what was drawn does not come again for long
-    scale = min(1.0, max(_MOST_RECORDS, 8 * samples) / sum(pictures))
-    shapes = [shape for shape, count in enumerate(pictures) for _ in range(max(1, round(count * scale)))]
+    scale = min(1.0, max(_MOST_RECORDS, 8 * samples) / sum(count for _, count, _ in pictures))
+    kinds = [
+        (shape, repeats) for shape, count, repeats in pictures for _ in range(max(1, round(count * scale)))
+    ]
     chooser = random.Random(0)
-    records = list(enumerate(zip(shapes, _caption_lengths(len(shapes), captions, chooser), strict=True)))
+    lengths = _caption_lengths(len(kinds), captions, most_tokens, chooser)
+    shapes = [(shape, tokens) for (shape, _), tokens in zip(kinds, lengths, strict=True)]
     steps = max(8, _DRAWN // samples)
     parts = [0] * size
-    for step in itertools.islice(_steps(records, samples, chooser), steps):
-        for count in collections.Counter(shape for _, shape in step).values():
+    for step in itertools.islice(_steps([repeats for _, repeats in kinds], samples, chooser), steps):
+        for count in collections.Counter(shapes[picture] for picture in step).values():
             full, rest = divmod(count, size)
             parts[-1] += full
             if rest:
@@ -89,32 +99,37 @@ def usual_parts(
     return tuple(one / steps for one in parts)
 
 
-_Record = tuple[int, tuple[int, int]]
-"""Number, and shape: of the picture, and the caption's length."""
-
-
-def _steps(records: list[_Record], samples: int, chooser: random.Random) -> Iterator[list[_Record]]:
-    """Steps of one shuffled epoch after another; what is in a step already is among the first of the next."""
-    waiting: list[_Record] = []
-    stream = itertools.chain.from_iterable(chooser.sample(records, len(records)) for _ in itertools.count())
+def _steps(repeats: list[int], samples: int, chooser: random.Random) -> Iterator[list[int]]:
+    """Steps of one epoch after another; what is in a step already is among the first of the next."""
+    most, waiting = min(samples, len(repeats)), list[int]()
+    stream = itertools.chain.from_iterable(_epoch(repeats, chooser) for _ in itertools.count())
     while True:
-        step = dict(waiting)
+        step = dict.fromkeys(waiting)
         waiting = []
-        while len(step) < min(samples, len(records)):
-            record = next(stream)
-            if record[0] in step:
-                waiting.append(record)
-            else:
-                step[record[0]] = record[1]
+        while len(step) < most:
+            picture = next(stream)
+            if picture in step:
+                waiting.append(picture)
+            step[picture] = None
         # an epoch that does not fill a step comes more than once in it
-        yield [*step.items(), *itertools.islice(stream, max(0, samples - len(records)))]
+        yield [*step, *itertools.islice(stream, samples - most)]
 
 
-def _caption_lengths(count: int, captions: Captions, chooser: random.Random) -> list[int]:
+def _epoch(repeats: list[int], chooser: random.Random) -> list[int]:
+    """Pictures in any order; one that comes r times is once in each r-th part."""
+    places = (
+        ((turn + chooser.random()) / times, picture)
+        for picture, times in enumerate(repeats)
+        for turn in range(times)
+    )
+    return [picture for _, picture in sorted(places)]
+
+
+def _caption_lengths(count: int, captions: Captions, most: int, chooser: random.Random) -> list[int]:
     """Of so many captions the lengths: as many short as long by their logarithm, in any order."""
     if captions == "alike":
         return [0] * count
-    lengths = [int((_MOST_TOKENS + 1) ** ((number + 0.5) / count)) for number in range(count)]
+    lengths = [min(most, int((_MOST_TOKENS + 1) ** ((at + 0.5) / count))) for at in range(count)]
     chooser.shuffle(lengths)
     return [padded_length(tokens) for tokens in lengths] if captions == "padded" else lengths
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from trainer.config import extras
 from trainer.config.schema import RunConfig
@@ -54,6 +54,13 @@ class Situation:
     """The environment of the command."""
     disk: str = ""
     """The file system that the base model's files lie on; empty where they are not here."""
+    goes_on: bool = False
+    """Whether the run has begun, with its samples parted as the configuration says."""
+
+    @property
+    def unmeasured(self) -> Situation:
+        """The same before any kernel was measured."""
+        return replace(self, facts=replace(self.facts, verdicts=()))
 
     @property
     def on_gpu(self) -> bool:

@@ -119,6 +119,8 @@ class Geometry:
     """Micro-batches of one, two ... of its samples, on average, as their shapes differ; empty: it is one."""
     pictures_known: bool = False
     """Whether that is by the shapes of the run's pictures; else these are of six."""
+    usual_parts_alike: tuple[float, ...] = ()
+    """The same where captions are of one length: by the shapes of pictures alone."""
     usual_parts_padded: tuple[float, ...] = ()
     """The same where captions are padded to a few lengths."""
     blocks: int = 0

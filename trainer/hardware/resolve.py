@@ -58,6 +58,7 @@ def resolve(
     offload: bool = True,
     environ: Mapping[str, str] | None = None,
     disk: str = "",
+    goes_on: bool = False,
 ) -> Plan:
     """Every decision of a run with its reason.
 
@@ -67,10 +68,17 @@ def resolve(
     `offload` (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was
     written.
     `environ` is the environment of the command, in which the user may have set what the profile sets; `disk`
-    the file system of the base model, as `loading.disk_of` names it.
+    the file system of the base model, as `loading.disk_of` names it. A run that `goes_on` parts its samples
+    as it began.
     """
     situation = Situation(
-        config=config, facts=facts, profile=profile, sources=sources, environ=environ or {}, disk=disk
+        config=config,
+        facts=facts,
+        profile=profile,
+        sources=sources,
+        environ=environ or {},
+        disk=disk,
+        goes_on=goes_on,
     )
     machine_rows = compatibility.check(facts, profile)
     rows = (*([profile_row] if profile_row else []), *machine_rows)
@@ -173,26 +181,30 @@ def _decide_whole_or_split(
 
 
 def _one_by_one(batched: _Decided, sized: GeometryOf, *, swap: bool) -> _Decided | None:
-    """Single samples, where those of a batch rarely have one shape.
+    """Single samples, where the pictures of a batch are rarely of one shape.
 
     They need less memory, and come in fewer sets of shapes, of which each is a CUDA graph. None where batches
-    are often full, single samples fit only less precisely or clearly slower, or the machine's rates are not
-    known.
+    are often full or the pictures are not known, single samples fit only less precisely or clearly slower, or
+    the machine's rates are not known.
     """
-    config, parts = batched.situation.config, batched.parts
+    situation, parts = batched.situation, batched.geometry.usual_parts_alike
     rarely_full = len(parts) > 1 and sum(parts) > _RARELY_FULL * len(parts)
-    if not rarely_full or config.method == "full" or not batched.step_milliseconds:
+    fixed = situation.config.method == "full" or situation.goes_on
+    if not (rarely_full and batched.geometry.pictures_known) or fixed or not batched.step_milliseconds:
         return None
-    *_, single = batching.smaller(config)
+    *_, config = batching.smaller(situation.config)
+    single, geometry = dataclasses.replace(situation, config=config), sized(config, batched.dtype.value)
     try:
-        found = _decide(
-            dataclasses.replace(batched.situation, config=single),
-            sized(single, batched.dtype.value),
-            swap=swap,
-        )
-    except fit.DoesNotFitError:
+        several, alone = batched, _decide(single, geometry, swap=swap)
+        found = alone
+        shapes = {one.attention_shape_class for one in (batched.geometry, geometry)}
+        if not shapes <= {row.shape_class for row in situation.facts.verdicts}:
+            # on equal terms: what was measured of one size would count for it alone
+            several = _decide(situation.unmeasured, batched.geometry, swap=swap)
+            alone = _decide(single.unmeasured, geometry, swap=swap)
+    except HardwareError:
         return None
-    return None if batched.is_better_than(found) else found
+    return None if several.is_better_than(alone) else found
 
 
 def dtype_of(config: RunConfig, facts: Facts, profile: Profile, sources: Mapping[str, str]) -> str:
@@ -238,7 +250,8 @@ class _Decided:
 
     def one_by_one(self, batched: _Decided) -> Decision:
         """The row of a step whose samples are taken one by one."""
-        return batching.one_by_one(self.situation.config, batched.situation.config, sum(batched.parts))
+        shapes, graphs = sum(batched.geometry.usual_parts_alike), self.graphs.value == "on"
+        return batching.one_by_one(self.situation.config, batched.situation.config, shapes, graphs=graphs)
 
     @property
     def keeping(self) -> keeping.Keeping:

@@ -77,6 +77,22 @@ def test_products_stay_as_they_were(load: Load, tmp_path: Path, began: str) -> N
     assert continued(load("features.weights=int8")).config.features.compute == "auto"
 
 
+@pytest.mark.parametrize(("size", "steps"), [(4, 1), (2, 2), (1, 4)])
+def test_samples_stay_parted_as_they_were(load: Load, tmp_path: Path, size: int, steps: int) -> None:
+    """Pictures of six shapes, which a run that begins takes one by one."""
+    pictures = Path("tests/data/real_shaped/pictures").resolve()
+    asked = (f"data.sets=[{{img_dir: {pictures}}}]", "features.compile=true")
+    asked += ("train.gradient_accumulation_steps=1",)
+
+    def parted(loaded: Loaded) -> tuple[int, int]:
+        plan = plan_run(loaded, machine("h200"), find_model=lambda _: None)
+        return plan.micro_batch_size, plan.accumulation_steps
+
+    assert parted(continued(load(*asked))) == (1, 4)
+    begin(tmp_path, {**BEGAN, "micro_batch_size": size, "accumulation_steps": steps})
+    assert parted(continued(load(*asked))) == (size, steps)
+
+
 def test_what_is_written_is_not_touched(load: Load, tmp_path: Path) -> None:
     begin(tmp_path)
     found = continued(load("features.weights=int8", "train.train_batch_size=8"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -19,8 +19,9 @@ from trainer.engine.geometry import run_geometry
 from trainer.engine.work import Mix, Work, parted
 from trainer.families import get
 from trainer.hardware import roofline
-from trainer.hardware.batching import Captions, usual_parts
+from trainer.hardware.batching import Captions, Pictures, usual_parts
 from trainer.hardware.captions import padded_length
+from trainer.hardware.facts import Facts
 from trainer.hardware.geometry import Geometry
 from trainer.hardware.plan import Plan
 
@@ -33,15 +34,22 @@ CAPTIONS: dict[Captions, Callable[[int], int]] = {
 SAMPLES = 20_000
 
 
-def sampled(pictures: Sequence[int], captions: Captions, size: int, samples: int) -> list[float]:
+def once(*counts: int) -> Pictures:
+    """So many pictures of each shape."""
+    return tuple((shape, count, 1) for shape, count in enumerate(counts))
+
+
+def sampled(pictures: Pictures, captions: Captions, size: int, samples: int) -> list[float]:
     """What steps of the sampler make of a set, by how many samples: captions are any of the usual mix."""
     chooser = random.Random(1)
-    shapes = [shape for shape, count in enumerate(pictures) for _ in range(count)]
-    keys = [(shape, CAPTIONS[captions](int(math.exp(chooser.random() * math.log(301))))) for shape in shapes]
+    shapes = [(shape, repeats) for shape, count, repeats in pictures for _ in range(count)]
+    keys = [
+        (shape, CAPTIONS[captions](int(math.exp(chooser.random() * math.log(301))))) for shape, _ in shapes
+    ]
     count = len(keys)
     sampler = Sampler(
-        keys, keys, [1] * count, contents=range(count), sizes=[1] * count, row_size=1, rows=samples,
-        rows_at_once=size, caption_dropout_rate=0.0, seed=0,
+        keys, keys, [repeats for _, repeats in shapes], contents=range(count), sizes=[1] * count, row_size=1,
+        rows=samples, rows_at_once=size, caption_dropout_rate=0.0, seed=0,
     )  # fmt: skip
     steps = max(10, SAMPLES // samples)
     found = Counter(len(one.samples) for n in range(steps) for one in sampler.step(n))
@@ -52,7 +60,7 @@ def sampled(pictures: Sequence[int], captions: Captions, size: int, samples: int
 @pytest.mark.parametrize(("size", "samples"), [(2, 2), (4, 4), (2, 8), (4, 16), (4, 256), (8, 2048)])
 def test_parts_of_a_large_set_are_those_of_the_sampler(captions: Captions, size: int, samples: int) -> None:
     expected = usual_parts(size, samples, captions=captions)
-    found = sampled((5000,) * 6, captions, size, samples)
+    found = sampled(once(*(5000,) * 6), captions, size, samples)
     assert expected == pytest.approx(found, rel=0.1, abs=0.02 * sum(found))
     assert sum(expected) == pytest.approx(sum(found), rel=0.03)
     assert sum(number * count for number, count in enumerate(expected, 1)) == pytest.approx(samples)
@@ -61,20 +69,22 @@ def test_parts_of_a_large_set_are_those_of_the_sampler(captions: Captions, size:
 @pytest.mark.parametrize(
     ("pictures", "size", "samples"),
     [
-        ((8, 8), 8, 16),  # a step is an epoch
-        ((8, 8, 8), 8, 24),
-        ((1,) * 6, 4, 4),
-        ((10,) * 6, 4, 4),
-        ((1, 99), 8, 256),
-        ((5, 95), 16, 64),
-        ((300, 700), 4, 2000),
-        ((1, 4, 20), 4, 8),
-        ((3,), 2, 8),  # a step is more than an epoch
+        (once(8, 8), 8, 16),  # a step is an epoch
+        (once(8, 8, 8), 8, 24),
+        (once(1, 1, 1, 1, 1, 1), 4, 4),
+        (once(10, 10, 10, 10, 10, 10), 4, 4),
+        (once(1, 99), 8, 256),
+        (once(5, 95), 16, 64),
+        (once(300, 700), 4, 2000),
+        (once(1, 4, 20), 4, 8),
+        (once(3), 2, 8),  # a step is more than an epoch
+        (tuple((shape, 1, 20) for shape in range(4)), 4, 4),
+        (tuple((shape, 2, 10) for shape in range(3)), 4, 4),
+        (((0, 1, 10), (1, 1, 10)), 2, 2),
+        (((0, 20, 1), (1, 5, 6)), 4, 8),
     ],
 )
-def test_parts_of_a_small_set_are_those_of_the_sampler(
-    pictures: tuple[int, ...], size: int, samples: int
-) -> None:
+def test_parts_of_a_small_set_are_those_of_the_sampler(pictures: Pictures, size: int, samples: int) -> None:
     expected = usual_parts(size, samples, captions="alike", pictures=pictures)
     found = sampled(pictures, "alike", size, samples)
     assert expected == pytest.approx(found, rel=0.1, abs=0.03 * sum(found))
@@ -84,7 +94,7 @@ def test_parts_of_a_small_set_are_those_of_the_sampler(
 @pytest.mark.parametrize("captions", CAPTIONS)
 def test_single_samples_are_their_own_micro_batches(captions: Captions) -> None:
     assert usual_parts(1, 7, captions=captions) == (7,)
-    assert usual_parts(4, 6, captions="alike", pictures=(90,)) == (0, 1, 0, 1)
+    assert usual_parts(4, 6, captions="alike", pictures=once(90)) == (0, 1, 0, 1)
 
 
 def planned(config: Config, family: str, batch: int, **features: object) -> Plan:
@@ -113,6 +123,12 @@ def test_rows_of_conversations_are_of_one_shape(config: Config) -> None:
     assert (work.parts, work.parts_padded) == ((), ())
 
 
+def test_captions_are_no_longer_than_the_run_reads(config: Config) -> None:
+    asked = config(train__train_batch_size=4, data__max_sequence_length=64)
+    work = parted(WORK, get("qwen_image"), asked, once(50))
+    assert work.parts_padded == work.parts_alike == (0, 0, 0, 1)
+
+
 def test_captions_that_are_not_padded_make_more(config: Config) -> None:
     asked = {"train__train_batch_size": 4, "features__compile": True}
     padded, written = (
@@ -130,11 +146,15 @@ def test_captions_that_are_not_padded_make_more(config: Config) -> None:
     assert roofline.usual_parts(replace(made, compile=False), geometry, "flash") == padded.parts
 
 
+MIXED = once(10, 10, 10, 10, 10, 10)
+
+
 def splits(
     config: Config,
     family: str,
     *,
-    pictures: tuple[int, ...] = (),
+    facts: Facts | None = None,
+    pictures: Pictures = MIXED,
     **features: object,
 ) -> Plan:
     values = {f"features__{name}": value for name, value in features.items()}
@@ -145,16 +165,19 @@ def splits(
 
     # nothing was probed: what was would count for its own batch only
     unprobed = replace(machine("h200"), verdicts=())
-    return plan(asked, unprobed, geometry_of(asked, "bf16"), geometry_of=geometry_of)
+    return plan(asked, facts or unprobed, geometry_of(asked, "bf16"), geometry_of=geometry_of)
 
 
 @pytest.mark.parametrize("family", ["flux1_dev", "qwen_image", "kandinsky5"])
 def test_batches_that_are_rarely_full_are_taken_one_by_one(config: Config, family: str) -> None:
     """Graphs of single samples are fewer, and memory is that of one."""
-    mixed, alike = splits(config, family, compile=True), splits(config, family, compile=True, pictures=(50,))
+    mixed, alike = (
+        splits(config, family, compile=True),
+        splits(config, family, compile=True, pictures=once(50)),
+    )
     assert (mixed.micro_batch_size, mixed.accumulation_steps) == (1, 4)
     assert row(mixed, "micro_batch").value == "1 x 4"
-    assert "one by one they are as fast" in row(mixed, "micro_batch").reason
+    assert "one by one takes about as long" in row(mixed, "micro_batch").reason
     single = plan(
         config(family=family, features__compile=True), replace(machine("h200"), verdicts=()),
         run_geometry(get(family), config(family=family), model_folder=None, dtype="bf16"),
@@ -168,6 +191,35 @@ def test_uncompiled_batches_that_save_the_host_s_time_stay(config: Config) -> No
     assert splits(config, "flux1_dev", **written).micro_batch_size == 4
     # captions as they are: hardly two are of one length
     assert splits(config, "qwen_image", **written).micro_batch_size == 1
+
+
+@pytest.mark.parametrize("pictures", [(), once(20, 20, 20), once(50)])
+def test_only_what_is_known_of_pictures_parts_a_batch(config: Config, pictures: Pictures) -> None:
+    """Captions may be all alike: they are not looked at."""
+    assert splits(config, "kandinsky5", compile=True, pictures=pictures).micro_batch_size > 1
+
+
+@pytest.mark.parametrize("measured", [(1,), (4,)])
+def test_what_was_measured_of_one_batch_alone_decides_nothing(
+    config: Config, measured: tuple[int, ...]
+) -> None:
+    facts = machine("h200")
+    shapes = {
+        size: run_geometry(
+            get("flux1_dev"), config(train__train_batch_size=size), model_folder=None, dtype="bf16"
+        )
+        for size in (1, 4)
+    }
+    here = shapes[1].attention_shape_class
+    moved = [
+        replace(row, shape_class=shapes[size].attention_shape_class)
+        for row in facts.verdicts
+        for size in measured
+        if row.shape_class == here
+    ]
+    assert moved
+    found = splits(config, "flux1_dev", facts=replace(facts, verdicts=tuple(moved)), compile=True)
+    assert found.micro_batch_size == 1
 
 
 def test_trained_weights_are_not_taken_one_by_one(config: Config) -> None:

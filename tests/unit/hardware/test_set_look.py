@@ -19,27 +19,28 @@ from trainer.data.buckets import buckets, nearest_bucket
 from trainer.data.scan import scan_images
 from trainer.engine import set_look
 from trainer.engine.planning import plan_run
-from trainer.engine.set_look import seen, shape_counts
+from trainer.engine.set_look import seen, shapes_of
 
 REPOSITORY = Path(__file__).parents[3]
 DEFAULTS = {name: families.get(name).defaults for name in families.names()}
 REAL_SHAPED = REPOSITORY / "tests" / "data" / "real_shaped"
 
 
-def counts(family: str, *sets: DataSet, resolution: int = 512) -> tuple[int, ...]:
-    return shape_counts(seen(sets, families.get(family)), resolution, 16)
+def counts(family: str, *sets: DataSet, resolution: int = 512) -> list[tuple[int, int]]:
+    """Of each shape how many samples, and how often they come."""
+    return sorted(one[1:] for one in shapes_of(seen(sets, families.get(family)), resolution, 16))
 
 
-def scanned(family: str, *sets: DataSet) -> list[int]:
-    """Samples of an epoch by shape, from what a run reads."""
+def scanned(family: str, *sets: DataSet) -> list[tuple[int, int]]:
+    """The same from what a run reads."""
     controls = families.get(family).control_counts
     scan = scan_images(sets, resolution=512, multiple=16, trigger_word=None, controls=controls)
-    found: Counter[object] = Counter()
+    found: Counter[tuple[object, int]] = Counter()
     sizes = buckets(512, 16)
     for one in scan.records:
         befores = tuple(nearest_bucket(before.width, before.height, sizes) for before in one.controls)
-        found[one.bucket_width, one.bucket_height, befores] += one.repeats
-    return sorted(found.values())
+        found[(one.bucket_width, one.bucket_height, befores), one.repeats] += 1
+    return sorted((count, repeats) for (_, repeats), count in found.items())
 
 
 @pytest.mark.parametrize("family", ["flux1_dev", "flux1_kontext", "qwen_image_edit"])
@@ -47,10 +48,10 @@ def test_shapes_are_those_of_what_the_run_reads(family: str) -> None:
     edits = DataSet(img_dir=REAL_SHAPED / "edits", control_dir=REAL_SHAPED / "controls")
     pictures = DataSet(img_dir=REAL_SHAPED / "pictures", repeats=2)
     sets = (pictures,) if family == "flux1_dev" else (edits,)
-    assert list(counts(family, *sets)) == scanned(family, *sets)
+    assert counts(family, *sets) == scanned(family, *sets)
     unknown = DataSet(chat_file=REAL_SHAPED / "chats.jsonl")
-    assert seen((*sets, unknown), families.get(family)) == () == shape_counts((), 512, 16)
-    assert counts(family, *sets, resolution=8) == ()
+    assert seen((*sets, unknown), families.get(family)) == () == shapes_of((), 512, 16)
+    assert counts(family, *sets, resolution=8) == []
 
 
 def test_controls_that_metadata_names_are_no_samples(tmp_path: Path) -> None:
@@ -62,15 +63,25 @@ def test_controls_that_metadata_names_are_no_samples(tmp_path: Path) -> None:
         rows.append(json.dumps(row))
     (tmp_path / "metadata.jsonl").write_text("\n".join(rows))
     one = DataSet(img_dir=tmp_path)
-    assert list(counts("flux1_kontext", one)) == scanned("flux1_kontext", one) == [6]
+    assert counts("flux1_kontext", one) == scanned("flux1_kontext", one) == [(6, 1)]
 
 
 def test_some_pictures_stand_for_all(tmp_path: Path) -> None:
     for number in range(400):
         Image.new("L", (16, 8) if number % 2 else (8, 16)).save(tmp_path / f"{number:03}.png")
     found = seen((DataSet(img_dir=tmp_path, repeats=3),), families.get("flux1_dev"))
-    assert len(found) == 200 and sum(one.weight for one in found) == pytest.approx(1200)
-    assert shape_counts(found, 512, 16) == pytest.approx((600, 600), rel=0.15)
+    assert len(found) == 200 and sum(one.weight for one in found) == pytest.approx(400)
+    (_, some, often), (_, others, _) = shapes_of(found, 512, 16)
+    assert (some, others) == pytest.approx((200, 200), rel=0.15) and often == 3
+
+
+def test_a_set_of_which_nothing_is_seen_is_not_left_out(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    Image.new("L", (8, 8)).save(tmp_path / "a" / "a.png")
+    (tmp_path / "b" / "b.png").write_bytes(b"no picture")
+    sets = (DataSet(img_dir=tmp_path / "a"), DataSet(img_dir=tmp_path / "b"))
+    assert seen(sets, families.get("flux1_dev")) == ()
 
 
 def test_pictures_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
