@@ -31,10 +31,11 @@ def gradients(model: Any, size: tuple[int, int, int]) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("storage", ["bf16", "fp8"])
-def test_two_graphs_serve_batches_of_all_sizes(storage: str) -> None:
+def test_few_graphs_serve_batches_of_all_sizes(storage: str) -> None:
     plain, fast = build(storage, fast=False), build(storage, fast=True, varies=True)
     before = graphs_compiled()
     for size in SIZES:
         assert relative(gradients(fast, size), gradients(plain, size)) < 0.02, size
-    # one for each class of block, and of batches of one, whose size is no variable
-    assert graphs_compiled() - before <= 4
+    # two classes of blocks, of each the first, whose input has no gradient or other strides, and the others;
+    # and all of these again for batches of one, whose size is no variable
+    assert graphs_compiled() - before <= 8
