@@ -8,7 +8,6 @@ python scripts/bench.py COMMAND --help
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -47,8 +46,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"no command {name!r}\n{usage()}", file=sys.stderr)
         return 2
-    # CUDA may count GPUs in another order than nvidia-smi, which is asked whether a GPU is idle
-    os.environ.setdefault("CUDA_DEVICE_ORDER", "PCI_BUS_ID")
     # imported here: `page` needs no torch
     module = importlib.import_module(f"scripts.benches.{_MODULES.get(name, name)}")
     try:
