@@ -327,10 +327,7 @@ controls of other sizes, 60 conversations of 1 to 4,000 tokens. Times are median
 run's steps, steady is a step within one and a half of that; graphs are those that were held, of the sets of
 shapes that came. Rows of one length have one caption, of the set's mean length, for every picture. Of batch
 4, a micro-batch is as many samples as the plan takes at once, in as many passes as their shapes make, and
-memory is planned for the largest pass that came. Where two GPUs ran at once, each had half of the cores; the
-batches of 4 of Kandinsky and of Qwen-Image in bf16, and 48 GiB of memory, ran on a machine with one H200 and
-16 cores. The second half of a run that is steady late has slower steps in it: Kandinsky's compiled batches of
-4 take 222 ms once they are steady, 8 % above the prediction, because rare sizes run without a graph."""
+memory is planned for the largest pass that came. Where two GPUs ran at once, each had half of the cores."""
 
 
 if __name__ == "__main__":
