@@ -59,8 +59,9 @@ def _names(row: Foreign) -> str:
     value = {r"\s*all\s*": "=all", r".*backend\s*:\s*native.*": "=backend:native", "(?!0$).+": "=1"}.get(
         row.value, ""
     )
-    names = row.name.replace("(?:USE|MIXED|DYNAMO|GRADIENT).*", "*").replace(".*", "*").split("|")
-    return ", ".join(f"`{name}{value}`" for name in names)
+    names = row.name.replace(".*", "*").split("|")
+    beside = " or ".join(f"`{name}`" for name in row.beside)
+    return ", ".join(f"`{name}{value}`" for name in names) + (f" with {beside}" if beside else "")
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from typing import TYPE_CHECKING
 
 from trainer.cli.output import say
@@ -15,6 +16,15 @@ if TYPE_CHECKING:
     from trainer.hardware.plan import Plan
 
 _FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
+_LAUNCHED = re.compile(
+    r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|CCL_WORKER_COUNT|MPI_LOCALRANKID|PMI_(SIZE|RANK)"
+    r"|(OMPI|MV2)_COMM_WORLD_\w+|(ACCELERATE|FSDP|DEEPSPEED)_\w+"
+)
+"""Variables by which accelerate would wait for other processes, or be told what the plan decides.
+
+They are left behind by launchers and allocations of several processes, each of which is a run of its own
+here.
+"""
 _SHARED_MODES: frozenset[Mode] = frozenset({"train", "cache"})
 """Jobs that take the user's runtime folder, of which there is one at a time; the others get their own.
 
@@ -74,7 +84,8 @@ def run_job(
 
 
 def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
-    """This process's environment with what the plan needs, and with folders for what compilers make.
+    """This process's environment with what the plan needs, and with folders for what compilers make; without
+    what launchers of several processes set.
 
     These are in the user's cache folder, so that the next start finds it: their own choices are temporary
     folders, which a container loses, and flash-attn 4 keeps nothing at all. A folder that cannot be written
@@ -83,7 +94,8 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     from trainer.cli.targets import nearest
     from trainer.config import environment
 
-    environ = with_safe_path(plan.child_environment(environment.snapshot()))
+    ours = plan.child_environment(environment.snapshot())
+    environ = with_safe_path({name: value for name, value in ours.items() if not _LAUNCHED.fullmatch(name)})
     if plan.device == "cpu" and not plan.compile:
         return environ
     folder = environment.user_cache_dir() / "compile"

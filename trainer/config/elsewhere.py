@@ -356,7 +356,7 @@ VARIABLES: tuple[Foreign, ...] = (
             remedy="unset it; features.compute decides about FP8"),
     Foreign(name="NVIDIA_TF32_OVERRIDE|TORCH_ALLOW_TF32_CUBLAS_OVERRIDE",
             says="decides about TF32 behind the plan's back", remedy="unset it, and write features.tf32"),
-    Foreign(name="ACCELERATE_(?:USE|MIXED|DYNAMO|GRADIENT).*|FSDP_.*|DEEPSPEED_.*",
+    Foreign(name="ACCELERATE_.*|FSDP_.*|DEEPSPEED_.*",
             says="accelerate and DeepSpeed are not configured from outside", remedy="unset it"),
     Foreign(name="HF_HUB_ENABLE_HF_TRANSFER", value="(?!0$).+", says="the hub's library uses it no more",
             remedy="unset it"),

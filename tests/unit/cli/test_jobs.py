@@ -8,6 +8,8 @@ import json
 import os
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -215,6 +217,26 @@ def test_compilers_keep_what_they_make(
     assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
     assert jobs.child_environment(*planned)["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
+
+
+def test_accelerate_hears_nothing_of_launchers(
+    planned: tuple[Plan, Facts], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would wait for processes that nothing started, or fail without their address: WORLD_SIZE alone is what
+    some clusters set.
+    """
+    ranks = {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "16", "PMI_SIZE": "2"}
+    others = {"MV2_COMM_WORLD_SIZE": "3", "ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_FSDP": "true"}
+    for name, value in {**ranks, **others, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}.items():
+        monkeypatch.setenv(name, value)
+    script = (
+        "from accelerate import Accelerator; one = Accelerator(cpu=True); "
+        "print(one.num_processes, one.process_index, one.mixed_precision, one.gradient_accumulation_steps)"
+    )
+    command = [sys.executable, "-c", script]
+    environ = {**jobs.child_environment(*planned), "PYTHONWARNINGS": "ignore"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.stdout.split() == ["1", "0", "no", "1"], done.stderr
 
 
 def test_a_compiler_keeps_to_its_own_folder_where_ours_cannot_be_made(

@@ -122,6 +122,12 @@ def test_what_is_not_about_the_kernel_is_no_verdict(answers: list[Any], code: in
     assert Process.running == 0
 
 
+def test_a_kernel_that_is_slow_on_busy_cores_is_not_kept_as_failed(answers: list[Any]) -> None:
+    answers.append(None)
+    found = probe.probe(KERNELS[:1], SHAPE, "fp32", {}, device="cpu")
+    assert not found.verdicts and found.unsettled[0].reason.startswith("no result within")
+
+
 def test_a_kernel_that_needs_more_than_the_whole_gpu_has_failed(answers: list[Any]) -> None:
     answers.append((1, f"{BEGUN}torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 90 GiB"))
     found = probe.probe(KERNELS[:1], SHAPE, "bf16", {})
