@@ -46,7 +46,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation -e '.[dev]'
 	@touch $@
 
-demo: $(STAMP) ## teach a tiny model a style in two minutes, prove it and see it; no network and no GPU needed
+demo: $(STAMP) ## teach a tiny model a style in some minutes, prove it and see it; no network and no GPU needed
 	@HF_HUB_OFFLINE=1 $(BIN)/python -m scripts.demo
 
 test: $(STAMP) ## all tests that run anywhere
