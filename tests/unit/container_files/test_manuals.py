@@ -29,6 +29,7 @@ TROUBLES = ROOT / "docs/troubleshooting.md"
 DOCKERFILE = ROOT / "docker/Dockerfile"
 BAKE = ROOT / "docker/docker-bake.hcl"
 FOREIGN_VARIABLES = {
+    "DOCKER_BUILDKIT",
     "HTTPS_PROXY",
     "PWD",
     "PYTORCH_CUDA_ALLOC_CONF",
