@@ -21,8 +21,8 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from scripts.pip_dry_run import PinError, Pip, Place, resolve
-from trainer.config.appliance import TARGETS
-from trainer.hardware.profiles import PROFILES
+from trainer.container.appliance import TARGETS
+from trainer.machine.profiles import PROFILES
 
 ROOT = Path(__file__).resolve().parent.parent
 MACHINES: Mapping[str, str] = {"linux/amd64": "x86_64", "linux/arm64": "aarch64"}

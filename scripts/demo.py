@@ -65,7 +65,7 @@ def step(title: str, arguments: Sequence[str], settings: Mapping[str, str]) -> i
 def print_summary(seconds: float) -> None:
     """Say what was learned, how long that took, and where everything is."""
     from scripts.style import learned
-    from trainer.telemetry.records import METRICS_LOG, read_metrics
+    from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
     rows = read_metrics(REPOSITORY / RUN / METRICS_LOG)
     print(f"\nDone in {seconds:.0f} s, {training_seconds(rows):.0f} s of them training steps.")

@@ -1,6 +1,6 @@
 """Write a family's committed geometry table from its component configs, on the meta device.
 
-python scripts/make_geometry.py flux1_dev          # trainer/hardware/tables/flux1_dev.json
+python scripts/make_geometry.py flux1_dev          # trainer/planning/shapes/tables/flux1_dev.json
 python scripts/make_geometry.py flux1_dev --base DIR --output FILE
 """
 
@@ -12,8 +12,9 @@ import json
 from pathlib import Path
 from typing import Any
 
-from trainer.engine.meta_shapes import component_class, meta_shapes
-from trainer.hardware.geometry import TABLES, compact
+from trainer.modeling.base.meta_shapes import meta_shapes
+from trainer.planning.shapes.geometry import TABLES, compact
+from trainer.planning.shapes.meta_shapes import component_class
 
 CONFIGS = Path(__file__).parent.parent / "trainer" / "families" / "configs"
 

@@ -70,7 +70,7 @@ def _write_model(
     from transformers import PreTrainedModel
 
     from trainer.modeling.seeds import seeded
-    from trainer.modeling.tensorfile import rewrite_sorted
+    from trainer.modeling.tensor_file import rewrite_sorted
 
     with seeded(label, "cpu"):
         if issubclass(model_class, PreTrainedModel):

@@ -8,8 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from trainer.config import fields
-from trainer.config.appliance import HANDED_IN, OTHERS_HANDED_IN
 from trainer.config.environment import CONFIG_PREFIX
+from trainer.container.appliance import HANDED_IN, OTHERS_HANDED_IN
 
 LISTED = Path(__file__).resolve().parent.parent / "compose" / "variables.env"
 _HEAD = """\

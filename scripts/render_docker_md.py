@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from trainer.cli.config import markdown_table, variables_markdown
-from trainer.config.appliance import VOLUMES
+from trainer.container.appliance import VOLUMES
 from trainer.errors import MEANING
 
 DOCKER_MD = Path(__file__).resolve().parent.parent / "DOCKER.md"

@@ -2,7 +2,7 @@
 # Is this host ready for the trainer's containers? Says for each part that it is, or what to do.
 set -euo pipefail
 
-# CUDA 13 needs this branch of the driver; equal to trainer/hardware/compatibility.py (a test holds it)
+# CUDA 13 needs this branch of the driver; equal to trainer/planning/torch_and_driver.py (a test holds it)
 readonly MIN_DRIVER=580
 # the first toolkit that handles DGX Spark
 readonly MIN_TOOLKIT=1.17.7

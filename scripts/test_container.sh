@@ -2,7 +2,7 @@
 # Does an image work on this host? Trains for real in containers: GPU, kernels, a LoRA, health, stop, resume.
 set -euo pipefail
 
-# equal to GRACE_SECONDS of trainer/config/appliance.py (a test holds it)
+# equal to GRACE_SECONDS of trainer/container/appliance.py (a test holds it)
 readonly GRACE_SECONDS=1800
 readonly STOPPED=75
 readonly METRICS_PORT=9464

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from bitsandbytes.functional import QuantState, get_4bit_type
 
-from trainer.modeling.nf4 import Nf4Linear
+from trainer.modeling.storage.nf4 import Nf4Linear
 
 
 def quant_state(layer: Nf4Linear, dtype: torch.dtype) -> QuantState:

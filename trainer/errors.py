@@ -1,4 +1,4 @@
-"""Floor 0: exit codes and the errors that carry them. Imports nothing of ours."""
+"""Exit codes and the errors that carry them. Imports nothing of ours."""
 
 from __future__ import annotations
 

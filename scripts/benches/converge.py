@@ -26,8 +26,8 @@ import torch
 from scripts.benches import arguments as types
 from scripts.benches import gpus, ours, profile_step
 from trainer.cli.options import load_config
-from trainer.engine import checkpoint
-from trainer.telemetry.records import METRICS_LOG, read_metrics
+from trainer.engine.records import checkpoint
+from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 PLAIN = ("features.compile=false", "features.weights=bf16", "features.compute=bf16")
 COMPILED = ("features.compile=true", "features.weights=bf16", "features.compute=bf16")

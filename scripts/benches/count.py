@@ -5,8 +5,8 @@
 In each mode the first blocks of a full-width model are trained, one more at a time, on a synthetic batch.
 Printed are the bytes that are held after the forward pass and at the highest point of forward and backward,
 beyond what was held before, for each number of blocks of each stack. --table writes them, in units of tokens
-x width, into trainer/hardware/activations.json. Several GPUs, and with --jobs several runs on one, work side
-by side: other processes' memory is not counted.
+x width, into trainer/planning/shapes/activations.json. Several GPUs, and with --jobs several runs on one,
+work side by side: other processes' memory is not counted.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from scripts.benches import arguments as types
 from scripts.benches import gpus, machine, memory, profile_step
-from trainer.engine.geometry import activation_units, head_bytes
 from trainer.engine.spec import read_spec
 from trainer.errors import TrainerError
-from trainer.hardware.activations import COUNTED_ATTENTION, COUNTS, OTHER_ATTENTION
-from trainer.telemetry import atomic
+from trainer.files import atomic
+from trainer.planning.shapes.activations import COUNTED_ATTENTION, COUNTS, OTHER_ATTENTION
+from trainer.planning.shapes.run_shapes import activation_units, head_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -126,7 +126,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=types.positive, default=512, help="text tokens")
     parser.add_argument("--jobs", type=types.positive, default=1, help="runs side by side")
     parser.add_argument("--record", type=types.new_file, help="write the rows here")
-    parser.add_argument("--table", action="store_true", help="write trainer/hardware/activations.json")
+    parser.add_argument("--table", action="store_true", help="write trainer/planning/shapes/activations.json")
     parser.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
     return parser
 
@@ -166,7 +166,7 @@ def count(spec_path: Path, tokens: int) -> None:
     """In the child: build, and count with one block of each kind, and with one more of each."""
     import torch
 
-    from trainer.engine.build import build
+    from trainer.engine.building.build import build
 
     context = profile_step.make_context(read_spec(spec_path))
     built = build(context)

@@ -139,7 +139,7 @@ def write_files(folder: Path, gib: float, count: int) -> list[Path]:
     """`count` files of random bf16 matrices, `gib` GiB together; those that are there already are kept."""
     import torch
 
-    from trainer.modeling.tensorfile import write_tensors
+    from trainer.modeling.tensor_file import write_tensors
 
     folder.mkdir(parents=True, exist_ok=True)
     each = int(gib * GIB) // count
@@ -165,7 +165,7 @@ def write_files(folder: Path, gib: float, count: int) -> list[Path]:
 
 def prepare(paths: Sequence[Path], state: str) -> float | None:
     """Bring the files into the page cache or out of it; the share that is there then, None if untold."""
-    from trainer.modeling.reading import page_cache_share
+    from trainer.modeling.base.reading import page_cache_share
 
     if state == "cold":
         for path in paths:
@@ -244,8 +244,8 @@ Read = Callable[[Sequence[Path], str], Iterator[Any]]
 
 def reader_of(variant: str, say: Callable[[str], None]) -> Read:
     """What yields every tensor of the files on the device."""
-    from trainer.modeling.reading import Choice, ShardReader
-    from trainer.modeling.ring import RingSize
+    from trainer.modeling.base.reading import Choice, ShardReader
+    from trainer.modeling.base.ring import RingSize
 
     name, _, ring = variant.partition("@")
     if name == "fastsafetensors":

@@ -35,8 +35,8 @@ from scripts.benches.record import REPOSITORY, Table, to_json
 from scripts.random_base import build
 from trainer import families
 from trainer.errors import ExitCode
-from trainer.telemetry import atomic
-from trainer.telemetry.records import METRICS_LOG, read_metrics
+from trainer.files import atomic
+from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 SET = REPOSITORY / "tests" / "data" / "real_shaped"
 MICRO_BATCHES = {"flux2_dev": 40}

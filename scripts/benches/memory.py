@@ -27,12 +27,12 @@ from scripts.benches import arguments as types
 from scripts.benches import gpus, machine, profile_step
 from trainer import families
 from trainer.cli.options import load_config
-from trainer.config.load import Loaded
-from trainer.engine.planning import machine_facts, plan_run, requested_profile
+from trainer.config.reading.load import Loaded
 from trainer.engine.spec import read_spec
-from trainer.engine.work import Mix
 from trainer.errors import ConfigError, TrainerError
-from trainer.hardware.plan import Plan
+from trainer.planning.plan import Plan
+from trainer.planning.planning import machine_facts, plan_run, requested_profile
+from trainer.planning.shapes.work import Mix
 
 _GIB = 1024**3
 _STEPS = 6
@@ -229,7 +229,7 @@ def measure(spec_path: Path, tokens: int, timed: int) -> None:
     """In the child: build, train, and print what was held while building and while training."""
     import torch
 
-    from trainer.engine.build import build
+    from trainer.engine.building.build import build
 
     context = profile_step.make_context(read_spec(spec_path))
     built = build(context)

@@ -19,7 +19,7 @@ from scripts.benches.record import REPOSITORY
 from scripts.benches.watch import Watch
 from trainer import families
 from trainer.config import environment
-from trainer.telemetry.records import METRICS_LOG, read_metrics
+from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 # `auto` compiles only runs that are long enough to gain by it, which a measurement is not
 OURS: dict[str, Mapping[str, Any]] = {

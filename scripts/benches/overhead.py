@@ -26,7 +26,7 @@ from scripts.benches import arguments as types
 from scripts.benches import profile_step
 from trainer.cli.options import load_config
 from trainer.config import environment
-from trainer.engine.planning import machine_facts, plan_run, requested_profile
+from trainer.planning.planning import machine_facts, plan_run, requested_profile
 
 _WARM_UP = 12
 
@@ -76,8 +76,8 @@ def measure(options: argparse.Namespace) -> None:
     import torch
 
     from trainer.engine import __main__ as engine
-    from trainer.engine import loop, microbatch
-    from trainer.engine.optimizer import Updater
+    from trainer.engine.optimizing.optimizer import Updater
+    from trainer.engine.training import loop, microbatch
 
     seconds = options.step_ms / 1000
     times: list[float] = []

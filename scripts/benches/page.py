@@ -13,7 +13,7 @@ from scripts.benches import arguments as types
 from scripts.benches.machine import Machine
 from scripts.benches.record import FOLDER, REPOSITORY, Record, Row, Table, read_records
 from trainer.errors import DataError
-from trainer.telemetry import atomic
+from trainer.files import atomic
 
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 IMAGES = REPOSITORY / "docs" / "images"

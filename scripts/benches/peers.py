@@ -32,11 +32,11 @@ import torch._dynamo
 
 from trainer import families
 from trainer.config.schema import DataSet, RunConfig
-from trainer.engine.proof import to_device
+from trainer.engine.results.proof import to_device
 from trainer.families.protocol import Batch, Draw, Family, Shape
-from trainer.modeling.attention import set_attention
-from trainer.modeling.lora import linear_names
-from trainer.modeling.source import ModelSource, resolve_source
+from trainer.modeling.adapter.lora import linear_names
+from trainer.modeling.attention.setting import set_attention
+from trainer.modeling.base.source import ModelSource, resolve_source
 from trainer.modeling.vision import make_torchvision_importable
 
 _GIB = 1024**3

@@ -13,11 +13,11 @@ from pathlib import Path
 
 from scripts.benches import arguments as types
 from tests.golden import plans
-from trainer.config.load import Loaded
-from trainer.engine.planning import plan_run
+from trainer.config.reading.load import Loaded
 from trainer.errors import TrainerError
-from trainer.hardware.facts import Facts
-from trainer.hardware.machine import read_recorded
+from trainer.machine.facts import Facts
+from trainer.machine.reading import read_recorded
+from trainer.planning.planning import plan_run
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

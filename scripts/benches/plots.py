@@ -10,7 +10,7 @@ from PIL import Image, ImageDraw, ImageFont
 from scripts.benches.labels import Box, place
 from scripts.benches.page import plot_names, plotted
 from scripts.benches.record import Record, Row, Table
-from trainer.engine.pictures import write_png
+from trainer.engine.results.pictures import write_png
 
 _INK, _GREY, _LINE = "#1f2328", "#59636e", "#d1d9e0"
 _OURS, _OTHERS, _FLOOR = "#0969da", "#8c959f", "#cf222e"

@@ -28,16 +28,16 @@ from scripts.benches.trace import read_trace, summarize, summary_text
 from trainer import families
 from trainer.cli.options import load_config
 from trainer.config import environment
-from trainer.config.load import Loaded, dump, load
+from trainer.config.reading.load import Loaded, dump, load
 from trainer.engine.spec import Spec, read_spec, write_spec
 from trainer.errors import AccessError, ConfigError
-from trainer.hardware.plan import Plan
-from trainer.hardware.render import plan_from_json, plan_to_json
+from trainer.planning.plan import Plan
+from trainer.planning.render import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
     import torch
 
-    from trainer.engine.build import Built
+    from trainer.engine.building.build import Built
     from trainer.engine.context import Context
     from trainer.families.protocol import Shape
 
@@ -164,7 +164,7 @@ def profile(options: argparse.Namespace) -> None:
 
     spec = read_spec(options.spec)
     context = make_context(spec)
-    from trainer.engine.build import build
+    from trainer.engine.building.build import build
 
     started = time.perf_counter()
     built = build(context)
@@ -201,8 +201,8 @@ def profile(options: argparse.Namespace) -> None:
 def make_context(spec: Spec) -> Context:
     """The context of a run as `trainer.engine` makes it, without supervisor and data set."""
     from trainer.engine.context import Context, apply_backend_settings
+    from trainer.modeling.base.source import resolve_source
     from trainer.modeling.quiet import quiet_libraries
-    from trainer.modeling.source import resolve_source
     from trainer.telemetry.status import StatusWriter
     from trainer.telemetry.stop import StopFlag
 
@@ -232,10 +232,10 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
     """
     import torch
 
-    from trainer.engine.fast import uncompiled
-    from trainer.engine.graphs import Graphs
-    from trainer.engine.optimizer import HostFlag
-    from trainer.engine.proof import to_device
+    from trainer.engine.building.fast import uncompiled
+    from trainer.engine.optimizing.optimizer import HostFlag
+    from trainer.engine.results.proof import to_device
+    from trainer.engine.training.graphs import Graphs
 
     family, config = context.family, context.config
     settings, batch, draws = _synthetic(context, tokens)
@@ -275,7 +275,7 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
 
 def make_forward(context: Context, built: Built, tokens: int) -> Callable[[], torch.Tensor]:
     """A function that gives a micro-batch's loss, a scalar, with its graph; the batch is on the device."""
-    from trainer.engine.proof import to_device
+    from trainer.engine.results.proof import to_device
 
     settings, batch, draws = _synthetic(context, tokens)
     moved, draw = to_device(batch, draws[0], context.device, context.dtype)

@@ -4,7 +4,7 @@ python scripts/bench.py rows
 python scripts/bench.py rows --most 256 --multiples 16,32
 
 Products with a scale a row, without padding: cuBLAS refuses some with CUBLAS_STATUS_NOT_SUPPORTED.
-`trainer.modeling.fp8.ROW_MULTIPLE` must be a multiple that is never refused.
+`trainer.modeling.storage.fp8.ROW_MULTIPLE` must be a multiple that is never refused.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import torch
 from scripts.benches import arguments as types
 from trainer import families
 from trainer.errors import HardwareError
-from trainer.hardware.geometry import TABLES, linear_weights, quantized_linears, read_table
-from trainer.modeling.fp8 import ROW_MULTIPLE
+from trainer.modeling.storage.fp8 import ROW_MULTIPLE
+from trainer.planning.shapes.geometry import TABLES, linear_weights, quantized_linears, read_table
 
 Weight = tuple[int, int]
 """(out, in)."""

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from scripts.benches import arguments as types
-from trainer.engine import checkpoint
+from trainer.engine.records import checkpoint
 
 ROW, RANK = 3072, 16
 

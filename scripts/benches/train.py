@@ -26,7 +26,7 @@ from scripts.benches import machine, ours
 from scripts.benches.record import Record, Row, merge, to_json
 from trainer import families
 from trainer.config import environment
-from trainer.telemetry import atomic
+from trainer.files import atomic
 
 PEERS: Mapping[str, str] = {"diffusers": "bf16", "compiled": "bf16", "torchao": "fp8", "quanto": "bf16"}
 """Variants of scripts/benches/peers.py, which imports torch, and what their frozen layers multiply in."""

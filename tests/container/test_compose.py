@@ -19,7 +19,7 @@ from tests.container.engine import Engine
 from tests.container.images import ROOT
 from tests.container.quickstart import require_proved, steps_saved, words
 from tests.unit.container_files.compose_files import compose_command
-from trainer.config.appliance import METRICS_PORT
+from trainer.container.appliance import METRICS_PORT
 from trainer.errors import ExitCode
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]

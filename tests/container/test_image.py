@@ -15,14 +15,7 @@ from tests.container.conftest import SOMEBODY, Start
 from tests.container.engine import Engine
 from tests.container.images import ROOT, Source, build
 from trainer import __version__
-from trainer.config.appliance import (
-    GROUP,
-    IMAGE_ENVIRONMENT,
-    METRICS_PORT,
-    RUNTIME_DIR,
-    USER,
-    VOLUMES,
-)
+from trainer.container.appliance import GROUP, IMAGE_ENVIRONMENT, METRICS_PORT, RUNTIME_DIR, USER, VOLUMES
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]
 

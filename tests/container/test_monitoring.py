@@ -27,7 +27,7 @@ from tests.container.images import ROOT
 from tests.container.quickstart import words
 from tests.e2e.conftest import free_port
 from tests.programs import program
-from trainer.config.appliance import METRICS_PORT
+from trainer.container.appliance import METRICS_PORT
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]
 

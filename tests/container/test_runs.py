@@ -15,7 +15,7 @@ from tests.container.conftest import SOMEBODY, Start, mounts, somebodys
 from tests.container.engine import Engine
 from tests.container.images import ROOT
 from tests.container.quickstart import require_proved, steps_saved, words
-from trainer.config.appliance import GROUP, USER
+from trainer.container.appliance import GROUP, USER
 from trainer.errors import ExitCode
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]

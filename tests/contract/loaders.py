@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 
 from tests.contract.conftest import Finished
 from tests.contract.runs import Job, draws
-from trainer.modeling.lora import effective_change
+from trainer.modeling.adapter.lora import effective_change
 
 PEFT_PREFIX = "base_model.model"
 

@@ -16,18 +16,19 @@ from PIL import Image, ImageOps
 
 from tests.tiny import TINY_MODELS
 from trainer import families
-from trainer.config.load import dump, load
+from trainer.config.reading.load import dump, load
 from trainer.data.records import ImageRecord
 from trainer.data.sampler import SampleRef
-from trainer.engine import feed, loop, run
+from trainer.engine import run
+from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.context import Context
-from trainer.engine.planning import plan_run
-from trainer.engine.samples import Samples, scan_samples
 from trainer.engine.spec import Spec
-from trainer.hardware.machine import read_recorded
-from trainer.hardware.render import plan_to_json
-from trainer.modeling.source import resolve_source
+from trainer.engine.training import feed, loop
+from trainer.machine.reading import read_recorded
+from trainer.modeling.base.source import resolve_source
 from trainer.modeling.vision import make_torchvision_importable
+from trainer.planning.planning import plan_run
+from trainer.planning.render import plan_to_json
 from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag
 

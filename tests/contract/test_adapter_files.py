@@ -18,8 +18,8 @@ from tests.contract.runs import (
     Workshop,
     numbers,
 )
-from trainer.engine import proof
-from trainer.engine.build import build, load_base
+from trainer.engine.building.build import build, load_base
+from trainer.engine.results import proof
 from trainer.errors import ConfigError, ExitCode
 
 SMALLEST = Case(family="flux1_dev", method="lora")

@@ -11,8 +11,8 @@ import pytest
 
 from tests.contract.real_shaped import settings
 from tests.contract.runs import LORA_CASES, Case, Workshop, draws, numbers
-from trainer.engine import microbatch
-from trainer.modeling.compiled import graphs_compiled
+from trainer.engine.training import microbatch
+from trainer.modeling.blocks.compiled import graphs_compiled
 
 # tracing takes ten seconds and more a family
 _CASES = [LORA_CASES[0], *(pytest.param(case, marks=pytest.mark.slow) for case in LORA_CASES[1:])]

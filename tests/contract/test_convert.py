@@ -19,13 +19,13 @@ from tests.contract.loaders import changes_of_comfyui, changes_of_file
 from tests.contract.runs import LORA_CASES, Case, Job, Workshop
 from trainer import families
 from trainer.cli import main
-from trainer.engine import proof
-from trainer.engine.build import build, load_base
-from trainer.engine.export import export
+from trainer.engine.building.build import build, load_base
+from trainer.engine.results import proof
+from trainer.engine.results.export import export
 from trainer.errors import ConfigError, DataError, NoSpaceError, TrainerError
-from trainer.modeling.adapterfile import merged_weight, read_adapter
-from trainer.modeling.source import resolve_source
-from trainer.modeling.tensorfile import split_shards
+from trainer.modeling.adapter.adapter_file import merged_weight, read_adapter
+from trainer.modeling.base.source import resolve_source
+from trainer.modeling.tensor_file import split_shards
 
 COMFYUI_CASES = tuple(case for case in LORA_CASES if families.get(case.family).comfyui is not None)
 FLUX = Case(family="flux1_dev", method="lora")
@@ -145,7 +145,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("trainer.modeling.tensorfile.os.fsync", full)
+    monkeypatch.setattr("trainer.modeling.tensor_file.os.fsync", full)
     (tmp_path / "new").mkdir()
     with pytest.raises(NoSpaceError):
         export(done.file if form == "comfyui" else done.comfyui, form, tmp_path / "new" / "x", None)
@@ -302,7 +302,7 @@ def test_memory_is_that_of_one_shard(
     done = trained(FLUX, workshop, tmp_path)
     base = sharded(done.job.context.source.folder, tmp_path / "base", limit := 100_000)
     written: list[int] = []
-    from trainer.engine import merge as module
+    from trainer.engine.results import merge as module
 
     whole = module.write_tensors
 

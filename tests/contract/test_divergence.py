@@ -13,9 +13,10 @@ import torch
 
 from tests.contract.conftest import Finished
 from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Step, Workshop, fewer, numbers, steps_saved
-from trainer.engine import checkpoint, run
-from trainer.engine.build import Built, build
-from trainer.engine.entries import Entries, list_entries
+from trainer.engine import run
+from trainer.engine.building.build import Built, build
+from trainer.engine.caching.entries import Entries, list_entries
+from trainer.engine.records import checkpoint
 from trainer.errors import DivergedError, ExitCode
 
 ACCUMULATION = 2

@@ -11,10 +11,10 @@ import torch
 
 from tests.contract.runs import CASES, FULL_CASES, Case, Job, Workshop, draws, fewer
 from trainer import families
-from trainer.engine.build import load_base
-from trainer.engine.entries import Entries, fill_cache, list_entries
-from trainer.hardware.render import plan_text
-from trainer.modeling.source import resolve_source
+from trainer.engine.building.build import load_base
+from trainer.engine.caching.entries import Entries, fill_cache, list_entries
+from trainer.modeling.base.source import resolve_source
+from trainer.planning.render import plan_text
 
 RANDOM = "model.weights=random"
 QUIET = ("validation.prompts=[]", "validation.held_out=0")

@@ -12,7 +12,7 @@ import torch
 
 from tests.contract.runs import Case, Job, Workshop
 from trainer.engine import run
-from trainer.engine.entries import list_entries
+from trainer.engine.caching.entries import list_entries
 from trainer.errors import ConfigError, DataError
 
 FLUX = Case(family="flux1_dev", method="lora")

@@ -18,17 +18,19 @@ from tests.contract.conftest import Finished
 from tests.contract.loaders import adapter_config, changes_of_comfyui, changes_of_file, lora_file, own
 from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop
 from trainer import families
-from trainer.config.load import Loaded
-from trainer.engine import checkpoint, proof, run
-from trainer.engine.base_check import check_base
-from trainer.engine.base_load_check import check_loadable
-from trainer.engine.build import Built, build, load_base
-from trainer.engine.full import export_full, prove_full
-from trainer.engine.geometry import roles
+from trainer.config.reading.load import Loaded
+from trainer.engine import run
+from trainer.engine.building.base_load_check import check_loadable
+from trainer.engine.building.build import Built, build, load_base
+from trainer.engine.records import checkpoint
+from trainer.engine.results import proof
+from trainer.engine.results.full import export_full, prove_full
 from trainer.errors import ConfigError, DataError, DivergedError, ExitCode, NoSpaceError
-from trainer.hardware.geometry import TABLES, linear_weights, read_table
-from trainer.modeling.lora import linear_names
-from trainer.modeling.source import resolve_source
+from trainer.modeling.adapter.lora import linear_names
+from trainer.modeling.base.source import resolve_source
+from trainer.planning.base_check import check_base
+from trainer.planning.shapes.geometry import TABLES, linear_weights, read_table
+from trainer.planning.shapes.run_shapes import roles
 
 COMFYUI_CASES = tuple(case for case in LORA_CASES if families.get(case.family).comfyui is not None)
 Change = Callable[[dict[str, torch.Tensor]], None]

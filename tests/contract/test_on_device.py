@@ -20,10 +20,10 @@ from torch.utils._pytree import tree_leaves
 from tests.tiny import TINY_MODELS
 from trainer import families
 from trainer.config.schema import FlowSection
-from trainer.engine.fast import move_plain_tensors
+from trainer.engine.building.fast import move_plain_tensors
 from trainer.families import flow
 from trainer.families.protocol import Draw, Shape
-from trainer.modeling.source import ModelSource
+from trainer.modeling.base.source import ModelSource
 
 DEVICE = "meta"
 SETTINGS = flow.FlowSettings(

@@ -29,7 +29,8 @@ from tests.contract.runs import (
     numbers,
 )
 from tests.unit.telemetry.test_tracker import Fake
-from trainer.engine import best, checkpoint
+from trainer.engine.records import checkpoint
+from trainer.engine.training import best
 from trainer.errors import DivergedError, ExitCode
 
 SMALLEST = Case(family="flux1_dev", method="lora")

@@ -9,11 +9,11 @@ import pytest
 from tests.contract.runs import CASES, Case, Workshop
 from tests.golden import plans
 from trainer import families
-from trainer.config.load import load
-from trainer.engine.planning import plan_run
+from trainer.config.reading.load import load
 from trainer.errors import ExitCode, HardwareError
-from trainer.hardware.machine import read_recorded
-from trainer.hardware.render import plan_from_json, plan_text, plan_to_json
+from trainer.machine.reading import read_recorded
+from trainer.planning.planning import plan_run
+from trainer.planning.render import plan_from_json, plan_text, plan_to_json
 
 REFUSED = frozenset({"cpu-torch-on-gpu", "driver-550-cuda-13-torch", "too-old-gpu"})
 """Machines whose GPU this torch cannot use: training on their CPU unasked would be no help."""

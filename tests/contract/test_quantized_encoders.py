@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.contract.runs import LORA_CASES, Case, Job, Workshop, draws
-from trainer.engine.entries import fill_cache, list_entries
+from trainer.engine.caching.entries import fill_cache, list_entries
 
 CASES = [case for case in LORA_CASES if draws(case.family)]
 

@@ -31,11 +31,11 @@ from tests.contract.runs import (
 )
 from tests.tiny import TINY_MODELS
 from trainer.config.schema import RunConfig
-from trainer.engine import build
+from trainer.engine.building import build
+from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.context import Context
-from trainer.engine.samples import Samples, scan_samples
 from trainer.families.protocol import Family
-from trainer.modeling.rowscaled import RowScaledLinear
+from trainer.modeling.storage.row_quantized import RowScaledLinear
 
 ALWAYS = ("qwen_image",)
 """Not left to slow runs: captions are not padded, and nearly each has a length of its own."""

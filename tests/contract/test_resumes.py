@@ -22,7 +22,7 @@ from tests.contract.runs import (
     numbers,
     steps_saved,
 )
-from trainer.engine.entries import list_entries
+from trainer.engine.caching.entries import list_entries
 from trainer.errors import ConfigError, DataError, DivergedError
 from trainer.telemetry.status import Phase
 
@@ -200,7 +200,7 @@ def test_captions_stay_encoded_as_they_were_where_a_run_has_no_checkpoint(
 def test_a_run_that_diverges_reads_its_checkpoint_before_it_recommends_it(
     workshop: Workshop, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.engine.optimizer import HostFlag
+    from trainer.engine.optimizing.optimizer import HostFlag
 
     folder = Path(shutil.copytree(four_steps, tmp_path / "copy"))
     saved = folder / "run" / "checkpoints" / "step-000004"
@@ -218,7 +218,7 @@ def test_a_run_that_diverges_reads_its_checkpoint_before_it_recommends_it(
 def test_a_run_resumed_from_elsewhere_that_diverges_names_the_checkpoint_it_came_from(
     workshop: Workshop, four_steps: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from trainer.engine.optimizer import HostFlag
+    from trainer.engine.optimizing.optimizer import HostFlag
 
     monkeypatch.setattr(HostFlag, "read", lambda flag: 1.0)
     elsewhere = four_steps / "run" / "checkpoints" / "step-000004"

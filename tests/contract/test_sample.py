@@ -13,7 +13,7 @@ from tests.contract.loaders import lora_file
 from tests.contract.runs import LORA_CASES, STEPS, Case
 from trainer.engine import run
 from trainer.engine.context import Context
-from trainer.engine.pictures import before_after, read_png, row
+from trainer.engine.results.pictures import before_after, read_png, row
 
 
 def with_controls(done: Finished) -> Context:

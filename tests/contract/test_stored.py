@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from tests.contract.runs import FULL_CASES, LORA_CASES, Case, Workshop
 from tests.stored_nf4 import stored_state
-from trainer.engine.build import load_base
+from trainer.engine.building.build import load_base
 from trainer.errors import HardwareError
 
 QUIET = ("validation.prompts=[]", "validation.held_out=0", "train.max_train_steps=3")

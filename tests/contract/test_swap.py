@@ -22,13 +22,13 @@ from tests.contract.runs import (
     numbers,
     products,
 )
-from trainer.engine.build import load_base
-from trainer.engine.geometry import run_geometry
-from trainer.hardware.blocks import waiting
-from trainer.modeling import empty
-from trainer.modeling.base import local_folder
-from trainer.modeling.compiled import graphs_compiled
-from trainer.modeling.swap import swapped_of, waiting_blocks
+from trainer.engine.building.build import load_base
+from trainer.modeling.base import empty
+from trainer.modeling.base.base import local_folder
+from trainer.modeling.blocks.compiled import graphs_compiled
+from trainer.modeling.storage.swap import swapped_of, waiting_blocks
+from trainer.modeling.storage.waiting import waiting
+from trainer.planning.shapes.run_shapes import run_geometry
 
 _CASES = [
     pytest.param(case, marks=() if case.family == "flux1_dev" else pytest.mark.slow) for case in LORA_CASES

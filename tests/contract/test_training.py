@@ -39,13 +39,13 @@ from tests.contract.runs import (
     small_samples,
     steps_saved,
 )
-from trainer.engine.build import build
-from trainer.engine.entries import fill_cache, list_entries
-from trainer.engine.feed import feed
-from trainer.engine.proof import to_device
+from trainer.engine.building.build import build
+from trainer.engine.caching.entries import fill_cache, list_entries
+from trainer.engine.results.proof import to_device
+from trainer.engine.training.feed import feed
 from trainer.errors import ExitCode, StoppedError
-from trainer.telemetry.metrics import METRICS_FILE
-from trainer.telemetry.records import METRICS_LOG, read_metrics
+from trainer.telemetry.sinks.metrics import METRICS_FILE
+from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
 
 ACCUMULATION = 2

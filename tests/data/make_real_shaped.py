@@ -23,7 +23,7 @@ from PIL import Image, ImageDraw
 
 from tests.tiny import TINY_MODELS, build_tiny
 from trainer import families
-from trainer.modeling.source import ModelSource
+from trainer.modeling.base.source import ModelSource
 
 FOLDER = Path(__file__).resolve().parent / "real_shaped"
 PICTURES, EDITS, CHATS, UNCAPTIONED = 60, 24, 60, 3

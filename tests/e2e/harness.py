@@ -22,7 +22,7 @@ ENTRY_SECONDS = 0.2
 def parent(knobs: dict[str, Any], arguments: Sequence[str]) -> int:
     """The command line, with its supervisor's arguments changed as `knobs` say."""
     from trainer.cli import main
-    from trainer.telemetry import supervisor
+    from trainer.telemetry.supervising import supervisor
 
     real = supervisor.supervise
 
@@ -41,15 +41,15 @@ def parent(knobs: dict[str, Any], arguments: Sequence[str]) -> int:
 
 def slow_save() -> None:
     """A checkpoint that takes long between its tensors."""
-    from trainer.engine import checkpoint
+    from trainer.engine.records import checkpoint
 
     _slow_tensors(checkpoint)
 
 
 def slow_export() -> None:
     """Final files that take long: those of a LoRA and those of a model."""
-    from trainer.engine import full
-    from trainer.modeling import comfyui
+    from trainer.engine.results import full
+    from trainer.modeling.adapter import comfyui
 
     _slow_tensors(full)
     _slow_tensors(comfyui)

@@ -76,11 +76,11 @@ def measure(work: Path) -> Measure:
     """Measures the base model, with a LoRA file or without."""
     import torch
 
-    from trainer.engine.build import load_base
-    from trainer.engine.entries import fill_cache, list_entries
-    from trainer.engine.preview import sample
-    from trainer.engine.validation import held_out_entries, measure
-    from trainer.modeling.lora import ADAPTER
+    from trainer.engine.building.build import load_base
+    from trainer.engine.caching.entries import fill_cache, list_entries
+    from trainer.engine.training.preview import sample
+    from trainer.engine.training.validation import held_out_entries, measure
+    from trainer.modeling.adapter.lora import ADAPTER
     from trainer.modeling.quiet import quiet_libraries
 
     quiet_libraries()

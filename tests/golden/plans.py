@@ -6,12 +6,12 @@ from pathlib import Path
 
 from trainer import families
 from trainer.cli.errors import error_text
-from trainer.config.load import Loaded, load
+from trainer.config.reading.load import Loaded, load
 from trainer.config.schema import RunConfig
-from trainer.engine.planning import plan_run
 from trainer.errors import TrainerError
-from trainer.hardware.machine import read_recorded
-from trainer.hardware.render import plan_text
+from trainer.machine.reading import read_recorded
+from trainer.planning.planning import plan_run
+from trainer.planning.render import plan_text
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 MACHINES = Path(__file__).parent / "machines"

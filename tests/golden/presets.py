@@ -9,11 +9,11 @@ from typing import Any
 
 from tests.golden.plans import MACHINES, ROOT, machines
 from trainer import families
-from trainer.config.load import Loaded, load
-from trainer.engine.planning import plan_run
+from trainer.config.reading.load import Loaded, load
 from trainer.errors import TrainerError
-from trainer.hardware.facts import Facts
-from trainer.hardware.machine import read_recorded
+from trainer.machine.facts import Facts
+from trainer.machine.reading import read_recorded
+from trainer.planning.planning import plan_run
 
 GOLDEN = Path(__file__).parent / "presets.json"
 PLAIN = "plain"

@@ -12,10 +12,10 @@ import pytest
 from tests.golden import plans
 from trainer import families
 from trainer.cli import main
-from trainer.engine.planning import plan_run
 from trainer.errors import HardwareError
-from trainer.hardware.machine import read_recorded
-from trainer.hardware.plan import Plan
+from trainer.machine.reading import read_recorded
+from trainer.planning.plan import Plan
+from trainer.planning.planning import plan_run
 
 
 @pytest.fixture

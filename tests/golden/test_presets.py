@@ -12,7 +12,7 @@ import pytest
 from tests.golden import plans, presets
 from trainer import families
 from trainer.cli import main
-from trainer.config.presets import names
+from trainer.config.reading.presets import names
 
 Outcomes = dict[str, dict[str, dict[str, str]]]
 IMAGES = ("character", "style", "concept")

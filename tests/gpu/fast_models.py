@@ -11,17 +11,17 @@ from diffusers import FluxTransformer2DModel
 
 from tests.unit.modeling.small_models import Storage, adapt, quantize
 from trainer.config.schema import FlowSection
-from trainer.engine.fast import Fused, fuse
-from trainer.engine.graphs import Graphs
-from trainer.engine.masters import FlatMasters
+from trainer.engine.building.fast import Fused, fuse
+from trainer.engine.optimizing.fp32_masters import FlatMasters
+from trainer.engine.training.graphs import Graphs
 from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import Batch, Draw, Shape
-from trainer.modeling import lora
-from trainer.modeling.attention import set_attention
-from trainer.modeling.compiled import compile_blocks, eager, varying_sizes
-from trainer.modeling.recompute import recompute_blocks
-from trainer.modeling.rowscaled import from_linear
+from trainer.modeling.adapter import lora
+from trainer.modeling.attention.setting import set_attention
+from trainer.modeling.blocks.compiled import compile_blocks, eager, varying_sizes
+from trainer.modeling.blocks.recompute import recompute_blocks
+from trainer.modeling.storage.row_quantized import from_linear
 
 DEVICE = "cuda"
 PACKED = "fp8, modulation in int8"

@@ -9,8 +9,8 @@ import pytest
 from scripts.benches import count, gpus, memory
 from scripts.random_base import build
 from trainer import families
-from trainer.engine.geometry import component_config
-from trainer.hardware.activations import OTHER_ATTENTION, Activations, Units, activations, counted
+from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, Units, activations, counted
+from trainer.planning.shapes.run_shapes import component_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 

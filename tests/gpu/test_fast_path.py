@@ -16,16 +16,16 @@ from torch.profiler import ProfilerActivity, profile
 from tests.gpu.fast_models import DEVICE, PACKED, SETTINGS, Computed, build, inputs, trainable
 from tests.unit.modeling.small_models import relative
 from trainer.config.schema import TrainSection
-from trainer.engine.graphs import WARM_UP, Graphs
-from trainer.engine.optimizer import Updater
+from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.training.graphs import WARM_UP, Graphs
 from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import Batch, Draw
-from trainer.modeling.compiled import eager
-from trainer.modeling.fp8 import fp8_linear, quantize_rows, transpose_bytes
-from trainer.modeling.lowrank import add_low_rank
-from trainer.modeling.norms import head_norm
-from trainer.modeling.rowscaled import RowScaledLinear
+from trainer.modeling.adapter.low_rank import add_low_rank
+from trainer.modeling.blocks.compiled import eager
+from trainer.modeling.fused.norms import head_norm
+from trainer.modeling.storage.fp8 import fp8_linear, quantize_rows, transpose_bytes
+from trainer.modeling.storage.row_quantized import RowScaledLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -290,7 +290,7 @@ from trainer.modeling.vision import make_torchvision_importable
 
 make_torchvision_importable()
 from tests.gpu.fast_models import Computed, build
-from trainer.engine.graphs import Graphs
+from trainer.engine.training.graphs import Graphs
 
 for storage in ("bf16", "fp8"):
     computed = Computed(build(storage, fast=True))
@@ -318,7 +318,7 @@ def test_a_second_start_takes_what_the_first_compiled(tmp_path: Path) -> None:
 
 DROPPED = """
 import torch
-from trainer.engine.graphs import WARM_UP, Graphs
+from trainer.engine.training.graphs import WARM_UP, Graphs
 from trainer.families.protocol import Batch
 
 weight = torch.randn(4096, 4096, device="cuda") / 64

@@ -10,14 +10,14 @@ import torch
 from tests.gpu.fast_models import DEVICE, SETTINGS, build, inputs, trainable
 from tests.unit.modeling.small_models import difference, relative
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.modeling.compiled import compile_blocks
-from trainer.modeling.feedforward import (
+from trainer.modeling.blocks.compiled import compile_blocks
+from trainer.modeling.fused.feedforward import (
     fp8_feed_forward,
     fuse_feed_forwards,
     gelu_backward_quantize_rows,
     gelu_quantize_rows,
 )
-from trainer.modeling.rowscaled import RowScaledLinear, from_linear
+from trainer.modeling.storage.row_quantized import RowScaledLinear, from_linear
 
 pytestmark = pytest.mark.gpu
 

@@ -8,16 +8,17 @@ from diffusers import FluxTransformer2DModel
 
 from trainer.config import environment
 from trainer.config.schema import FlowSection, TrainSection
-from trainer.engine.optimizer import Updater
-from trainer.engine.probe import ATTENTION, MATMUL, probe
+from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.probing.probe import ATTENTION, MATMUL, probe
 from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import AttentionShape, Batch, Draw, Shape
-from trainer.hardware.facts import KernelVerdict
-from trainer.modeling import lora
-from trainer.modeling.attention import attention, set_attention
-from trainer.modeling.packed import packed_attention, segments_for
-from trainer.modeling.quantize import replacer
+from trainer.machine.facts import KernelVerdict
+from trainer.modeling.adapter import lora
+from trainer.modeling.attention.kernels import attention
+from trainer.modeling.attention.packed_rows import packed_attention, segments_for
+from trainer.modeling.attention.setting import set_attention
+from trainer.modeling.storage.quantize import replacer
 
 pytestmark = pytest.mark.gpu
 

@@ -7,7 +7,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from trainer.modeling import nf4
+from trainer.modeling.storage import nf4
 
 pytestmark = pytest.mark.gpu
 

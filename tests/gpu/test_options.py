@@ -25,8 +25,10 @@ from tests.contract.runs import (
     numbers,
     small_samples,
 )
-from trainer.engine import best, checkpoint, proof
-from trainer.hardware.machine import read_facts
+from trainer.engine.records import checkpoint
+from trainer.engine.results import proof
+from trainer.engine.training import best
+from trainer.machine.reading import read_facts
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from trainer.modeling.attention import attention, selected
-from trainer.modeling.key_padding import attend_without_padding
+from trainer.modeling.attention.kernels import attention, selected
+from trainer.modeling.attention.key_padding import attend_without_padding
 
 pytestmark = pytest.mark.gpu
 

@@ -14,12 +14,12 @@ from tests.unit.modeling.test_rotary import EPS, part
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import Batch, Draw, Shape
 from trainer.families.qwen_image import QWEN_IMAGE
-from trainer.modeling.attention import set_attention
-from trainer.modeling.compiled import compile_blocks
-from trainer.modeling.norms import fuse_head_norms
-from trainer.modeling.rotary import fuse_rotary, norm_rotary
-from trainer.modeling.siblings import join_siblings
-from trainer.modeling.turns import Part
+from trainer.modeling.adapter.joined_lora import join_siblings
+from trainer.modeling.attention.setting import set_attention
+from trainer.modeling.blocks.compiled import compile_blocks
+from trainer.modeling.fused.norms import fuse_head_norms
+from trainer.modeling.fused.rotary import fuse_rotary, norm_rotary
+from trainer.modeling.fused.rotation import Part
 
 pytestmark = pytest.mark.gpu
 
@@ -85,9 +85,9 @@ def test_kernels_compute_what_the_cpu_does(
 @pytest.mark.parametrize("kind", ["real", "complex"])
 def test_heads_of_several_programs_are_each_their_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a full-size model, which has more heads than one program takes."""
-    from trainer.modeling import kernels_rotary
+    from trainer.modeling.triton import rotary
 
-    monkeypatch.setattr(kernels_rotary, "_MOST_HEADS", 1)
+    monkeypatch.setattr(rotary, "_MOST_HEADS", 1)
     test_kernels_compute_what_the_cpu_does(torch.float32, kind, 64, (5, 70), True)
 
 

@@ -15,17 +15,17 @@ from diffusers.models.embeddings import apply_rotary_emb
 
 from scripts.benches.rows import Weight, weights
 from trainer import families
-from trainer.modeling import fp8
-from trainer.modeling.feedforward import (
+from trainer.modeling.adapter.low_rank import add_low_rank
+from trainer.modeling.fused.feedforward import (
     fp8_feed_forward,
     gelu_backward_quantize_rows,
     gelu_quantize_rows,
 )
-from trainer.modeling.lowrank import add_low_rank
-from trainer.modeling.norms import head_norm
-from trainer.modeling.rotary import norm_rotary
-from trainer.modeling.rowscaled import from_linear
-from trainer.modeling.wide import wide_norm_rotary
+from trainer.modeling.fused.joint_qkv import wide_norm_rotary
+from trainer.modeling.fused.norms import head_norm
+from trainer.modeling.fused.rotary import norm_rotary
+from trainer.modeling.storage import fp8
+from trainer.modeling.storage.row_quantized import from_linear
 
 pytestmark = pytest.mark.gpu
 
@@ -401,7 +401,7 @@ def test_low_rank_sums_of_every_number_of_rows(columns: int) -> None:
 def test_bytes_of_every_number_of_rows() -> None:
     """Transposed, and unpacked from int8."""
     # Triton is not where torch was built for a CPU, and this file is read there too
-    from trainer.modeling import kernels
+    from trainer.modeling.triton import fp8_rows
 
     columns = 3072
     stored = torch.randint(-127, 128, (MOST, columns), device=DEVICE, dtype=torch.int8)
@@ -409,8 +409,8 @@ def test_bytes_of_every_number_of_rows() -> None:
     wanted = stored.float() * scale
     agree(
         lambda rows: [
-            kernels.transpose_bytes(stored[:rows].view(torch.uint8)).view(torch.int8).t(),
-            kernels.unpack_rows(stored[:rows], scale[:rows], torch.bfloat16),
+            fp8_rows.transpose_bytes(stored[:rows].view(torch.uint8)).view(torch.int8).t(),
+            fp8_rows.unpack_rows(stored[:rows], scale[:rows], torch.bfloat16),
         ],
         lambda rows: [stored[:rows].float(), wanted[:rows]],
         relative=2**-8,

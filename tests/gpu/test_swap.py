@@ -10,12 +10,12 @@ import torch
 
 from tests.gpu.fast_models import DEVICE
 from tests.unit.modeling.small_models import Case, Storage, case, difference, relative
-from trainer.engine.proof import to_device
-from trainer.modeling.attention import set_attention
-from trainer.modeling.compiled import compile_blocks
-from trainer.modeling.recompute import recompute_blocks
-from trainer.modeling.siblings import join_siblings
-from trainer.modeling.swap import Pass, Swapped, swap_blocks
+from trainer.engine.results.proof import to_device
+from trainer.modeling.adapter.joined_lora import join_siblings
+from trainer.modeling.attention.setting import set_attention
+from trainer.modeling.blocks.compiled import compile_blocks
+from trainer.modeling.blocks.recompute import recompute_blocks
+from trainer.modeling.storage.swap import Pass, Swapped, swap_blocks
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,7 @@ import torch
 from tests.gpu.fast_models import DEVICE, SETTINGS, build, inputs, trainable
 from tests.unit.modeling.small_models import relative
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.modeling.compiled import graphs_compiled
+from trainer.modeling.blocks.compiled import graphs_compiled
 
 pytestmark = pytest.mark.gpu
 

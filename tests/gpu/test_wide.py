@@ -10,10 +10,10 @@ import torch
 from tests.gpu.fast_models import DEVICE, SETTINGS, build, inputs
 from tests.gpu.test_rotary import on_device
 from tests.unit.modeling.small_models import relative
+from tests.unit.modeling.test_joint_qkv import added_before, low_rank, run_added, wide_part
 from tests.unit.modeling.test_rotary import EPS
-from tests.unit.modeling.test_wide import added_before, low_rank, run_added, wide_part
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.modeling.wide import LowRank, WidePart, wide_norm_rotary
+from trainer.modeling.fused.joint_qkv import LowRank, WidePart, wide_norm_rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -59,9 +59,9 @@ def test_kernels_compute_what_the_cpu_does(
 @pytest.mark.parametrize("kind", ["real", "complex"])
 def test_heads_of_several_programs_are_each_their_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a full-size model, which has more heads than one program takes."""
-    from trainer.modeling import kernels_rotary
+    from trainer.modeling.triton import rotary
 
-    monkeypatch.setattr(kernels_rotary, "_MOST_HEADS", 1)
+    monkeypatch.setattr(rotary, "_MOST_HEADS", 1)
     test_kernels_compute_what_the_cpu_does(torch.float32, kind, 64, (5, 70), (2,))
 
 
@@ -107,9 +107,9 @@ def test_kernels_add_what_the_cpu_does(
 
 @pytest.mark.parametrize("kind", ["real", "complex"])
 def test_gradients_of_several_programs_are_added_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.modeling import kernels_rotary
+    from trainer.modeling.triton import rotary
 
-    monkeypatch.setattr(kernels_rotary, "_MOST_HEADS", 1)
+    monkeypatch.setattr(rotary, "_MOST_HEADS", 1)
     test_kernels_add_what_the_cpu_does(kind, 64, (16, 4), (5, 70))
 
 

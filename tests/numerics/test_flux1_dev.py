@@ -11,7 +11,7 @@ from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.protocol import Batch, Shape
-from trainer.modeling import lora
+from trainer.modeling.adapter import lora
 
 CONFIG = {
     "patch_size": 1,

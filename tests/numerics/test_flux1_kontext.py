@@ -22,12 +22,12 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from PIL import Image
 
 from trainer.config.schema import FlowSection
-from trainer.data.images import fit, to_pixels
+from trainer.data.pictures.images import fit, to_pixels
 from trainer.families import flow
 from trainer.families.flux1_kontext import FLUX1_KONTEXT
 from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
-from trainer.modeling import lora
-from trainer.modeling.source import ModelSource
+from trainer.modeling.adapter import lora
+from trainer.modeling.base.source import ModelSource
 
 CONFIG: dict[str, Any] = {
     "patch_size": 1,

@@ -22,9 +22,9 @@ from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.flux2_dev import FLUX2_DEV
 from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
-from trainer.hardware.geometry import TABLES
-from trainer.modeling import lora
-from trainer.modeling.source import ModelSource
+from trainer.modeling.adapter import lora
+from trainer.modeling.base.source import ModelSource
+from trainer.planning.shapes.geometry import TABLES
 
 # the real width of heads, and the real mlp_ratio, which is the class' default
 CONFIG = {

@@ -25,8 +25,8 @@ from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.kandinsky5 import KANDINSKY5
 from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
-from trainer.modeling import lora
-from trainer.modeling.source import ModelSource
+from trainer.modeling.adapter import lora
+from trainer.modeling.base.source import ModelSource
 
 CONFIG = {
     "in_visual_dim": 16,

@@ -18,16 +18,16 @@ from scripts import random_base
 from scripts.random_bases.llama import tokenizer as make_tokenizer
 from tests.numerics.saved import kept_bytes
 from trainer.config.schema import LoraSection
-from trainer.engine.meta_shapes import meta_shapes
 from trainer.errors import AccessError, DataError, StoppedError
 from trainer.families import language
 from trainer.families.llama import LLAMA
 from trainer.families.protocol import Batch, PreviewPrompt, PreviewRequest, Shape
-from trainer.hardware.adapters import adapter_parameters
-from trainer.hardware.geometry import TABLES, linear_weights, quantized_linears, read_table
-from trainer.modeling import lora
-from trainer.modeling.attention import SDPA_BACKENDS
-from trainer.modeling.packed import packed_attention, set_packed_attention
+from trainer.modeling.adapter import lora
+from trainer.modeling.attention.kernels import SDPA_BACKENDS
+from trainer.modeling.attention.packed_rows import packed_attention, set_packed_attention
+from trainer.planning.shapes.adapters import adapter_parameters
+from trainer.planning.shapes.geometry import TABLES, linear_weights, quantized_linears, read_table
+from trainer.planning.shapes.meta_shapes import meta_shapes
 
 CHATS: tuple[list[dict[str, str]], ...] = (
     [

@@ -27,8 +27,8 @@ from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.families.qwen_image import QWEN_IMAGE
-from trainer.modeling import lora
-from trainer.modeling.source import ModelSource
+from trainer.modeling.adapter import lora
+from trainer.modeling.base.source import ModelSource
 
 CONFIG: dict[str, Any] = {
     "patch_size": 2,

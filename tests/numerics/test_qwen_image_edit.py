@@ -25,13 +25,13 @@ from PIL import Image
 from scripts import random_base
 from tests.contract.runs import keep_edits_small
 from tests.numerics.test_qwen_image import CONFIG, build, header, settings
-from trainer.data.images import to_pixels
+from trainer.data.pictures.images import to_pixels
 from trainer.errors import ConfigError
 from trainer.families import flow
 from trainer.families.control_times import keep_time_index
 from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.families.qwen_image_edit import QWEN_IMAGE_EDIT
-from trainer.modeling.source import ModelSource
+from trainer.modeling.base.source import ModelSource
 
 CAPTION = "a red apple on a white house"
 LAYOUTS = [QwenImageEditPipeline, QwenImageEditPlusPipeline]

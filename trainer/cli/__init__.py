@@ -1,4 +1,4 @@
-"""Floor 7: the command line. A command imports its work inside its body, so that `--help` stays cheap."""
+"""The command line. A command imports its work inside its body, so that `--help` stays cheap."""
 
 from __future__ import annotations
 

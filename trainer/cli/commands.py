@@ -1,4 +1,4 @@
-"""Floor 7: the root command and the table of commands. A new one is a row here and a file beside this."""
+"""The root command and the table of commands. A new one is a row here and a file beside this."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 7: `trainer config`: what a configuration resolves to, whether it is right, and its JSON schema."""
+"""`trainer config`: what a configuration resolves to, whether it is right, and its JSON schema."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import click
 
 from trainer.cli.options import config_arguments, load_config
 from trainer.cli.output import say
-from trainer.config.appliance import IMAGE_ENVIRONMENT, SECRETS
+from trainer.container.appliance import IMAGE_ENVIRONMENT, SECRETS
 from trainer.errors import one_line
 
 
@@ -92,7 +92,7 @@ def show(
     output: Path | None,
 ) -> None:
     """Print the merged configuration, with the source of each value behind it."""
-    from trainer.config.load import dump_with_sources
+    from trainer.config.reading.load import dump_with_sources
     from trainer.config.secrets import redacted
 
     loaded = load_config(configs, overrides, dataset, output, presets)
@@ -137,7 +137,7 @@ def schema() -> None:
     import json
 
     from trainer import families
-    from trainer.config.schema_json import json_schema
+    from trainer.config.writing.schema_json import json_schema
 
     click.echo(json.dumps(json_schema(families.names()), indent=2))
 
@@ -153,8 +153,8 @@ Examples:
 def template(family: str) -> None:
     """Print a configuration of every key with its help, and with the family's values."""
     from trainer import families
-    from trainer.config import template as text
     from trainer.config.fields import closest
+    from trainer.config.writing import template as text
     from trainer.errors import ConfigError
 
     if family not in families.names():

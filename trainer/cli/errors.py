@@ -1,4 +1,4 @@
-"""Floor 7: how a command ends. Errors with an exit code become text; any other is our bug: traceback."""
+"""How a command ends. Errors with an exit code become text; any other is our bug: traceback."""
 
 from __future__ import annotations
 

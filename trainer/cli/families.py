@@ -1,4 +1,4 @@
-"""Floor 7: `trainer families`: what can be trained, and under which licence."""
+"""`trainer families`: what can be trained, and under which licence."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainer.cli.output import say
-from trainer.config import extras
+from trainer.words import extras
 
 if TYPE_CHECKING:
     from trainer.families.protocol import Family
@@ -81,7 +81,7 @@ def _samples(family: Family) -> str:
 
 def _parameters(family: Family) -> int:
     """Size of the component that trains, from the committed table of the full-size model."""
-    from trainer.hardware.geometry import TABLES, ComponentGeometry, read_table
+    from trainer.planning.shapes.geometry import TABLES, ComponentGeometry, read_table
 
     shapes = read_table(TABLES / f"{family.name}.json")[family.trained_component]
     return ComponentGeometry(name="", role="trained", shapes=shapes, source="").parameters
@@ -97,8 +97,8 @@ _LARGEST_GIB = 129
 
 def _full(family: Family) -> str:
     """What a full fine-tune keeps on one device, and whether a recorded machine has so much."""
-    from trainer.hardware.memory import GIB
-    from trainer.hardware.states import state_bytes
+    from trainer.planning.cost.memory import GIB
+    from trainer.planning.cost.states import state_bytes
 
     needed = _parameters(family) * state_bytes("full", "bf16") / GIB
     return f"{needed:.0f} GiB at least{', which no recorded machine has' if needed > _LARGEST_GIB else ''}"

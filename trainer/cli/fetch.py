@@ -1,4 +1,4 @@
-"""Floor 7: `trainer fetch`: have the base model complete on this disk before a run."""
+"""`trainer fetch`: have the base model complete on this disk before a run."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from trainer.cli.options import config_arguments, load_config
 from trainer.cli.output import say
 
 if TYPE_CHECKING:
-    from trainer.modeling.hub import Download
+    from trainer.modeling.base.hub import Download
 
 _GB = 1e9
 
@@ -40,9 +40,9 @@ def fetch(
 ) -> None:
     """Download what is missing of the base model, check that it is complete, and say where it is."""
     from trainer import families
-    from trainer.engine.base_check import check_base
-    from trainer.modeling.base import local_folder
-    from trainer.modeling.source import resolve_source, weights_line
+    from trainer.modeling.base.base import local_folder
+    from trainer.modeling.base.source import resolve_source, weights_line
+    from trainer.planning.base_check import check_base
 
     loaded = load_config(configs, overrides, dataset, output, presets)
     config = loaded.config

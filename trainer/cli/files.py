@@ -1,4 +1,4 @@
-"""Floor 7: `trainer export` and `trainer merge`: what becomes of a LoRA file."""
+"""`trainer export` and `trainer merge`: what becomes of a LoRA file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def export(file: Path, form: str, target: Path | None, family: str | None) -> No
 
     quiet_libraries()
     from trainer.cli.targets import require_writable
-    from trainer.engine.export import export as convert
+    from trainer.engine.results.export import export as convert
 
     require_writable(target or file, "--to" if target else "beside")
     say(f"LoRA for {form}: {convert(file, form, target, family)}")
@@ -64,8 +64,8 @@ def merge(
     """Write the base model with a LoRA in it: a whole model that needs no LoRA."""
     from trainer import families
     from trainer.cli.targets import require_writable
-    from trainer.engine.merge import merge as merge_files
-    from trainer.modeling.source import resolve_source
+    from trainer.engine.results.merge import merge as merge_files
+    from trainer.modeling.base.source import resolve_source
 
     loaded = load_config(configs, overrides, dataset, output, presets)
     require_writable(target, "--to", folder=True)

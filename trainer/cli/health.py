@@ -1,4 +1,4 @@
-"""Floor 7: `trainer health`, the probe of containers. It must start fast and touch no accelerator."""
+"""`trainer health`, the probe of containers. It must start fast and touch no accelerator."""
 
 from __future__ import annotations
 

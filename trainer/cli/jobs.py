@@ -1,4 +1,4 @@
-"""Floor 7: what commands that start the training process share: plan, spec, supervisor."""
+"""What commands that start the training process share: plan, spec, supervisor."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from trainer.cli.output import say
 from trainer.config.interpreter import python, with_safe_path
 
 if TYPE_CHECKING:
-    from trainer.config.load import Loaded
+    from trainer.config.reading.load import Loaded
     from trainer.engine.spec import Mode
-    from trainer.hardware.facts import Facts
-    from trainer.hardware.plan import Plan
+    from trainer.machine.facts import Facts
+    from trainer.planning.plan import Plan
 
 _FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _LAUNCHED = re.compile(
@@ -48,11 +48,12 @@ def run_job(
 ) -> int:
     """Hand one job to the training process, watch over it, and return its exit code."""
     from trainer.config import environment
-    from trainer.config.load import dump
+    from trainer.config.reading.load import dump
     from trainer.engine.spec import Spec, write_spec
-    from trainer.hardware.render import plan_to_json
-    from trainer.telemetry import atomic, supervisor
-    from trainer.telemetry.jobfolder import job_folder
+    from trainer.files import atomic
+    from trainer.planning.render import plan_to_json
+    from trainer.telemetry.supervising import supervisor
+    from trainer.telemetry.supervising.jobfolder import job_folder
 
     shared = environment.make_runtime_dir()
     with job_folder(shared, mode) as folder:
@@ -129,7 +130,7 @@ def require_startable(loaded: Loaded, *, port: int | None = None, writes_run: bo
     """
     from trainer.cli.targets import require_writable_folder
     from trainer.config import environment
-    from trainer.telemetry import server, supervisor
+    from trainer.telemetry.supervising import server, supervisor
 
     supervisor.require_free(environment.make_runtime_dir())
     server.require_free(port, environment.metrics_address())
@@ -162,6 +163,6 @@ def with_prompts(loaded: Loaded, prompts: tuple[str, ...]) -> Loaded:
 
 def print_plan(plan: Plan) -> None:
     """The plan as people read it, on stderr: stdout belongs to results."""
-    from trainer.hardware.render import plan_text
+    from trainer.planning.render import plan_text
 
     say(plan_text(plan), err=True)

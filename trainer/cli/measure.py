@@ -1,4 +1,4 @@
-"""Floor 7: the plan of a run on this machine, with kernels measured where verdicts are missing."""
+"""The plan of a run on this machine, with kernels measured where verdicts are missing."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from trainer.cli.output import say
+from trainer.planning.shapes.shape_classes import shape_class
 
 if TYPE_CHECKING:
-    from trainer.config.load import Loaded
-    from trainer.engine.probe import Probed
-    from trainer.hardware.facts import Facts
-    from trainer.hardware.plan import Plan
+    from trainer.config.reading.load import Loaded
+    from trainer.engine.probing.probe import Probed
+    from trainer.machine.facts import Facts
+    from trainer.planning.plan import Plan
 
 KINDS = ("attention", "matmul")
 """First parts of kernels' names."""
@@ -24,8 +25,8 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
 
     A run that kept verdicts alone would refuse is measured anew before it is refused.
     """
-    from trainer.engine.planning import machine_facts, plan_run, prepare_base, requested_profile
-    from trainer.hardware.choices import KernelsFailedError
+    from trainer.planning.choose.switches import KernelsFailedError
+    from trainer.planning.planning import machine_facts, plan_run, prepare_base, requested_profile
 
     prepare_base(loaded)
     facts, profile = machine_facts(), requested_profile()
@@ -61,9 +62,9 @@ def measured_anew(loaded: Loaded, facts: Facts) -> Facts:
     """
     import dataclasses
 
-    from trainer.engine.planning import plan_run, requested_profile
-    from trainer.hardware.choices import KernelsFailedError
-    from trainer.hardware.verdicts import merged
+    from trainer.machine.verdicts import merged
+    from trainer.planning.choose.switches import KernelsFailedError
+    from trainer.planning.planning import plan_run, requested_profile
 
     fresh, profile = dataclasses.replace(facts, verdicts=()), requested_profile()
     plan = plan_run(loaded, fresh, profile)
@@ -93,12 +94,12 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
     from trainer import families
     from trainer.cli.jobs import child_environment
     from trainer.config import environment
-    from trainer.engine.planning import weights_folder
-    from trainer.engine.probe_reading import largest, probe_reading
-    from trainer.hardware import loading
-    from trainer.hardware.verdicts import FILE_NAME, write_readings
-    from trainer.hardware.weight_files import weight_files
-    from trainer.modeling.base import local_folder
+    from trainer.engine.probing.reading import largest, probe_reading
+    from trainer.files.weight_files import weight_files
+    from trainer.machine.verdicts import FILE_NAME, write_readings
+    from trainer.modeling.base.base import local_folder
+    from trainer.planning.choose import loading
+    from trainer.planning.planning import weights_folder
 
     base, family = local_folder(loaded.config), families.get(loaded.config.family)
     disk = loading.disk_of(weights_folder(family, base))
@@ -141,9 +142,9 @@ def measure_kernels(
 
     from trainer.cli.jobs import child_environment
     from trainer.config import environment
-    from trainer.engine import probe
-    from trainer.engine.planning import run_attention
-    from trainer.hardware.verdicts import FILE_NAME, merged, untyped, write_verdicts
+    from trainer.engine.probing import probe
+    from trainer.machine.verdicts import FILE_NAME, merged, untyped, write_verdicts
+    from trainer.planning.planning import run_attention
 
     shape = run_attention(loaded, plan.micro_batch_size)
     candidates = probe.kernels_for(facts, plan.device, plan.dtype)
@@ -158,7 +159,7 @@ def measure_kernels(
     path = environment.user_cache_dir() / FILE_NAME
     if untyped(path, facts):
         say(f"{path}: kernels of an earlier version, whose type is not known, are forgotten", err=True)
-    at = f"{probe.shape_class(shape)} {plan.dtype}"
+    at = f"{shape_class(shape)} {plan.dtype}"
     say(f"measuring kernels once for {at}: {', '.join(missing)}", err=True)
     found = probe.probe(missing, shape, plan.dtype, child_environment(plan, facts), device=plan.device)
     unsettled.update((row.kernel, row.shape_class, row.dtype) for row in found.unsettled)
@@ -170,7 +171,7 @@ def measure_kernels(
 
 def _tell(found: Probed) -> None:
     """What was measured, a line a kernel."""
-    from trainer.engine.probe import MOST_HELD
+    from trainer.engine.probing.probe import MOST_HELD
 
     for row in found.verdicts:
         speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"

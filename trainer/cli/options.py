@@ -1,4 +1,4 @@
-"""Floor 7: what commands that read a configuration share: its arguments, and how they become one.
+"""What commands that read a configuration share: its arguments, and how they become one.
 
 @click.command()
 @config_arguments
@@ -18,7 +18,7 @@ import click
 from trainer.cli.output import say
 
 if TYPE_CHECKING:
-    from trainer.config.load import Loaded
+    from trainer.config.reading.load import Loaded
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -126,7 +126,7 @@ def load_config(
     Raises ConfigError with every problem.
     """
     from trainer import families
-    from trainer.config.load import load
+    from trainer.config.reading.load import load
 
     known = {name: families.get(name) for name in families.names()}
     loaded = load(

@@ -1,4 +1,4 @@
-"""Floor 7: what commands say to people; what programs read of them is written by `click.echo`."""
+"""What commands say to people; what programs read of them is written by `click.echo`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 7: `trainer plan`: what a run will do on a machine, and why, before anything is loaded."""
+"""`trainer plan`: what a run will do on a machine, and why, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ def plan(
 ) -> None:
     """Show every hardware decision with its source and reason, and the memory that the run will need."""
     from trainer.config.secrets import redacted
-    from trainer.engine.continued import continued
-    from trainer.engine.data_rows import require_dataset, with_data
-    from trainer.engine.planning import machine_facts, plan_run, requested_profile
-    from trainer.hardware.render import environment_exports, plan_text, plan_to_json
+    from trainer.planning.data_rows import require_dataset, with_data
+    from trainer.planning.kept_decisions import continued
+    from trainer.planning.planning import machine_facts, plan_run, requested_profile
+    from trainer.planning.render import environment_exports, plan_text, plan_to_json
 
     require_dataset(dataset)
     loaded = continued(load_config(configs, overrides, dataset, output, presets, budget))

@@ -1,4 +1,4 @@
-"""Floor 7: `trainer preflight`: what a container's entrypoint asks before it starts a command."""
+"""`trainer preflight`: what a container's entrypoint asks before it starts a command."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import click
 
 from trainer.cli.output import say
-from trainer.config.appliance import PREFIX
+from trainer.container.appliance import PREFIX
 
 if TYPE_CHECKING:
-    from trainer.config.load import Loaded
+    from trainer.config.reading.load import Loaded
+    from trainer.container.preflight import Folder, Surroundings
     from trainer.errors import Problem, TrainerError
-    from trainer.hardware.facts import Facts
-    from trainer.hardware.preflight import Folder, Surroundings
+    from trainer.machine.facts import Facts
 
 REPORTED = "probe"
 """The command that a container without one runs: it says itself what would stop a run."""
@@ -59,9 +59,9 @@ def preflight(words: tuple[str, ...]) -> int:
 
 def _checked(name: str, words: Sequence[str], loaded: Loaded | None) -> int:
     """Print problems, or exports; raises what the plan raises."""
-    from trainer.engine.planning import plan_run, requested_profile
-    from trainer.hardware.preflight import warnings
-    from trainer.hardware.render import environment_exports
+    from trainer.container.preflight import warnings
+    from trainer.planning.planning import plan_run, requested_profile
+    from trainer.planning.render import environment_exports
 
     on_machine = name in ON_MACHINE and loaded is not None
     surroundings = _surroundings(_folders(name, loaded), _named(words, loaded), on_machine=on_machine)
@@ -78,9 +78,9 @@ def _checked(name: str, words: Sequence[str], loaded: Loaded | None) -> int:
 def _judged(surroundings: Surroundings, *, on_machine: bool) -> tuple[Facts | None, list[TrainerError]]:
     """The machine's facts where they are needed, and an error for each kind of problem, the machine first."""
     from trainer.config import environment
-    from trainer.engine.planning import machine_facts, requested_profile
+    from trainer.container.preflight import container_problems, machine_problems
     from trainer.errors import ConfigError, HardwareError
-    from trainer.hardware.preflight import container_problems, machine_problems
+    from trainer.planning.planning import machine_facts, requested_profile
 
     facts: Facts | None = None
     machine: tuple[Problem, ...] = ()
@@ -113,7 +113,7 @@ def machine_judged() -> tuple[Facts | None, list[TrainerError], Surroundings]:
 
     In one of our images its volumes are judged too.
     """
-    from trainer.config.appliance import VOLUMES
+    from trainer.container.appliance import VOLUMES
 
     volumes = VOLUMES if IMAGE.is_dir() else ()
     folders = [
@@ -130,7 +130,7 @@ def _loaded(name: str, words: Sequence[str]) -> Loaded | None:
     """The configuration that the command will load; None where it names none. Raises as `load_config`."""
     from trainer.cli.commands import trainer
     from trainer.cli.options import load_config
-    from trainer.engine.continued import continued
+    from trainer.planning.kept_decisions import continued
 
     with click.Context(trainer) as context:
         command = trainer.get_command(context, name)
@@ -154,7 +154,7 @@ def _folders(name: str, loaded: Loaded | None) -> Iterator[Folder]:
     """What the command writes to."""
     from trainer import families
     from trainer.config import environment
-    from trainer.modeling.base import can_download, find_base
+    from trainer.modeling.base.base import can_download, find_base
 
     if loaded is None:
         return
@@ -171,7 +171,7 @@ def _folders(name: str, loaded: Loaded | None) -> Iterator[Folder]:
 
 def _folder(path: Path, meaning: str, *, is_result: bool = False) -> Folder:
     from trainer.cli.targets import nearest
-    from trainer.hardware.preflight import Folder
+    from trainer.container.preflight import Folder
 
     # a link in the image may lead to a volume
     path = path.expanduser().resolve()
@@ -187,7 +187,8 @@ def _folder(path: Path, meaning: str, *, is_result: bool = False) -> Folder:
 
 
 def _surroundings(folders: Iterable[Folder], named: str, *, on_machine: bool) -> Surroundings:
-    from trainer.hardware.preflight import Surroundings, parse_mounts
+    from trainer.container.preflight import Surroundings
+    from trainer.machine.mounts import parse_mounts
 
     return Surroundings(
         user=os.getuid(),
@@ -202,7 +203,7 @@ def _surroundings(folders: Iterable[Folder], named: str, *, on_machine: bool) ->
 def _named(words: Sequence[str], loaded: Loaded | None) -> str:
     """Every path that the user wrote: a mount there is where it belongs."""
     from trainer.config import environment
-    from trainer.config.load import dump
+    from trainer.config.reading.load import dump
 
     values = (environment.read(variable.name) or "" for variable in environment.VARIABLES)
     return "\n".join([*words, *values, dump(loaded.config) if loaded else ""])
@@ -211,7 +212,7 @@ def _named(words: Sequence[str], loaded: Loaded | None) -> str:
 def _foreign_cudnn() -> tuple[str, ...]:
     """Files of cuDNN in the folders of LD_LIBRARY_PATH, other than those beside torch."""
     from trainer.config import environment
-    from trainer.hardware.torch_build import torch_folder
+    from trainer.machine.torch_build import torch_folder
 
     torch = torch_folder()
     places = (environment.read("LD_LIBRARY_PATH") or "").split(":")

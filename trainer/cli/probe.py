@@ -1,4 +1,4 @@
-"""Floor 7: `trainer probe`: what this machine is and which kernels work on it, how fast."""
+"""`trainer probe`: what this machine is and which kernels work on it, how fast."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import click
 from trainer.cli.options import GivenPath, layer_options, load_config
 
 if TYPE_CHECKING:
-    from trainer.config.load import Loaded
-    from trainer.hardware.facts import Facts, KernelVerdict, ReadVerdict
+    from trainer.config.reading.load import Loaded
+    from trainer.machine.facts import Facts, KernelVerdict, ReadVerdict
 
 _NUMBERS = (2, 3)
 _NEXT = """
@@ -62,8 +62,8 @@ def probe(
     if not as_json:
         return _screen(configs, load)
     from trainer.cli.measure import measured_anew
-    from trainer.engine.planning import machine_facts
-    from trainer.hardware.facts import facts_to_json
+    from trainer.machine.facts import facts_to_json
+    from trainer.planning.planning import machine_facts
 
     facts = machine_facts()
     click.echo(facts_to_json(measured_anew(load(), facts) if configs else facts))
@@ -72,7 +72,7 @@ def probe(
 
 def describe(facts: Facts, requested: str = "auto", toolkit: str = "none") -> list[str]:
     """The facts as lines for people, then the verdicts as a table, fastest first, and loaders' rates."""
-    from trainer.hardware.describe import machine_rows, text
+    from trainer.container.describe import machine_rows, text
 
     lines = text(machine_rows(facts, requested, toolkit))
     if facts.verdicts:
@@ -87,9 +87,9 @@ def _screen(configs: Sequence[Path], load: Callable[[], Loaded]) -> int:
     from trainer.cli import preflight
     from trainer.cli.errors import error_text
     from trainer.cli.measure import measured_anew
-    from trainer.engine.planning import requested_profile
-    from trainer.hardware.describe import text, volume_rows
-    from trainer.hardware.host import WSL_SPILLS
+    from trainer.container.describe import text, volume_rows
+    from trainer.machine.host import WSL_SPILLS
+    from trainer.planning.planning import requested_profile
 
     facts, errors, surroundings = preflight.machine_judged()
     if facts is not None:

@@ -1,4 +1,4 @@
-"""Floor 7: `trainer runs`: what the runs of a folder were told and what came of them."""
+"""`trainer runs`: what the runs of a folder were told and what came of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 7: `trainer sample` and `trainer verify-lora`: what a LoRA file does."""
+"""`trainer sample` and `trainer verify-lora`: what a LoRA file does."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def verify_lora(
 ) -> int:
     """Check a LoRA file: readable, finite, not zero; with a configuration also that it changes the output."""
     if not configs:
-        from trainer.engine.proof import check_file
+        from trainer.engine.results.proof import check_file
 
         say(f"{one_line(file)}: {check_file(file)} layers, all finite, not zero")
         return 0

@@ -1,4 +1,4 @@
-"""Floor 7: may what a command is to write be written? Asked before the work, not after it."""
+"""May what a command is to write be written? Asked before the work, not after it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 7: `trainer train` and `trainer cache`: plan, probe what was never measured, watch over the run."""
+"""`trainer train` and `trainer cache`: plan, probe what was never measured, watch over the run."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def train(
     from trainer.cli.jobs import print_plan, require_startable, run_job, stop_before_start
     from trainer.cli.measure import planned
     from trainer.config import environment
-    from trainer.engine.continued import continued
-    from trainer.engine.data_rows import require_dataset, with_data
+    from trainer.planning.data_rows import require_dataset, with_data
+    from trainer.planning.kept_decisions import continued
 
     stop_before_start()
     require_dataset(dataset)
@@ -80,7 +80,7 @@ def cache(
     """Encode images and captions ahead of a run; `train` then starts at once."""
     from trainer.cli.jobs import require_startable, run_job, stop_before_start
     from trainer.cli.measure import planned
-    from trainer.engine.data_rows import require_dataset
+    from trainer.planning.data_rows import require_dataset
 
     stop_before_start()
     require_dataset(dataset)

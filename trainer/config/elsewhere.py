@@ -1,4 +1,4 @@
-"""Floor 1: what other trainers call things: keys, file names and environment variables, and what ours are.
+"""What other trainers call things: keys, file names and environment variables, and what ours are.
 
 One table for error messages and for docs/coming-from.md (`make docs`). A key of ours is never in it.
 """

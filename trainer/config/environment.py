@@ -1,4 +1,4 @@
-"""Floor 1: the only reader of the process environment, and the table of the variables that matter to us.
+"""The only reader of the process environment, and the table of the variables that matter to us.
 
 Keys of the configuration come as `TRAINER__SECTION__KEY` and are read by `layers`; the rest is listed here.
 Cheap to import: `trainer health` runs it every few seconds.

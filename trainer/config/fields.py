@@ -1,4 +1,4 @@
-"""Floor 1: the schema in words: what a key takes, what is beside it, what a misspelling may have meant."""
+"""The schema in words: what a key takes, what is beside it, what a misspelling may have meant."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 1: other Python processes of this environment, none of which imports from the working directory.
+"""Other Python processes of this environment, none of which imports from the working directory.
 
 `python -m` and `python -c` put the working directory before the standard library: a `random.py` there, in a
 data set's folder for instance, would be executed.

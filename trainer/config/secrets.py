@@ -1,4 +1,4 @@
-"""Floor 1: what must not be in anything that is printed or written: tokens, keys, credentials in addresses.
+"""What must not be in anything that is printed or written: tokens, keys, credentials in addresses.
 
 Cheap to import: error messages go through it.
 """

@@ -1,4 +1,4 @@
-"""Floor 1: configuration values before they have types. A tree that knows where each value was written."""
+"""Configuration values before they have types. A tree that knows where each value was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: encoded samples on disk, one file an entry, named by everything that its tensors depend on.
+"""Encoded samples on disk, one file an entry, named by everything that its tensors depend on.
 
 `<cache directory>/<family>/<kind>/<2 hex>/<key>.safetensors`, outside the data set. Entries are written whole
 or not at all, so a run that is killed at any point leaves valid entries, and temporary files that nothing
@@ -19,9 +19,15 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.tensorfile import DamagedFileError, read_header, read_safetensors, verify, write_safetensors
+from trainer.data.entry_file import (
+    DamagedFileError,
+    read_header,
+    read_safetensors,
+    verify,
+    write_safetensors,
+)
 from trainer.errors import ConfigError, DataError, StorageError
-from trainer.telemetry import atomic
+from trainer.files import atomic
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""Floor 4: one caption: from its bytes to one line of text, and what may be put before it."""
+"""One caption: from its bytes to one line of text, and what may be put before it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: files of conversations as records, every problem of every file found before anything is loaded.
+"""Files of conversations as records, every problem of every file found before anything is loaded.
 
 A row is {"messages": [{"role": "user", "content": "..."}, ...]}, or ShareGPT's {"conversations": [{"from":
 "human", "value": "..."}, ...]}; other keys of a row are passed over.
@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.config import extras
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.records import ChatRecord, Scan
 from trainer.errors import ConfigError, DataError, Problem
+from trainer.words import extras
 
 if TYPE_CHECKING:
     from trainer.config.schema import DataSet, RunConfig

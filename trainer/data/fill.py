@@ -1,4 +1,4 @@
-"""Floor 4: encode what the cache lacks, one kind of encoder at a time."""
+"""Encode what the cache lacks, one kind of encoder at a time."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from trainer.data.cache import Cache, entry_key
-from trainer.data.images import CROP_VERSION
-from trainer.data.masks import MASK_VERSION
+from trainer.data.pictures.images import CROP_VERSION
 from trainer.data.records import CENTRED, ImageRecord, Record, View
+from trainer.data.sets.masks import MASK_VERSION
 from trainer.errors import DivergedError
 
 if TYPE_CHECKING:

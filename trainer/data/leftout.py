@@ -1,4 +1,4 @@
-"""Floor 4: what becomes of files that cannot be used: one list of problems, or one of what is left out."""
+"""What becomes of files that cannot be used: one list of problems, or one of what is left out."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainer.data.records import LeftOut
 from trainer.errors import DataError, Problem, one_line
-from trainer.telemetry import atomic
+from trainer.files import atomic
 
 MAX_PROBLEMS_SHOWN = 50
 LEFT_OUT_NAME = "left_out.jsonl"

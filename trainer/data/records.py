@@ -1,4 +1,4 @@
-"""Floor 4: what scanning a data set gives."""
+"""What scanning a data set gives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 4: which samples make up optimizer step n, from the seed alone, without generator state."""
+"""Which samples make up optimizer step n, from the seed alone, without generator state."""
 
 from __future__ import annotations
 

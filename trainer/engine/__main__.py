@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.load import load
+from trainer.config.reading.load import load
 from trainer.config.schema import RunConfig
 from trainer.data.leftout import report_left_out
-from trainer.engine.samples import Samples, scan_samples
+from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
 from trainer.errors import ConfigError, ExitCode, TrainerError
 from trainer.families import components, get, names
-from trainer.hardware.render import plan_from_json
+from trainer.planning.render import plan_from_json
 from trainer.telemetry import log
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.rundir import require_no_links
@@ -30,8 +30,8 @@ from trainer.telemetry.streams import outlive_readers
 
 if TYPE_CHECKING:
     from trainer.families.protocol import Family
-    from trainer.modeling.hub import Download
-    from trainer.modeling.source import ModelSource
+    from trainer.modeling.base.hub import Download
+    from trainer.modeling.base.source import ModelSource
 
 # CUDA's allocator, the CPU's, and cuBLAS: torch has a class of its own for the first only
 _ALLOCATION_FAILED = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
@@ -110,11 +110,11 @@ def _work(
     """Everything that needs torch."""
     with _importing():
         from trainer.engine import run
-        from trainer.engine.base_load_check import check_loadable
+        from trainer.engine.building.base_load_check import check_loadable
         from trainer.engine.context import Context
-        from trainer.engine.planning import may_be_planned
-        from trainer.engine.shortage import out_of_memory
         from trainer.modeling.quiet import quiet_libraries
+        from trainer.planning.out_of_memory import out_of_memory
+        from trainer.planning.planning import may_be_planned
 
         quiet_libraries()
     family = get(config.family)
@@ -175,7 +175,7 @@ def _source(
     say: Callable[[str], None],
 ) -> ModelSource:
     """The base model; a download says its size first, beats while it runs and can be stopped."""
-    from trainer.modeling.source import resolve_source, weights_line
+    from trainer.modeling.base.source import resolve_source, weights_line
 
     def on_start(download: Download) -> None:
         size, total = download.missing_bytes / 1e9, download.total_bytes / 1e9

@@ -1,4 +1,4 @@
-"""Floor 6: what every part of a run is given."""
+"""What every part of a run is given."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.families.protocol import Family
-from trainer.hardware.memory import CUDA_CONTEXT_BYTES
-from trainer.hardware.plan import Plan
-from trainer.modeling.source import ModelSource
+from trainer.modeling.base.source import ModelSource
+from trainer.planning.cost.memory import CUDA_CONTEXT_BYTES
+from trainer.planning.plan import Plan
 from trainer.telemetry.status import StatusWriter
 from trainer.telemetry.stop import StopFlag
 

@@ -1,4 +1,4 @@
-"""Floor 6: one job from scan to proof, in the process that trains."""
+"""One job from scan to proof, in the process that trains."""
 
 from __future__ import annotations
 
@@ -11,30 +11,33 @@ from typing import Any
 
 import torch
 
-from trainer.config.dump import dump
 from trainer.config.secrets import redacted
+from trainer.config.writing.dump import dump
 from trainer.data.cache import DamagedEntryError, prune
-from trainer.engine import best, checkpoint, loop, proof, resume
-from trainer.engine.build import build, load_base
+from trainer.engine.building.build import build, load_base
+from trainer.engine.building.fast import uncompiled
+from trainer.engine.caching.cut_captions import tell_cut_captions
+from trainer.engine.caching.entries import Entries, fill_cache, list_entries
+from trainer.engine.caching.imported import import_entries
+from trainer.engine.caching.samples import Samples, prompt_controls
 from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
-from trainer.engine.continued import PLAN_FILE
-from trainer.engine.cut import tell_cut_captions
-from trainer.engine.entries import Entries, fill_cache, list_entries
-from trainer.engine.fast import uncompiled
-from trainer.engine.feed import varies
-from trainer.engine.full import export_full, prove_full
-from trainer.engine.imported import import_entries
-from trainer.engine.journal import Journal, start_tracker
-from trainer.engine.pictures import before_after, row, shown, write_png, write_strip
-from trainer.engine.preview import draw_previews, drop_previews_after, sample, write_before_after
-from trainer.engine.samples import Samples, prompt_controls
+from trainer.engine.records import checkpoint, resume
+from trainer.engine.records.journal import Journal, start_tracker
+from trainer.engine.results import proof
+from trainer.engine.results.full import export_full, prove_full
+from trainer.engine.results.pictures import before_after, row, shown, write_png, write_strip
 from trainer.engine.spec import Spec
-from trainer.engine.validation import HeldOut, held_out_entries
+from trainer.engine.training import best, loop
+from trainer.engine.training.feed import varies
+from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
+from trainer.engine.training.validation import HeldOut, held_out_entries
 from trainer.errors import DivergedError
-from trainer.modeling.source import pinned
-from trainer.telemetry import atomic, locks, log
-from trainer.telemetry.records import METRICS_LOG, held_out_line, read_metrics
+from trainer.files import atomic
+from trainer.modeling.base.source import pinned
+from trainer.planning.kept_decisions import PLAN_FILE
+from trainer.telemetry import locks, log
 from trainer.telemetry.rundir import LOCK_FILE
+from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.status import Phase
 
 _GIB = 1024**3
@@ -234,7 +237,7 @@ def _finish_lora(context: Context, model: Any, held_out: HeldOut | None = None) 
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
     if context.plan.compile:
         # peft must not be imported before torchvision can be, see quiet_libraries
-        from trainer.modeling.siblings import part_siblings
+        from trainer.modeling.adapter.joined_lora import part_siblings
 
         # the proof is about the plain model that others load the file into
         part_siblings(model)

@@ -1,4 +1,4 @@
-"""Floor 6: what the parent hands the process that trains: one JSON file. Imports no torch."""
+"""What the parent hands the process that trains: one JSON file. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from trainer.telemetry import atomic
+from trainer.files import atomic
 
 Mode = Literal["train", "cache", "sample", "verify"]
 

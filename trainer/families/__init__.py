@@ -1,4 +1,4 @@
-"""Floor 5: one file per model family, found by name. Importing this package imports neither a family nor
+"""One file per model family, found by name. Importing this package imports neither a family nor
 torch.
 """
 

@@ -1,4 +1,4 @@
-"""Floor 5: a transformer whose controls are at time 0 and its target at the step's, for CUDA graphs.
+"""A transformer whose controls are at time 0 and its target at the step's, for CUDA graphs.
 
 diffusers makes the index of both times from Python lists in every forward pass: a copy from the host, which
 waits for the device and cannot be captured. Here it is made once for each set of sizes, and stays there.
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from trainer.families.flow import kept_on_device
-from trainer.modeling.recompute import give_base
+from trainer.modeling.blocks.recompute import give_base
 
 _INDEX = "modulate_index"
 

@@ -1,4 +1,4 @@
-"""Floor 5: numerics that flow-matching families share, as functions. torch and diffusers are imported
+"""Numerics that flow-matching families share, as functions. torch and diffusers are imported
 inside.
 """
 
@@ -53,7 +53,7 @@ def scan(
     controls: tuple[int, int] = (0, 0),
 ) -> Scan:
     """All captioned images of the run's sets; `controls` are the least and most control images of each."""
-    from trainer.data.scan import scan_images
+    from trainer.data.sets.scan import scan_images
 
     data = config.data
     return scan_images(
@@ -329,7 +329,7 @@ def load_pipeline_lora(model: Any, path: Path, *, adapter_name: str) -> None:
 
     Raises DataError where a part of the file is for no layer of the model.
     """
-    from trainer.modeling.adapterfile import require_fits
+    from trainer.modeling.adapter.adapter_file import require_fits
 
     require_fits(model, path, "transformer.")
     options = {"weight_name": path.name, "prefix": "transformer", "adapter_name": adapter_name}

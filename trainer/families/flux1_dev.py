@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.data.records import Scan
-    from trainer.modeling.source import ModelSource
+    from trainer.modeling.base.source import ModelSource
 
 _BLOCKS = r"(transformer_blocks|single_transformer_blocks)\.\d+"
 _ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -88,7 +88,7 @@ class Flux1Dev:
         from diffusers import AutoencoderKL, FluxPipeline
         from transformers import CLIPTextModel, CLIPTokenizer, T5EncoderModel, T5Tokenizer
 
-        from trainer.modeling.load import load_component as load
+        from trainer.modeling.base.load import load_component as load
 
         if kind == "latents":
             vae = load(AutoencoderKL, source, "vae", device=device, dtype=dtype)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.data.records import Scan
-    from trainer.modeling.source import ModelSource
+    from trainer.modeling.base.source import ModelSource
 
 
 class Flux1Kontext:
@@ -196,7 +196,7 @@ def _image_options(prompt: PreviewPrompt) -> dict[str, Any]:
 
     By itself the pipeline scales every result, and every control, to about 1024 x 1024 pixels.
     """
-    from trainer.data.images import fit
+    from trainer.data.pictures.images import fit
 
     (control,) = prompt.controls
     width, height = prompt.width, prompt.height

@@ -13,21 +13,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.families import flow, limits
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.families.protocol import (
-    Batch,
-    Draw,
-    EntryKind,
-    Header,
-    PreviewPrompt,
-    PreviewRequest,
-    Shape,
-)
+from trainer.families.protocol import Batch, Draw, EntryKind, Header, PreviewPrompt, PreviewRequest, Shape
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from trainer.modeling.source import ModelSource
+    from trainer.modeling.base.source import ModelSource
 
 _DOUBLE = r"transformer_blocks\.\d+"
 _DOUBLE_ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -94,7 +86,7 @@ class Flux2Dev:
         from transformers import Mistral3ForConditionalGeneration as Mistral
         from transformers import PixtralProcessor
 
-        from trainer.modeling.load import load_component as load
+        from trainer.modeling.base.load import load_component as load
 
         if kind == "latents":
             vae = load(AutoencoderKLFlux2, source, "vae", device=device, dtype=dtype)

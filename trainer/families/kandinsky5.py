@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from trainer.modeling.source import ModelSource
+    from trainer.modeling.base.source import ModelSource
 
 _BLOCKS = r"(text|visual)_transformer_blocks\.\d+"
 # by their parents: the model's own `out_layer` is no linear, and modulation has one of that name
@@ -93,7 +93,7 @@ class Kandinsky5:
         import transformers
         from diffusers import Kandinsky5T2IPipeline
 
-        from trainer.modeling.load import load_component as load
+        from trainer.modeling.base.load import load_component as load
 
         if kind == "latents":
             return FLUX1_DEV.load_encoders(kind, source, device=device, dtype=dtype, vae_tiling=vae_tiling)

@@ -1,4 +1,4 @@
-"""Floor 5: what families of causal language models share, as functions: conversations as tokens, packed rows,
+"""What families of causal language models share, as functions: conversations as tokens, packed rows,
 their loss, answers. torch, transformers and peft are imported inside.
 
 Numerics follow transformers' `ForCausalLMLoss` with `num_items_in_batch`; tests hold them together.
@@ -147,7 +147,7 @@ def pack(text: Rows) -> Batch:
     """
     import torch
 
-    from trainer.modeling.packed import row_ends
+    from trainer.modeling.attention.packed_rows import row_ends
 
     lengths = [len(row["input_ids"]) for row in text]
     weight = torch.cat([row["loss_weight"] for row in text])[None]
@@ -164,7 +164,7 @@ def pack(text: Rows) -> Batch:
 
 def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
     """What the model's head reads, (1, T, D), each conversation for itself."""
-    from trainer.modeling.packed import segments_of
+    from trainer.modeling.attention.packed_rows import segments_of
 
     output = model.model(
         input_ids=batch.text["input_ids"],
@@ -244,7 +244,7 @@ def answers(
 
 def save_adapter(state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path) -> Path:
     """Write what `peft.PeftModel.from_pretrained(model, folder)` loads; returns the file with the tensors."""
-    from trainer.modeling.tensorfile import write_tensors
+    from trainer.modeling.tensor_file import write_tensors
 
     path = folder / ADAPTER_FILE
     write_tensors(path, {_PEFT_PREFIX + name: value for name, value in state.items()}, {"format": "pt"}, None)
@@ -263,7 +263,7 @@ def load_adapter(model: Any, path: Path, *, adapter_name: str) -> None:
     from peft import PeftConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    from trainer.modeling.lora import to_model_type
+    from trainer.modeling.adapter.lora import to_model_type
 
     if not (path.parent / ADAPTER_CONFIG).is_file():
         what = f"{ADAPTER_CONFIG} is not beside the adapter, which cannot be read without it"

@@ -1,4 +1,4 @@
-"""Floor 5: how many tokens of a caption count against `data.max_sequence_length`, by the tokenizer alone.
+"""How many tokens of a caption count against `data.max_sequence_length`, by the tokenizer alone.
 
 What a family's prompt encoding cuts is told by these before any encoder loads. transformers and diffusers are
 imported inside.
@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from trainer.modeling.source import ModelSource
+    from trainer.modeling.base.source import ModelSource
 
 Count = Callable[[str], int]
 """Tokens of one caption."""

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.data.records import Scan
-    from trainer.modeling.source import ModelSource
+    from trainer.modeling.base.source import ModelSource
 
 _BLOCKS = r"model\.layers\.\d+"
 _ATTENTION = r"self_attn\.[qkvo]_proj"

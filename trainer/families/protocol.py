@@ -1,4 +1,4 @@
-"""Floor 5: what a model family provides. Modules satisfy it structurally; nothing inherits."""
+"""What a model family provides. Modules satisfy it structurally; nothing inherits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
     from trainer.config.schema import RunConfig
     from trainer.data.records import Scan
-    from trainer.modeling.source import ModelSource
+    from trainer.modeling.base.source import ModelSource
 
 EntryKind = Literal["text", "latents"]
 Header = Mapping[str, tuple[int, ...]]
@@ -258,7 +258,7 @@ class Family(Protocol):
         """Prefix under which ComfyUI knows a module of the trained component; None where it does not."""
 
     def counted_as(self, config: Mapping[str, Any]) -> str:
-        """The entry of trainer/hardware/activations.json that holds for a base with this config."""
+        """The entry of trainer/planning/shapes/activations.json that holds for a base with this config."""
 
     def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
         """The run's attention call, for the kernel probe."""

@@ -12,20 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.families import flow, limits
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.families.protocol import (
-    Batch,
-    Draw,
-    EntryKind,
-    PreviewPrompt,
-    PreviewRequest,
-    Shape,
-)
+from trainer.families.protocol import Batch, Draw, EntryKind, PreviewPrompt, PreviewRequest, Shape
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from trainer.modeling.source import ModelSource
+    from trainer.modeling.base.source import ModelSource
 
 _BLOCKS = r"transformer_blocks\.\d+"
 _ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -86,7 +79,7 @@ class QwenImage:
         from diffusers import AutoencoderKLQwenImage, QwenImagePipeline
         from transformers import Qwen2_5_VLForConditionalGeneration, Qwen2Tokenizer
 
-        from trainer.modeling.load import load_component as load
+        from trainer.modeling.base.load import load_component as load
 
         if kind == "latents":
             vae = load(AutoencoderKLQwenImage, source, "vae", device=device, dtype=dtype)

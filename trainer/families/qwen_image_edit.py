@@ -24,8 +24,8 @@ from trainer.families.protocol import (
     Shape,
 )
 from trainer.families.qwen_image import QWEN_IMAGE
-from trainer.modeling.base import read_json
-from trainer.modeling.source import ModelSource
+from trainer.modeling.base.base import read_json
+from trainer.modeling.base.source import ModelSource
 
 if TYPE_CHECKING:
     import torch

@@ -1,4 +1,4 @@
-"""Floor 4: what libraries say that no user of ours can act on, each with the reason why it is not shown.
+"""What libraries say that no user of ours can act on, each with the reason why it is not shown.
 
 A row is as narrow as it can be: what a library says besides is shown, and our own warnings always are.
 """

@@ -1,4 +1,4 @@
-"""Floor 4: global random state, set for one block of code and put back."""
+"""Global random state, set for one block of code and put back."""
 
 from __future__ import annotations
 

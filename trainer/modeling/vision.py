@@ -1,4 +1,4 @@
-"""Floor 4: torchvision beside a torch without CUDA, which some processors of transformers import.
+"""Torchvision beside a torch without CUDA, which some processors of transformers import.
 
 Its published wheel is compiled for CUDA. Where torch is a CPU build that compiled part does not load, and
 `import torchvision` fails because operators are missing that it describes: nothing here calls them.

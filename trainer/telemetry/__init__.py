@@ -1,1 +1,1 @@
-"""Floor 3: what a run tells the outside, and how the outside stops it. Never imports torch."""
+"""What a run tells the outside, and how the outside stops it. Never imports torch."""

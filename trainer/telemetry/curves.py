@@ -1,4 +1,4 @@
-"""Floor 3: losses of several runs by step as one PNG, with Pillow."""
+"""Losses of several runs by step as one PNG, with Pillow."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw, ImageFont
 
-from trainer.telemetry import atomic
+from trainer.files import atomic
 from trainer.telemetry.runs import Run, labels
 
 COLOURS = ("#0969da", "#cf222e", "#1a7f37", "#9a6700", "#8250df", "#bf3989", "#57606a", "#1b7c83")

@@ -1,4 +1,4 @@
-"""Floor 3: folders that one run holds, for as long as it or a child that inherited the lock lives.
+"""Folders that one run holds, for as long as it or a child that inherited the lock lives.
 
 The kernel lets go of a lock when its last holder ends, however that ends; the file stays and says who held
 it.

@@ -1,4 +1,4 @@
-"""Floor 3: what a run says: JSON lines in log.jsonl for machines, short lines on stderr for people."""
+"""What a run says: JSON lines in log.jsonl for machines, short lines on stderr for people."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, TextIO
 
 from trainer.config.secrets import redacted, shown
 from trainer.errors import one_line
-from trainer.telemetry.records import StepRecord, cut_torn_line
+from trainer.telemetry.sinks.records import StepRecord, cut_torn_line
 
 _ROOT = "trainer"
 _GIB = 1024**3

@@ -1,4 +1,4 @@
-"""Floor 3: progress for people: a live bar on a terminal, a few plain lines elsewhere."""
+"""Progress for people: a live bar on a terminal, a few plain lines elsewhere."""
 
 from __future__ import annotations
 

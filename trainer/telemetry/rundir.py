@@ -1,4 +1,4 @@
-"""Floor 3: a run's folder: what a run writes there, and that none of it leads elsewhere."""
+"""A run's folder: what a run writes there, and that none of it leads elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 3: what finished and running runs left in their folders: settings, figures and losses by step."""
+"""What finished and running runs left in their folders: settings, figures and losses by step."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from trainer.config import strict_yaml
+from trainer.config.reading import strict_yaml
 from trainer.config.tree import leaves
 from trainer.errors import ConfigError, DataError
-from trainer.telemetry import atomic
+from trainer.files import atomic
 from trainer.telemetry.locks import is_held
-from trainer.telemetry.records import METRICS_LOG, count_damaged, held_out_line, read_metrics
 from trainer.telemetry.rundir import LOCK_FILE
+from trainer.telemetry.sinks.records import METRICS_LOG, count_damaged, held_out_line, read_metrics
 
 CONFIG_FILE = "config.resolved.yaml"
 _GIB = 1024**3

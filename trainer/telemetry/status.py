@@ -1,4 +1,4 @@
-"""Floor 3: the heartbeat of a run, and the one function that judges it. Standard library only.
+"""The heartbeat of a run, and the one function that judges it. Standard library only.
 
 The training process beats into `status.json`; `trainer health`, the server and the supervisor ask `verdict`.
 """
@@ -21,7 +21,8 @@ from pathlib import Path
 
 from trainer.config.secrets import redacted
 from trainer.errors import MEANING, ExitCode, StorageError
-from trainer.telemetry import atomic, locks
+from trainer.files import atomic
+from trainer.telemetry import locks
 
 STATUS_FILE = "status.json"
 LOCK_FILE = "lock"

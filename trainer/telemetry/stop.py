@@ -1,4 +1,4 @@
-"""Floor 3: how the training process learns that it should stop."""
+"""How the training process learns that it should stop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Floor 3: standard streams that outlive their reader.
+"""Standard streams that outlive their reader.
 
 A terminal that closes, `| head`, a `tee` that ends or a full disk behind `2>` must not end a run of hours:
 what was meant for them is dropped, the run goes on, and its log tells. The result of a command is another

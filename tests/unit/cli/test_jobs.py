@@ -20,14 +20,14 @@ from safetensors.torch import save_file
 
 from trainer.cli import jobs, main, measure
 from trainer.cli.options import load_config
-from trainer.engine import probe
-from trainer.engine.planning import plan_run
+from trainer.engine.probing import probe
 from trainer.engine.spec import Mode
 from trainer.errors import StoppedError
-from trainer.hardware.facts import Facts
-from trainer.hardware.machine import read_recorded
-from trainer.hardware.plan import Plan
-from trainer.telemetry import supervisor
+from trainer.machine.facts import Facts
+from trainer.machine.reading import read_recorded
+from trainer.planning.plan import Plan
+from trainer.planning.planning import plan_run
+from trainer.telemetry.supervising import supervisor
 
 MACHINE = Path(__file__).parents[2] / "golden" / "machines" / "h200.json"
 TEXT = """\

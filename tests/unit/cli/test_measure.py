@@ -9,18 +9,19 @@ from pathlib import Path
 import pytest
 
 from tests.tiny import build_tiny
-from tests.unit.hardware.conftest import machine
+from tests.unit.planning.conftest import machine
 from trainer.cli import main, measure
 from trainer.cli.options import load_config
-from trainer.config.load import Loaded
-from trainer.engine import planning, probe, probe_reading
-from trainer.engine.planning import plan_run
-from trainer.engine.probe import Probed
-from trainer.engine.probe_attention import Measured
+from trainer.config.reading.load import Loaded
+from trainer.engine.probing import probe, reading
+from trainer.engine.probing.attention import Measured
+from trainer.engine.probing.probe import Probed
 from trainer.errors import HardwareError
 from trainer.families.protocol import AttentionShape
-from trainer.hardware.facts import Facts, KernelVerdict, ReadVerdict
-from trainer.hardware.verdicts import FILE_NAME, read_readings, read_verdicts
+from trainer.machine.facts import Facts, KernelVerdict, ReadVerdict
+from trainer.machine.verdicts import FILE_NAME, read_readings, read_verdicts
+from trainer.planning import planning
+from trainer.planning.planning import plan_run
 
 TEXT = "family: flux1_dev\ndata: {sets: [{img_dir: images}]}\noutput_dir: out\nmodel: {weights: random}\n"
 WORKS = Measured(milliseconds=1.0, errors={"output": 0.001})
@@ -194,8 +195,8 @@ def test_the_disk_of_the_base_is_measured_once_and_decides(
         )
         return tuple(rows), ""
 
-    monkeypatch.setattr(probe_reading, "probe_reading", instead)
-    monkeypatch.setattr(probe_reading, "LEAST_BYTES", 1)
+    monkeypatch.setattr(reading, "probe_reading", instead)
+    monkeypatch.setattr(reading, "LEAST_BYTES", 1)
     base = f"model.pretrained_model_name_or_path={tmp_path / 'base'}"
     written = ("model.weights=pretrained", base, "data.max_sequence_length=16", "data.resolution=64")
     for _ in range(2):

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.hardware.conftest import MACHINES, machine, with_gpu
+from tests.unit.planning.conftest import MACHINES, machine, with_gpu
 from trainer.cli import main
 from trainer.cli import preflight as module
 from trainer.cli.commands import COMMANDS
-from trainer.hardware.facts import Facts, facts_to_json
+from trainer.machine.facts import Facts, facts_to_json
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIG = str(ROOT / "train_configs" / "flux1_dev_lora.yaml")
@@ -234,7 +234,7 @@ def test_torchs_own_cudnn_is_not_foreign(ask: Ask, tmp_path: Path, monkeypatch: 
     own.mkdir(parents=True)
     (own / "libcudnn.so.9").touch()
     torch = tmp_path / "site-packages/torch"
-    monkeypatch.setattr("trainer.hardware.torch_build.torch_folder", lambda: torch)
+    monkeypatch.setattr("trainer.machine.torch_build.torch_folder", lambda: torch)
     assert ask(machine("h200"), *train(tmp_path), LD_LIBRARY_PATH=str(own))[0] == 0
 
 
@@ -306,7 +306,7 @@ def test_each_command_has_its_folders(
     meaning: str,
 ) -> None:
     # where nothing may be downloaded, nothing is written there; the library reads the variable once
-    monkeypatch.setattr("trainer.modeling.hub.is_offline", lambda: False)
+    monkeypatch.setattr("trainer.modeling.base.hub.is_offline", lambda: False)
     assert ask(machine("h200"), *words)[0] == 0
     (tmp_path / folder).mkdir()
     refuse(monkeypatch, tmp_path / folder)

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from tests.unit.cli.test_preflight import CONFIG, MISNAMED, mounts
-from tests.unit.hardware.conftest import machine
+from tests.unit.planning.conftest import machine
 from trainer.cli import main
 from trainer.cli import preflight as module
-from trainer.hardware.facts import Facts, ReadVerdict, facts_from_json, facts_to_json
+from trainer.machine.facts import Facts, ReadVerdict, facts_from_json, facts_to_json
 
 Screen = Callable[..., tuple[int, str]]
 

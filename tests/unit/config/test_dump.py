@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.config.dump import dump, dump_with_sources
-from trainer.config.load import load
+from trainer.config.reading.load import load
 from trainer.config.schema import RunConfig
+from trainer.config.writing.dump import dump, dump_with_sources
 from trainer.errors import one_line
 
 texts = st.text(min_size=1).filter(lambda text: re.search(r"\S", text) is not None)

@@ -10,8 +10,8 @@ import pytest
 
 from trainer.cli import main
 from trainer.config import elsewhere, environment, fields
-from trainer.config.load import load
-from trainer.config.presets import shipped_folder
+from trainer.config.reading.load import load
+from trainer.config.reading.presets import shipped_folder
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError
 

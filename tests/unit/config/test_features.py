@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.config.load import Loaded, load
+from trainer.config.reading.load import Loaded, load
 from trainer.config.schema import size_bytes
 from trainer.errors import ConfigError
 

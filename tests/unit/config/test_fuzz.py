@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.config import fields
-from trainer.config.load import load
+from trainer.config.reading.load import load
 from trainer.errors import ConfigError
 
 GOOD = (

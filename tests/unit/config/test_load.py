@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from trainer.config.load import Loaded, load
+from trainer.config.reading.load import Loaded, load
 from trainer.errors import ConfigError
 
 FAMILIES: dict[str, dict[str, Any]] = {

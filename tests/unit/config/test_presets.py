@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from trainer.cli.options import load_config
-from trainer.config import presets
-from trainer.config.load import Loaded, load
+from trainer.config.reading import presets
+from trainer.config.reading.load import Loaded, load
 from trainer.errors import ConfigError
 
 LEAST = "family: flux1_dev\ndata: {sets: [{img_dir: images}]}\noutput_dir: out\n"

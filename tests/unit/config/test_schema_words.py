@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainer.config import fields, validate
+from trainer.config import fields
+from trainer.config.reading import validate
 from trainer.config.schema import RunConfig
 
 

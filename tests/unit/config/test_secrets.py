@@ -14,7 +14,7 @@ import yaml
 from trainer.cli import main
 from trainer.config.secrets import HIDDEN, redacted
 from trainer.telemetry import log, status
-from trainer.telemetry.metrics import RunMetrics
+from trainer.telemetry.sinks.metrics import RunMetrics
 from trainer.telemetry.status import Phase, StatusWriter
 
 SECRETS = {

@@ -13,7 +13,7 @@ import yaml
 from trainer import families
 from trainer.cli import main
 from trainer.cli.options import load_config
-from trainer.config.schema_json import json_schema
+from trainer.config.writing.schema_json import json_schema
 
 FOLDER = Path(__file__).resolve().parents[3] / "train_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))

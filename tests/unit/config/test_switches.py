@@ -7,7 +7,7 @@ import pytest
 from trainer.cli import main
 from trainer.cli.config import markdown_table, variables_markdown
 from trainer.config import environment
-from trainer.config.appliance import IMAGE_ENVIRONMENT, SECRETS
+from trainer.container.appliance import IMAGE_ENVIRONMENT, SECRETS
 from trainer.errors import ConfigError
 
 

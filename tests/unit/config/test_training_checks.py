@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.config.load import Loaded, dump, load
+from trainer.config.reading.load import Loaded, dump, load
 from trainer.errors import ConfigError, ExitCode
 
 BASE = {

@@ -16,7 +16,7 @@ import pytest
 import yaml
 
 from tests.unit.house.sources import ROOT
-from trainer.config.appliance import TARGETS
+from trainer.container.appliance import TARGETS
 
 K8S = ROOT / "k8s"
 BASE = K8S / "base"

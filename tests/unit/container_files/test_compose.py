@@ -14,9 +14,10 @@ import yaml
 import trainer
 from tests.unit.container_files.compose_files import COMPOSE, Node, interpolated, load, services
 from tests.unit.house.sources import ROOT
-from trainer.config import appliance, environment, fields
-from trainer.config.appliance import TARGETS, VOLUMES
-from trainer.hardware.profiles import PROFILES
+from trainer.config import environment, fields
+from trainer.container import appliance
+from trainer.container.appliance import TARGETS, VOLUMES
+from trainer.machine.profiles import PROFILES
 
 TARGET = {target.profile: target for target in TARGETS}
 HELPER = "folders"

@@ -11,8 +11,9 @@ from scripts import render_compose
 from tests.unit.container_files.compose_files import COMPOSE, config, interpolated, services
 from tests.unit.container_files.test_compose import HELPER, TARGET
 from tests.unit.house.sources import ROOT
-from trainer.config import appliance, environment
-from trainer.config.appliance import VOLUMES
+from trainer.config import environment
+from trainer.container import appliance
+from trainer.container.appliance import VOLUMES
 
 
 @pytest.fixture(params=TARGET)

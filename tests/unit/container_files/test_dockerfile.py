@@ -14,8 +14,8 @@ import pytest
 
 import trainer
 from tests.unit.house.sources import ROOT
-from trainer.config import appliance
-from trainer.config.appliance import TARGETS
+from trainer.container import appliance
+from trainer.container.appliance import TARGETS
 
 TEXT = (ROOT / "docker" / "Dockerfile").read_text()
 BAKE = (ROOT / "docker" / "docker-bake.hcl").read_text()

@@ -14,7 +14,7 @@ import pytest
 
 from trainer.cli.commands import COMMANDS
 from trainer.cli.errors import error_text
-from trainer.config.appliance import SECRETS
+from trainer.container.appliance import SECRETS
 from trainer.errors import ConfigError, ExitCode
 
 ENTRYPOINT = Path(__file__).resolve().parents[3] / "docker" / "entrypoint.sh"

@@ -13,11 +13,11 @@ import pytest
 from tests.unit.container_files import fake_docker
 from tests.unit.container_files.fake_host import Host, os_release, real
 from tests.unit.house.sources import ROOT
-from trainer.config.appliance import GRACE_SECONDS, METRICS_PORT
+from trainer.container.appliance import GRACE_SECONDS, METRICS_PORT
 from trainer.errors import ExitCode
-from trainer.hardware.compatibility import FIRST_DRIVER
-from trainer.hardware.facts import facts_from_json
-from trainer.hardware.profiles import PROFILES, select
+from trainer.machine.facts import facts_from_json
+from trainer.machine.profiles import PROFILES, select
+from trainer.planning.torch_and_driver import FIRST_DRIVER
 
 SETUP, TEST = "scripts/setup_host.sh", "scripts/test_container.sh"
 MACHINES = sorted((ROOT / "tests/golden/machines").glob("*.json"))

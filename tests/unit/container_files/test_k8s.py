@@ -35,7 +35,8 @@ from tests.unit.container_files.k8s_rules import (
 from tests.unit.house.sources import ROOT
 from trainer import __version__
 from trainer.cli.commands import COMMANDS
-from trainer.config.appliance import (
+from trainer.config.environment import VARIABLES, switch
+from trainer.container.appliance import (
     GRACE_SECONDS,
     GROUP,
     IMAGE_ENVIRONMENT,
@@ -46,13 +47,12 @@ from trainer.config.appliance import (
     USER,
     VOLUMES,
 )
-from trainer.config.environment import VARIABLES, switch
 from trainer.errors import ExitCode
-from trainer.hardware.compatibility import covering
-from trainer.hardware.facts import Facts, facts_from_json
-from trainer.hardware.profiles import PROFILES
-from trainer.telemetry.server import serving
+from trainer.machine.facts import Facts, facts_from_json
+from trainer.machine.profiles import PROFILES
+from trainer.planning.torch_and_driver import covering
 from trainer.telemetry.status import BUDGET_SECONDS, HUNG_FACTOR, Phase, Verdict
+from trainer.telemetry.supervising.server import serving
 
 TARGET = {target.profile: target for target in TARGETS}
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}

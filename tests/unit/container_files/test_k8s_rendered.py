@@ -34,7 +34,7 @@ from tests.unit.container_files.k8s_files import (
 from tests.unit.container_files.k8s_rules import house, restricted, unresolved
 from tests.unit.house.sources import ROOT
 from trainer import __version__
-from trainer.config.appliance import GROUP, USER, VOLUMES
+from trainer.container.appliance import GROUP, USER, VOLUMES
 
 COMBINATIONS = [
     chosen for count in range(len(COMPONENTS) + 1) for chosen in itertools.combinations(COMPONENTS, count)

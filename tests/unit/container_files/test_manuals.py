@@ -17,10 +17,10 @@ import pytest
 
 from tests.unit.house.sources import ROOT, modules
 from trainer.cli.commands import trainer as cli
-from trainer.config.appliance import SECRETS, TARGETS, VOLUMES
 from trainer.config.environment import VARIABLES
 from trainer.config.schema import RunConfig
-from trainer.telemetry.metrics import METRICS
+from trainer.container.appliance import SECRETS, TARGETS, VOLUMES
+from trainer.telemetry.sinks.metrics import METRICS
 
 MANUALS = [
     ROOT / name for name in ("DOCKER.md", "docs/cuda13.md", "docs/troubleshooting.md", "docs/memory.md")

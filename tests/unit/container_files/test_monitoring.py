@@ -14,14 +14,14 @@ import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.programs import program
-from tests.unit.hardware.conftest import machine
 from tests.unit.house.sources import ROOT
-from trainer.config.appliance import METRICS_PORT
-from trainer.hardware.profiles import PROFILES, select
-from trainer.telemetry.metrics import METRICS, RunMetrics, build_registry
-from trainer.telemetry.server import metrics_text
+from tests.unit.planning.conftest import machine
+from trainer.container.appliance import METRICS_PORT
+from trainer.machine.profiles import PROFILES, select
+from trainer.telemetry.sinks.metrics import METRICS, RunMetrics, build_registry
 from trainer.telemetry.status import BUDGET_SECONDS, Phase, verdict
-from trainer.telemetry.supervisor import Limits
+from trainer.telemetry.supervising.server import metrics_text
+from trainer.telemetry.supervising.supervisor import Limits
 
 MONITORING = ROOT / "compose" / "monitoring"
 RULES = MONITORING / "rules" / "trainer.yaml"

@@ -14,7 +14,7 @@ from PIL import Image
 
 from trainer.config.schema import DataSet
 from trainer.data.records import ImageRecord
-from trainer.data.scan import scan_images
+from trainer.data.sets.scan import scan_images
 
 
 def picture(width: int = 40, height: int = 30, seed: int = 0) -> Image.Image:

@@ -15,10 +15,10 @@ from PIL import Image
 
 from tests.unit.data.pictures import bomb, encoded, picture, scan, write_pair, write_rows
 from trainer.config.schema import DataSet
-from trainer.data import listing
 from trainer.data.captions import MAX_CAPTION_BYTES
 from trainer.data.records import Scan
-from trainer.data.scan import scan_images
+from trainer.data.sets import listing
+from trainer.data.sets.scan import scan_images
 from trainer.errors import DataError, ExitCode
 
 FORMATS = "png, jpg, jpeg, webp, bmp, tif, tiff and avif are read"

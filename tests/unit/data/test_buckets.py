@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.data.buckets import MAX_ASPECT, buckets, nearest_bucket
+from trainer.data.pictures.buckets import MAX_ASPECT, buckets, nearest_bucket
 from trainer.errors import ConfigError
 
 RESOLUTIONS = st.tuples(st.integers(32, 2048), st.sampled_from([8, 16, 32])).filter(

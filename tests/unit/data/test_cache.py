@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from trainer.data.cache import Cache, DamagedEntryError, entry_key, prune
-from trainer.data.tensorfile import DamagedFileError, read_header, write_safetensors
+from trainer.data.entry_file import DamagedFileError, read_header, write_safetensors
 from trainer.errors import ConfigError, ExitCode, NoSpaceError
 
 KEY = entry_key("text", {"caption": "a cat"})

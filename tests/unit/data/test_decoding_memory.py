@@ -16,9 +16,9 @@ from PIL.PngImagePlugin import PngImageFile
 
 from tests.unit.data.pictures import scan, write_pair
 from trainer.config.schema import DataSet
-from trainer.data import colour, opened
-from trainer.data.images import Measured, measure
-from trainer.data.scan import scan_images
+from trainer.data.pictures import colour, opened
+from trainer.data.pictures.images import Measured, measure
+from trainer.data.sets.scan import scan_images
 from trainer.errors import OutOfMemoryError
 
 
@@ -38,7 +38,7 @@ def test_a_large_picture_takes_no_more_memory_than_itself_and_its_result(tmp_pat
     side = 3000
     (tmp_path / "a.png").write_bytes(wide_png(side))
     program = (
-        "import resource, sys; from pathlib import Path; from trainer.data.images import read_image;"
+        "import resource, sys; from pathlib import Path; from trainer.data.pictures.images import read_image;"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024;"
         "read_image(Path(sys.argv[1])); before = peak();"
         "image = read_image(Path(sys.argv[2])); print(peak() - before, image.getpixel((9, 9)))"

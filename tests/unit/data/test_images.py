@@ -11,7 +11,7 @@ import pytest
 from PIL import Image
 
 from tests.unit.data.pictures import encoded, picture
-from trainer.data.images import claimed_size, fit, measure, read_image, to_pixels
+from trainer.data.pictures.images import claimed_size, fit, measure, read_image, to_pixels
 from trainer.errors import DataError
 
 ORIENTATION = 0x0112

@@ -28,10 +28,10 @@ from tests.unit.data import profiles
 from tests.unit.data.pictures import bomb, encoded, picture, write_pair
 from tests.unit.data.profiles import Profile
 from trainer.config.schema import DataSet
-from trainer.data.images import fit, read_image, to_pixels
 from trainer.data.leftout import report_left_out
+from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.data.records import ImageRecord, Scan
-from trainer.data.scan import scan_images
+from trainer.data.sets.scan import scan_images
 from trainer.errors import DataError
 
 Array = NDArray[Any]

@@ -17,8 +17,8 @@ from PIL import Image
 from tests.data.make_real_shaped import tokenizer_counts
 from trainer import families
 from trainer.config.schema import DataSet
-from trainer.data.buckets import buckets
-from trainer.data.scan import scan_images
+from trainer.data.pictures.buckets import buckets
+from trainer.data.sets.scan import scan_images
 from trainer.errors import DataError
 
 ROOT = Path(__file__).resolve().parents[2] / "data" / "real_shaped"

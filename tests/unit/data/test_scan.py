@@ -16,7 +16,7 @@ from tests.unit.data.pictures import encoded, picture, scan, write_pair, write_r
 from trainer.config.schema import DataSet
 from trainer.data.captions import clean_caption, with_trigger_word
 from trainer.data.leftout import MAX_PROBLEMS_SHOWN
-from trainer.data.scan import scan_images
+from trainer.data.sets.scan import scan_images
 from trainer.errors import DataError, StoppedError
 
 EXAMPLES = Path(__file__).parents[3] / "examples"

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from trainer.engine import best, proof
-from trainer.telemetry import atomic
-from trainer.telemetry.records import ValidationRecord
+from trainer.engine.results import proof
+from trainer.engine.training import best
+from trainer.files import atomic
+from trainer.telemetry.sinks.records import ValidationRecord
 
 
 class KilledError(Exception):

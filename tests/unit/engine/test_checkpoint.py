@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainer.engine import checkpoint
+from trainer.engine.records import checkpoint
 from trainer.errors import ConfigError, NoSpaceError, StorageError
-from trainer.modeling import tensorfile
+from trainer.modeling import tensor_file as tensorfile
 
 FINGERPRINT = {"seed": "0", "lora.rank": "8"}
 

@@ -9,11 +9,11 @@ from typing import cast
 import pytest
 import torch
 
-from trainer.engine import fast
+from trainer.engine.building import fast
+from trainer.engine.building.fast import move_plain_tensors, prove_fp8
 from trainer.engine.context import Context
-from trainer.engine.fast import move_plain_tensors, prove_fp8
 from trainer.errors import HardwareError
-from trainer.modeling.rowscaled import RowScaledLinear
+from trainer.modeling.storage.row_quantized import RowScaledLinear
 
 
 class Table(torch.nn.Module):

@@ -16,8 +16,8 @@ from diffusers.training_utils import compute_density_for_timestep_sampling
 from trainer.config.schema import FlowSection
 from trainer.data.cache import Cache, DamagedEntryError, entry_key
 from trainer.data.fill import LatentsEntry, TextEntry
-from trainer.engine import feed
-from trainer.engine.entries import Entries, load_batch
+from trainer.engine.caching.entries import Entries, load_batch
+from trainer.engine.training import feed
 from trainer.errors import ConfigError, OutOfMemoryError
 from trainer.families import get
 from trainer.families.flow import FlowSettings, draw_samples, dynamic_mu, held_out, sample_seed

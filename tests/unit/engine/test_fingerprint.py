@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from trainer.config.schema import RunConfig, Section
-from trainer.engine import fingerprint
-from trainer.engine.fingerprint import FREE, REFUSED, TOLD, Change, changes
+from trainer.engine.records import fingerprint
+from trainer.engine.records.fingerprint import FREE, REFUSED, TOLD, Change, changes
 
 ROOT = Path(__file__).resolve().parents[3]
 

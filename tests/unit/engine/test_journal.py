@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trainer.engine import journal
-from trainer.engine.journal import Journal
-from trainer.telemetry.metrics import METRICS_FILE
-from trainer.telemetry.records import METRICS_LOG
+from trainer.engine.records import journal
+from trainer.engine.records.journal import Journal
+from trainer.telemetry.sinks.metrics import METRICS_FILE
+from trainer.telemetry.sinks.records import METRICS_LOG
 
 
 class Clock:

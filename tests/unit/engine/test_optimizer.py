@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
-from trainer.engine.average import Average
-from trainer.engine.optimizer import Updater
-from trainer.engine.schedule import learning_rate
+from trainer.engine.optimizing.average import Average
+from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.schedule import learning_rate
 
 
 def parameters(dtype: torch.dtype) -> dict[str, torch.nn.Parameter]:

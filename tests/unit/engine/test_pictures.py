@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image, ImageFont
 
-from trainer.engine import pictures
-from trainer.engine.pictures import before_after, read_png, write_png
+from trainer.engine.results import pictures
+from trainer.engine.results.pictures import before_after, read_png, write_png
 
 WHITE = (255, 255, 255)
 TITLES = ("base model", "with the LoRA, step 300")

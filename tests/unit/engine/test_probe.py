@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 
-from tests.unit.hardware.conftest import machine, with_gpu
+from tests.unit.planning.conftest import machine, with_gpu
 from trainer.cli.probe import describe
 from trainer.config import environment
-from trainer.engine import probe, probe_attention
-from trainer.engine.probe_attention import Measured
+from trainer.engine.probing import attention, probe
+from trainer.engine.probing.attention import Measured
 from trainer.families.protocol import AttentionShape
-from trainer.hardware.facts import KernelVerdict
-from trainer.modeling import packed
+from trainer.machine.facts import KernelVerdict
+from trainer.modeling.attention import packed_rows
+from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
 
 SHAPE = AttentionShape(batch_size=1, heads=2, head_width=16, tokens=32)
 BEGUN = '{"held": 0.0}\n'
@@ -197,7 +198,7 @@ def test_verdicts_are_kept_until_a_package_comes_or_goes(monkeypatch: pytest.Mon
         rows = tuple(
             KernelVerdict(
                 kernel=name,
-                shape_class=probe.shape_class(SHAPE),
+                shape_class=shape_class(SHAPE),
                 works=name in there,
                 milliseconds=None,
                 relative_error=None,
@@ -234,32 +235,32 @@ def test_what_a_machine_could_run() -> None:
 
 def test_the_matmul_is_that_of_queries_keys_and_values() -> None:
     shape = AttentionShape(batch_size=2, heads=24, head_width=128, tokens=4608)
-    assert probe.matmul_shape_class(shape) == "m9216 n9216 k3072"
+    assert matmul_shape_class(shape) == "m9216 n9216 k3072"
 
 
 def test_a_language_models_call_has_a_class_of_its_own() -> None:
     shape = AttentionShape(batch_size=1, heads=32, head_width=128, tokens=4096, key_heads=8, causal=True)
-    assert probe.shape_class(shape) == "b1 h32/8 d128 n4096 causal of 1"
-    assert probe.matmul_shape_class(shape) == "m4096 n6144 k4096"
+    assert shape_class(shape) == "b1 h32/8 d128 n4096 causal of 1"
+    assert matmul_shape_class(shape) == "m4096 n6144 k4096"
     plain = dataclasses.replace(shape, key_heads=32, causal=False)
-    assert probe.shape_class(plain) == "b1 h32 d128 n4096"
-    assert probe.shape_class(dataclasses.replace(shape, samples=8)) == "b1 h32/8 d128 n4096 causal of 8"
+    assert shape_class(plain) == "b1 h32 d128 n4096"
+    assert shape_class(dataclasses.replace(shape, samples=8)) == "b1 h32/8 d128 n4096 causal of 8"
 
 
 def test_a_packed_row_is_measured_as_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Divided anew in each call: kernels that plan for a length pay for it here as in a run."""
     seen = []
-    attend = packed.packed_attention
+    attend = packed_rows.packed_attention
 
     def recorded(*inputs: Any, segments: Any) -> Any:
         seen.append(segments)
         return attend(*inputs, segments=segments)
 
-    monkeypatch.setattr(packed, "packed_attention", recorded)
+    monkeypatch.setattr(packed_rows, "packed_attention", recorded)
     shape = AttentionShape(
         batch_size=1, heads=4, head_width=8, tokens=64, key_heads=2, causal=True, samples=5
     )
-    found = probe_attention.measure_attention("math", "fp32", shape, "cpu", lambda: None, packaged=False)
+    found = attention.measure_attention("math", "fp32", shape, "cpu", lambda: None, packaged=False)
     assert max(found.errors.values()) < 1e-6
     assert {(sum(one), len(one), min(one) >= 1) for one in seen} == {(64, 5, True)}
     # none but the exact one's comes twice, so that nothing that a kernel keeps by length helps
@@ -366,7 +367,7 @@ def test_what_others_hold_of_unified_memory_is_the_hosts(
 def test_the_process_ends_where_nobody_asks() -> None:
     """Its parent was killed before it asked."""
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.engine.probe"],
+        [sys.executable, "-m", "trainer.engine.probing.probe"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,
@@ -379,7 +380,7 @@ def test_the_process_ends_where_nobody_asks() -> None:
 def test_stored_weights_are_multiplied_within_their_tolerance(kernel: str) -> None:
     if kernel == "nf4":
         pytest.importorskip("bitsandbytes")
-    from trainer.engine.probe_matmul import measure_matmul
+    from trainer.engine.probing.matmul import measure_matmul
 
     measured = measure_matmul(kernel, 48, 384, 128, "cpu", lambda: None)
     verdict = probe.judge(f"matmul.{kernel}", SHAPE, measured)

@@ -11,12 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.unit.hardware.conftest import machine
+from tests.unit.planning.conftest import machine
 from trainer.config import environment
-from trainer.engine import probe_reading
-from trainer.hardware.loading import STATES, was_measured
-from trainer.modeling import reading
-from trainer.modeling.reading import choose
+from trainer.engine.probing import reading as probe_reading
+from trainer.modeling.base import reading
+from trainer.modeling.base.reading import choose
+from trainer.planning.choose.loading import STATES, was_measured
 
 LOADERS = ("parallel", "fastsafetensors")
 

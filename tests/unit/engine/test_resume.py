@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from trainer.engine import resume
+from trainer.engine.records import resume
 from trainer.errors import ConfigError, NoSpaceError
 
 FINGERPRINT = {"seed": "0"}

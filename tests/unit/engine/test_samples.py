@@ -11,8 +11,8 @@ import pytest
 from tests.unit.data.pictures import write_pair
 from trainer import families
 from trainer.config.schema import RunConfig
-from trainer.engine import samples
-from trainer.engine.samples import Samples, scan_samples
+from trainer.engine.caching import samples
+from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.errors import DataError
 
 

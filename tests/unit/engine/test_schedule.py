@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
-from trainer.engine.schedule import learning_rate
+from trainer.engine.optimizing.schedule import learning_rate
 from trainer.modeling.vision import make_torchvision_importable
 
 NAMES = ("constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial")

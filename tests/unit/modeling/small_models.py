@@ -18,10 +18,10 @@ from trainer.families.kandinsky5 import KANDINSKY5
 from trainer.families.llama import LLAMA
 from trainer.families.protocol import Batch, Draw, Shape
 from trainer.families.qwen_image import QWEN_IMAGE
-from trainer.modeling import lora
-from trainer.modeling.nf4 import nf4_linear
-from trainer.modeling.packed import set_packed_attention
-from trainer.modeling.rowscaled import from_linear, takes_fp8
+from trainer.modeling.adapter import lora
+from trainer.modeling.attention.packed_rows import set_packed_attention
+from trainer.modeling.storage.nf4 import nf4_linear
+from trainer.modeling.storage.row_quantized import from_linear, takes_fp8
 
 Storage = Literal["plain", "int8", "nf4", "fp8", "fp8_two_copies"]
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from trainer.config.schema import LoraSection
-from trainer.modeling import lora
+from trainer.modeling.adapter import lora
 from trainer.modeling.vision import make_torchvision_importable
 
 LINEARS = {"a.to_q": (24, 24), "a.to_k": (24, 36), "b.out": (17, 60)}

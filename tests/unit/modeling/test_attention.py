@@ -17,9 +17,11 @@ from diffusers.models import attention_dispatch
 from torch.nn.attention import SDPBackend
 from torch.utils.flop_counter import FlopCounterMode, flop_registry, sdpa_flop_count
 
-from trainer.modeling import attention as module
-from trainer.modeling.attention import SDPA_BACKENDS, attention, set_attention
-from trainer.modeling.packed import packed_attention
+from trainer.modeling.attention import kernels as module
+from trainer.modeling.attention import setting
+from trainer.modeling.attention.kernels import SDPA_BACKENDS, attention
+from trainer.modeling.attention.packed_rows import packed_attention
+from trainer.modeling.attention.setting import set_attention
 
 CUDNN = ("cudnn", "cudnn_strided")
 PACKAGES = ("flash_attn_2", "flash_attn_3", "flash_attn_4")
@@ -233,7 +235,7 @@ def test_a_models_blocks_use_the_kernel_and_compile_into_one_graph(
 def test_an_option_that_no_family_uses_is_refused() -> None:
     query, key, value = tensors()
     with pytest.raises(AssertionError, match="cudnn_strided is not set up for"):
-        module._dispatched("cudnn_strided", query, key, value, is_causal=True)
+        setting._dispatched("cudnn_strided", query, key, value, is_causal=True)
 
 
 @pytest.mark.usefixtures("packages")

@@ -12,22 +12,22 @@ from pathlib import Path
 import pytest
 from huggingface_hub import constants
 
-from tests.unit.hardware.conftest import machine
 from tests.unit.modeling.fake_hub import COMMIT, REPOSITORY, FakeHub
+from tests.unit.planning.conftest import machine
 from trainer.cli import main
-from trainer.config.load import Loaded
+from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
-from trainer.engine import meta_shapes
-from trainer.engine.geometry import CONFIGS
-from trainer.engine.planning import plan_run, prepare_base, run_attention
 from trainer.errors import AccessError
 from trainer.families import components, get
-from trainer.hardware.geometry import TABLES, compact, read_table
-from trainer.hardware.plan import Plan
-from trainer.hardware.weight_files import read_header, weight_files
-from trainer.modeling.base import find_base
-from trainer.modeling.load import shard_files
-from trainer.modeling.source import pinned, resolve_source
+from trainer.files.weight_files import read_header, weight_files
+from trainer.modeling.base.base import find_base
+from trainer.modeling.base.load import shard_files
+from trainer.modeling.base.source import pinned, resolve_source
+from trainer.planning.plan import Plan
+from trainer.planning.planning import plan_run, prepare_base, run_attention
+from trainer.planning.shapes import meta_shapes
+from trainer.planning.shapes.geometry import TABLES, compact, read_table
+from trainer.planning.shapes.run_shapes import CONFIGS
 
 FLUX = get("flux1_dev")
 Make = Callable[..., RunConfig]

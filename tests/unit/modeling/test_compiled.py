@@ -14,11 +14,12 @@ from torch._functorch import partitioners
 
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import FAMILIES, Case, Storage, case, difference, relative, with_inputs
-from trainer.modeling import compiled, fp8
-from trainer.modeling.compiled import compile_blocks, eager, graphs_compiled
-from trainer.modeling.norms import fuse_head_norms
-from trainer.modeling.recompute import recompute_blocks
-from trainer.modeling.siblings import join_siblings
+from trainer.modeling.adapter.joined_lora import join_siblings
+from trainer.modeling.blocks import compiled
+from trainer.modeling.blocks.compiled import compile_blocks, eager, graphs_compiled
+from trainer.modeling.blocks.recompute import recompute_blocks
+from trainer.modeling.fused.norms import fuse_head_norms
+from trainer.modeling.storage import fp8
 
 # two blocks of one kind and three of the other
 DEPTH = {"num_layers": 2, "num_single_layers": 3}

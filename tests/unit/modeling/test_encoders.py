@@ -23,11 +23,11 @@ from transformers import (
 
 from trainer import families
 from trainer.errors import AccessError
-from trainer.hardware.geometry import linear_weights, quantized_linears
-from trainer.hardware.memory import ENCODERS_KEEP
-from trainer.modeling.load import load_component, load_streamed
-from trainer.modeling.quantize import count_quantized, replacer
-from trainer.modeling.source import ModelSource
+from trainer.modeling.base.load import load_component, load_streamed
+from trainer.modeling.base.source import ModelSource
+from trainer.modeling.storage.quantize import count_quantized, replacer
+from trainer.planning.shapes.geometry import linear_weights, quantized_linears
+from trainer.ways.storages import ENCODERS_KEEP
 
 # rows of 64 values and more: bitsandbytes' CPU kernel unpacks shorter ones wrongly
 _LAYERS = {
@@ -246,7 +246,7 @@ def test_one_layer_at_a_time_is_in_full_precision(
         counts.append(len(layers))
         return real(name, module)
 
-    monkeypatch.setattr("trainer.modeling.load.replacer", lambda *arguments, **options: watched)
+    monkeypatch.setattr("trainer.modeling.base.load.replacer", lambda *arguments, **options: watched)
     try:
         load(LlamaForCausalLM, base, weights, torch.bfloat16)
     finally:

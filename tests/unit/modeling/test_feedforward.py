@@ -13,18 +13,18 @@ from peft import set_peft_model_state_dict
 
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import CONFIGS, Case, Storage, adapt, case, difference, relative
-from trainer.modeling.compiled import eager
-from trainer.modeling.feedforward import (
+from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
+from trainer.modeling.adapter.lora import ADAPTER, adapter_state, remove_lora
+from trainer.modeling.blocks.compiled import eager
+from trainer.modeling.fused.feedforward import (
     fp8_feed_forward,
     fuse_feed_forwards,
     gelu_backward_quantize_rows,
     gelu_quantize_rows,
 )
-from trainer.modeling.fp8 import quantize_rows
-from trainer.modeling.lora import ADAPTER, adapter_state, remove_lora
-from trainer.modeling.norms import fuse_head_norms
-from trainer.modeling.rowscaled import RowScaledLinear, from_linear
-from trainer.modeling.siblings import join_siblings, part_siblings
+from trainer.modeling.fused.norms import fuse_head_norms
+from trainer.modeling.storage.fp8 import quantize_rows
+from trainer.modeling.storage.row_quantized import RowScaledLinear, from_linear
 
 WIDTH, INNER = 32, 96
 DTYPES = [torch.float32, torch.bfloat16]

@@ -11,9 +11,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from trainer.errors import DataError, NoSpaceError
-from trainer.hardware.weight_files import read_header
-from trainer.modeling import tensorfile
-from trainer.modeling.comfyui import write_comfyui
+from trainer.files.weight_files import read_header
+from trainer.modeling import tensor_file as tensorfile
+from trainer.modeling.adapter.comfyui import write_comfyui
 
 
 def tensors() -> dict[str, torch.Tensor]:

@@ -10,8 +10,8 @@ import torch
 
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import relative
-from trainer.modeling import fp8
-from trainer.modeling.fp8 import MOST, fp8_linear, multiply, quantize_rows, transpose_bytes
+from trainer.modeling.storage import fp8
+from trainer.modeling.storage.fp8 import MOST, fp8_linear, multiply, quantize_rows, transpose_bytes
 
 # e4m3 has three bits behind the point: half of one of eight steps between powers of two
 HALF_STEP = 1 / 16
@@ -249,7 +249,7 @@ def test_a_gpu_multiplies_a_multiple_of_rows_and_gives_as_many_as_it_was_given(
         return torch.empty(left.shape[0], right.shape[1], device="meta")
 
     kernels = types.SimpleNamespace(quantize_rows=quantize, transpose_bytes=lambda matrix: matrix.t())
-    monkeypatch.setattr(fp8, "kernels", kernels, raising=False)
+    monkeypatch.setattr(fp8, "fp8_rows", kernels, raising=False)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
     weight = torch.empty(48, 32, dtype=torch.float8_e4m3fn, device="meta")
     x = torch.empty(2, 11, 32, device="meta", requires_grad=True)

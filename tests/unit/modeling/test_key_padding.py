@@ -7,9 +7,9 @@ import math
 import pytest
 import torch
 
-from trainer.hardware.captions import TEXT_LENGTHS, padded_length
-from trainer.modeling.key_padding import attend_without_padding
-from trainer.modeling.text_lengths import pad_text
+from trainer.modeling.attention.key_padding import attend_without_padding
+from trainer.modeling.attention.text_lengths import pad_text
+from trainer.planning.shapes.mix import TEXT_LENGTHS, padded_length
 
 Tensors = tuple[torch.Tensor, ...]
 # of fp32 with scores of 100, relative to the largest value

@@ -17,11 +17,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.stored_nf4 import stored_state
 from tests.unit.modeling.test_quantize import CONFIG
 from trainer.errors import AccessError, ConfigError
-from trainer.hardware.geometry import header_shapes, packed_size
-from trainer.modeling.load import load_streamed
-from trainer.modeling.quantize import Replace, count_quantized, replacer
-from trainer.modeling.recompute import recompute_blocks
-from trainer.modeling.source import ModelSource
+from trainer.files.component_shapes import header_shapes, packed_size
+from trainer.modeling.base.load import load_streamed
+from trainer.modeling.base.source import ModelSource
+from trainer.modeling.blocks.recompute import recompute_blocks
+from trainer.modeling.storage.quantize import Replace, count_quantized, replacer
 
 INDEX = "model.safetensors.index.json"
 KEEP = (r"proj_out", r"x_embedder", r".*norm.*")

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.modeling.small_models import Storage, case
-from trainer.modeling import lora
+from trainer.modeling.adapter import lora
 
 
 @pytest.mark.parametrize("family", ["flux1_dev", "llama"])

@@ -10,7 +10,7 @@ from diffusers.models.normalization import RMSNorm
 
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import case, difference, relative
-from trainer.modeling.norms import fuse_head_norms
+from trainer.modeling.fused.norms import fuse_head_norms
 
 CLASSES: dict[str, Any] = {"torch": torch.nn.RMSNorm, "diffusers": RMSNorm}
 

@@ -10,10 +10,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.stored_nf4 import quant_state
 from trainer.errors import ConfigError
-from trainer.modeling import lora, nf4
-from trainer.modeling.nf4 import Nf4Linear
-from trainer.modeling.quantize import count_quantized, replacer
-from trainer.modeling.rowscaled import RowScaledLinear
+from trainer.modeling.adapter import lora
+from trainer.modeling.storage import nf4
+from trainer.modeling.storage.nf4 import Nf4Linear
+from trainer.modeling.storage.quantize import count_quantized, replacer
+from trainer.modeling.storage.row_quantized import RowScaledLinear
 
 CONFIG = {
     "patch_size": 1,

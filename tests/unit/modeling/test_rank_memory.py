@@ -9,10 +9,10 @@ import pytest
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import Case, case
 from trainer.config.schema import LoraSection
-from trainer.hardware import adapters
-from trainer.hardware.adapters import COUNTED_RANK
-from trainer.modeling import lora
-from trainer.modeling.siblings import join_siblings
+from trainer.modeling.adapter import lora
+from trainer.modeling.adapter.joined_lora import join_siblings
+from trainer.planning.shapes import adapters
+from trainer.planning.shapes.adapters import COUNTED_RANK
 
 HIGHER = 48
 DEPTH = {"num_layers": 1, "num_single_layers": 1}

@@ -15,11 +15,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.unit.modeling.test_load import LLAMA, shards, source
 from trainer.errors import AccessError
-from trainer.modeling import load as loading
-from trainer.modeling import reading, tensorfile
-from trainer.modeling.load import load_streamed
-from trainer.modeling.reading import Choice, Method, ShardReader, choose
-from trainer.modeling.ring import RingSize
+from trainer.modeling import tensor_file as tensorfile
+from trainer.modeling.base import load as loading
+from trainer.modeling.base import reading
+from trainer.modeling.base.load import load_streamed
+from trainer.modeling.base.reading import Choice, Method, ShardReader, choose
+from trainer.modeling.base.ring import RingSize
 
 SMALL = RingSize(piece_bytes=64 * 1024, pieces=4, threads=3)
 WAYS = [

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from tests.unit.modeling.small_models import FAMILIES, case, difference, relative
-from trainer.hardware.activations import counted
-from trainer.modeling import recompute
-from trainer.modeling.compiled import compile_blocks, graphs_compiled
-from trainer.modeling.recompute import Recomputed, give_base, recompute_blocks
-from trainer.modeling.siblings import join_siblings
-from trainer.modeling.swap import swap_blocks
+from trainer.modeling.adapter.joined_lora import join_siblings
+from trainer.modeling.blocks import recompute
+from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled
+from trainer.modeling.blocks.recompute import Recomputed, give_base, recompute_blocks
+from trainer.modeling.storage.swap import swap_blocks
+from trainer.planning.shapes.activations import counted
 
 
 def test_outputs_and_gradients_stay_bit_for_bit() -> None:

@@ -11,9 +11,9 @@ import torch
 from safetensors import SafetensorError
 
 from tests.unit.modeling.test_reading import SMALL, WAYS, assert_same, raw, read, reader, write_model
-from trainer.modeling import reading
-from trainer.modeling.reading import Choice, page_cache_share
-from trainer.modeling.ring import Ring, RingSize
+from trainer.modeling.base import reading
+from trainer.modeling.base.reading import Choice, page_cache_share
+from trainer.modeling.base.ring import Ring, RingSize
 
 
 @pytest.fixture

@@ -20,12 +20,13 @@ from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.flux2_dev import FLUX2_DEV
 from trainer.families.protocol import Shape
-from trainer.modeling.attention import BACKENDS, set_attention
-from trainer.modeling.compiled import graphs_compiled
-from trainer.modeling.norms import fuse_head_norms
-from trainer.modeling.rotary import fuse_rotary, norm_rotary
-from trainer.modeling.siblings import join_siblings, part_siblings
-from trainer.modeling.turns import Part
+from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
+from trainer.modeling.attention.kernels import BACKENDS
+from trainer.modeling.attention.setting import set_attention
+from trainer.modeling.blocks.compiled import graphs_compiled
+from trainer.modeling.fused.norms import fuse_head_norms
+from trainer.modeling.fused.rotary import fuse_rotary, norm_rotary
+from trainer.modeling.fused.rotation import Part
 
 EPS = 1e-6
 # of sums in fp32 that are made in another order

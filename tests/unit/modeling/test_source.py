@@ -18,9 +18,9 @@ from huggingface_hub import constants
 from tests.unit.modeling.fake_hub import COMMIT, REPOSITORY, FakeHub
 from trainer.config.schema import RunConfig
 from trainer.errors import AccessError, ConfigError, ExitCode, NoSpaceError, StoppedError, TrainerError
-from trainer.modeling.base import local_folder
-from trainer.modeling.hub import Download
-from trainer.modeling.source import ModelSource, resolve_source, weights_line
+from trainer.modeling.base.base import local_folder
+from trainer.modeling.base.hub import Download
+from trainer.modeling.base.source import ModelSource, resolve_source, weights_line
 
 COMPONENTS = ("transformer", "text_encoder", "text_encoder_2", "vae", "tokenizer", "tokenizer_2", "scheduler")
 Make = Callable[..., RunConfig]
@@ -335,7 +335,7 @@ def test_too_small_a_disk_is_told_before_the_first_byte(
     fake_hub: FakeHub, run_config: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     usage = shutil.disk_usage("/")._replace(free=1_000_000)
-    monkeypatch.setattr("trainer.modeling.hub.shutil.disk_usage", lambda path: usage)
+    monkeypatch.setattr("trainer.modeling.base.hub.shutil.disk_usage", lambda path: usage)
     config = run_config(pretrained_model_name_or_path=REPOSITORY)
     message = refused(NoSpaceError, ExitCode.NO_SPACE, config)
     assert "needs 0.0 GB more, 0.0 GB are free" in message
@@ -380,8 +380,8 @@ def test_offline_with_the_model(fake_hub: FakeHub, run_config: Make, monkeypatch
 
 def test_no_model_library_is_imported() -> None:
     code = (
-        "import sys; import trainer.modeling.source, trainer.modeling.hub;"
-        "trainer.modeling.hub.is_repository_id('a/b');"
+        "import sys; import trainer.modeling.base.source, trainer.modeling.base.hub;"
+        "trainer.modeling.base.hub.is_repository_id('a/b');"
         "sys.exit(bool({'torch', 'diffusers', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

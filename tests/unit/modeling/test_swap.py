@@ -10,13 +10,13 @@ import pytest
 import torch
 
 from tests.unit.modeling.small_models import Case, Storage, case
-from trainer.hardware.blocks import waiting
-from trainer.modeling import empty
-from trainer.modeling.empty import modules_inside
-from trainer.modeling.lora import adapter_state, remove_lora
-from trainer.modeling.recompute import Recomputed, recompute_blocks
-from trainer.modeling.siblings import join_siblings, part_siblings
-from trainer.modeling.swap import Swapped, swap_blocks, swapped_of, waiting_blocks
+from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
+from trainer.modeling.adapter.lora import adapter_state, remove_lora
+from trainer.modeling.base import empty
+from trainer.modeling.base.empty import modules_inside
+from trainer.modeling.blocks.recompute import Recomputed, recompute_blocks
+from trainer.modeling.storage.swap import Swapped, swap_blocks, swapped_of, waiting_blocks
+from trainer.modeling.storage.waiting import waiting
 
 BLOCKS = {
     "flux1_dev": {"num_layers": 2, "num_single_layers": 5},

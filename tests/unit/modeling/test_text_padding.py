@@ -12,11 +12,11 @@ import torch._dynamo
 
 from tests.unit.modeling.small_models import Case, case, difference, relative
 from trainer.families.protocol import TEXT_MASK, Batch, Draw
-from trainer.modeling.compiled import compile_blocks, graphs_compiled
-from trainer.modeling.rotary import fuse_rotary
-from trainer.modeling.siblings import join_siblings
-from trainer.modeling.text_lengths import pad_text, padded_text
-from trainer.modeling.text_padding import text_readers
+from trainer.modeling.adapter.joined_lora import join_siblings
+from trainer.modeling.attention.text_lengths import pad_text, padded_text
+from trainer.modeling.attention.text_padding import text_readers
+from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled
+from trainer.modeling.fused.rotary import fuse_rotary
 
 # of sums in fp32 that are made in another order
 ROUNDING = 2e-5

@@ -22,10 +22,10 @@ from scripts.benches.record import Record, Row, Table
 from scripts.random_base import build
 from trainer import families
 from trainer.cli.options import load_config
-from trainer.engine.agreement import check_family
 from trainer.errors import DataError, HardwareError
 from trainer.families.protocol import Shape
-from trainer.telemetry.records import METRICS_LOG, read_metrics
+from trainer.planning.agreement import check_family
+from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 IDLE = "NVIDIA H200, 580.159.04, 143771, 4, 0\n"

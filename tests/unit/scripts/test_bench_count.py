@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from scripts.benches import count
-from trainer.hardware.activations import COUNTS
+from trainer.planning.shapes.activations import COUNTS
 
 
 def row(mode: str, stacks: dict[str, int], *, fixed: int, beyond: int, head: int = 0) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 from scripts.benches import matrix
 from scripts.benches.record import from_json
 from trainer import families
-from trainer.config import load
+from trainer.config.reading import load
 
 CELLS = {str(cell): cell for cell in matrix.cells()}
 

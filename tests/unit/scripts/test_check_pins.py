@@ -16,7 +16,7 @@ from scripts.check_pins import MACHINES, read_pins
 from scripts.pip_dry_run import PinError, Place, Wheel, resolve
 from tests.unit.container_files.test_dockerfile import STAGES
 from tests.unit.house.sources import ROOT
-from trainer.config.appliance import TARGETS
+from trainer.container.appliance import TARGETS
 
 SPARK = Place(machine="aarch64", python="3.12.3", glibc=39)
 

@@ -10,7 +10,7 @@ import pytest
 from scripts import render_docker_md
 from scripts.render_docker_md import DOCKER_MD, TABLES, rendered
 from trainer.cli.config import variables_markdown
-from trainer.config.appliance import VOLUMES
+from trainer.container.appliance import VOLUMES
 from trainer.errors import MEANING
 
 PAGE = "".join(

@@ -28,7 +28,7 @@ PARENT = """
 import json, os, sys
 from pathlib import Path
 from trainer.errors import TrainerError
-from trainer.telemetry.supervisor import Limits, supervise
+from trainer.telemetry.supervising.supervisor import Limits, supervise
 
 asked = json.loads(sys.argv[1])
 paths = {name: Path(asked[name]) for name in ("runtime_dir", "meminfo_path", "memory_events_path")}
@@ -51,7 +51,7 @@ sys.exit(code)
 CHILD = """
 import os, sys, time
 from pathlib import Path
-from trainer.telemetry.metrics import RunMetrics
+from trainer.telemetry.sinks.metrics import RunMetrics
 from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
 

@@ -10,7 +10,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from trainer.telemetry.memory_floor import Action, Floors, Sample, decide, remember
+from trainer.telemetry.supervising.memory_floor import Action, Floors, Sample, decide, remember
 
 TOTAL, SYSTEM = 121.7, 5.0
 WEDGE = 2.0

@@ -12,8 +12,8 @@ from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
-from trainer.telemetry.events import EventLog
-from trainer.telemetry.records import ValidationRecord
+from trainer.telemetry.sinks.events import EventLog
+from trainer.telemetry.sinks.records import ValidationRecord
 
 from .test_records import record
 
@@ -134,9 +134,9 @@ def test_neither_torch_nor_tensorflow_is_imported(tmp_path: Path) -> None:
     script = f"""
 import sys
 from pathlib import Path
-from trainer.telemetry.events import EventLog
-from trainer.telemetry.records import ValidationRecord
-from trainer.telemetry.records import StepRecord
+from trainer.telemetry.sinks.events import EventLog
+from trainer.telemetry.sinks.records import ValidationRecord
+from trainer.telemetry.sinks.records import StepRecord
 assert "tensorboard" not in sys.modules
 log = EventLog(Path({str(tmp_path)!r}))
 log.scalars(StepRecord(

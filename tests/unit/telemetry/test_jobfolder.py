@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from trainer.telemetry.jobfolder import job_folder
+from trainer.telemetry.supervising.jobfolder import job_folder
 
 HOUR_AGO = time.time() - 3600
 
@@ -18,7 +18,7 @@ def test_folders_of_living_jobs_stay_and_those_of_killed_ones_go(tmp_path: Path)
     code = f"""
 import os, signal
 from pathlib import Path
-from trainer.telemetry.jobfolder import job_folder
+from trainer.telemetry.supervising.jobfolder import job_folder
 with job_folder(Path({str(tmp_path)!r}), "train") as folder:
     (folder / "spec.json").write_text("{{}}")
     os.kill(os.getpid(), signal.SIGKILL)

@@ -18,9 +18,9 @@ import pytest
 from tests.unit.telemetry.conftest import CHILD, PARENT, Run, write_meminfo
 from tests.unit.telemetry.memory_host import WEDGE, Timeline, collapse, healthy, play
 from trainer.errors import ExitCode
-from trainer.hardware import profiles
-from trainer.telemetry import host
-from trainer.telemetry.memory_floor import GIB, Action, Floors, Sample, decide, remember
+from trainer.machine import profiles
+from trainer.telemetry.supervising import host
+from trainer.telemetry.supervising.memory_floor import GIB, Action, Floors, Sample, decide, remember
 
 FLOORS = Floors()
 FLOORS_ONLY = Floors(trend_below_bytes=0)

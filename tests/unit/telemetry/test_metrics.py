@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from trainer.telemetry.metrics import METRICS, METRICS_FILE, RunMetrics, build_registry, metrics_markdown
-from trainer.telemetry.server import metrics_text
+from trainer.telemetry.sinks.metrics import (
+    METRICS,
+    METRICS_FILE,
+    RunMetrics,
+    build_registry,
+    metrics_markdown,
+)
 from trainer.telemetry.status import Phase, verdict
+from trainer.telemetry.supervising.server import metrics_text
 
 from .test_records import record
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.telemetry.records import (
+from trainer.telemetry.sinks.records import (
     MetricsLog,
     StepRecord,
     ValidationRecord,

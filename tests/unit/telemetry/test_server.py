@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ConfigError, ExitCode
-from trainer.telemetry import server as server_module
-from trainer.telemetry.server import metrics_text, require_free, serving
 from trainer.telemetry.status import Verdict
+from trainer.telemetry.supervising import server as server_module
+from trainer.telemetry.supervising.server import metrics_text, require_free, serving
 
 from .conftest import free_port
 

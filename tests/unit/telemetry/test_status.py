@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from trainer.errors import ExitCode, NoSpaceError
-from trainer.telemetry import atomic
+from trainer.files import atomic
 from trainer.telemetry import status as module
 from trainer.telemetry.status import (
     BUDGET_SECONDS,

@@ -14,8 +14,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.errors import ExitCode
-from trainer.telemetry import host
 from trainer.telemetry.status import Phase
+from trainer.telemetry.supervising import host
 
 from .conftest import CHILD, Run, Start, free_port, wait_for, write_meminfo
 
@@ -287,7 +287,7 @@ def _body_when_up(run: Run) -> str | None:
 
 
 def test_the_supervisor_imports_no_torch() -> None:
-    script = "import sys, trainer.telemetry.supervisor; sys.exit('torch' in sys.modules)"
+    script = "import sys, trainer.telemetry.supervising.supervisor; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
 
 

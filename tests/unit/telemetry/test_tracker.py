@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from trainer.errors import ConfigError, ExitCode
-from trainer.telemetry.records import StepRecord, ValidationRecord
-from trainer.telemetry.tracker import Tracker
+from trainer.telemetry.sinks.records import StepRecord, ValidationRecord
+from trainer.telemetry.sinks.tracker import Tracker
 
 RECORD = StepRecord(
     step=3, loss=1.5, learning_rate=1e-4, grad_norm=0.5, seconds_per_step=2.0, samples_per_second=0.5

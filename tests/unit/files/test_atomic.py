@@ -1,0 +1,94 @@
+"""Files that are whole or absent, and full disks."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import ExitCode, NoSpaceError, StorageError
+from trainer.files import atomic
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_the_new_content_replaces_the_old_and_leaves_nothing_else(tmp_path: Path, sync: bool) -> None:
+    path = tmp_path / "file.json"
+    path.write_text("old")
+    atomic.write_text(path, "new ü", sync=sync)
+    assert path.read_text() == "new ü"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_the_old_content_stays_until_the_block_ends_and_when_it_fails(tmp_path: Path) -> None:
+    path = tmp_path / "file.bin"
+    path.write_bytes(b"old")
+    with pytest.raises(RuntimeError), atomic.writing(path) as file:
+        file.write(b"half of the n")
+        file.flush()
+        assert path.read_bytes() == b"old"
+        raise RuntimeError
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_new_files_have_the_usual_mode(tmp_path: Path) -> None:
+    usual = tmp_path / "usual"
+    usual.touch()
+    atomic.write_bytes(tmp_path / "file", b"")
+    assert (tmp_path / "file").stat().st_mode == usual.stat().st_mode
+
+
+def test_a_full_disk_is_told_with_its_exit_code_and_the_old_file_stays(tmp_path: Path) -> None:
+    path = tmp_path / "adapter.safetensors"
+    path.write_bytes(b"old")
+    with (
+        pytest.raises(NoSpaceError, match="No space left on device") as caught,
+        atomic.writing(path) as file,
+        Path("/dev/full").open("wb", buffering=0) as full,
+    ):
+        file.write(b"new")
+        full.write(b"new")
+    assert caught.value.exit_code is ExitCode.NO_SPACE
+    assert caught.value.problems[0].where == str(path)
+    assert "GiB free" in caught.value.problems[0].what
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_other_errors_keep_their_type(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        atomic.write_text(tmp_path / "absent" / "file", "text")
+    with pytest.raises(IsADirectoryError), atomic.no_space_told(tmp_path):
+        os.open(tmp_path, os.O_WRONLY)
+
+
+@pytest.mark.parametrize(
+    ("code", "advice"),
+    [
+        (errno.EIO, "the kernel's log"),
+        (errno.EROFS, "takes no more writes"),
+        (errno.EFBIG, "ulimit -f"),
+        (errno.EACCES, "let this user write there"),
+        (errno.EPERM, "let this user write there"),
+        (errno.ESTALE, "mount the folder again"),
+    ],
+)
+def test_a_disk_that_fails_or_refuses_is_told_with_file_and_remedy(
+    tmp_path: Path, code: int, advice: str
+) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(b"old")
+    with pytest.raises(StorageError) as caught, atomic.writing(path):
+        raise OSError(code, os.strerror(code))
+    assert not isinstance(caught.value, NoSpaceError)
+    assert caught.value.exit_code is ExitCode.NO_SPACE
+    (problem,) = caught.value.problems
+    assert problem.where == str(path)
+    assert os.strerror(code) in problem.what
+    assert advice in problem.remedy
+    assert path.read_bytes() == b"old"
+    assert list(tmp_path.iterdir()) == [path]
+    with pytest.raises(StorageError, match="while reading it"), atomic.reading_told(path):
+        raise OSError(code, os.strerror(code))

@@ -1,0 +1,268 @@
+"""Facts: JSON both ways, this machine, libcuda through a stand-in, torch's build without torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from tests.unit.planning.conftest import MACHINES, machine
+from trainer.errors import ConfigError, HardwareError
+from trainer.files import codec
+from trainer.machine import driver, torch_build, verdicts
+from trainer.machine.facts import (
+    HostMemory,
+    KernelVerdict,
+    driver_text,
+    facts_from_json,
+    facts_to_json,
+    version_from,
+)
+from trainer.machine.reading import installed, read_facts, with_host_memory
+
+
+@pytest.mark.parametrize("path", sorted(MACHINES.glob("*.json")), ids=lambda path: path.stem)
+def test_recorded_facts_round_trip(path: Path) -> None:
+    facts = facts_from_json(path.read_text(), str(path))
+    assert facts_from_json(facts_to_json(facts), "again") == facts
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"gpu_count": 1}, "gpu_count"),
+        ({"gpus": [{"index": 0, "name": "x", "capabillity": [8, 9]}]}, "gpus.0.capabillity"),
+        ({"cpu_count": "4"}, "cpu_count"),
+        ({"driver": [580, "x"]}, "driver.1"),
+    ],
+)
+def test_unknown_keys_and_wrong_types_are_refused_by_name(change: dict[str, object], says: str) -> None:
+    tree = json.loads((MACHINES / "cpu.json").read_text()) | change
+    with pytest.raises(HardwareError) as caught:
+        facts_from_json(json.dumps(tree), "mine.json")
+    assert f"mine.json: {says}" in str(caught.value)
+
+
+def test_what_is_no_json_is_refused() -> None:
+    with pytest.raises(HardwareError, match=r"mine\.json"):
+        facts_from_json("{", "mine.json")
+
+
+def test_versions() -> None:
+    assert version_from("2.13.0+cu130") == (2, 13, 0)
+    assert version_from("2.14.0a0+git1") == (2, 14, 0)
+    assert version_from("580.95.05") == (580, 95, 5)
+    assert driver_text((580, 95, 5)) == "580.95.05"
+
+
+def test_this_machine_is_read_without_torch(tmp_path: Path) -> None:
+    program = (
+        "import sys; from pathlib import Path; from trainer.machine.reading import read_facts;"
+        f"facts = read_facts(cache_dir=Path({str(tmp_path)!r}));"
+        "assert 'torch' not in sys.modules and facts.torch is not None and facts.memory.available_bytes > 0"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_a_facts_file_stands_in(tmp_path: Path) -> None:
+    path = MACHINES / "dgx-spark.json"
+    assert read_facts(cache_dir=tmp_path, facts_file=path) == machine("dgx-spark")
+    with pytest.raises(ConfigError, match=r"missing\.json"):
+        read_facts(cache_dir=tmp_path, facts_file=tmp_path / "missing.json")
+
+
+def test_memory_of_an_integrated_gpu_is_the_hosts() -> None:
+    memory = HostMemory(total_bytes=7, available_bytes=5, swap_free_bytes=0)
+    spark, desktop = machine("dgx-spark").gpus[0], machine("rtx-4090").gpus[0]
+    changed = with_host_memory((spark, desktop), memory)
+    assert [gpu.total_memory_bytes for gpu in changed] == [7, desktop.total_memory_bytes]
+
+
+def test_packages_that_are_not_installed_are_left_out() -> None:
+    assert list(installed(("pydantic", "no-such-package"))) == ["pydantic"]
+
+
+FAKE_LIBCUDA = """
+#include <stddef.h>
+#include <stdlib.h>
+#include <string.h>
+int cuInit(unsigned flags) { return getenv("FAKE_FAILS") ? 100 : 0; }
+int cuDriverGetVersion(int *v) { *v = 13010; return 0; }
+int cuDeviceGetCount(int *n) { *n = 1; return 0; }
+int cuDeviceGet(int *d, int i) { *d = i; return 0; }
+int cuDeviceGetName(char *s, int n, int d) { strncpy(s, "NVIDIA GB10", n); return 0; }
+int cuDeviceTotalMem_v2(size_t *b, int d) { *b = 130674946048ul; return 0; }
+int cuDeviceGetAttribute(int *v, int a, int d)
+{ *v = a == 75 ? 12 : a == 76 ? 1 : a == 18 ? 1 : -1; return 0; }
+int cuGetErrorName(int e, const char **s) { *s = "CUDA_ERROR_NO_DEVICE"; return 0; }
+"""
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> str:
+    compiler = shutil.which("cc") or shutil.which("gcc")
+    if compiler is None:
+        pytest.skip("no C compiler for the stand-in of libcuda")
+    folder = tmp_path_factory.mktemp("libcuda")
+    (folder / "fake.c").write_text(FAKE_LIBCUDA)
+    library = folder / "libfakecuda.so"
+    command = [compiler, "-w", "-shared", "-fPIC", "-o", str(library), str(folder / "fake.c")]
+    subprocess.run(command, check=True)
+    return str(library)
+
+
+def test_libcuda_is_asked_for_name_capability_memory_and_integration(libcuda: str) -> None:
+    report = driver.query_gpus((libcuda,))
+    assert report.cuda == (13, 1)
+    (gpu,) = report.gpus
+    assert (gpu.name, gpu.capability, gpu.integrated) == ("NVIDIA GB10", (12, 1), True)
+    assert gpu.total_memory_bytes == 130674946048
+
+
+def test_a_driver_that_shows_no_gpu_says_why(libcuda: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_FAILS", "1")
+    report = driver.query_gpus((libcuda,))
+    assert (report.gpus, report.cuda, report.problem) == ((), (13, 1), "cuInit: CUDA_ERROR_NO_DEVICE")
+
+
+def test_no_driver_is_no_error() -> None:
+    assert driver.query_gpus(("libnothing.so.1",)).gpus == ()
+    assert driver.nvml_driver_version(("libnothing.so.1",)) is None
+
+
+VERSION_PY = """from typing import Optional
+__all__ = ['__version__', 'debug', 'cuda', 'git_version', 'hip', 'rocm', 'xpu']
+__version__ = '2.13.0+cu130'
+debug = False
+cuda: Optional[str] = '13.0'
+git_version = 'abc'
+"""
+
+
+def test_torch_version_file() -> None:
+    assert torch_build.parse_version_file(VERSION_PY, "x") == ((2, 13, 0), (13, 0))
+    cpu = VERSION_PY.replace("'13.0'", "None").replace("cu130", "cpu")
+    assert torch_build.parse_version_file(cpu, "x") == ((2, 13, 0), None)
+    with pytest.raises(HardwareError, match="names no version"):
+        torch_build.parse_version_file("x = 1", "version.py")
+
+
+def test_architectures_are_asked_once_and_again_after_an_update(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "torch"
+    folder.mkdir()
+    (folder / "version.py").write_text(VERSION_PY)
+    asked: list[str] = []
+
+    def child(program: str) -> list[str]:
+        asked.append(program)
+        return ["sm_90"]
+
+    monkeypatch.setattr(torch_build, "torch_folder", lambda: folder)
+    monkeypatch.setattr(torch_build, "_ask_child", child)
+    for _ in range(2):
+        build = torch_build.read_torch_build(recorded=None, cache_dir=tmp_path / "cache")
+        assert build is not None and build.arch_list == ("sm_90",)
+    assert len(asked) == 1
+    (folder / "version.py").write_text(VERSION_PY + "\n")
+    torch_build.read_torch_build(recorded=None, cache_dir=tmp_path / "cache")
+    assert len(asked) == 2
+
+
+def test_the_child_imports_the_real_torch() -> None:
+    import torch
+
+    assert torch_build._ask_child(torch_build._CHILD) == torch.cuda.get_arch_list()
+    with pytest.raises(HardwareError, match="torch does not import: no libcudnn"):
+        torch_build._ask_child("raise SystemExit('no libcudnn')")
+
+
+def test_architectures_without_a_visible_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As torch 2.11 answers: its own list is empty there, what it was compiled for is not."""
+    (tmp_path / "torch.py").write_text(
+        "class version: cuda = '13.0'\n"
+        "class cuda: get_arch_list = staticmethod(lambda: [])\n"
+        "class _C: _cuda_getArchFlags = staticmethod(lambda: 'sm_80 sm_90')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert torch_build._ask_child(torch_build._CHILD) == ["sm_80", "sm_90"]
+
+
+def test_no_architectures_are_no_answer_to_keep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, answers = tmp_path / "torch", [[], ["sm_90"]]
+    folder.mkdir()
+    (folder / "version.py").write_text(VERSION_PY)
+    monkeypatch.setattr(torch_build, "torch_folder", lambda: folder)
+    monkeypatch.setattr(torch_build, "_ask_child", lambda program: answers.pop(0))
+    found = [torch_build.read_torch_build(recorded=None, cache_dir=tmp_path / "cache") for _ in range(3)]
+    assert [build.arch_list for build in found if build] == [(), ("sm_90",), ("sm_90",)]
+
+
+def test_a_recorded_build_is_believed_and_a_broken_one_named(tmp_path: Path) -> None:
+    expected = machine("dgx-spark").torch
+    path = tmp_path / "torch.json"
+    path.write_text(codec.to_json(expected))
+    assert torch_build.read_torch_build(recorded=path, cache_dir=tmp_path) == expected
+    path.write_text("{}")
+    with pytest.raises(HardwareError, match="TRAINER_TORCH_FACTS"):
+        torch_build.read_torch_build(recorded=path, cache_dir=tmp_path)
+
+
+def verdict(kernel: str, *, works: bool = True, shape: str = "s") -> KernelVerdict:
+    return KernelVerdict(
+        kernel=kernel, shape_class=shape, works=works, milliseconds=1.0, relative_error=1e-3, reason="r"
+    )
+
+
+def test_verdicts_merge_per_kernel_and_machine(tmp_path: Path) -> None:
+    path, h200, spark = tmp_path / "new/verdicts.json", machine("h200"), machine("dgx-spark")
+    assert verdicts.read_verdicts(path, h200) == ()
+    assert verdicts.write_verdicts(path, h200, [verdict("attention.flash"), verdict("attention.cudnn")])
+    assert verdicts.write_verdicts(path, spark, [verdict("attention.flash")])
+    assert verdicts.write_verdicts(path, h200, [verdict("attention.cudnn", works=False)])
+    assert [(v.kernel, v.works) for v in verdicts.read_verdicts(path, h200)] == [
+        ("attention.cudnn", False),
+        ("attention.flash", True),
+    ]
+    assert len(verdicts.read_verdicts(path, spark)) == 1
+    updated = dataclasses.replace(h200, driver=(590, 1))
+    assert verdicts.read_verdicts(path, updated) == (), "another driver, other kernels"
+    names = sorted(file.name for file in path.parent.iterdir())
+    assert names == [".verdicts.json.lock", "verdicts.json"], "no temporary file stays"
+
+
+def test_verdicts_of_two_starts_at_once_are_all_kept(tmp_path: Path) -> None:
+    path, h200 = tmp_path / "verdicts.json", machine("h200")
+    names = [f"attention.{number}" for number in range(40)]
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(lambda name: verdicts.write_verdicts(path, h200, [verdict(name)]), names))
+    assert {row.kernel for row in verdicts.read_verdicts(path, h200)} == set(names)
+
+
+def test_verdicts_differ_by_type(tmp_path: Path) -> None:
+    path, h200 = tmp_path / "verdicts.json", machine("h200")
+    bf16 = verdict("attention.flash")
+    fp16 = dataclasses.replace(bf16, dtype="fp16", works=False)
+    assert verdicts.write_verdicts(path, h200, [bf16])
+    assert verdicts.write_verdicts(path, h200, [fp16])
+    assert verdicts.read_verdicts(path, h200) == (bf16, fp16)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "not json"])
+def test_a_broken_verdict_file_counts_as_empty(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "verdicts.json"
+    path.write_text(text)
+    assert verdicts.read_verdicts(path, machine("h200")) == ()
+    assert verdicts.write_verdicts(path, machine("h200"), [verdict("attention.flash")])
+
+
+def test_verdicts_on_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    assert not verdicts.write_verdicts(tmp_path / "file/verdicts.json", machine("h200"), [verdict("a")])

@@ -1,0 +1,103 @@
+"""What a family does not take is an error that says where it was written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from trainer import families
+from trainer.config.reading.load import Loaded, load
+from trainer.engine.caching.samples import prompt_controls
+from trainer.errors import ConfigError
+from trainer.planning.agreement import check_family
+
+DRAWS = next(name for name in families.names() if families.get(name).sample_kind == "image")
+EDITS = next(name for name in families.names() if families.get(name).control_counts[1] > 0)
+WRITES = next(name for name in families.names() if families.get(name).sample_kind == "conversation")
+
+
+def loaded(
+    family: str, folder: Path, data: dict[str, Any], validation: dict[str, Any] | None = None
+) -> Loaded:
+    content = {
+        "family": family,
+        "model": {"pretrained_model_name_or_path": "-"},
+        "data": data,
+        "validation": validation or {},
+        "output_dir": "out",
+    }
+    path = folder / "c.yaml"
+    path.write_text(yaml.safe_dump(content))
+    known = {name: families.get(name).defaults for name in families.names()}
+    return load([path], family_defaults=known, environ={})
+
+
+IMAGES, CHATS = {"sets": [{"img_dir": "images"}]}, {"sets": [{"chat_file": "chats.jsonl"}]}
+
+
+@pytest.mark.parametrize(
+    ("family", "data", "validation", "key", "words"),
+    [
+        (DRAWS, CHATS, {}, "data.sets.0.chat_file", "trains on images"),
+        (WRITES, IMAGES, {}, "data.sets.0.img_dir", "trains on conversations"),
+        (DRAWS, IMAGES, {"chat_file": "x.jsonl"}, "validation.chat_file", "trains on images"),
+        (
+            DRAWS,
+            {"sets": [{"img_dir": "images", "control_dir": "before"}]},
+            {},
+            "data.sets.0.control_dir",
+            "takes no control images",
+        ),
+        (DRAWS, IMAGES, {"control_images": ["a.png"]}, "validation.control_images", "takes no control"),
+        (DRAWS, {**IMAGES, "max_sequence_length": 4096}, {}, "data.max_sequence_length", "tokens at most"),
+        (WRITES, {**CHATS, "caption_dropout_rate": 0.1}, {}, "data.caption_dropout_rate", "no caption"),
+        (WRITES, {**CHATS, "trigger_word": "zwx"}, {}, "data.trigger_word", "no caption"),
+        *(
+            (WRITES, {"sets": [{"chat_file": "chats.jsonl", key: value}]}, {}, f"data.sets.0.{key}", words)
+            for key, value, words in (
+                ("mask_dir", "masks", "learns from the assistant's words"),
+                ("loss_weight", 0.5, "a mean over tokens"),
+                ("flip", True, "cannot be mirrored"),
+                ("random_crop", 2, "never cut"),
+            )
+        ),
+    ],
+)
+def test_place_and_reason(
+    family: str, data: dict[str, Any], validation: dict[str, Any], key: str, words: str, tmp_path: Path
+) -> None:
+    given = loaded(family, tmp_path, data, validation)
+    with pytest.raises(ConfigError) as caught:
+        check_family(families.get(family), given)
+    (problem,) = caught.value.problems
+    assert f"`{key}`" in problem.what
+    assert words in problem.what
+    assert str(tmp_path / "c.yaml") in problem.where
+    assert problem.remedy
+
+
+@pytest.mark.parametrize(("family", "data"), [(DRAWS, IMAGES), (EDITS, IMAGES), (WRITES, CHATS)])
+def test_what_a_family_takes_passes(family: str, data: dict[str, Any], tmp_path: Path) -> None:
+    check_family(families.get(family), loaded(family, tmp_path, data))
+
+
+@pytest.mark.parametrize(
+    ("validation", "words"),
+    [
+        ({"prompts": ["one"]}, "edits 1 image at least"),
+        ({"prompts": ["one"], "control_images": ["a.png", "b.png"]}, "2 control images for 1 prompts"),
+    ],
+)
+def test_previews_of_edits_need_something_to_edit(
+    validation: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    given = loaded(EDITS, tmp_path, IMAGES, validation)
+    with pytest.raises(ConfigError, match=words):
+        prompt_controls(families.get(EDITS), given.config, ())
+
+
+def test_no_prompts_need_nothing(tmp_path: Path) -> None:
+    assert prompt_controls(families.get(EDITS), loaded(EDITS, tmp_path, IMAGES).config, ()) == ()

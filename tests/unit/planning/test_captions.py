@@ -1,0 +1,80 @@
+"""Whether captions are padded to a few lengths, what the plan says of it, and the time that it counts on."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+
+import pytest
+
+from tests.unit.planning.conftest import machine
+from tests.unit.planning.test_resolve import Config, plan, row
+from trainer.errors import HardwareError
+from trainer.families import get, names
+from trainer.planning.shapes.geometry import Geometry
+from trainer.planning.shapes.mix import padded_length
+from trainer.planning.shapes.run_shapes import run_geometry
+from trainer.planning.shapes.work import _CAPTION_TOKENS, Mix
+
+VARYING = {"qwen_image", "qwen_image_edit", "kandinsky5"}
+
+
+@pytest.fixture
+def varying(geometry: Geometry) -> Geometry:
+    return dataclasses.replace(geometry, captions_vary=True)
+
+
+def test_captions_are_padded_where_blocks_are_compiled(config: Config, varying: Geometry) -> None:
+    found = plan(config(features__compile=True), machine("h200"), varying)
+    assert found.text_padding and row(found, "text_padding").value == "on"
+    eager = plan(config(features__compile=False), machine("h200"), varying)
+    assert not eager.text_padding and "as it comes" in row(eager, "text_padding").reason
+
+
+def test_captions_of_one_length_have_no_row(config: Config, geometry: Geometry) -> None:
+    found = plan(config(features__compile=True), machine("h200"), geometry)
+    assert not found.text_padding
+    assert "text_padding" not in {decision.feature for decision in found.decisions}
+
+
+def test_false_keeps_captions_as_they_are(config: Config, varying: Geometry) -> None:
+    asked = config(features__compile=True, features__text_padding=False)
+    assert not plan(asked, machine("h200"), varying).text_padding
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [({"features__compile": False}, "compiled"), ({"method": "full"}, "frozen base")],
+)
+def test_padding_that_cannot_be_had_is_refused(
+    config: Config, varying: Geometry, changes: dict[str, object], why: str
+) -> None:
+    with pytest.raises(HardwareError, match=why) as caught:
+        plan(config(features__text_padding=True, **changes), machine("h200"), varying)
+    assert "features.text_padding" in str(caught.value)
+
+
+@pytest.mark.parametrize("family", names())
+def test_geometry_says_whose_captions_vary(config: Config, family: str) -> None:
+    found = run_geometry(get(family), config(family=family), model_folder=None, dtype="bf16")
+    assert found.captions_vary == (family in VARYING)
+    if family not in VARYING:
+        assert found.usual_share == 1.0
+
+
+def test_time_is_that_of_the_stated_mix_and_memory_that_of_the_longest(config: Config) -> None:
+    """1 to 300 tokens, as many short as long by their logarithm, as the plan's row says."""
+    weights = {tokens: math.log((tokens + 1) / tokens) for tokens in range(1, 301)}
+    mean = sum(padded_length(tokens) * weight for tokens, weight in weights.items()) / sum(weights.values())
+    assert round(mean) == _CAPTION_TOKENS
+    asked = config(family="qwen_image", data__max_sequence_length=512)
+    usual, longest = (
+        run_geometry(
+            get("qwen_image"), asked, model_folder=None, dtype="bf16", mix=Mix(caption_tokens=tokens)
+        )
+        for tokens in (None, 512)
+    )
+    assert usual.activations == longest.activations
+    assert usual.usual_share == pytest.approx((4096 + 104) / (4096 + 512))
+    assert usual.attention_flops / longest.attention_flops == pytest.approx(usual.usual_share**2)
+    assert usual.matmul_flops < longest.matmul_flops

@@ -1,0 +1,124 @@
+"""A run that goes on keeps what `auto` decided at its first start."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.planning.conftest import machine
+from tests.unit.planning.test_resolve import matmuls
+from trainer.cli.options import load_config
+from trainer.config.reading.load import Loaded
+from trainer.errors import ConfigError
+from trainer.planning.kept_decisions import continued
+from trainer.planning.planning import plan_run
+
+BEGAN = {"dtype": "bf16", "weights": "fp8", "micro_batch_size": 2, "accumulation_steps": 8}
+Load = Callable[..., Loaded]
+
+
+@pytest.fixture
+def load(tmp_path: Path) -> Load:
+    """The shipped configuration, with the run's folder."""
+
+    def loaded(*overrides: str) -> Loaded:
+        batch = ("train.train_batch_size=4", "train.gradient_accumulation_steps=4")
+        config = Path("train_configs/flux1_dev_lora.yaml")
+        return load_config((config,), (*batch, *overrides), None, tmp_path)
+
+    return loaded
+
+
+def begin(folder: Path, plan: Any = BEGAN) -> None:
+    (folder / "checkpoints/step-000010").mkdir(parents=True)
+    (folder / "plan.json").write_text(json.dumps(plan))
+
+
+def test_decisions_of_the_first_start_stay(load: Load, tmp_path: Path) -> None:
+    begin(tmp_path)
+    found = continued(load())
+    assert (found.config.features.weights, found.config.model.dtype) == ("fp8", "bf16")
+    train = found.config.train
+    assert (train.train_batch_size, train.gradient_accumulation_steps) == (2, 8)
+    assert found.sources["features.weights"] == str(tmp_path / "plan.json")
+    assert found.config.features.attention == "auto"
+
+
+@pytest.mark.parametrize(("began", "stays"), [("int8", "int8"), ("", "kept"), (None, "kept")])
+def test_modulation_beside_fp8_stays_as_it_was(
+    load: Load, tmp_path: Path, began: str | None, stays: str
+) -> None:
+    """Plans of before there was a choice do not name it."""
+    begin(tmp_path, BEGAN if began is None else {**BEGAN, "modulation": began})
+
+    def found(*asked: str) -> tuple[str, str]:
+        features = continued(load(*asked)).config.features
+        return features.weights, features.modulation
+
+    assert found() == found("features.weights=fp8") == ("fp8", stays)
+    assert found("features.weights=fp8", "features.modulation=int8") == ("fp8", "int8")
+    assert found("features.weights=int8") == ("int8", "auto")
+
+
+@pytest.mark.parametrize("began", ["bf16", "fp8"])
+def test_products_stay_as_they_were(load: Load, tmp_path: Path, began: str) -> None:
+    """Verdicts change between two starts, and 4 % of a product with them."""
+    begin(tmp_path, {**BEGAN, "compute": began})
+    found = continued(load())
+    assert (found.config.features.weights, found.config.features.compute) == ("fp8", began)
+    assert found.sources["features.compute"] == str(tmp_path / "plan.json")
+    facts = matmuls(machine("rtx-4090"), bf16=2.0, fp8=1.0)
+    assert plan_run(found, facts, find_model=lambda _: None).compute == began
+    assert continued(load("features.compute=fp8")).config.features.compute == "fp8"
+    assert continued(load("features.weights=int8")).config.features.compute == "auto"
+
+
+@pytest.mark.parametrize(("size", "steps"), [(4, 1), (2, 2), (1, 4)])
+def test_samples_stay_parted_as_they_were(load: Load, tmp_path: Path, size: int, steps: int) -> None:
+    """Pictures of six shapes, which a run that begins takes one by one."""
+    pictures = Path("tests/data/real_shaped/pictures").resolve()
+    asked = (f"data.sets=[{{img_dir: {pictures}}}]", "features.compile=true")
+    asked += ("train.gradient_accumulation_steps=1",)
+
+    def parted(loaded: Loaded) -> tuple[int, int]:
+        plan = plan_run(loaded, machine("h200"), find_model=lambda _: None)
+        return plan.micro_batch_size, plan.accumulation_steps
+
+    assert parted(continued(load(*asked))) == (1, 4)
+    begin(tmp_path, {**BEGAN, "micro_batch_size": size, "accumulation_steps": steps})
+    assert parted(continued(load(*asked))) == (size, steps)
+
+
+def test_what_is_written_is_not_touched(load: Load, tmp_path: Path) -> None:
+    begin(tmp_path)
+    found = continued(load("features.weights=int8", "train.train_batch_size=8"))
+    assert found.config.features.weights == "int8"
+    # another number of samples a step is another run, which its checkpoint will say
+    assert found.config.train.train_batch_size == 8
+
+
+@pytest.mark.parametrize("missing", ["plan.json", "checkpoints/step-000010"])
+def test_a_run_that_begins_decides_itself(load: Load, tmp_path: Path, missing: str) -> None:
+    begin(tmp_path)
+    path = tmp_path / missing
+    path.unlink() if path.is_file() else path.rmdir()
+    assert continued(load()) == load()
+
+
+def test_a_run_that_must_not_go_on_decides_itself(load: Load, tmp_path: Path) -> None:
+    begin(tmp_path)
+    never = "checkpoint.resume_from_checkpoint=never"
+    assert continued(load(never)) == load(never)
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{"])
+def test_a_damaged_plan_is_told(load: Load, tmp_path: Path, content: str) -> None:
+    begin(tmp_path)
+    (tmp_path / "plan.json").write_text(content)
+    with pytest.raises(ConfigError, match="plan cannot be read") as raised:
+        continued(load())
+    assert str(tmp_path / "plan.json") in str(raised.value)

@@ -1,0 +1,212 @@
+"""Predicted memory against what was measured on an H200, and the arithmetic of each row."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from tests.unit.planning.conftest import GIB, kept
+from trainer.planning.cost import memory
+from trainer.planning.cost.memory import Storage
+from trainer.planning.shapes.blocks import Linears
+from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
+
+NONE = kept(0, inputs=0, block=0)
+
+
+def storage(**changes: object) -> Storage:
+    values: dict[str, object] = {
+        "method": "lora",
+        "device": "cuda",
+        "dtype": "bf16",
+        "weights": "bf16",
+        "checkpointing": False,
+        "tiling": False,
+        "previews": False,
+        "attention": "flash",
+    }
+    return Storage(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def rows(chosen: Storage, geometry: Geometry) -> dict[str, int]:
+    return {row.name: row.bytes for row in memory.train_rows(chosen, geometry)}
+
+
+def test_lora_state_on_bf16(geometry: Geometry) -> None:
+    count = geometry.lora_parameters
+    found = rows(storage(), geometry)
+    assert found["base weights"] == 4 * GIB
+    assert found["adapter"] == (2 + 4) * count
+    assert found["gradients"] == (2 + 4) * count
+    assert found["optimizer state"] == 8 * count
+    assert found["activations"] == 6 * GIB
+
+
+def test_lora_state_on_fp32(geometry: Geometry) -> None:
+    count = geometry.lora_parameters
+    found = rows(storage(dtype="fp32", weights="fp32", device="cpu"), geometry)
+    assert found["base weights"] == 8 * GIB
+    assert (found["adapter"], found["gradients"], found["optimizer state"]) == (
+        4 * count,
+        4 * count,
+        8 * count,
+    )
+    assert "CUDA" not in found
+
+
+@pytest.mark.parametrize(("dtype", "per_parameter"), [("bf16", 2 + 2 + 6), ("fp32", 4 + 4 + 8)])
+def test_full_fine_tune(geometry: Geometry, dtype: str, per_parameter: int) -> None:
+    found = rows(storage(method="full", dtype=dtype, weights=dtype), geometry)
+    state = found["trained weights"] + found["gradients"] + found["optimizer state"]
+    assert state == per_parameter * 2 * GIB
+    assert "base weights" not in found
+
+
+def test_int8_halves_what_can_be_quantised(geometry: Geometry) -> None:
+    found = rows(storage(weights="int8", checkpointing=True), geometry)
+    assert found["base weights"] == GIB + 2 * GIB
+    assert "while building" not in found
+
+
+def test_nf4_takes_half_a_byte_and_its_scales(geometry: Geometry) -> None:
+    found = rows(storage(weights="nf4", checkpointing=True), geometry)
+    scales = GIB // 64 + GIB // 64 // 256 * 4
+    assert found["base weights"] == GIB // 2 + scales + 2 * GIB
+    assert found["activations"] == geometry.activations.peak(recomputed=57) == GIB
+    assert "while building" not in found
+
+
+def test_quantised_layers_keep_no_inputs_for_backward(geometry: Geometry) -> None:
+    for weights in ("nf4", "int8", "fp8"):
+        assert rows(storage(weights=weights), geometry)["activations"] == 6 * GIB
+
+
+def test_fp8_takes_a_byte_and_a_scale_a_row_for_each_copy(geometry: Geometry) -> None:
+    scaled = dataclasses.replace(geometry, quantized_rows=1000)
+    once = rows(storage(weights="fp8", compute="fp8"), scaled)
+    assert once["base weights"] == GIB + 4 * 1000 + 2 * GIB
+    assert "fp8 transposed" not in once  # the geometry has no matrix
+    twice = rows(storage(weights="fp8", compute="fp8", weight_copies=2), scaled)
+    assert twice["base weights"] == 2 * GIB + 4 * 1000 + 2 * GIB  # scales lie along one axis: both share them
+
+
+@pytest.mark.parametrize(
+    ("changes", "name", "bytes_a_value"),
+    [
+        ({"weights": "fp8", "compute": "fp8"}, "fp8 transposed", 1),
+        ({"weights": "fp8"}, "fp8 unpacked", 2),
+        ({"weights": "int8"}, "int8 unpacked", 2),
+    ],
+)
+def test_one_weight_at_a_time_is_unpacked(
+    geometry: Geometry, changes: dict[str, Any], name: str, bytes_a_value: int
+) -> None:
+    geometry = dataclasses.replace(geometry, largest_quantized=1024 * 4096)
+    assert rows(storage(**changes), geometry)[name] == 1024 * 4096 * bytes_a_value
+
+
+def test_a_transposed_copy_needs_no_transposing(geometry: Geometry) -> None:
+    geometry = dataclasses.replace(geometry, largest_quantized=1024 * 4096)
+    twice = rows(storage(weights="fp8", compute="fp8", weight_copies=2), geometry)
+    assert "fp8 transposed" not in twice
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_modulation_beside_fp8_takes_a_byte_a_value_once(geometry: Geometry, copies: int) -> None:
+    """Of 2 GiB that are not quantised else 1.5 are modulation, whose largest weight is unpacked to bf16."""
+    mod = Linears(parameters=3 * GIB // 4, rows=1000, largest=1024 * 4096)
+    found = dataclasses.replace(geometry, modulation=mod, largest_quantized=1024 * 4096)
+    packed = storage(weights="fp8", compute="fp8", weight_copies=copies, modulation="int8")
+    held = rows(packed, found)
+    assert held["base weights"] == copies * GIB + 3 * GIB // 4 + 4 * 1000 + GIB // 2
+    assert held["int8 unpacked"] == 1024 * 4096 * 2
+    assert "fp8 transposed" not in held  # at another time, and half as large
+    kept = rows(dataclasses.replace(packed, modulation=""), found)
+    assert kept["base weights"] == copies * GIB + 2 * GIB
+    assert "int8 unpacked" not in kept
+
+
+def test_a_budget_needs_what_was_counted(geometry: Geometry) -> None:
+    def needed(share: float) -> int:
+        return rows(storage(compile=True, activation_budget=share), geometry)["activations"] // GIB
+
+    # those that were counted, and what a larger one needs for those between
+    assert [needed(share) for share in (1.0, 0.9, 0.6, 0.4, 0.2, 0.1)] == [5, 5, 3, 3, 2, 2]
+    assert rows(storage(compile=True, checkpointing=True), geometry)["activations"] == GIB
+
+
+def test_the_first_blocks_alone_may_be_recomputed(geometry: Geometry) -> None:
+    first = rows(storage(checkpointing=True, recomputed=19), geometry)["activations"]
+    assert first == pytest.approx(4 * GIB + GIB / 6, rel=1e-6)  # two thirds, and the inputs of the others
+    assert rows(storage(checkpointing=True, recomputed=57), geometry)["activations"] == GIB
+
+
+def test_parameters_that_a_class_keeps_in_fp32_count_twice(geometry: Geometry) -> None:
+    mixed = dataclasses.replace(geometry, fp32_parameters=1000)
+    for weights in ("bf16", "int8", "fp8", "nf4"):
+        more = rows(storage(weights=weights), mixed)["base weights"]
+        assert more - rows(storage(weights=weights), geometry)["base weights"] == 2 * 1000
+    full, plain = (rows(storage(method="full"), one) for one in (mixed, geometry))
+    for name in ("trained weights", "gradients", "optimizer state"):
+        assert full[name] - plain[name] == 2 * 1000
+
+
+def test_the_host_holds_cuda_and_one_shard(geometry: Geometry) -> None:
+    assert memory.total(memory.host_rows(storage(), geometry)) == 4 * GIB
+    assert memory.host_rows(storage(device="cpu"), geometry) == ()
+
+
+def test_nf4_bytes_are_those_of_a_real_layer() -> None:
+    import torch
+
+    from trainer.modeling.storage.quantize import replacer
+
+    replace = replacer("nf4", ())
+    assert replace is not None
+    layer = replace("layer", torch.nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16))
+    assert layer is not None
+    tensors = {name: value for name, value in layer.state_dict().items() if "quant_state" not in name}
+    real = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    part = ComponentGeometry(name="t", role="trained", shapes={"layer.weight": (1024, 512)}, source="test")
+    geometry = Geometry(
+        components=(part,),
+        lora_parameters=0,
+        quantized_parameters=1024 * 512,
+        quantized_rows=1024,
+        activations=NONE,
+        activations_compiled=NONE,
+    )
+    assert real <= rows(storage(weights="nf4"), geometry)["base weights"] <= real + 2048
+
+
+def test_a_stored_base_has_the_bytes_of_its_files(geometry: Geometry) -> None:
+    stored = dataclasses.replace(geometry, stored_as="nf4", stored_bytes=GIB)
+    assert rows(storage(weights="nf4", stored=True), stored)["base weights"] == GIB + 2 * GIB
+
+
+def test_previews_count_where_they_are_larger_than_training(geometry: Geometry) -> None:
+    vae_bytes = 1024 * 1024 * 128 * 2
+    recomputed = storage(checkpointing=True, previews=True)
+    assert rows(recomputed, geometry)["activations"] == vae_bytes + 2 * GIB
+    tiled = storage(checkpointing=True, previews=True, tiling=True)
+    assert rows(tiled, geometry)["activations"] == GIB
+    assert rows(storage(previews=True), geometry)["activations"] == 6 * GIB
+
+
+def test_encoders_are_counted_one_stage_at_a_time(geometry: Geometry) -> None:
+    stages = memory.cache_stages(storage(), geometry)
+    assert list(stages) == ["text encoders", "VAE"]
+    text, vae = (memory.total(found) / GIB for found in stages.values())
+    assert text == pytest.approx(2.25 * 1.02 + 0.75, abs=0.01)
+    assert vae == pytest.approx(2 * 2.25 * 1.02 + 0.75, abs=0.01)  # in fp32, whatever the run computes in
+
+
+def test_disk(geometry: Geometry) -> None:
+    count = geometry.lora_parameters
+    # fp32 masters and two moments a checkpoint; two files in bf16
+    assert memory.disk_bytes(storage(), geometry, checkpoints=4) == count * (4 * 12 + 2 * 2)
+    full = storage(method="full")
+    assert memory.disk_bytes(full, geometry, checkpoints=2) == 2 * GIB * (2 * 8 + 2)
+    assert memory.disk_bytes(full, geometry, checkpoints=0) == 2 * GIB * 2

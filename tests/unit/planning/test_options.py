@@ -1,0 +1,185 @@
+"""What optimizers, a mean of the weights and kinds of adapters change in a plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.unit.modeling.test_adapters import LINEARS, built_size
+from tests.unit.planning.conftest import machine
+from tests.unit.planning.test_resolve import Config, plan
+from trainer.config.reading.load import load
+from trainer.config.schema import LoraSection
+from trainer.errors import HardwareError
+from trainer.families import get
+from trainer.machine.reading import read_recorded
+from trainer.planning.plan import Plan
+from trainer.planning.planning import plan_run
+from trainer.planning.shapes.adapters import adapter_parameters
+from trainer.planning.shapes.geometry import Geometry
+
+MACHINES = Path(__file__).resolve().parents[2] / "golden" / "machines"
+FAMILY = "flux1_dev"
+
+
+def planned(folder: Path, machine: str, *overrides: str, packages: Mapping[str, str] | None = None) -> Plan:
+    path = folder / "c.yaml"
+    path.write_text(
+        f"family: {FAMILY}\nmodel:\n  pretrained_model_name_or_path: nobody/nothing\n"
+        "data:\n  sets:\n    - img_dir: images\noutput_dir: out\n"
+    )
+    loaded = load([path], overrides=overrides, family_defaults={FAMILY: get(FAMILY).defaults}, environ={})
+    facts = read_recorded(MACHINES / f"{machine}.json")
+    facts = dataclasses.replace(facts, packages={**facts.packages, **(packages or {})})
+    return plan_run(loaded, facts)
+
+
+def bytes_of(plan: Plan) -> dict[str, int]:
+    return {row.name: row.bytes for row in plan.train_memory}
+
+
+@pytest.mark.parametrize(
+    ("override", "optimizer", "install"),
+    [
+        ("train.optimizer=adamw_8bit", "adamw_8bit", "pip install -c constraints.txt -e '.[adamw-8bit]'"),
+        ("train.optimizer=prodigy", "prodigy", "pip install -c constraints.txt -e '.[prodigy]'"),
+        ("train.report_to=wandb", "adamw_fused_fp32", "pip install -c constraints.txt -e '.[wandb]'"),
+    ],
+)
+def test_a_missing_package_is_refused_with_the_line_to_run(
+    override: str, optimizer: str, install: str, tmp_path: Path
+) -> None:
+    overrides = (override, "train.learning_rate=1")
+    everything = {"bitsandbytes": "0.50.2", "prodigyopt": "1.1.2", "wandb": "0.31.0"}
+    plan = planned(tmp_path, "h200", *overrides, packages=everything)
+    assert plan.optimizer == optimizer
+    with pytest.raises(HardwareError) as caught:
+        facts = read_recorded(MACHINES / "h200.json")
+        bare = {name: version for name, version in facts.packages.items() if name not in everything}
+        loaded = load(
+            [tmp_path / "c.yaml"],
+            overrides=overrides,
+            family_defaults={FAMILY: get(FAMILY).defaults},
+            environ={},
+        )
+        plan_run(loaded, dataclasses.replace(facts, packages=bare))
+    assert install in str(caught.value)
+    assert f"--set {override.partition('=')[0]}" in str(caught.value)
+
+
+def test_memory_and_disk_count_the_optimizer_and_the_mean(tmp_path: Path) -> None:
+    packages = {"prodigyopt": "1.1.2"}
+    rate = "train.learning_rate=1"
+    plain = planned(tmp_path, "h200", rate)
+    count = bytes_of(plain)["optimizer state"] // 8
+    for optimizer, size in (("adamw_8bit", 2 * (1 + 4 / 256)), ("prodigy", 16)):
+        plan = planned(tmp_path, "h200", rate, f"train.optimizer={optimizer}", packages=packages)
+        assert bytes_of(plan)["optimizer state"] == int(count * size)
+        assert "EMA" not in bytes_of(plan)
+        checkpoints = (plan.disk_bytes - plain.disk_bytes) / (count * (size - 8))
+        assert checkpoints == pytest.approx(round(checkpoints), abs=1e-3) and checkpoints >= 1
+    mean = planned(tmp_path, "h200", rate, "train.ema_decay=0.999")
+    assert bytes_of(mean)["EMA"] == 4 * count
+    assert mean.disk_bytes > plain.disk_bytes
+    assert {row.feature for row in mean.decisions} - {row.feature for row in plain.decisions} == {"ema"}
+
+
+def test_memory_counts_what_other_kinds_keep_for_backward(tmp_path: Path) -> None:
+    """FLUX.1 at its defaults: layers of 3072 x 3072; 4096 tokens of the picture and 512 of the text."""
+    off = ("features.activation_checkpointing=false", "features.compile=false", "features.weights=bf16")
+    plain = bytes_of(planned(tmp_path, "h200", *off))["activations"]
+    more = {
+        name: bytes_of(planned(tmp_path, "h200", *off, name))["activations"] - plain
+        for name in ("lora.type=lokr", "lora.type=dora", "lora.dropout=0.1")
+    }
+    weight = 3072 * 3072 * 2
+    # of the attention's linears double blocks have 8 (half of them on the text alone), single ones 3
+    layers = 19 * 8 + 38 * 3
+    assert more["lora.type=lokr"] == (layers + 3) * weight
+    tokens = 19 * 4 * (512 + 4608) + 38 * 3 * 4608
+    assert more["lora.type=dora"] == 2 * tokens * 3072 * 2 + 4 * weight
+    assert more["lora.dropout=0.1"] == tokens * 3072 * 3
+    # with recomputation it is one block's
+    on = ("features.activation_checkpointing=true", "features.compile=false", "features.weights=bf16")
+    small, large = (
+        bytes_of(planned(tmp_path, "h200", *on, *kind))["activations"] for kind in ((), ("lora.type=lokr",))
+    )
+    assert large - small == (8 + 3) * weight
+
+
+def test_disk_counts_the_best_and_what_is_to_take_its_place(tmp_path: Path) -> None:
+    held_out = "validation.held_out=2"
+    kept = planned(tmp_path, "h200", held_out)
+    off = planned(tmp_path, "h200", held_out, "checkpoint.keep_best=false")
+    assert off.disk_bytes == planned(tmp_path, "h200").disk_bytes
+    count = bytes_of(kept)["optimizer state"] // 8
+    # two more copies of two files in bf16
+    assert kept.disk_bytes - off.disk_bytes == 2 * 2 * 2 * count
+
+
+@pytest.mark.parametrize(
+    "override", ["lora.type=dora", "lora.type=lokr", "lora.dropout=0.1", "model.dtype=fp16"]
+)
+def test_other_kinds_keep_to_the_plain_path_and_say_why(override: str, tmp_path: Path) -> None:
+    fast, plain = planned(tmp_path, "h200"), planned(tmp_path, "h200", override)
+    assert fast.compile and fast.cuda_graphs
+    assert not plain.compile and not plain.cuda_graphs and not plain.swapped_blocks
+    (row,) = (row for row in plain.decisions if row.feature == "compile")
+    assert override.replace("=", ": ") in row.reason
+    if override.startswith("lora.type"):
+        assert plain.weights == "bf16"
+
+
+@pytest.mark.parametrize("kind", ["dora", "lokr"])
+def test_kinds_that_want_a_whole_base_do_not_fall_back_to_a_quantised_one(kind: str, tmp_path: Path) -> None:
+    assert planned(tmp_path, "rtx-4090").weights != "bf16"
+    with pytest.raises(HardwareError, match="wants a base that is not quantised"):
+        planned(tmp_path, "rtx-4090", f"lora.type={kind}")
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_8bit", "prodigy"])
+def test_a_full_fine_tune_in_bf16_is_refused_other_optimizers(optimizer: str, tmp_path: Path) -> None:
+    overrides = ("method=full", "train.learning_rate=1", f"train.optimizer={optimizer}")
+    with pytest.raises(HardwareError, match="round its updates to bf16"):
+        planned(tmp_path, "h200", *overrides, packages={"prodigyopt": "1.1.2"})
+
+
+@pytest.mark.parametrize("rank", [1, 4, 7, 40])
+@pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
+def test_the_planned_size_is_what_peft_builds(kind: str, rank: int) -> None:
+    lora = LoraSection.model_validate({"type": kind, "rank": rank, "rank_pattern": {"to_k": 3, r"b\..*": 2}})
+    assert adapter_parameters(LINEARS, ".*", lora) == built_size(lora)
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "says"),
+    [
+        ("adam_beta2", 0.999, "second moment in bf16"),
+        ("adam_beta2", 0.995, "write 0.99 at most"),
+        ("weight_decay", 0.01, "would do nothing"),
+    ],
+)
+def test_what_a_bf16_optimizer_cannot_hold_is_refused(
+    config: Config, geometry: Geometry, key: str, value: float, says: str
+) -> None:
+    asked = {f"train__{key}": value}
+    with pytest.raises(HardwareError) as caught:
+        plan(config(method="full", **asked), machine("h200"), geometry)
+    assert says in str(caught.value) and f"train.{key}" in str(caught.value)
+    assert plan(config(**asked), machine("h200"), geometry).optimizer == "adamw_fused_fp32"
+    whole = config(method="full", features__weights="fp32", **asked)
+    assert plan(whole, machine("h200"), geometry).optimizer == "adamw_fused_fp32"
+
+
+def test_what_a_bf16_optimizer_takes_instead_is_told(config: Config, geometry: Geometry) -> None:
+    found = plan(config(method="full"), machine("h200"), geometry)
+    values = {row.feature: (row.value, row.source) for row in found.decisions}
+    assert (values["adam_beta2"], values["weight_decay"]) == (("0.99", "auto"), ("0", "auto"))
+    written = config(method="full", train__adam_beta2=0.95, train__weight_decay=0.0)
+    features = {row.feature for row in plan(written, machine("h200"), geometry).decisions}
+    assert not features & {"adam_beta2", "weight_decay"}
+    adapter = {row.feature for row in plan(config(), machine("h200"), geometry).decisions}
+    assert not adapter & {"adam_beta2", "weight_decay"}

@@ -1,0 +1,51 @@
+"""What a run says where memory ran out: what was predicted, and only what it does not do already."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.unit.planning.test_encoding import Make, of, planned
+from trainer.errors import ExitCode
+from trainer.planning.cost import memory
+from trainer.planning.out_of_memory import out_of_memory
+from trainer.telemetry.status import Phase
+
+CUDA = RuntimeError(
+    "CUDA out of memory. Tried to allocate 96.00 MiB. 23.25 GiB allowed; Of the allocated memory 20.06 GiB is"
+    " allocated by PyTorch. If reserved but unallocated memory is large try setting something else"
+)
+
+
+def said(config: Make, phase: Phase | None = Phase.TRAIN, family: str = "flux1_dev", **changes: Any) -> str:
+    made = of(config, family, **changes)
+    error = out_of_memory(CUDA, phase, made, planned(made), lambda values: True)
+    assert error.exit_code == ExitCode.OUT_OF_MEMORY
+    return str(error)
+
+
+def test_prediction_and_budget_are_named_beside_the_allocators_words(config: Make) -> None:
+    made = of(config, "flux1_dev", features__memory_budget="16GiB")
+    plan = planned(made)
+    needed = memory.total(plan.train_memory) / 1024**3
+    text = str(out_of_memory(CUDA, Phase.FIRST_STEP, made, plan, lambda values: True))
+    assert f"memory ran out; {needed:.1f} GiB were predicted, 16.0 are the budget (CUDA out" in text
+    assert text.startswith("phase first_step: ") and "try setting" not in text
+
+
+def test_only_what_the_run_does_not_do_is_advised(config: Make) -> None:
+    roomy = said(config)
+    for remedy in ("cuda_graphs: false", "activation_checkpointing: true", "weights: nf4"):
+        assert f"features.{remedy}" in roomy
+    tight = said(config, family="flux2_dev", features__memory_budget="24GiB")
+    assert "features.memory_budget: 22.8GiB" in tight
+    for done in ("cuda_graphs", "activation_checkpointing", "features.weights", "train_batch_size"):
+        assert done not in tight
+
+
+@pytest.mark.parametrize("phase", [Phase.CACHE, Phase.TRAIN])
+def test_a_phase_is_advised_what_concerns_it(config: Make, phase: Phase) -> None:
+    text = said(config, phase, train__train_batch_size=2)
+    assert ("train.train_batch_size" in text) == ("features.weights" in text) == (phase is Phase.TRAIN)
+    assert "a lower data.resolution; what was saved stays" in text

@@ -1,0 +1,266 @@
+"""Blocks that wait in host memory: the last resort of `auto`, refused where it makes no sense."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.golden.plans import ROOT, load_shipped
+from tests.unit.planning.conftest import GIB, kept, machine, with_gpu
+from trainer import families
+from trainer.config.reading.load import Loaded
+from trainer.config.schema import RunConfig
+from trainer.errors import HardwareError
+from trainer.machine.facts import Facts
+from trainer.planning.cost import roofline
+from trainer.planning.cost.memory import Storage, host_rows, total, train_rows, waiting_bytes
+from trainer.planning.plan import Decision, Plan
+from trainer.planning.planning import plan_run
+from trainer.planning.shapes.blocks import Linears, Stack, stacks
+from trainer.planning.shapes.geometry import TABLES, Geometry, linear_weights, quantized_linears, read_table
+
+Config = Callable[..., RunConfig]
+STACK = Stack(name="blocks", blocks=10, quantized=GIB // 16, rows=1024, others=1024 * 1024, fp32=0)
+
+
+@pytest.fixture
+def stacked(geometry: Geometry) -> Geometry:
+    """The test geometry with 10 blocks, which are more than half of its values."""
+    return dataclasses.replace(geometry, blocks=10, stacks=(STACK,))
+
+
+def storage(**changes: Any) -> Storage:
+    plain = Storage(
+        method="lora",
+        device="cuda",
+        dtype="bf16",
+        weights="bf16",
+        checkpointing=True,
+        tiling=False,
+        previews=False,
+        attention="flash",
+    )
+    return dataclasses.replace(plain, **changes)
+
+
+def shipped(name: str, **changes: Any) -> Loaded:
+    """A shipped configuration with `section__key` changed."""
+    loaded = load_shipped(ROOT / "train_configs" / f"{name}.yaml")
+    config = loaded.config
+    sources = dict(loaded.sources)
+    for key, value in changes.items():
+        section, _, field = key.partition("__")
+        if field:
+            config = config.model_copy(
+                update={section: vars(config)[section].model_copy(update={field: value})}
+            )
+        else:
+            config = config.model_copy(update={key: value})
+        sources[key.replace("__", ".")] = "my.yaml:7"
+    return Loaded(config=config, sources=sources)
+
+
+def planned(loaded: Loaded, facts: Facts) -> Plan:
+    return plan_run(loaded, facts, find_model=lambda _: None)
+
+
+def row(plan: Plan, feature: str) -> Decision:
+    return next(decision for decision in plan.decisions if decision.feature == feature)
+
+
+def roomy(facts: Facts, gib: float) -> Facts:
+    """The machine with so much host memory available."""
+    return dataclasses.replace(
+        facts, memory=dataclasses.replace(facts.memory, available_bytes=int(gib * GIB))
+    )
+
+
+def without_bitsandbytes(facts: Facts) -> Facts:
+    packages = {name: version for name, version in facts.packages.items() if name != "bitsandbytes"}
+    return dataclasses.replace(facts, packages=packages)
+
+
+def test_the_largest_model_trains_on_a_24_gb_card() -> None:
+    plan = planned(shipped("flux2_dev_lora"), machine("rtx-4090"))
+    assert (plan.weights, plan.activation_checkpointing, plan.cuda_graphs) == ("nf4", True, False)
+    assert 5 <= plan.swapped_blocks <= 15
+    assert plan.peak_bytes <= 0.97 * plan.budget_bytes
+    decision = row(plan, "block_swap")
+    assert (decision.value, decision.source) == (str(plan.swapped_blocks), "auto")
+    assert decision.reason == (
+        f"nothing smaller fits: without it training needs 23.5 GiB; {plan.swapped_blocks} of 56 blocks wait"
+        " in host memory"
+    )
+    assert "waiting blocks" in {row.name for row in plan.host_memory}
+    assert "blocks passing through" in {row.name for row in plan.train_memory}
+
+
+def test_one_block_fewer_does_not_fit() -> None:
+    facts = machine("rtx-4090")
+    fewest = planned(shipped("flux2_dev_lora"), facts).swapped_blocks
+    explicit = planned(shipped("flux2_dev_lora", features__block_swap=fewest), facts)
+    assert explicit.swapped_blocks == fewest
+    assert row(explicit, "block_swap").source == "my.yaml:7"
+    with pytest.raises(HardwareError, match=f"{fewest - 1} blocks in host memory") as caught:
+        planned(shipped("flux2_dev_lora", features__block_swap=fewest - 1), facts)
+    assert "features.block_swap: auto" in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["dgx-spark", "h200", "a100-80gb"])
+def test_nothing_waits_where_all_fits(name: str) -> None:
+    plan = planned(shipped("flux1_dev_lora"), machine(name))
+    assert plan.swapped_blocks == 0
+    assert "block_swap" not in {decision.feature for decision in plan.decisions}
+    assert "waiting blocks" not in {row.name for row in plan.host_memory}
+
+
+def test_nothing_waits_where_smaller_weights_or_batches_fit() -> None:
+    assert planned(shipped("flux1_dev_lora"), machine("rtx-4090")).swapped_blocks == 0
+    large = shipped("flux1_dev_lora", train__train_batch_size=16)
+    plan = planned(large, machine("rtx-4090"))
+    assert (plan.swapped_blocks, plan.micro_batch_size < 16) == (0, True)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("dgx-spark", "CPU and GPU share one memory: moving weights frees nothing"),
+        ("cpu", "training on a CPU has all weights in host memory"),
+    ],
+)
+def test_shared_memory_refuses_a_written_number(name: str, reason: str) -> None:
+    with pytest.raises(HardwareError, match=reason) as caught:
+        planned(shipped("flux1_dev_lora", features__block_swap=4), machine(name))
+    assert "features.block_swap" in str(caught.value) and "my.yaml:7" in str(caught.value)
+
+
+def test_shared_memory_never_swaps() -> None:
+    """Not by a profile's name: any GPU that is integrated."""
+    facts = with_gpu(machine("rtx-4090"), integrated=True)
+    with pytest.raises(HardwareError, match=r"training needs 23\.5 GiB at least"):
+        planned(shipped("flux2_dev_lora"), facts)
+    with pytest.raises(HardwareError, match="CPU and GPU share one memory"):
+        planned(shipped("flux2_dev_lora", features__block_swap=20), facts)
+
+
+def test_no_more_blocks_than_there_are() -> None:
+    with pytest.raises(HardwareError, match="57 blocks are to wait in host memory, the model has 56"):
+        planned(shipped("flux2_dev_lora", features__block_swap=57), machine("rtx-4090"))
+
+
+def test_zero_is_never() -> None:
+    with pytest.raises(HardwareError, match=r"training needs 23\.5 GiB at least") as caught:
+        planned(shipped("flux2_dev_lora", features__block_swap=0), machine("rtx-4090"))
+    assert "fits with features.block_swap: auto" in str(caught.value)
+
+
+def test_a_host_that_is_too_small_is_told() -> None:
+    facts = roomy(machine("rtx-4090"), 5)
+    with pytest.raises(HardwareError) as caught:
+        planned(shipped("flux2_dev_lora"), facts)
+    assert "blocks waiting in host memory the process needs" in str(caught.value)
+    assert "5.0 GiB are available" in str(caught.value)
+    with pytest.raises(HardwareError, match=r"features.block_swap: with 40 of 56 blocks waiting"):
+        planned(shipped("flux2_dev_lora", features__block_swap=40), facts)
+
+
+def test_what_does_not_fit_with_all_blocks_waiting_says_so() -> None:
+    facts = with_gpu(machine("rtx-4090"), total_memory_bytes=23 * GIB)
+    loaded = shipped("flux2_dev_lora", features__memory_budget="7GiB")
+    with pytest.raises(HardwareError, match="does not fit"):
+        planned(loaded, facts)
+
+
+def test_every_decision_of_a_plan_with_waiting_blocks_has_a_reason() -> None:
+    plan = planned(shipped("qwen_image_lora", features__memory_budget="12GiB"), machine("h200"))
+    assert plan.swapped_blocks and plan.vae_tiling
+    assert [row.feature for row in plan.decisions if not row.reason] == []
+
+
+def test_without_packages_fp8_waits() -> None:
+    """Stored in fp8 where nothing smaller can be had."""
+    plan = planned(shipped("qwen_image_lora"), without_bitsandbytes(machine("rtx-4090")))
+    assert plan.swapped_blocks > 0
+    assert plan.weights in ("int8", "fp8")
+
+
+def test_a_full_fine_tune_never_swaps() -> None:
+    with pytest.raises(HardwareError, match=r"training needs 116\.0 GiB at least"):
+        planned(shipped("flux1_dev_full"), machine("rtx-4090"))
+
+
+@pytest.mark.parametrize("modulation", ["", "int8"])
+@pytest.mark.parametrize("copies", [1, 2])
+def test_blocks_wait_with_their_modulation(stacked: Geometry, modulation: str, copies: int) -> None:
+    """Of 1 MiB that blocks keep, half is modulation, which two copies of FP8 leave single."""
+    half = Linears(parameters=512 * 1024, rows=512, largest=512 * 1024)
+    stack = dataclasses.replace(STACK, modulation=half)
+    every = dataclasses.replace(half, parameters=10 * half.parameters, rows=10 * half.rows)
+    found = dataclasses.replace(stacked, stacks=(stack,), modulation=every)
+    fp8 = storage(weights="fp8", compute="fp8", weight_copies=copies, modulation=modulation, swapped=1)
+    scales = 4 * (1024 + 512 * bool(modulation))
+    size = 512 * 1024 * (3 if modulation else 4)
+    assert waiting_bytes(fp8, found).all == copies * GIB // 16 + size + scales
+
+
+@pytest.mark.parametrize("weights", ["bf16", "int8", "fp8", "nf4"])
+def test_what_waits_is_not_on_the_device(stacked: Geometry, weights: str) -> None:
+    none = storage(weights=weights)
+    four = dataclasses.replace(none, swapped=4)
+    sizes = waiting_bytes(four, stacked)
+    assert sizes.all == 4 * sizes.largest > 0
+    rows = [{row.name: row.bytes for row in train_rows(one, stacked)} for one in (none, four)]
+    assert rows[0]["base weights"] - rows[1]["base weights"] == sizes.all
+    assert rows[1]["blocks passing through"] == 2 * sizes.largest
+    assert total(host_rows(four, stacked)) - total(host_rows(none, stacked)) == sizes.all
+
+
+def test_blocks_that_wait_are_recomputed_from_outside(stacked: Geometry) -> None:
+    """Which was counted of its own, and holds more."""
+    compiled = stacked.activations_compiled
+    outside = dataclasses.replace(compiled.recomputed, beyond=compiled.recomputed.beyond + GIB)
+    geometry = dataclasses.replace(
+        stacked, activations_compiled=dataclasses.replace(compiled, outside=outside)
+    )
+    found = []
+    for swapped in (0, 4):
+        one = storage(compile=True, checkpointing=True, swapped=swapped)
+        found.append({row.name: row.bytes for row in train_rows(one, geometry)}["activations"])
+    assert found[1] - found[0] == GIB
+
+
+def test_a_copy_that_takes_longer_than_the_blocks_before_it_is_waited_for(stacked: Geometry) -> None:
+    peaks = roofline.Rates(bf16=165, fp8=330, bandwidth=1.01)
+
+    def ms(swapped: int, geometry: Geometry) -> float:
+        return roofline.milliseconds(storage(swapped=swapped), geometry, "flash", peaks)
+
+    assert ms(10, stacked) == ms(0, stacked)
+    short = dataclasses.replace(
+        stacked, matmul_flops=1e9, attention_flops=0.0, activations=kept(0, inputs=0, block=0)
+    )
+    copy = waiting_bytes(storage(swapped=1), short).all / 20e9 * 1e3
+    assert ms(0, short) < ms(1, short) <= ms(0, short) + 2 * copy
+    assert ms(10, short) - ms(0, short) > 5 * (ms(1, short) - ms(0, short))
+
+
+def test_stacks_of_a_table_are_all_blocks_the_longest_first() -> None:
+    shapes = read_table(TABLES / "flux2_dev.json")["transformer"]
+    linears = quantized_linears(linear_weights(shapes), families.get("flux2_dev").high_precision)
+    found = stacks(shapes, linears)
+    assert [(one.name, one.blocks) for one in found] == [
+        ("single_transformer_blocks", 48),
+        ("transformer_blocks", 8),
+    ]
+    inside = sum(one.blocks * (one.quantized + one.others) for one in found)
+    assert inside == sum(math.prod(shapes[name]) for name in shapes if "transformer_blocks." in name)
+
+
+def test_what_stays_fp32_is_counted_in_its_block() -> None:
+    shapes = {f"layers.0.{name}.weight": (4, 4) for name in ("up", "down", "modulation")}
+    found = stacks(shapes, {"layers.0.up": (4, 4), "layers.0.down": (4, 4)}, ("modulation",))
+    assert [(one.quantized, one.others, one.fp32) for one in found] == [(32, 16, 16)]

@@ -1,0 +1,91 @@
+"""The layers above the files: variables, `--set` and options, as trees."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.config import fields
+from trainer.config.environment import CONFIG_PREFIX
+from trainer.config.reading import strict_yaml
+from trainer.config.tree import KeyPath, Node, at, from_plain
+from trainer.errors import Problem
+
+CHAT_SUFFIXES = (".jsonl", ".parquet")
+"""Files of conversations; any other `--dataset` is a folder of images."""
+Layer = tuple[Node | None, list[Problem]]
+
+
+def from_file(path: Path) -> Layer:
+    """The tree of one YAML file. A section with every key commented out is an empty section, not a null."""
+    tree, problems = strict_yaml.read(path)
+    if tree is not None and isinstance(tree.value, dict):
+        empty = {key for key, node in tree.value.items() if node.value is None and fields.is_section((key,))}
+        kept = {key: _emptied(node, (key,)) for key, node in tree.value.items() if key not in empty}
+        tree = Node(value=kept, source=tree.source)
+    return tree, problems
+
+
+def _emptied(node: Node, path: KeyPath) -> Node:
+    """Where the value is a mapping (`lora.rank_pattern`) `{}` and nothing empty it for all lower layers."""
+    if not isinstance(node.value, dict) and node.value is not None:
+        return node
+    if not node.value and fields.takes(path, dict):
+        return Node(value={}, source=node.source, whole=True)
+    if node.value is None:
+        return node
+    value = {key: _emptied(child, (*path, key)) for key, child in node.value.items()}
+    return Node(value=value, source=node.source)
+
+
+def from_variables(environ: Mapping[str, str]) -> list[Layer]:
+    """One layer for each `TRAINER__SECTION__KEY`, in the order of their names."""
+    layers = []
+    for name in sorted(environ):
+        if name.startswith(CONFIG_PREFIX):
+            path = tuple(name.removeprefix(CONFIG_PREFIX).lower().split("__"))
+            layers.append(_assign(path, environ[name], name))
+    return layers
+
+
+def from_overrides(overrides: Sequence[str]) -> list[Layer]:
+    """One layer for each `--set a.b=c`, in the order given: a later one wins."""
+    layers: list[Layer] = []
+    for override in overrides:
+        key, equals, text = override.partition("=")
+        if equals and key.strip():
+            layers.append(_assign(tuple(key.strip().split(".")), text, f"--set {key.strip()}"))
+        else:
+            remedy = "write for example --set train.seed=1"
+            problem = Problem(what="expected KEY=VALUE", where=f"--set {override}", remedy=remedy)
+            layers.append((None, [problem]))
+    return layers
+
+
+def from_options(dataset: Path | None, output: Path | None, budget: str | None = None) -> list[Layer]:
+    """`--dataset` replaces all data sets by one folder or file, `--output` names the run's folder, `--budget`
+    is `features.memory_budget`.
+    """
+    layers: list[Layer] = []
+    if dataset is not None:
+        key = "chat_file" if dataset.suffix in CHAT_SUFFIXES else "img_dir"
+        layers.append((at(("data", "sets"), from_plain([{key: str(dataset)}], "--dataset")), []))
+    if output is not None:
+        layers.append((at(("output_dir",), from_plain(str(output), "--output")), []))
+    if budget is not None:
+        layers.append((at(("features", "memory_budget"), from_plain(budget, "--budget")), []))
+    return layers
+
+
+def _assign(path: KeyPath, text: str, source: str) -> Layer:
+    """A tree with one value. Texts stay as they are; lists and mappings are written as in YAML."""
+    for depth in range(1, len(path)):
+        if fields.takes(path[:depth], tuple):
+            remedy = f"lists are replaced whole: --set '{'.'.join(path[:depth])}=[...]'"
+            return None, [Problem(what="a single item of a list cannot be set", where=source, remedy=remedy)]
+    structured = fields.takes(path, tuple) or fields.takes(path, dict) or fields.is_section(path)
+    if structured and text.lstrip().startswith(("[", "{")):
+        node, problems = strict_yaml.parse(text, lambda line: source)
+        return None if node is None else at(path, _emptied(node, path)), problems
+    value = None if text.strip() in ("", "~", "null") else text
+    return at(path, _emptied(Node(value=value, source=source), path)), []

@@ -1,0 +1,168 @@
+"""One RunConfig from all layers, with the source of every value, or every mistake at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+from trainer.config import elsewhere, environment, fields
+from trainer.config.judging.checks import check, unused_keys
+from trainer.config.judging.found import Context
+from trainer.config.reading import layers, presets
+from trainer.config.reading.validate import validate
+from trainer.config.schema import RunConfig, changed
+from trainer.config.tree import Node, from_plain, leaves, merge
+from trainer.config.writing.dump import dump, dump_with_sources
+from trainer.errors import ConfigError, Problem
+
+__all__ = ["Loaded", "dump", "dump_with_sources", "load", "with_settings"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    """A configuration and the source of each value by dotted key.
+
+    Sources: `FILE:LINE`, `family NAME`, `preset NAME`, `default`, a variable's name, `--set KEY`,
+    `--dataset`, `--output`, `--budget`.
+    """
+
+    config: RunConfig
+    sources: Mapping[str, str]
+    notes: tuple[str, ...] = ()
+    """For people: values of files that presets replaced, and values of presets that are not in effect."""
+    warnings: tuple[str, ...] = ()
+    """Variables of the environment that do nothing here, or harm."""
+    goes_on: bool = False
+    """Whether the run has begun: what was decided then is in it."""
+
+
+def load(
+    paths: Sequence[Path],
+    *,
+    overrides: Sequence[str] = (),
+    dataset: Path | None = None,
+    output: Path | None = None,
+    budget: str | None = None,
+    chosen_presets: Sequence[str] = (),
+    family_defaults: Mapping[str, Mapping[str, Any]],
+    lora_presets: Mapping[str, tuple[str, ...]] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> Loaded:
+    """Merge schema, family, `paths` in order, presets, TRAINER__*, `overrides` (a.b=c), then `dataset`,
+    `output` and `budget`.
+
+    family_defaults: the layer of each known family. lora_presets: each family's words for
+    `lora.target_modules`, not checked without. environ: the process environment if not given.
+    Raises ConfigError with every problem found.
+    """
+    environ = environment.snapshot() if environ is None else environ
+    files, chosen = [layers.from_file(path) for path in paths], presets.layers(chosen_presets)
+    single = layers.from_variables(environ) + layers.from_overrides(overrides)
+    single += layers.from_options(dataset, output, budget)
+    problems = [problem for _, found in (*files, *chosen, *single) for problem in found]
+    problems += environment.misspelt(environ, fields.dotted_keys()) + _harmful(environ)
+    if any(tree is None and found for tree, found in (*files, *chosen, *single)):
+        raise ConfigError(_sorted(problems))  # with a layer missing, what else is wrong cannot be told
+
+    empty = Node(value={}, source=", ".join(map(str, paths)) or "configuration")
+    from_files, given = reduce(merge, _trees(files), empty), _trees(chosen)
+    user = reduce(merge, [*given, *_trees(single)], from_files)
+    family, unknown = _family(user, tuple(family_defaults))
+    defaults = from_plain(family_defaults[family] if family else {}, f"family {family}")
+    tree = Node(value=merge(defaults, user).value, source=empty.source)
+
+    outcome = validate(tree)
+    problems += [*unknown, *outcome.problems]
+    sources = _sources(tree, outcome.config)
+    if outcome.config is not None:
+        words = lora_presets or {}
+        context = Context(config=outcome.config, sources=sources, environ=environ, lora_presets=words)
+        problems += check(context, outcome.bad)
+    if problems:
+        raise ConfigError(_sorted(problems))
+    assert outcome.config is not None
+    notes = list(presets.told(given, from_files, sources, unused_keys(outcome.config)))
+    if dataset is not None:
+        notes += _others_pictures(outcome.config, sources["validation.img_dir"])
+    return Loaded(config=outcome.config, sources=sources, notes=tuple(notes), warnings=_warnings(environ))
+
+
+def with_settings(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
+    """`loaded` with other values by dotted key, as `--set` of each would load them.
+
+    What is suggested to the user goes through here. Raises ConfigError where the configuration is refused.
+    """
+    config = RunConfig.model_validate(changed(loaded.config, values).model_dump())
+    sources = {**loaded.sources, **{key: f"--set {key}" for key in values}}
+    environ = environment.snapshot()
+    problems = check(Context(config=config, sources=sources, environ=environ, lora_presets={}), frozenset())
+    if problems:
+        raise ConfigError(problems)
+    return replace(loaded, config=config, sources=sources)
+
+
+def _others_pictures(config: RunConfig, source: str) -> list[str]:
+    """What --dataset leaves of a file that was written for other pictures."""
+    folder = config.validation.img_dir
+    if folder is None or source.startswith("--set"):
+        return []
+    return [
+        "--dataset replaces data.sets alone: the held-out loss, which also chooses best/, is that of"
+        f" {folder} (validation.img_dir, {source}); --set validation.img_dir=null --set validation.held_out=4"
+        " takes some of your own, and validation.prompts are what previews draw"
+    ]
+
+
+def _trees(written: Sequence[layers.Layer]) -> list[Node]:
+    return [tree for tree, _ in written if tree is not None]
+
+
+def _warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
+    return tuple(f"{name}: {row.says}; {row.remedy}" for name, row in elsewhere.variables(environ))
+
+
+def _harmful(environ: Mapping[str, str]) -> list[Problem]:
+    """Variables with which no run can do what it should."""
+    return [
+        Problem(what=row.says, where=name, remedy=row.remedy)
+        for name, row in elsewhere.variables(environ)
+        if row.is_error
+    ]
+
+
+def _family(user: Node, known: tuple[str, ...]) -> tuple[str | None, list[Problem]]:
+    """The family that the user named; the most similar one stands in for it if unknown, to check the rest."""
+    node = user.get(("family",))
+    if node is None or not isinstance(node.value, str) or not node.value.strip():
+        return None, []  # validation says so
+    if node.value in known:
+        return node.value, []
+    near = fields.closest(node.value, known)
+    hint = f"did you mean `{near}`? " if near else ""
+    what, remedy = f'unknown family "{node.value}"', f"{hint}known: {', '.join(known)}"
+    return near, [Problem(what=what, where=node.source, remedy=remedy)]
+
+
+def _sources(tree: Node, config: RunConfig | None) -> dict[str, str]:
+    """Dotted key -> source for every value, those inside lists too."""
+    sources = dict.fromkeys(fields.dotted_keys(), "default")
+    for index, one in enumerate(config.data.sets if config is not None else ()):
+        sources |= dict.fromkeys((f"data.sets.{index}.{key}" for key in type(one).model_fields), "default")
+    for key in fields.dotted_keys():
+        node = tree.get(tuple(key.split(".")))
+        sources |= {} if node is None else {key: node.source}
+    return sources | leaves(tree)
+
+
+def _sorted(problems: Sequence[Problem]) -> list[Problem]:
+    """By file and line; what has no line comes in the order in which it was found."""
+
+    def key(problem: Problem) -> tuple[str, int]:
+        name, _, line = problem.where.rpartition(":")
+        return (name, int(line)) if re.fullmatch(r"[0-9]+", line) else ("", 0)
+
+    return sorted(problems, key=key)

@@ -1,0 +1,194 @@
+"""YAML without surprises. Plain values stay text, and everything remembers where it was written.
+
+PyYAML alone reads `1e-4` as text, `off` as False and `010` as eight, and lets the second of two equal keys
+win in silence. Here only an empty value, `~` and `null` are special; the declared types make numbers and
+switches later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import yaml
+
+from trainer.config import elsewhere
+from trainer.config.tree import Node, describe
+from trainer.errors import Problem
+
+Place = Callable[[int], str]
+"""Source of a value from the line, counted from 1, that it stands in."""
+
+_NULL = "tag:yaml.org,2002:null"
+_TEXT = "tag:yaml.org,2002:str"
+_KNOWN_TAGS = {_NULL, _TEXT, "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
+_MAX_DEPTH = 16
+_MAX_BYTES = 1 << 20
+_START = "start from a file in train_configs/"
+
+
+class _Refusal(yaml.MarkedYAMLError):
+    """YAML that is valid but that we do not take."""
+
+    def __init__(self, what: str, mark: yaml.Mark, remedy: str) -> None:
+        super().__init__(problem=what, problem_mark=mark)
+        self.remedy = remedy
+
+
+class _Loader(yaml.SafeLoader):
+    """SafeLoader that resolves nothing but null, and refuses anchors, aliases and deep nesting."""
+
+    depth = 0
+
+    def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
+        event = self.peek_event()  # type: ignore[no-untyped-call]
+        if event.anchor is not None:
+            remedy = (
+                "quote a text that starts with & or *; put settings that are shared in a file of their own"
+            )
+            raise _Refusal("anchors (&) and aliases (*) are not supported", event.start_mark, remedy)
+        self.depth += 1
+        if self.depth > _MAX_DEPTH:
+            raise _Refusal(
+                f"nested more than {_MAX_DEPTH} deep", event.start_mark, "check brackets and indentation"
+            )
+        node: yaml.Node | None = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+_Loader.yaml_implicit_resolvers = {}
+_Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
+
+
+def read(path: Path) -> tuple[Node | None, list[Problem]]:
+    """The tree in the file `path` and what is wrong with it; never raises for anything that a file can be."""
+    if path.suffix.lower() == ".toml" and path.is_file():
+        return None, [Problem(what="this is TOML, a configuration is YAML", where=str(path), remedy=_START)]
+    try:
+        with path.open("rb") as file:
+            raw = file.read(_MAX_BYTES + 1)
+    except OSError as error:
+        return None, [_unreadable(path, error)]
+    if len(raw) > _MAX_BYTES:
+        return None, [
+            Problem(what="too large for a configuration (over 1 MiB)", where=str(path), remedy=_START)
+        ]
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = raw[: error.start].count(b"\n") + 1
+        what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
+        return None, [Problem(what=what, where=f"{path}:{line}", remedy="save the file as UTF-8")]
+    tree, problems = parse(text, lambda line: f"{path}:{line}")
+    if tree is None and not problems:
+        return None, [Problem(what="the file holds no settings", where=str(path), remedy=_START)]
+    if tree is not None and not isinstance(tree.value, dict):
+        what = f"expected sections such as `train:`, got {describe(tree)}"
+        return None, [*problems, Problem(what=what, where=tree.source, remedy=_START)]
+    return tree, problems
+
+
+def parse(text: str, place: Place) -> tuple[Node | None, list[Problem]]:
+    """The tree in `text` and what is wrong with it; None if it is empty or could not be read at all."""
+    control = yaml.reader.Reader.NON_PRINTABLE.search(text)
+    if control is not None:
+        line = text.count("\n", 0, control.start()) + 1
+        what = f"control character U+{ord(control.group()):04X}"
+        remedy = "remove it; the file may be damaged, or not be text at all"
+        return None, [Problem(what=what, where=place(line), remedy=remedy)]
+    loader = _Loader(text)
+    problems: list[Problem] = []
+    try:
+        root = loader.get_single_node()
+        tree = None if root is None else _convert(root, root.start_mark.line, place, problems)
+    except yaml.MarkedYAMLError as error:
+        return None, [*problems, _explain(error, text, place)]
+    finally:
+        loader.dispose()
+    return tree, problems
+
+
+def _convert(node: yaml.Node, line: int, place: Place, problems: list[Problem]) -> Node:
+    """PyYAML's node as ours; `line` is counted from 0, like PyYAML's marks."""
+    source = place(line + 1)
+    if node.tag not in _KNOWN_TAGS:
+        raise _Refusal(
+            f"the tag {node.tag} is not supported", node.start_mark, "quote a text that starts with !"
+        )
+    if isinstance(node, yaml.MappingNode):
+        return Node(value=dict(_entries(node, place, problems)), source=source)
+    if isinstance(node, yaml.SequenceNode):
+        items = [_convert(item, item.start_mark.line, place, problems) for item in node.value]
+        return Node(value=items, source=source)
+    return Node(value=None if node.tag == _NULL else str(node.value), source=source)
+
+
+def _entries(node: yaml.MappingNode, place: Place, problems: list[Problem]) -> Iterator[tuple[str, Node]]:
+    """Key and value of each entry, the first of equal keys. A value's line is its key's."""
+    seen: dict[str, int] = {}
+    for key, value in node.value:
+        line = key.start_mark.line
+        if not isinstance(key, yaml.ScalarNode) or key.tag != _TEXT:
+            raise _Refusal(
+                "a key must be a plain word", key.start_mark, "write `key: value`; quote texts in { }"
+            )
+        if key.value == "<<":
+            raise _Refusal("merge keys (<<) are not supported", key.start_mark, "name several files instead")
+        child = _convert(value, line, place, problems)
+        if key.value in seen:
+            what = f"`{key.value}` is written twice; the first is in line {seen[key.value]}"
+            problems.append(Problem(what=what, where=place(line + 1), remedy="keep one of the two"))
+            continue
+        seen[key.value] = line + 1
+        yield key.value, child
+
+
+def _unreadable(path: Path, error: OSError) -> Problem:
+    if isinstance(error, IsADirectoryError):
+        return Problem(what="this is a directory", where=str(path), remedy="name a YAML file in it")
+    if isinstance(error, FileNotFoundError):
+        remedy = (
+            "check the path (in a container: is the folder mounted?); ready-made files are in train_configs/"
+        )
+        foreign = elsewhere.file(path.name)
+        if foreign is not None:
+            remedy = foreign.remedy
+        return Problem(what="no such file", where=str(path), remedy=remedy)
+    reason = error.strerror or str(error)
+    return Problem(
+        what=f"cannot be read: {reason}", where=str(path), remedy="check the path, its owner and permissions"
+    )
+
+
+_WORDS: tuple[tuple[str, str, str], ...] = (
+    (r"'\\t'", "a tab where only spaces can stand", "use spaces for indentation"),
+    (r"another document", "a second document starts here (---)", "use one file for each"),
+    (
+        r"mapping values are not allowed",
+        "a `:` where none can stand",
+        "quote a text that holds `: `, and check the indentation of this line and the one above",
+    ),
+    (r"end of stream|<stream end>", "what is opened here is never closed", "close the quote or bracket"),
+)
+"""PyYAML's wording -> ours, with the remedy."""
+
+
+def _explain(error: yaml.MarkedYAMLError, text: str, place: Place) -> Problem:
+    """PyYAML's error in plain words."""
+    problem = str(error.problem)
+    mark = error.problem_mark or error.context_mark
+    if error.context_mark is not None and re.search("end of stream|<stream end>", problem):
+        mark = error.context_mark  # the end of the file is where it was noticed, not where it is wrong
+    line = 0 if mark is None else mark.line
+    if isinstance(error, _Refusal):
+        return Problem(what=problem, where=place(line + 1), remedy=error.remedy)
+    lines = text.splitlines()
+    if line < len(lines) and re.match(r" *\t", lines[line]):
+        problem = r"'\t'"
+    for pattern, what, remedy in _WORDS:
+        if re.search(pattern, problem):
+            return Problem(what=what, where=place(line + 1), remedy=remedy)
+    remedy = "check indentation and brackets here and in the line above; quote texts with special characters"
+    return Problem(what=f"not valid YAML: {problem}", where=place(line + 1), remedy=remedy)

@@ -1,0 +1,167 @@
+"""From the merged tree to a RunConfig, each mistake named at its place in the schema's words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import ValidationError
+
+from trainer.config import elsewhere, fields
+from trainer.config.schema import RunConfig
+from trainer.config.tree import KeyPath, Node, by_user, describe, leaves
+from trainer.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What validation gave.
+
+    config: None if nothing sensible could be built. It holds stand-ins for `bad` keys, so that the other keys
+    can still be checked against each other; with any of them it must not be used to run.
+    """
+
+    config: RunConfig | None
+    bad: frozenset[str]
+    problems: tuple[Problem, ...]
+
+
+def validate(tree: Node) -> Outcome:
+    """Check types, bounds and key names."""
+    plain = tree.plain()
+    try:
+        return Outcome(config=RunConfig.model_validate(plain), bad=frozenset(), problems=())
+    except ValidationError as error:
+        faults = _faults(error)
+    told = list(faults.items())[:_MOST_FAULTS]
+    problems = tuple(
+        problem
+        for path, kind in told
+        for problem in (_problem(tree, path, kind), *_foreign(tree, path, kind))
+    )
+    if len(faults) > len(told):
+        path = list(faults)[len(told)]
+        what = f"... and {len(faults) - len(told)} more mistakes"
+        remedy = "correct those above, or start from a file in train_configs/"
+        problems += (Problem(what=what, where=tree.source_of(path), remedy=remedy),)
+    assert isinstance(plain, dict)
+    for path in faults:
+        _repair(plain, path)
+    try:
+        config = RunConfig.model_validate(plain)
+    except ValidationError:
+        config = None
+    return Outcome(config=config, bad=frozenset(".".join(path) for path in faults), problems=problems)
+
+
+_MOST_FAULTS = 100
+"""Each is compared with every key that there is; a file with more of them is no configuration."""
+
+_HOW_TO_ADD: dict[str, str] = {
+    "family": "add `family: NAME`; `trainer families` lists them",
+    "pretrained_model_name_or_path": "add a folder in diffusers' layout, or a repository id on the hub",
+    "sets": "add `sets: [{img_dir: DIR}]`, or pass --dataset DIR",
+    "img_dir": "add `img_dir: DIR`",
+    "output_dir": "add `output_dir: DIR`, or pass --output DIR",
+}
+
+_STAND_INS: dict[str, Any] = {
+    "family": "-",
+    "model": {"pretrained_model_name_or_path": "-"},
+    "pretrained_model_name_or_path": "-",
+    "data": {"sets": [{"img_dir": "-"}]},
+    "sets": [{"img_dir": "-"}],
+    "img_dir": "-",
+    "output_dir": "-",
+}
+"""For required keys, by name."""
+
+_HINTS: dict[str, str] = {
+    "model.dtype": "write bf16, fp16 or fp32",
+    "data.caption_dropout_rate": "it is a share: 0.05 means 5 %",
+    "train.learning_rate": "write for example 1e-4",
+    "train.optimizer": "write adamw, adamw_8bit or prodigy, or leave it out",
+}
+
+
+def _faults(error: ValidationError) -> dict[KeyPath, str]:
+    """Path of each bad value -> pydantic's first error type there. Tags of unions are cut from the path."""
+    faults: dict[KeyPath, str] = {}
+    for detail in error.errors(include_url=False, include_context=False, include_input=False):
+        kind, keys = detail["type"], tuple(str(key) for key in detail["loc"])
+        known = 0
+        while known < len(keys) and fields.field_at(keys[: known + 1]) is not None:
+            known += 1
+        path = keys if kind == "extra_forbidden" else keys[:known]
+        if kind == "missing" and fields.is_section(path):
+            # a whole section is missing: name the key that it is there for
+            path = (*path, next(key for key in _HOW_TO_ADD if fields.field_at((*path, key)) is not None))
+        faults.setdefault(path, kind)
+    # a list whose items are bad is reported as too short as well: the items say it better
+    above = {path[:depth] for path in faults for depth in range(len(path))}
+    return {path: kind for path, kind in faults.items() if path not in above}
+
+
+def _problem(tree: Node, path: KeyPath, kind: str) -> Problem:
+    name, source = ".".join(path), tree.source_of(path)
+    if kind == "extra_forbidden":
+        return Problem(what=f"unknown key `{name}`", where=source, remedy=fields.suggest_key(path))
+    if kind == "missing":
+        where = source if by_user(source) else tree.source
+        return Problem(what=f"`{name}` is missing", where=where, remedy=_HOW_TO_ADD[path[-1]])
+    node = tree.get(path)
+    got = "nothing" if node is None else describe(node)
+    what = f"`{name}`: expected {fields.expected(path)}, got {got}"
+    return Problem(what=what, where=source, remedy=_remedy(path, node))
+
+
+def _foreign(tree: Node, path: KeyPath, kind: str) -> Iterator[Problem]:
+    """Keys of other trainers below an unknown section: each is told what it is here."""
+    node = tree.get(path) if kind == "extra_forbidden" else None
+    for name, source in leaves(node).items() if node is not None else ():
+        row = elsewhere.key(name.rpartition(".")[2]) if name else None
+        if row is not None:
+            yield Problem(what=f"unknown key `{'.'.join(path)}.{name}`", where=source, remedy=row.remedy)
+
+
+def _remedy(path: KeyPath, node: Node | None) -> str:
+    name = ".".join(path)
+    words = fields.choices(path)
+    near = fields.closest(node.value, words) if node is not None and isinstance(node.value, str) else None
+    if near is not None:
+        return f"did you mean `{near}`?"
+    if name in _HINTS:
+        return _HINTS[name]
+    if path[-1] in _HOW_TO_ADD:
+        return _HOW_TO_ADD[path[-1]]
+    if fields.takes(path, tuple):
+        return "write each item as `- ...` on a line of its own, or all as [a, b]"
+    if fields.is_section(path):
+        return f"indent the keys of `{name}:` below it, one on a line"
+    field = fields.field_at(path)
+    if path[-1].isdecimal() or field is None:
+        return "correct it or remove it"
+    return f"correct it, or leave it out for {'nothing' if field.default is None else field.default}"
+
+
+def _repair(plain: dict[str, Any], path: KeyPath) -> None:
+    """Take the value at `path` out of `plain`, or put a stand-in where the schema wants one."""
+    parent: Any = plain
+    for depth, key in enumerate(path[:-1]):
+        if isinstance(parent, dict):
+            parent = parent.setdefault(key, {})
+        elif int(key) < len(parent):
+            parent = parent[int(key)]
+        else:
+            return  # a stand-in took the place of the list
+        if not isinstance(parent, dict | list):
+            _repair(plain, path[: depth + 1])
+            return
+    field = fields.field_at(path)
+    if isinstance(parent, list):
+        _repair(plain, path[:-1])
+    elif field is not None and field.is_required():
+        parent[path[-1]] = _STAND_INS[path[-1]]
+    else:
+        parent.pop(path[-1], None)

@@ -1,0 +1,85 @@
+"""A resolved configuration as YAML text that loads to the same configuration again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainer.config.judging.checks import unused_keys
+from trainer.config.schema import RunConfig
+from trainer.errors import one_line
+
+_MAX_COMMENT_COLUMN = 60
+_LINE_BREAKS = "\n\r\x85\u2028\u2029"
+
+
+def dump(config: RunConfig) -> str:
+    """Every key in the schema's order, except those without effect (`lora` with `method: full`)."""
+    return "".join(f"{text}\n" for text, _ in _lines(config))
+
+
+def dump_with_sources(config: RunConfig, sources: Mapping[str, str]) -> str:
+    """As `dump`, with the source of each value as a comment behind it."""
+    lines = _lines(config)
+    width = max((len(text) for text, key in lines if key and len(text) <= _MAX_COMMENT_COLUMN), default=0)
+    return "".join(
+        f"{text:<{width}}  # {one_line(sources[key])}\n" if key else f"{text}\n" for text, key in lines
+    )
+
+
+def _lines(config: RunConfig) -> list[tuple[str, str]]:
+    """Lines of YAML, each with the dotted key of its value, or without one where the line opens a section."""
+    left_out = unused_keys(config)
+    lines: list[tuple[str, str]] = []
+    for key, value in config.model_dump().items():
+        if isinstance(value, dict):
+            kept = {name: item for name, item in value.items() if f"{key}.{name}" not in left_out}
+            lines += [(f"{key}:", "")] if kept else []
+            for name, item in kept.items():
+                lines += entry(name, item, f"{key}.{name}", "  ")
+        else:
+            lines += entry(key, value, key, "")
+    return lines
+
+
+def entry(name: str, value: Any, key: str, indent: str) -> list[tuple[str, str]]:
+    """Lines of YAML for one key, each with the dotted key of its value, or without one."""
+    if not isinstance(value, tuple):
+        return [(f"{indent}{name}: {_scalar(value)}", key)]
+    if not value:
+        return [(f"{indent}{name}: []", key)]
+    lines = [(f"{indent}{name}:", "")]
+    for index, item in enumerate(value):
+        if isinstance(item, dict):
+            for position, (inner, scalar) in enumerate(item.items()):
+                dash = "  " if position else "- "
+                lines.append((f"{indent}{dash}{inner}: {_scalar(scalar)}", f"{key}.{index}.{inner}"))
+        else:
+            lines.append((f"{indent}- {_scalar(item)}", f"{key}.{index}"))
+    return lines
+
+
+def _scalar(value: Any) -> str:
+    """One value on one line."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(_quoted(one) for one in value)}]"
+    if isinstance(value, dict):
+        return f"{{{', '.join(f'{_quoted(key)}: {_scalar(one)}' for key, one in value.items())}}}"
+    if isinstance(value, Path):
+        # a folder whose name begins with ~ is not somebody's home
+        value = f"./{value}" if str(value).startswith("~") else str(value)
+    # in PyYAML's other styles a line break becomes several lines, which not all of them survive
+    broken = isinstance(value, str) and any(character in _LINE_BREAKS for character in value)
+    style = '"' if broken else None
+    text: str = yaml.safe_dump(value, default_style=style, allow_unicode=True, width=float("inf"))
+    return text.removesuffix("\n").removesuffix("\n...")
+
+
+def _quoted(value: Any) -> str:
+    """A text inside brackets, where a bare comma or bracket would split it."""
+    text = f"./{value}" if isinstance(value, Path) and str(value).startswith("~") else str(value)
+    quoted: str = yaml.safe_dump(text, default_style='"', allow_unicode=True, width=float("inf"))
+    return quoted.strip()

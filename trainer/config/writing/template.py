@@ -1,0 +1,87 @@
+"""A configuration to start from: every key of the schema with its help and a family's value."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from trainer.config import fields
+from trainer.config.judging.checks import unused_keys
+from trainer.config.schema import DataSet, RunConfig
+from trainer.config.tree import from_plain, merge
+from trainer.config.writing.dump import entry
+
+_WIDTH = 110
+_DECIDED = "features"
+"""The section that the hardware plan decides: its keys are commented out."""
+_OF_IMAGES = frozenset(
+    {key for key in fields.dotted_keys() if key.startswith("flow.")}
+    | {"data.resolution", "data.caption_dropout_rate", "data.trigger_word"}
+    | {f"validation.{key}" for key in ("num_inference_steps", "guidance_scale", "control_images")}
+)
+_OF_CONVERSATIONS = frozenset({"validation.max_new_tokens"})
+"""Keys that say nothing to families of the other kind."""
+
+
+def template(family: str, defaults: Mapping[str, Any], *, conversations: bool) -> str:
+    """YAML text that loads to the family's defaults, with one data set and an output folder to change.
+
+    `defaults` are the family's layer. Keys that are null, without effect, the plan's or
+    another kind of family's are commented out.
+    """
+    sets = [{"chat_file": "/data/chat.jsonl"} if conversations else {"img_dir": "/data"}]
+    required = {"family": family, "data": {"sets": sets}, "output_dir": f"/output/{family}"}
+    tree = merge(from_plain(defaults, "family"), from_plain(required, "template"))
+    config = RunConfig.model_validate(tree.plain())
+    left_out = unused_keys(config) | (_OF_IMAGES if conversations else _OF_CONVERSATIONS)
+    head = (
+        f"Every key of a configuration for {family}, with its default: `trainer config template {family}`."
+        " Change what you need and delete the rest: what is left out keeps its default."
+    )
+    lines = _comment(head, "")
+    for name, field in RunConfig.model_fields.items():
+        section, value = fields.section_of(field.annotation), vars(config)[name]
+        lines.append("")
+        if section is None:
+            lines += _key((name,), field, value, commented=False)
+            continue
+        lines += [*_comment(section.__doc__ or "", ""), f"{name}:"]
+        for inner, inner_field in section.model_fields.items():
+            path, inner_value = (name, inner), vars(value)[inner]
+            if path == ("data", "sets"):
+                lines += _sets(path, inner_field, sets[0])
+            else:
+                hidden = inner_value is None or name == _DECIDED or ".".join(path) in left_out
+                lines += _key(path, inner_field, inner_value, commented=hidden)
+    return "\n".join(lines) + "\n"
+
+
+def _key(path: tuple[str, ...], field: FieldInfo, value: Any, *, commented: bool) -> list[str]:
+    """Help above, the value below; both indented as deep as the key is."""
+    indent = "  " * (len(path) - 1)
+    takes = f" Takes {fields.expected(path)}." if path != ("family",) else ""
+    written = [text for text, _ in entry(path[-1], value, ".".join(path), "")]
+    mark = "# " if commented else ""
+    return [*_comment(f"{field.description}{takes}", indent), *(f"{indent}{mark}{line}" for line in written)]
+
+
+def _sets(path: tuple[str, ...], field: FieldInfo, one: Mapping[str, str]) -> list[str]:
+    """The list of data sets: one, whose other keys are commented out."""
+    ((key, value),) = one.items()
+    lines = [*_comment(field.description or "", "  "), "  sets:", f"    - {key}: {value}"]
+    for name, inner in DataSet.model_fields.items():
+        lines += _comment(
+            f"{name}: {inner.description} Takes {fields.expected((*path, '0', name))}.", "      "
+        )
+        if name != key:
+            lines += [f"      # {text}" for text, _ in entry(name, inner.default, "", "")]
+    return lines
+
+
+def _comment(text: str, indent: str) -> list[str]:
+    return textwrap.wrap(
+        " ".join(text.split()), _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
+    )

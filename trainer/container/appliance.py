@@ -1,0 +1,116 @@
+"""What images, compose files, manifests and manuals agree on: volumes, user, ports, time to stop.
+
+`VARIABLES` in `environment` has the variables. Tests hold every file to these tables.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from trainer.config.environment import DEFAULT_METRICS_PORT
+
+METRICS_PORT = DEFAULT_METRICS_PORT
+USER, GROUP = 10001, 0
+"""What images run as; any other user works too where group 0 or the mounted folder lets it write."""
+GRACE_SECONDS = 1800
+"""Between asking a run to end and killing it: the heartbeat's budget for saving."""
+RUNTIME_DIR = "/run/trainer"
+"""A tmpfs: status and metrics of the run."""
+PREFIX = "/opt/trainer"
+"""Of the virtual environment, the shipped configurations and what an image knows of itself."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Volume:
+    """A folder that people mount into a container."""
+
+    path: str
+    access: Literal["ro", "rw"]
+    meaning: str
+    name: str
+    """Of the volume in manifests, whose claim is trainer-NAME."""
+
+
+VOLUMES: tuple[Volume, ...] = (
+    Volume(path="/data", access="ro", name="data", meaning="images with captions, or conversations"),
+    Volume(path="/config", access="ro", name="config", meaning="your configuration files"),
+    Volume(path="/models", access="rw", name="models", meaning="downloaded base models (HF_HOME)"),
+    Volume(
+        path="/cache", access="rw", name="cache", meaning="encoded samples, kernel verdicts, compiled code"
+    ),
+    Volume(
+        path="/output", access="rw", name="output", meaning="runs: checkpoints, LoRA files, previews, logs"
+    ),
+)
+
+MISPLACED: Mapping[str, str] = {
+    "/app/data": "/data",
+    "/app/dataset": "/data",
+    "/dataset": "/data",
+    "/datasets": "/data",
+    "/input": "/data",
+    "/workspace/data": "/data",
+    "/workspace/dataset": "/data",
+    "/app/config": "/config",
+    "/app/configs": "/config",
+    "/configs": "/config",
+    "/workspace/config": "/config",
+    "/app/models": "/models",
+    "/workspace/models": "/models",
+    "/root/.cache/huggingface": "/models",
+    "/home/user/.cache/huggingface": "/models",
+    "/app/cache": "/cache",
+    "/workspace/cache": "/cache",
+    "/app/output": "/output",
+    "/app/outputs": "/output",
+    "/outputs": "/output",
+    "/workspace/output": "/output",
+}
+"""Where other images have their volumes: a mount there is one of ours in the wrong place."""
+
+IMAGE_ENVIRONMENT: Mapping[str, str] = {
+    "HOME": "/cache/home",
+    "HF_HOME": "/models",
+    "XDG_CACHE_HOME": "/cache",
+    "TRAINER_CACHE_DIR": "/cache/trainer",
+    "TRAINER_RUNTIME_DIR": RUNTIME_DIR,
+    # a published port and a kubelet's probe come from outside of the container
+    "TRAINER_METRICS_ADDRESS": "::",
+    "TRAINER_TORCH_FACTS": f"{PREFIX}/torch.json",
+    "NVIDIA_VISIBLE_DEVICES": "all",
+    "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
+}
+"""What every image sets besides TRAINER_PROFILE: caches lie on volumes, so that the root may be read-only."""
+
+SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
+"""Variables that may be given as NAME_FILE, the path of a file that holds the value."""
+
+HANDED_IN = (
+    "TRAINER_PROFILE", "UNIFIED_MEMORY", "DISABLE_CPU_OFFLOAD", "HF_HUB_OFFLINE", "WANDB_MODE",
+    "CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "OMP_WAIT_POLICY", "FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
+)  # fmt: skip
+"""Variables of ours that compose hands in as they are on the host: none names a folder, none is a secret."""
+PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
+OTHERS_HANDED_IN = (
+    *PROXIES, *map(str.lower, PROXIES), "HF_ENDPOINT", "WANDB_BASE_URL", "WANDB_ENTITY",
+)  # fmt: skip
+"""What the libraries beneath read, handed in likewise: the way to the hub and to Weights & Biases."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Target:
+    """One image: it only sets the default profile, any image of the right architecture takes any."""
+
+    profile: str
+    platforms: tuple[str, ...]
+
+
+TARGETS: tuple[Target, ...] = (
+    Target(profile="dgx-spark", platforms=("linux/arm64",)),
+    Target(profile="rtx-4090", platforms=("linux/amd64",)),
+    Target(profile="hopper-fp8", platforms=("linux/amd64", "linux/arm64")),
+    Target(profile="generic-cuda", platforms=("linux/amd64", "linux/arm64")),
+    Target(profile="cpu", platforms=("linux/amd64", "linux/arm64")),
+)

@@ -1,0 +1,124 @@
+"""What a machine is and what it can do, as rows for people; `facts_to_json` has everything."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from trainer.container.appliance import VOLUMES
+from trainer.errors import ConfigError, HardwareError
+from trainer.machine.facts import Facts, driver_text, version_text
+from trainer.machine.mounts import Mount
+from trainer.machine.profiles import select
+from trainer.planning.choose.candidates import PACKAGES
+from trainer.planning.choose.switches import FP8_CAPABILITY
+from trainer.planning.cost.memory import gib
+from trainer.planning.torch_and_driver import BF16_CAPABILITY
+
+Row = tuple[str, str]
+"""Name and text."""
+_WIDTH = 10
+
+
+def text(rows: Sequence[Row]) -> list[str]:
+    """One line a row, in two columns."""
+    return [f"{name:<{_WIDTH}}{value}" for name, value in rows]
+
+
+def machine_rows(facts: Facts, requested: str, toolkit: str) -> list[Row]:
+    """What the machine is, the three CUDAs apart, the profile that a run would get, and what it can do.
+
+    `requested` is TRAINER_PROFILE, `toolkit` the installed CUDA toolkit in words.
+    """
+    rows = [("machine", _machine(facts)), *_gpus(facts)]
+    rows += [("driver", _driver(facts)), ("runtime", _runtime(facts)), ("toolkit", toolkit)]
+    packages = (f"{name} {version}" for name, version in sorted(facts.packages.items()))
+    rows.append(("packages", ", ".join(packages)))
+    try:
+        profile, reason = select(facts, requested)
+    except (ConfigError, HardwareError):
+        return [*rows, ("profile", f"TRAINER_PROFILE={requested} does not fit, see below")]
+    rows.append(("profile", f"{profile.name}: {reason}"))
+    rows += _abilities(facts, profile.device)
+    return [*rows, ("measured", _measured(facts))] if profile.device == "cuda" else rows
+
+
+def volume_rows(mounts: Sequence[Mount]) -> list[Row]:
+    """Which of our volumes are mounted."""
+    at = {mount.path: mount for mount in mounts}
+    rows = []
+    for volume in VOLUMES:
+        mount = at.get(volume.path)
+        state = "not mounted" if mount is None else "mounted, read-only" if mount.read_only else "mounted"
+        rows.append((volume.path, f"{state}: {volume.meaning}"))
+    return rows
+
+
+def _machine(facts: Facts) -> str:
+    memory = facts.memory
+    limit = memory.cgroup_limit_bytes
+    limited = f", this container's limit is {gib(limit)}" if limit is not None else ""
+    available = f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} host memory available{limited}"
+    return f"{facts.architecture}, {facts.cpu_count} processors, {available}"
+
+
+def _gpus(facts: Facts) -> Iterator[Row]:
+    for gpu in facts.gpus:
+        own = "shared with the CPU" if gpu.integrated else "of its own"
+        capability = f"compute capability {version_text(gpu.capability)}"
+        yield "GPU", f"{gpu.name}, {capability}, {gib(gpu.total_memory_bytes)} {own}"
+    if not facts.gpus:
+        yield "GPU", facts.gpu_problem or "none"
+
+
+def _driver(facts: Facts) -> str:
+    if facts.driver_cuda is not None:
+        return f"{driver_text(facts.driver)}, runs CUDA {version_text(facts.driver_cuda)} and older"
+    return "none visible" if facts.driver is None else f"{driver_text(facts.driver)}, without libcuda here"
+
+
+def _runtime(facts: Facts) -> str:
+    torch = facts.torch
+    if torch is None:
+        return "none: torch is not installed"
+    if torch.cuda is None:
+        return f"none: torch {version_text(torch.version)} is a CPU build"
+    built = f" for {', '.join(torch.arch_list)}" if torch.arch_list else ""
+    return f"CUDA {version_text(torch.cuda)}: torch {version_text(torch.version)} brings it, built{built}"
+
+
+def _abilities(facts: Facts, device: str) -> Iterator[Row]:
+    """What a run may use here, and what is missing for the rest."""
+    capability = facts.gpus[0].capability if device == "cuda" else (0, 0)
+    can, cannot = [], []
+    if device == "cpu":
+        can.append("train in fp32 and bf16 on the CPU: tiny models, tests and the demo")
+    elif capability >= BF16_CAPABILITY:
+        can.append("train in bf16 and fp16")
+    else:
+        can.append("train in fp32 and fp16")
+        cannot.append("bf16 (needs compute capability 8.0)")
+    if capability >= FP8_CAPABILITY:
+        can.append("multiply a frozen base in FP8")
+    elif device == "cuda":
+        cannot.append(f"products in FP8 (need compute capability {version_text(FP8_CAPABILITY)})")
+    stored = [kind for kind, package in PACKAGES.items() if package in facts.packages]
+    if stored:
+        can.append(f"store a frozen base in {' and '.join(stored)}")
+    missing = ((kind, package) for kind, package in PACKAGES.items() if kind not in stored)
+    cannot += [f"{kind} ({package} is not installed)" for kind, package in missing]
+    if not facts.c_compiler:
+        cannot.append("compiled blocks (no C compiler)")
+    elif device == "cuda" and "triton" in facts.packages:
+        can.append("compile blocks")
+    elif device == "cuda":
+        cannot.append("compiled blocks (triton is not installed)")
+    yield "can", "; ".join(can)
+    if cannot:
+        yield "lacks", "; ".join(cannot)
+
+
+def _measured(facts: Facts) -> str:
+    if not facts.verdicts:
+        return "nothing yet; `trainer train` does it once for each shape, `trainer probe CONFIG` now"
+    works = sum(row.works for row in facts.verdicts)
+    return f"{len(facts.verdicts)} kernels, {works} of them work: see the table"

@@ -1,0 +1,173 @@
+"""Pictures of any mode and colour profile as sRGB of eight bits."""
+
+from __future__ import annotations
+
+import functools
+import io
+
+import numpy as np
+from PIL import Image, ImageCms
+
+COLOUR_VERSION = 1
+"""Part of the keys of pictures whose profile is applied: raise it when `to_rgb` gives them other pixels."""
+
+_SAME = 1
+"""A profile that moves no colour by more than this, of 255, is sRGB: its pictures are left as they are."""
+_STRIP_PIXELS = 1 << 20
+_PHOTOMETRIC, _MIN_IS_WHITE = 262, 0
+# modes whose pixels a profile of each colour space describes; a grey picture in an RGB profile is no mistake
+# that changes anything, but it cannot be applied
+_MODES: dict[str, str] = {"RGB ": "RGB", "CMYK": "CMYK", "GRAY": "L", "Lab ": "LAB"}
+
+
+class UnreadableModeError(Exception):
+    """The picture's values cannot be told as colours; says what they are."""
+
+
+def profile_state(image: Image.Image) -> tuple[str, str]:
+    """(how the colours become sRGB, why the profile is not applied); both empty where there is none to apply.
+
+    The first is part of cache keys; the second is for people.
+    """
+    icc = _profile(image)
+    if icc is None:
+        return "", ""
+    mode = _described_mode(image)
+    problem = _problem(icc, mode)
+    if problem:
+        return "", problem
+    return ("" if _is_srgb(icc, mode) else f"icc {COLOUR_VERSION}"), ""
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """RGB in sRGB: by the embedded profile where there is one, laid over white, grey spread to all channels.
+
+    Every pixel by itself, so a large picture goes strip by strip: it would take six copies of itself else.
+
+    Profiles are applied with relative colorimetric intent and black point compensation; 16 bits become 8 by
+    their upper half, before that. Raises UnreadableModeError for floating point and 32-bit values, and for
+    16 bits with a transparent one.
+    """
+    inverted = image.format == "TIFF" and image.mode == "I;16" and _min_is_white(image)
+    if image.width * image.height <= _STRIP_PIXELS:
+        return _strip_to_rgb(image, inverted=inverted)
+    whole, rows = Image.new("RGB", image.size), max(1, _STRIP_PIXELS // image.width)
+    for top in range(0, image.height, rows):
+        strip = image.crop((0, top, image.width, min(top + rows, image.height)))
+        whole.paste(_strip_to_rgb(strip, inverted=inverted), (0, top))
+    return whole
+
+
+def _strip_to_rgb(image: Image.Image, *, inverted: bool) -> Image.Image:
+    """`to_rgb` of what is small enough for several copies; `inverted`: 16 bits that count from white."""
+    image = _eight_bits(image, inverted=inverted)
+    icc = _profile(image)
+    alpha = None
+    if image.has_transparency_data:
+        layer = image.convert("RGBA")
+        alpha, image = (
+            layer.getchannel("A"),
+            image.convert("L") if image.mode == "LA" else layer.convert("RGB"),
+        )
+    mode = _described_mode(image)
+    if icc is not None and not _problem(icc, mode) and not _is_srgb(icc, mode):
+        described = image if image.mode == mode else image.convert(mode)
+        flat = _applied(described, _transform(icc, mode))
+    elif image.mode == "LAB":
+        flat = _applied(image, _lab_transform())
+    else:
+        flat = image.convert("RGB")
+    if alpha is None:
+        return flat
+    layer = flat.convert("RGBA")
+    layer.putalpha(alpha)
+    return Image.alpha_composite(Image.new("RGBA", flat.size, "white"), layer).convert("RGB")
+
+
+def _profile(image: Image.Image) -> bytes | None:
+    icc = image.info.get("icc_profile")
+    return icc if isinstance(icc, bytes) and icc else None
+
+
+def _described_mode(image: Image.Image) -> str:
+    """The mode whose channels a profile of this picture describes."""
+    if image.mode in ("CMYK", "LAB"):
+        return image.mode
+    return "L" if image.mode in ("L", "LA", "1") or image.mode.startswith("I") else "RGB"
+
+
+def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
+    """The picture with values of eight bits: PIL's own conversion clips at 255, to white."""
+    if image.mode == "F":
+        raise UnreadableModeError("floating point values, of which nobody says what is white")
+    if not image.mode.startswith("I"):
+        return image
+    if "transparency" in image.info:
+        raise UnreadableModeError("16 bits, of which one value means transparent")
+    values = np.asarray(image)  # of 16 bits, or of 32 with a sign: nothing wider, pictures may be huge
+    if values.dtype.itemsize > 2 and (values.min() < 0 or values.max() > 0xFFFF):
+        raise UnreadableModeError("values of 32 bits, of which nobody says what is white")
+    if inverted:
+        values = 0xFFFF - values
+    eight = Image.fromarray((values >> 8).astype(np.uint8))
+    icc = _profile(image)
+    if icc is not None:
+        eight.info["icc_profile"] = icc
+    return eight
+
+
+def _min_is_white(image: Image.Image) -> bool:
+    """Whether a TIFF counts from white; PIL turns it round for eight bits only."""
+    from PIL.TiffImagePlugin import TiffImageFile
+
+    return isinstance(image, TiffImageFile) and image.tag_v2.get(_PHOTOMETRIC) == _MIN_IS_WHITE
+
+
+def _applied(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Image.Image:
+    result = ImageCms.applyTransform(image, transform)
+    assert result is not None, "only in place there is none"
+    return result
+
+
+@functools.lru_cache(maxsize=64)
+def _problem(icc: bytes, mode: str) -> str:
+    """Why a profile cannot be applied to a picture of this mode, or an empty text."""
+    try:
+        profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
+        space = profile.profile.xcolor_space
+        if _MODES.get(space) != mode:
+            return f"its colour profile is for {space.strip() or 'nothing'}, not for its own channels"
+        _transform(icc, mode)
+    except (ImageCms.PyCMSError, OSError, ValueError) as error:
+        return f"its colour profile cannot be read ({error})"
+    return ""
+
+
+@functools.lru_cache(maxsize=64)
+def _transform(icc: bytes, mode: str) -> ImageCms.ImageCmsTransform:
+    profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
+    intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
+    srgb = ImageCms.createProfile("sRGB")
+    return ImageCms.buildTransform(profile, srgb, mode, "RGB", renderingIntent=intent, flags=flags)
+
+
+@functools.lru_cache(maxsize=1)
+def _lab_transform() -> ImageCms.ImageCmsTransform:
+    lab, srgb = ImageCms.createProfile("LAB"), ImageCms.createProfile("sRGB")
+    # a table in between, as is usual, is off by up to 19 of 255 where Lab leaves sRGB
+    return ImageCms.buildTransform(lab, srgb, "LAB", "RGB", flags=ImageCms.Flags.NOOPTIMIZE)
+
+
+@functools.lru_cache(maxsize=64)
+def _is_srgb(icc: bytes, mode: str) -> bool:
+    """Whether the profile leaves a grid of colours as they are: names of profiles say little."""
+    if mode not in ("RGB", "L"):
+        return False
+    levels = np.linspace(0, 255, 256 if mode == "L" else 9).round().astype(np.uint8)
+    if mode == "L":
+        grid = levels[None]
+        plain = np.repeat(grid[..., None], 3, axis=2)
+    else:
+        grid = plain = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3)
+    shown = np.asarray(_applied(Image.fromarray(grid), _transform(icc, mode)))
+    return int(np.abs(shown.astype(int) - plain.astype(int)).max()) <= _SAME

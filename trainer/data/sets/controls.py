@@ -1,0 +1,137 @@
+"""Which images a sample is edited from: `control_dir` by equal stems, or names in metadata.jsonl."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+from trainer.data.sets.listing import Listing, list_folder
+from trainer.data.sets.metadata import METADATA_NAME, Metadata, one_form
+from trainer.errors import Problem
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pairs:
+    """Control images by target, and a problem for every target and control without a partner."""
+
+    controls: Mapping[Path, tuple[Path, ...]]
+    problems: tuple[Problem, ...]
+    unusable: bool = False
+    """Whether a folder of controls is wrong as a whole, or it cannot be told which are meant."""
+
+
+def control_folders(control_dir: Path | Sequence[Path] | None) -> tuple[Path, ...]:
+    """The folders that `control_dir` names."""
+    if control_dir is None:
+        return ()
+    return (control_dir,) if isinstance(control_dir, Path) else tuple(control_dir)
+
+
+def without_controls(listing: Listing, metadata: Metadata) -> Listing:
+    """The listing without the images that metadata names as controls only: they are no samples."""
+    named = {name for names in metadata.controls.values() for name in names} - set(metadata.named)
+    images = tuple(path for path in listing.images if listing.key(path) not in named)
+    return dataclasses.replace(listing, images=images)
+
+
+def pair_controls(
+    listing: Listing, metadata: Metadata, folders: Sequence[Path], counts: tuple[int, int], *, beside: Listing
+) -> Pairs:
+    """The control images of every image in `listing`; `counts` are the least and most that a sample has.
+
+    One folder in `folders` gives one control a sample, found by its stem, unless metadata names them:
+    those lie in the first folder, or in `beside` where there is none.
+    """
+    problems: list[Problem] = []
+    unusable = bool(metadata.controls) and len(folders) > 1
+    if unusable:
+        what = f"{METADATA_NAME} names the control images, and there are {len(folders)} folders of them"
+        remedy = "name one folder, or remove `control_file_name`"
+        problems.append(Problem(what=what, where=", ".join(map(str, listing.metadata)), remedy=remedy))
+    if metadata.controls:
+        home = list_folder(folders[0]) if folders else beside
+        found = _by_name(listing, metadata, home, problems)
+        problems += home.problems if folders else ()
+        unusable = unusable or home.unusable
+    else:
+        listings = [list_folder(folder) for folder in folders]
+        unusable = any(one.unusable for one in listings)
+        problems += [problem for one in listings for problem in one.problems]
+        found = _by_stem(listing, list(zip(folders, listings, strict=True)), problems)
+    problems += its_own(found, "control", "name the image before the edit")
+    known = {problem.where for problem in problems}
+    problems += [problem for problem in _wrong_counts(found, counts) if problem.where not in known]
+    return Pairs(controls=found, problems=tuple(problems), unusable=unusable)
+
+
+def _by_stem(
+    listing: Listing, folders: Sequence[tuple[Path, Listing]], problems: list[Problem]
+) -> dict[Path, tuple[Path, ...]]:
+    """The image of equal stem in every folder."""
+    found: dict[Path, tuple[Path, ...]] = {image: () for image in listing.images}
+    for folder, controls in folders:
+        for image, control in match_stems(listing, folder, controls, "control image", problems).items():
+            found[image] = (*found[image], control)
+    return found
+
+
+def match_stems(
+    listing: Listing, folder: Path, others: Listing, noun: str, problems: list[Problem]
+) -> dict[Path, Path]:
+    """For every image the file of equal stem in another folder; what lacks a partner goes to `problems`."""
+    found: dict[Path, Path] = {}
+    # also of images that cannot be used: their partners are no second mistake
+    stems = {one_form(PurePosixPath(name).with_suffix("").as_posix()) for name in listing.names}
+    by_stem = {others.stem(path): path for path in others.images}
+    for image in listing.images:
+        other = by_stem.get(listing.stem(image))
+        if other is not None:
+            found[image] = other
+        elif not others.unusable:
+            what, remedy = f"no {noun} {listing.stem(image)}.* in {folder}", "add it, or remove this image"
+            problems.append(Problem(what=what, where=str(image), remedy=remedy))
+    for stem, other in by_stem.items():
+        if stem not in stems:
+            what, remedy = f"a {noun} without an image of the same stem", "add the image, or remove this"
+            problems.append(Problem(what=what, where=str(other), remedy=remedy))
+    return found
+
+
+def its_own(found: Mapping[Path, Sequence[Path]], noun: str, remedy: str) -> Iterator[Problem]:
+    """A problem for every image that was found as its own partner."""
+    for image, others in found.items():
+        if any(image.samefile(other) for other in others):
+            yield Problem(what=f"the image is its own {noun}", where=str(image), remedy=remedy)
+
+
+def _by_name(
+    listing: Listing, metadata: Metadata, home: Listing, problems: list[Problem]
+) -> dict[Path, tuple[Path, ...]]:
+    """The images that metadata names."""
+    by_name = {home.key(path): path for path in home.images}
+    found: dict[Path, tuple[Path, ...]] = {}
+    for image in listing.images:
+        names = metadata.controls.get(listing.key(image), ())
+        missing = [name for name in names if name not in by_name]
+        for name in missing:
+            remedy = "correct the name, or add the image"
+            what = f"the control image {name} is not there"
+            problems.append(Problem(what=what, where=metadata.named[listing.key(image)], remedy=remedy))
+        if not missing:
+            found[image] = tuple(by_name[name] for name in names)
+    return found
+
+
+def _wrong_counts(found: Mapping[Path, tuple[Path, ...]], counts: tuple[int, int]) -> Iterator[Problem]:
+    """A problem for every image with too few or too many controls."""
+    least, most = counts
+    for image, controls in found.items():
+        if len(controls) < least:
+            what = f"the image has {len(controls)} control images, the family needs {least}"
+            remedy = f"set data.sets.control_dir, or write `control_file_name` in {METADATA_NAME}"
+            yield Problem(what=what, where=str(image), remedy=remedy)
+        elif len(controls) > most:
+            what = f"the image has {len(controls)} control images, the family takes {most}"
+            yield Problem(what=what, where=str(image), remedy="leave some out")

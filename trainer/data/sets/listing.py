@@ -1,0 +1,289 @@
+"""What lies in the folder of an image set: images, captions, metadata, and what should not be."""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainer.data.pictures.images import FORMATS_TEXT, SUFFIXES
+from trainer.data.sets.metadata import METADATA_NAMES, one_form
+from trainer.errors import Problem
+
+# Left by systems and other programs, never meant as samples. Hidden files and folders are passed over too.
+_CLUTTER_NAMES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
+_CLUTTER_STEMS = frozenset({"readme", "license", "licence"})
+_CLUTTER_SUFFIXES = frozenset({".npz", ".pt", ".safetensors"})  # other trainers' caches
+# fmt: off
+_OTHER_MEDIA = frozenset({
+    ".cr2", ".dng", ".gif", ".heic", ".heif", ".ico", ".jfif", ".jp2", ".jpe", ".jxl",
+    ".nef", ".psd", ".svg", ".tga", ".avi", ".mkv", ".mov", ".mp4", ".webm",
+})
+# fmt: on
+_PICTURE_SUFFIXES = _OTHER_MEDIA.union(SUFFIXES)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Listing:
+    """The usable files of one folder and those below it, by name order, and a problem for every other one."""
+
+    folder: Path
+    images: tuple[Path, ...] = ()
+    captions: tuple[Path, ...] = ()
+    metadata: tuple[Path, ...] = ()
+    names: frozenset[str] = frozenset()
+    """Everything in the folders, usable or not; names are relative to `folder`."""
+    problems: tuple[Problem, ...] = ()
+    unusable: bool = False
+    """Whether nothing of it can be read, or there is no image."""
+
+    def name(self, path: Path) -> str:
+        """A file's name within the set: `cat.png`, `pets/cat.png`."""
+        return path.relative_to(self.folder).as_posix()
+
+    def key(self, path: Path) -> str:
+        """The name as metadata is asked for it."""
+        return one_form(self.name(path))
+
+    def stem(self, path: Path) -> str:
+        """The name without its suffix, by which captions, controls and masks are found."""
+        return one_form(path.relative_to(self.folder).with_suffix("").as_posix())
+
+
+@dataclass(kw_only=True)
+class _Walk:
+    """What a walk through the folders has found so far."""
+
+    folder: Path
+    root: Path
+    """The real path of `folder`; no link may lead out of it."""
+    apart: frozenset[Path]
+    """Real paths of folders below that belong to something else."""
+    usable: list[Path] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    visited: set[Path] = field(default_factory=set)
+    """Real paths of folders that were read."""
+
+
+def list_folder(folder: Path, *, apart: Sequence[Path] = ()) -> Listing:
+    """Sort the files of `folder` and its sub-folders; nothing is opened, nothing left out without a word.
+
+    Sub-folders in `apart` (those of masks and controls, and other sets) are passed over.
+    """
+    try:
+        root = folder.resolve(strict=True)
+        os.scandir(folder).close()
+    except (OSError, RuntimeError) as error:
+        return Listing(folder=folder, problems=(_unreadable_folder(folder, error),), unusable=True)
+    others = {Path(os.path.realpath(path)) for path in apart}  # unlike Path.resolve, never raises
+    walk = _Walk(folder=folder, root=root, apart=frozenset(others - {root}))
+    waiting = [folder]
+    while waiting:  # no recursion: folders may be nested deeper than Python's stack
+        waiting += _read(walk, waiting.pop())
+    return _sorted(walk)
+
+
+def _read(walk: _Walk, folder: Path) -> list[Path]:
+    """Take in one folder; gives those inside it."""
+    walk.visited.add(folder.resolve())
+    try:
+        with os.scandir(folder) as entries:
+            names = sorted(entry.name for entry in entries)
+    except OSError as error:
+        walk.problems.append(_unreadable_folder(folder, error))
+        return []
+    inside = []
+    if names and (closed := _closed_folder(folder, names[0])) is not None:
+        walk.problems.append(closed)
+        return []
+    for name in names:
+        path = folder / name
+        walk.names.append(path.relative_to(walk.folder).as_posix())
+        if name.startswith(".") or name.casefold() in _CLUTTER_NAMES:
+            continue
+        problem = _entry_problem(path, walk.root)
+        if problem is not None:
+            walk.problems.append(problem)
+        elif path.is_dir():
+            inside += _enter(walk, path)
+        else:
+            walk.usable.append(path)
+    return inside
+
+
+def _enter(walk: _Walk, path: Path) -> list[Path]:
+    """The folder, if it is to be read."""
+    real = path.resolve()
+    if real in walk.apart:
+        return []
+    # a link to a hidden folder is followed: Kubernetes mounts files so
+    plain = path.is_symlink() and not any(part.startswith(".") for part in real.relative_to(walk.root).parts)
+    if plain or real in walk.visited:
+        what = "the symbolic link leads to a folder that is read already"
+        walk.problems.append(Problem(what=what, where=str(path), remedy="remove the link"))
+        return []
+    walk.visited.add(real)
+    return [path]
+
+
+def _sorted(walk: _Walk) -> Listing:
+    """What was found, by kind."""
+    usable = sorted(walk.usable, key=lambda path: path.relative_to(walk.folder).as_posix())
+    images = tuple(path for path in usable if path.suffix.lower() in SUFFIXES)
+    # also of pictures that are refused: their captions are no second mistake
+    stems = {
+        _stem(walk.folder / name) for name in walk.names if Path(name).suffix.lower() in _PICTURE_SUFFIXES
+    }
+    captions = tuple(path for path in usable if path.suffix.lower() == ".txt" and _stem(path) in stems)
+    metadata = tuple(path for path in usable if path.name in METADATA_NAMES)
+    known = {*images, *captions, *metadata}
+    problems = [
+        *walk.problems,
+        *(_leftover(path) for path in usable if path not in known and not _is_clutter(path)),
+        *_duplicates(images, "image"),
+        *_duplicates(captions, "caption"),
+        *_second_metadata(metadata),
+    ]
+    empty = not images and not problems
+    if empty:
+        what = f"the folder holds no image; {FORMATS_TEXT}"
+        problems = [Problem(what=what, where=str(walk.folder), remedy="put images with captions into it")]
+    return Listing(
+        folder=walk.folder,
+        images=images,
+        captions=captions,
+        metadata=metadata,
+        names=frozenset(walk.names),
+        problems=tuple(problems),
+        unusable=empty,
+    )
+
+
+def _unreadable_folder(folder: Path, error: Exception) -> Problem:
+    """Why a folder cannot be listed."""
+    if isinstance(error, FileNotFoundError):
+        what = "the folder does not exist"
+    elif isinstance(error, NotADirectoryError):
+        what = "this is a file, not a folder"
+    else:
+        text = error.strerror if isinstance(error, OSError) else ""
+        what = f"the folder cannot be read: {text or error}"
+    remedy = "check its name, and in a container that the folder is mounted and readable for its user"
+    return Problem(what=what, where=str(folder), remedy=remedy)
+
+
+def _closed_folder(folder: Path, name: str) -> Problem | None:
+    """A problem where a folder may be listed and nothing in it opened, as after `chmod -R 644`."""
+    try:
+        (folder / name).lstat()
+    except PermissionError:
+        remedy = f"let it be entered: chmod -R u+rwX '{folder}'"
+        return Problem(what="the folder may be listed, but not entered", where=str(folder), remedy=remedy)
+    except OSError:
+        pass  # told of the file itself
+    return None
+
+
+def _entry_problem(path: Path, root: Path) -> Problem | None:
+    """Why an entry cannot be used whatever its suffix is, or None."""
+    where = str(path)
+    if not _printable(where):
+        where = where.encode("utf-8", "backslashreplace").decode()
+        return Problem(what="the file name is not valid UTF-8", where=where, remedy="rename it")
+    is_link = False
+    try:
+        is_link = stat.S_ISLNK(path.lstat().st_mode)
+        if is_link and not path.resolve(strict=True).is_relative_to(root):
+            real = path.resolve(strict=True)
+            what = "the symbolic link leads out of the folder"
+            if root.is_relative_to(real):
+                what, remedy = "the symbolic link leads to a folder around this one", "remove the link"
+                return Problem(what=what, where=where, remedy=remedy)
+            return Problem(what=what, where=where, remedy="copy the file itself into the folder")
+        mode = path.stat().st_mode
+    except (OSError, RuntimeError) as error:
+        if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+            remedy = "move the folder up, or give the folders above it shorter names"
+            return Problem(what="its path is too long for this system", where=where, remedy=remedy)
+        reason = (error.strerror if isinstance(error, OSError) else "") or str(error)
+        what = "the symbolic link leads nowhere" if is_link else f"the file cannot be read: {reason}"
+        return Problem(what=what, where=where, remedy="copy the file itself into the folder, or remove it")
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        return Problem(what="this is not a regular file", where=where, remedy="move it away")
+    return None
+
+
+def _is_clutter(path: Path) -> bool:
+    """Whether a file that belongs to no image may lie there without being a mistake."""
+    return path.stem.casefold() in _CLUTTER_STEMS or path.suffix.lower() in _CLUTTER_SUFFIXES
+
+
+def _leftover(path: Path) -> Problem:
+    """What to say about a file that is neither an image, nor the caption of one, nor the metadata."""
+    suffix = path.suffix.lower()
+    if suffix in _OTHER_MEDIA:
+        what, remedy = f"{suffix} files are not read; {FORMATS_TEXT}", "convert it to png, or move it away"
+    elif suffix == ".txt":
+        what, remedy = (
+            "a caption without an image of the same name",
+            "rename it like its image, or move it away",
+        )
+    elif path.stem.casefold() in {"metadata", "captions"}:
+        what, remedy = (
+            "captions are not read from this file",
+            f"write {' or '.join(METADATA_NAMES)}, or .txt beside the images",
+        )
+    else:
+        what, remedy = "neither an image nor a caption", "move it away"
+    return Problem(what=what, where=str(path), remedy=remedy)
+
+
+def _duplicates(paths: tuple[Path, ...], noun: str) -> list[Problem]:
+    """A problem for every file whose stem an earlier one has: captions go by the stem."""
+
+    def later() -> Iterator[tuple[Path, Path]]:
+        first: dict[Path, Path] = {}
+        for path in paths:
+            if first.setdefault(_stem(path), path) != path:
+                yield path, first[_stem(path)]
+
+    return [
+        Problem(
+            what=f"a second {noun} with the stem of {earlier.name}{_in_other_form(path, earlier)}",
+            where=str(path),
+            remedy="rename one of them, with its caption",
+        )
+        for path, earlier in later()
+    ]
+
+
+def _stem(path: Path) -> Path:
+    return Path(one_form(str(path.with_suffix(""))))
+
+
+def _in_other_form(path: Path, other: Path) -> str:
+    """What differs where two names look alike."""
+    same = path.with_suffix("") == other.with_suffix("")
+    return "" if same else ", whose accents are encoded in another way (NFC and NFD)"
+
+
+def _second_metadata(paths: tuple[Path, ...]) -> Iterator[Problem]:
+    """A problem for every folder with two files of metadata."""
+    first: dict[Path, Path] = {}
+    for path in paths:
+        if first.setdefault(path.parent, path) != path:
+            what = f"captions are in {first[path.parent].name} already"
+            yield Problem(what=what, where=str(path), remedy="keep one of the two files")
+
+
+def _printable(text: str) -> bool:
+    """Whether a name can be written to logs and JSON: names on disk need not be UTF-8."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -1,0 +1,56 @@
+"""Loss masks: which file masks which image, and its values at the image's bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from PIL import Image
+
+from trainer.data.pictures.images import Measured, fit, read_mask
+from trainer.data.records import ImageRecord
+from trainer.data.sets.controls import its_own, match_stems
+from trainer.data.sets.listing import Listing, list_folder
+from trainer.errors import Problem
+
+if TYPE_CHECKING:
+    import torch
+
+MASK_VERSION = 1
+"""Part of the keys of masked entries: raise it when `mask_pixels` gives other values."""
+_ASPECT_TOLERANCE = 0.01
+
+
+def pair_masks(
+    listing: Listing, folder: Path | None
+) -> tuple[dict[Path, Path], list[Problem], Listing | None]:
+    """The mask of every image, by equal stems; none without a folder. What lacks a partner is a problem."""
+    if folder is None:
+        return {}, [], None
+    masks = list_folder(folder)
+    problems = list(masks.problems)
+    found = match_stems(listing, folder, masks, "mask", problems)
+    single = {image: (mask,) for image, mask in found.items()}
+    problems += its_own(single, "mask", "name a folder of masks in data.sets.mask_dir")
+    return found, problems, masks
+
+
+def wrong_shapes(image: Measured, path: Path, mask: Measured) -> Iterator[Problem]:
+    """A problem where a mask has another aspect than its image, so that nobody knows what it covers."""
+    if abs(mask.width * image.height / (mask.height * image.width) - 1) > _ASPECT_TOLERANCE:
+        what = f"the mask has {mask.width}x{mask.height} pixels, its image {image.width}x{image.height}"
+        yield Problem(what=what, where=str(path), remedy="give it the image's size, or another of its aspect")
+
+
+def mask_pixels(record: ImageRecord) -> torch.Tensor:
+    """Values (1, H, W) float32 in [0, 1] of a sample's mask at its bucket, cut as the image is."""
+    import numpy as np
+    import torch
+
+    assert record.mask is not None, "a sample without a mask"
+    mask = read_mask(record.mask.path, content_sha256=record.mask.content_sha256)
+    if mask.size != (record.width, record.height):
+        mask = mask.resize((record.width, record.height), Image.Resampling.BILINEAR)
+    cut = fit(mask, record.bucket_width, record.bucket_height, record.view)
+    return torch.from_numpy(np.array(cut, dtype=np.uint8))[None].to(torch.float32) / 255.0

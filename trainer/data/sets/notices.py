@@ -1,0 +1,106 @@
+"""What is worth knowing about a data set that is no mistake, each told once."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from trainer.config.schema import DataSet
+from trainer.data.pictures.opened import Opened
+from trainer.data.pictures.variants import names_a_side
+from trainer.data.records import ImageRecord
+from trainer.errors import one_line
+
+_SHOWN = 20
+# what kohya's scripts read repeats from
+_REPEATS_IN_NAME = re.compile(r"(\d+)_.+")
+_log = logging.getLogger(__name__)
+
+
+def tell(records: Sequence[ImageRecord], opened: Mapping[Path, Opened], sets: Sequence[DataSet]) -> None:
+    """Warn of enlarged images, copies, profiles that are not applied, sides that flipping swaps, and numbers
+    in names of folders.
+    """
+    _tell_enlarged(records)
+    _tell_copies(records)
+    _tell_unapplied(records, opened)
+    _tell_sides(records, sets)
+    _tell_numbered_folders(records, sets)
+
+
+def _tell_enlarged(records: Sequence[ImageRecord]) -> None:
+    """Warn when images are smaller than what they are trained at: they are blurred by that."""
+    small = [
+        record
+        for record in records
+        if record.width < record.bucket_width or record.height < record.bucket_height
+    ]
+    if small:
+        least = min(small, key=lambda record: (record.width * record.height, record.identifier))
+        _log.warning(
+            "%d of %d images are smaller than what they are trained at and are enlarged; the smallest is %s "
+            "with %dx%d. A smaller data.resolution, or larger images, would be sharper.",
+            len(small), len(records), least.path, least.width, least.height,
+        )  # fmt: skip
+
+
+def _tell_copies(records: Sequence[ImageRecord]) -> None:
+    """Warn of files of equal content: an image that is there twice counts twice."""
+    first: dict[str, Path] = {}
+    lines = []
+    for record in records:
+        original = first.setdefault(record.content_sha256, record.path)
+        if original != record.path:
+            lines.append(f"{record.path} = {original}")
+    if lines:
+        _log.warning(
+            "%d of %d images %s of others and count again (to weigh images on purpose, write `repeats`):\n%s",
+            len(lines), len(records), "is a copy" if len(lines) == 1 else "are copies", _first(lines),
+        )  # fmt: skip
+
+
+def _tell_unapplied(records: Sequence[ImageRecord], opened: Mapping[Path, Opened]) -> None:
+    """Warn of colour profiles that cannot be applied; those of masks mean nothing."""
+    files = ((record.path, *(one.path for one in record.controls)) for record in records)
+    found = {path: opened[path].measured.unapplied for paths in files for path in paths}
+    lines = [f"{path}: {problem}" for path, problem in found.items() if problem]
+    if lines:
+        _log.warning("%d images are read as sRGB:\n%s", len(lines), _first(lines))
+
+
+def _tell_sides(records: Sequence[ImageRecord], sets: Sequence[DataSet]) -> None:
+    """Warn where images are mirrored whose captions say left or right."""
+    wrong = [record for record in records if sets[record.set_index].flip and names_a_side(record.caption)]
+    if wrong:
+        lines = [f"{record.path}: {record.caption:.100}" for record in wrong]
+        _log.warning(
+            "`flip` is on, and %d captions say left or right, which is wrong of the mirrored image. Leave "
+            "flip out for these, or reword them:\n%s",
+            len(wrong), _first(lines),
+        )  # fmt: skip
+
+
+def _tell_numbered_folders(records: Sequence[ImageRecord], sets: Sequence[DataSet]) -> None:
+    """Warn of folders whose names hold repeats elsewhere, unless it is a set that has some."""
+    numbers: dict[Path, str] = {}
+    for record in records:
+        one = sets[record.set_index]
+        assert one.img_dir is not None, "a set of images"
+        below = [folder for folder in record.path.parents if folder.is_relative_to(one.img_dir)]
+        for folder in below:
+            number = _REPEATS_IN_NAME.fullmatch(folder.name)
+            if number and int(number[1]) > 1 and (folder != one.img_dir or one.repeats == 1):
+                numbers[folder] = number[1]
+    for folder, number_text in numbers.items():
+        _log.warning(
+            "%s: other trainers read %s repeats from such a name; here a name says nothing. Write it as a "
+            "set of its own under data.sets, with `repeats: %s`, if that is meant.",
+            folder, number_text, number_text,
+        )  # fmt: skip
+
+
+def _first(lines: Sequence[str]) -> str:
+    hidden = len(lines) - _SHOWN
+    return "\n".join([*map(one_line, lines[:_SHOWN]), *([f"... and {hidden} more"] if hidden > 0 else [])])

@@ -1,0 +1,244 @@
+"""Image sets as records, with every problem of every set found before anything is loaded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING, Literal
+
+from trainer.data.captions import read_sidecar, with_trigger_word
+from trainer.data.leftout import capped, list_left_out, nothing_left
+from trainer.data.pictures.buckets import buckets, nearest_bucket
+from trainer.data.pictures.opened import Opened, control_of, open_all
+from trainer.data.records import ImageRecord, Mask, Scan
+from trainer.data.sets import notices
+from trainer.data.sets.controls import control_folders, pair_controls, without_controls
+from trainer.data.sets.listing import Listing, list_folder
+from trainer.data.sets.masks import pair_masks, wrong_shapes
+from trainer.data.sets.metadata import METADATA_NAMES, Metadata, one_form, read_metadata
+from trainer.errors import DataError, Problem
+
+if TYPE_CHECKING:
+    from trainer.config.schema import DataSet
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Captioned:
+    """An image file with its caption, not yet opened."""
+
+    set_index: int
+    name: str
+    path: Path
+    caption: str
+    controls: tuple[Path, ...]
+    mask: Path | None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        return (self.path, *self.controls, *([self.mask] if self.mask else []))
+
+
+@dataclass(kw_only=True)
+class _Found:
+    """What the sets hold, and what is wrong with it."""
+
+    images: list[_Captioned] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+    fatal: bool = False
+    """Whether a folder is wrong as a whole, which no skipping helps."""
+    spoils: dict[str, list[str]] = field(default_factory=dict)
+    """Places of problems -> images that cannot be used because of them."""
+
+    def blame(self, where: str, image: Path) -> None:
+        """A problem at `where` is one of this image."""
+        images = self.spoils.setdefault(where, [])
+        if str(image) not in images:
+            images.append(str(image))
+
+
+def scan_images(
+    sets: Sequence[DataSet],
+    *,
+    resolution: int,
+    multiple: int,
+    trigger_word: str | None,
+    controls: tuple[int, int] = (0, 0),
+    on_bad_file: Literal["error", "skip"] = "error",
+    progress: Callable[[int, int], None] | None = None,
+) -> Scan:
+    """Records of all images of all sets, in order of set and file name, each decoded to its last byte.
+
+    `controls` are the least and most control images of a sample. `progress(done, total)` runs in the calling
+    thread, once per image, and may raise to stop. Raises one DataError with all problems of all sets; with
+    `skip` only for folders that are wrong as a whole, and where nothing would be left.
+    """
+    sizes = buckets(resolution, multiple)
+    found = _Found()
+    apart = [folder for one in sets for folder in _folders(one)]
+    for set_index, one in enumerate(sets):
+        assert one.img_dir is not None, "the configuration was checked"
+        _list_set(set_index, one, one.img_dir, controls, found, apart)
+    masks = {item.mask for item in found.images if item.mask is not None}
+    files = (path for item in found.images for path in item.files)
+    opened = open_all(files, masks=masks, progress=progress)
+    found.problems += [problem for one in opened.values() if not isinstance(one, Opened) for problem in one]
+    good = {path: one for path, one in opened.items() if isinstance(one, Opened)}
+    found.problems += _mask_problems(found.images, good)
+    if found.problems and (found.fatal or on_bad_file == "error"):
+        raise DataError(capped(found.problems))
+    left_out = list_left_out(found.problems, found.spoils)
+    bad = {row.file for row in left_out}
+    records = [
+        _record(item, sets[item.set_index], good, sizes, trigger_word)
+        for item in found.images
+        if str(item.path) not in bad
+    ]
+    if not records:
+        raise nothing_left(found.problems)
+    notices.tell(records, good, sets)
+    return Scan(records=tuple(records), left_out=left_out)
+
+
+def _folders(one: DataSet) -> list[Path]:
+    """Every folder that a set names."""
+    return [*control_folders(one.control_dir), *(path for path in (one.img_dir, one.mask_dir) if path)]
+
+
+def _list_set(
+    set_index: int,
+    one: DataSet,
+    folder: Path,
+    counts: tuple[int, int],
+    found: _Found,
+    apart: Sequence[Path],
+) -> None:
+    """The images of one set with captions, control images and masks; not those in folders of others."""
+    folders = control_folders(one.control_dir)
+    listing = list_folder(folder, apart=apart)
+    metadata, metadata_problems = read_metadata(listing.metadata, folder)
+    beside, listing = listing, listing if folders else without_controls(listing, metadata)
+    pairs = pair_controls(listing, metadata, folders, counts, beside=beside)
+    masks, mask_problems, mask_listing = pair_masks(listing, one.mask_dir)
+    captions, caption_problems = _captions(listing, metadata)
+    problems = (*listing.problems, *metadata_problems, *caption_problems, *pairs.problems, *mask_problems)
+    found.problems += {(problem.what, problem.where): problem for problem in problems}.values()
+    found.fatal = found.fatal or listing.unusable or pairs.unusable
+    found.fatal = found.fatal or (mask_listing is not None and mask_listing.unusable)
+    for image in listing.images:
+        item = _Captioned(
+            set_index=set_index,
+            name=listing.name(image),
+            path=image,
+            caption=captions.get(image, ""),
+            controls=pairs.controls.get(image, ()),
+            mask=masks.get(image),
+        )
+        found.images.append(item)
+        for file in item.files:
+            found.blame(str(file), image)
+    _blame_captions(listing, metadata, found)
+
+
+def _blame_captions(listing: Listing, metadata: Metadata, found: _Found) -> None:
+    """Also caption files and rows of metadata that cannot be used spoil their images."""
+    by_name = {listing.key(image): image for image in listing.images}
+    for where, name in (*((row, name) for name, row in metadata.named.items()), *metadata.again.items()):
+        if name in by_name:
+            found.blame(where, by_name[name])
+    by_stem: dict[str, list[Path]] = {}
+    for image in listing.images:
+        by_stem.setdefault(listing.stem(image), []).append(image)
+    for name in listing.names:
+        path = PurePosixPath(name)
+        if path.suffix.lower() == ".txt":
+            for image in by_stem.get(one_form(path.with_suffix("").as_posix()), ()):
+                found.blame(str(listing.folder / name), image)
+
+
+def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], list[Problem]]:
+    """The caption of every image that has exactly one, and a problem for every other one."""
+    problems: list[Problem] = []
+    sidecars = {listing.stem(path): path for path in listing.captions}
+    captions: dict[Path, str] = {}
+    names = {one_form(name): name for name in listing.names}
+    for image in listing.images:
+        sidecar, name = sidecars.get(listing.stem(image)), listing.key(image)
+        if sidecar is not None and name in metadata.named:
+            what = f"the image has a caption in {sidecar.name} and in {metadata.named[name]}"
+            problems.append(Problem(what=what, where=str(image), remedy="remove one of them"))
+        elif sidecar is not None:
+            try:
+                captions[image] = read_sidecar(sidecar)
+            except DataError as error:
+                problems += error.problems
+        elif name in metadata.rows:
+            captions[image] = metadata.rows[name]
+        elif name not in metadata.named and f"{listing.stem(image)}.txt" not in names:
+            problems.append(_no_caption(image, listing.metadata))
+        elif name not in metadata.named:
+            problems += _folder_as_caption(listing.folder / names[f"{listing.stem(image)}.txt"])
+    images = {listing.key(image) for image in listing.images}
+    for name, where in metadata.named.items():
+        if name not in images:
+            what = "is not an image that can be read" if name in names else "is not in the folder"
+            problems.append(
+                Problem(what=f"{name} {what}", where=where, remedy="correct the name, or remove the line")
+            )
+    return captions, problems
+
+
+def _folder_as_caption(path: Path) -> Iterator[Problem]:
+    """A problem where `path` is a folder; what else it can be was told by the listing."""
+    if path.is_dir():
+        remedy = "write the caption into a text file of this name"
+        yield Problem(what="the caption is a folder", where=str(path), remedy=remedy)
+
+
+def _no_caption(image: Path, metadata: Sequence[Path]) -> Problem:
+    """An image without a caption, and where one could go."""
+    if not metadata:
+        remedy = f"write {image.stem}.txt beside it, or name it in a {' or '.join(METADATA_NAMES)}"
+        return Problem(what="the image has no caption", where=str(image), remedy=remedy)
+    remedy = f"add a line for it, or write {image.stem}.txt beside it"
+    files = ", ".join(dict.fromkeys(path.name for path in metadata))
+    return Problem(what=f"the image is not named in {files}", where=str(image), remedy=remedy)
+
+
+def _mask_problems(images: Sequence[_Captioned], good: Mapping[Path, Opened]) -> Iterator[Problem]:
+    for item in images:
+        if item.mask in good and item.path in good and item.mask is not None:
+            yield from wrong_shapes(good[item.path].measured, item.mask, good[item.mask].measured)
+
+
+def _record(
+    item: _Captioned,
+    one: DataSet,
+    good: Mapping[Path, Opened],
+    sizes: Sequence[tuple[int, int]],
+    trigger_word: str | None,
+) -> ImageRecord:
+    """One finished record."""
+    assert item.caption, "an image without a caption was left in"
+    opened = good[item.path]
+    measured = opened.measured
+    bucket_width, bucket_height = nearest_bucket(measured.width, measured.height, sizes)
+    mask = None if item.mask is None else Mask(path=item.mask, content_sha256=good[item.mask].content_sha256)
+    return ImageRecord(
+        path=item.path,
+        identifier=f"{item.set_index}/{item.name}",
+        # what a regularisation set shows is what the word does not mean
+        caption=item.caption if one.is_reg else with_trigger_word(item.caption, trigger_word),
+        width=measured.width,
+        height=measured.height,
+        bucket_width=bucket_width,
+        bucket_height=bucket_height,
+        repeats=one.repeats,
+        content_sha256=opened.content_sha256,
+        colour=measured.colour,
+        controls=tuple(control_of(path, good[path]) for path in item.controls),
+        set_index=item.set_index,
+        mask=mask,
+        loss_weight=one.loss_weight,
+        is_reg=one.is_reg,
+    )

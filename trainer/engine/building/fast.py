@@ -1,0 +1,207 @@
+"""What makes a built model fast: joined layers, one-pass norms, compiled blocks, and their proof."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.engine.context import Context
+from trainer.engine.results.proof import to_device
+from trainer.errors import HardwareError
+from trainer.families.protocol import Shape
+from trainer.modeling.storage.fp8 import keep_ones
+
+# a small input: which layers share theirs, and which kernels run, does not depend on its size
+_SIDE, _TOKENS = 256, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fused:
+    """How many parts of a model were made to compute together."""
+
+    joined: int
+    norms: int
+    rotations: int
+    activations: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.joined} LoRA layers share a product with their siblings, {self.norms} norms take one"
+            f" pass, those of {self.rotations} attentions together with the rotation,"
+            f" {self.activations} activations are computed while quantising"
+        )
+
+
+def fuse(model: Any, run: Callable[[], None]) -> Fused:
+    """Let parts of a model with a LoRA over a frozen base compute together; `run` predicts once with it."""
+    from trainer.modeling.adapter.joined_lora import join_siblings
+    from trainer.modeling.fused.feedforward import fuse_feed_forwards
+    from trainer.modeling.fused.norms import fuse_head_norms
+    from trainer.modeling.fused.rotary import fuse_rotary
+
+    return Fused(
+        norms=fuse_head_norms(model),
+        rotations=fuse_rotary(model),
+        activations=fuse_feed_forwards(model),
+        joined=join_siblings(model, run),
+    )
+
+
+def _fused(model: Any, run: Callable[[], None]) -> Fused:
+    """`fuse`; weights of blocks that wait in host memory are joined there."""
+    from trainer.modeling.storage.swap import swapped_of
+
+    swapped = swapped_of(model)
+    if swapped is None:
+        return fuse(model, run)
+
+    def run_first() -> None:
+        run()
+        swapped.to_host()
+
+    fused = fuse(model, run_first)
+    swapped.pack()
+    return fused
+
+
+def _compact(context: Context, model: Any) -> None:
+    """Give back the holes that separate weights left where they were joined."""
+    from trainer.modeling.storage.block_memory import compact
+    from trainer.modeling.storage.swap import swapped_of
+
+    swapped = swapped_of(model)
+    waiting = () if swapped is None else swapped.blocks
+    blocks = [module for module in model.modules() if type(module).__name__ in context.family.blocks]
+    for block in blocks:
+        if block not in waiting:
+            compact([block])
+            # each time: without expandable segments no block takes the place of another
+            torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Varies:
+    """What differs in size from one micro-batch of a run to another."""
+
+    pictures: bool = False
+    captions: bool = False
+    batches: bool = False
+
+
+NOTHING_VARIES = Varies()
+
+
+def compile_model(context: Context, model: Any, varies: Varies) -> None:
+    """Fuse what can be computed together; the repeated blocks compile at their first call.
+
+    For any size of what varies at once: of one size first, they would be compiled three times.
+    """
+    from trainer.modeling.blocks.compiled import compile_blocks, varying_sizes
+
+    move_plain_tensors(model, context.device)
+    fused = ""
+    if context.config.method == "lora":
+        fused = f"; {_fused(model, small_forward(context, model))}"
+        if context.device != "cpu":
+            _compact(context, model)
+    budget = context.plan.activation_budget
+    sizes = [{}, *[{"wide": 2}, {"tall": 2}] * varies.pictures, *[{"text": 2}] * varies.captions]
+    sizes += [{"batch": 2}] * varies.batches
+    runs = [small_forward(context, model, **size) for size in sizes]
+    kinds = context.family.blocks
+    varying = varying_sizes(model, kinds, runs) if len(runs) > 1 else {}
+    blocks = compile_blocks(model, kinds, activation_budget=budget, varying=varying, say=context.say)
+    context.say(
+        f"{blocks} blocks are compiled at the first step (under a minute, seconds where the cache is"
+        f" warm){fused}"
+    )
+
+
+def move_plain_tensors(model: Any, device: str) -> None:
+    """Move what modules keep as plain attributes, which `Module.to` leaves where it was made.
+
+    Copying it from the host in every step would wait, and cannot be part of a CUDA graph.
+    """
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            if isinstance(value, torch.Tensor):
+                setattr(module, name, value.to(device))
+
+
+def small_forward(
+    context: Context, model: Any, *, wide: int = 1, tall: int = 1, text: int = 1, batch: int = 1
+) -> Callable[[], None]:
+    """A function that predicts once for a small synthetic batch, without gradients.
+
+    Its pictures are so many times as wide and tall as the smallest, its captions as long.
+    """
+    family = context.family
+    settings = family.settings(context.source, context.config)
+    shape = Shape(
+        batch_size=batch,
+        width=wide * (_SIDE // family.pixel_multiple * family.pixel_multiple),
+        height=tall * (_SIDE // family.pixel_multiple * family.pixel_multiple),
+        text_tokens=text * min(_TOKENS, context.config.data.max_sequence_length),
+        bytes_per_value=2,
+        controls=family.control_counts[0],
+    )
+    made = family.synthetic_batch(context.source.component_config(family.trained_component), shape, 0)
+    header = {name: tuple(tensor.shape[1:]) for name, tensor in made.latents.items()}
+    draw = family.draw(settings, range(batch), header)
+    made, draw = to_device(made, draw, context.device, context.dtype)
+
+    def run() -> None:
+        with torch.no_grad():
+            family.predict(model, made, draw, settings)
+
+    return run
+
+
+def prove_fp8(context: Context, model: Any) -> str:
+    """Keep what FP8 products share, and watch one small forward pass: how many ran in FP8, in words.
+
+    Raises HardwareError where a layer's did not: a plan that says FP8 and a run that does not contradict each
+    other.
+    """
+    from trainer.modeling.storage.row_quantized import RowScaledLinear
+
+    keep_ones(context.device)
+    run = small_forward(context, model)
+    with _Products() as products:
+        run()
+    layers = sum(isinstance(module, RowScaledLinear) and module.fp8_compute for module in model.modules())
+    if products.count < layers:
+        raise HardwareError(
+            f"{layers} layers are to multiply in FP8, but only {products.count} FP8 products ran",
+            where="features.compute",
+            remedy="set features.compute: bf16",
+        )
+    return f"{products.count} products of one forward pass ran in FP8, as counted"
+
+
+class _Products(TorchDispatchMode):
+    """Counts FP8 products as torch dispatches them; a profiler would print lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._scaled_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def uncompiled(context: Context) -> contextlib.AbstractContextManager[None]:
+    """For previews, validation and proof: compiled blocks run as they are written, without more graphs."""
+    if not context.plan.compile:
+        return contextlib.nullcontext()
+    from trainer.modeling.blocks.compiled import eager
+
+    return eager()

@@ -1,0 +1,170 @@
+"""Latents and prompt embeddings that another trainer saved as `.pt` files, taken into the cache.
+
+One file a sample, named as the image: `cat.pt` for `cat.png`, in the same sub-folders. Each is a dict of
+tensors with `latents`, scaled as the model trains on them, (C, h, w) at the size of the image's bucket here,
+and the family's own text tensors, such as `prompt_embeds` and `pooled_prompt_embeds`; both may have a leading
+axis of one. Nothing is said in such a file of what made it: the entries stand for this run's encoders.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from trainer.data.leftout import MAX_PROBLEMS_SHOWN, capped
+from trainer.data.records import ImageRecord
+from trainer.engine.caching.entries import Entries
+from trainer.engine.context import Context
+from trainer.errors import ConfigError, DataError, Problem, one_line
+from trainer.families.protocol import Shape
+from trainer.telemetry.status import Phase
+
+_LATENTS = "latents"
+_REMEDY = "leave it out of the folder, and the image is encoded here"
+# what torch.load raises on files that are not what it wrote
+_LOAD_ERRORS = (
+    pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, OSError, struct.error,
+    AssertionError, AttributeError, ArithmeticError,
+)  # fmt: skip
+_DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
+_log = logging.getLogger(__name__)
+
+
+class _FileError(Exception):
+    """One file that cannot be taken; says why."""
+
+
+def import_entries(context: Context, entries: Entries, folder: Path) -> None:
+    """Write the entries whose samples have a file in `folder`, and tell how many, and what was not taken.
+
+    Entries that are there already keep their bytes. Raises DataError with every file that does not fit its
+    image, before any is written, and ConfigError where files cannot say enough.
+    """
+    context.status.beat(Phase.CACHE)
+    _require_plain(context, entries, folder)
+    files = {
+        number: path
+        for number, entry in enumerate(entries.latents)
+        if (path := _file(folder, entry.record)).is_file()
+    }
+    if not files:
+        what = "none of its .pt files has the name of an image"
+        raise DataError(what, where=str(folder), remedy="name them as the images: cat.pt for cat.png")
+    problems: list[Problem] = []
+    first: dict[Path, ImageRecord] = {}
+    for number, path in files.items():
+        context.stop.raise_if_requested()
+        record = entries.latents[number].record
+        try:
+            _require_one_image(path, record, first.setdefault(path, record))
+            _tensors(context, record, path)
+        except _FileError as error:
+            problems.append(Problem(what=str(error), where=str(path), remedy=_REMEDY))
+    if problems:
+        raise DataError(capped(problems))
+    kept = 0
+    for number, path in files.items():
+        context.stop.raise_if_requested()
+        latents, text = _tensors(context, entries.latents[number].record, path)
+        keys = ("latents", entries.latents[number].key), ("text", entries.texts[number].key)
+        for (kind, key), tensors in zip(keys, (latents, text), strict=True):
+            if entries.cache.has(kind, key):
+                kept += 1
+            else:
+                entries.cache.write(kind, key, tensors)
+        context.status.beat(Phase.CACHE)
+    _tell(context, folder, frozenset(files.values()), 2 * len(files), kept)
+
+
+def _file(folder: Path, record: ImageRecord) -> Path:
+    """Where the file of an image would be: the set's own folder has no part in its name."""
+    return (folder / record.identifier.partition("/")[2]).with_suffix(".pt")
+
+
+def _require_one_image(path: Path, record: ImageRecord, first: ImageRecord) -> None:
+    """Raise _FileError where images of two sets, or one that is held out, have the file's name."""
+    if (record.content_sha256, record.caption) != (first.content_sha256, first.caption):
+        raise _FileError(f"it may be of {first.path} or of {record.path}")
+
+
+def _tell(context: Context, folder: Path, taken: frozenset[Path], entries: int, kept: int) -> None:
+    said = f"imported {len(taken)} files from {folder}: {entries - kept} entries written"
+    context.say(f"{said}, {kept} were there before and stay" if kept else said)
+    others = sorted(str(path) for path in folder.rglob("*.pt") if path not in taken)
+    if others:
+        shown = [
+            *map(one_line, others[:MAX_PROBLEMS_SHOWN]),
+            *(["..."] if len(others) > MAX_PROBLEMS_SHOWN else []),
+        ]
+        _log.warning("%d .pt files have the name of no image:\n%s", len(others), "\n".join(shown))
+
+
+def _require_plain(context: Context, entries: Entries, folder: Path) -> None:
+    """Raise ConfigError for what such files say nothing of."""
+    records = [entry.record for entry in entries.latents]
+    reasons = {
+        "the family trains on conversations": not records,
+        "the samples have control images": context.family.control_counts[1] > 0,
+        "the sets ask for masks or other views": any(one.mask or one.view.key for one in records),
+        "it is not a folder": not folder.is_dir(),
+    }
+    for what, applies in reasons.items():
+        if applies:
+            raise ConfigError(
+                f"cannot be imported: {what}", where=str(folder), remedy="leave --import-pt out"
+            )
+
+
+def _tensors(
+    context: Context, record: ImageRecord, path: Path
+) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
+    """Tensors of the latents entry and the text entry. Raises _FileError."""
+    try:
+        loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except _LOAD_ERRORS as error:
+        reason = str(error).partition("\n")[0] or type(error).__name__
+        raise _FileError(f"not a file of plain tensors ({reason:.120})") from error
+    if not isinstance(loaded, dict) or not all(isinstance(one, torch.Tensor) for one in loaded.values()):
+        raise _FileError("not a dict of tensors")
+    family, data = context.family, context.config.data
+    shape = Shape(
+        batch_size=1,
+        width=record.bucket_width,
+        height=record.bucket_height,
+        text_tokens=data.max_sequence_length,
+        bytes_per_value=4,
+    )
+    config = context.source.component_config(family.trained_component)
+    expected = family.synthetic_batch(config, shape, 0)
+    if loaded.keys() != {_LATENTS, *expected.text}:
+        names = ", ".join(sorted({_LATENTS, *expected.text}))
+        raise _FileError(f"it holds {', '.join(map(str, sorted(loaded, key=str)))}, and {names} are needed")
+    mean = expected.latents["mean"][0]
+    latents = _fitting(_LATENTS, loaded[_LATENTS], mean, any_length=False).float()
+    text = {
+        name: _fitting(name, loaded[name], value[0], any_length=value.ndim == 3)
+        for name, value in expected.text.items()
+    }
+    # what was saved is one draw, or the mode: there is nothing left to draw
+    spread = {"std": torch.zeros_like(latents)} if "std" in expected.latents else {}
+    return {"mean": latents, **spread}, text
+
+
+def _fitting(name: str, found: torch.Tensor, wanted: torch.Tensor, *, any_length: bool) -> torch.Tensor:
+    """The tensor without its axis of one, which must have the wanted shape but for the number of tokens."""
+    if found.dtype not in _DTYPES or found.layout != torch.strided or found.is_meta:
+        raise _FileError(f"`{name}` is {found.dtype}, and plain floating point values are needed")
+    one = found[0] if found.ndim == wanted.ndim + 1 and len(found) == 1 else found
+    shapes = [tuple(tensor.shape[1:] if any_length else tensor.shape) for tensor in (one, wanted)]
+    if one.ndim != wanted.ndim or shapes[0] != shapes[1]:
+        raise _FileError(f"`{name}` is {tuple(found.shape)}, and {tuple(wanted.shape)} is needed")
+    if any_length and not 0 < len(one) <= len(wanted):
+        raise _FileError(f"`{name}` has {len(one)} tokens, data.max_sequence_length is {len(wanted)}")
+    if not bool(one.isfinite().all()):
+        raise _FileError(f"`{name}` has values that are not finite")
+    return one.detach().contiguous()

@@ -1,0 +1,106 @@
+"""What a frozen linear layer costs by how it is stored: forward, and the gradient of its input.
+
+Runs in the probe's process of one kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from trainer.engine.probing.attention import Measured, median_milliseconds, relative_error
+
+Linear = Callable[[torch.Tensor], torch.Tensor]
+_REFERENCE_ROWS = 1024
+
+
+def measure_matmul(
+    kernel: str, tokens: int, rows: int, columns: int, device: str, begin: Callable[[], None]
+) -> Measured:
+    """(tokens, columns) through a weight (rows, columns) stored in `kernel`: bf16, fp8, int8 or nf4.
+
+    `begin` is called just before the weight is stored so. Milliseconds include quantising what comes in, and
+    unpacking the weight.
+    """
+    torch.manual_seed(0)
+    dtype = torch.bfloat16
+    weight = torch.randn((rows, columns), device=device, dtype=dtype) / columns**0.5
+    inputs = torch.randn((tokens, columns), device=device, dtype=dtype)
+    upstream = torch.randn((tokens, rows), device=device, dtype=dtype)
+    begin()
+    linear = _linear(kernel, weight)
+
+    def once() -> tuple[torch.Tensor, ...]:
+        # a leaf of its own: autograd waits for the stream that first used one, which a capture must not
+        leaf = inputs.detach().requires_grad_()
+        output = linear(leaf)
+        (gradient,) = torch.autograd.grad(output, leaf, upstream)
+        return output.detach(), gradient
+
+    output, gradient = once()
+    # rows do not depend on each other
+    part = slice(min(tokens, _REFERENCE_ROWS))
+    exact = weight.float()
+    errors = {
+        "output": relative_error(output[part], inputs[part].float() @ exact.t()),
+        "gradient of the input": relative_error(gradient[part], upstream[part].float() @ exact),
+    }
+    # a run replays its steps as graphs
+    timed = _captured(once) if device == "cuda" else once
+    return Measured(milliseconds=median_milliseconds(timed, device), errors=errors)
+
+
+def _captured(work: Callable[[], object]) -> Callable[[], object]:
+    """`work` as one CUDA graph: its kernels without the time that the host takes to launch them."""
+    stream = torch.cuda.Stream()
+    with torch.autograd.set_multithreading_enabled(False):
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            work()
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"):
+            work()
+    return graph.replay
+
+
+def _linear(kernel: str, weight: torch.Tensor) -> Linear:
+    """The product with `weight` as the run computes it."""
+    if kernel == "bf16":
+        return lambda inputs: torch.nn.functional.linear(inputs, weight)
+    if kernel == "fp8":
+        return _fp8(weight)
+    from trainer.modeling.storage.quantize import replacer
+    from trainer.modeling.vision import make_torchvision_importable
+
+    make_torchvision_importable()  # the libraries that store int8 and nf4 import transformers
+    rows, columns = weight.shape
+    layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
+    layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
+    replace = replacer(kernel, ())
+    assert replace is not None, f"{kernel} is not a way to store weights"
+    stored = replace("linear", layer)
+    assert stored is not None
+    # bitsandbytes' kernels are as they are; int8 values are unpacked by what the compiler makes
+    return stored if kernel == "nf4" else _compiled(stored, weight)
+
+
+def _fp8(weight: torch.Tensor) -> Linear:
+    from trainer.modeling.storage.fp8 import fp8_linear, quantize_rows
+
+    values, scale = quantize_rows(weight)
+    transposed = values.view(torch.uint8).t().contiguous().view(values.dtype)
+    return lambda inputs: fp8_linear(inputs, values, scale, None, transposed)
+
+
+def _compiled(linear: Linear, weight: torch.Tensor) -> Linear:
+    """Unpacking is pointwise work of several steps, one in a compiled block; on a CPU it stays as it is."""
+    if weight.device.type == "cpu":
+        return linear
+    from torch._inductor import config
+
+    # a handful of small kernels is not worth a pool of processes that has to start first
+    config.compile_threads = 1
+    compiled: Linear = torch.compile(linear)
+    return compiled

@@ -1,0 +1,136 @@
+"""How fast the base model's own files reach the GPU, by loader, from disk and from the page cache.
+
+The process that reads is `python -m trainer.engine.probing.reading`; the parent imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.config.interpreter import python
+from trainer.machine.facts import ReadVerdict
+from trainer.planning.choose.loading import MOST_BYTES, OURS, PACKAGE, STATES
+
+TIMEOUT_SECONDS = 30.0
+LEAST_BYTES = 2**28
+"""A smaller file is read at once, whatever reads it."""
+_EVICTED_SHARE = 0.05
+_READ_BYTES = 2**24
+
+
+def largest(files: tuple[Path, ...]) -> Path | None:
+    """The file to measure with; None where all of them are small."""
+    sizes = {path: path.stat().st_size for path in files}
+    found = max(sizes, key=lambda path: sizes[path], default=None)
+    return found if found is not None and sizes[found] >= LEAST_BYTES else None
+
+
+def probe_reading(
+    file: Path, disk: str, environment: Mapping[str, str]
+) -> tuple[tuple[ReadVerdict, ...], str]:
+    """Rates of both loaders in each state that the file could be brought into, and what went wrong.
+
+    At most MOST_BYTES are read each time. What was not reached in time has a rate of 0: a slow disk is
+    measured once, as others are.
+    """
+    try:
+        done = subprocess.run(
+            python("-m", "trainer.engine.probing.reading", str(file)),
+            env=dict(environment),
+            capture_output=True,
+            text=True,
+            timeout=TIMEOUT_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        # bytes, also where text was asked for
+        reached = _rows((error.stdout or b"").decode(), disk)
+        return _with_unreached(reached, disk), f"not all was read within {TIMEOUT_SECONDS:.0f} s"
+    trouble = ""
+    if done.returncode != 0:
+        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
+        trouble = lines[-1][:200]
+    return _rows(done.stdout, disk), trouble
+
+
+def _rows(printed: str, disk: str) -> tuple[ReadVerdict, ...]:
+    """Whole lines of what the process printed; it may have been ended in one."""
+    lines = (line for line in printed.splitlines() if line.startswith("{") and line.endswith("}"))
+    return tuple(ReadVerdict(disk=disk, **json.loads(line)) for line in lines)
+
+
+def _with_unreached(reached: tuple[ReadVerdict, ...], disk: str) -> tuple[ReadVerdict, ...]:
+    """The rows in order of measurement, those that are missing with a rate of 0."""
+    found = {(row.loader, row.state): row for row in reached}
+    return tuple(
+        found.get((loader, state), ReadVerdict(disk=disk, loader=loader, state=state, gib_per_second=0.0))
+        for state in STATES
+        for loader in (OURS, PACKAGE)
+    )
+
+
+# from here on, in the process that reads
+
+
+def measure(path: Path, loader: str, state: str, device: str, most: int = MOST_BYTES) -> float:
+    """GiB a second at which the first `most` bytes of a file become tensors on the device."""
+    import torch
+
+    from trainer.modeling.base.reading import Choice, ShardReader
+
+    choice = Choice(method="parallel", direct=state == "cold", reason="measured")
+    if loader == PACKAGE:
+        choice = Choice(method="fastsafetensors", reason="measured")
+    with ShardReader(device, choice=lambda _: choice) as reader:
+        # what a run pays once is not what differs: buffers are made and the library is imported before
+        with reader.open(path) as shard:
+            shard.get_tensor(next(iter(shard.ends)))
+        _bring(path, state, most)
+        started = time.perf_counter()
+        with reader.open(path) as shard:
+            read = 0
+            for name, end in shard.ends.items():
+                if read and end > most:
+                    break
+                shard.get_tensor(name)
+                read = end
+            if torch.device(device).type == "cuda":
+                torch.cuda.synchronize()
+            seconds = time.perf_counter() - started
+    return float(read / 2**30 / seconds)
+
+
+def _bring(path: Path, state: str, most: int) -> None:
+    """The first bytes of a file into the page cache, or out of it."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        if state == "cold":
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+            return
+        for offset in range(0, min(most, os.fstat(descriptor).st_size), _READ_BYTES):
+            os.pread(descriptor, _READ_BYTES, offset)
+    finally:
+        os.close(descriptor)
+
+
+def _main(path: Path, device: str) -> None:
+    from trainer.modeling.base.reading import page_cache_share
+
+    for state in ("cold", "cached"):
+        _bring(path, state, MOST_BYTES)
+        share = page_cache_share(path)
+        # a file in memory, or one that somebody else has mapped, is never cold
+        if state == "cold" and (share is None or share > _EVICTED_SHARE):
+            continue
+        for loader in (OURS, PACKAGE):
+            rate = round(measure(path, loader, state, device), 3)
+            print(json.dumps({"loader": loader, "state": state, "gib_per_second": rate}), flush=True)
+
+
+if __name__ == "__main__":
+    _main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "cuda:0")

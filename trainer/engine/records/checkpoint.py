@@ -1,0 +1,313 @@
+"""Checkpoints: whole or absent, bit-exact, and refused where they belong to another run."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainer.engine.records.fingerprint import REFUSED, changes
+from trainer.errors import ConfigError, Problem, StorageError
+from trainer.files.atomic import no_space_told, reading_told, sync_directory, unused_name, write_text
+from trainer.modeling.tensor_file import split_shards, write_tensors
+
+FORMAT_VERSION = 1
+SHARD_BYTES = 10 * 10**9
+_STATE = "state.json"
+_OWN = "state_sha256"
+_NAME = re.compile(r"step-\d{6,}")
+_SET_ASIDE = ".damaged"
+_CHUNK_BYTES = 1 << 24
+
+
+@dataclass(frozen=True, kw_only=True)
+class Snapshot:
+    """Where a run stands after `step` optimizer steps. No generator state: draws come from (seed,
+    position).
+    """
+
+    step: int
+    interval_loss: float
+    """Sum of the step losses since the last log line."""
+    interval_steps: int
+    fingerprint: Mapping[str, str]
+    """Values that a run that goes on must share, by name."""
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Values of which a resume tells the changes, by name; empty in checkpoints of 0.1.0."""
+
+
+def folder_of(root: Path, step: int) -> Path:
+    """Folder of the checkpoint after `step` steps."""
+    return root / f"step-{step:06d}"
+
+
+def save(
+    root: Path,
+    snapshot: Snapshot,
+    weights: Mapping[str, torch.Tensor],
+    optimizer: Mapping[str, torch.Tensor],
+    *,
+    keep: int,
+    on_tensor: Callable[[], None],
+) -> Path:
+    """Write a checkpoint, make it visible in one rename, then prune to the newest `keep`.
+
+    Raises StorageError with the older checkpoints untouched and the partial one removed.
+    """
+    target = folder_of(root, snapshot.step)
+    temporary = target.with_name(target.name + ".tmp")
+    try:
+        with no_space_told(target):
+            root.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
+            checksums = _write_group(temporary, "weights", weights, on_tensor)
+            checksums |= _write_group(temporary, "optimizer", optimizer, on_tensor)
+            _write_state(temporary, snapshot, checksums)
+            if target.exists():
+                shutil.rmtree(target)
+            temporary.replace(target)
+            sync_directory(root)
+            _prune(root, keep, snapshot.step)
+    except StorageError:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    return target
+
+
+def _write_state(folder: Path, snapshot: Snapshot, checksums: Mapping[str, str]) -> None:
+    """Write state.json, which makes the folder a whole checkpoint."""
+    state: dict[str, Any] = {
+        "version": FORMAT_VERSION,
+        "step": snapshot.step,
+        "interval_loss": snapshot.interval_loss,
+        "interval_steps": snapshot.interval_steps,
+        "fingerprint": dict(snapshot.fingerprint),
+        "settings": dict(snapshot.settings),
+        "files": {name: (folder / name).stat().st_size for name in checksums},
+        "sha256": dict(checksums),
+    }
+    state[_OWN] = _own_checksum(state)
+    write_text(folder / _STATE, json.dumps(state, indent=1, sort_keys=True))
+    sync_directory(folder)
+
+
+def _write_group(
+    folder: Path, group: str, tensors: Mapping[str, torch.Tensor], on_tensor: Callable[[], None]
+) -> dict[str, str]:
+    """Write a group's shards; gives the SHA-256 of each file by its name."""
+    shards = split_shards(tensors, SHARD_BYTES)
+    checksums: dict[str, str] = {}
+    for number, shard in enumerate(shards, start=1):
+        name = f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
+        checksums[name] = write_tensors(folder / name, shard, {}, on_tensor)
+    return checksums
+
+
+def _own_checksum(state: Mapping[str, Any]) -> str:
+    """SHA-256 of what state.json says besides this."""
+    said = {key: value for key, value in state.items() if key != _OWN}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
+
+
+def _prune(root: Path, keep: int, newest_step: int) -> None:
+    """Remove all but the newest `keep` checkpoints up to `newest_step`, and what an interrupted save left.
+
+    Later ones are damaged, since the run went on from an earlier one; they are replaced when it gets there.
+    """
+    ours = [folder for folder in steps_on_disk(root) if step_of(folder) <= newest_step]
+    for folder in ours[:-keep]:
+        shutil.rmtree(folder)
+    for leftover in root.glob("step-*.tmp"):
+        if _NAME.fullmatch(leftover.stem):
+            shutil.rmtree(leftover, ignore_errors=True)
+
+
+def step_of(folder: Path) -> int:
+    """The step in a checkpoint folder's name."""
+    return int(folder.name.removeprefix("step-"))
+
+
+def steps_on_disk(root: Path) -> list[Path]:
+    """Complete checkpoints, oldest first; folders that somebody renamed are not among them."""
+    found = [path for path in root.glob("step-*") if path.is_dir() and _NAME.fullmatch(path.name)]
+    return sorted(found, key=step_of)
+
+
+def newest_valid(
+    root: Path, say: Callable[[str], None], on_chunk: Callable[[], None]
+) -> tuple[Path, Snapshot] | None:
+    """The newest checkpoint that is as it was written; damaged ones are named and passed over.
+
+    `on_chunk` runs after every few megabytes read. Raises ConfigError for one of a newer trainer, and
+    StorageError where the disk does not give the bytes: neither is damage, and passing over it would lose
+    steps.
+    """
+    for folder in reversed(steps_on_disk(root)):
+        problem = damage(folder, on_chunk)
+        if problem is None:
+            if not _read_state(folder)["sha256"]:
+                say(f"checkpoint {folder.name} is of trainer 0.1.0 and has no checksums to check it by")
+            return folder, read_snapshot(folder)
+        say(f"checkpoint {folder.name} is damaged and is passed over: {problem}")
+    return None
+
+
+def set_aside(root: Path, step: int, say: Callable[[str], None]) -> None:
+    """Rename the checkpoints after `step`: all of them are damaged, and the run gets there again."""
+    for folder in steps_on_disk(root):
+        if step_of(folder) <= step:
+            continue
+        aside = unused_name(folder.with_name(folder.name + _SET_ASIDE))
+        folder.rename(aside)
+        # a run resumed from elsewhere has no folder of its own yet, and nothing to rename
+        sync_directory(root)
+        say(f"the damaged checkpoint is kept as {aside.name}; remove it when nobody wants to look at it")
+
+
+def damage(folder: Path, on_chunk: Callable[[], None]) -> str | None:
+    """What is wrong with a checkpoint, or None; every byte is read where the checkpoint has checksums.
+
+    Raises as `newest_valid`.
+    """
+    try:
+        state = _read_state(folder)
+    except _DamagedError as error:
+        return str(error)
+    if _NAME.fullmatch(folder.name) and step_of(folder) != state["step"]:
+        return f"{_STATE} is of step {state['step']}"
+    for name, size in state["files"].items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} bytes, not {size}"
+        if not state["sha256"]:
+            problem = _unreadable(path)
+            if problem is not None:
+                return f"{name} is not readable ({problem})"
+        elif _file_checksum(path, on_chunk) != state["sha256"].get(name):
+            return f"the checksum of {name} is wrong: its bytes are not those that were written"
+    return None
+
+
+class _DamagedError(Exception):
+    """state.json is not what a trainer wrote."""
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    """What state.json says, with `settings` and `sha256` empty where it is of 0.1.0. Raises _DamagedError."""
+    path = folder / _STATE
+    try:
+        with reading_told(path):
+            state = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise _DamagedError(f"{_STATE} cannot be read ({error})") from error
+    if not isinstance(state, dict):
+        raise _DamagedError(f"{_STATE} is not one of ours")
+    # first: a damaged digit of the version is no newer trainer
+    if _OWN in state and state[_OWN] != _own_checksum(state):
+        raise _DamagedError(f"the checksum of {_STATE} is wrong")
+    version = state.get("version")
+    if isinstance(version, int) and version > FORMAT_VERSION:
+        raise ConfigError(
+            f"a newer trainer wrote this checkpoint (format {version}, this one reads {FORMAT_VERSION})",
+            where=str(folder),
+            remedy="go on with that trainer, or move the checkpoint away to go on from the one before",
+        )
+    state = {"settings": {}, "sha256": {}, **state}
+    for key, kind in _STATE_TYPES.items():
+        if not isinstance(state.get(key), kind):
+            raise _DamagedError(f"{_STATE} is not one of ours: {key} is {state.get(key)!r:.80}")
+    return state
+
+
+_STATE_TYPES: Mapping[str, Any] = {
+    "version": int,
+    "step": int,
+    "interval_loss": float | int,
+    "interval_steps": int,
+    "fingerprint": dict,
+    "settings": dict,
+    "files": dict,
+    "sha256": dict,
+}
+
+
+def _unreadable(path: Path) -> str | None:
+    """Why a file without a checksum cannot be opened, or None."""
+    try:
+        with safe_open(path, framework="pt"):
+            return None
+    except SafetensorError as error:
+        return str(error)
+
+
+def _file_checksum(path: Path, on_chunk: Callable[[], None]) -> str:
+    digest = hashlib.sha256()
+    buffer = memoryview(bytearray(_CHUNK_BYTES))
+    with reading_told(path), path.open("rb", buffering=0) as file:
+        while count := file.readinto(buffer):
+            digest.update(buffer[:count])
+            on_chunk()
+    return digest.hexdigest()
+
+
+def read_snapshot(folder: Path) -> Snapshot:
+    """The counters and the values of a valid checkpoint."""
+    state = _read_state(folder)
+    return Snapshot(
+        step=state["step"],
+        interval_loss=state["interval_loss"],
+        interval_steps=state["interval_steps"],
+        fingerprint=state["fingerprint"],
+        settings=state["settings"],
+    )
+
+
+def read_group(folder: Path, group: str, device: str) -> dict[str, torch.Tensor]:
+    """Tensors of `weights` or `optimizer` on `device`, from the files that state.json names."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name in sorted(_read_state(folder)["files"]):
+        if not name.startswith(f"{group}-"):
+            continue
+        with safe_open(folder / name, framework="pt", device=device) as file:
+            for key in file.keys():  # noqa: SIM118 (not a mapping)
+                tensors[key] = file.get_tensor(key)
+    return tensors
+
+
+_OTHERWISE = {
+    "data": "images, captions or what is done with them are not those that the run began with",
+    "sample_order": "this version puts other samples into a step: go on with the version that began the run",
+}
+"""What is told where the values say nothing to a reader."""
+
+
+def require_same_run(
+    folder: Path, saved: Mapping[str, str], current: Mapping[str, str], say: Callable[[str], None]
+) -> None:
+    """Raise ConfigError listing every difference between a checkpoint's run and this one.
+
+    What an older trainer did not record cannot be compared, and is said.
+    """
+    found, unrecorded = changes(REFUSED, saved, current)
+    if found:
+        problems = []
+        for change in found:
+            differs = f"the checkpoint has {change.old!r}, this run {change.new!r}"
+            problems.append(Problem(what=_OTHERWISE.get(change.name, differs), where=change.name))
+        remedy = "set back what is listed, or choose another output_dir to start afresh"
+        heading = Problem(what="the run in this folder was started differently", where=str(folder))
+        raise ConfigError([heading, *problems[:-1], dataclasses.replace(problems[-1], remedy=remedy)])
+    if unrecorded:
+        say(f"{folder.name} is of an older trainer and could not be compared in: {', '.join(unrecorded)}")

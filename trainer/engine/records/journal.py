@@ -1,0 +1,160 @@
+"""What a run records at log steps, in one call: metrics.jsonl, TensorBoard, Prometheus, progress."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from trainer import __version__
+from trainer.config.secrets import redacted
+from trainer.engine.context import Context, peak_memory_bytes
+from trainer.telemetry.log import step_line
+from trainer.telemetry.sinks.events import EventLog
+from trainer.telemetry.sinks.metrics import RunMetrics
+from trainer.telemetry.sinks.records import (
+    DAMAGED_SUFFIX,
+    METRICS_LOG,
+    MetricsLog,
+    StepRecord,
+    ValidationRecord,
+)
+from trainer.telemetry.sinks.tracker import Tracker
+from trainer.telemetry.status import Phase
+
+
+class Journal:
+    """Writers of one run, all cut back to the same step on resume."""
+
+    def __init__(self, context: Context, runtime_dir: Path, tracker: Tracker | None = None) -> None:
+        self.context = context
+        self.tracker = tracker
+        self.metrics_log = MetricsLog(context.run_dir / METRICS_LOG)
+        self.events = EventLog(context.run_dir / "tensorboard")
+        self.metrics = RunMetrics(runtime_dir)
+        config = context.config
+        self.metrics.build_info(
+            version=__version__, torch=torch.__version__, family=config.family, method=config.method
+        )
+        self.metrics.plan_info({row.feature: row.value for row in context.plan.decisions})
+        self.metrics.memory_budget(context.plan.budget_bytes)
+        self.metrics.write()
+        self._marked = time.monotonic()
+
+    def cut_back(self, step: int) -> None:
+        """Forget all after a checkpoint's step; at 0 everything: a fresh start measures that step again."""
+        last_kept = step if step > 0 else -1
+        damaged = self.metrics_log.truncate_after(last_kept)
+        if damaged:
+            name = f"{METRICS_LOG}{DAMAGED_SUFFIX}"
+            self.context.say(
+                f"{METRICS_LOG}: {damaged} damaged lines are left out; the file as it was is {name}"
+            )
+        self.events.truncate_after(last_kept)
+        if step > 0:
+            self.metrics.checkpoint(step)
+
+    def start_clock(self) -> None:
+        """Start timing the steps up to the next log step; previews and saves in between are not steps."""
+        self._marked = time.monotonic()
+
+    def pause(self, seconds: float) -> None:
+        """Leave `seconds` that were no training out of the step time."""
+        self._marked += seconds
+
+    def phase(self, phase: Phase) -> None:
+        """Publish the phase to the metrics."""
+        self.metrics.phase(phase)
+        self.metrics.write()
+
+    def log_validation(self, record: ValidationRecord) -> None:
+        """Record a held-out loss on a line of its own."""
+        self.metrics_log.append(record)
+        self.events.validation(record)
+        if self.tracker is not None:
+            self.tracker.scalars(record)
+        self.metrics.validation(record.validation_loss)
+        self.metrics.write()
+
+    def log_step(
+        self,
+        values: Mapping[str, float],
+        *,
+        step: int,
+        steps: int,
+        samples: int,
+        tokens: int,
+        validation: ValidationRecord | None,
+    ) -> str:
+        """Record `steps` steps that ended with `step`, and give the line for people.
+
+        `values` has loss, learning_rate and grad_norm; `validation` is what was measured at this step.
+        """
+        now = time.monotonic()
+        seconds = max(now - self._marked, 1e-9)
+        device = self.context.device
+        record = StepRecord(
+            step=step,
+            loss=values["loss"],
+            learning_rate=values["learning_rate"],
+            grad_norm=values["grad_norm"],
+            seconds_per_step=seconds / steps,
+            samples_per_second=samples / seconds,
+            tokens_per_second=tokens / seconds if tokens else None,
+            device_memory_peak_bytes=torch.cuda.max_memory_allocated(device) if device != "cpu" else 0,
+            device_memory_reserved_bytes=torch.cuda.memory_reserved(device) if device != "cpu" else 0,
+            device_memory_reserved_peak_bytes=peak_memory_bytes(device),
+            validation_loss=None if validation is None else validation.validation_loss,
+            validation_data=None if validation is None else validation.validation_data,
+        )
+        total = self.context.config.train.max_train_steps
+        self.metrics_log.append(record)
+        self.events.scalars(record)
+        if self.tracker is not None:
+            self.tracker.scalars(record)
+        self.metrics.step(record, planned_steps=total, steps=steps, samples=samples)
+        self.metrics.write()
+        # what writing took belongs to the next step: nothing that the run waits for is left out of its times
+        self._marked = now
+        return step_line(record, total=total)
+
+    def picture(self, tag: str, path: Path, step: int) -> None:
+        """Add a PNG to TensorBoard, and to the tracker."""
+        self.events.image(tag, path.read_bytes(), step=step)
+        if self.tracker is not None:
+            self.tracker.image(tag, path, step=step)
+
+    def sync(self) -> None:
+        """Put everything recorded on the disk, before a checkpoint that relies on it becomes valid."""
+        self.metrics_log.flush_and_sync()
+        self.events.flush_and_sync()
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.sync()
+        self.close(finished=kind is None)
+
+    def close(self, *, finished: bool = True) -> None:
+        """Close the files, and tell the tracker whether the run came to its end."""
+        self.metrics_log.close()
+        self.events.close()
+        if self.tracker is not None:
+            self.tracker.close(finished=finished)
+
+
+def start_tracker(context: Context) -> Tracker | None:
+    """The run at Weights & Biases, where the configuration wants one; raises ConfigError as Tracker."""
+    train = context.config.train
+    if train.report_to != "wandb":
+        return None
+    settings = {row.feature: row.value for row in context.plan.decisions}
+    shown = {"family": context.config.family, "method": context.config.method, **settings}
+    shown = {name: redacted(value) for name, value in shown.items()}
+    return Tracker(context.run_dir, train.tracker_project_name, shown)

@@ -1,0 +1,200 @@
+"""What a run folder holds already, and whether this run may go on in it."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.data.records import Record
+from trainer.engine.context import Context
+from trainer.engine.records import checkpoint
+from trainer.engine.records.fingerprint import TOLD, changes, refused, told
+from trainer.errors import ConfigError, NoSpaceError
+from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
+from trainer.telemetry.status import Phase
+
+RUN_FILE = "run.json"
+_WRITTEN = ("lora", "model", "best")
+_GIB = 1024**3
+_ELSEWHERE = "choose another output_dir, or remove this one"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """How a run starts: afresh, or from a checkpoint."""
+
+    context: Context
+    """With the decisions that the run's data depend on as they were when it began."""
+    found: tuple[Path, checkpoint.Snapshot] | None
+    fingerprint: Mapping[str, str]
+    """Values that the next start must share."""
+    settings: Mapping[str, str]
+    """Values of which the next start tells the changes."""
+    relabels: bool
+    """Whether the run's record of its settings would become one of settings that trained nothing."""
+
+
+def start(context: Context, records: Sequence[Record]) -> Start:
+    """Find the checkpoint to continue from, as `checkpoint.resume_from_checkpoint` says, before anything is
+    loaded; tell what changed since, and rename damaged checkpoints after it.
+
+    Raises ConfigError where this is another run, or the folder holds results of one.
+    """
+    found = _wanted_checkpoint(context)
+    context = _with_its_encoders(context, _began_with(context) if found is None else found[1].fingerprint)
+    fingerprint, settings = refused(context, records), told(context, records)
+    if found is None:
+        require_free_folder(context, fingerprint)
+        relabels = False
+    else:
+        require_may_go_on(context, *found, fingerprint)
+        relabels = _tell_changes(context, found[1], settings)
+        checkpoint.set_aside(context.run_dir / "checkpoints", found[1].step, context.say)
+    return Start(context=context, found=found, fingerprint=fingerprint, settings=settings, relabels=relabels)
+
+
+def _with_its_encoders(context: Context, fingerprint: Mapping[str, str]) -> Context:
+    """Captions are encoded as they were: free memory, which decides it, changes between two starts."""
+    began, now = fingerprint.get("text_encoders"), context.plan.text_encoder_weights
+    if began is None or began == now:
+        return context
+    context.say(f"captions stay encoded in {began}, as the run began; this start alone would take {now}")
+    plan = dataclasses.replace(context.plan, text_encoder_weights=began)
+    return dataclasses.replace(context, plan=plan)
+
+
+def require_may_go_on(
+    context: Context, folder: Path, snapshot: checkpoint.Snapshot, fingerprint: Mapping[str, str]
+) -> None:
+    """Raise ConfigError where a checkpoint is of another run, or beyond this one's end."""
+    checkpoint.require_same_run(folder, snapshot.fingerprint, fingerprint, context.say)
+    total = context.config.train.max_train_steps
+    if snapshot.step > total:
+        raise ConfigError(
+            f"the newest checkpoint is of step {snapshot.step}, beyond max_train_steps {total}",
+            where=str(folder),
+            remedy="raise train.max_train_steps, or choose another output_dir",
+        )
+
+
+def _tell_changes(context: Context, snapshot: checkpoint.Snapshot, settings: Mapping[str, str]) -> bool:
+    """Say every value that is not what it was; gives `Start.relabels`."""
+    finished = snapshot.step == context.config.train.max_train_steps
+    if not snapshot.settings:
+        context.say("an older trainer wrote the checkpoint: what changed in the settings since is not known")
+        return finished
+    found, _ = changes(TOLD, snapshot.settings, settings)
+    for change in found:
+        if finished:
+            context.say(f"{change.name}: the run was trained with {change.old}; {change.new} has no effect")
+        else:
+            context.say(f"{change.name}: {change.new} from here on, {change.old} before")
+    if found and finished:
+        context.say(
+            f"all {snapshot.step} steps are trained already: raise train.max_train_steps to train on, or "
+            f"choose another output_dir to train with other settings"
+        )
+    return finished and bool(found)
+
+
+def _wanted_checkpoint(context: Context) -> tuple[Path, checkpoint.Snapshot] | None:
+    wanted = context.config.checkpoint.resume_from_checkpoint
+    root = context.run_dir / "checkpoints"
+    where = "checkpoint.resume_from_checkpoint"
+
+    def on_chunk() -> None:
+        context.stop.raise_if_requested()
+        context.status.beat(Phase.LOAD)
+
+    if isinstance(wanted, Path):
+        return _named_checkpoint(wanted, root, where, on_chunk)
+    found = checkpoint.newest_valid(root, context.say, on_chunk)
+    if found is not None and wanted == "never":
+        remedy = "set it to auto to continue, or choose another output_dir"
+        raise ConfigError(f"{found[0]} exists and resuming is forbidden", where=where, remedy=remedy)
+    if found is None and checkpoint.steps_on_disk(root):
+        remedy = "remove them to start afresh, or choose another output_dir"
+        raise ConfigError("none of the checkpoints here can be used", where=str(root), remedy=remedy)
+    return found
+
+
+def _named_checkpoint(
+    folder: Path, root: Path, where: str, on_chunk: Callable[[], None]
+) -> tuple[Path, checkpoint.Snapshot]:
+    """The checkpoint of a path; raises ConfigError where it is damaged or `root` holds later ones."""
+    if not folder.is_dir():
+        held = ", ".join(str(path) for path in checkpoint.steps_on_disk(root)) or "none"
+        remedy = f"name a folder such as checkpoints/step-000500; the run's own are: {held}"
+        raise ConfigError(f"there is no folder {folder}", where=where, remedy=remedy)
+    problem = checkpoint.damage(folder, on_chunk)
+    if problem is not None:
+        remedy = "name another one, or set auto, which takes the newest intact one"
+        raise ConfigError(f"{folder} is no usable checkpoint: {problem}", where=where, remedy=remedy)
+    chosen = checkpoint.read_snapshot(folder)
+    if any(checkpoint.step_of(path) > chosen.step for path in checkpoint.steps_on_disk(root)):
+        remedy = "move them away to go on from the older one, or set auto"
+        raise ConfigError(f"{root} holds later checkpoints", where=where, remedy=remedy)
+    return folder, chosen
+
+
+def _results(run_dir: Path) -> list[Path]:
+    """What a run has left in its folder besides checkpoints."""
+    metrics = run_dir / METRICS_LOG
+    results = [
+        path for path in (run_dir / "lora", run_dir / "model") if path.is_dir() and any(path.iterdir())
+    ]
+    # what was measured before the first step is no result
+    return results + ([metrics] if any(row["step"] for row in read_metrics(metrics)) else [])
+
+
+def _began_with(context: Context) -> Mapping[str, str]:
+    """Values of the run whose results are here and that left no checkpoint; empty where there is none."""
+    record = context.run_dir / RUN_FILE
+    return _read_record(record) if record.is_file() and _results(context.run_dir) else {}
+
+
+def require_free_folder(context: Context, fingerprint: Mapping[str, str]) -> None:
+    """Without a checkpoint to continue, only the same run may start again in a folder that holds results."""
+    run_dir = context.run_dir
+    results = _results(run_dir)
+    if not results:
+        return
+    if context.config.checkpoint.resume_from_checkpoint == "never":
+        what = f"{results[0].name} of an earlier run is here and resuming is forbidden"
+        raise ConfigError(what, where=str(run_dir), remedy=_ELSEWHERE)
+    record = run_dir / RUN_FILE
+    if not record.is_file():
+        raise ConfigError(f"{results[0].name} of another run is here", where=str(run_dir), remedy=_ELSEWHERE)
+    checkpoint.require_same_run(run_dir, _read_record(record), fingerprint, context.say)
+
+
+def _read_record(path: Path) -> dict[str, str]:
+    try:
+        record = json.loads(path.read_text())
+        if not isinstance(record, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        what = f"which run's results these are cannot be read ({error})"
+        raise ConfigError(what, where=str(path), remedy=_ELSEWHERE) from error
+    return record
+
+
+def require_space(context: Context) -> None:
+    """Raise NoSpaceError now rather than at the first checkpoint."""
+    free = shutil.disk_usage(context.run_dir).free
+    folders = [context.run_dir / name for name in _WRITTEN]
+    # others below `checkpoints` were renamed and stay
+    folders += checkpoint.steps_on_disk(context.run_dir / "checkpoints")
+    held = [path for folder in folders for path in folder.rglob("*")]
+    # what an earlier start of this run wrote is part of the need
+    needed = context.plan.disk_bytes - sum(path.stat().st_size for path in held if path.is_file())
+    if free < needed:
+        raise NoSpaceError(
+            f"{free / _GIB:.3g} GiB free, checkpoints and final files need {needed / _GIB:.3g} GiB more",
+            where=str(context.run_dir),
+            remedy="free space, lower checkpoint.checkpoints_total_limit, or use --output on another disk",
+        )

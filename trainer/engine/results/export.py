@@ -1,0 +1,121 @@
+"""A saved LoRA in the other layout: diffusers' and ComfyUI's. Needs no base model."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer import families
+from trainer.engine.results.proof import save_adapter
+from trainer.errors import ConfigError
+from trainer.families.protocol import Family
+from trainer.files import atomic
+from trainer.modeling.adapter.adapter_file import AdapterFile, read_adapter
+from trainer.modeling.adapter.comfyui import write_comfyui
+from trainer.planning.shapes.geometry import TABLES, linear_weights, read_table
+
+
+def export(path: Path, form: str, target: Path | None, family_name: str | None) -> Path:
+    """Write `path` as `form`, into `target` or beside it; returns the new file.
+
+    `family_name` is for files that do not say it. Raises ConfigError for what cannot be converted, DataError
+    for a file that is no LoRA, NoSpaceError.
+    """
+    adapter = read_adapter(path)
+    if adapter.layout == form:
+        raise ConfigError(f"it is laid out for {form} already", where=str(path), remedy="use it as it is")
+    family = _family(adapter, path, family_name)
+    if family.comfyui is None:
+        what = f"ComfyUI takes no LoRAs of {family.title}"
+        raise ConfigError(what, where=str(path), remedy="PEFT loads its folder as it is")
+    if (adapter.kind == "lokr" and form == "diffusers") or adapter.kind == "dora":
+        needs = (
+            "the weights of its base" if adapter.kind == "dora" else "scales that its ComfyUI file has not"
+        )
+        remedy = "the run that trained it wrote both files: they are in its folder lora/"
+        raise ConfigError(f"a {adapter.kind} needs {needs} for that", where=str(path), remedy=remedy)
+    target = target or _beside(path, form)
+    if target.exists():
+        raise ConfigError(f"{target} exists", where="--to", remedy="name another file, or move it away")
+    with atomic.no_space_told(target):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # in a folder of its own until it is whole: a full disk leaves nothing that looks like a LoRA
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
+            _write(adapter, family, form, Path(folder) / target.name).replace(target)
+    atomic.sync_directory(target.parent)
+    return target
+
+
+def _write(adapter: AdapterFile, family: Family, form: str, path: Path) -> Path:
+    if form == "diffusers":
+        own = _own_names(adapter, family)
+        return save_adapter(family, own.state, _peft_config(own), own.metadata, path)
+    write_comfyui(
+        adapter.state,
+        path,
+        adapter.metadata,
+        config=adapter.config,
+        key_of=family.comfyui_keys,
+        weight_of=_no_weight,
+        swapped=family.comfyui_swaps,
+    )
+    return path
+
+
+def _family(adapter: AdapterFile, path: Path, name: str | None) -> Family:
+    said = adapter.metadata.get("family")
+    if name is not None and said not in (None, name):
+        raise ConfigError(f"{path} is a LoRA of {said}", where=f"--family {name}", remedy="leave it out")
+    name = name or said
+    known = ", ".join(families.names())
+    if name is None:
+        what = "the file does not say which model family it is for"
+        raise ConfigError(what, where=str(path), remedy=f"give --family NAME: {known}")
+    if name not in families.names():
+        raise ConfigError(f'unknown family "{name}"', where="--family", remedy=f"known: {known}")
+    return families.get(name)
+
+
+def _beside(path: Path, form: str) -> Path:
+    stem = path.name.removesuffix(".safetensors").removesuffix(".comfyui")
+    return path.with_name(f"{stem}.{form}.safetensors")
+
+
+def _own_names(adapter: AdapterFile, family: Family) -> AdapterFile:
+    """A ComfyUI file's adapter with the model's names of those layers that ComfyUI calls otherwise."""
+    shapes = read_table(TABLES / f"{family.name}.json")[family.trained_component]
+    # without `transformer.` or `diffusion_model.`, as the file's layers are read
+    theirs = {
+        key.partition(".")[2]: name
+        for name in linear_weights(shapes)
+        if (key := family.comfyui_keys(name)) is not None
+    }
+    renamed = {name: theirs[name] for name in adapter.layers if theirs.get(name, name) != name}
+    if not renamed:
+        return adapter
+    layers = {renamed.get(name, name): parts for name, parts in adapter.layers.items()}
+    # as `read_adapter` writes the patterns of a ComfyUI file
+    anchored = {f"^{re.escape(old)}": f"^{re.escape(new)}" for old, new in renamed.items()}
+    patterns = {
+        kind: {anchored.get(one, one): value for one, value in adapter.config[kind].items()}
+        for kind in ("rank_pattern", "alpha_pattern")
+    }
+    return dataclasses.replace(adapter, layers=layers, config={**adapter.config, **patterns})
+
+
+def _no_weight(module: str) -> torch.Tensor:
+    raise AssertionError(f"{module}: only a DoRA needs its base's weights")
+
+
+def _peft_config(adapter: AdapterFile) -> Mapping[str, Any]:
+    """peft's whole configuration, in the form that diffusers writes into a file's metadata."""
+    from peft import LoraConfig
+
+    config = LoraConfig(target_modules=sorted(adapter.layers), **adapter.config).to_dict()
+    return {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}

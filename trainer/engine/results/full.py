@@ -1,0 +1,159 @@
+"""The result of a full fine-tune: a folder in diffusers' layout; what was trained is read back and
+compared.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+
+from trainer.engine.context import Context
+from trainer.engine.records.checkpoint import SHARD_BYTES
+from trainer.engine.results.proof import file_metadata
+from trainer.errors import DataError, DivergedError
+from trainer.families import components
+from trainer.files import atomic
+from trainer.files.weight_files import weight_files
+from trainer.modeling.base.base import component_texts, is_repository, tokenizer_files
+from trainer.modeling.tensor_file import split_shards, write_tensors
+from trainer.telemetry.status import Phase
+
+_TEXTS = re.compile(r"(LICEN[CS]E|NOTICE)[\w.-]*|model_index\.json", re.IGNORECASE)
+"""What lies beside the components and holds for a model that was made from the base."""
+
+
+def export_full(context: Context, model: Any) -> Path:
+    """Write the folder `model/`, which loads as a base model does; replaces an older one.
+
+    The trained component is in `model/<component>/`: config.json, shards of at most 10 GB and their index.
+    Configs, tokenizers and the scheduler of the base are copied beside it, and the weights that were not
+    trained are links to the base's files.
+    """
+    target = context.run_dir / "model"
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with atomic.no_space_told(temporary):
+            (temporary / context.family.trained_component).mkdir(parents=True)
+            _write_others(context, temporary)
+        _write_shards(context, model, temporary / context.family.trained_component)
+        with atomic.no_space_told(target):
+            shutil.rmtree(target, ignore_errors=True)
+            temporary.replace(target)
+            atomic.sync_directory(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return target
+
+
+def _write_others(context: Context, target: Path) -> None:
+    """What belongs to the base besides the trained component."""
+    source, trained = context.source, context.family.trained_component
+    if not trained:
+        return
+    for file in sorted(source.folder.iterdir()):
+        if file.is_file() and _TEXTS.fullmatch(file.name):
+            shutil.copyfile(file, target / file.name)
+    for name in components(context.family):
+        if name == trained:
+            continue
+        (target / name).mkdir(parents=True)
+        weights = () if name in source.random_components else weight_files(source.folder / name).files
+        for file in component_texts(source.folder / name):
+            shutil.copyfile(file, target / name / file.name)
+        for file in weights:
+            _link(context, file, target / name / file.name)
+
+
+def _link(context: Context, file: Path, link: Path) -> None:
+    """A second copy of the text encoders would take as much room as they do. A link of a link would be lost
+    with the one between, but that of the hub's cache names repository, commit and file.
+    """
+    try:
+        link.symlink_to(file.absolute() if is_repository(context.config) else file.resolve())
+    except OSError as error:
+        context.say(f"{link.parent.name}/{link.name} is not in the saved model: no link ({error.strerror})")
+
+
+def _write_shards(context: Context, model: Any, temporary: Path) -> None:
+    component = context.family.trained_component
+    stem, state = _stem(model), saved_state(model)
+    shards = split_shards(state, SHARD_BYTES)
+    weight_map: dict[str, str] = {}
+
+    def beat() -> None:
+        context.status.beat(Phase.SAVE)
+
+    for number, shard in enumerate(shards, start=1):
+        suffix = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
+        name = f"{stem}{suffix}.safetensors"
+        write_tensors(temporary / name, shard, {"format": "pt", **file_metadata(context)}, beat)
+        weight_map |= dict.fromkeys(shard, name)
+    if len(shards) > 1:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        atomic.write_text(
+            temporary / f"{stem}.safetensors.index.json", json.dumps(index, indent=1, sort_keys=True)
+        )
+    atomic.write_text(temporary / "config.json", json.dumps(_config(context), indent=1, sort_keys=True))
+    if not component:
+        # the folder is the whole model: with its tokenizer it loads by itself
+        for file in tokenizer_files(context.source.folder):
+            shutil.copyfile(file, temporary / file.name)
+
+
+def _config(context: Context) -> dict[str, Any]:
+    """The base's config.json for weights that are written whole, in the type that they trained in."""
+    component = context.family.trained_component
+    values = dict(context.source.component_config(component))
+    values.pop("quantization_config", None)
+    if not component:
+        # transformers loads in the type that the config names, and would round
+        values.pop("torch_dtype", None)
+        values["dtype"] = str(context.dtype).removeprefix("torch.")
+    return values
+
+
+def saved_state(model: Any) -> dict[str, torch.Tensor]:
+    """The model's tensors, tied ones once, as its library's files hold them."""
+    state: dict[str, torch.Tensor] = model.state_dict()
+    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
+        name for name, _ in model.named_parameters()
+    }
+    return {name: tensor for name, tensor in state.items() if name not in tied}
+
+
+def _stem(model: Any) -> str:
+    """How the library of the model's class calls its weight files."""
+    from transformers import PreTrainedModel
+
+    return "model" if isinstance(model, PreTrainedModel) else "diffusion_pytorch_model"
+
+
+def prove_full(context: Context, model: Any, folder: Path) -> int:
+    """Read every tensor back, compare it bit for bit with the model in memory; returns how many there are.
+
+    Raises DivergedError for a value that is not finite, DataError for one that differs or is missing.
+    """
+    state = saved_state(model)
+    seen = 0
+    component = folder / context.family.trained_component
+    for path in sorted(component.glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 (not a mapping)
+                saved = file.get_tensor(name).to(context.device)
+                if not bool(torch.isfinite(saved).all()):
+                    raise DivergedError(f"{name} is not finite", where=str(path))
+                if name not in state or not torch.equal(saved, state[name]):
+                    raise DataError(f"{name} on disk is not what was trained", where=str(path))
+                context.status.beat(Phase.SAVE)
+                seen += 1
+    if seen != len(state):
+        raise DataError(f"{len(state) - seen} tensors are missing", where=str(folder))
+    return seen

@@ -1,0 +1,140 @@
+"""A LoRA merged into its base: a whole model that needs no adapter, written shard by shard.
+
+The host holds one shard of the base at a time (10 GB in most repositories) and the adapter.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from trainer import families
+from trainer.config.reading.load import Loaded
+from trainer.errors import ConfigError, DataError
+from trainer.families.protocol import Family
+from trainer.files import atomic
+from trainer.modeling.adapter.adapter_file import AdapterFile, merged_weight, read_adapter
+from trainer.modeling.base.base import tokenizer_files
+from trainer.modeling.base.load import shard_files
+from trainer.modeling.base.source import ModelSource
+from trainer.modeling.tensor_file import write_tensors
+
+_PLAIN = (torch.float32, torch.bfloat16, torch.float16)
+"""Types in which a weight can be changed."""
+_QUANTIZED = ("int8", "nf4", "fp8")
+_TEXTS = re.compile(r"(LICEN[CS]E|NOTICE|README)[\w.-]*|model_index\.json", re.IGNORECASE)
+"""What lies beside the components and belongs to the model."""
+
+
+def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Callable[[str], None]) -> int:
+    """Write `source` with the adapter `lora` in it into the new folder `target`; returns the layers changed.
+
+    Raises ConfigError for a quantised base and for a folder that is there, DataError for an adapter that does
+    not fit, NoSpaceError.
+    """
+    family = families.get(loaded.config.family)
+    adapter = read_adapter(lora)
+    _require(loaded, family, source, adapter, lora, target)
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with atomic.no_space_told(target):
+            temporary.mkdir(parents=True)
+            _copy_others(family, source, temporary)
+        _merge_shards(family, source, adapter, temporary, say)
+        temporary.replace(target)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    atomic.sync_directory(target.parent)
+    return len(adapter.layers)
+
+
+def _require(
+    loaded: Loaded, family: Family, source: ModelSource, adapter: AdapterFile, lora: Path, target: Path
+) -> None:
+    """Raise for everything that is wrong before a byte is written."""
+    weights, key = loaded.config.features.weights, "features.weights"
+    if weights in _QUANTIZED:
+        what = f"`{key}: {weights}` is a base that is quantised as it loads, and merging is into its files"
+        raise ConfigError(what, where=loaded.sources.get(key, key), remedy=f"leave {key} out")
+    if "quantization_config" in source.component_config(family.trained_component):
+        raise ConfigError(
+            f"{source.identity} is stored quantised: a change as small as a LoRA's is lost in its steps",
+            where="model.pretrained_model_name_or_path",
+            remedy="name the base in bf16, or use the LoRA as it is",
+        )
+    if source.random_components:
+        raise ConfigError("random weights have no files to merge into", where="model.weights")
+    if adapter.layout == "comfyui":
+        remedy = "name the file without `.comfyui` in its name"
+        raise ConfigError("it is laid out for ComfyUI", where=str(lora), remedy=remedy)
+    if target.exists():
+        raise ConfigError(f"{target} exists", where="--to", remedy="name a new folder, or move it away")
+    if target.resolve().is_relative_to(source.folder.resolve()):
+        # what is copied would hold its own copy
+        what = f"{target} is in the base model's folder"
+        raise ConfigError(what, where="--to", remedy="name another place")
+
+
+def _copy_others(family: Family, source: ModelSource, folder: Path) -> None:
+    """Everything but the weights that change: other components whole, and what belongs to all of them."""
+    trained = source.component(family.trained_component)
+    for name in families.components(family):
+        (folder / name).mkdir(exist_ok=True)
+        if name != family.trained_component:
+            files = sorted(source.component(name).iterdir())
+        else:
+            files = [trained / "config.json", *sorted(trained.glob("*.safetensors.index.json"))]
+            # a language model's folder holds its tokenizer as well
+            files += [] if name else tokenizer_files(trained)
+        for file in files:
+            _copy(file, folder / name)
+    for file in sorted(source.folder.iterdir()):
+        if file.is_file() and _TEXTS.fullmatch(file.name):
+            _copy(file, folder)
+
+
+def _copy(file: Path, folder: Path) -> None:
+    if file.is_dir():
+        shutil.copytree(file, folder / file.name)
+    else:
+        shutil.copyfile(file, folder / file.name)  # a link of the hub's cache becomes a file
+
+
+def _merge_shards(
+    family: Family, source: ModelSource, adapter: AdapterFile, folder: Path, say: Callable[[str], None]
+) -> None:
+    """Every shard of the trained component, with the same name and the same tensors in it."""
+    left = set(adapter.layers)
+    files = shard_files(source.component(family.trained_component))
+    for number, file in enumerate(files, start=1):
+        with safe_open(file, framework="pt") as shard:
+            metadata = {"format": "pt", **(shard.metadata() or {})}
+            tensors = dict(_merged(shard, adapter, left))
+        write_tensors(folder / family.trained_component / file.name, tensors, metadata, None)
+        say(f"{file.name}: {number} of {len(files)}")
+    if left:
+        raise DataError(
+            f"{len(left)} layers of the adapter are not in the base, first {min(left)}",
+            where=source.identity,
+            remedy="the adapter is of another base model",
+        )
+
+
+def _merged(shard: safe_open, adapter: AdapterFile, left: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
+    """The shard's tensors; those that the adapter changes are taken out of `left`."""
+    for name in shard.keys():  # noqa: SIM118 (not a mapping)
+        tensor = shard.get_tensor(name)
+        module = name.removesuffix(".weight")
+        if module != name and module in left:
+            if tensor.dtype not in _PLAIN:
+                remedy = "name the base in bf16, or use the LoRA as it is"
+                raise ConfigError(f"{name} is stored quantised ({tensor.dtype})", remedy=remedy)
+            left.discard(module)
+            tensor = merged_weight(tensor, adapter.layers[module], adapter.config, module).to(tensor.dtype)
+        yield name, tensor

@@ -1,0 +1,167 @@
+"""The micro-batches of each optimizer step in the run's order, made some ahead of the device."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections import deque
+from collections.abc import Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.data.cache import Cache
+from trainer.data.sampler import MicroBatch, Sampler
+from trainer.engine.building.fast import NOTHING_VARIES, Varies
+from trainer.engine.caching.entries import Entries, load_batch, padded_header
+from trainer.engine.context import Context
+from trainer.engine.training.graphs import OF_ONE_PICTURE
+from trainer.errors import OutOfMemoryError
+from trainer.families.protocol import Batch, Draw, Header
+
+# reading, random numbers and copies leave the interpreter to others: two threads make nearly twice as much
+_THREADS = 2
+_AHEAD = 4
+_GIB = 1024**3
+# samples whose steps are looked at for what is said of all of them
+_COUNTED = 4000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fed:
+    """One micro-batch with its randomness; the batch still on its way to the device."""
+
+    micro_batch: MicroBatch
+    batch: Batch
+    draw: Draw | None
+
+
+def make_sampler(context: Context, entries: Entries) -> Sampler:
+    """The run's steps, parted by the family's batch key with and without the caption."""
+    family, config, cache = context.family, context.config, entries.cache
+    count = len(entries.records)
+    latents = [cache.header("latents", one.key) for one in entries.latents] or [{}] * count
+    headers = {one.key: cache.header("text", one.key) for one in {*entries.texts, *entries.empties}}
+    if context.plan.text_padding:
+        for key, header in headers.items():
+            headers[key] = padded_header(header, family)
+    texts = [headers[one.key] for one in entries.texts]
+    empties = [headers[one.key] for one in entries.empties] or texts
+    sizes, row_size, plan = [1] * count, 1, context.plan
+    if family.packed_by is not None:
+        sizes = [header[family.packed_by][0] for header in texts]
+        row_size = config.data.max_sequence_length
+    return Sampler(
+        keys=[family.batch_key(*pair) for pair in zip(latents, texts, strict=True)],
+        dropped_keys=[family.batch_key(*pair) for pair in zip(latents, empties, strict=True)],
+        repeats=[record.repeats for record in entries.records],
+        contents=[record.content_sha256 for record in entries.records],
+        sizes=sizes,
+        row_size=row_size,
+        rows=plan.micro_batch_size * plan.accumulation_steps,
+        rows_at_once=plan.micro_batch_size,
+        caption_dropout_rate=config.data.caption_dropout_rate,
+        seed=config.train.seed,
+    )
+
+
+def parted(sampler: Sampler, steps: int) -> str:
+    """How many micro-batches steps make, and of how many samples these are, in words; of the first steps."""
+    counted = min(steps, max(1, _COUNTED // sampler.rows))
+    made = [len(one.samples) for step in range(counted) for one in sampler.step(step)]
+    per_step = f"{len(made) / counted:.1f} micro-batches a step, of {min(made)} to {max(made)} samples"
+    return f"samples of a step that are of one shape are computed together: {per_step}"
+
+
+def varies(context: Context, entries: Entries) -> Varies:
+    """What differs in size among the run's micro-batches, captions as they are padded; nothing where no block
+    is compiled, to which it does not matter.
+    """
+    if not context.plan.compile:
+        return NOTHING_VARIES
+    cache = entries.cache
+    latents = (_sizes(cache.header("latents", one.key)) for one in entries.latents)
+    texts = (cache.header("text", one.key) for one in {*entries.texts, *entries.empties})
+    if context.plan.text_padding:
+        texts = (padded_header(header, context.family) for header in texts)
+    # what is left of a bucket makes smaller batches
+    batches = context.plan.micro_batch_size > 1 and context.family.packed_by is None
+    captions = context.family.packed_by is not None or _differ(texts)
+    return Varies(pictures=_differ(latents), captions=captions, batches=batches)
+
+
+def _differ(headers: Iterator[Header]) -> bool:
+    """Whether there are two; reads no more than it needs for that."""
+    first = next(headers, None)
+    return any(header != first for header in headers)
+
+
+def _sizes(header: Header) -> dict[str, tuple[int, ...]]:
+    """Of pictures, without what is as large as one of them and not every sample has."""
+    return {name: shape for name, shape in header.items() if name not in OF_ONE_PICTURE}
+
+
+def keep_bytes(context: Context, entries: Entries) -> int:
+    """Room for entries that stay in memory, as the plan has it.
+
+    Raises OutOfMemoryError where all of them are asked for and do not fit.
+    """
+    room = context.plan.keep_bytes
+    if context.config.data.cache_in_memory is not True:
+        return room
+    needed = entries.cache.held_bytes({(one.kind, one.key) for one in entries.all()})
+    if needed > room:
+        raise OutOfMemoryError(
+            f"all entries of the cache take {needed / _GIB:.2f} GiB in memory, "
+            f"the plan leaves {room / _GIB:.2f} GiB for them",
+            where="data.cache_in_memory",
+            remedy="write auto: what does not fit is read from the disk",
+        )
+    return needed
+
+
+def feed(
+    context: Context, entries: Entries, settings: Any, start: int, stop: int
+) -> Generator[tuple[Fed, ...], None, None]:
+    """The micro-batches of steps `start` to `stop` (not included), a tuple a step.
+
+    Reading and drawing run on threads beside the device. An entry that is read stays in memory while there
+    is room. What reading raises is raised in its step's turn.
+    """
+    sampler = make_sampler(context, entries)
+    if context.plan.micro_batch_size > 1 and context.family.packed_by is None:
+        context.say(parted(sampler, stop))
+    cache = Cache(entries.cache.directory, context.family.name, keep_bytes=keep_bytes(context, entries))
+    kept, pin_memory = dataclasses.replace(entries, cache=cache), context.plan.pin_memory
+
+    def prepare(micro_batch: MicroBatch) -> Fed:
+        samples = [(sample.record, sample.dropped) for sample in micro_batch.samples]
+        text_padding = context.plan.text_padding
+        batch = load_batch(context, kept, samples, pin_memory=pin_memory, text_padding=text_padding)
+        header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
+        draw = context.family.draw(settings, [sample.position for sample in micro_batch.samples], header)
+        if draw is not None and pin_memory:
+            draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
+        return Fed(micro_batch=micro_batch, batch=batch, draw=draw)
+
+    pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="feed")
+    ahead: deque[Future[Fed]] = deque()
+    sizes: deque[int] = deque()
+
+    def submitted() -> Iterator[Future[Fed]]:
+        # the sampler is asked here, in order: it replays from the start for a step that it has passed
+        for step in map(sampler.step, range(start, stop)):
+            sizes.append(len(step))
+            yield from (pool.submit(prepare, micro_batch) for micro_batch in step)
+
+    try:
+        waiting = submitted()
+        ahead.extend(itertools.islice(waiting, _AHEAD))
+        while sizes:
+            step = []
+            for _ in range(sizes.popleft()):
+                ahead.extend(itertools.islice(waiting, 1))
+                step.append(ahead.popleft().result())
+            yield tuple(step)
+    finally:
+        pool.shutdown(cancel_futures=True)

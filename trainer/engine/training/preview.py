@@ -1,0 +1,178 @@
+"""Previews of the model as it is, kept by step, and base model and result in one picture."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+from PIL import Image
+
+from trainer.config.secrets import redacted
+from trainer.data.pictures.buckets import buckets, nearest_bucket
+from trainer.data.pictures.images import read_image
+from trainer.engine.caching.entries import Entries, Prompt
+from trainer.engine.context import Context, free_memory
+from trainer.engine.results.pictures import before_after, read_png, row, shown, step_of, write_png
+from trainer.families.protocol import PreviewPrompt, PreviewRequest
+from trainer.files import atomic
+from trainer.telemetry.status import Phase
+
+BEFORE_AFTER = "before_after.png"
+_RESULT = {"lora": "with the LoRA", "full": "fine-tuned"}
+
+
+def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> Path | None:
+    """Sample every validation prompt; None where there are no prompts, else the row of all of them.
+
+    `samples/step-NNNNNN/00.png, ...` are the images as they are, `samples/step-NNNNNN.png` is the row. It is
+    written last, so that a row means that its images are complete.
+    """
+    validation = context.config.validation
+    if not validation.prompts:
+        return None
+    drawn = sample(context, model, entries)
+    path = preview_path(context, step)
+    drop_previews(path)
+    images = [shown(one) for one in drawn]
+    for number, (one, image) in enumerate(zip(drawn, images, strict=True)):
+        target = _image_path(path, number)
+        write_png(image, target, _drawn_as(context, number, entries.prompts[number]))
+        if isinstance(one, str):
+            atomic.write_text(target.with_suffix(".txt"), one + "\n")
+    write_png(row(images, [*map(redacted, validation.prompts)], f"step {step}"), path)
+    return path
+
+
+def preview_path(context: Context, step: int) -> Path:
+    """The row of a step; its images are in the folder of the same stem."""
+    return context.run_dir / "samples" / f"step-{step:06d}.png"
+
+
+def drop_previews(path: Path) -> None:
+    """Remove a row and its images, the row first."""
+    path.unlink(missing_ok=True)
+    if path.with_suffix("").is_dir():
+        shutil.rmtree(path.with_suffix(""))
+
+
+def drop_previews_after(context: Context, step: int) -> None:
+    """Remove the previews of steps that this run is going to draw again."""
+    for path in list((context.run_dir / "samples").glob("step-*")):
+        drawn_at = step_of(path)
+        if drawn_at is not None and drawn_at > step:
+            drop_previews(path.with_suffix(".png"))
+
+
+def _image_path(row_path: Path, number: int) -> Path:
+    return row_path.with_suffix("") / f"{number:02d}.png"
+
+
+def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
+    """What an image shows and how it was drawn, kept inside it."""
+    request = _request(context)
+    side = context.config.validation.resolution or context.config.data.resolution
+    values = {**vars(request), "seed": request.seed + number}
+    if "latents" in context.family.encoder_components:
+        del values["max_new_tokens"]
+        values |= {"width": side, "height": side}
+    if prompt.controls:
+        values["controls"] = " ".join(control.content_sha256 for control in prompt.controls)
+    settings = {name: str(value) for name, value in values.items()}
+    return {"prompt": redacted(prompt.entry.caption), **settings}
+
+
+def write_before_after(context: Context, entries: Entries, step: int) -> Path | None:
+    """Put the previews of the base model over those of `step`; None where there are no prompts.
+
+    Says why where it cannot: previews of step 0 that are missing, or that were drawn otherwise.
+    """
+    validation = context.config.validation
+    if not validation.prompts:
+        return None
+    target = context.run_dir / BEFORE_AFTER
+    rows: list[list[Image.Image]] = [[], []]
+    for number in range(len(validation.prompts)):
+        for images, of_step in zip(rows, (0, step), strict=True):
+            path = _image_path(preview_path(context, of_step), number)
+            image = _read_image(path, _drawn_as(context, number, entries.prompts[number]))
+            if isinstance(image, str):
+                target.unlink(missing_ok=True)
+                context.say(f"no {BEFORE_AFTER}: {path.relative_to(context.run_dir)} {image}")
+                return None
+            images.append(image)
+    titles = ("base model", f"{_RESULT[context.config.method]}, step {step}")
+    write_png(before_after(rows, [*map(redacted, validation.prompts)], titles), target)
+    return target
+
+
+def _read_image(path: Path, wanted: dict[str, str]) -> Image.Image | str:
+    """A kept image, or why it is none of those that are `wanted`."""
+    try:
+        image, text = read_png(path)
+    except FileNotFoundError:
+        return "is missing"
+    except OSError as error:
+        return f"cannot be read ({error})"
+    return image if text == wanted else "shows another prompt, or was drawn with other settings"
+
+
+def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] | list[str]:
+    """Draw one image, or write one answer, a validation prompt; the model's training mode is put back.
+
+    The VAE is loaded for the time of the previews only. A stop request raises between two denoising steps.
+    """
+    import torch
+
+    context.status.beat(Phase.PREVIEW)
+
+    def on_step() -> None:
+        context.stop.raise_if_requested()
+        context.status.beat(Phase.PREVIEW, item_done=True)
+
+    encoders = context.family.load_encoders(
+        "latents" if "latents" in context.family.encoder_components else "text",
+        context.source,
+        device=context.device,
+        dtype=context.dtype,
+        vae_tiling=context.plan.vae_tiling,
+    )
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            prompts = [_prompt(context, entries, one) for one in entries.prompts]
+            request = _request(context)
+            return context.family.preview(model, context.source, encoders, prompts, request, on_step)
+    finally:
+        model.train(was_training)
+        del encoders
+        free_memory(context.device)
+
+
+def _prompt(context: Context, entries: Entries, prompt: Prompt) -> PreviewPrompt:
+    """A prompt's entries and its size: that of its first control image's aspect, else a square."""
+    side = context.config.validation.resolution or context.config.data.resolution
+    width = height = side
+    if prompt.controls:
+        first = prompt.controls[0]
+        sizes = buckets(side, context.family.pixel_multiple)
+        width, height = nearest_bucket(first.width, first.height, sizes)
+    cache, empty = entries.cache, prompt.empty
+    return PreviewPrompt(
+        text=cache.read("text", prompt.entry.key),
+        empty=None if empty is None else cache.read("text", empty.key),
+        controls=tuple(read_image(one.path, content_sha256=one.content_sha256) for one in prompt.controls),
+        width=width,
+        height=height,
+    )
+
+
+def _request(context: Context) -> PreviewRequest:
+    validation = context.config.validation
+    return PreviewRequest(
+        num_inference_steps=validation.num_inference_steps,
+        guidance_scale=validation.guidance_scale,
+        max_new_tokens=validation.max_new_tokens,
+        seed=validation.seed,
+    )

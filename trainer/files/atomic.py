@@ -1,0 +1,127 @@
+"""Files that are either the old or the new one, never half of one, and full disks told as such."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from trainer.errors import NoSpaceError, StorageError
+
+_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_FAILING = "look at the kernel's log and the disk or its server, then start again to resume"
+_REFUSED = "let this user write there, or choose another folder, then start again to resume"
+_REMEDIES: dict[int, str] = {
+    errno.EIO: _FAILING,
+    errno.EREMOTEIO: _FAILING,
+    errno.ENXIO: _FAILING,
+    errno.ENODEV: _FAILING,
+    errno.ETIMEDOUT: _FAILING,
+    errno.ENOTCONN: _FAILING,
+    errno.ESTALE: "mount the folder again: its server forgot it; then start again to resume",
+    errno.EROFS: "the disk takes no more writes, which file systems do after an error: " + _FAILING,
+    errno.EFBIG: "raise the limit of a file's size (`ulimit -f`), or choose a file system with larger files",
+    errno.EACCES: _REFUSED,
+    errno.EPERM: _REFUSED,
+}
+"""What a disk that is not full answers, besides what a wrong path does -> what to do."""
+_GIB = 1024**3
+
+
+@contextlib.contextmanager
+def no_space_told(path: Path) -> Iterator[None]:
+    """Turn what a disk answers inside the block into StorageError that names `path`: NoSpaceError where it is
+    full or a quota is spent. Other errors keep their type.
+    """
+    try:
+        yield
+    except OSError as error:
+        code = error.errno or 0
+        if code in _FULL:
+            raise NoSpaceError(
+                f"{os.strerror(code)} while writing it{_free_text(path)}",
+                where=str(path),
+                remedy="free space on that disk, or choose another one; files written earlier are untouched",
+            ) from error
+        if code not in _REMEDIES:
+            raise
+        what = f"{os.strerror(code)} while writing it; files written earlier are untouched"
+        raise StorageError(what, where=str(path), remedy=_REMEDIES[code]) from error
+
+
+@contextlib.contextmanager
+def reading_told(path: Path) -> Iterator[None]:
+    """Turn what a failing disk answers inside the block into StorageError that names `path`."""
+    try:
+        yield
+    except OSError as error:
+        code = error.errno or 0
+        if code not in _REMEDIES:
+            raise
+        remedy = "let this user read it" if _REMEDIES[code] is _REFUSED else _REMEDIES[code]
+        raise StorageError(f"{os.strerror(code)} while reading it", where=str(path), remedy=remedy) from error
+
+
+@contextlib.contextmanager
+def writing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
+    """Give a binary file that becomes `path` when the block ends, and vanishes when it raises.
+
+    With `sync` the bytes and the name are on the disk before this returns; without it only other processes
+    are sure to see a whole file, which is enough for status files. Raises StorageError.
+    """
+    # Process and thread in the name: two writers of one path must not share a temporary file.
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{threading.get_native_id()}.tmp")
+    with no_space_told(path):
+        try:
+            with temporary.open("wb") as file:
+                yield file
+                if sync:
+                    file.flush()
+                    os.fsync(file.fileno())
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)  # nothing to remove once it was renamed
+        if sync:
+            sync_directory(path.parent)
+
+
+def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
+    """Write `data` to `path` so that no reader and no crash ever sees a part of it."""
+    with writing(path, sync=sync) as file:
+        file.write(data)
+
+
+def write_text(path: Path, text: str, *, sync: bool = True) -> None:
+    """Write `text` to `path` as UTF-8, as `write_bytes` does."""
+    write_bytes(path, text.encode(), sync=sync)
+
+
+def unused_name(path: Path) -> Path:
+    """`path`, or with the first number that is free after it: nothing that is kept aside replaces another."""
+    found, number = path, 2
+    while found.exists() or found.is_symlink():
+        found = path.with_name(f"{path.name}-{number}")
+        number += 1
+    return found
+
+
+def sync_directory(path: Path) -> None:
+    """Make names created, renamed or removed in the folder `path` survive a power cut."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free_text(path: Path) -> str:
+    """The free space of the nearest existing folder above `path`, as ` (0.1 GiB free)`."""
+    for folder in path.parents:
+        if folder.is_dir():
+            return f" ({shutil.disk_usage(folder).free / _GIB:.1f} GiB free)"
+    return ""

@@ -1,0 +1,62 @@
+"""Small JSON files in the cache folder; what they hold can be had again, a broken one is empty."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+
+def read_entries(path: Path) -> dict[str, Any]:
+    """The file's object by key; empty where the file is missing or is not a JSON object."""
+    try:
+        content = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
+
+
+def update_entries(path: Path, change: Callable[[dict[str, Any]], None]) -> bool:
+    """Read, change and replace the file under a lock, so that two processes lose nothing of each other's.
+
+    False where the folder cannot be written. The lock is a file of its own, which stays.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with _locked(path.with_name(f".{path.name}.lock")):
+            entries = read_entries(path)
+            change(entries)
+            return write_entries(path, entries)
+    except OSError:
+        return False
+
+
+@contextlib.contextmanager
+def _locked(path: Path) -> Iterator[None]:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        # some network file systems have no locks: the last writer wins there, and the other measures again
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def write_entries(path: Path, entries: dict[str, Any]) -> bool:
+    """Replace the file in one step; False where the folder cannot be written: a cache is no need."""
+    # the process id keeps two runs that write at once from sharing one temporary file
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
+        temporary.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        return False
+    return True

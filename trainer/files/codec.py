@@ -1,0 +1,40 @@
+"""This floor's frozen values as JSON text and back; unknown keys and wrong types are refused."""
+
+from __future__ import annotations
+
+import json
+from typing import Any, TypeVar
+
+from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
+
+from trainer.errors import HardwareError, Problem
+
+Value = TypeVar("Value")
+
+
+def to_json(value: object) -> str:
+    """Indented JSON with sorted keys of a dataclass made of plain values, ending in a newline."""
+    text = json.dumps(_adapter(type(value)).dump_python(value, mode="json"), indent=2, sort_keys=True)
+    return text + "\n"
+
+
+def from_json(kind: type[Value], text: str, where: str) -> Value:
+    """The dataclass `kind` from JSON text; raises HardwareError with every problem found, at `where`."""
+    try:
+        value: Value = _adapter(kind).validate_json(text, strict=True)
+    except ValidationError as error:
+        raise HardwareError(
+            [
+                Problem(
+                    what=f"{'.'.join(str(part) for part in problem['loc']) or 'file'}: {problem['msg']}",
+                    where=where,
+                )
+                for problem in error.errors(include_url=False)
+            ]
+        ) from error
+    return value
+
+
+def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
+    # marks the class itself, so that nested dataclasses refuse unknown keys too
+    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind))

@@ -1,0 +1,139 @@
+"""Shapes of the tensors in a component's weight files, by their headers, and of weights stored in nf4."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer.errors import AccessError, ConfigError
+from trainer.files.weight_files import read_header, weight_files
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+Stamp = tuple[tuple[Path, int, int], ...]
+
+# bitsandbytes' names: `<layer>.weight` is packed, these lie beside it, the last as JSON with the true shape
+_NF4_STATE = ".quant_state.bitsandbytes__nf4"
+
+_NF4_BESIDE = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", _NF4_STATE)
+
+# what a component's config.json must say to be read; older files leave the last out
+_NF4_CONFIG: dict[str, Any] = {
+    "quant_method": "bitsandbytes",
+    "load_in_4bit": True,
+    "bnb_4bit_quant_type": "nf4",
+    "bnb_4bit_quant_storage": "uint8",
+}
+
+
+def header_shapes(folder: Path) -> Shapes:
+    """Name and shape of every tensor in the folder's .safetensors files.
+
+    Weights that are packed in nf4 have their true shape, which some bytes of each file's data state; no other
+    data is read.
+    """
+    return shapes_in(stamp_of(weight_files(folder).files))
+
+
+def shapes_in(stamp: Stamp) -> Shapes:
+    files = {file: read_header(file) for file, _, _ in stamp}
+    shapes = {name: tuple(entry["shape"]) for header in files.values() for name, entry in header.items()}
+    for file, header in files.items():
+        for name, entry in header.items():
+            if name.endswith(_NF4_STATE):
+                weight = name.removesuffix(_NF4_STATE)
+                for ending in _NF4_BESIDE:
+                    shapes.pop(weight + ending, None)
+                shapes[weight] = _packed_shape(file, entry)
+    return shapes
+
+
+def stored_as(folder: Path) -> str:
+    """`nf4` where the component's config.json says that its files hold 4-bit weights, else empty.
+
+    Raises ConfigError for any other quantisation: such weights cannot be trained on.
+    """
+    path = folder / "config.json"
+    try:
+        found = json.loads(path.read_text()).get("quantization_config")
+    except (OSError, ValueError) as error:
+        raise AccessError(f"the component's config cannot be read ({error})", where=str(path)) from error
+    if not found:
+        return ""
+    said = {"bnb_4bit_quant_storage": "uint8", **found}
+    differing = [key for key, value in _NF4_CONFIG.items() if said.get(key) != value]
+    if differing:
+        kind = ", ".join(f"{key} {said.get(key, 'missing')}" for key in differing)
+        raise ConfigError(
+            f"the weights are stored quantised in a way that cannot be trained on ({kind})",
+            where=str(path),
+            remedy="use the model's full-precision files, or nf4 ones of bitsandbytes",
+        )
+    return "nf4"
+
+
+def packed_tensors(folder: Path) -> dict[str, tuple[str, ...]]:
+    """Names of the tensors that each linear's nf4 weight is stored in, by the linear's name.
+
+    Raises AccessError where there are none, or a packed weight without its scales.
+    """
+    names = {name for header in _headers(folder).values() for name in header}
+    weights = sorted(name.removesuffix(_NF4_STATE) for name in names if name.endswith(_NF4_STATE))
+    needed = [weight + ending for weight in weights for ending in ("", ".absmax", ".quant_map")]
+    missing = [name for name in needed or [f"*{_NF4_STATE}"] if name not in names]
+    if missing:
+        raise AccessError(
+            f"weights are said to be stored in nf4, but there is no tensor {missing[0]}",
+            where=str(folder),
+            remedy="the download may be incomplete: run `trainer fetch` again",
+        )
+    return {
+        weight.removesuffix(".weight"): (
+            weight,
+            *(weight + ending for ending in _NF4_BESIDE if weight + ending in names),
+        )
+        for weight in weights
+    }
+
+
+def packed_size(folder: Path) -> tuple[int, int]:
+    """(parameters, bytes with scales and tables) of the weights that the folder's files hold in nf4."""
+    shapes = header_shapes(folder)
+    sizes = {
+        name: entry["data_offsets"][1] - entry["data_offsets"][0]
+        for header in _headers(folder).values()
+        for name, entry in header.items()
+    }
+    stored = packed_tensors(folder)
+    parameters = sum(math.prod(shapes[f"{linear}.weight"]) for linear in stored)
+    return parameters, sum(sizes[name] for names in stored.values() for name in names)
+
+
+def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
+    return {file: read_header(file) for file in weight_files(folder).files}
+
+
+def stamp_of(files: Iterable[Path]) -> Stamp:
+    """Each file with its time of change and size: another version of it has another stamp."""
+    stats = [(file, file.stat()) for file in files]
+    return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
+
+
+def _packed_shape(file: Path, entry: Mapping[str, Any]) -> tuple[int, ...]:
+    """The true shape of a packed weight, from the JSON that bitsandbytes stores as a tensor."""
+    begin, end = entry["data_offsets"]
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            stream.seek(8 + length + begin)
+            return tuple(json.loads(stream.read(end - begin))["shape"])
+    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+        raise AccessError(
+            f"the shape of a packed weight cannot be read ({error})",
+            where=str(file),
+            remedy="delete it and run `trainer fetch`",
+        ) from error

@@ -1,0 +1,143 @@
+"""The weight files of one component: which its folder holds, and which it should."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from trainer.errors import AccessError
+
+State = Literal["absent", "partial", "complete"]
+# a header of a real model has some 100 kB; safetensors itself refuses more than this
+_MAX_HEADER_BYTES = 100_000_000
+_ENDING = ".safetensors"
+_INDEX_ENDING = f"{_ENDING}.index.json"
+# diffusers' name and transformers': what their loaders read, whatever lies beside it
+_LIBRARY_STEMS = ("diffusion_pytorch_model", "model")
+# the same weights once more, in the layout of a model's own code
+_OTHER_LAYOUT = re.compile(r"consolidated.*")
+_SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFiles:
+    """What a loader reads of a component's folder."""
+
+    files: tuple[Path, ...]
+    """Those that are there, sorted by name."""
+    missing: tuple[str, ...]
+    """Names of those that are not."""
+    total_bytes: int | None = None
+    """Bytes of all tensors, where an index says it."""
+
+    @property
+    def state(self) -> State:
+        """`partial` is an interrupted download, or a copy that lacks files."""
+        if not self.files:
+            return "absent"
+        return "partial" if self.missing else "complete"
+
+    @property
+    def lacking(self) -> str:
+        """What is missing, in words; empty where nothing is."""
+        if not self.missing:
+            return "" if self.files else "no .safetensors file"
+        count = len(self.files) + len(self.missing)
+        return f"{len(self.missing)} of {count} weight files are missing, first {self.missing[0]}"
+
+
+def weight_files(folder: Path) -> WeightFiles:
+    """The safetensors files that hold the component: by its index, else by their names.
+
+    A file that no index names beside one, and the same weights in another layout, are left out; a link whose
+    target is gone is a missing file. Raises AccessError for an index that cannot be read.
+    """
+    indexes = [path for path in _by_library(folder, _INDEX_ENDING) if path.exists()]
+    if indexes:
+        return _indexed(indexes[0])
+    single = [path for path in _by_library(folder, _ENDING) if _stem(path, _ENDING) in _LIBRARY_STEMS]
+    if single:
+        return _found(folder, [single[0].name])
+    names = {path.name for path in folder.glob(f"*{_ENDING}")}
+    names = {name for name in names if not _OTHER_LAYOUT.fullmatch(name)} or names
+    return _found(folder, names | set(_siblings(names)))
+
+
+def _by_library(folder: Path, ending: str) -> list[Path]:
+    """Files with this ending, those that the libraries look for first."""
+
+    def rank(path: Path) -> tuple[bool, str]:
+        return _stem(path, ending) not in _LIBRARY_STEMS, path.name
+
+    return sorted(folder.glob(f"*{ending}"), key=rank)
+
+
+def _stem(path: Path, ending: str) -> str:
+    return path.name.removesuffix(ending)
+
+
+def _indexed(index: Path) -> WeightFiles:
+    try:
+        content = json.loads(index.read_text())
+        names = set(content["weight_map"].values())
+        if not names or not all(name == Path(name).name and name.endswith(_ENDING) for name in names):
+            raise ValueError("its weight_map does not name files beside it")
+        total = content.get("metadata", {}).get("total_size")
+        total = int(total) if total is not None else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise AccessError(
+            f"the index of the weight files cannot be read ({type(error).__name__}: {error})",
+            where=str(index),
+            remedy="delete it and run `trainer fetch`, or copy it again",
+        ) from error
+    return _found(index.parent, names, total_bytes=total)
+
+
+def _siblings(names: Iterable[str]) -> Iterable[str]:
+    """All shards of the sets that these names belong to: `model-00001-of-00003` tells of two others."""
+    for name in names:
+        found = _SHARD.fullmatch(name)
+        if found is not None:
+            width = len(found["number"])
+            for number in range(1, int(found["count"]) + 1):
+                yield f"{found['stem']}-{number:0{width}}-of-{found['count']}{_ENDING}"
+
+
+def _found(folder: Path, names: Iterable[str], *, total_bytes: int | None = None) -> WeightFiles:
+    here = {name: (folder / name).exists() for name in sorted(names)}
+    return WeightFiles(
+        files=tuple(folder / name for name, there in here.items() if there),
+        missing=tuple(name for name, there in here.items() if not there),
+        total_bytes=total_bytes,
+    )
+
+
+def read_header(file: Path) -> dict[str, Any]:
+    """A safetensors file's tensors by name: `dtype`, `shape`, `data_offsets` in bytes behind the header.
+
+    The file begins with the header's length (8 bytes, little endian) and the header as JSON. Raises
+    AccessError for a file that is none, and for one that ends before its last tensor does.
+    """
+    try:
+        with file.open("rb") as stream:
+            (length,) = struct.unpack("<Q", stream.read(8))
+            if length > _MAX_HEADER_BYTES:
+                raise ValueError(f"header of {length} bytes")
+            header: dict[str, Any] = json.loads(stream.read(length))
+            size = stream.seek(0, 2)
+        header.pop("__metadata__", None)
+        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
+        if size < end:
+            raise ValueError(f"it ends after {size:,} of {end:,} bytes")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+        raise AccessError(
+            f"not a readable safetensors file ({error})",
+            where=str(file),
+            remedy="delete it and run `trainer fetch`, or copy it again",
+        ) from error
+    return header

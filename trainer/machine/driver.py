@@ -1,0 +1,112 @@
+"""GPUs as NVIDIA's driver library reports them, by ctypes; no context is made, no memory taken."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+
+from trainer.machine.facts import Gpu, Version, version_from
+
+LIBCUDA = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
+LIBNVML = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
+
+# CUdevice_attribute of cuda.h
+_INTEGRATED = 18
+_CAPABILITY_MAJOR = 75
+_CAPABILITY_MINOR = 76
+_NAME_BYTES = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class DriverReport:
+    """What libcuda said: `cuda` is the newest that the driver runs, `problem` says why `gpus` is empty."""
+
+    cuda: Version | None
+    gpus: tuple[Gpu, ...]
+    problem: str = ""
+
+
+class CudaCallError(Exception):
+    """A call of the driver library failed; the text is the call and the library's own name of the error."""
+
+
+def query_gpus(libraries: tuple[str, ...] = LIBCUDA) -> DriverReport:
+    """Visible GPUs in libcuda's order, which obeys CUDA_VISIBLE_DEVICES as torch does. Never raises.
+
+    An integrated GPU's memory is what the driver says, in bytes; the caller knows the host's.
+    """
+    library = _open(libraries)
+    if library is None:
+        return DriverReport(cuda=None, gpus=(), problem="")
+    version: Version | None = None
+    try:
+        version = _driver_cuda(library)
+        _call(library, "cuInit", ctypes.c_uint(0))
+        count = ctypes.c_int()
+        _call(library, "cuDeviceGetCount", ctypes.byref(count))
+        gpus = tuple(_gpu(library, index) for index in range(count.value))
+    except CudaCallError as error:
+        return DriverReport(cuda=version, gpus=(), problem=str(error))
+    return DriverReport(cuda=version, gpus=gpus)
+
+
+def nvml_driver_version(libraries: tuple[str, ...] = LIBNVML) -> Version | None:
+    """The driver's version from NVML, for hosts without /proc/driver/nvidia (WSL); None without an answer."""
+    library = _open(libraries)
+    if library is None or library.nvmlInit_v2() != 0:
+        return None
+    buffer = ctypes.create_string_buffer(_NAME_BYTES)
+    failed = library.nvmlSystemGetDriverVersion(buffer, ctypes.c_uint(_NAME_BYTES))
+    library.nvmlShutdown()
+    return None if failed else version_from(buffer.value.decode())
+
+
+def _open(libraries: tuple[str, ...]) -> ctypes.CDLL | None:
+    for library in libraries:
+        try:
+            return ctypes.CDLL(library)
+        except OSError:
+            continue
+    return None
+
+
+def _driver_cuda(library: ctypes.CDLL) -> Version:
+    """13000 means 13.0."""
+    number = ctypes.c_int()
+    _call(library, "cuDriverGetVersion", ctypes.byref(number))
+    return (number.value // 1000, number.value % 1000 // 10)
+
+
+def _gpu(library: ctypes.CDLL, index: int) -> Gpu:
+    device = ctypes.c_int()
+    _call(library, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
+    name = ctypes.create_string_buffer(_NAME_BYTES)
+    _call(library, "cuDeviceGetName", name, ctypes.c_int(_NAME_BYTES), device)
+    total = ctypes.c_size_t()
+    _call(library, "cuDeviceTotalMem_v2", ctypes.byref(total), device)
+    return Gpu(
+        index=index,
+        name=name.value.decode(),
+        capability=(
+            _attribute(library, _CAPABILITY_MAJOR, device),
+            _attribute(library, _CAPABILITY_MINOR, device),
+        ),
+        total_memory_bytes=total.value,
+        integrated=bool(_attribute(library, _INTEGRATED, device)),
+    )
+
+
+def _attribute(library: ctypes.CDLL, attribute: int, device: ctypes.c_int) -> int:
+    value = ctypes.c_int()
+    _call(library, "cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), device)
+    return value.value
+
+
+def _call(library: ctypes.CDLL, function: str, *arguments: object) -> None:
+    code = library[function](*arguments)
+    if code != 0:
+        text = ctypes.c_char_p()
+        known = (
+            library["cuGetErrorName"](ctypes.c_int(code), ctypes.byref(text)) == 0 and text.value is not None
+        )
+        raise CudaCallError(f"{function}: {text.value.decode() if known and text.value else f'error {code}'}")

@@ -1,0 +1,126 @@
+"""What the machine is, read without torch; a JSON file can stand in for it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trainer.files import codec
+
+Version = tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gpu:
+    """One accelerator as the driver reports it."""
+
+    index: int
+    name: str
+    capability: tuple[int, int]
+    total_memory_bytes: int
+    integrated: bool
+    """True where CPU and GPU share one memory (DGX Spark); the driver's attribute, never the name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HostMemory:
+    """Host memory in bytes; available is min(MemAvailable, what the cgroup leaves)."""
+
+    total_bytes: int
+    available_bytes: int
+    swap_free_bytes: int
+    cgroup_limit_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TorchBuild:
+    """The installed torch wheel: its version, the CUDA it was built for and the architectures it carries."""
+
+    version: Version
+    cuda: Version | None
+    arch_list: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class KernelVerdict:
+    """What the probe measured for one kernel at one shape class in one type; a crash is a verdict."""
+
+    kernel: str
+    """attention.flash, attention.cudnn, ..., matmul.fp8, matmul.bf16"""
+    shape_class: str
+    works: bool
+    milliseconds: float | None
+    relative_error: float | None
+    reason: str
+    dtype: str = "bf16"
+    """`bf16`, `fp16` or `fp32`: the type of what went in; linear layers are measured in bf16 only."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadVerdict:
+    """What the probe measured of one way to read a base model's files to the GPU."""
+
+    disk: str
+    """The file system that they lie on: its kind and mount point."""
+    loader: str
+    """`parallel`, which is ours, or `fastsafetensors`."""
+    state: str
+    """`cold`, or `cached`: in the page cache."""
+    gib_per_second: float
+    """0 where the measurement was ended before it."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Facts:
+    """Everything the plan may depend on. Recorded ones hold no serial numbers, UUIDs or host names."""
+
+    architecture: str
+    cpu_count: int
+    memory: HostMemory
+    shm_bytes: int
+    """Size of /dev/shm, for who reads a recording: no process here passes anything through it."""
+    wsl: bool
+    driver: Version | None
+    driver_cuda: Version | None
+    gpus: tuple[Gpu, ...]
+    gpu_problem: str = ""
+    """Why a loaded driver shows no GPU: its own error, and CUDA_VISIBLE_DEVICES where that is set."""
+    torch: TorchBuild | None
+    packages: Mapping[str, str] = field(default_factory=dict)
+    c_compiler: bool = False
+    """Whether cc, gcc or clang is on the path: torch.compile builds its launchers with it."""
+    verdicts: tuple[KernelVerdict, ...] = ()
+    readings: tuple[ReadVerdict, ...] = ()
+
+
+def facts_to_json(facts: Facts) -> str:
+    """JSON text that `facts_from_json` reads back to an equal value; keys sorted, newline at the end."""
+    return codec.to_json(facts)
+
+
+def facts_from_json(text: str, where: str) -> Facts:
+    """Facts from JSON text; raises HardwareError at `where` for unknown or missing keys and wrong types."""
+    return codec.from_json(Facts, text, where)
+
+
+def version_from(text: str) -> Version:
+    """Leading integers of a version: "580.95.05" -> (580, 95, 5), "2.13.0+cu130" -> (2, 13, 0)."""
+    numbers = []
+    for part in text.partition("+")[0].split("."):
+        digits = part[: len(part) - len(part.lstrip("0123456789"))]
+        if not digits:
+            break
+        numbers.append(int(digits))
+    return tuple(numbers)
+
+
+def driver_text(version: Version | None) -> str:
+    """As NVIDIA writes it, "580.95.05", or "unknown"."""
+    if version is None:
+        return "unknown"
+    return ".".join(str(number) if place < 2 else f"{number:02d}" for place, number in enumerate(version))
+
+
+def version_text(version: Version | None) -> str:
+    """ "2.13.0", or "unknown"."""
+    return "unknown" if version is None else ".".join(str(number) for number in version)

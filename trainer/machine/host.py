@@ -1,0 +1,109 @@
+"""The host's memory and driver as text files tell them. Every parser takes text or a folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from trainer.errors import HardwareError
+from trainer.machine.facts import HostMemory, Version, version_from
+
+# cgroup v1 writes "no limit" as the largest page-aligned integer
+_V1_UNLIMITED_BYTES = 1 << 60
+
+
+def parse_meminfo(text: str) -> dict[str, int]:
+    """/proc/meminfo in bytes by field name."""
+    found = re.findall(r"^(\w+(?:\(\w+\))?):\s+(\d+) kB$", text, flags=re.MULTILINE)
+    return {name: int(kibibytes) * 1024 for name, kibibytes in found}
+
+
+def read_memory(meminfo: Path, cgroup_root: Path, self_cgroup: Path) -> HostMemory:
+    """Host memory; available is min(MemAvailable, what the tightest cgroup leaves). Raises HardwareError."""
+    try:
+        fields = parse_meminfo(meminfo.read_text())
+        total, available = fields["MemTotal"], fields["MemAvailable"]
+    except (OSError, KeyError) as error:
+        raise HardwareError(
+            "the host's memory cannot be read (Linux is needed)",
+            where=str(meminfo),
+            remedy="use a recorded machine: --facts FILE",
+        ) from error
+    limits = cgroup_limits(cgroup_root, _read(self_cgroup) or "")
+    for limit, used in limits:
+        available = min(available, max(0, limit - used))
+    return HostMemory(
+        total_bytes=total,
+        available_bytes=available,
+        swap_free_bytes=fields.get("SwapFree", 0),
+        cgroup_limit_bytes=min((limit for limit, _ in limits), default=None),
+    )
+
+
+def cgroup_limits(root: Path, self_cgroup: str) -> list[tuple[int, int]]:
+    """(limit, used) in bytes of every limiting cgroup above this process; page cache that can go is not used.
+
+    `self_cgroup` is the text of /proc/self/cgroup. A limit may sit on any level of the tree, in v2 and v1.
+    """
+    paths = {
+        controllers: path for _, controllers, path in re.findall(r"^(\d+):([^:]*):(.*)$", self_cgroup, re.M)
+    }
+    if (root / "cgroup.controllers").exists():
+        return _limits(root, paths.get("", "/"), ("memory.max", "memory.current", "inactive_file"))
+    v1_path = next((path for names, path in paths.items() if "memory" in names.split(",")), "/")
+    files = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    return _limits(root / "memory", v1_path, files)
+
+
+def _limits(root: Path, path: str, files: tuple[str, str, str]) -> list[tuple[int, int]]:
+    limit_name, usage_name, cache_name = files
+    # inside a container the path of the host's tree does not exist below the root: the root is the own
+    # group then
+    folder = root / path.lstrip("/")
+    limits = []
+    for group in (folder, *folder.parents):
+        limit, usage = _number(group / limit_name), _number(group / usage_name)
+        if limit is not None and usage is not None and limit < _V1_UNLIMITED_BYTES:
+            stat = dict(re.findall(r"^(\w+) (\d+)$", _read(group / "memory.stat") or "", re.M))
+            limits.append((limit, max(0, usage - int(stat.get(cache_name, 0)))))
+        if group == root:
+            break
+    return limits
+
+
+def parse_driver_version(text: str) -> Version | None:
+    """Driver's version from /proc/driver/nvidia/version, proprietary and open kernel modules alike."""
+    found = re.search(r"^NVRM version:.*?\s(\d+\.\d+(?:\.\d+)?)\s", text, flags=re.MULTILINE)
+    return version_from(found.group(1)) if found else None
+
+
+WSL_SPILLS = (
+    "WSL: when GPU memory runs out, the driver moves it to host memory silently and training turns very slow;"
+    " leave some free"
+)
+"""What to know there, for plans and probes."""
+
+
+def is_wsl(proc_version: str) -> bool:
+    """True for a kernel of the Windows Subsystem for Linux, from the text of /proc/version."""
+    return "microsoft" in proc_version.lower()
+
+
+def visible_devices_note(value: str | None) -> str:
+    """What CUDA_VISIBLE_DEVICES does to the GPUs; empty where it is not set."""
+    if value is None:
+        return ""
+    note = f"CUDA_VISIBLE_DEVICES is {value!r}"
+    return f"{note}, which hides every GPU" if value.strip() in ("", "all", "none", "void", "-1") else note
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None
+
+
+def _number(path: Path) -> int | None:
+    text = (_read(path) or "").strip()
+    return int(text) if text.isdigit() else None

@@ -1,0 +1,229 @@
+"""Policy as data. A profile orders what `auto` tries and sets budgets; only `resolve` reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from trainer.config.fields import closest
+from trainer.errors import ConfigError, HardwareError
+from trainer.machine.facts import Facts, Gpu, version_text
+
+GIB = 1024**3
+ON_PURPOSE = "TRAINER_PROFILE=cpu trains on the CPU on purpose"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Match:
+    """Which GPUs a profile is for; None means any."""
+
+    capabilities: tuple[tuple[int, int], ...] | None = None
+    integrated: bool | None = None
+    memory_gib: tuple[float, float] | None = None
+    """Smallest and largest total memory."""
+
+    def contradiction(self, gpu: Gpu) -> str:
+        """What speaks against this GPU; empty when it fits."""
+        if self.capabilities is not None and gpu.capability not in self.capabilities:
+            wanted = " or ".join(f"{major}.{minor}" for major, minor in self.capabilities)
+            return (
+                f"it is for compute capability {wanted}, this GPU has {gpu.capability[0]}.{gpu.capability[1]}"
+            )
+        if self.integrated is not None and gpu.integrated != self.integrated:
+            return f"it is for {_memory_kind(self.integrated)}, this GPU has {_memory_kind(gpu.integrated)}"
+        gib = gpu.total_memory_bytes / GIB
+        if self.memory_gib is not None and not self.memory_gib[0] <= gib <= self.memory_gib[1]:
+            low, high = self.memory_gib
+            return f"it is for {low:g} to {high:g} GiB of GPU memory, this GPU has {gib:.1f} GiB"
+        return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile:
+    """One kind of machine and what suits it."""
+
+    name: str
+    title: str
+    device: str
+    """`cuda` or `cpu`."""
+    match: Match
+    budget_share: float
+    """Share of the device's total memory that a run may fill."""
+    headroom_bytes: int | None
+    """Where the device's memory is the host's: what must stay of MemAvailable. None for memory of its own."""
+    attention: tuple[str, ...]
+    """Kernels in the order in which `auto` prefers them while none was measured."""
+    pin_memory: bool
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Set before the training process starts; `OMP_*` only where the user's own environment has no value."""
+    notes: tuple[tuple[str, str], ...] = ()
+    """(feature, why) of policies that are fixed for this machine."""
+    by_facts: bool = False
+    """Budget, headroom, pinning, allocator's settings and notes are those of unified memory, because the GPU
+    has it, and not this profile's own."""
+
+    @property
+    def memory_source(self) -> str:
+        """Where budget, headroom, pinning and the allocator's settings come from."""
+        return "facts" if self.by_facts else f"profile {self.name}"
+
+
+_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+_CUDA_ATTENTION = (
+    "flash",
+    "cudnn",
+    "cudnn_strided",
+    "flash_attn_2",
+    "flash_attn_3",
+    "flash_attn_4",
+    "efficient",
+    "math",
+)
+
+_TABLE: tuple[Profile, ...] = (
+    Profile(
+        name="dgx-spark",
+        title="DGX Spark (GB10): one memory for CPU and GPU",
+        device="cuda",
+        match=Match(capabilities=((12, 1),), integrated=True),
+        # the allocator is capped at the same share: beyond it the whole host can hang without a CUDA error
+        budget_share=0.75,
+        headroom_bytes=20 * GIB,
+        attention=_CUDA_ATTENTION,
+        pin_memory=False,
+        environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75"},
+        notes=(
+            ("pin_memory", "pinned buffers come out of the memory that the GPU uses"),
+            ("offload", "CPU and GPU share one memory: moving weights frees nothing"),
+        ),
+    ),
+    Profile(
+        name="rtx-4090",
+        title="RTX 4090 (24 GB)",
+        device="cuda",
+        match=Match(capabilities=((8, 9),), integrated=False, memory_gib=(23.0, 25.0)),
+        # a desktop on the same card takes up to 1 GiB
+        budget_share=0.95,
+        headroom_bytes=None,
+        attention=_CUDA_ATTENTION,
+        pin_memory=True,
+        environment=_EXPANDABLE,
+    ),
+    Profile(
+        name="hopper-fp8",
+        title="Hopper (H100, H200, GH200)",
+        device="cuda",
+        match=Match(capabilities=((9, 0),)),
+        budget_share=0.95,
+        headroom_bytes=None,
+        attention=_CUDA_ATTENTION,
+        pin_memory=True,
+        environment=_EXPANDABLE,
+    ),
+    Profile(
+        name="generic-cuda",
+        title="any other CUDA GPU",
+        device="cuda",
+        match=Match(),
+        budget_share=0.93,
+        headroom_bytes=None,
+        attention=_CUDA_ATTENTION,
+        pin_memory=True,
+        environment=_EXPANDABLE,
+    ),
+    Profile(
+        name="cpu",
+        title="training on the CPU",
+        device="cpu",
+        match=Match(),
+        budget_share=1.0,
+        headroom_bytes=2 * GIB,
+        attention=("native",),
+        pin_memory=False,
+        # waiting threads sleep: spinning, OpenMP's default, slows steps 5 times beside another program
+        environment={"OMP_WAIT_POLICY": "PASSIVE"},
+    ),
+)
+PROFILES: Mapping[str, Profile] = {profile.name: profile for profile in _TABLE}
+
+
+def select(facts: Facts, requested: str = "auto") -> tuple[Profile, str]:
+    """The profile and why: the first whose match fits the first GPU, or the requested one.
+
+    Raises ConfigError for an unknown name, and HardwareError for a requested profile that contradicts the
+    facts and for `auto` on a machine whose GPUs cannot be used: training never moves to the CPU silently.
+    """
+    if requested == "auto":
+        return _automatic(facts)
+    profile = PROFILES.get(requested)
+    if profile is None:
+        raise _unknown(requested)
+    if profile.device == "cpu":
+        return profile, f"requested; {profile.title}"
+    if not facts.gpus:
+        raise _no_gpu(facts, f"profile {profile.name} needs a GPU, and none is visible")
+    problem = profile.match.contradiction(facts.gpus[0])
+    if problem:
+        fitting, _ = _automatic(facts)
+        raise HardwareError(
+            f"profile {profile.name} contradicts this machine ({facts.gpus[0].name}): {problem}",
+            where=f"TRAINER_PROFILE={profile.name}",
+            remedy=f"use TRAINER_PROFILE={fitting.name}, or auto",
+        )
+    return _guarded(profile, facts.gpus[0], f"requested; {profile.title}")
+
+
+def _guarded(profile: Profile, gpu: Gpu, reason: str) -> tuple[Profile, str]:
+    """The profile with the guards of unified memory where the GPU has it, whatever the profile is called."""
+    if not gpu.integrated or profile.headroom_bytes is not None:
+        return profile, reason
+    unified = next(one for one in _TABLE if one.match.integrated)
+    guarded = dataclasses.replace(
+        profile,
+        budget_share=unified.budget_share,
+        headroom_bytes=unified.headroom_bytes,
+        pin_memory=unified.pin_memory,
+        environment=unified.environment,
+        notes=unified.notes,
+        by_facts=True,
+    )
+    return guarded, f"{reason}; its memory is guarded as that of {unified.name}: it is shared with the CPU"
+
+
+def _unknown(requested: str) -> ConfigError:
+    known = ("auto", *PROFILES)
+    near = closest(requested, known)
+    hint = f"did you mean `{near}`? " if near else ""
+    return ConfigError(
+        f'there is no profile "{requested}"',
+        where="TRAINER_PROFILE",
+        remedy=f"{hint}known: {', '.join(known)}",
+    )
+
+
+def _automatic(facts: Facts) -> tuple[Profile, str]:
+    if not facts.gpus:
+        if facts.gpu_problem:
+            raise _no_gpu(facts, "an NVIDIA driver is loaded, but no GPU is visible")
+        return PROFILES["cpu"], "no GPU and no NVIDIA driver on this machine"
+    gpu = facts.gpus[0]
+    fitting = next(p for p in _TABLE if p.device == "cuda" and not p.match.contradiction(gpu))
+    memory = f"{gpu.total_memory_bytes / GIB:.1f} GiB, {_memory_kind(gpu.integrated)}"
+    reason = f"{gpu.name}: compute capability {version_text(gpu.capability)}, {memory}"
+    return _guarded(fitting, gpu, reason)
+
+
+def _no_gpu(facts: Facts, what: str) -> HardwareError:
+    detail = f" ({facts.gpu_problem})" if facts.gpu_problem else ""
+    return HardwareError(
+        what + detail,
+        where="TRAINER_PROFILE",
+        remedy="give the container its GPUs (docker run --gpus all; the compose file of your hardware; in"
+        " Kubernetes: resources.limits with nvidia.com/gpu: 1) and leave CUDA_VISIBLE_DEVICES unset or set to"
+        f" indices; {ON_PURPOSE}",
+    )
+
+
+def _memory_kind(integrated: bool) -> str:
+    return "memory shared with the CPU" if integrated else "memory of its own"

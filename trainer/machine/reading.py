@@ -1,0 +1,132 @@
+"""Reads this machine's facts, or a recorded file in their place. Never imports torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import shutil
+from collections.abc import Iterable
+from pathlib import Path
+
+from trainer.errors import ConfigError, HardwareError, Problem
+from trainer.machine import driver, host, torch_build, verdicts
+from trainer.machine.facts import Facts, Gpu, HostMemory, facts_from_json
+
+PACKAGES = (
+    "accelerate",
+    "bitsandbytes",
+    "prodigyopt",
+    "wandb",
+    "diffusers",
+    "fastsafetensors",
+    "flash-attn",
+    "flash-attn-3",
+    "flash-attn-4",
+    "optimum-quanto",
+    "peft",
+    "safetensors",
+    "torch",
+    "transformers",
+    "triton",
+)
+C_COMPILERS = ("cc", "gcc", "clang")
+"""What Triton and torch.compile look for."""
+
+
+def read_facts(
+    *,
+    cache_dir: Path,
+    facts_file: Path | None = None,
+    named_by: str = "",
+    torch_facts: Path | None = None,
+    visible_devices: str | None = None,
+    proc: Path = Path("/proc"),
+    cgroup: Path = Path("/sys/fs/cgroup"),
+    shm: Path = Path("/dev/shm"),
+) -> Facts:
+    """Facts of this machine, or those of `facts_file` (`--facts`, TRAINER_FACTS), verdicts included.
+
+    `named_by` is the option or variable that named it. `torch_facts` is TRAINER_TORCH_FACTS,
+    `visible_devices` the value of CUDA_VISIBLE_DEVICES. Raises ConfigError for a `facts_file` that cannot be
+    read or parsed, HardwareError for the others.
+    """
+    if facts_file is not None:
+        return read_recorded(facts_file, named_by)
+    report = driver.query_gpus()
+    memory = host.read_memory(proc / "meminfo", cgroup, proc / "self/cgroup")
+    driver_version = host.parse_driver_version(_text(proc / "driver/nvidia/version"))
+    if driver_version is None and report.cuda is not None:
+        driver_version = driver.nvml_driver_version()
+    problem = ""
+    if not report.gpus and (driver_version or report.cuda):
+        notes = (report.problem or "libcuda is not visible", host.visible_devices_note(visible_devices))
+        problem = "; ".join(note for note in notes if note)
+    facts = Facts(
+        architecture=platform.machine(),
+        cpu_count=len(os.sched_getaffinity(0)),
+        memory=memory,
+        shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else 0,
+        wsl=host.is_wsl(_text(proc / "version")),
+        driver=driver_version,
+        driver_cuda=report.cuda,
+        gpus=with_host_memory(report.gpus, memory),
+        gpu_problem=problem,
+        torch=torch_build.read_torch_build(recorded=torch_facts, cache_dir=cache_dir),
+        packages=installed(PACKAGES),
+        c_compiler=any(shutil.which(name) for name in C_COMPILERS),
+    )
+    kept = cache_dir / verdicts.FILE_NAME
+    return dataclasses.replace(
+        facts,
+        verdicts=verdicts.read_verdicts(kept, facts),
+        readings=verdicts.read_readings(kept, facts),
+    )
+
+
+def read_recorded(path: Path, named_by: str = "") -> Facts:
+    """Facts from a JSON file; raises ConfigError naming it, and `named_by` where an option or variable named
+    it.
+    """
+    where = f"{named_by}={path}" if named_by else str(path)
+    remedy = "give a file that `trainer probe --json` wrote"
+    remedy += f", or leave {named_by} out for this machine" if named_by else ""
+    try:
+        text = path.read_text()
+    except OSError as error:
+        what = f"the facts file cannot be read: {error.strerror}"
+        raise ConfigError(what, where=where, remedy=remedy) from error
+    except UnicodeDecodeError as error:
+        raise ConfigError("the facts file is no text", where=where, remedy=remedy) from error
+    try:
+        return facts_from_json(text, where)
+    except HardwareError as error:
+        problems = [Problem(what=one.what, where=one.where, remedy=remedy) for one in error.problems]
+        raise ConfigError(problems) from error
+
+
+def with_host_memory(gpus: Iterable[Gpu], memory: HostMemory) -> tuple[Gpu, ...]:
+    """Integrated GPUs share the host's memory: their total is MemTotal."""
+    return tuple(
+        dataclasses.replace(gpu, total_memory_bytes=memory.total_bytes) if gpu.integrated else gpu
+        for gpu in gpus
+    )
+
+
+def installed(names: Iterable[str]) -> dict[str, str]:
+    """Versions of those distributions that are installed, from their metadata."""
+    versions = {}
+    for name in names:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except OSError:
+        return ""

@@ -1,0 +1,231 @@
+"""A saved adapter of any layout that this project writes, as peft's tensors and configuration."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainer.errors import AccessError, DataError
+from trainer.modeling.adapter.comfyui import Parts, alpha_of, rank_of
+from trainer.modeling.adapter.lora import effective_change
+
+Layout = Literal["diffusers", "comfyui", "peft"]
+CONFIG_BESIDE, CONFIG_INSIDE = "adapter_config.json", "lora_adapter_metadata"
+_PREFIXES: Mapping[Layout, tuple[str, ...]] = {
+    "diffusers": ("transformer.",),
+    "comfyui": ("transformer.", "diffusion_model."),
+    "peft": ("base_model.model.",),
+}
+"""What stands before a layer's name."""
+_TENSOR = re.compile(r"(.+?)\.((?:lora_|lokr_).+|alpha|dora_scale)")
+"""A layer with what stands before it, and a part of its adapter."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AdapterFile:
+    """One adapter."""
+
+    layout: Layout
+    layers: Mapping[str, Parts]
+    """By module; without ComfyUI's alphas, which are in `config`."""
+    config: Mapping[str, Any]
+    """peft's; of a ComfyUI file what its shapes and alphas say."""
+    metadata: Mapping[str, str]
+    """What the file says of itself, besides peft's configuration."""
+
+    @property
+    def state(self) -> dict[str, torch.Tensor]:
+        """peft's tensors by name."""
+        return {
+            f"{module}.{part}": tensor
+            for module, parts in self.layers.items()
+            for part, tensor in parts.items()
+        }
+
+    @property
+    def kind(self) -> str:
+        """`lora`, `dora` or `lokr`."""
+        parts = {part for layer in self.layers.values() for part in layer}
+        if any(part.startswith("lokr_") for part in parts):
+            return "lokr"
+        return "dora" if parts & {"lora_magnitude_vector", "dora_scale"} else "lora"
+
+
+def read_adapter(path: Path) -> AdapterFile:
+    """Raises DataError for a file that is no adapter of ours, AccessError where peft's config is missing."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            metadata = dict(file.metadata() or {})
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
+    except (OSError, SafetensorError) as error:
+        raise DataError(f"cannot be read as safetensors ({error})", where=str(path)) from error
+    layout = _layout(tensors, metadata, path)
+    layers = _by_layer(tensors, layout, path)
+    inside = metadata.pop(CONFIG_INSIDE, None)
+    metadata.pop("format", None)
+    if layout == "comfyui":
+        config, layers = _config_of_comfyui(layers), {name: _plain(parts) for name, parts in layers.items()}
+    elif inside is not None:
+        config = {
+            key.removeprefix("transformer."): value
+            for key, value in _parsed(inside, CONFIG_INSIDE, path).items()
+        }
+    else:
+        config = _config_beside(path)
+    if config.get("use_rslora"):
+        what = "its layers are scaled by the root of their rank (use_rslora), which is not read"
+        raise DataError(what, where=str(path), remedy="name a LoRA that this trainer saved")
+    config = {"rank_pattern": {}, "alpha_pattern": {}, **config}
+    if "r" not in config or not config.keys() & {"lora_alpha", "alpha"}:
+        raise DataError("PEFT's configuration says not both rank and alpha", where=str(path))
+    return AdapterFile(layout=layout, layers=layers, config=config, metadata=metadata)
+
+
+def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], path: Path) -> Layout:
+    if any(name.startswith("base_model.model.") for name in tensors):
+        return "peft"
+    if CONFIG_INSIDE in metadata:
+        return "diffusers"
+    if any(".lora_down" in name or ".lora_up" in name for name in tensors):
+        raise DataError(
+            "laid out as other trainers do (lora_down, lora_up): it is not converted",
+            where=str(path),
+            remedy="ComfyUI takes it as it is; name a file that this trainer saved",
+        )
+    return "comfyui"
+
+
+def _by_layer(tensors: Mapping[str, torch.Tensor], layout: Layout, path: Path) -> dict[str, Parts]:
+    found: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in tensors.items():
+        prefix = next((one for one in _PREFIXES[layout] if name.startswith(one)), None)
+        parted = _TENSOR.fullmatch(name)
+        if prefix is None or parted is None:
+            remedy = "name a LoRA that this trainer saved"
+            raise DataError(f"{name} is no tensor of an adapter", where=str(path), remedy=remedy)
+        found.setdefault(parted[1].removeprefix(prefix), {})[parted[2]] = tensor
+    for module, parts in found.items():
+        if ("lora_A.weight" in parts) != ("lora_B.weight" in parts):
+            raise DataError(f"{module} has only one of lora_A and lora_B", where=str(path))
+    if not found:
+        raise DataError("holds no tensor", where=str(path), remedy="name a LoRA that this trainer saved")
+    return dict(found)
+
+
+def _plain(parts: Parts) -> Parts:
+    return {part: tensor for part, tensor in parts.items() if part != "alpha"}
+
+
+def _config_of_comfyui(layers: Mapping[str, Parts]) -> dict[str, Any]:
+    """Rank and alpha that most layers have, and patterns for the others."""
+    ranks = {
+        name: parts["lora_A.weight"].shape[0] for name, parts in layers.items() if "lora_A.weight" in parts
+    }
+    # ComfyUI takes the rank where a file has no alpha
+    alphas = {
+        name: float(layers[name]["alpha"]) if "alpha" in layers[name] else float(rank)
+        for name, rank in ranks.items()
+    }
+    rank = Counter(ranks.values()).most_common(1)[0][0] if ranks else 0
+    alpha = Counter(alphas.values()).most_common(1)[0][0] if alphas else 0.0
+    return {
+        "r": rank,
+        "lora_alpha": alpha,
+        "rank_pattern": {f"^{re.escape(name)}": one for name, one in ranks.items() if one != rank},
+        "alpha_pattern": {f"^{re.escape(name)}": one for name, one in alphas.items() if one != alpha},
+    }
+
+
+def _config_beside(path: Path) -> dict[str, Any]:
+    beside = path.with_name(CONFIG_BESIDE)
+    if not beside.is_file():
+        what = f"{CONFIG_BESIDE} is not beside the adapter, which cannot be read without it"
+        raise AccessError(what, where=str(path), remedy="copy both files into one folder")
+    return _parsed(beside.read_text(errors="replace"), CONFIG_BESIDE, path)
+
+
+def _parsed(text: str, name: str, path: Path) -> dict[str, Any]:
+    try:
+        config = json.loads(text)
+    except ValueError as error:
+        raise DataError(f"{name} is damaged ({error})", where=str(path)) from error
+    if not isinstance(config, dict):
+        raise DataError(f"{name} is not one of PEFT's", where=str(path))
+    return config
+
+
+def merged_weight(weight: torch.Tensor, parts: Parts, config: Mapping[str, Any], module: str) -> torch.Tensor:
+    """A layer's weight (out, in) with its adapter in it, fp32: W + s B A; DoRA gives each row its length.
+
+    Source: peft's tuners/lora and tuners/lokr, `get_delta_weight` and `merge`. Raises DataError for another
+    layer's shapes.
+    """
+    scale = alpha_of(config, module) / rank_of(config, module)
+    if "lora_A.weight" in parts:
+        change = effective_change(parts["lora_A.weight"], parts["lora_B.weight"], scale)
+    else:
+        left, right = _factor(parts, "lokr_w1"), _factor(parts, "lokr_w2")
+        change = scale * torch.kron(left, right)
+    if change.shape != weight.shape:
+        what = f"{module} changes a weight of {tuple(change.shape)}, the base's is {tuple(weight.shape)}"
+        raise DataError(what, remedy="the adapter is of another base model")
+    changed = weight.float() + change
+    magnitude = parts.get("lora_magnitude_vector")
+    if magnitude is None:
+        return changed
+    return changed * (magnitude.float() / changed.norm(dim=1))[:, None]
+
+
+def _factor(parts: Parts, name: str) -> torch.Tensor:
+    """One factor of a Kronecker product, fp32; it may itself be of low rank."""
+    if name in parts:
+        return parts[name].float()
+    return parts[f"{name}_a"].float() @ parts[f"{name}_b"].float()
+
+
+def require_fits(model: torch.nn.Module, path: Path, prefix: str) -> None:
+    """Raise DataError where a tensor of an adapter's file fits no linear layer of `model`.
+
+    Libraries leave such tensors out, and say little of it or nothing. Names begin with `prefix`.
+    """
+    # what had an adapter before keeps its wrapper
+    layers = {
+        name.removesuffix(".base_layer"): module
+        for name, module in model.named_modules()
+        if isinstance(module, torch.nn.Linear)
+    }
+    with safe_open(path, framework="pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
+        said = file.metadata() or {}
+    strange = [name for name, shape in shapes.items() if not _fits(layers, name, shape, prefix)]
+    if not strange:
+        return
+    what = f"{len(strange)} of its {len(shapes)} tensors fit no layer of this model, first {strange[0]}"
+    base = ", ".join(said[key] for key in ("family", "base_model") if key in said)
+    raise DataError(
+        what + (f"; the file says that it is for {base}" if base else ""),
+        where=str(path),
+        remedy="is it a LoRA of this base model? A run's is in its folder lora/, and `trainer export` turns"
+        " ComfyUI's files into those that are read here",
+    )
+
+
+def _fits(layers: Mapping[str, torch.nn.Linear], name: str, shape: Sequence[int], prefix: str) -> bool:
+    """Whether a tensor is a part of one of the layers' adapters; ComfyUI's alphas are none that are read."""
+    parted = _TENSOR.fullmatch(name)
+    if parted is None or not name.startswith(prefix) or not parted[2].startswith(("lora_", "lokr_")):
+        return False
+    layer = layers.get(parted[1].removeprefix(prefix))
+    if layer is None:
+        return False
+    if parted[2].startswith("lora_A"):
+        return shape[-1] == layer.in_features
+    return not parted[2].startswith("lora_B") or shape[0] == layer.out_features

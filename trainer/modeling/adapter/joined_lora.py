@@ -1,0 +1,263 @@
+"""LoRA layers that are given the same input, computed as one: query, key and value of an attention.
+
+One product with a wide weight is faster than three with narrow ones, their adapters' first halves are one
+product too, and in FP8 the input is quantised once. The layers stay what they are: their weights become
+views of the wide one, their adapters keep their names, and `part_siblings` makes them single again. A layer
+without siblings adds its adapter's product in one pass over its output.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from peft.tuners.lora.layer import Linear as LoraLinear
+
+from trainer.modeling.adapter.lora import ADAPTER
+from trainer.modeling.adapter.low_rank import add_low_rank
+from trainer.modeling.storage.row_quantized import RowScaledLinear, row_scaled
+
+# buffers of a group's first layer
+_JOINT = ("joint_weight", "joint_bias", "joint_scale", "joint_transposed")
+
+Parts = tuple[torch.Tensor, torch.Tensor, tuple[torch.Tensor, ...]]
+"""The bases' outputs beside each other (..., all), and what the adapters add to them, as `add_low_rank` takes
+it: hidden (..., all ranks), and `ups`.
+"""
+
+
+@dataclass(kw_only=True)
+class _Shared:
+    """What the layers of one group have together. They are called in order, the first computes for all."""
+
+    members: tuple[Any, ...]
+    sizes: list[int]
+    scaling: float
+    pending: tuple[torch.Tensor, ...] | None = None
+    """Outputs that were computed and not asked for yet."""
+
+
+class _Member(LoraLinear):
+    """A LoRA layer of a group. Only ever assigned as a layer's class: it has no state of its own kind."""
+
+    shared: _Shared
+    place: int
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As peft's, for all members at the first one's call."""
+        shared = self.shared
+        if not _is_active(self):
+            return super().forward(x, *args, **kwargs)
+        if self.place == 0:
+            shared.pending = _product(shared, x).split(shared.sizes, dim=-1)
+        assert shared.pending is not None, "layers of one input are called in another order"
+        output = shared.pending[self.place]
+        if self.place == len(shared.members) - 1:
+            shared.pending = None
+        return output
+
+
+class _Single(LoraLinear):
+    """A LoRA layer by itself; like `_Member`, only ever a layer's class."""
+
+    def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """As peft's."""
+        if not _is_active(self):
+            return super().forward(x, *args, **kwargs)
+        whole = self.base_layer(x)
+        first: Any = self.lora_A[ADAPTER].weight
+        down = _scaled(first, self.scaling[ADAPTER])
+        hidden = torch.nn.functional.linear(x, down)
+        up: Any = self.lora_B[ADAPTER].weight
+        return add_low_rank(whole, hidden, up)
+
+
+def joined_product(layers: tuple[Any, ...], inputs: torch.Tensor) -> torch.Tensor | None:
+    """The outputs of `layers` beside each other, (..., all), by one product where they are one group.
+
+    None where they are not all layers of a group in their order, differ in size, or do not add their adapter.
+    """
+    return _product(layers[0].shared, inputs) if _are_one(layers) else None
+
+
+def joined_parts(layers: tuple[Any, ...], inputs: torch.Tensor) -> Parts | None:
+    """What `joined_product` adds up, for one that adds it later; None where that is."""
+    return _parts(layers[0].shared, inputs) if _are_one(layers) else None
+
+
+def _are_one(layers: tuple[Any, ...]) -> bool:
+    """Whether the layers are all of a group in their order, of one size, and add their adapters."""
+    first = layers[0]
+    if not all(isinstance(layer, _Member) and _is_active(layer) for layer in layers):
+        return False
+    shared = first.shared
+    is_whole = len(shared.members) == len(layers) and len(set(shared.sizes)) == 1
+    return is_whole and all(layer is own for layer, own in zip(layers, shared.members, strict=True))
+
+
+def join_siblings(model: torch.nn.Module, run: Callable[[], object]) -> int:
+    """Join all LoRA layers that `run`, one forward pass of the model, gives the same input; their number.
+
+    Layers are joined where they have one parent, follow each other, and store their weight in one way. The
+    others, which are not counted, add their adapters in one pass.
+    """
+    joined = 0
+    for names in _same_inputs(model, run):
+        by_parent: dict[str, list[Any]] = {}
+        for name in names:
+            by_parent.setdefault(name.rpartition(".")[0], []).append(model.get_submodule(name))
+        for together in by_parent.values():
+            if len(together) > 1 and _alike(together):
+                _join(together)
+                joined += len(together)
+    for module in model.modules():
+        if type(module) is LoraLinear and _is_plain(module):
+            single: Any = module
+            single.__class__ = _Single
+    return joined
+
+
+def part_siblings(model: torch.nn.Module) -> None:
+    """Make every layer a plain one again; weights stay where they are."""
+    for module in model.modules():
+        if isinstance(module, _Member):
+            if module.place == 0:
+                for name in _JOINT:
+                    delattr(module, name)
+            del module.shared, module.place
+        if isinstance(module, _Member | _Single):
+            plain: Any = module
+            plain.__class__ = LoraLinear
+
+
+def _same_inputs(model: torch.nn.Module, run: Callable[[], object]) -> list[list[str]]:
+    """Names of LoRA layers by input, in the order of their calls; none of a layer called twice."""
+    # weak references: the inputs of all layers at once would be gigabytes
+    inputs: dict[int, tuple[weakref.ref[torch.Tensor], list[str]]] = {}
+    groups: list[list[str]] = []
+    counts: dict[str, int] = {}
+    handles = []
+
+    def watch(name: str) -> Callable[[Any, Any], None]:
+        def hook(module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+            counts[name] = counts.get(name, 0) + 1
+            known, names = inputs.get(id(arguments[0]), (None, []))
+            if known is None or known() is not arguments[0]:
+                names = []
+                groups.append(names)
+                inputs[id(arguments[0])] = weakref.ref(arguments[0]), names
+            names.append(name)
+
+        return hook
+
+    for name, module in model.named_modules():
+        if type(module) in (LoraLinear, _Single):
+            handles.append(module.register_forward_pre_hook(watch(name)))
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return [group for group in groups if all(counts[name] == 1 for name in group)]
+
+
+def _alike(layers: list[Any]) -> bool:
+    """Whether the weights can be one: the same kind of layer, type of value, scale of adapter and biases."""
+    kinds = {_kind(layer) for layer in layers}
+    known = next(iter(kinds))[0] in (torch.nn.Linear, RowScaledLinear)
+    return len(kinds) == 1 and known and all(_is_plain(layer) for layer in layers)
+
+
+def _is_plain(layer: Any) -> bool:
+    """Whether the adapter is nothing but two products in the base's type: no dropout, no variant as DoRA."""
+    types = {layer.lora_A[ADAPTER].weight.dtype, torch.uint8}  # bytes are unpacked to any type
+    plain = type(layer.lora_dropout[ADAPTER]) is torch.nn.Identity and ADAPTER not in layer.lora_variant
+    return plain and layer.base_layer.weight.dtype in types
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    base = layer.base_layer
+    stored = (base.kind, base.fp8_compute) if isinstance(base, RowScaledLinear) else ()
+    return (type(base), base.weight.dtype, base.bias is None, layer.scaling[ADAPTER], *stored)
+
+
+def _join(layers: list[Any]) -> None:
+    bases = [layer.base_layer for layer in layers]
+    first = layers[0]
+    first.register_buffer("joint_weight", _one([base.weight for base in bases]), persistent=False)
+    biased = bases[0].bias is not None
+    first.register_buffer(
+        "joint_bias", _one([base.bias for base in bases]) if biased else None, persistent=False
+    )
+    first.register_buffer("joint_scale", None, persistent=False)
+    first.register_buffer("joint_transposed", None, persistent=False)
+    if isinstance(bases[0], RowScaledLinear):
+        first.joint_scale = _one([base.weight_scale for base in bases])
+        if bases[0].transposed is not None:
+            whole = torch.cat([base.transposed for base in bases], dim=1)
+            start = 0
+            for base in bases:
+                base.transposed = whole[:, start : start + base.out_features]
+                start += base.out_features
+            first.joint_transposed = whole
+    shared = _Shared(
+        members=tuple(layers),
+        sizes=[base.out_features for base in bases],
+        scaling=first.scaling[ADAPTER],
+    )
+    for place, layer in enumerate(layers):
+        layer.__class__ = _Member
+        # not through the module's own assignment, which would make the group's layers children of each other
+        object.__setattr__(layer, "shared", shared)
+        object.__setattr__(layer, "place", place)
+
+
+def _one(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The tensors under each other in one; each becomes a view of its part."""
+    whole = torch.cat([tensor.data for tensor in tensors])
+    start = 0
+    for tensor in tensors:
+        tensor.data = whole[start : start + len(tensor)]
+        start += len(tensor)
+    return whole
+
+
+def _is_active(layer: Any) -> bool:
+    """Whether the layer adds its adapter's product to its base's, and no other's."""
+    return not (layer.disable_adapters or layer.merged) and layer.active_adapters == [ADAPTER]
+
+
+def _scaled(down: torch.Tensor, scaling: float) -> torch.Tensor:
+    """An adapter's first half with the adapter's scale: it is the smaller half, and 1 is left out."""
+    return down if scaling == 1.0 else down * scaling
+
+
+def _product(shared: _Shared, inputs: torch.Tensor) -> torch.Tensor:
+    """The members' outputs for the same input, beside each other."""
+    whole, hidden, ups = _parts(shared, inputs)
+    return add_low_rank(whole, hidden, *ups)
+
+
+def _parts(shared: _Shared, inputs: torch.Tensor) -> Parts:
+    first = shared.members[0]
+    base = first.base_layer
+    linear = torch.nn.functional.linear
+    if isinstance(base, RowScaledLinear):
+        whole = row_scaled(
+            inputs,
+            first.joint_weight,
+            first.joint_scale,
+            first.joint_bias,
+            first.joint_transposed,
+            kind=base.kind,
+            fp8_compute=base.fp8_compute,
+        )
+    else:
+        whole = linear(inputs, first.joint_weight, first.joint_bias)
+    down = torch.cat([member.lora_A[ADAPTER].weight for member in shared.members])
+    hidden = linear(inputs, _scaled(down, shared.scaling))
+    return whole, hidden, tuple(member.lora_B[ADAPTER].weight for member in shared.members)

@@ -1,0 +1,119 @@
+"""LoRA through the model's own `add_adapter`, and the files it is saved as."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from trainer.modeling.seeds import seeded
+
+ADAPTER = "default"
+
+
+def linear_names(model: torch.nn.Module) -> list[str]:
+    """Names of all linear layers, quantised ones included."""
+    return [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+
+
+def add_lora(
+    model: Any,
+    *,
+    rank: int,
+    alpha: float,
+    pattern: str,
+    seed: int,
+    device: str,
+    kind: str = "lora",
+    dropout: float = 0.0,
+    rank_pattern: Mapping[str, int] | None = None,
+    alpha_pattern: Mapping[str, float] | None = None,
+) -> None:
+    """Inject a seeded adapter (of a LoRA A gaussian, B zero; in the model's dtype) whose parameters alone are
+    trainable. `kind` is that of `lora.type`, the patterns are peft's.
+
+    That the names exist is `target_pattern`'s to see to.
+    """
+    expression = re.compile(pattern)
+    targets = [name for name in linear_names(model) if expression.fullmatch(name)]
+    assert targets, f"no linear layer matches {pattern}"
+    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
+    model.requires_grad_(False)
+    config = _peft_config(kind, rank, alpha, dropout, targets, ranks, alphas)
+    with seeded(f"{seed}/lora", device):
+        model.add_adapter(config, adapter_name=ADAPTER)
+    to_model_type(model)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == is_adapter(name), name
+
+
+def is_adapter(name: str) -> bool:
+    """Whether a parameter of a model belongs to an adapter."""
+    return ".lora_" in name or ".lokr_" in name
+
+
+def _peft_config(
+    kind: str,
+    rank: int,
+    alpha: float,
+    dropout: float,
+    targets: list[str],
+    ranks: dict[str, int],
+    alphas: dict[str, float],
+) -> Any:
+    """peft's configuration of one kind of adapter. Types: peft only divides an alpha by a rank."""
+    from peft import LoKrConfig, LoraConfig
+
+    common: dict[str, Any] = {"target_modules": targets, "rank_pattern": ranks, "alpha_pattern": alphas}
+    if kind == "lokr":
+        return LoKrConfig(r=rank, alpha=alpha, **common)  # type: ignore[arg-type]
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # type: ignore[arg-type]
+        lora_dropout=dropout,
+        use_dora=kind == "dora",
+        init_lora_weights="gaussian",
+        **common,
+    )
+
+
+def to_model_type(model: Any) -> None:
+    """Give the adapter the model's dtype: peft leaves another on layers whose weights are stored as bytes."""
+    dtype = model.dtype  # asked once: diffusers walks all modules of the model for it
+    for name, parameter in model.named_parameters():
+        if is_adapter(name):
+            parameter.data = parameter.data.to(dtype)
+
+
+def remove_lora(model: Any) -> None:
+    """Take the adapter off; the two libraries call it differently."""
+    from transformers import PreTrainedModel
+
+    if isinstance(model, PreTrainedModel):
+        model.delete_adapter(ADAPTER)
+    else:
+        model.delete_adapters(ADAPTER)
+
+
+def adapter_state(model: Any) -> dict[str, torch.Tensor]:
+    """peft's adapter tensors by name (`<module>.lora_A.weight`), contiguous, on the CPU."""
+    from peft import get_peft_model_state_dict
+
+    state = get_peft_model_state_dict(model, adapter_name=ADAPTER)
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def adapter_config(model: Any) -> dict[str, Any]:
+    """The LoraConfig as plain values, in the form that diffusers writes into a file's metadata."""
+    config = model.peft_config[ADAPTER].to_dict()
+    plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
+    # where the base was loaded from is a path of this machine
+    plain["base_model_name_or_path"] = None
+    return plain
+
+
+def effective_change(down: torch.Tensor, up: torch.Tensor, scale: float) -> torch.Tensor:
+    """The change of one weight, (out, in) fp32: scale * up @ down."""
+    return scale * (up.float() @ down.float())

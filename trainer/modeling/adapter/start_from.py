@@ -1,0 +1,75 @@
+"""Training that starts from the adapter of an earlier run's file."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.errors import AccessError, ConfigError, DataError, Problem
+from trainer.modeling.adapter.adapter_file import AdapterFile, read_adapter
+from trainer.modeling.adapter.comfyui import alpha_of
+from trainer.modeling.adapter.lora import ADAPTER, adapter_config, adapter_state
+
+WHERE = "lora.init_from"
+_MOST_NAMED = 5
+
+
+def start_from(model: Any, path: Path) -> int:
+    """Give the model's fresh adapter the values of a saved one; returns how many tensors they are.
+
+    Raises ConfigError naming every difference in layers, ranks, alphas or kind, and for another kind of file.
+    """
+    from peft import set_peft_model_state_dict
+
+    adapter = _read(path)
+    saved, fresh = adapter.state, adapter_state(model)
+    problems = [*_differences(saved, fresh), *_alphas(adapter, adapter_config(model), fresh)]
+    if problems:
+        remedy = "set lora.* as they were in that run, or leave lora.init_from out"
+        more = len(problems) - _MOST_NAMED
+        told = [*problems[:_MOST_NAMED], *([f"and {more} more"] if more > 0 else [])]
+        heading = Problem(what=f"{path} is not this run's adapter", where=WHERE, remedy=remedy)
+        raise ConfigError([heading, *(Problem(what=what, where=str(path)) for what in told)])
+    set_peft_model_state_dict(model, saved, adapter_name=ADAPTER)
+    return len(saved)
+
+
+def _read(path: Path) -> AdapterFile:
+    try:
+        adapter = read_adapter(path)
+    except (DataError, AccessError) as error:
+        told = [dataclasses.replace(one, what=f"{path}: {one.what}", where=WHERE) for one in error.problems]
+        raise ConfigError(told) from error
+    if adapter.layout == "comfyui":
+        what = f"{path} is laid out for ComfyUI, or of another program: it does not say how it was trained"
+        remedy = "name a file that a run saved, without `.comfyui` in its name"
+        raise ConfigError(what, where=WHERE, remedy=remedy)
+    return adapter
+
+
+def _differences(saved: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor]) -> list[str]:
+    missing = [f"{name} is not in the file" for name in fresh if name not in saved]
+    more = [f"{name} is in the file, and not in this run's adapter" for name in saved if name not in fresh]
+    shapes = [
+        f"{name} is {tuple(saved[name].shape)} in the file and {tuple(value.shape)} in this run"
+        for name, value in fresh.items()
+        if name in saved and saved[name].shape != value.shape
+    ]
+    return [*shapes, *missing, *more]
+
+
+def _alphas(adapter: AdapterFile, own: dict[str, Any], fresh: dict[str, torch.Tensor]) -> list[str]:
+    """Alphas that differ; the file's shapes say the ranks."""
+    kind = ".lokr_" if any(".lokr_" in name for name in fresh) else ".lora_"
+    if (adapter.kind == "lokr") != (kind == ".lokr_"):
+        return []  # the tensors' names say already that it is of another kind
+    modules = dict.fromkeys(name.partition(kind)[0] for name in fresh)
+    pairs = [(module, alpha_of(adapter.config, module), alpha_of(own, module)) for module in modules]
+    return [
+        f"{module} has the alpha {theirs:g} in the file and {ours:g} in this run"
+        for module, theirs, ours in pairs
+        if theirs != ours
+    ]

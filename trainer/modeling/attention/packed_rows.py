@@ -1,0 +1,159 @@
+"""Causal attention over several samples in one row, for transformers' models, without masks.
+
+transformers passes what a model is called with on to its attention layers, and makes no mask for an attention
+function that it has no mask function for. So a model that is called with `segments` attends inside each
+sample only, and nothing has the size tokens x tokens. A kernel that reads on the device where samples end
+takes the row in one call, and compiled blocks serve every row; for the others `segments` are host integers,
+and each sample is a call of its own. Position ids must restart with every sample; that is the caller's part.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import flop_registry
+
+from trainer.modeling.attention.kernels import BACKENDS, ContiguousGradient, attend, selected
+from trainer.ways.kernels import ROW_KERNELS
+
+Segments = Sequence[int] | torch.Tensor
+"""The samples' lengths, or `ends` of the row: see `row_ends`."""
+# the kernel takes multiples of so many values
+_WIDTH = 8
+
+
+def row_ends(lengths: Sequence[int]) -> torch.Tensor:
+    """Where the samples of a row begin and end, int32 (n + 1,): 0, then each end."""
+    return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
+
+
+def segments_of(model: Any, lengths: torch.Tensor, ends: torch.Tensor) -> Segments:
+    """What the model's attention reads of a row's `ends` (on its device) and `lengths` (on the host)."""
+    by_ends = model.config._attn_implementation in map(implementation, ROW_KERNELS)
+    # with dropout the row's call would draw other numbers when it is computed again
+    if by_ends and reads_ends(ends.device.type) and not model.config.attention_dropout:
+        return ends
+    return tuple(lengths.tolist())
+
+
+def segments_for(kernel: str, lengths: Sequence[int], device: str) -> Segments:
+    """What this kernel reads of a row of samples."""
+    if kernel in ROW_KERNELS and reads_ends(device):
+        return row_ends(lengths).to(device)
+    return tuple(lengths)
+
+
+def reads_ends(device: str) -> bool:
+    """Whether `ROW_KERNELS` take `ends` there: torch's own has no such form for CPUs."""
+    return device == "cuda"
+
+
+def implementation(kernel: str) -> str:
+    """Name of a kernel's attention function in transformers.
+
+    It must not hold the word "flash", from which transformers concludes that its own flash attention is asked
+    for.
+    """
+    return f"trainer_packed_{list(BACKENDS).index(kernel)}"
+
+
+def set_packed_attention(model: Any, kernel: str) -> None:
+    """Make every attention layer of a transformers model use the plan's kernel, sample by sample."""
+    from transformers import AttentionInterface
+
+    name = implementation(kernel)
+    AttentionInterface.register(name, functools.partial(_forward, kernel))
+    model.set_attn_implementation(name)
+    assert model.config._attn_implementation == name, f"{type(model).__name__} keeps its own attention"
+
+
+def packed_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    kernel: str,
+    *,
+    segments: Segments,
+    scale: float | None = None,
+    dropout: float = 0.0,
+) -> torch.Tensor:
+    """Causal attention inside each of `segments`, which add up to the tokens.
+
+    Query (B, heads, tokens, width), key and value (B, key heads, tokens, width); the result is
+    (B, tokens, heads, width). Raises RuntimeError when the kernel does not take the inputs.
+    """
+    if isinstance(segments, torch.Tensor):
+        assert dropout == 0.0 and len(query) == 1, "one row, without dropout"
+        query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+        row: torch.Tensor = ContiguousGradient.apply(_flash_by_ends(query, key, value, segments, scale))
+        return row[None]
+    lengths = list(segments)
+    queries, keys, values = (tensor.transpose(1, 2).split(lengths, dim=1) for tensor in (query, key, value))
+    with selected(kernel):
+        outputs = [
+            attend(*tensors, kernel=kernel, causal=True, scale=scale, dropout=dropout)
+            for tensors in zip(queries, keys, values, strict=True)
+        ]
+    return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _flash_by_ends(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """torch's flash kernel over a row, tensors (tokens, heads, width).
+
+    `torch.nn.attention.varlen.varlen_attn` calls this operator too; its own arguments differ by release.
+    """
+    tokens, _, width = query.shape
+    scale = width**-0.5 if scale is None else scale
+    if width % _WIDTH:
+        query, key, value = (
+            torch.nn.functional.pad(one, (0, -width % _WIDTH)) for one in (query, key, value)
+        )
+    output, *_ = torch.ops.aten._flash_attention_forward(
+        query, key, value, ends, ends, tokens, tokens, 0.0, True, False, scale=scale
+    )
+    return output[..., :width]
+
+
+def _operations(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
+    """Of the row as one sample, tensors (tokens, heads, width): how it is divided is not known to a compiler.
+
+    torch's own count takes each sample for as long as the row, and 2.11's knows no heads that share keys.
+    """
+    tokens, heads, width = query.shape[-3:]
+    return 2 * heads * tokens * key.shape[-3] * (width + value.shape[-1])
+
+
+flop_registry[torch.ops.aten._flash_attention_forward] = _operations
+
+
+def _forward(
+    kernel: str,
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    segments: Segments | None = None,
+    **_: Any,  # whatever else the model was called with, as use_cache
+) -> tuple[torch.Tensor, None]:
+    """transformers' attention signature; without `segments` a row is one sample."""
+    assert attention_mask is None, "packed attention knows no masks"
+    if query.shape[2] == key.shape[2]:
+        lengths = (query.shape[2],) if segments is None else segments
+        output = packed_attention(query, key, value, kernel, segments=lengths, scale=scaling, dropout=dropout)
+        return output, None
+    # generation: the newest token reads all keys of the cache, by whatever kernel takes one query
+    assert query.shape[2] == 1 and segments is None, "with a key cache, one token at a time"
+    grouped = query.shape[1] != key.shape[1]
+    output = scaled_dot_product_attention(query, key, value, scale=scaling, enable_gqa=grouped)
+    return output.transpose(1, 2), None

@@ -1,0 +1,213 @@
+"""Where a run's base model is on this disk, and what of it is missing. Imports no torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.errors import AccessError, ConfigError
+from trainer.files.weight_files import State, weight_files
+from trainer.modeling.base import hub
+
+if TYPE_CHECKING:
+    from trainer.config.schema import RunConfig
+
+KEY = "model.pretrained_model_name_or_path"
+CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+WEIGHT_FILE = "*.safetensors"
+# components that read text, and the files one of which has the words
+_READERS = ("tokenizer", "processor")
+_VOCABULARIES = ("tokenizer.json", "vocab.json", "vocab.txt", "tekken.json", "*.model")
+_PICKLED_FILES = ("*.bin", "*.pt", "*.ckpt", "*.msgpack")
+
+
+def local_folder(config: RunConfig) -> Path | None:
+    """The base model's folder as far as it is on this disk already; None for a repository that is not.
+
+    Asks nobody and checks nothing inside. Raises ConfigError for a path that does not exist.
+    """
+    name = config.model.pretrained_model_name_or_path
+    path = Path(name)
+    if path.is_dir():
+        return path
+    if not hub.is_repository_id(name):
+        raise ConfigError(
+            f"the base model's folder {name} does not exist",
+            where=KEY,
+            remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME)",
+        )
+    # a language model's folder has a config.json in place of the index of its parts
+    for index in ("model_index.json", "config.json"):
+        folder = hub.cached(name, config.model.revision, [index])
+        if folder is not None and (folder / index).is_file():
+            return folder
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Base:
+    """Where a run's base model is, as far as it is on this disk."""
+
+    folder: Path | None
+    """None: absent."""
+    missing: tuple[tuple[Path, str], ...]
+    """What keeps its components from loading, as (path, what is wrong)."""
+    built: frozenset[str]
+    """Components that `model.weights` has built from their config.json, and whose files do not count."""
+
+    @property
+    def state(self) -> State:
+        """`partial`: an interrupted download, or a folder that lacks files."""
+        if self.folder is None:
+            return "absent"
+        return "partial" if self.missing else "complete"
+
+    @property
+    def missing_line(self) -> str:
+        """What is missing in words, the first of it with its place; empty where nothing is."""
+        if self.folder is None:
+            return "nothing of it is on this disk yet"
+        if not self.missing:
+            return ""
+        path, what = self.missing[0]
+        place = "" if path == self.folder else f"{path.relative_to(self.folder)}: "
+        more = f", and {len(self.missing) - 1} more" if len(self.missing) > 1 else ""
+        return place + what + more
+
+
+def find_base(config: RunConfig, components: Sequence[str], *, trained: str) -> Base:
+    """The one answer to where the base model is, for planner, loader, fetch and preflight. Asks no network.
+
+    Raises ConfigError for a path that does not exist, AccessError for an index that cannot be read.
+    """
+    return base_at(local_folder(config), config, components, trained=trained)
+
+
+def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *, trained: str) -> Base:
+    """`find_base` of a folder that was found already."""
+    if folder is None:
+        return Base(folder=None, missing=(), built=frozenset())
+    built = _random_components(config, folder, components, trained)
+    return Base(folder=folder, missing=tuple(_missing(folder, components, built)), built=built)
+
+
+def is_repository(config: RunConfig) -> bool:
+    """Whether the base model is named as a repository of the hub, so that missing files can be downloaded."""
+    return not Path(config.model.pretrained_model_name_or_path).is_dir()
+
+
+def can_download(config: RunConfig) -> bool:
+    """Whether neither configuration nor environment forbids asking the hub for the base model."""
+    return is_repository(config) and config.model.download != "never" and not hub.is_offline()
+
+
+def tokenizer_files(folder: Path) -> list[Path]:
+    """Files of a language model's folder that belong to its tokenizer and to generation."""
+    found = sorted(path for kind in CONFIG_FILES for path in folder.glob(kind))
+    return [path for path in found if path.name != "config.json" and not path.name.endswith(".index.json")]
+
+
+def _random_components(
+    config: RunConfig, folder: Path, components: Sequence[str], trained: str
+) -> frozenset[str]:
+    """The components that `model.weights` has built in place of loaded."""
+    if config.model.weights == "pretrained":
+        return frozenset()
+    bare = (
+        name
+        for name in components
+        if has_config(folder / name) and weight_files(folder / name).state == "absent"
+    )
+    return frozenset({trained, *bare})
+
+
+def has_config(path: Path) -> bool:
+    """Whether a component has weights: tokenizers and schedulers have a config of another name."""
+    return (path / "config.json").exists()
+
+
+def _missing(folder: Path, components: Sequence[str], built: Collection[str]) -> list[tuple[Path, str]]:
+    """What keeps the components from loading, as (path, what is wrong); those in `built` need no weights."""
+    found: list[tuple[Path, str]] = []
+    for component in components:
+        path = folder / component
+        # a link whose blob is not there does not exist
+        dead = [file for file in component_texts(path) if not file.exists()]
+        if not path.is_dir():
+            found.append((path, f"the base model has no component {component!r}"))
+        elif dead:
+            found.append((dead[0], "a link to a file that is gone"))
+        elif not is_configured(path):
+            found.append((path, "no config file"))
+        elif not component and not has_config(path):
+            found.append((path, "no config.json"))  # a tokenizer that was fetched by itself
+        elif component.startswith(_READERS) and not _vocabulary(path):
+            found.append((path, f"no vocabulary ({', '.join(_VOCABULARIES)})"))
+        elif component not in built and has_config(path):
+            found.extend(_missing_weights(path))
+    return found
+
+
+def is_configured(path: Path) -> bool:
+    """Whether a component's folder says what it is."""
+    return any(file.exists() for file in path.glob("*config.json"))
+
+
+def _vocabulary(path: Path) -> bool:
+    """Whether a tokenizer's folder has its words: without them transformers opens it, and it knows none."""
+    return any(file.exists() for kind in _VOCABULARIES for file in path.glob(kind))
+
+
+def component_texts(path: Path) -> list[Path]:
+    """A component's configs, vocabularies and indexes: all but its weights; dead links among them."""
+    return sorted(file for kind in CONFIG_FILES for file in path.glob(kind))
+
+
+def _missing_weights(path: Path) -> Iterator[tuple[Path, str]]:
+    lacking = weight_files(path).lacking
+    if lacking:
+        pickled = any(file for kind in _PICKLED_FILES for file in path.glob(kind))
+        hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
+        dead = [link for link in sorted(path.glob(WEIGHT_FILE)) if not link.exists()]
+        hint += f"; {dead[0].name} is a link to {dead[0].readlink()}, which is gone" if dead else ""
+        yield path, lacking + hint
+
+
+class ComponentConfig(dict[str, Any]):
+    """A component's config.json, whose keys have values where they are asked for, or AccessError."""
+
+    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
+        super().__init__(values)
+        self.path = path
+
+    def __getitem__(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise AccessError(
+                f"it does not say {key}",
+                where=str(self.path),
+                remedy="is this the right base model for the configured family?",
+            )
+        return value
+
+
+def read_config(path: Path) -> ComponentConfig:
+    """A component's config.json. Raises AccessError when it cannot be read, or is no mapping."""
+    return ComponentConfig(read_json(path), path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise AccessError(
+            f"cannot be read ({error})",
+            where=str(path),
+            remedy="is the base model complete? Run `trainer fetch`",
+        ) from error
+    return content

@@ -1,0 +1,234 @@
+"""A repository of the hub on this disk, through huggingface_hub. Every failure says what would help.
+
+Downloads land in huggingface_hub's own cache (HF_HOME) and resume where they stopped.
+"""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.config import environment
+from trainer.errors import AccessError, NoSpaceError, TrainerError
+from trainer.files.atomic import no_space_told
+
+_GB = 1e9
+# the same weights once more, as the model's own code reads them
+_OTHER_LAYOUT = ["*consolidated*.safetensors"]
+_KEY = "model.pretrained_model_name_or_path"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Download:
+    """What is about to be downloaded, known before the first byte."""
+
+    repository: str
+    commit: str
+    total_bytes: int
+    """All files that the run needs."""
+    missing_bytes: int
+    """Those of them that are not on this disk yet."""
+    free_bytes: int
+    folder: Path
+    """huggingface_hub's cache."""
+
+
+def is_offline() -> bool:
+    """Whether HF_HUB_OFFLINE forbids asking the hub."""
+    from huggingface_hub import constants
+
+    return constants.is_offline_mode()
+
+
+def is_repository_id(name: str) -> bool:
+    """Whether `name` can be a repository: OWNER/NAME. Anything else was meant as a path."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return name.count("/") == 1
+
+
+def cached(repository: str, revision: str | None, patterns: Sequence[str]) -> Path | None:
+    """The repository's folder on this disk, without network; None when it is not here or not complete."""
+    from huggingface_hub import constants, snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return Path(
+            snapshot_download(
+                repository,
+                revision=revision,
+                cache_dir=constants.HF_HUB_CACHE,
+                allow_patterns=list(patterns),
+                local_files_only=True,
+            )
+        )
+    except LocalEntryNotFoundError:
+        return None
+
+
+def download(
+    repository: str,
+    revision: str | None,
+    patterns: Sequence[str],
+    *,
+    on_start: Callable[[Download], None] | None = None,
+    on_bytes: Callable[[int, int], None] | None = None,
+) -> Path:
+    """Download the files that match `patterns` and return their folder, whose name is the commit.
+
+    `on_start` hears the sizes first; `on_bytes(done, total)` runs as bytes arrive, in any thread but never in
+    two at once, and may raise to stop. Raises AccessError (gated, not found, no network) and NoSpaceError
+    (before any byte when the disk is too small).
+    """
+    import httpx2
+    from huggingface_hub import constants, snapshot_download
+
+    cache = Path(constants.HF_HUB_CACHE)
+    try:
+        plan = _measure(repository, revision, patterns, cache)
+        if on_start is not None:
+            on_start(plan)
+        _require_space(plan)
+        with no_space_told(cache):
+            return Path(
+                snapshot_download(
+                    repository,
+                    revision=revision,
+                    cache_dir=cache,
+                    allow_patterns=list(patterns),
+                    ignore_patterns=_OTHER_LAYOUT,
+                    tqdm_class=_bar_class(plan.missing_bytes, on_bytes),
+                )
+            )
+    # what httpx2 and huggingface_hub raise for the network, the server and the cache folder
+    except (httpx2.HTTPError, OSError) as error:
+        raise _told(repository, revision, error) from error
+
+
+def _measure(repository: str, revision: str | None, patterns: Sequence[str], cache: Path) -> Download:
+    from huggingface_hub import snapshot_download
+
+    files = snapshot_download(
+        repository,
+        revision=revision,
+        cache_dir=cache,
+        allow_patterns=list(patterns),
+        ignore_patterns=_OTHER_LAYOUT,
+        tqdm_class=_bar_class(0, None),
+        dry_run=True,
+    )
+    missing = sum(file.file_size or 0 for file in files if file.will_download)
+    return Download(
+        repository=repository,
+        commit=files[0].commit_hash if files else "",
+        total_bytes=sum(file.file_size or 0 for file in files),
+        missing_bytes=max(0, missing - _partial_bytes(repository, cache)),
+        free_bytes=_free_bytes(cache),
+        folder=cache,
+    )
+
+
+def _partial_bytes(repository: str, cache: Path) -> int:
+    """Bytes of downloads that were interrupted; huggingface_hub continues them."""
+    from huggingface_hub.file_download import repo_folder_name
+
+    blobs = cache / repo_folder_name(repo_id=repository, repo_type="model") / "blobs"
+    return sum(path.stat().st_size for path in blobs.glob("*.incomplete"))
+
+
+def _free_bytes(folder: Path) -> int:
+    """Free bytes of the disk on which `folder` is, or would be made."""
+    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
+    return shutil.disk_usage(existing).free
+
+
+def _require_space(plan: Download) -> None:
+    if plan.missing_bytes > plan.free_bytes:
+        raise NoSpaceError(
+            f"{plan.repository} needs {plan.missing_bytes / _GB:.1f} GB more, "
+            f"{plan.free_bytes / _GB:.1f} GB are free",
+            where=str(plan.folder),
+            remedy="free space there, or set HF_HOME to a folder on a larger disk",
+        )
+
+
+def _told(repository: str, revision: str | None, error: Exception) -> TrainerError:
+    """The error with its exit code and what helps against it."""
+    from huggingface_hub import constants
+    from huggingface_hub.errors import (
+        DryRunError,
+        GatedRepoError,
+        HfHubHTTPError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
+    # huggingface_hub wraps what stopped it from listing the files
+    cause = error.__cause__ if isinstance(error, DryRunError) and error.__cause__ is not None else error
+    page = f"{constants.ENDPOINT}/{repository}"
+    token = f"write an access token into {environment.read('HF_TOKEN_PATH') or constants.HF_TOKEN_PATH}"
+    token += " (HF_TOKEN_PATH names another file)"
+    status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
+    if isinstance(cause, GatedRepoError) or status == 403:
+        what = f"{repository} is given only to those who accepted its licence"
+        return AccessError(what, where=_KEY, remedy=f"accept the licence on {page}, then {token}")
+    if isinstance(cause, RevisionNotFoundError):
+        what = f"{repository} has no revision {revision!r}"
+        return AccessError(what, where="model.revision", remedy=f"branches and tags are listed on {page}")
+    if isinstance(cause, RepositoryNotFoundError) or status == 401:
+        what = f"{repository} is no folder here, and the hub does not show such a repository"
+        remedy = f"check the name on {page}; if it is private or asks for a licence, {token}"
+        return AccessError(what, where=_KEY, remedy=remedy)
+    if status is not None:
+        remedy = "the fault is on the hub's side: try again later; what was downloaded is kept"
+        return AccessError(f"the hub answered {status} for {repository}", where=_KEY, remedy=remedy)
+    return AccessError(
+        f"{repository} could not be downloaded ({type(cause).__name__}: {cause})",
+        where=_KEY,
+        remedy="check network and proxy, then try again: what was downloaded is kept; without network, copy"
+        " the model to this machine and name its folder",
+    )
+
+
+def _bar_class(total_bytes: int, on_bytes: Callable[[int, int], None] | None) -> type[Any]:
+    """A tqdm that shows nothing and reports bytes: the only way in that snapshot_download offers."""
+    from tqdm import tqdm
+
+    lock = threading.Lock()
+    byte_bars: list[Any] = []
+
+    class Reporter(tqdm):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs | {"file": _Nowhere()})
+            if kwargs.get("unit") == "B":
+                byte_bars.append(self)
+
+        def update(self, n: float | None = 1) -> bool | None:
+            shown = super().update(n)
+            if on_bytes is not None and self in byte_bars:
+                with lock:
+                    # one bar counts what came over the network, the other what was written
+                    done = int(max(bar.n for bar in byte_bars))
+                    on_bytes(min(done, total_bytes), total_bytes)
+            return shown
+
+    return Reporter
+
+
+class _Nowhere:
+    """A text file that keeps nothing."""
+
+    def write(self, text: str) -> int:
+        return len(text)
+
+    def flush(self) -> None:
+        return None

@@ -1,0 +1,305 @@
+"""Safetensors shards to the device, tensor by tensor, read in the way that suits where they are.
+
+Two libraries can do it, and neither alone is right on a GPU. safetensors maps the file: disks see one small
+request at a time, and what was mapped counts as the process's memory. fastsafetensors reads past the page
+cache by default, which is slow for a file that is in it. So `auto` reads with threads of our own into a ring
+of pinned buffers: past the page cache for a file that is on disk, through it for one that is there. Device
+and host hold one tensor and one ring beyond what the caller keeps.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import errno
+import functools
+import json
+import math
+import mmap
+import os
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
+
+import numpy
+import torch
+from safetensors import SafetensorError, safe_open
+
+from trainer.modeling.base.ring import DISCRETE, UNIFIED, Ring, RingSize
+from trainer.modeling.tensor_file import DTYPES
+
+Method = Literal["parallel", "fastsafetensors", "safetensors"]
+
+CACHED_SHARE = 0.5
+"""From this share of a file in the page cache on, `auto` reads through it."""
+# what fastsafetensors may hold on the device beside the tensors that were asked for, and pin on the host
+_BATCH_BYTES = 2**30
+_BOUNCE_KIB = DISCRETE.pieces * DISCRETE.piece_bytes // 2**10
+_SAMPLE_WINDOWS, _SAMPLE_PAGES = 64, 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """How one file is read, and why."""
+
+    method: Method
+    direct: bool = False
+    """Past the page cache, where the file system allows it; only for `parallel`."""
+    reason: str
+
+    def __str__(self) -> str:
+        way = self.method
+        if way == "parallel":
+            return f"parallel reads {'past' if self.direct else 'through'} the page cache ({self.reason})"
+        return f"{way} ({self.reason})"
+
+
+class Shard(Protocol):
+    """An open file."""
+
+    @property
+    def ends(self) -> Mapping[str, int]:
+        """Byte of the file that each tensor ends before, by name, in the order of the file."""
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        """A tensor on the device. Ask in the order of `ends`; names may be left out."""
+
+
+def choose(path: Path, loader: str, device: torch.device) -> Choice:
+    """How to read `path` when the plan's loader is `loader`."""
+    match loader:
+        case "fastsafetensors":
+            return Choice(method="fastsafetensors", reason="asked for")
+        case "safetensors":
+            return Choice(method="safetensors", reason="asked for")
+    assert loader in ("auto", "fastsafetensors-cold", "fastsafetensors-cached"), loader
+    if device.type != "cuda":
+        return Choice(method="safetensors", reason="nothing is copied to a GPU")
+    share = page_cache_share(path)
+    if share is None:
+        reason = "whether it is there cannot be told"
+        return Choice(method="parallel", reason=reason)
+    reason = f"{share:.0%} of the file is there"
+    state = "cold" if share < CACHED_SHARE else "cached"
+    if loader.endswith(f"-{state}"):
+        return Choice(method="fastsafetensors", reason=f"{reason}, and it was measured to be faster then")
+    return Choice(method="parallel", direct=share < CACHED_SHARE, reason=reason)
+
+
+def page_cache_share(path: Path) -> float | None:
+    """Share of the file's pages that are in the page cache, over evenly spread samples; None if it cannot be
+    told.
+    """
+    status = path.stat()
+    if status.st_size == 0:
+        return None
+    # to anyone else mincore says that every page is there (Linux, mm/mincore.c, can_do_mincore)
+    if status.st_uid == os.geteuid() or os.access(path, os.W_OK):
+        return _resident_share(path)
+    return _readable_at_once_share(path, status.st_size)
+
+
+def _resident_share(path: Path) -> float | None:
+    """What mincore says of pages mapped but never touched."""
+    mapped = numpy.memmap(path, dtype=numpy.uint8, mode="r")
+    address, page = mapped.ctypes.data, mmap.PAGESIZE
+    pages = math.ceil(mapped.size / page)
+    mincore = ctypes.CDLL(None, use_errno=True).mincore
+    mincore.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_void_p)
+    resident = seen = 0
+    answer = (ctypes.c_ubyte * _SAMPLE_PAGES)()
+    windows = min(_SAMPLE_WINDOWS, math.ceil(pages / _SAMPLE_PAGES))
+    for window in range(windows):
+        first = window * pages // windows
+        count = min(_SAMPLE_PAGES, pages - first)
+        if mincore(address + first * page, count * page, answer) != 0:
+            return None
+        resident += sum(value & 1 for value in answer[:count])
+        seen += count
+    return resident / seen
+
+
+def _readable_at_once_share(path: Path, size: int) -> float | None:
+    """How many bytes at random places come without waiting for a disk."""
+    pages = math.ceil(size / mmap.PAGESIZE)
+    chosen = random.Random().sample(range(pages), min(pages, _SAMPLE_PAGES))
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        # without it every miss would read the pages behind it too
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)
+        found = 0
+        for page in chosen:
+            try:
+                found += os.preadv(descriptor, [bytearray(1)], page * mmap.PAGESIZE, os.RWF_NOWAIT)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                if error.errno in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                    return None
+                raise
+    finally:
+        os.close(descriptor)
+    return found / len(chosen)
+
+
+class ShardReader:
+    """Opens one shard after the other; what all of them share, the ring, is made for the first that needs it.
+
+    `choice` says how a file is read, `say` is told of it. Use it in a `with` block.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        *,
+        loader: str = "auto",
+        say: Callable[[str], None] | None = None,
+        choice: Callable[[Path], Choice] | None = None,
+        size: RingSize | None = None,
+    ) -> None:
+        self._device = torch.device(device)
+        self._say = say
+        self._choice = choice or functools.partial(choose, loader=loader, device=self._device)
+        # one pool of memory for both: pinned buffers and page cache are taken from the model
+        self._unified = self._device.type == "cuda" and bool(
+            torch.cuda.get_device_properties(self._device).is_integrated
+        )
+        self._size = size or (UNIFIED if self._unified else DISCRETE)
+        self._ring: Ring | None = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._ring is not None:
+            self._ring.close()
+            self._ring = None
+
+    def open(self, path: Path) -> AbstractContextManager[Shard]:
+        """The shard at `path`. Raises SafetensorError where it is not what its header says."""
+        header = _read_header(path)
+        choice = self._choice(path)
+        if self._say is not None:
+            self._say(f"{path.name}: {choice}")
+        match choice.method:
+            case "safetensors":
+                return _mapped(path, header, self._device)
+            case "fastsafetensors":
+                return _batched(path, header, self._device)
+        if self._ring is None:
+            self._ring = Ring(self._device, self._size)
+        return _streamed(path, header, self._device, self._ring, choice.direct, self._unified)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Entry:
+    """One tensor; `start` and `end` are bytes of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def _read_header(path: Path) -> dict[str, _Entry]:
+    """Tensors by name in the order of the file; the library itself checks that header and file agree."""
+    with safe_open(path, framework="pt"):
+        pass
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    unknown = sorted({said["dtype"] for said in header.values()} - DTYPES.keys())
+    if unknown:
+        raise SafetensorError(f"torch has no type for {', '.join(unknown)}")
+    begin = 8 + length
+    entries = {
+        name: _Entry(
+            dtype=DTYPES[said["dtype"]],
+            shape=tuple(said["shape"]),
+            start=begin + said["data_offsets"][0],
+            end=begin + said["data_offsets"][1],
+        )
+        for name, said in header.items()
+    }
+    return dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
+
+
+def _ends(header: Mapping[str, _Entry]) -> dict[str, int]:
+    return {name: entry.end for name, entry in header.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Opened:
+    """A `Shard` whose tensors come from a function."""
+
+    ends: Mapping[str, int]
+    tensor: Callable[[str], torch.Tensor]
+
+    def get_tensor(self, name: str) -> torch.Tensor:
+        return self.tensor(name)
+
+
+@contextmanager
+def _mapped(path: Path, header: Mapping[str, _Entry], device: torch.device) -> Iterator[Shard]:
+    """safetensors' own reader."""
+    with safe_open(path, framework="pt", device=str(device)) as file:
+        yield _Opened(ends=_ends(header), tensor=file.get_tensor)
+
+
+@contextmanager
+def _batched(path: Path, header: Mapping[str, _Entry], device: torch.device) -> Iterator[Shard]:
+    """fastsafetensors, some tensors at a time: its buffers free as a whole, and a shard may have 10 GiB."""
+    from fastsafetensors import ParallelLoader, SingleGroup
+
+    loader = ParallelLoader(
+        SingleGroup(),
+        [str(path)],
+        use_tqdm_on_load=False,
+        # its devices need an index
+        device="cpu" if device.type == "cpu" else f"cuda:{device.index or 0}",
+        bbuf_size_kb=_BOUNCE_KIB,
+        max_threads=DISCRETE.threads,
+        nogds=True,
+        max_batch_bytes=max(_BATCH_BYTES, *(entry.end - entry.start for entry in header.values()), 1),
+    )
+    with closing(loader), closing(loader.iterate_weights()) as tensors:
+
+        def tensor(name: str) -> torch.Tensor:
+            entry = header[name]
+            if entry.start == entry.end:
+                return torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            return _until(tensors, name)
+
+        yield _Opened(ends=_ends(header), tensor=tensor)
+
+
+def _until(tensors: Iterator[tuple[str, Any]], name: str) -> torch.Tensor:
+    """The tensor of that name; those before it are let go."""
+    for found, tensor in tensors:
+        if found == name:
+            return tensor
+    raise AssertionError(f"{name} was passed already")
+
+
+@contextmanager
+def _streamed(
+    path: Path, header: Mapping[str, _Entry], device: torch.device, ring: Ring, direct: bool, drop: bool
+) -> Iterator[Shard]:
+    """Parallel reads into the ring, from where each tensor is copied to memory of its own."""
+    begin = min((entry.start for entry in header.values()), default=0)
+    end = max((entry.end for entry in header.values()), default=0)
+    with ring.reading(path, begin, end, direct=direct, drop=drop) as bytes_of:
+
+        def tensor(name: str) -> torch.Tensor:
+            entry = header[name]
+            made = torch.empty(entry.shape, dtype=entry.dtype, device=device)
+            bytes_of(entry.start, made.reshape(-1).view(torch.uint8))
+            return made
+
+        yield _Opened(ends=_ends(header), tensor=tensor)

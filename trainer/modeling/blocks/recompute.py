@@ -1,0 +1,114 @@
+"""Repeated blocks that keep nothing but their input for backward.
+
+Uncompiled ones are computed twice. What backward needs of a compiled one is computed in its own graph: not
+the last products, whose result nothing waits for.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+Around = AbstractContextManager[Any]
+"""What is entered around a call of a block."""
+
+
+class Recomputed(torch.nn.Module):
+    """A block that sees to being recomputed itself. Only ever the first base of a block's class."""
+
+    recomputes: bool = True
+    """False for a block that keeps its activations: all blocks of a kind stay of one class."""
+    draws: bool = False
+    """True for a block with dropout, which must be the same when it is recomputed."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As the block's own; compiled blocks are compiled without what recomputes them."""
+        call = super().__call__
+        if not (self.recomputes and torch.is_grad_enabled()):
+            return call(*args, **kwargs)
+        return recomputed(call, args, kwargs, draws=self.draws)
+
+
+def recomputed(
+    call: Callable[..., Any],
+    args: Sequence[Any],
+    named: Mapping[str, Any],
+    *,
+    draws: bool,
+    contexts: Callable[[], tuple[Around, Around]] = noop_context_fn,
+) -> Any:
+    """What `call` gives, which is called again for backward; `draws`: with the same random numbers.
+
+    `contexts` makes those around both calls. torch's checkpoint knows a device whose generator it has to put
+    back by tensors without a name only: none has one on the way there.
+    """
+
+    def run(*values: Any) -> Any:
+        return call(*values[: len(args)], **dict(zip(named, values[len(args) :], strict=True)))
+
+    # a CUDA graph could not put a generator's state back: what is captured draws nothing
+    return checkpoint(
+        run,
+        *args,
+        *named.values(),
+        use_reentrant=False,
+        preserve_rng_state=draws,
+        context_fn=contexts,
+    )
+
+
+class RecomputedInside(torch.nn.Module):
+    """A block to be compiled so that its graph keeps its inputs alone. Only ever the first base of its class.
+
+    Blocks that keep their activations have another class, and so no graph in common with these.
+    """
+
+
+def recompute_blocks(
+    model: torch.nn.Module, kinds: Sequence[str], count: int = 0, *, draws: bool = False, inside: bool = False
+) -> int:
+    """Let the first `count` repeated blocks be recomputed, or all for 0; their number. `kinds` name classes;
+    `draws` says that there is dropout in them, `inside` that they will be compiled to see to it themselves,
+    which those with dropout cannot.
+
+    The libraries' own ways recompute all or nothing, and transformers' is inside the block's forward:
+    compiled with it, joined layers could not hand outputs to each other.
+    """
+    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in kinds]
+    if inside:
+        assert not draws, "the graph of a block with dropout would draw another mask"
+        first = blocks[: count or len(blocks)]
+        for block in first:
+            if not isinstance(block, RecomputedInside):
+                give_base(block, RecomputedInside)
+        return len(first)
+    for number, block in enumerate(blocks):
+        if not isinstance(block, Recomputed):
+            give_base(block, Recomputed)
+        # one class for all of them: what is compiled for one serves the others
+        block.recomputes = not count or number < count
+        block.draws = draws
+    return sum(block.recomputes for block in blocks)
+
+
+def has_dropout(model: torch.nn.Module) -> bool:
+    """An adapter's, or the base's own."""
+    return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
+
+
+def give_base(block: torch.nn.Module, base: type[torch.nn.Module]) -> None:
+    """Let `base` be the first base of the block's class, which keeps its name: blocks are known by it."""
+    one: Any = block
+    kinds: Any = type(block), base
+    one.__class__ = _with_base(*kinds)
+
+
+# one class for all blocks of a kind with the same base: what is compiled for one serves the others
+@functools.cache
+def _with_base(kind: Any, base: Any) -> Any:
+    return type(kind.__name__, (base, kind), {"__module__": kind.__module__})

@@ -1,0 +1,125 @@
+"""The frozen tensors of a block under each other in one piece of memory, on any device."""
+
+from __future__ import annotations
+
+import functools
+import mmap
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+# compiled kernels may rely on what the allocator gives out; a storage keeps its tensors' places modulo this
+_ALIGNMENT = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """One frozen tensor and where its bytes are in its block's."""
+
+    tensor: torch.Tensor
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+    def within(self, memory: torch.Tensor) -> torch.Tensor:
+        """The tensor as a view of a block's bytes, 1-D uint8."""
+        typed = memory.view(self.dtype)
+        return torch.as_strided(typed, self.size, self.stride, self.start // self.dtype.itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Packed:
+    """One block's frozen tensors under each other in one piece of memory."""
+
+    bytes: torch.Tensor
+    places: tuple[Place, ...]
+
+
+def _frozen(block: torch.nn.Module) -> Iterator[torch.Tensor]:
+    """The block's frozen tensors; buffers are made its own, as layers of several blocks may share one."""
+    yield from (parameter for parameter in block.parameters() if not parameter.requires_grad)
+    for module in block.modules():
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
+            own = module._buffers[name] = buffer.data
+            yield own
+
+
+def pages(count: int) -> torch.Tensor:
+    """`count` bytes of host memory, at least one, in whole pages that nothing else lies in: 1-D uint8, zeros.
+
+    What is pinned is pinned by the page. Raises MemoryError where the host has no such memory.
+    """
+    try:
+        memory = mmap.mmap(-1, count, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise MemoryError(f"no {count / 2**20:.0f} MiB of host memory for a block that waits") from error
+    return torch.frombuffer(memory, dtype=torch.uint8)
+
+
+def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor]) -> Packed:
+    """Copy the bytes of the block's frozen tensors to one piece of memory, those that several share once.
+
+    `memory_of` gives so many bytes, 1-D uint8, on any device.
+    """
+    tensors = [tensor for tensor in _frozen(block) if tensor.numel()]
+    spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
+    for tensor in tensors:
+        storage, (low, high) = tensor.untyped_storage(), _span(tensor)
+        _, lowest, highest = spans.get(storage.data_ptr(), (storage, low, high))
+        spans[storage.data_ptr()] = storage, min(low, lowest), max(high, highest)
+    starts, end = {}, 0
+    for key, (_, low, high) in spans.items():
+        starts[key] = end - low
+        end += -(-(high - low) // _ALIGNMENT) * _ALIGNMENT
+    memory = memory_of(end)
+    for key, (storage, low, high) in spans.items():
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        memory[starts[key] + low : starts[key] + high].copy_(whole[low:high])
+    return Packed(bytes=memory, places=tuple(_place(tensor, starts) for tensor in tensors))
+
+
+def _place(tensor: torch.Tensor, starts: dict[int, int]) -> Place:
+    offset = int(tensor.storage_offset()) * tensor.itemsize
+    return Place(
+        tensor=tensor,
+        dtype=tensor.dtype,
+        size=tuple(tensor.shape),
+        stride=tensor.stride(),
+        start=starts[tensor.untyped_storage().data_ptr()] + offset,
+    )
+
+
+def _span(tensor: torch.Tensor) -> tuple[int, int]:
+    """First byte of its storage that a tensor has, down to a multiple of the alignment, and the end."""
+    first = int(tensor.storage_offset())
+    last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    low = first * tensor.itemsize // _ALIGNMENT * _ALIGNMENT
+    return low, (last + 1) * tensor.itemsize
+
+
+def views(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Each of the block's tensors as it is in `memory`, which holds the block's bytes."""
+    return [place.within(memory) for place in packed.places]
+
+
+def point(packed: Packed, memory: torch.Tensor) -> None:
+    """Let the block's tensors be views of `memory`."""
+    for place, view in zip(packed.places, views(packed, memory), strict=True):
+        place.tensor.data = view
+
+
+def compact(blocks: Iterable[torch.nn.Module]) -> None:
+    """Let the frozen tensors of each block lie in one piece, on the device where they are.
+
+    Weights that are joined leave holes where the separate ones were, of a size that little else has and too
+    small to be given back: up to a sixth of an int8 base. What a copied block leaves can be given back, or
+    take the next one.
+    """
+    for block in blocks:
+        devices = {tensor.device for tensor in _frozen(block) if tensor.numel()}
+        assert len(devices) <= 1, f"a block's frozen tensors are on {devices}"
+        for device in devices:
+            packed = pack(block, functools.partial(torch.empty, dtype=torch.uint8, device=device))
+            point(packed, packed.bytes)

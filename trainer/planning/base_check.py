@@ -1,0 +1,179 @@
+"""Whether a folder holds a base model of the run's family, by its configs alone. Imports no torch.
+
+Quick enough for every plan; `base_load_check` builds, opens and reads what only the libraries can judge.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer import families
+from trainer.config.reading.load import Loaded
+from trainer.errors import AccessError, ConfigError, Problem
+from trainer.families.protocol import Family
+from trainer.modeling.base.base import read_json
+from trainer.planning.shapes.run_shapes import CONFIGS, roles
+
+INDEX = "model_index.json"
+_REMEDY = "copy the component again, or run `trainer fetch` for a repository"
+# what scales latents: a class fills in another model's value where one of them is left out
+_SCALES = ("scaling_factor", "shift_factor", "latents_mean", "latents_std")
+# where the name of a model ends in the name of one of transformers' classes
+_PURPOSE = re.compile(r"For|Model|Text|Encoder")
+
+
+def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
+    """Warnings about the base model in `folder`, as far as it is there.
+
+    Raises ConfigError (78) where it is another family's, AccessError (77) where a component is of another
+    class or its config is damaged, with every problem found.
+    """
+    said = _said(folder)
+    warnings = tuple(_require_family(family, loaded, said))
+    problems = [
+        Problem(what=f"{name or 'the model'}: {what}", where=str(where), remedy=remedy)
+        for name in families.components(family)
+        for where, what, remedy in _problems(family, folder, name, said)
+    ]
+    if problems:
+        raise AccessError(problems)
+    return warnings
+
+
+def named_class(family: Family, component: str) -> str:
+    """Class of a component in its library, as the family loads it."""
+    ours = _said(CONFIGS / family.name)
+    if not component:
+        (name,) = ours["architectures"]
+        return str(name)
+    return str(ours[component][1])
+
+
+def _said(folder: Path) -> Mapping[str, Any]:
+    """The folder's index of components, or the config of a language model; empty where neither is there."""
+    found = (folder / name for name in (INDEX, "config.json"))
+    return next((read_json(path) for path in found if path.is_file()), {})
+
+
+# ---- the family
+
+
+def _require_family(family: Family, loaded: Loaded, said: Mapping[str, Any]) -> Iterator[str]:
+    """Raise ConfigError where the base says that it is another family's; warn where it can be of both."""
+    ours = _said(CONFIGS / family.name)
+    if not said or _pipeline(said) == _pipeline(ours):
+        return
+    if "_class_name" not in said and said.get("architectures") is not None and not _architectures(said):
+        return  # what it is cannot be read: told of the component
+    others = (name for name in families.names() if name != family.name)
+    right = next((name for name in others if _pipeline(_said(CONFIGS / name)) == _pipeline(said)), "")
+    same_model = bool(_trained(said)) and _trained(said) == _trained(ours)
+    lacking = [name for name in families.components(family) if name not in said] if same_model else []
+    what = f"the base model is a {_pipeline(said)}"
+    if right and (lacking or not same_model):
+        raise ConfigError(
+            f"`family` is {family.name}, and {what}",
+            where=loaded.sources.get("family", "family"),
+            remedy=f"write `family: {right}`, or name a base of {family.title}",
+        )
+    if not same_model and _trained(ours):
+        model = f" around a {_trained(said)}" if _trained(said) else ""
+        raise ConfigError(
+            f"{what}{model}, and {family.title} is a {_pipeline(ours)} around a {_trained(ours)}",
+            where=loaded.sources.get("model.pretrained_model_name_or_path", "family"),
+            remedy=f"name a base of {family.title}; {', '.join(families.names())} are the families",
+        )
+    if right:
+        yield f"{what}, for which `family: {right}` is; as {family.name} it trains what that family is for"
+
+
+def _pipeline(said: Mapping[str, Any]) -> str:
+    """What the whole is called: a pipeline's class, or a language model's."""
+    return str(said.get("_class_name") or next(iter(_architectures(said)), "model without a name"))
+
+
+def _trained(said: Mapping[str, Any]) -> str:
+    """Class of the denoiser; of a language model its own."""
+    entry = said.get("transformer")
+    if isinstance(entry, list) and len(entry) == 2:
+        return str(entry[1])
+    return "" if "_class_name" in said else _pipeline(said)
+
+
+# ---- its components
+
+
+def _problems(
+    family: Family, folder: Path, name: str, said: Mapping[str, Any]
+) -> Iterator[tuple[Path, str, str]]:
+    """What is wrong with one component: the file that says so, what, and what to do."""
+    if not said:
+        return
+    has_weights = name in roles(family)
+    other = f"put {family.title}'s own there, or name a base of {family.title}"
+    if name:
+        entry = said.get(name)
+        if not (isinstance(entry, list) and len(entry) == 2 and all(isinstance(one, str) for one in entry)):
+            yield folder / INDEX, f"the index names {entry!r} in place of a library and a class", _REMEDY
+            return
+        # a tokenizer is loaded by the family's own class, whichever was saved
+        if (has_weights or name == "scheduler") and entry[1] != named_class(family, name):
+            what = f"it is a {entry[1]}, and {family.title} has a {named_class(family, name)}"
+            yield folder / INDEX, what, other
+            return
+    path = folder / name / "config.json"
+    if has_weights and path.is_file():
+        theirs, ours = read_json(path), read_json(CONFIGS / family.name / name / "config.json")
+        for what in _other_class(theirs, ours, named_class(family, name)):
+            yield path, what, other
+        for what in _bad_values(theirs, ours):
+            yield path, what, _REMEDY
+        if roles(family)[name] == "vae":
+            for key in _SCALES:
+                if ours.get(key) is not None and theirs.get(key) is None:
+                    yield path, f"it does not say {key}, by which latents are scaled", _REMEDY
+
+
+def _other_class(theirs: Mapping[str, Any], ours: Mapping[str, Any], wanted: str) -> Iterator[str]:
+    """Whether the config is that of another class."""
+    saved = theirs.get("_class_name")
+    if saved is not None and saved != wanted:
+        yield f"its config is of a {saved}, and a {wanted} is needed"
+    kind, our_kind = theirs.get("model_type"), ours.get("model_type")
+    # a text model may have been saved as part of the whole: clip, clip_text_model
+    if kind is not None and our_kind is not None and not str(our_kind).startswith(str(kind)):
+        yield f"its config is of model_type {kind}, and {our_kind} is needed for {wanted}"
+        return
+    saved_as, stem = _architectures(theirs) or [wanted], _PURPOSE.split(wanted)[0]
+    if not any(one.startswith(stem) for one in saved_as):
+        yield f"its config is of {', '.join(saved_as)}, and a {wanted} is needed"
+
+
+def _architectures(theirs: Mapping[str, Any]) -> list[str]:
+    """Classes of transformers that the config names; none where it names them in no list."""
+    named = theirs.get("architectures")
+    return [str(one) for one in named] if isinstance(named, list) else []
+
+
+def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[str]:
+    """Sizes that are no sizes. Ids of tokens are lists in some files, and -1 in others."""
+    named = theirs.get("architectures")
+    if named is not None and not (isinstance(named, list) and all(isinstance(one, str) for one in named)):
+        yield f"architectures is {named!r}, and a list of names is needed"
+    for key, our in ours.items():
+        if key.startswith("_") or key.endswith("_id") or key not in theirs:
+            continue
+        value = theirs[key]
+        if _is_number(our) and value is not None and not _is_number(value):
+            yield f"{key} is {value!r}, and a number is needed"
+        elif _is_number(our) and value is not None and our >= 0 and value < 0:
+            yield f"{key} is {value}, and cannot be negative"
+        elif isinstance(our, list) and isinstance(value, int | float | str):
+            yield f"{key} is {value!r}, and a list is needed"
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

@@ -1,0 +1,55 @@
+"""How text encoders are stored while captions are encoded: in the run's type where that fits."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from trainer.planning.choose.candidates import PACKAGES
+from trainer.planning.cost import memory
+from trainer.planning.cost.memory import Storage, gib
+from trainer.planning.plan import Decision
+from trainer.planning.shapes.geometry import Geometry
+from trainer.ways.storages import QUANTIZED
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextStorage:
+    """What was chosen."""
+
+    kind: str
+    """`int8` or `nf4`; empty where encoders are in the run's type."""
+    no_more: str
+    """Why there are no smaller ones."""
+
+
+def text_storage(
+    storage: Storage, geometry: Geometry, packages: Collection[str], budget_bytes: int
+) -> TextStorage:
+    """The first storage of text encoders that fits beside one caption's activations, else the smallest."""
+    if not memory.parameters(geometry, "text_encoder"):
+        return TextStorage(kind="", no_more="")
+    kinds = ["", *(kind for kind in QUANTIZED if PACKAGES[kind] in packages)]
+    absent = [
+        f"{kind} needs {package}, which is not installed"
+        for kind, package in PACKAGES.items()
+        if package not in packages
+    ]
+    fitting = [kind for kind in kinds if needed_bytes(storage, geometry, kind) <= budget_bytes]
+    return TextStorage(kind=[*fitting, kinds[-1]][0], no_more="; ".join(absent))
+
+
+def needed_bytes(storage: Storage, geometry: Geometry, kind: str) -> int:
+    """Device memory while captions are encoded, with text encoders in `kind`."""
+    return memory.total(memory.text_rows(dataclasses.replace(storage, text_encoders=kind), geometry))
+
+
+def rows(storage: Storage, geometry: Geometry) -> Iterator[Decision]:
+    """The row of quantised text encoders: what the more precise storages need."""
+    chosen = storage.text_encoders
+    if chosen:
+        precise = ("", *QUANTIZED[: QUANTIZED.index(chosen)])
+        needs = {kind or storage.dtype: needed_bytes(storage, geometry, kind) for kind in precise}
+        reason = "; ".join(f"{name} needs {gib(size)}" for name, size in needs.items())
+        yield Decision(feature="text_encoders", value=chosen, source="auto", reason=reason)

@@ -1,0 +1,110 @@
+"""Which loader reads the base model's files: the one asked for, or the one measured to be faster."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from trainer.machine.facts import Facts
+from trainer.machine.mounts import holding, parse_mounts
+from trainer.planning.choose.switches import Situation
+from trainer.planning.cost.memory import GIB
+from trainer.planning.plan import Decision
+
+PACKAGE = "fastsafetensors"
+OURS = "parallel"
+"""Parallel reads of our own, which `auto` takes without a measurement."""
+STATES = ("cold", "cached")
+MOST_BYTES = GIB // 2
+"""Of a file that is read to measure."""
+LEAST_HOST_BYTES = 4 * GIB
+"""Host memory that must be available: the process that measures loads torch, and the page cache takes what
+is read."""
+_CLEARLY = 1.1
+"""How much faster fastsafetensors must be: it holds up to 1 GiB more of the device's memory."""
+
+
+def loader(situation: Situation) -> Decision:
+    """What reads the base model; raises HardwareError for fastsafetensors that cannot be had.
+
+    Its value is `safetensors`, `fastsafetensors`, `auto` (parallel reads of our own), or `fastsafetensors-`
+    and a state of STATES: files in that state are read by it, others as by `auto`.
+    """
+    asked = situation.config.features.loader
+    obstacle = "" if PACKAGE in situation.facts.packages else f"{PACKAGE} is not installed"
+    if not situation.on_gpu:
+        obstacle = "it reads into GPU memory, and there is none"
+    if asked == PACKAGE and obstacle:
+        raise situation.refuse("features.loader", obstacle, "leave features.loader out")
+    if asked != "auto":
+        source = situation.source("features.loader")
+        return Decision(feature="loader", value=asked, source=source, reason="as written")
+    if not situation.on_gpu:
+        return _auto("safetensors", "files are mapped into memory")
+    seen = _seen(situation.facts, situation.disk)
+    if not seen or obstacle or situation.facts.gpus[0].integrated:
+        return _auto("auto", "parallel reads, past the page cache for files that are not in it")
+    faster = [one for one in STATES if seen.get((PACKAGE, one), 0) > _CLEARLY * seen.get((OURS, one), 1e9)]
+    value = {0: "auto", 1: f"{PACKAGE}-{''.join(faster)}", 2: PACKAGE}[len(faster)]
+    return Decision(feature="loader", value=value, source="auto (measured)", reason=_reason(seen, situation))
+
+
+def unmeasured(facts: Facts, disk: str) -> str:
+    """Why loaders are not measured on this machine; empty where they may be."""
+    if PACKAGE not in facts.packages:
+        return f"{PACKAGE} is not installed"
+    if facts.gpus[0].integrated:
+        return "CPU and GPU share one memory: only our own reader gives the page cache back"
+    if not disk:
+        return "the base model is not on this disk yet"
+    if facts.memory.available_bytes < LEAST_HOST_BYTES:
+        return f"less than {LEAST_HOST_BYTES // GIB} GiB of host memory are available"
+    return ""
+
+
+def was_measured(facts: Facts, disk: str) -> bool:
+    """Whether there are rates of this disk."""
+    return bool(_seen(facts, disk))
+
+
+def disk_of(folder: Path | None, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
+    """The file system that a folder lies on, as its kind and mount point; empty where that cannot be told."""
+    if folder is None:
+        return ""
+    try:
+        mounts = parse_mounts(mountinfo.read_text())
+    except OSError:
+        return ""
+    # files of the hub's cache are links to where they are kept
+    mount = holding(str(folder.resolve()), mounts)
+    return "" if mount is None else f"{mount.kind} {mount.path}"
+
+
+def _auto(value: str, reason: str) -> Decision:
+    return Decision(feature="loader", value=value, source="auto", reason=reason)
+
+
+def _seen(facts: Facts, disk: str) -> Mapping[tuple[str, str], float]:
+    """GiB a second by loader and state."""
+    return {
+        (row.loader, row.state): row.gib_per_second for row in facts.readings if disk and row.disk == disk
+    }
+
+
+def _reason(seen: Mapping[tuple[str, str], float], situation: Situation) -> str:
+    """The rates that were measured."""
+    words = {OURS: "parallel reads", PACKAGE: PACKAGE}
+    rates = "; ".join(
+        f"{state}: "
+        + ", ".join(
+            f"{words[one]} {_rate(seen[one, state])}" for one in (OURS, PACKAGE) if (one, state) in seen
+        )
+        for state in STATES
+        if any(found == state for _, found in seen)
+    )
+    return f"GiB/s measured on {situation.disk}, {rates}"
+
+
+def _rate(gib_per_second: float) -> str:
+    """A rate for people; 0 is what was not reached in the time for it."""
+    return f"{gib_per_second:.2f}" if gib_per_second else "not reached in time"

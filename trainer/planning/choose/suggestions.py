@@ -1,0 +1,110 @@
+"""When nothing fits, the nearest configuration that does."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from trainer.config.schema import RunConfig
+from trainer.errors import TrainerError
+from trainer.planning.choose.fit import DoesNotFitError
+from trainer.planning.shapes.adapters import needs_whole_base
+from trainer.ways.storages import QUANTIZED
+
+Change = tuple[str, Any]
+"""Dotted key and the value to write."""
+PeakOf = Callable[[Mapping[str, Any]], str]
+"""Plans the configuration with other values by dotted key and returns its peak in words. Raises
+DoesNotFitError where that does not fit either, another TrainerError where configuration or machine refuse it.
+"""
+SMALLER = {"fp32": QUANTIZED, "bf16": ("fp8", *QUANTIZED), "int8": ("nf4",), "fp8": ("nf4",)}
+"""How the base is stored, and what takes less."""
+_RESOLUTIONS = (1024, 768, 512)
+_LENGTHS = (2048, 1024, 512)
+_BUDGET = "features.memory_budget"
+
+
+def nearest_fit(config: RunConfig, peak_of: PeakOf, budget: str = "") -> str:
+    """One sentence: the changes that make the run fit, or that none of those tried does.
+
+    `budget` is the least one that would do, where one was imposed. Single changes come first, then the same
+    ones added up, without those that turn out not to be needed; what is refused for another reason is in no
+    sum, but may be where an earlier change of the sum takes the reason away.
+    """
+    changes = tuple(_changes(config, budget))
+    fitting: dict[Change, str] = {}
+    for change in changes:
+        if change == (_BUDGET, "auto") and (_BUDGET, budget) in fitting:
+            continue  # more than is needed
+        with contextlib.suppress(TrainerError):
+            fitting[change] = f"{_text((change,))} ({peak_of(dict((change,)))})"
+    if fitting:
+        return "fits with " + ", or ".join(fitting.values())
+    together: tuple[Change, ...] = ()
+    for change in changes:
+        trial = _latest((*together, change))
+        try:
+            peak = peak_of(dict(trial))
+        except DoesNotFitError:
+            together = trial
+        except TrainerError:
+            continue
+        else:
+            return _least(trial, peak, peak_of)
+    return "no resolution or storage that was tried fits: use a machine with more memory"
+
+
+def _least(together: tuple[Change, ...], peak: str, peak_of: PeakOf) -> str:
+    """The sentence for changes that fit together, with a peak in words, without those that are not needed."""
+    for change in together:
+        fewer = tuple(other for other in together if other != change)
+        try:
+            peak = peak_of(dict(fewer))
+        except TrainerError:
+            continue
+        together = fewer
+    return f"fits with {_text(together)} ({peak})"
+
+
+def _changes(config: RunConfig, budget: str) -> Iterator[Change]:
+    """Changes to try, from the least to the most painful."""
+    asked = config.features.activation_checkpointing
+    if asked != "auto" and asked is not True:  # 1 is not true
+        yield "features.activation_checkpointing", True
+    if config.features.activation_budget not in ("auto", 1.0):
+        yield "features.activation_budget", "auto"
+    if config.features.block_swap != "auto":
+        yield "features.block_swap", "auto"
+    if config.features.memory_budget != "auto":
+        yield from ((_BUDGET, size) for size in (budget, "auto") if size)
+    if config.features.modulation == "kept":
+        yield "features.modulation", "auto"
+    if needs_whole_base(config):
+        yield "lora.type", "lora"
+    if config.method == "lora":
+        for storage in SMALLER.get(config.features.weights, ()):
+            yield "features.weights", storage
+    if config.features.vae_tiling is False:
+        yield "features.vae_tiling", True
+    if any(data_set.chat_file for data_set in config.data.sets):
+        for length in _LENGTHS:
+            if length < config.data.max_sequence_length:
+                yield "data.max_sequence_length", length
+    else:
+        for side in _RESOLUTIONS:
+            if side < config.data.resolution:
+                yield "data.resolution", side
+    if config.method == "full":
+        yield "method", "lora"
+
+
+def _latest(changes: Sequence[Change]) -> tuple[Change, ...]:
+    """One change a key: the last."""
+    return tuple(dict(changes).items())
+
+
+def _text(changes: tuple[Change, ...]) -> str:
+    return " and ".join(
+        f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in changes
+    )

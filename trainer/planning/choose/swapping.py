@@ -1,0 +1,128 @@
+"""Blocks whose frozen weights wait in host memory: only where nothing else fits, and how many."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from trainer.config.schema import RunConfig, changed
+from trainer.errors import ConfigError
+from trainer.planning.choose.switches import Situation
+from trainer.planning.cost import memory
+from trainer.planning.cost.memory import Storage, gib
+from trainer.planning.plan import Decision
+from trainer.planning.shapes.adapters import plain_path
+from trainer.planning.shapes.geometry import Geometry
+
+FEATURE, KEY = "block_swap", "features.block_swap"
+NO_OFFLOAD = "DISABLE_CPU_OFFLOAD"
+"""The variable that forbids it."""
+
+
+def written(config: RunConfig) -> int:
+    """The number that the user asked for; 0 where the plan may decide."""
+    asked = config.features.block_swap
+    return 0 if asked == "auto" else asked
+
+
+def without(situation: Situation) -> Situation:
+    """The same where no block may wait. Raises ConfigError for a number of blocks that was written."""
+    count = written(situation.config)
+    if count:
+        raise ConfigError(
+            f"{KEY} is {count}, but {NO_OFFLOAD} is true",
+            where=situation.source(KEY),
+            remedy="leave one of them out",
+        )
+    if situation.config.features.block_swap != "auto":
+        return situation
+    return dataclasses.replace(
+        situation,
+        config=changed(situation.config, {KEY: 0}),
+        sources={**situation.sources, KEY: f"{NO_OFFLOAD}=true"},
+    )
+
+
+def require(situation: Situation, geometry: Geometry) -> None:
+    """Raise HardwareError for a number of blocks that was asked for and cannot be had."""
+    count = written(situation.config)
+    if not count:
+        return
+    what = _obstacle(situation)
+    blocks = sum(stack.blocks for stack in geometry.stacks)
+    if not what and count > blocks:
+        what = f"{count} blocks are to wait in host memory, the model has {blocks}"
+    if what:
+        raise situation.refuse(KEY, what, f"leave {KEY} out")
+
+
+def may_swap(situation: Situation, geometry: Geometry) -> bool:
+    """Whether `auto` may let blocks wait."""
+    automatic = situation.config.features.block_swap == "auto"
+    return automatic and not _obstacle(situation) and bool(geometry.stacks)
+
+
+def _obstacle(situation: Situation) -> str:
+    """Why no block can wait in host memory; empty where they can."""
+    if not situation.on_gpu:
+        return "training on a CPU has all weights in host memory"
+    if situation.profile.headroom_bytes is not None or situation.facts.gpus[0].integrated:
+        return dict(situation.profile.notes).get(
+            "offload", f"{situation.gpu} shares its memory with the CPU: moving weights frees nothing"
+        )
+    if situation.config.method != "lora":
+        return "weights that are trained cannot wait in host memory: it is for method: lora"
+    option = plain_path(situation.config)
+    if option:
+        return f"{option} keeps to the plain path, where no block waits"
+    features = situation.config.features
+    if features.activation_checkpointing is False or features.activation_budget not in ("auto", 1.0):
+        return "blocks that wait must be recomputed, and other settings say how activations are kept"
+    return ""
+
+
+def fewest(storage: Storage, geometry: Geometry, budget_bytes: int) -> Storage:
+    """`storage` with as few waiting blocks as fit the budget in training, or with all where none do."""
+    blocks = sum(stack.blocks for stack in geometry.stacks)
+    swapped = storage
+    for count in range(1, blocks + 1):
+        swapped = dataclasses.replace(storage, swapped=count)
+        if memory.total(memory.train_rows(swapped, geometry)) <= budget_bytes:
+            break
+    return swapped
+
+
+def no_room(situation: Situation, storage: Storage, geometry: Geometry) -> str:
+    """Why host memory does not take the blocks that wait; empty where it does."""
+    needed = memory.total(memory.host_rows(storage, geometry))
+    available = situation.facts.memory.available_bytes
+    if not storage.swapped or needed <= available:
+        return ""
+    return (
+        f"with {storage.swapped} of {geometry.blocks} blocks waiting in host memory the process needs"
+        f" {gib(needed)} of it, and {gib(available)} are available"
+    )
+
+
+def require_room(situation: Situation, storage: Storage, geometry: Geometry) -> None:
+    """Raise HardwareError where the number that was asked for does not fit host memory."""
+    what = no_room(situation, storage, geometry)
+    if what:
+        raise situation.refuse(KEY, what, f"write less, or leave {KEY} out")
+
+
+def rows(
+    situation: Situation, storage: Storage, geometry: Geometry, without_bytes: int
+) -> Iterator[Decision]:
+    """The decision, where blocks wait or the user wrote a number; else training needs `without_bytes`."""
+    asked = situation.config.features.block_swap
+    if asked != "auto":
+        source = situation.source(KEY)
+        reason = "as written" if asked else "as written: no weights wait in host memory"
+        yield Decision(feature=FEATURE, value=str(asked), source=source, reason=reason)
+    elif storage.swapped:
+        reason = (
+            f"nothing smaller fits: without it training needs {gib(without_bytes)};"
+            f" {storage.swapped} of {geometry.blocks} blocks wait in host memory"
+        )
+        yield Decision(feature=FEATURE, value=str(storage.swapped), source="auto", reason=reason)

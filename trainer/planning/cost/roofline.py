@@ -1,0 +1,279 @@
+"""Predicted milliseconds of a batch, from what the GPU can do at most. Nothing is measured.
+
+Shares of the peaks, launch times and traffic were fitted to three models on one H200 (docs/benchmarks.md); on
+other GPUs the same shares are taken of their makers' figures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.machine.facts import Gpu, KernelVerdict
+from trainer.planning.cost.memory import Storage, packed_linears, waiting_bytes
+from trainer.planning.shapes.geometry import Geometry
+from trainer.ways.storages import PACKED, QUANTIZED
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Peaks of a GPU: dense products in TFLOP/s with fp32 sums, memory in TB/s."""
+
+    bf16: float
+    fp8: float
+    """0.0 where there are no FP8 units."""
+    bandwidth: float
+    flash: float = 0.55
+    """Share of the peak that flash attention reaches, forward and backward: on an A100, by its authors."""
+
+
+# torch's flash kernel was not written for Hopper
+_HOPPER_FLASH = 0.28
+# as the makers' data sheets have them, dense; GeForce cards sum in fp32 at half of their FP8 figure
+_RATES: tuple[tuple[str, Rates], ...] = (
+    ("GH200", Rates(bf16=989, fp8=1979, bandwidth=4.0, flash=_HOPPER_FLASH)),
+    ("H200", Rates(bf16=989, fp8=1979, bandwidth=4.8, flash=_HOPPER_FLASH)),
+    ("H100 PCIe", Rates(bf16=756, fp8=1513, bandwidth=2.0, flash=_HOPPER_FLASH)),
+    ("H100 NVL", Rates(bf16=835, fp8=1671, bandwidth=3.9, flash=_HOPPER_FLASH)),
+    ("H100", Rates(bf16=989, fp8=1979, bandwidth=3.35, flash=_HOPPER_FLASH)),
+    ("B200", Rates(bf16=2250, fp8=4500, bandwidth=8.0)),
+    ("A100-SXM4-40GB", Rates(bf16=312, fp8=0, bandwidth=1.56)),
+    ("A100-PCIE-40GB", Rates(bf16=312, fp8=0, bandwidth=1.56)),
+    ("A100", Rates(bf16=312, fp8=0, bandwidth=2.0)),
+    ("L40S", Rates(bf16=362, fp8=733, bandwidth=0.86)),
+    ("RTX 6000 Ada", Rates(bf16=364, fp8=728, bandwidth=0.96)),
+    ("RTX 5090", Rates(bf16=209, fp8=419, bandwidth=1.79)),
+    ("RTX 4090", Rates(bf16=165, fp8=330, bandwidth=1.01)),
+    ("RTX 3090", Rates(bf16=71, fp8=0, bandwidth=0.94)),
+    ("RTX A6000", Rates(bf16=155, fp8=0, bandwidth=0.77)),
+    ("GB10", Rates(bf16=125, fp8=250, bandwidth=0.273)),
+)
+GENERIC = Rates(bf16=312, fp8=624, bandwidth=2.0)
+"""In place of unknown ones, to put settings in order: only the proportions count then."""
+
+# H200: 720 of 989 TFLOP/s in bf16, 1430 of 1979 in FP8
+_MATMUL_SHARE = {"bf16": 0.728, "fp8": 0.723}
+# H200, forward and backward: cuDNN 507 of 989 TFLOP/s, flash 277; the others by the probe's times
+_CUDNN_SHARE = 0.513
+_ATTENTION_SHARE = {
+    "cudnn": _CUDNN_SHARE,
+    # counted as cuDNN until they are measured, which they are before they are chosen
+    "cudnn_strided": _CUDNN_SHARE,
+    "flash_attn_2": _CUDNN_SHARE,
+    "flash_attn_3": _CUDNN_SHARE,
+    "flash_attn_4": _CUDNN_SHARE,
+    "efficient": 0.137,
+    "math": 0.035,
+}
+_BANDWIDTH_SHARE = 0.8
+# pointwise work, forward and backward: bytes moved for each byte that is kept for backward, and time of
+# launches a block, which the device waits for
+_TRAFFIC = {"eager": 20.5, "compiled": 6.8}
+_LAUNCHES_MS = {"eager": 1.2, "compiled": 0.45}
+# what the host takes in eager blocks to begin a linear layer's kernels, forward and backward, more for its
+# adapter, and more where it multiplies in FP8 or unpacks its weight: of two models in bf16 and two in FP8, on
+# the host of an H200 (docs/benchmarks.md)
+_HOST_PRODUCT_MS, _HOST_ADAPTER_MS, _HOST_PACKED_MS = 0.3, 0.65, 0.35
+# quantising activations and gradients, bytes moved likewise
+_FP8_TRAFFIC = 1.5
+# bytes moved to unpack one value of a weight for one product: eager int8 as it was on the H200, the others by
+# what is read and written
+_UNPACK_BYTES = {"int8": 14.0, "nf4": 6.0, "fp8": 14.0}
+_UNPACK_BYTES_COMPILED = {"int8": 3.0, "nf4": 6.0, "fp8": 3.0}
+_ATTENTION_BACKWARD = 2.5
+"""Work of attention's backward in forwards."""
+_FORWARD_POINTWISE = 0.35
+"""Share of the pointwise work that is forward."""
+_HOST_COPY_BYTES = 20e9
+"""Copies from pinned host memory, in bytes a second: assumed for PCIe 4.0 with 16 lanes, not measured."""
+_INSIDE = 0.6
+"""Share of its products that a compiled block repeats which keeps its input alone: 7 or 8 parts of 12, where
+feed-forwards are four times as wide as the block.
+"""
+_CHEAP_FIRST = 2.8
+"""Recomputing what is beyond a share b kept costs (1 - b) to this power of all: 0.3 cost 37 % on the H200."""
+
+
+def rates(gpu: Gpu) -> Rates | None:
+    """The GPU's peaks by its name; None where they are not known."""
+    if any(word in gpu.name for word in _LESS):
+        return None
+    return next((found for name, found in _RATES if name in gpu.name), None)
+
+
+_LESS = ("Laptop", "Max-Q", "MIG")
+"""Words in the names of GPUs that have less than the one they are called after."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """What the probe measured at the run's shapes, where it did."""
+
+    attention_ms: float | None = None
+    """One attention call, forward and backward, of the kernel that the run uses."""
+    matmul: Mapping[str, float]
+    """Time of a frozen linear layer by its kind, as a share of bf16's."""
+
+
+def measured(
+    verdicts: Sequence[KernelVerdict], geometry: Geometry, attention: str, dtype: str = "bf16"
+) -> Measured:
+    """The verdicts that count at this geometry: on attention in the run's type, on linear layers as they are.
+
+    What linear layers take is a share of bf16's, in which all of them are measured.
+    """
+    counting = {(geometry.attention_shape_class, dtype), (geometry.matmul_shape_class, "bf16")}
+    found = {
+        row.kernel: row.milliseconds
+        for row in verdicts
+        if row.works and (row.shape_class, row.dtype) in counting
+    }
+    base = found.get("matmul.bf16")
+    shares = {
+        kind: ms / base
+        for kind in (*QUANTIZED, "fp8")
+        if base and (ms := found.get(f"matmul.{kind}")) is not None
+    }
+    return Measured(attention_ms=found.get(f"attention.{attention}"), matmul=shares)
+
+
+def milliseconds(
+    storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured | None = None
+) -> float:
+    """A batch, forward and backward, without the optimizer's step, in the micro-batches that its samples'
+    shapes usually make.
+
+    A frozen base has the gradient of the input only, so backward costs as much as forward; a trained one
+    twice that. Recomputing adds forward's share.
+    """
+    seen, parts = seen or Measured(matmul={}), usual_parts(storage, geometry, attention)
+    return sum(
+        count * _part_ms(storage, geometry, attention, peaks, seen, samples / len(parts))
+        for samples, count in enumerate(parts, 1)
+    )
+
+
+def _part_ms(
+    storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured, share: float
+) -> float:
+    """One micro-batch of this share of the batch's samples."""
+    again, repeated = _recomputed(storage, geometry), _products_repeated(storage)
+    forwards, backwards = 1.0 + again, 2.0 if storage.method == "full" else 1.0
+    products = 1.0 + again * repeated + backwards
+    move_ms = 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
+    style = "compiled" if storage.compile else "eager"
+    pointwise = (1 - _FORWARD_POINTWISE) + _FORWARD_POINTWISE * forwards
+    # traffic is of what eager blocks keep: that is what the figures were fitted to
+    attention_forwards = forwards + _ATTENTION_BACKWARD
+    saved = share * geometry.usual_share * geometry.activations.saved
+    traffic = _TRAFFIC[style] * saved
+    if storage.compute == "fp8" and "fp8" not in seen.matmul:
+        traffic += _FP8_TRAFFIC * saved
+    computing = (
+        products * _product_ms(storage, geometry, peaks, seen, share)
+        + share * attention_forwards * _attention_ms(storage, geometry, attention, peaks, seen)
+        + pointwise * (traffic * move_ms + geometry.blocks * _LAUNCHES_MS[style])
+        + (geometry.quantized_parameters * 2 * move_ms if _transposes(storage) else 0.0)
+        + _modulation_ms(storage, geometry, move_ms) * forwards
+    )
+    computing = max(computing, pointwise * _host_ms(storage, geometry))
+    return computing + _copying_ms(storage, geometry, computing)
+
+
+EXACT_ONLY = ("flash_attn_2", "flash_attn_3")
+"""Kernels that are given captions without padding."""
+
+
+def usual_parts(storage: Storage, geometry: Geometry, attention: str) -> tuple[float, ...]:
+    """Micro-batches of one, two ... of a batch's samples, on average, captions as they are padded."""
+    padded = storage.compile and storage.method == "lora" and attention not in EXACT_ONLY
+    return (geometry.usual_parts_padded if padded else geometry.usual_parts) or (1.0,)
+
+
+def _host_ms(storage: Storage, geometry: Geometry) -> float:
+    """What the host takes to begin all kernels of eager blocks, which a fast GPU waits for."""
+    if storage.compile:
+        return 0.0
+    packed = _HOST_PACKED_MS if storage.weights in PACKED else 0.0
+    return geometry.products * (_HOST_PRODUCT_MS + packed) + geometry.lora_layers * _HOST_ADAPTER_MS
+
+
+def _modulation_ms(storage: Storage, geometry: Geometry, move_ms: float) -> float:
+    """Unpacking modulation that is stored beside FP8: once a forward pass, it has no gradient."""
+    each = (_UNPACK_BYTES_COMPILED if storage.compile else _UNPACK_BYTES).get(storage.modulation, 0.0)
+    return each * geometry.modulation.parameters * move_ms
+
+
+def _copying_ms(storage: Storage, geometry: Geometry, computing_ms: float) -> float:
+    """What the device waits for blocks from host memory, each copied while those before it compute.
+
+    A third of the work is forward, the rest recomputes and goes back.
+    """
+    if not storage.swapped:
+        return 0.0
+    copy = waiting_bytes(storage, geometry).all / storage.swapped / _HOST_COPY_BYTES * 1e3
+    longest = max(stack.blocks for stack in geometry.stacks)
+    between = max(1.0, longest / storage.swapped) * computing_ms / max(1, geometry.blocks)
+    return storage.swapped * sum(max(0.0, copy - share * between) for share in (1 / 3, 2 / 3))
+
+
+def _recomputed(storage: Storage, geometry: Geometry) -> float:
+    """Forward passes that backward repeats: 0 to 1."""
+    if storage.checkpointing:
+        return storage.recomputed / geometry.blocks if storage.recomputed else 1.0
+    if _repeats_products(storage):
+        return 1.0
+    return float((1.0 - storage.activation_budget) ** _CHEAP_FIRST)
+
+
+def _repeats_products(storage: Storage) -> bool:
+    """Whether a budget keeps no product's result: those that unpack their weight are all repeated."""
+    packed = storage.weights in _UNPACK_BYTES and storage.compute != "fp8"
+    return packed and storage.activation_budget < 1.0
+
+
+def _products_repeated(storage: Storage) -> float:
+    """Share of a forward pass's products where it is repeated: a graph leaves out what nothing waits for.
+
+    All of them where a budget keeps some: `_CHEAP_FIRST` was fitted to whole passes.
+    """
+    inside = storage.compile and not storage.swapped
+    return _INSIDE if inside and (storage.checkpointing or _repeats_products(storage)) else 1.0
+
+
+def _transposes(storage: Storage) -> bool:
+    """Whether every weight is read and written once more in backward, transposed."""
+    return storage.compute == "fp8" and storage.weight_copies == 1
+
+
+def _rate(storage: Storage, peaks: Rates) -> float:
+    """FLOP a millisecond of tensor cores in the run's type; products that stay fp32 run in TF32."""
+    return peaks.bf16 * (0.5 if storage.dtype == "fp32" else 1.0) * 1e9
+
+
+def _product_ms(storage: Storage, geometry: Geometry, peaks: Rates, seen: Measured, share: float) -> float:
+    """All linear layers of the blocks once, for this share of the batch."""
+    flops = share * geometry.matmul_flops
+    plain = flops / (_rate(storage, peaks) * _MATMUL_SHARE["bf16"])
+    kind = storage.weights
+    if kind in seen.matmul and storage.compute == ("fp8" if kind == "fp8" else storage.dtype):
+        return plain * seen.matmul[kind]
+    if storage.compute == "fp8":
+        return flops / ((peaks.fp8 or peaks.bf16) * 1e9 * _MATMUL_SHARE["fp8"])
+    each = (_UNPACK_BYTES_COMPILED if storage.compile else _UNPACK_BYTES).get(kind, 0.0)
+    unpacked = (
+        each * packed_linears(storage, geometry).parameters * 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
+    )
+    return plain + unpacked
+
+
+def _attention_ms(
+    storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured
+) -> float:
+    """All attention calls, forward."""
+    if seen.attention_ms is not None:
+        # probed with the longest captions
+        usual_ms = seen.attention_ms * geometry.usual_share**2
+        return geometry.attention_calls * usual_ms / (1 + _ATTENTION_BACKWARD)
+    share = _ATTENTION_SHARE.get(attention, peaks.flash)
+    return geometry.attention_flops / (_rate(storage, peaks) * share)

@@ -1,0 +1,87 @@
+"""A run that goes on keeps what `auto` decided when it began. Imports no torch.
+
+Verdicts and free memory change between two starts; how the base is stored and how a step's samples are parted
+may not, because the checkpoint was trained so.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from trainer.config.reading.load import Loaded
+from trainer.config.schema import RunConfig, changed
+from trainer.errors import ConfigError
+
+PLAN_FILE = "plan.json"
+_BATCH, _ACCUMULATION = "train.train_batch_size", "train.gradient_accumulation_steps"
+
+
+def continued(loaded: Loaded) -> Loaded:
+    """`loaded` with the decisions of the run that it goes on with, where nothing else was written.
+
+    Raises ConfigError for a plan that cannot be read.
+    """
+    config = loaded.config
+    path = config.output_dir / PLAN_FILE
+    if config.checkpoint.resume_from_checkpoint != "auto" or not going_on(config) or not path.is_file():
+        return loaded
+    began = _read(path)
+    kept = _batches(config, began)
+    for name, key, asked in (
+        ("dtype", "model.dtype", config.model.dtype),
+        ("weights", "features.weights", config.features.weights),
+    ):
+        if asked == "auto" and name in began:
+            kept[key] = began[name]
+    kept |= _beside(config, began, str(kept.get("features.weights", config.features.weights)))
+    return dataclasses.replace(
+        loaded,
+        config=changed(config, kept),
+        sources={**loaded.sources, **dict.fromkeys(kept, str(path))},
+        goes_on=True,
+    )
+
+
+def _beside(config: RunConfig, began: dict[str, Any], weights: str) -> dict[str, Any]:
+    """What goes with a base in FP8: how it is multiplied, and how its modulation is stored."""
+    features, kept = config.features, dict[str, Any]()
+    if weights == "fp8" == began.get("weights"):
+        if features.compute == "auto" and began.get("compute") in ("bf16", "fp8"):
+            kept["features.compute"] = began["compute"]
+        if features.modulation == "auto":
+            # plans of before there was a choice do not name it
+            kept["features.modulation"] = began.get("modulation") or "kept"
+    return kept
+
+
+def going_on(config: RunConfig) -> bool:
+    """Whether the run's folder holds a checkpoint."""
+    return any((config.output_dir / "checkpoints").glob("step-*"))
+
+
+def _batches(config: RunConfig, began: dict[str, Any]) -> dict[str, Any]:
+    """How a step's samples were parted, where it still has as many."""
+    train = config.train
+    size, steps = began.get("micro_batch_size", 0), began.get("accumulation_steps", 0)
+    if size * steps != train.train_batch_size * train.gradient_accumulation_steps:
+        return {}
+    if size == train.train_batch_size:
+        return {}
+    return {_BATCH: size, _ACCUMULATION: steps}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+        if not isinstance(content, dict):
+            raise ValueError("not a JSON object")
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"the run's plan cannot be read ({error})",
+            where=str(path),
+            remedy="move it away: the run then goes on as is decided now, if its checkpoint allows that",
+        ) from error
+    return content

@@ -1,0 +1,70 @@
+"""Memory ran out: what was predicted, and what the plan has not done against it yet. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from trainer.config.schema import RunConfig
+from trainer.errors import OutOfMemoryError
+from trainer.planning.cost import memory
+from trainer.planning.kept_decisions import going_on
+from trainer.planning.plan import Plan
+from trainer.planning.shapes.adapters import needs_whole_base
+from trainer.telemetry.status import Phase
+
+_GIB = 1024**3
+_UNPACKED = ("int8", "fp8", "nf4")
+_SMALLER = {"bf16": _UNPACKED, "fp16": _UNPACKED, "fp32": _UNPACKED, "fp8": ("nf4",), "int8": ("nf4",)}
+"""How the base is stored, and what takes less."""
+Allowed = Callable[[Mapping[str, Any]], bool]
+"""Whether the run loads and is planned with these values, by dotted key."""
+
+
+def out_of_memory(
+    error: BaseException, phase: Phase | None, config: RunConfig, plan: Plan, allowed: Allowed
+) -> OutOfMemoryError:
+    """The error to end with, for an allocation that failed in `phase`; it advises only what is `allowed`."""
+    rows = plan.cache_memory if phase is Phase.CACHE else plan.train_memory
+    predicted = ""
+    if plan.device != "cpu":
+        needed = memory.total(rows) / _GIB
+        predicted = f"; {needed:.1f} GiB were predicted, {plan.budget_bytes / _GIB:.1f} are the budget"
+    # advice to torch's own users follows in the next sentences
+    said = str(error).split(" If reserved but unallocated")[0].strip() or type(error).__name__
+    talks = any(one.chat_file for one in config.data.sets)
+    remedies = [*_remedies(phase, config, plan, allowed)]
+    remedies.append(f"a lower data.{'max_sequence_length' if talks else 'resolution'}")
+    return OutOfMemoryError(
+        f"memory ran out{predicted} ({said})",
+        where=f"phase {phase or Phase.LOAD}",
+        remedy=f"use {', or '.join(remedies)}; what was saved stays",
+    )
+
+
+def _remedies(phase: Phase | None, config: RunConfig, plan: Plan, allowed: Allowed) -> Iterator[str]:
+    """What the run does not do yet, the cheapest first, and for each key the first value that is allowed."""
+    for key, values in _changes(phase, config, plan):
+        fitting = (value for value in values if allowed({key: value}))
+        for value in [*fitting][:1]:
+            yield f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
+    if plan.micro_batch_size > 1 and phase is not Phase.CACHE:
+        yield "a smaller train.train_batch_size"
+
+
+def _changes(phase: Phase | None, config: RunConfig, plan: Plan) -> Iterator[tuple[str, tuple[Any, ...]]]:
+    """Keys with the values to try."""
+    if plan.device == "cpu":
+        return
+    if phase is not Phase.CACHE:
+        if plan.cuda_graphs:
+            yield "features.cuda_graphs", (False,)
+        if not plan.activation_checkpointing or plan.recomputed_blocks:
+            yield "features.activation_checkpointing", (True,)
+        # a run that goes on keeps its adapter, and the base that it began with
+        if config.method == "lora" and not going_on(config):
+            if needs_whole_base(config):
+                yield "lora.type", ("lora",)
+            yield "features.weights", _SMALLER.get(plan.weights, ())
+    # the plan then chooses what needs less, without being told how
+    yield "features.memory_budget", (f"{0.95 * plan.budget_bytes / _GIB:.1f}GiB",)

@@ -1,0 +1,117 @@
+"""Every hardware decision of a run, made once by `resolve`, as data with reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decision:
+    """One row of the plan's table."""
+
+    feature: str
+    value: str
+    source: str
+    """`auto`, `profile NAME`, or where the user wrote it (file:line, variable, --set)."""
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryRow:
+    """One predicted component of device or host memory, in bytes."""
+
+    name: str
+    bytes: int
+    detail: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What the run will do on this machine: typed fields for code, `decisions` for people."""
+
+    profile: str
+    device: str
+    """`cuda` or `cpu`."""
+    dtype: str
+    """`bf16`, `fp16` or `fp32`: the run's type, and storage of the base unless `weights` says another."""
+    weights: str
+    """`bf16`, `fp16`, `fp32`, `int8`, `nf4` or `fp8`: storage of the base."""
+    compute: str
+    """`bf16`, `fp16`, `fp32` or `fp8`: what frozen linears multiply in; `fp8` only with weights in fp8."""
+    weight_copies: int
+    """2: FP8 weights have a transposed copy for backward (faster); 1: they are transposed each time."""
+    modulation: str
+    """`int8`: how the linears of `Family.modulation` are stored beside FP8 weights; empty: as the base, or in
+    `dtype`.
+    """
+    text_encoder_weights: str
+    """`dtype`, or `int8` or `nf4`: storage of the text encoders' layers while captions are encoded."""
+    compile: bool
+    """Repeated blocks are compiled with torch.compile."""
+    activation_budget: float
+    """Share of a compiled block's activations that is kept; 1.0 without a limit."""
+    cuda_graphs: bool
+    """A micro-batch's forward and backward are replayed as one CUDA graph."""
+    text_padding: bool
+    """Captions are padded to a few lengths, and attention leaves the padding out."""
+    attention: str
+    """`flash`, `cudnn`, `cudnn_strided`, `flash_attn_2`, `flash_attn_3`, `flash_attn_4`, `efficient`, `math`
+    or `native`."""
+    activation_checkpointing: bool
+    """Blocks are recomputed whole in backward."""
+    recomputed_blocks: int
+    """Those, from the first on, where not all of them are; 0 for all, and for none."""
+    swapped_blocks: int
+    """Repeated blocks whose frozen weights wait in host memory and are copied to the device for each use."""
+    micro_batch_size: int
+    """Samples of one forward pass: `train.train_batch_size`, or a divisor where that does not fit."""
+    accumulation_steps: int
+    """Micro-batches of one optimizer step; with `micro_batch_size` the configured effective batch."""
+    vae_tiling: bool
+    tf32: bool
+    pin_memory: bool
+    keep_bytes: int
+    """Host memory in which encoded samples that were read may stay."""
+    loader: str
+    """`safetensors`, `fastsafetensors`, or `auto`: decided for each file by where its bytes are;
+    `fastsafetensors-cold`, `fastsafetensors-cached`: as `auto`, but by that for files in this state.
+    """
+    optimizer: str
+    """`adamw_fused_fp32` (fp32 masters), `adamw_kahan_bf16` (compensated, for full fine-tunes in bf16),
+    `adamw_8bit` or `prodigy` (both with fp32 masters)."""
+    environment: Mapping[str, str]
+    """Variables that must exist before the training process imports torch; where the user wrote one, it has
+    the user's value.
+    """
+    train_memory: tuple[MemoryRow, ...]
+    cache_memory: tuple[MemoryRow, ...]
+    host_memory: tuple[MemoryRow, ...]
+    """What the training process holds beside the device; empty on a CPU, whose memory is the device's."""
+    step_milliseconds: float
+    """Predicted time of `micro_batch_size` samples of usual shapes, forward and backward; 0.0 where the
+    machine's rates are unknown.
+    """
+    budget_bytes: int
+    """Device memory the plan keeps within."""
+    disk_bytes: int
+    """Free space the run needs in output_dir: checkpoints and final files."""
+    decisions: tuple[Decision, ...]
+    warnings: tuple[str, ...] = ()
+    unset: tuple[str, ...] = ()
+    """Variables that the training process must not have: other spellings of those in `environment`."""
+
+    def child_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
+        """`environ` with what the training process needs; the user's own `OMP_*` values stay."""
+        needed = {
+            name: value
+            for name, value in self.environment.items()
+            if not (name.startswith("OMP_") and name in environ)
+        }
+        kept = {name: value for name, value in environ.items() if name not in self.unset}
+        return {**kept, **needed}
+
+    @property
+    def peak_bytes(self) -> int:
+        """Predicted peak of device memory over caching and training."""
+        return max(sum(row.bytes for row in self.train_memory), sum(row.bytes for row in self.cache_memory))

@@ -1,0 +1,182 @@
+"""From a configuration to its plan on a machine. Imports no torch."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from trainer import families
+from trainer.config import environment
+from trainer.config.reading.load import Loaded, with_settings
+from trainer.config.schema import FeaturesSection, RunConfig
+from trainer.errors import TrainerError
+from trainer.families.protocol import AttentionShape, Family
+from trainer.files.weight_files import weight_files
+from trainer.machine.facts import Facts
+from trainer.machine.profiles import select
+from trainer.machine.reading import read_facts
+from trainer.modeling.base.base import is_repository, local_folder
+from trainer.modeling.base.source import prepare
+from trainer.planning.agreement import check_family
+from trainer.planning.base_check import check_base
+from trainer.planning.base_rows import base_rows
+from trainer.planning.choose.loading import disk_of
+from trainer.planning.choose.swapping import NO_OFFLOAD
+from trainer.planning.plan import Decision, Plan
+from trainer.planning.resolve import GeometryOf, dtype_of, resolve
+from trainer.planning.shapes.geometry import Geometry
+from trainer.planning.shapes.run_shapes import run_geometry, run_shape, trained_config
+from trainer.planning.shapes.set_look import seen, shapes_of
+from trainer.planning.shapes.work import Mix
+from trainer.planning.torch_and_driver import require_memory_kind
+
+
+def predict(config: RunConfig, facts: Facts, requested_profile: str = "auto") -> Plan:
+    """What a run needs and takes on a machine: the function to call from Python. No torch, a few ms a call;
+    batches above one are planned with the sizes of some pictures, which are read once.
+
+    `plan.train_memory`, `plan.cache_memory` and `plan.host_memory` are bytes by component,
+    `plan.step_milliseconds` is the predicted time of `plan.micro_batch_size` samples, and every choice that
+    `config` leaves `auto` is made, with its reason in `plan.decisions`. `facts` come from `machine_facts()`,
+    or from a recorded machine by `trainer.machine.reading.read_recorded`. Raises as `plan_run`.
+    """
+    return plan_run(Loaded(config=config, sources={}), facts, requested_profile)
+
+
+def plan_run(
+    loaded: Loaded,
+    facts: Facts,
+    requested_profile: str = "auto",
+    *,
+    find_model: Callable[[RunConfig], Path | None] | None = None,
+    mix: Mix | None = None,
+) -> Plan:
+    """The plan of a run on the machine that `facts` describe.
+
+    `find_model` says where the base model is on this disk; `local_folder` if not given. `mix` says of what
+    shapes samples are; what a look at the data set shows if not given. Raises ConfigError
+    (78) for a profile that does not exist and for an adapter on layers that the model has none of,
+    HardwareError (69) where the machine cannot do it, AccessError (77) where the base model is a folder that
+    is not there. UNIFIED_MEMORY, DISABLE_CPU_OFFLOAD and PYTORCH_ALLOC_CONF are obeyed.
+    """
+    unified, no_offload = environment.switch("UNIFIED_MEMORY"), environment.switch(NO_OFFLOAD)
+    config, sources = loaded.config, loaded.sources
+    family = families.get(config.family)
+    check_family(family, loaded)
+    folder = (find_model or local_folder)(config)
+    told = check_base(family, loaded, folder) if folder is not None else ()
+    downloads = is_repository(config)
+    profile, reason = select(facts, requested_profile)
+    require_memory_kind(facts, profile, unified)
+
+    def changed_by(values: Mapping[str, Any]) -> RunConfig:
+        changed = with_settings(loaded, values)
+        check_family(family, changed)
+        return changed.config
+
+    geometry_of = _geometries(family, loaded, folder, mix)
+    source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
+    plan = resolve(
+        config,
+        facts,
+        profile,
+        geometry_of(config, dtype_of(config, facts, profile, sources)),
+        sources,
+        profile_row=Decision(feature="profile", value=profile.name, source=source, reason=reason),
+        geometry_of=geometry_of,
+        changed_by=changed_by,
+        offload=not no_offload,
+        environ=environment.snapshot(),
+        disk=disk_of(weights_folder(family, folder)),
+        goes_on=loaded.goes_on,
+    )
+    rows = base_rows(family, config, folder) if downloads else ()
+    return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
+
+
+def _geometries(family: Family, loaded: Loaded, folder: Path | None, mix: Mix | None) -> GeometryOf:
+    """The geometry of the run, changed, in a compute type."""
+    downloads = is_repository(loaded.config)
+    # of single samples it does not matter what shapes they have
+    looks = mix is None and loaded.config.train.train_batch_size > 1
+    looked = seen(loaded.config.data.sets, family) if looks else ()
+
+    def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
+        return run_geometry(
+            family,
+            changed,
+            model_folder=folder,
+            dtype=dtype,
+            sources=loaded.sources,
+            downloads=downloads,
+            mix=mix or Mix(pictures=shapes_of(looked, changed.data.resolution, family.pixel_multiple)),
+        )
+
+    return geometry_of
+
+
+def weights_folder(family: Family, folder: Path | None) -> Path | None:
+    """Where the trained component's weight files lie: in the hub's cache they are links. None without any."""
+    files = () if folder is None else weight_files(folder / family.trained_component).files
+    return files[0].resolve().parent if files else None
+
+
+def prepare_base(loaded: Loaded) -> None:
+    """Before the plan of a job that will run: what it needs of the base model to be planned is on this disk.
+
+    Raises AccessError where the base cannot be made complete or is damaged, ConfigError where it is another
+    family's. Says no word to the hub where it is complete.
+    """
+    family, folder = families.get(loaded.config.family), local_folder(loaded.config)
+    if folder is not None:
+        check_base(family, loaded, folder)
+    prepare(loaded.config, families.components(family), trained=family.trained_component)
+
+
+def may_be_planned(config: RunConfig, values: Mapping[str, Any], facts: Facts | None = None) -> bool:
+    """Whether the run loads with other values by dotted key and has a plan on this machine.
+
+    Asked from the run itself: memory counts as available, which the run's own end will make so.
+    """
+    standard = FeaturesSection()
+    written = [name for name, value in vars(config.features).items() if value != vars(standard)[name]]
+    sources = dict.fromkeys((f"features.{name}" for name in written), "the run's configuration")
+    try:
+        facts = facts or machine_facts()
+        free = dataclasses.replace(facts.memory, available_bytes=facts.memory.total_bytes)
+        changed = with_settings(Loaded(config=config, sources=sources), values)
+        plan_run(changed, dataclasses.replace(facts, memory=free), requested_profile())
+    except TrainerError:
+        return False
+    return True
+
+
+def machine_facts(facts_file: Path | None = None) -> Facts:
+    """Facts of this machine, or of `facts_file`, or of the file that TRAINER_FACTS names."""
+    recorded = environment.read("TRAINER_FACTS")
+    torch_facts = environment.read("TRAINER_TORCH_FACTS")
+    return read_facts(
+        cache_dir=environment.user_cache_dir(),
+        facts_file=facts_file or (Path(recorded) if recorded else None),
+        named_by="--facts" if facts_file else "TRAINER_FACTS",
+        torch_facts=Path(torch_facts) if torch_facts else None,
+        visible_devices=environment.snapshot().get("CUDA_VISIBLE_DEVICES"),
+    )
+
+
+def requested_profile() -> str:
+    """TRAINER_PROFILE, or `auto`."""
+    return environment.read("TRAINER_PROFILE") or "auto"
+
+
+def run_attention(loaded: Loaded, batch_size: int) -> AttentionShape:
+    """The run's attention call in a micro-batch of that size, for the kernel probe."""
+    train = loaded.config.train.model_copy(update={"train_batch_size": batch_size})
+    config = loaded.config.model_copy(update={"train": train})
+    family = families.get(config.family)
+    model_config = trained_config(family, local_folder(config), downloads=is_repository(config))
+    # which kernel runs depends on heads, width and tokens, not on the bytes of a value
+    shape = run_shape(config, family, bytes_per_value=2)
+    return family.attention_shape(model_config, shape)

@@ -1,0 +1,88 @@
+"""The plan as a table for people, as JSON for plan.json, and as shell exports."""
+
+from __future__ import annotations
+
+import shlex
+import textwrap
+from collections.abc import Sequence
+
+from trainer.files import codec
+from trainer.planning.cost.memory import GIB
+from trainer.planning.plan import MemoryRow, Plan
+
+_WIDTH = 118
+_GAP = "  "
+_MEMORY_NAME_WIDTH = 28
+
+
+def plan_text(plan: Plan) -> str:
+    """Plain text: one row a decision, memory against the budget, warnings; no newline at the end."""
+    header = ("feature", "value", "source", "reason")
+    rows = [header, *((row.feature, row.value, row.source, row.reason) for row in plan.decisions)]
+    lines = _table(rows)
+    lines += ["", *_memory("memory while training", plan.train_memory, plan.budget_bytes)]
+    lines += ["", *_memory("memory while encoding captions and images", plan.cache_memory, plan.budget_bytes)]
+    if plan.host_memory:
+        lines += ["", *_memory("host memory", plan.host_memory, None)]
+    for warning in plan.warnings:
+        lines += ["", *textwrap.wrap(f"warning: {warning}", _WIDTH, subsequent_indent="  ")]
+    return "\n".join(lines)
+
+
+def plan_to_json(plan: Plan) -> str:
+    """JSON text that `plan_from_json` reads back to an equal plan."""
+    return codec.to_json(plan)
+
+
+def plan_from_json(text: str, where: str = "plan.json") -> Plan:
+    """A plan from JSON text; raises HardwareError naming `where` for unknown keys and wrong types."""
+    return codec.from_json(Plan, text, where)
+
+
+def environment_exports(plan: Plan) -> str:
+    """One `export NAME='value'` a line for a shell, quoted so that no value is ever executed.
+
+    As in `Plan.child_environment`, an `OMP_*` value that the shell has already stays.
+    """
+    lines = [f"unset {name}\n" for name in plan.unset]
+    for name, value in sorted(plan.environment.items()):
+        kept = f'[ -n "${{{name}+set}}" ] || ' if name.startswith("OMP_") else ""
+        lines.append(f"{kept}export {name}={shlex.quote(value)}\n")
+    return "".join(lines)
+
+
+def _table(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
+    """Columns as wide as their widest cell; the last one is wrapped."""
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    indent = " " * (sum(widths) + 3 * len(_GAP))
+    lines = []
+    for *cells, reason in rows:
+        start = _GAP.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + _GAP
+        room = max(40, _WIDTH - len(start))
+        first, *rest = textwrap.wrap(reason, room, break_long_words=False) or [""]
+        lines += [(start + first).rstrip(), *(indent + line for line in rest)]
+    return lines
+
+
+def _memory(title: str, rows: Sequence[MemoryRow], budget_bytes: int | None) -> list[str]:
+    """One block; a budget of 0 is none to spend, of None no question."""
+    total = sum(row.bytes for row in rows)
+    lines = [f"{title} (predicted)"]
+    lines += [
+        f"  {row.name.ljust(_MEMORY_NAME_WIDTH)}{_size(row.bytes)}  {row.detail}".rstrip() for row in rows
+    ]
+    share = (
+        f"{total / budget_bytes:.0%} of the budget, {_size(budget_bytes).strip()}"
+        if budget_bytes
+        else "no budget"
+    )
+    if budget_bytes is None:
+        share = ""
+    return [*lines, f"  {'sum'.ljust(_MEMORY_NAME_WIDTH)}{_size(total)}  {share}".rstrip()]
+
+
+def _size(count: int) -> str:
+    """Fixed width; small sizes in MiB so that tiny models show figures too."""
+    if count >= GIB // 10:
+        return f"{count / GIB:8.2f} GiB"
+    return f"{count / 1024**2:8.2f} MiB"

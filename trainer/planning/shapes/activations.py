@@ -1,0 +1,210 @@
+"""What a micro-batch's activations take: counts of one block, times the run's blocks and tokens.
+
+The counts (activations.json) were made on a GPU by `bench.py count`, in units of tokens x width x bytes of a
+value: what a block keeps for backward is the same for any number of blocks and tokens. Parts of them are
+derived from shapes: docs/adr/0007-activations-are-counted.md.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trainer.planning.shapes.adapters import NOTHING_KEPT, Kept
+
+COUNTS = Path(__file__).with_name("activations.json")
+_ALL_LINEARS, _RECOMPUTED, _BUDGET = "all linears", "recomputed", "budget"
+COUNTED_ATTENTION = "flash"
+"""The kernel that ways are counted with which name no other, and bf16 products."""
+OTHER_ATTENTION = "cudnn"
+"""In names of ways with a budget: counted with cuDNN's kernel. With flash-attn 4 blocks keep the same."""
+# budgets from here on hold no more with other kernels and FP8 products; smaller ones may hold more
+_LARGE = 0.6
+_PLAIN, _FP8 = "bf16", "fp8"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Held:
+    """Bytes under one way to keep activations."""
+
+    fixed: int
+    """Outside the blocks."""
+    blocks: tuple[int, ...]
+    """Of each block, in the order in which they compute."""
+    beyond: int
+    """What is held at the highest point besides: mostly gradients of one block."""
+
+    @property
+    def kept(self) -> int:
+        """After the forward pass."""
+        return self.fixed + sum(self.blocks)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Activations:
+    """What one micro-batch holds beside weights and optimizer, in bytes."""
+
+    whole: Held
+    """Nothing is recomputed."""
+    recomputed: Held
+    """Every block is: its input stays."""
+    outside: Held
+    """The same from outside what is compiled of a block, as where its weights wait in host memory."""
+    shares: Mapping[float, Held] = field(default_factory=dict)
+    """Compiled blocks that keep a share of their activations, by `features.activation_budget`."""
+    packed_shares: Mapping[str, Mapping[float, Held]] = field(default_factory=dict)
+    """The same by how weights are stored that a product unpacks: compilers keep other things there."""
+    other_shares: Mapping[str, Mapping[float, Held]] = field(default_factory=dict)
+    """Both with another attention kernel, where that was counted; by storage, those of bf16 too."""
+    head: int = 0
+    """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
+
+    @property
+    def saved(self) -> int:
+        """The highest point where nothing is recomputed."""
+        return self.whole.kept + max(self.whole.beyond, self.head)
+
+    def peak(
+        self,
+        *,
+        recomputed: int = 0,
+        budget: float = 1.0,
+        weights: str = _PLAIN,
+        flash: bool = True,
+    ) -> int:
+        """The highest point with the first `recomputed` blocks recomputed, or with a budget below 1.
+
+        `weights` is how the frozen base is stored, where a budget depends on it, `fp8` for products in FP8.
+        `flash` is false for another attention kernel than COUNTED_ATTENTION. Backward starts with the last
+        blocks: where the first are recomputed, the others have given back what they kept. A budget needs no
+        more than any larger one that was counted.
+        """
+        if budget < 1.0:
+            shares = self._budgets(weights, flash=flash)
+            sizes = {share: held.kept + max(held.beyond, self.head) for share, held in shares.items()}
+            return min(size for share, size in sizes.items() if share >= budget)
+        if not recomputed:
+            return self.saved
+        inputs = sum(self.recomputed.blocks[:recomputed])
+        others = self.whole.fixed + sum(self.whole.blocks[recomputed:])
+        return max(
+            inputs + others + max(self.whole.beyond if others else 0, self.head),
+            inputs + self.recomputed.fixed + max(self.recomputed.beyond, self.head),
+        )
+
+    def _budgets(self, weights: str, *, flash: bool) -> Mapping[float, Held]:
+        """What is held by the share that is kept, as far as it was counted for such kernels and products.
+
+        Small shares that were not are left out: they are planned as the next larger one.
+        """
+        plain, packed = dict(self.shares), dict(self.packed_shares.get(weights, {}))
+        if not flash or weights == _FP8:
+            plain = {share: held for share, held in plain.items() if share >= _LARGE}
+            packed |= self.other_shares.get(weights, {})
+        if not flash and weights != _FP8:
+            plain |= self.other_shares.get(_PLAIN, {})
+        return {1.0: self.whole, **plain, **packed}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Units:
+    """Bytes of one value of every token."""
+
+    every: int
+    """Of all tokens that the blocks see."""
+    captions: int
+    """Of the caption's: some models have blocks that see no others."""
+
+
+def counted(family: str) -> Mapping[str, Any]:
+    """The counts of a family. Raises KeyError where it has none."""
+    found: Mapping[str, Any] = _table()[family]
+    return found
+
+
+def activations(
+    counts: Mapping[str, Any],
+    blocks: Mapping[str, int],
+    units: Units,
+    *,
+    compiled: bool,
+    linear_inputs: bool,
+    head: int,
+    more: float = 0.0,
+    adapter: Kept = NOTHING_KEPT,
+) -> Activations:
+    """From a family's counts and the number of blocks of each stack.
+
+    `linear_inputs`: the inputs of all linears are kept as well, as a LoRA on all linears and a full fine-tune
+    do. `more` units are added to what each block keeps: it is not of the shape that was counted.
+    `adapter` is what the adapter holds beyond a plain LoRA.
+    """
+    ways, style = counts["ways"], "compiled" if compiled else "eager"
+    extra = _extra(ways, style, more, linear_inputs=linear_inputs)
+    # the caption's tokens, which a block only reads
+    caption_bytes = [counts["beside"].get(name, 0.0) * units.captions for name in counts["stacks"]]
+
+    def held(way: str, *, recomputes: bool = False) -> Held:
+        found = ways[way]
+        each: list[int] = []
+        for number, name in enumerate(counts["stacks"]):
+            unit = units.captions if name in counts["captions"] else units.every
+            size = found["blocks"][number] * unit
+            if not recomputes:
+                size += extra[number] * unit + caption_bytes[number] + adapter.blocks.get(name, 0)
+            each += [int(size)] * blocks.get(name, 0)
+        beyond = found["beyond"] * units.every + adapter.beyond
+        if recomputes:  # one block's
+            beyond += max(extra) * units.every + max(caption_bytes) + max(adapter.blocks.values(), default=0)
+        return Held(fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond))
+
+    def every(attention: str = "") -> dict[str, dict[float, Held]]:
+        found = _shares(ways, attention) if compiled else {}
+        return {weights: {share: held(way) for share, way in one.items()} for weights, one in found.items()}
+
+    inside, outside = f"{style}, {_RECOMPUTED}", f"{style}, {_RECOMPUTED} outside"
+    return Activations(
+        whole=held(style),
+        recomputed=held(inside, recomputes=True),
+        outside=held(outside if outside in ways else inside, recomputes=True),
+        shares=every().get(_PLAIN, {}),
+        packed_shares={weights: found for weights, found in every().items() if weights != _PLAIN},
+        other_shares=every(OTHER_ATTENTION),
+        head=head,
+    )
+
+
+def _extra(ways: Mapping[str, Any], style: str, more: float, *, linear_inputs: bool) -> list[float]:
+    """Units that a block of each stack keeps beyond those of its way."""
+    plain = ways[style]["blocks"]
+    if not linear_inputs:
+        return [more] * len(plain)
+    wide = ways[f"{style}, {_ALL_LINEARS}"]["blocks"]
+    return [more + one - other for one, other in zip(wide, plain, strict=True)]
+
+
+def _shares(ways: Iterable[str], attention: str) -> dict[str, dict[float, str]]:
+    """Ways with a budget by how weights are stored, and by the share that is kept.
+
+    "compiled, budget 0.6" and "compiled, int8, budget 0.6"; those with `attention` where it is not empty, as
+    "compiled, cudnn, budget 0.6" and "compiled, int8, cudnn, budget 0.6".
+    """
+    found: dict[str, dict[float, str]] = {}
+    for way in ways:
+        before, budget, share = way.rpartition(f", {_BUDGET} ")
+        parts = before.split(", ")[1:]
+        kernel = OTHER_ATTENTION if OTHER_ATTENTION in parts else ""
+        if budget and kernel == attention:
+            weights = next((part for part in parts if part != kernel), _PLAIN)
+            found.setdefault(weights, {})[float(share)] = way
+    return found
+
+
+@functools.cache
+def _table() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(COUNTS.read_text())
+    return table

@@ -1,0 +1,136 @@
+"""What is seen of a data set at a glance: its samples by their names, and some pictures' sizes.
+
+Nothing is checked, and nothing is decoded: what cannot be read the run tells.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from trainer.config.schema import DataSet
+from trainer.data.pictures.buckets import Size, buckets, nearest_bucket
+from trainer.data.pictures.images import claimed_size
+from trainer.data.sets.controls import control_folders, pair_controls, without_controls
+from trainer.data.sets.listing import list_folder
+from trainer.data.sets.metadata import read_metadata
+from trainer.families.protocol import Family
+from trainer.planning.shapes.mix import Pictures
+
+_MOST_LOOKED_AT = 200
+"""Samples of a set that are looked at for their shapes."""
+_MOST_COUNTED = 20_000
+"""Files and folders of a set that are counted; a larger set is not listed twice for one row."""
+
+Sample = tuple[Path, ...]
+"""A picture and its control images."""
+Sets = tuple[DataSet, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Seen:
+    """A sample that was looked at."""
+
+    sizes: tuple[Size, ...]
+    """Of its picture and its control images, in pixels."""
+    weight: float
+    """Samples of the set that it stands for."""
+    repeats: int
+    """How often each of them comes in an epoch."""
+
+
+def samples(sets: Sets, family: Family) -> tuple[tuple[Sample, ...], ...] | None:
+    """The samples of each set; None where the sets are no folders of this disk that are counted at once."""
+    return _samples(sets, family.control_counts, _stamp(sets))
+
+
+def seen(sets: Sets, family: Family) -> tuple[Seen, ...]:
+    """Some samples of each set; empty where the samples of one, or all of their sizes, are not known."""
+    return _seen(sets, family.control_counts, _stamp(sets))
+
+
+def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Pictures:
+    """Of the shapes that samples come in at this resolution, how many samples have each.
+
+    Control images are counted as if they came into buckets too.
+    """
+    if not looked or resolution < multiple:
+        return ()
+    sizes = buckets(resolution, multiple)
+    numbers: dict[tuple[Size, ...], int] = {}
+    weights: dict[tuple[int, int], float] = {}
+    for one in looked:
+        shape = tuple(nearest_bucket(*size, sizes) for size in one.sizes)
+        key = numbers.setdefault(shape, len(numbers)), one.repeats
+        weights[key] = weights.get(key, 0.0) + one.weight
+    return tuple((shape, max(1, round(weight)), repeats) for (shape, repeats), weight in weights.items())
+
+
+Stamp = tuple[tuple[Path, int], ...]
+
+
+def _stamp(sets: Sets) -> Stamp:
+    """When the folders were changed: what is remembered of others is of no use."""
+    found = []
+    for folder in itertools.chain.from_iterable(map(_folders, sets)):
+        try:
+            found.append((folder, folder.stat().st_mtime_ns))
+        except OSError:
+            found.append((folder, 0))
+    return tuple(found)
+
+
+@functools.lru_cache(maxsize=8)
+def _samples(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple[Sample, ...], ...] | None:
+    found = []
+    for one in sets:
+        if one.img_dir is None or not _is_small(one.img_dir):
+            return None
+        apart = [folder for other in sets for folder in _folders(other) if folder != one.img_dir]
+        found.append(_of_set(one, one.img_dir, apart, controls))
+    return tuple(found) if all(found) else None
+
+
+def _of_set(
+    one: DataSet, folder: Path, apart: Sequence[Path], controls: tuple[int, int]
+) -> tuple[Sample, ...]:
+    folders = control_folders(one.control_dir)
+    listing = list_folder(folder, apart=apart)
+    metadata, _ = read_metadata(listing.metadata, folder)
+    beside, listing = listing, listing if folders else without_controls(listing, metadata)
+    if not controls[1]:
+        return tuple((path,) for path in listing.images)
+    pairs = pair_controls(listing, metadata, folders, controls, beside=beside).controls
+    return tuple((path, *pairs.get(path, ())) for path in listing.images)
+
+
+@functools.lru_cache(maxsize=8)
+def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ...]:
+    found = []
+    for one, every in zip(sets, _samples(sets, controls, stamp) or (), strict=False):
+        # by chance: names often take turns
+        chosen = random.Random(0).sample(range(len(every)), min(len(every), _MOST_LOOKED_AT))
+        sizes = [tuple(map(claimed_size, every[number])) for number in sorted(chosen)]
+        known = [tuple(size for size in row if size is not None) for row in sizes if row[0] is not None]
+        if not known:
+            return ()
+        weight = len(every) / len(known)
+        found += [Seen(sizes=row, weight=weight, repeats=one.repeats) for row in known]
+    return tuple(found)
+
+
+def _folders(one: DataSet) -> tuple[Path, ...]:
+    """All folders of a set."""
+    others = (path for path in (one.img_dir, one.mask_dir) if path is not None)
+    return (*others, *control_folders(one.control_dir))
+
+
+def _is_small(folder: Path) -> bool:
+    """Whether a folder of this disk holds few enough files to be listed for a row."""
+    entries = itertools.chain.from_iterable((*inside, *files) for _, inside, files in os.walk(folder))
+    return sum(1 for _ in itertools.islice(entries, _MOST_COUNTED + 1)) <= _MOST_COUNTED

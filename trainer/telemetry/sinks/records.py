@@ -1,0 +1,179 @@
+"""Metrics.jsonl, one line per log step, which can be cut back to a checkpoint."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.files import atomic
+
+METRICS_LOG = "metrics.jsonl"
+DAMAGED_SUFFIX = ".damaged"
+_CHUNK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValidationRecord:
+    """A held-out loss. The one before the first step is a line of its own: nothing was trained by then."""
+
+    step: int
+    validation_loss: float
+    validation_data: str
+    """Hash of what it was measured on and how; losses with unequal ones do not compare."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepRecord:
+    """What is known at a log step. Times and rates are means since the log step before."""
+
+    step: int
+    """Optimizer steps done."""
+    loss: float
+    learning_rate: float
+    grad_norm: float
+    """Before clipping."""
+    seconds_per_step: float
+    samples_per_second: float
+    tokens_per_second: float | None = None
+    """Only for language models."""
+    device_memory_peak_bytes: int = 0
+    """Highest allocation so far; 0 on a CPU."""
+    device_memory_reserved_bytes: int = 0
+    """Held by the allocator now; 0 on a CPU."""
+    device_memory_reserved_peak_bytes: int = 0
+    """Most that the allocator held so far; 0 on a CPU."""
+    validation_loss: float | None = None
+    """Only at steps that validate."""
+    validation_data: str | None = None
+    """As in ValidationRecord."""
+
+
+_NUMBERS = frozenset(field.name for field in dataclasses.fields(StepRecord)) - {"validation_data"}
+
+
+class MetricsLog:
+    """Append-only metrics.jsonl. A line that a crash cut short is dropped when the file is opened again."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cut_torn_line(path)
+        self._file = path.open("ab")
+
+    def append(self, record: StepRecord | ValidationRecord) -> None:
+        """Write one line, readable at once. A value that is not finite becomes null: JSON has no NaN."""
+        values = dataclasses.asdict(record).items()
+        row = {key: _json_value(value) for key, value in values if value is not None}
+        with atomic.no_space_told(self._path):
+            self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
+            self._file.flush()
+
+    def flush_and_sync(self) -> None:
+        """Put every line on the disk; called before a checkpoint becomes valid."""
+        with atomic.no_space_told(self._path):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+
+    def truncate_after(self, step: int) -> int:
+        """Drop the lines of steps above `step`, all or none: the run goes on from that step's checkpoint.
+
+        Gives how many damaged lines were dropped too; the whole file is then kept as `.damaged` beside it.
+        """
+        self._file.close()
+        rows = list(_rows(self._path))
+        damaged = sum(row is None for _, row in rows)
+        if damaged:
+            aside = self._path.with_name(self._path.name + DAMAGED_SUFFIX)
+            atomic.write_bytes(aside, self._path.read_bytes())
+        kept = [line for line, row in rows if row is not None and row["step"] <= step]
+        atomic.write_bytes(self._path, b"".join(kept))
+        self._file = self._path.open("ab")
+        return damaged
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The rows of a metrics.jsonl, oldest first, without a half-written last one and without damaged ones."""
+    return [row for _, row in _rows(path) if row is not None] if path.exists() else []
+
+
+def count_damaged(path: Path) -> int:
+    """How many lines of a metrics.jsonl `read_metrics` leaves out because they are not what was written."""
+    return sum(row is None for _, row in _rows(path)) if path.exists() else 0
+
+
+def held_out_line(rows: Sequence[Mapping[str, Any]]) -> str | None:
+    """`held-out loss 0.412 -> 0.171 (-58 %)` from a run's rows; None where nothing was measured.
+
+    The first value is the oldest that was measured on what the last one was measured on; `since step N` where
+    that was not before training.
+    """
+    measured = [row for row in rows if "validation_loss" in row]
+    if not measured:
+        return None
+    last = measured[-1]
+    first = next(row for row in measured if row.get("validation_data") == last.get("validation_data"))
+    before, after = first["validation_loss"], last["validation_loss"]
+    if first is last:
+        return f"held-out loss {_short(after)}"
+    since = f" since step {first['step']}" if first["step"] else ""
+    if not before or after is None:
+        return f"held-out loss {_short(before)} -> {_short(after)}{since}"
+    change = 100 * (after / before - 1)
+    percent = f"{change:+.0f}" if abs(change) >= 10 else f"{change:+.1f}"
+    return f"held-out loss {_short(before)} -> {_short(after)} ({percent} %){since}"
+
+
+def cut_torn_line(path: Path) -> None:
+    """Remove what follows the last newline of `path`, which only a crash leaves there."""
+    if not path.exists():
+        return
+    with path.open("r+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        position = end
+        while position > 0:
+            start = max(0, position - _CHUNK_BYTES)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            if newline >= 0:
+                position = start + newline + 1
+                break
+            position = start
+        if position < end:
+            file.truncate(position)
+
+
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Whole lines and what they say; None for one that is not what `append` writes."""
+    with path.open("rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield line, _row(line)
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    if not isinstance(row, dict) or type(row.get("step")) is not int:
+        return None
+    numbers = (row[name] for name in _NUMBERS if row.get(name) is not None)
+    return row if all(type(value) in (int, float) for value in numbers) else None
+
+
+def _short(value: float | None) -> str:
+    return "not finite" if value is None else f"{value:.3g}"
+
+
+def _json_value(value: float | int | str) -> float | int | str | None:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

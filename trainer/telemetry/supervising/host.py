@@ -1,0 +1,79 @@
+"""What the supervisor asks the kernel: memory that is left, OOM kills, why a process died."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from trainer.errors import ExitCode
+
+MEMINFO = Path("/proc/meminfo")
+_SELF_CGROUP = Path("/proc/self/cgroup")
+_CGROUP_ROOT = Path("/sys/fs/cgroup")
+
+CAUSES: dict[int, str] = {
+    signal.SIGKILL: "killed from outside: by the kernel, the container runtime or another process",
+    signal.SIGSEGV: "crashed in native code, most often in a GPU kernel or a library of the wrong version; "
+    "`trainer probe` tests the kernels one by one",
+    signal.SIGABRT: "aborted by native code, most often a failed check in CUDA, cuDNN or NCCL; see above",
+    signal.SIGBUS: "bus error: a memory-mapped file was cut short, or its disk failed; see dmesg on the host",
+    signal.SIGILL: "illegal instruction: a library was built for another processor",
+    signal.SIGFPE: "arithmetic error in native code",
+}
+
+
+def available_bytes(meminfo: Path = MEMINFO) -> int | None:
+    """MemAvailable of the host in bytes; None when it cannot be read."""
+    try:
+        text = meminfo.read_text()
+    except OSError:
+        return None
+    for line in text.splitlines():
+        words = line.split()
+        if len(words) >= 2 and words[0] == "MemAvailable:" and words[1].isdigit():
+            return int(words[1]) * 1024
+    return None
+
+
+def memory_events_path() -> Path | None:
+    """The file that counts OOM kills in this process's cgroup; None without one. Source: cgroup-v2.rst."""
+    try:
+        rows = [line.split(":", 2) for line in _SELF_CGROUP.read_text().splitlines()]
+    except OSError:
+        return None
+    candidates: list[Path] = []
+    for _, controllers, group in rows:
+        inside = group.lstrip("/")
+        if controllers == "":
+            candidates += [_CGROUP_ROOT / inside / "memory.events", _CGROUP_ROOT / "memory.events"]
+        elif controllers == "memory":  # version 1
+            candidates += [_CGROUP_ROOT / "memory" / inside / "memory.oom_control"]
+            candidates += [_CGROUP_ROOT / "memory/memory.oom_control"]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def oom_kills(path: Path | None) -> int:
+    """How many processes of the cgroup the kernel has killed for lack of memory; 0 when it cannot be read."""
+    if path is None:
+        return 0
+    try:
+        text = path.read_text()
+    except OSError:
+        return 0
+    counts = [line.split()[1] for line in text.splitlines() if line.startswith("oom_kill ")]
+    return int(counts[0]) if counts else 0
+
+
+def explain_death(signum: int, *, oom_kills_since_start: int) -> tuple[int, str]:
+    """Exit code and cause for a process that `signum` ended: 71 for an OOM kill, else 128 + signum."""
+    try:
+        name = signal.Signals(signum).name
+    except ValueError:  # real-time signals have no name of their own
+        name = f"signal {signum}"
+    if signum == signal.SIGKILL and oom_kills_since_start > 0:
+        counted = f"the cgroup's memory.events counts {oom_kills_since_start} oom_kill since the start"
+        return ExitCode.OUT_OF_MEMORY, f"{name}: killed by the kernel for lack of memory ({counted})"
+    cause = CAUSES.get(signum, "ended by a signal that this program does not use")
+    if signum == signal.SIGKILL:
+        cause += "; the cgroup's memory.events counts no oom_kill"
+    return 128 + signum, f"{name}: {cause}"

@@ -1,0 +1,54 @@
+"""A job's own files in the shared runtime folder, removed when it ends, however it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import re
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_NAME = re.compile(r"(train|cache|sample|verify)-[a-z0-9_]{8}")
+# between its making and its lock a folder looks like one that was left
+_LEFT_AFTER_SECONDS = 60.0
+
+
+@contextlib.contextmanager
+def job_folder(shared: Path, mode: str) -> Iterator[Path]:
+    """A folder that only this job uses: a second command must not change what the first one is about to read.
+
+    It is locked as long as this process lives. Those that killed processes left behind are removed first.
+    """
+    _remove_left(shared)
+    with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=shared, ignore_cleanup_errors=True) as name:
+        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks: nothing is removed there either
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            yield Path(name)
+        finally:
+            os.close(descriptor)
+
+
+def _remove_left(shared: Path) -> None:
+    for path in shared.iterdir():
+        if not _NAME.fullmatch(path.name):
+            continue
+        try:
+            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        except OSError:
+            continue  # gone by now, somebody else's, or no folder
+        try:
+            if time.time() - os.fstat(descriptor).st_mtime < _LEFT_AFTER_SECONDS:
+                continue
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            continue  # its job lives
+        else:
+            shutil.rmtree(path, ignore_errors=True)
+        finally:
+            os.close(descriptor)

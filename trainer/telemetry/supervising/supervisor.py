@@ -1,0 +1,322 @@
+"""The parent of the training process: starts it, passes signals on, watches it, says why it ended.
+
+It knows nothing of training and never imports torch. The child beats by `StatusWriter`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import TextIO
+
+import trainer
+from trainer.config.environment import LOOPBACK
+from trainer.config.secrets import shown
+from trainer.errors import ConfigError, ExitCode, StorageError
+from trainer.telemetry import locks, status, stop
+from trainer.telemetry.sinks.metrics import METRICS_FILE
+from trainer.telemetry.status import (
+    BUDGET_SECONDS,
+    HUNG_FACTOR,
+    LOCK_FILE,
+    STATUS_FILE,
+    Phase,
+    StatusWriter,
+    Verdict,
+)
+from trainer.telemetry.supervising import host, memory_floor, server
+
+RUNTIME_DIR_VARIABLE = "TRAINER_RUNTIME_DIR"
+_TICK_SECONDS = 0.1
+_SAME_KEY_SECONDS = 0.5
+_KILL_PATIENCE_SECONDS = 60.0
+_PAUSED_LOOKS = 10
+_INTERRUPTED = 128 + signal.SIGINT
+_ASKING = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits(memory_floor.Floors):
+    """When the supervisor acts; the memory's floors count on unified memory only. Tests shrink them."""
+
+    interval_seconds: float = 1.0
+    """Time between two looks at heartbeat and memory."""
+    budget_scale: float = 1.0
+    """Factor on all phase budgets."""
+
+
+def supervise(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    runtime_dir: Path,
+    port: int | None,
+    address: str = LOOPBACK,
+    unified_memory: bool,
+    meminfo_path: Path = host.MEMINFO,
+    memory_events_path: Path | None = None,
+    limits: Limits = Limits(),
+    console: TextIO | None = None,
+) -> int:
+    """Run `command` to its end and return the exit code to pass on. Call it on the main thread.
+
+    `environment` is the child's whole environment; the runtime folder is added to it. `port` None: no server,
+    else one at `address`.
+    SIGTERM and SIGINT ask the child to save and end (75), a second SIGINT kills it (130). A child that is
+    silent for two phase budgets, or does not end within the save budget after it was asked, is killed (74). A
+    child that a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when the port or
+    the folder is taken, StoppedError when a run that was to end does not leave the folder.
+    """
+    runtime_dir.mkdir(parents=True, exist_ok=True)
+    events = host.memory_events_path() if memory_events_path is None else memory_events_path
+    console = sys.stderr if console is None else console
+    with _holding(runtime_dir, console) as lock, _signals() as received:
+        for name in (STATUS_FILE, METRICS_FILE):  # of the run before
+            (runtime_dir / name).unlink(missing_ok=True)
+        watch = _Watch(
+            runtime_dir=runtime_dir,
+            unified_memory=unified_memory,
+            meminfo=meminfo_path,
+            memory_events=events,
+            limits=limits,
+            console=console,
+        )
+        # The first beat is ours, before the first question: a child that cannot even import is found out too.
+        StatusWriter(runtime_dir).beat(Phase.LOAD)
+        with _serving(watch, runtime_dir, port, address):
+            watch.child = subprocess.Popen(
+                list(command),
+                stdin=subprocess.DEVNULL,
+                env={**environment, RUNTIME_DIR_VARIABLE: str(runtime_dir)},
+                process_group=0,  # a terminal's Ctrl-C reaches only us, and we can kill its workers with it
+                pass_fds=(lock,),  # the folder stays taken while the child outlives us to save
+            )
+            return watch.run(received)
+
+
+@contextlib.contextmanager
+def _serving(watch: _Watch, runtime_dir: Path, port: int | None, address: str) -> Iterator[None]:
+    """Answer for the watched run; where the port cannot be had, nothing runs."""
+    with contextlib.ExitStack() as stack:
+        try:
+            serving = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
+            stack.enter_context(serving)
+        except ConfigError:
+            (runtime_dir / STATUS_FILE).unlink()
+            raise
+        yield
+
+
+def require_free(runtime_dir: Path) -> None:
+    """Raise ConfigError when another run has the folder now, after waiting for one that ends."""
+    with _holding(runtime_dir, sys.stderr):
+        pass
+
+
+class _Watch:
+    """One child and what is known about it. `verdict` and `metrics_text` may be called on other threads."""
+
+    def __init__(
+        self,
+        *,
+        runtime_dir: Path,
+        unified_memory: bool,
+        meminfo: Path,
+        memory_events: Path | None,
+        limits: Limits,
+        console: TextIO,
+    ) -> None:
+        self.child: subprocess.Popen[bytes] | None = None
+        self._directory = runtime_dir
+        self._unified_memory = unified_memory
+        self._meminfo = meminfo
+        self._memory_events = memory_events
+        self._limits = limits
+        self._console = console
+        self._oom_kills_before = host.oom_kills(memory_events)
+        self._asked: tuple[float, signal.Signals, ExitCode] | None = None
+        self._killed: tuple[float, int, str] | None = None
+        self._samples: tuple[memory_floor.Sample, ...] = ()
+        self._trained = False
+        self._was_healthy = True
+        self._awake_since = -math.inf
+
+    def verdict(self) -> Verdict:
+        """Judge the run now."""
+        return self._judge(status.read_status(self._directory))
+
+    def _judge(self, current: status.Status | None) -> Verdict:
+        return status.verdict(current, time.monotonic(), scale=self._limits.budget_scale)
+
+    def metrics_text(self) -> str:
+        """What /metrics answers."""
+        current = status.read_status(self._directory)
+        return server.metrics_text(
+            self._directory,
+            version=trainer.__version__,
+            child_up=self.child is not None and self.child.returncode is None,
+            verdict=self._judge(current),
+            status=current,
+            available=host.available_bytes(self._meminfo),
+        )
+
+    def run(self, received: list[tuple[float, int]]) -> int:
+        """Watch the child to its end; return the exit code. `received` fills with signals and their times."""
+        returncode = self._wait(received)
+        self._kill_group()  # workers that outlived it
+        code, cause = self._outcome(returncode)
+        if cause:
+            self._say(cause)
+        with contextlib.suppress(StorageError):  # the exit code is worth more than its note
+            status.write_end(self._directory, exit_code=code, cause=cause)
+        return code
+
+    def _wait(self, received: list[tuple[float, int]]) -> int | None:
+        """Watch until the child has ended; None when it does not even die."""
+        child = self._process()
+        next_look = time.monotonic()
+        while True:
+            try:
+                return child.wait(timeout=min(_TICK_SECONDS, self._limits.interval_seconds))
+            except subprocess.TimeoutExpired:
+                now = time.monotonic()
+            self._answer(received)
+            if now >= next_look:
+                if now - next_look > _PAUSED_LOOKS * self._limits.interval_seconds:
+                    self._awake_since = now
+                next_look = now + self._limits.interval_seconds
+                self._look(now)
+            if self._killed is not None and now - self._killed[0] > _KILL_PATIENCE_SECONDS:
+                self._say("the training process does not die: it is stuck in the kernel, mostly in a driver")
+                return None
+
+    def _answer(self, received: list[tuple[float, int]]) -> None:
+        """React to the signals that arrived: the first asks, a second SIGINT kills."""
+        while received:
+            at, signum = received.pop(0)
+            if self._asked is None:
+                why = f"{signal.Signals(signum).name}: the run saves and ends"
+                self._ask(stop.ASK_SIGNAL, ExitCode.STOPPED, why)
+            # A wrapper (make, a shell script) may pass on the key press that the terminal sent us as well.
+            elif signum == signal.SIGINT and at - self._asked[0] > _SAME_KEY_SECONDS:
+                self._kill(_INTERRUPTED, "killed on the second Ctrl-C; the newest checkpoint can be resumed")
+
+    def _look(self, now: float) -> None:
+        """Look at the heartbeat, at the time since the child was asked to end, and at the memory."""
+        current = status.read_status(self._directory)
+        judged = self._judge(current)
+        if judged.healthy != self._was_healthy:
+            self._was_healthy = judged.healthy
+            kill_at = "" if judged.budget is None else f"; killed at {HUNG_FACTOR * judged.budget:.1f} s"
+            self._say("healthy again" if judged.healthy else f"unhealthy: {judged.reason}{kill_at}")
+        # After a pause of the whole machine or container the child gets a budget's time to beat again.
+        if judged.hung and judged.budget is not None and now - self._awake_since > judged.budget:
+            self._kill(ExitCode.HUNG, f"killed as hung: {judged.reason}")
+        grace = BUDGET_SECONDS[Phase.SAVE] * self._limits.budget_scale
+        if self._asked is not None and now - self._asked[0] > grace:
+            self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
+        self._trained = self._trained or (current is not None and current.phase is Phase.TRAIN)
+        if self._unified_memory:
+            self._look_at_memory(now)
+
+    def _look_at_memory(self, now: float) -> None:
+        available = host.available_bytes(self._meminfo)
+        if available is None:
+            return
+        newest = memory_floor.Sample(at=now, available=available, trained=self._trained)
+        self._samples = memory_floor.remember(self._samples, newest, self._limits)
+        decision = memory_floor.decide(self._samples, self._limits)
+        if decision.action is memory_floor.Action.KILL:
+            self._kill(ExitCode.OUT_OF_MEMORY, decision.reason)
+        elif decision.action is memory_floor.Action.ASK:
+            self._ask(stop.MEMORY_SIGNAL, ExitCode.OUT_OF_MEMORY, decision.reason)
+
+    def _ask(self, signum: signal.Signals, exit_code: ExitCode, why: str) -> None:
+        if self._asked is None and self._killed is None:
+            self._asked = (time.monotonic(), signum, exit_code)
+            self._process().send_signal(signum)
+            self._say(why)
+
+    def _kill(self, exit_code: int, why: str) -> None:
+        if self._killed is None:
+            self._killed = (time.monotonic(), exit_code, why)
+            self._kill_group()
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self._process().pid, signal.SIGKILL)
+
+    def _outcome(self, returncode: int | None) -> tuple[int, str]:
+        """Exit code to pass on, and the cause when the child has not told it itself."""
+        if self._killed is not None and returncode in (None, -signal.SIGKILL):
+            return self._killed[1], self._killed[2]
+        assert returncode is not None, "only a kill is not waited for to the end"
+        oom_kills = host.oom_kills(self._memory_events) - self._oom_kills_before
+        if returncode in set(ExitCode):
+            return returncode, ""
+        if returncode > 0:
+            hint = f"; {oom_kills} processes of its group were OOM-killed meanwhile" if oom_kills > 0 else ""
+            return returncode, f"unexpected exit code {returncode}{hint}"
+        if self._asked is not None and -returncode == self._asked[1]:
+            why = "it ended before it could handle the request, so before there was anything to save"
+            return self._asked[2], why
+        return host.explain_death(-returncode, oom_kills_since_start=oom_kills)
+
+    def _process(self) -> subprocess.Popen[bytes]:
+        assert self.child is not None, "set before the watch runs"
+        return self.child
+
+    def _say(self, text: str) -> None:
+        _print(text, self._console)
+
+
+def _print(text: str, console: TextIO) -> None:
+    with contextlib.suppress(OSError):  # a closed terminal or pipe must not end the run
+        print(shown(f"supervisor: {text}"), file=console, flush=True)
+
+
+def _holding(runtime_dir: Path, console: TextIO) -> contextlib.AbstractContextManager[int]:
+    """Keep two runs out of one runtime folder; gives the lock's descriptor. Raises as `locks.holding`."""
+
+    def on_wait(text: str) -> None:
+        if text:
+            _print(text, console)
+
+    return locks.holding(
+        runtime_dir / LOCK_FILE,
+        supervisor=os.getpid(),
+        what=f"{runtime_dir} is used by another run",
+        where=RUNTIME_DIR_VARIABLE,
+        remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
+        on_wait=on_wait,
+    )
+
+
+@contextlib.contextmanager
+def _signals() -> Iterator[list[tuple[float, int]]]:
+    """Collect SIGTERM and SIGINT with their times; the loop acts on them, since a handler must not print.
+
+    Afterwards they are ignored: the run has ended, and only its exit code is left to pass on. Some managers
+    of processes ask several times.
+    """
+    received: list[tuple[float, int]] = []
+
+    def remember(signum: int, frame: FrameType | None) -> None:
+        received.append((time.monotonic(), signum))
+
+    for signum in _ASKING:
+        signal.signal(signum, remember)
+    try:
+        yield received
+    finally:
+        for signum in _ASKING:
+            signal.signal(signum, signal.SIG_IGN)
