@@ -18,7 +18,7 @@ _NO_CODE = {
 
 
 def code_lines(text: str) -> int:
-    """Lines of Python source with a token on them that is neither a comment nor a string that stands alone."""
+    """Lines of Python source that hold more than a comment or a string that stands alone."""
     alone = {
         line
         for node in ast.walk(ast.parse(text))
