@@ -6,11 +6,11 @@ import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from trainer.config.fields import closest
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts, Gpu, version_text
+from trainer.words.near import did_you_mean
+from trainer.words.sizes import GIB
 
-GIB = 1024**3
 ON_PURPOSE = "TRAINER_PROFILE=cpu trains on the CPU on purpose"
 
 
@@ -193,12 +193,10 @@ def _guarded(profile: Profile, gpu: Gpu, reason: str) -> tuple[Profile, str]:
 
 def _unknown(requested: str) -> ConfigError:
     known = ("auto", *PROFILES)
-    near = closest(requested, known)
-    hint = f"did you mean `{near}`? " if near else ""
     return ConfigError(
         f'there is no profile "{requested}"',
         where="TRAINER_PROFILE",
-        remedy=f"{hint}known: {', '.join(known)}",
+        remedy=f"{did_you_mean(requested, known)}known: {', '.join(known)}",
     )
 
 

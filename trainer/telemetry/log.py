@@ -13,9 +13,9 @@ from typing import Any, TextIO
 from trainer.config.secrets import redacted, shown
 from trainer.errors import one_line
 from trainer.telemetry.sinks.records import StepRecord, cut_torn_line
+from trainer.words.sizes import GIB
 
 _ROOT = "trainer"
-_GIB = 1024**3
 
 
 def setup(run_dir: Path | None, *, level: int = logging.INFO) -> None:
@@ -63,7 +63,7 @@ def step_line(record: StepRecord, *, total: int) -> str:
         else f"{record.tokens_per_second:.0f} tokens/s",
     ]
     if record.device_memory_peak_bytes:
-        parts.append(f"peak {record.device_memory_peak_bytes / _GIB:.1f} GiB")
+        parts.append(f"peak {record.device_memory_peak_bytes / GIB:.1f} GiB")
     if record.validation_loss is not None:
         parts.append(f"validation {record.validation_loss:.4f}")
     return "  ".join(parts)
