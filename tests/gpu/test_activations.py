@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from scripts.benches import count, gpus, memory
+from bench import count, gpus, memory
 from scripts.random_base import build
 from trainer import families
 from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, Units, activations, counted
