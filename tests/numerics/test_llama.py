@@ -21,7 +21,7 @@ from trainer.config.schema import LoraSection
 from trainer.errors import AccessError, DataError, StoppedError
 from trainer.families import language
 from trainer.families.llama import LLAMA
-from trainer.families.protocol import Batch, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.attention.kernels import SDPA_BACKENDS
 from trainer.modeling.attention.packed_rows import packed_attention, set_packed_attention
