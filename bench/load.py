@@ -192,9 +192,7 @@ def in_child(variant: str, state: str, paths: Sequence[Path], device: str) -> Me
     """`measure` in a new process. Raises HardwareError where that fails; what it said is on stderr."""
     command = [sys.executable, "-m", "bench.load", "--child", variant, "--state", state]
     command += ["--device", device, *(str(path.resolve()) for path in paths)]
-    done = subprocess.run(
-        command, check=False, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY
-    )
+    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
     if done.returncode:
         raise HardwareError(
             f"{variant} could not read to {device} (exit code {done.returncode})",
