@@ -32,7 +32,7 @@ import yaml
 from bench import arguments as types
 from bench import machine, ours
 from bench.record import REPOSITORY, Table, to_json
-from scripts.random_base import build
+from tests.random_bases import build
 from trainer import families
 from trainer.errors import ExitCode
 from trainer.files import atomic

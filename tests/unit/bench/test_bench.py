@@ -19,7 +19,7 @@ from bench import machine, ours, page, plots, record, train
 from bench.floor import Ceilings, Work, count_work, floor_milliseconds
 from bench.machine import Gpu, Machine
 from bench.record import Record, Row, Table
-from scripts.random_base import build
+from tests.random_bases import build
 from trainer import families
 from trainer.cli.options import load_config
 from trainer.errors import DataError, HardwareError

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from scripts.random_bases import flux1_dev
+from tests.random_bases import flux1_dev
 
 BASE = flux1_dev.BASE

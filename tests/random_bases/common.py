@@ -59,14 +59,16 @@ def words() -> Counter[str]:
     return Counter(re.findall(r"[a-z0-9]+", CORPUS))
 
 
-def byte_pair_merges(words: Mapping[str, int], count: int) -> list[tuple[str, str]]:
+def byte_pair_merges(
+    words: Mapping[str, int], count: int | None = None, *, end: str = "</w>"
+) -> list[tuple[str, str]]:
     """The `count` most frequent pairs, or all, as byte pair encoding finds them; ties in alphabetical order.
 
-    The trainer of the tokenizers library breaks ties by chance.
+    `end` marks the last letter of a word. The trainer of the tokenizers library breaks ties by chance.
     """
-    splits = {word: [*word[:-1], word[-1] + "</w>"] for word in words}
+    splits = {word: [*word[:-1], word[-1] + end] for word in words}
     merges: list[tuple[str, str]] = []
-    while len(merges) < count:
+    while count is None or len(merges) < count:
         pairs: Counter[tuple[str, str]] = Counter()
         for word, parts in splits.items():
             for pair in itertools.pairwise(parts):

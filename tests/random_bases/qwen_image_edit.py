@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.random_bases import qwen_image
-from scripts.random_bases.common import Base
+from tests.random_bases import qwen_image
+from tests.random_bases.common import Base
 
 
 def qwen_processor() -> Any:

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.random_bases.common import CORPUS, Base, byte_pair_merges
+from tests.random_bases.common import CORPUS, Base, byte_pair_merges
 
 # what conversations add to the captions' words
 _CHAT = """

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.random_bases.common import CORPUS, Base
+from tests.random_bases.common import CORPUS, Base, byte_pair_merges
 
 _SPECIAL = [f"<|{name}|>" for name in ("endoftext", "im_start", "im_end", "vision_start", "vision_end")]
 _SPECIAL += [f"<|{name}_pad|>" for name in ("vision", "image", "video")]
@@ -30,33 +29,12 @@ def qwen_tokenizer() -> Any:
     texts = [CORPUS, *(part for template in templates for part in re.split(r"<\|\w+\|>|\{\}", template))]
     split = Qwen2Tokenizer().backend_tokenizer.pre_tokenizer.pre_tokenize_str
     # annotated as lists of texts, documented as pairs
-    merges: Any = whole_word_merges(Counter(word for text in texts for word, _ in split(text)))
+    merges: Any = byte_pair_merges(Counter(word for text in texts for word, _ in split(text)), end="")
     tokens = sorted(ByteLevel.alphabet()) + [left + right for left, right in merges]
     vocab = {token: index for index, token in enumerate(dict.fromkeys((*tokens, *_SPECIAL)))}
     tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges, model_max_length=131072)
     tokenizer.add_tokens(_SPECIAL, special_tokens=True)
     return tokenizer
-
-
-def whole_word_merges(words: Mapping[str, int]) -> list[tuple[str, str]]:
-    """Pairs as byte pair encoding merges them until every word is one token; ties in alphabetical order."""
-    splits = {word: list(word) for word in words}
-    merges: list[tuple[str, str]] = []
-    while True:
-        pairs: Counter[tuple[str, str]] = Counter()
-        for word, parts in splits.items():
-            for pair in itertools.pairwise(parts):
-                pairs[pair] += words[word]
-        if not pairs:
-            return merges
-        best = min(pairs, key=lambda pair: (-pairs[pair], pair))
-        merges.append(best)
-        for parts in splits.values():
-            at = 0
-            while at < len(parts) - 1:
-                if (parts[at], parts[at + 1]) == best:
-                    parts[at : at + 2] = ["".join(best)]
-                at += 1
 
 
 def tiny_configs(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

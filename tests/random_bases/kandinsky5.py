@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.random_bases.common import Base, clip_tokenizer, tiny_clip, tiny_vae, words
+from tests.random_bases import qwen_image
+from tests.random_bases.common import Base, clip_tokenizer, tiny_clip, tiny_vae, words
 
 _MARKS = "endoftext im_start im_end vision_start vision_end image_pad video_pad"
 SPECIAL = tuple(f"<|{mark}|>" for mark in _MARKS.split())
@@ -26,35 +27,13 @@ def qwen_processor() -> Any:
     return Qwen2VLProcessor(image_processor, tokenizer, video_processor)
 
 
-def tiny_qwen_vl(processor: Any, width: int) -> dict[str, Any]:
-    """Two layers; a vision tower of one, which is never run."""
-    identifiers = processor.tokenizer.convert_tokens_to_ids
-    return {
-        "text_config": {
-            "vocab_size": len(processor.tokenizer),
-            "hidden_size": width,
-            "intermediate_size": 2 * width,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 2,
-            "num_key_value_heads": 1,
-            "max_position_embeddings": 1024,
-            "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]},
-            "bos_token_id": identifiers("<|endoftext|>"),
-            "eos_token_id": identifiers("<|im_end|>"),
-        },
-        "vision_config": {
-            "depth": 1,
-            "hidden_size": width,
-            "intermediate_size": 2 * width,
-            "num_heads": 2,
-            "out_hidden_size": width,
-            "fullatt_block_indexes": [0],
-        },
-        "image_token_id": identifiers("<|image_pad|>"),
-        "video_token_id": identifiers("<|video_pad|>"),
-        "vision_start_token_id": identifiers("<|vision_start|>"),
-        "vision_end_token_id": identifiers("<|vision_end|>"),
-    }
+def tiny_qwen_vl(tokenizer: Any, width: int) -> dict[str, Any]:
+    """Qwen-Image's with a vision tower of one layer, which is never run."""
+    config = qwen_image.tiny_qwen_vl(tokenizer, width)
+    rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [2, 3, 3]}
+    text = {**config["text_config"], "max_position_embeddings": 1024, "rope_parameters": rope}
+    vision = {**config["vision_config"], "depth": 1, "fullatt_block_indexes": [0]}
+    return {**config, "text_config": text, "vision_config": vision}
 
 
 def tiny_configs(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
@@ -80,7 +59,7 @@ def tiny_configs(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             "down_block_types": ["DownEncoderBlock2D"] * 4,
             "up_block_types": ["UpDecoderBlock2D"] * 4,
         },
-        "text_encoder": tiny_qwen_vl(tokenizers["tokenizer"], text_width),
+        "text_encoder": tiny_qwen_vl(tokenizers["tokenizer"].tokenizer, text_width),
         "text_encoder_2": tiny_clip(tokenizers["tokenizer_2"], pooled_width),
     }
 

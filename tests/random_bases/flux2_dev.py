@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.random_bases.common import Base, byte_pair_merges, tiny_vae, words
+from tests.random_bases.common import Base, byte_pair_merges, tiny_vae, words
 
 _SPECIAL = (
     "<unk>",

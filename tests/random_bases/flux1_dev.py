@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from scripts.random_bases.common import Base, clip_tokenizer, t5_tokenizer, tiny_clip, tiny_t5, tiny_vae
+from tests.random_bases.common import Base, clip_tokenizer, t5_tokenizer, tiny_clip, tiny_t5, tiny_vae
 
 
 def tiny_configs(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
