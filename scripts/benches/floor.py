@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainer.families.protocol import Family, Shape
+from trainer.families.family import Family
+from trainer.families.values import Shape
 
 _LINEAR_PASSES = 2.0
 """A frozen layer's products: forward, and the gradient of its input."""

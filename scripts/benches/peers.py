@@ -33,7 +33,8 @@ import torch._dynamo
 from trainer import families
 from trainer.config.schema import DataSet, RunConfig
 from trainer.engine.results.proof import to_device
-from trainer.families.protocol import Batch, Draw, Family, Shape
+from trainer.families.family import Family
+from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter.lora import linear_names
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.base.source import ModelSource, resolve_source

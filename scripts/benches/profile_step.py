@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
     from trainer.engine.building.build import Built
     from trainer.engine.context import Context
-    from trainer.families.protocol import Shape
+    from trainer.families.values import Shape
 
 BLOCK_KEYS = ("num_layers", "num_single_layers", "num_visual_blocks", "num_text_blocks", "num_hidden_layers")
 """Keys of a model's config.json that count its repeated blocks, in the order of `--blocks`."""
@@ -284,7 +284,7 @@ def make_forward(context: Context, built: Built, tokens: int) -> Callable[[], to
 
 def synthetic_shape(context: Context, tokens: int) -> Shape:
     """One micro-batch of the run's size."""
-    from trainer.families.protocol import Shape
+    from trainer.families.values import Shape
 
     family, config = context.family, context.config
     return Shape(

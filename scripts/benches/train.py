@@ -221,7 +221,7 @@ def _floors(
     if "H200" not in described.gpu and not options.ceilings:
         return {}, {}
     from scripts.benches.floor import H200, count_work, floor_milliseconds
-    from trainer.families.protocol import Shape
+    from trainer.families.values import Shape
 
     family = families.get(options.family)
     shape = Shape(

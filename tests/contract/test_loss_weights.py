@@ -13,7 +13,7 @@ from PIL import Image
 
 from tests.contract.runs import LORA_CASES, Case, Workshop, draws, numbers
 from trainer import families
-from trainer.families.protocol import Batch, Draw, Shape
+from trainer.families.values import Batch, Draw, Shape
 
 FLUX = Case(family="flux1_dev", method="lora")
 DRAWING = [case for case in LORA_CASES if draws(case.family)]

@@ -22,7 +22,7 @@ from trainer import families
 from trainer.config.schema import FlowSection
 from trainer.engine.building.fast import move_plain_tensors
 from trainer.families import flow
-from trainer.families.protocol import Draw, Shape
+from trainer.families.values import Draw, Shape
 from trainer.modeling.base.source import ModelSource
 
 DEVICE = "meta"

@@ -16,7 +16,7 @@ from trainer.engine.optimizing.fp32_masters import FlatMasters
 from trainer.engine.training.graphs import Graphs
 from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.families.protocol import Batch, Draw, Shape
+from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks, eager, varying_sizes

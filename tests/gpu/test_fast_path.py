@@ -20,7 +20,7 @@ from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.training.graphs import WARM_UP, Graphs
 from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.families.protocol import Batch, Draw
+from trainer.families.values import Batch, Draw
 from trainer.modeling.adapter.low_rank import add_low_rank
 from trainer.modeling.blocks.compiled import eager
 from trainer.modeling.fused.norms import head_norm
@@ -319,7 +319,7 @@ def test_a_second_start_takes_what_the_first_compiled(tmp_path: Path) -> None:
 DROPPED = """
 import torch
 from trainer.engine.training.graphs import WARM_UP, Graphs
-from trainer.families.protocol import Batch
+from trainer.families.values import Batch
 
 weight = torch.randn(4096, 4096, device="cuda") / 64
 

@@ -12,7 +12,7 @@ from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.probing.probe import ATTENTION, MATMUL, probe
 from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.families.protocol import AttentionShape, Batch, Draw, Shape
+from trainer.families.values import AttentionShape, Batch, Draw, Shape
 from trainer.machine.facts import KernelVerdict
 from trainer.modeling.adapter import lora
 from trainer.modeling.attention.kernels import attention

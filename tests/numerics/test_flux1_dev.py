@@ -10,7 +10,7 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.families.protocol import Batch, Shape
+from trainer.families.values import Batch, Shape
 from trainer.modeling.adapter import lora
 
 CONFIG = {

@@ -25,7 +25,7 @@ from trainer.config.schema import FlowSection
 from trainer.data.pictures.images import fit, to_pixels
 from trainer.families import flow
 from trainer.families.flux1_kontext import FLUX1_KONTEXT
-from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.base.source import ModelSource
 

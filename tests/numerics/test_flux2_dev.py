@@ -21,7 +21,7 @@ from scripts import random_base
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.flux2_dev import FLUX2_DEV
-from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.base.source import ModelSource
 from trainer.planning.shapes.geometry import TABLES

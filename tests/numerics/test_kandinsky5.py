@@ -24,7 +24,7 @@ from scripts import random_base
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.kandinsky5 import KANDINSKY5
-from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.base.source import ModelSource
 

@@ -25,8 +25,8 @@ from torch.utils._pytree import tree_leaves
 from scripts import random_base
 from trainer.config.schema import FlowSection
 from trainer.families import flow
-from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.families.qwen_image import QWEN_IMAGE
+from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.base.source import ModelSource
 

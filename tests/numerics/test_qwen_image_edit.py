@@ -29,8 +29,8 @@ from trainer.data.pictures.images import to_pixels
 from trainer.errors import ConfigError
 from trainer.families import flow
 from trainer.families.control_times import keep_time_index
-from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.families.qwen_image_edit import QWEN_IMAGE_EDIT
+from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.base.source import ModelSource
 
 CAPTION = "a red apple on a white house"

@@ -29,7 +29,7 @@ from trainer.telemetry.stop import StopFlag, die_with_parent
 from trainer.telemetry.streams import outlive_readers
 
 if TYPE_CHECKING:
-    from trainer.families.protocol import Family
+    from trainer.families.family import Family
     from trainer.modeling.base.hub import Download
     from trainer.modeling.base.source import ModelSource
 

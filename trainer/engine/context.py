@@ -10,7 +10,7 @@ import torch
 
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.modeling.base.source import ModelSource
 from trainer.planning.cost.memory import CUDA_CONTEXT_BYTES
 from trainer.planning.plan import Plan

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import importlib
 
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 
 _TABLE: dict[str, str] = {
     "flux1_dev": "trainer.families.flux1_dev:FLUX1_DEV",

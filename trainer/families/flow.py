@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
-from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Rows
+from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Rows
 
 if TYPE_CHECKING:
     import torch

@@ -11,16 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.families import flow, limits
-from trainer.families.protocol import (
-    AttentionShape,
-    Batch,
-    Draw,
-    EntryKind,
-    Header,
-    PreviewPrompt,
-    PreviewRequest,
-    Shape,
-)
+from trainer.families.family import EntryKind
+from trainer.families.values import AttentionShape, Batch, Draw, Header, PreviewPrompt, PreviewRequest, Shape
 
 if TYPE_CHECKING:
     import torch

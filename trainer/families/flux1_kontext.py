@@ -11,17 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from trainer.families import flow
+from trainer.families.family import EntryKind
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.families.protocol import (
-    AttentionShape,
-    Batch,
-    Draw,
-    EntryKind,
-    Header,
-    PreviewPrompt,
-    PreviewRequest,
-    Shape,
-)
+from trainer.families.values import AttentionShape, Batch, Draw, Header, PreviewPrompt, PreviewRequest, Shape
 
 if TYPE_CHECKING:
     import torch

@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.families import flow, limits
+from trainer.families.family import EntryKind
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.families.protocol import Batch, Draw, EntryKind, Header, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, Draw, Header, PreviewPrompt, PreviewRequest, Shape
 
 if TYPE_CHECKING:
     import torch

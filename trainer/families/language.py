@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import AccessError, DataError
-from trainer.families.protocol import ENDS, Batch, PreviewPrompt, PreviewRequest, Rows
+from trainer.families.values import ENDS, Batch, PreviewPrompt, PreviewRequest, Rows
 
 if TYPE_CHECKING:
     import torch

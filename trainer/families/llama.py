@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.families import language
-from trainer.families.protocol import (
+from trainer.families.family import EntryKind
+from trainer.families.values import (
     AttentionShape,
     Batch,
     Draw,
-    EntryKind,
     Header,
     PreviewPrompt,
     PreviewRequest,

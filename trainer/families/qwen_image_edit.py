@@ -13,17 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
 from trainer.families import flow, limits, qwen_image
-from trainer.families.protocol import (
-    AttentionShape,
-    Batch,
-    Draw,
-    EntryKind,
-    Header,
-    PreviewPrompt,
-    PreviewRequest,
-    Shape,
-)
+from trainer.families.family import EntryKind
 from trainer.families.qwen_image import QWEN_IMAGE
+from trainer.families.values import AttentionShape, Batch, Draw, Header, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.base.base import read_json
 from trainer.modeling.base.source import ModelSource
 

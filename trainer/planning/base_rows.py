@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer import families
 from trainer.config.schema import RunConfig
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import base_at
 from trainer.planning.plan import Decision

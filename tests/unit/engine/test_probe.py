@@ -18,7 +18,7 @@ from trainer.cli.probe import describe
 from trainer.config import environment
 from trainer.engine.probing import attention, probe
 from trainer.engine.probing.attention import Measured
-from trainer.families.protocol import AttentionShape
+from trainer.families.values import AttentionShape
 from trainer.machine.facts import KernelVerdict
 from trainer.modeling.attention import packed_rows
 from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class

@@ -11,7 +11,7 @@ from pathlib import Path
 from tests.tiny import TINY_MODELS
 from tests.unit.house.sources import ROOT, modules, name, parse, tracked
 from trainer import families
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 
 MAX_FILE_LINES = 400
 MAX_FAMILY_LINES = 250

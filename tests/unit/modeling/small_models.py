@@ -16,8 +16,8 @@ from trainer.families import flow
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.kandinsky5 import KANDINSKY5
 from trainer.families.llama import LLAMA
-from trainer.families.protocol import Batch, Draw, Shape
 from trainer.families.qwen_image import QWEN_IMAGE
+from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.attention.packed_rows import set_packed_attention
 from trainer.modeling.storage.nf4 import nf4_linear

@@ -19,7 +19,7 @@ from tests.unit.modeling.small_models import Case, adapt, case, difference, rela
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.flux2_dev import FLUX2_DEV
-from trainer.families.protocol import Shape
+from trainer.families.values import Shape
 from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
 from trainer.modeling.attention.kernels import BACKENDS
 from trainer.modeling.attention.setting import set_attention

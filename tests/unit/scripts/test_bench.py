@@ -23,7 +23,7 @@ from scripts.random_base import build
 from trainer import families
 from trainer.cli.options import load_config
 from trainer.errors import DataError, HardwareError
-from trainer.families.protocol import Shape
+from trainer.families.values import Shape
 from trainer.planning.agreement import check_family
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 

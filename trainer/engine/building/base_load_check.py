@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from trainer import families
 from trainer.errors import AccessError, Problem
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.files.component_shapes import header_shapes
 from trainer.files.weight_files import read_header, weight_files
 from trainer.modeling.base.empty import built_empty

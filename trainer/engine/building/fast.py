@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from trainer.engine.context import Context
 from trainer.engine.results.proof import to_device
 from trainer.errors import HardwareError
-from trainer.families.protocol import Shape
+from trainer.families.values import Shape
 from trainer.modeling.storage.fp8 import keep_ones
 
 # a small input: which layers share theirs, and which kernels run, does not depend on its size

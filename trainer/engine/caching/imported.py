@@ -21,7 +21,7 @@ from trainer.data.records import ImageRecord
 from trainer.engine.caching.entries import Entries
 from trainer.engine.context import Context
 from trainer.errors import ConfigError, DataError, Problem, one_line
-from trainer.families.protocol import Shape
+from trainer.families.values import Shape
 from trainer.telemetry.status import Phase
 
 _LATENTS = "latents"

@@ -13,7 +13,7 @@ from trainer.data.pictures.variants import with_variants
 from trainer.data.records import Control, ImageRecord, LeftOut, Record, Scan
 from trainer.data.sampler import held_out_split
 from trainer.errors import ConfigError, DataError, Problem
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from trainer.config.interpreter import python
 from trainer.engine.probing.attention import Measured, measure_attention
-from trainer.families.protocol import AttentionShape
+from trainer.families.values import AttentionShape
 from trainer.machine.facts import Facts, KernelVerdict
 from trainer.machine.host import parse_meminfo
 from trainer.planning.shapes.shape_classes import matmul_shape, matmul_shape_class, shape_class

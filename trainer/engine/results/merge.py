@@ -16,7 +16,7 @@ from safetensors import safe_open
 from trainer import families
 from trainer.config.reading.load import Loaded
 from trainer.errors import ConfigError, DataError
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.files import atomic
 from trainer.modeling.adapter.adapter_file import AdapterFile, merged_weight, read_adapter
 from trainer.modeling.base.base import tokenizer_files

@@ -21,7 +21,8 @@ from trainer import __version__
 from trainer.config.secrets import redacted
 from trainer.engine.context import Context
 from trainer.errors import DataError, DivergedError, Problem
-from trainer.families.protocol import ON_HOST, Batch, Draw, Family, Shape
+from trainer.families.family import Family
+from trainer.families.values import ON_HOST, Batch, Draw, Shape
 from trainer.files import atomic
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.comfyui import unnamed, write_comfyui

@@ -17,7 +17,7 @@ from trainer.engine.caching.entries import Entries, load_batch, padded_header
 from trainer.engine.context import Context
 from trainer.engine.training.graphs import OF_ONE_PICTURE
 from trainer.errors import OutOfMemoryError
-from trainer.families.protocol import Batch, Draw, Header
+from trainer.families.values import Batch, Draw, Header
 
 # reading, random numbers and copies leave the interpreter to others: two threads make nearly twice as much
 _THREADS = 2

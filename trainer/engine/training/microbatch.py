@@ -9,7 +9,7 @@ import torch
 from trainer.engine.building.build import Built
 from trainer.engine.building.fast import uncompiled
 from trainer.engine.context import Context
-from trainer.families.protocol import ENDS, Batch, Draw
+from trainer.families.values import ENDS, Batch, Draw
 from trainer.modeling.attention.text_lengths import padded_text
 
 

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trainer.config.schema import RunConfig
-from trainer.families.protocol import AttentionShape, Family, Shape
+from trainer.families.family import Family
+from trainer.families.values import AttentionShape, Shape
 from trainer.modeling.adapter.targets import target_pattern
 from trainer.planning.shapes.adapters import (
     COUNTED_RANK,

@@ -19,7 +19,8 @@ from trainer.config.schema import RunConfig
 from trainer.data.sets.controls import control_folders
 from trainer.errors import AccessError
 from trainer.families import language
-from trainer.families.protocol import Family, Shape
+from trainer.families.family import Family
+from trainer.families.values import Shape
 from trainer.files.component_shapes import packed_size, stored_as
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import read_config

@@ -19,7 +19,7 @@ from trainer.data.pictures.images import claimed_size
 from trainer.data.sets.controls import control_folders, pair_controls, without_controls
 from trainer.data.sets.listing import list_folder
 from trainer.data.sets.metadata import read_metadata
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.planning.shapes.mix import Pictures
 
 _MOST_LOOKED_AT = 200

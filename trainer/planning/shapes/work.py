@@ -10,7 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.families.protocol import Family, Shape
+from trainer.families.family import Family
+from trainer.families.values import Shape
 from trainer.planning.shapes.blocks import BLOCK, LEAST_LINEARS
 from trainer.planning.shapes.geometry import ComponentGeometry
 from trainer.planning.shapes.mix import USUAL_PICTURES, Captions, Pictures, usual_parts
