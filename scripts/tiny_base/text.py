@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from scripts.random_bases.common import make_clip_tokenizer, make_t5_tokenizer
+from tests.random_bases.common import make_clip_tokenizer, make_t5_tokenizer, tiny_clip, tiny_t5
 
 WIDTH = 96
 TOKENS = 16
@@ -34,32 +34,12 @@ def tokenizers(captions: Sequence[str]) -> dict[str, Any]:
 
 def encoder_configs(made: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Two layers of WIDTH each."""
-    clip, t5 = made["tokenizer"], made["tokenizer_2"]
+    heads = 4
+    clip = {"intermediate_size": 4 * WIDTH, "num_attention_heads": heads}
+    t5 = {"d_kv": WIDTH // heads, "num_heads": heads, "dropout_rate": 0.0}
     return {
-        "text_encoder": {
-            "vocab_size": len(clip),
-            "hidden_size": WIDTH,
-            "projection_dim": WIDTH,
-            "intermediate_size": 4 * WIDTH,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "max_position_embeddings": clip.model_max_length,
-            "bos_token_id": clip.bos_token_id,
-            "eos_token_id": clip.eos_token_id,
-            "pad_token_id": clip.pad_token_id,
-        },
-        "text_encoder_2": {
-            "vocab_size": len(t5),
-            "d_model": WIDTH,
-            "d_kv": WIDTH // 4,
-            "d_ff": 2 * WIDTH,
-            "num_layers": 2,
-            "num_heads": 4,
-            "feed_forward_proj": "gated-gelu",
-            "dropout_rate": 0.0,
-            "pad_token_id": t5.pad_token_id,
-            "eos_token_id": t5.eos_token_id,
-        },
+        "text_encoder": tiny_clip(made["tokenizer"], WIDTH) | clip,
+        "text_encoder_2": tiny_t5(made["tokenizer_2"], WIDTH) | t5,
     }
 
 
