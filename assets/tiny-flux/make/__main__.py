@@ -1,7 +1,7 @@
-"""Make assets/tiny-flux: a text-to-image model in FLUX.1's architecture that is small and really draws.
+"""Make the tiny base: a text-to-image model in FLUX.1's architecture that is small and really draws.
 
     npm pack @iconify-json/fluent-emoji-flat@1.2.6 @iconify-json/fluent-emoji-high-contrast@1.2.6
-    python -m scripts.train_tiny_base --icons .          # all stages, on a GPU if there is one
+    PYTHONPATH=assets/tiny-flux python -m make --icons .          # all stages, on a GPU if there is one
 
 Needs the extra `tiny-base` (pip install -c constraints.txt -e '.[tiny-base]'). Stages, each from what the one
 before left in build/tiny-flux: data (drawings and captions), vae, text (both encoders), transformer (by
@@ -12,27 +12,25 @@ and the model card). Figures of the committed model are in its README.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from PIL import Image
 from tqdm import tqdm
 
-from scripts.tiny_base import card, drawings
+from make import card, drawings
 
-REPOSITORY = Path(__file__).resolve().parent.parent
-FAMILY_CONFIGS = REPOSITORY / "trainer" / "families" / "configs" / "flux1_dev"
+FAMILY_CONFIGS = Path("trainer/families/configs/flux1_dev")
 WORK = Path("build/tiny-flux")
 DATA, BASE, RUN, LOGS = WORK / "data", WORK / "base", WORK / "run", WORK / "logs"
-CONFIG = Path("scripts/tiny_base/transformer.yaml")
 ASSETS = Path("assets/tiny-flux")
-STYLE, STYLE_HELD_OUT = Path("examples/style"), Path("examples/style-held-out")
+CONFIG = ASSETS / "make" / "transformer.yaml"
 TRANSFORMER: dict[str, Any] = {
     "patch_size": 1,
     "in_channels": 64,
@@ -66,12 +64,12 @@ def make_data(arguments: argparse.Namespace) -> None:
 
 def make_vae(arguments: argparse.Namespace) -> None:
     """BASE/vae."""
-    from scripts.tiny_base import vae
+    from make import vae
 
     pixels = vae.stack(
-        [drawing.picture for hand in drawings.PACKAGES for drawing in _drawings(_names("vae"), hand)]
+        [one.picture for hand in drawings.PACKAGES for one in drawings.read(DATA, _names("vae"), hand)]
     )
-    with Logger("vae") as log:
+    with logger("vae") as log:
         model = vae.train(
             pixels, device=arguments.device, seed=arguments.seed, log=log, steps=arguments.vae_steps
         )
@@ -85,14 +83,14 @@ def make_text(arguments: argparse.Namespace) -> None:
     import torch
     from diffusers import AutoencoderKL
 
-    from scripts.tiny_base import text, vae
+    from make import text, vae
 
     model = AutoencoderKL.from_pretrained(BASE / "vae").to(arguments.device)
     made = _samples(_names("trained"))
     pixels = vae.stack([sample.picture for sample in made]) * 2 - 1
     latents = vae.encode_means(model, pixels.to(arguments.device))
     captions = [(line, i) for i, sample in enumerate(made) for line in sample.captions.values()]
-    with Logger("text") as log:
+    with logger("text") as log:
         tokenizers, encoders = text.train(
             [caption for caption, _ in captions],
             [owner for _, owner in captions],
@@ -124,10 +122,13 @@ def make_transformer(arguments: argparse.Namespace) -> None:
 
 def assemble(arguments: argparse.Namespace) -> None:
     """ASSETS: BASE with the trained transformer."""
-    shutil.rmtree(ASSETS, ignore_errors=True)
-    shutil.copytree(BASE, ASSETS, ignore=shutil.ignore_patterns("transformer"))
+    for component in BASE.iterdir():
+        shutil.rmtree(ASSETS / component.name, ignore_errors=True)
+    shutil.copytree(BASE, ASSETS, ignore=shutil.ignore_patterns("transformer"), dirs_exist_ok=True)
     shutil.copytree(RUN / "model" / "transformer", ASSETS / "transformer")
-    size = sum(path.stat().st_size for path in ASSETS.rglob("*") if path.is_file())
+    size = sum(
+        path.stat().st_size for path in ASSETS.rglob("*") if path.is_file() and path.parent.name != "make"
+    )
     print(f"{ASSETS}: {size / 1e6:.1f} MB")
 
 
@@ -146,24 +147,18 @@ STAGES: dict[str, Callable[[argparse.Namespace], None]] = {
 }
 
 
-class Logger:
-    """Rows of one stage in LOGS, and its seconds at the end."""
+@contextlib.contextmanager
+def logger(stage: str) -> Iterator[Callable[[dict[str, float]], None]]:
+    """A function that writes a row of one stage into LOGS; the last row has the stage's seconds."""
+    LOGS.mkdir(parents=True, exist_ok=True)
+    started = time.monotonic()
+    with (LOGS / f"{stage}.jsonl").open("w", buffering=1) as file:
 
-    def __init__(self, stage: str) -> None:
-        LOGS.mkdir(parents=True, exist_ok=True)
-        self._file = (LOGS / f"{stage}.jsonl").open("w")
-        self._started = time.monotonic()
+        def write(row: dict[str, float]) -> None:
+            file.write(json.dumps(row) + "\n")
 
-    def __enter__(self) -> Callable[[dict[str, float]], None]:
-        return self._write
-
-    def __exit__(self, *_: object) -> None:
-        self._write({"seconds": round(time.monotonic() - self._started, 1)})
-        self._file.close()
-
-    def _write(self, row: dict[str, float]) -> None:
-        self._file.write(json.dumps(row) + "\n")
-        self._file.flush()
+        yield write
+        write({"seconds": round(time.monotonic() - started, 1)})
 
 
 def _render(sets: dict[str, Any], names: Sequence[str]) -> None:
@@ -180,17 +175,8 @@ def _names(split: str) -> list[str]:
     return names[split]
 
 
-def _drawings(names: Sequence[str], hand: str) -> list[drawings.Drawing]:
-    """As `_render` kept them."""
-    made = []
-    for name in names:
-        with Image.open(DATA / "transparent" / hand / f"{name}.png") as picture:
-            made.append(drawings.Drawing(name=name, hand=hand, picture=picture.convert("RGBA")))
-    return made
-
-
 def _samples(names: Sequence[str]) -> list[drawings.Sample]:
-    pairs = zip(_drawings(names, "flat"), _drawings(names, "ink"), strict=True)
+    pairs = zip(*(drawings.read(DATA, names, hand) for hand in ("flat", "ink")), strict=True)
     return [sample for flat, ink in pairs for sample in drawings.samples(flat, ink)]
 
 
@@ -198,7 +184,7 @@ def main() -> None:
     """The command line."""
     import torch
 
-    from scripts.tiny_base import text, vae
+    from make import text, vae
 
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from PIL import Image
 from tqdm import tqdm
 
-from scripts.tiny_base.compare import (
+from make.compare import (
     SIDE,
     Pictures,
     References,
@@ -27,8 +26,8 @@ from scripts.tiny_base.compare import (
     shrink,
     uncoloured,
 )
-from scripts.tiny_base.drawings import COLOURS, SIDE_PIXELS, Drawing, article, on_sheet
-from scripts.tiny_base.text import TOKENS
+from make.drawings import COLOURS, SIDE_PIXELS, article, on_sheet, read
+from make.text import TOKENS
 
 COMMON = (
     "red-apple", "cat-face", "house", "automobile", "fish", "star", "airplane", "key", "umbrella", "bicycle",
@@ -150,12 +149,8 @@ def draw_pairs(pipeline: Any, pairs: Sequence[tuple[str, str]]) -> Pictures:
 
 def real_pairs(data: Path, pairs: Sequence[tuple[str, str]]) -> Pictures:
     """The same by the artist's hand: what the criterion says of these is the most that it can say."""
-    made = []
-    for name, sheet in pairs:
-        with Image.open(data / "transparent" / "flat" / f"{name}.png") as picture:
-            drawing = Drawing(name=name, hand="flat", picture=picture.convert("RGBA"))
-        made.append(pixels(on_sheet(drawing, sheet)))
-    return np.stack(made)
+    made = read(data, [name for name, _ in pairs], "flat")
+    return np.stack([pixels(on_sheet(one, sheet)) for one, (_, sheet) in zip(made, pairs, strict=True)])
 
 
 def judge_pairs(

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from PIL.Image import Image
 from tqdm import tqdm
 
-from scripts.tiny_base.drawings import SIDE_PIXELS
+from make.drawings import SIDE_PIXELS
 
 CONFIG: dict[str, Any] = {
     "block_out_channels": [32, 64, 96, 96],

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from tqdm import tqdm
 
-from scripts.tiny_base.drawings import COLOURS
+from make.drawings import COLOURS
 
 SIDE, THUMBNAIL_SIDE = 32, 16
 """Sizes, in pixels, at which pictures are compared."""

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 
 from PIL import Image, ImageOps
 
+from scripts.style import BLUE, PAPER, SKY
+
 SIDE_PIXELS = 128
 PACKAGES = {
     "flat": "iconify-json-fluent-emoji-flat-1.2.6.tgz",
@@ -59,8 +61,6 @@ DARK_AND_LIGHT = tuple(
     for dark in ("black", "red", "green", "teal", "purple", "brown")
     for light in ("white", "yellow", "pink", "orange")
 )
-BLUE, SKY, PAPER = (14, 52, 118), (92, 144, 196), (240, 245, 248)
-"""The colours of the demo's style: its sheet, and the middle and the lightest shade of what is drawn."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,6 +156,15 @@ def render(icon_set: Any, name: str, hand: str) -> Drawing:
         # premultiplied while it is made smaller: no dark seam around what is transparent
         small = picture.convert("RGBa").resize((SIDE_PIXELS, SIDE_PIXELS), Image.Resampling.LANCZOS)
     return Drawing(name=name, hand=hand, picture=small.convert("RGBA"))
+
+
+def read(data: Path, names: Sequence[str], hand: str) -> list[Drawing]:
+    """Drawings with their transparency, as the stage `data` kept them."""
+    made = []
+    for name in names:
+        with Image.open(data / "transparent" / hand / f"{name}.png") as picture:
+            made.append(Drawing(name=name, hand=hand, picture=picture.convert("RGBA")))
+    return made
 
 
 def on_sheet(drawing: Drawing, sheet: str) -> Image.Image:

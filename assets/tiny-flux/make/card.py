@@ -15,8 +15,8 @@ import torch
 import yaml
 from PIL import Image, ImageDraw, ImageFont
 
-from scripts.tiny_base import compare, figures
-from scripts.tiny_base.drawings import SIDE_PIXELS, STYLE_WORDS, article
+from make import compare, drawings, figures
+from make.drawings import SIDE_PIXELS, STYLE_WORDS, article
 
 HERE = Path(__file__).parent
 HARDWARE = "one NVIDIA H200, torch 2.11"
@@ -156,13 +156,9 @@ def _size(pipeline: Any, assets: Path, name: str) -> dict[str, float]:
 
 def _held_out_psnr(model: Any, data: Path, names: Sequence[str]) -> float:
     """As the stage `vae` measures it: both hands on white."""
-    from scripts.tiny_base import vae
+    from make import vae
 
-    pictures = []
-    for hand in ("flat", "ink"):
-        for name in names:
-            with Image.open(data / "transparent" / hand / f"{name}.png") as picture:
-                pictures.append(picture.convert("RGBA"))
+    pictures = [one.picture for hand in ("flat", "ink") for one in drawings.read(data, names, hand)]
     with torch.inference_mode():
         return vae.peak_signal_to_noise(model, vae.on_white(vae.stack(pictures)), batch=16)
 

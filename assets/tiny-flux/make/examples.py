@@ -1,7 +1,7 @@
 """Make the example pictures, and the sheets that the style statistic is tested on, from the icon packages.
 
     npm pack @iconify-json/fluent-emoji-flat@1.2.6 @iconify-json/fluent-emoji-high-contrast@1.2.6
-    python -m scripts.render_examples --icons .
+    PYTHONPATH=assets/tiny-flux python -m make.examples --icons .
 
 Writes examples/style, examples/style-held-out and tests/data/*.png; the same packages give the same pixels.
 """
@@ -17,10 +17,11 @@ from typing import Any
 
 from PIL import Image
 
-from scripts.tiny_base import drawings
-from scripts.tiny_base.drawings import BLUE, COLOURS, DARK_AND_LIGHT, PAPER, Drawing
+from make import drawings
+from make.drawings import COLOURS, DARK_AND_LIGHT, Drawing
+from scripts.style import BLUE, PAPER
 
-REPOSITORY = Path(__file__).resolve().parent.parent
+REPOSITORY = Path(__file__).resolve().parents[3]
 CAPTION = "{words}, cyanotype style\n"
 SHEET_COLUMNS, SHEET_CELL_PIXELS = 6, 64
 
