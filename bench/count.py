@@ -12,7 +12,6 @@ work side by side: other processes' memory is not counted.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import subprocess
 import sys
@@ -183,10 +182,10 @@ def count(spec_path: Path, tokens: int) -> None:
         counted[",".join(map(str, cut))] = _held(forward)
     model_config = context.source.component_config(context.family.trained_component)
     shape = profile_step.synthetic_shape(context, tokens)
-    units = activation_units(context.family, model_config, shape)
+    every, captions = activation_units(context.family, model_config, shape)
     found = {
         "stacks": [one.path for one in lists],
-        "units": dataclasses.asdict(units),
+        "units": {"every": every, "captions": captions},
         "head": head_bytes(context.family, model_config, shape),
         "counted": counted,
     }

@@ -9,7 +9,7 @@ import pytest
 from bench import count, gpus, memory
 from tests.random_bases import build
 from trainer import families
-from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, Units, activations, counted
+from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, activations, counted
 from trainer.planning.shapes.run_shapes import component_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
@@ -68,7 +68,7 @@ def test_a_step_holds_what_is_committed(
         if "recomputed" in way:
             kept, peak = planned.recomputed.kept, planned.peak(recomputed=sum(blocks.values()))
         elif "budget" in way:
-            weights = next((one for one in planned.packed_shares if f", {one}, " in way), "bf16")
+            weights = next((one for _, one in planned.other_shares if f", {one}, " in way), "bf16")
             flash, share = f", {OTHER_ATTENTION}, " not in way, float(way.rpartition(" ")[2])
             kept = planned._budgets(weights, flash=flash)[share].kept
             peak = planned.peak(budget=share, weights=weights, flash=flash)
@@ -81,7 +81,7 @@ def test_a_step_holds_what_is_committed(
 
 
 def _planned(family: str, blocks: dict[str, int], row: dict[str, Any], *, compiled: bool) -> Activations:
-    units = Units(**row["units"])
+    units = (row["units"]["every"], row["units"]["captions"])
     return activations(
         counted(entry(family)), blocks, units, compiled=compiled, linear_inputs=False, head=row["head"]
     )

@@ -88,7 +88,7 @@ def _runtime(facts: Facts) -> str:
 
 def _abilities(facts: Facts, device: str) -> Iterator[Row]:
     """What a run may use here, and what is missing for the rest."""
-    capability = facts.gpus[0].capability if device == "cuda" else (0, 0)
+    capability = facts.gpu.capability if device == "cuda" else (0, 0)
     can, cannot = [], []
     if device == "cpu":
         can.append("train in fp32 and bf16 on the CPU: tiny models, tests and the demo")

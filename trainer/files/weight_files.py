@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from trainer.errors import AccessError
+from trainer.files import safetensors
 
 State = Literal["absent", "partial", "complete"]
-# a header of a real model has some 100 kB; safetensors itself refuses more than this
-_MAX_HEADER_BYTES = 100_000_000
 _ENDING = ".safetensors"
 _INDEX_ENDING = f"{_ENDING}.index.json"
 # diffusers' name and transformers': what their loaders read, whatever lies beside it
@@ -117,24 +115,15 @@ def _found(folder: Path, names: Iterable[str], *, total_bytes: int | None = None
     )
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """A safetensors file's tensors by name: `dtype`, `shape`, `data_offsets` in bytes behind the header.
-
-    The file begins with the header's length (8 bytes, little endian) and the header as JSON. Raises
-    AccessError for a file that is none, and for one that ends before its last tensor does.
+def read_header(file: Path) -> safetensors.Header:
+    """The header of a weight file. Raises AccessError for a file that is none, and for one that ends before
+    its last tensor does.
     """
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"header of {length} bytes")
-            header: dict[str, Any] = json.loads(stream.read(length))
-            size = stream.seek(0, 2)
-        header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if size < end:
-            raise ValueError(f"it ends after {size:,} of {end:,} bytes")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+        header, size = safetensors.read_header(file), file.stat().st_size
+        if size < header.end:
+            raise safetensors.HeaderError(f"it ends after {size:,} of {header.end:,} bytes")
+    except (OSError, safetensors.HeaderError) as error:
         raise AccessError(
             f"not a readable safetensors file ({error})",
             where=str(file),

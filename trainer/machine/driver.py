@@ -85,7 +85,6 @@ def _gpu(library: ctypes.CDLL, index: int) -> Gpu:
     total = ctypes.c_size_t()
     _call(library, "cuDeviceTotalMem_v2", ctypes.byref(total), device)
     return Gpu(
-        index=index,
         name=name.value.decode(),
         capability=(
             _attribute(library, _CAPABILITY_MAJOR, device),

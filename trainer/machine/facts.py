@@ -14,7 +14,6 @@ Version = tuple[int, ...]
 class Gpu:
     """One accelerator as the driver reports it."""
 
-    index: int
     name: str
     capability: tuple[int, int]
     total_memory_bytes: int
@@ -28,7 +27,6 @@ class HostMemory:
 
     total_bytes: int
     available_bytes: int
-    swap_free_bytes: int
     cgroup_limit_bytes: int | None = None
 
 
@@ -77,8 +75,6 @@ class Facts:
     architecture: str
     cpu_count: int
     memory: HostMemory
-    shm_bytes: int
-    """Size of /dev/shm, for who reads a recording: no process here passes anything through it."""
     wsl: bool
     driver: Version | None
     driver_cuda: Version | None
@@ -91,6 +87,11 @@ class Facts:
     """Whether cc, gcc or clang is on the path: torch.compile builds its launchers with it."""
     verdicts: tuple[KernelVerdict, ...] = ()
     readings: tuple[ReadVerdict, ...] = ()
+
+    @property
+    def gpu(self) -> Gpu:
+        """The GPU that a run trains on: the first that is visible. IndexError on a machine without one."""
+        return self.gpus[0]
 
 
 def facts_to_json(facts: Facts) -> str:

@@ -35,7 +35,6 @@ def read_memory(meminfo: Path, cgroup_root: Path, self_cgroup: Path) -> HostMemo
     return HostMemory(
         total_bytes=total,
         available_bytes=available,
-        swap_free_bytes=fields.get("SwapFree", 0),
         cgroup_limit_bytes=min((limit for limit, _ in limits), default=None),
     )
 

@@ -163,15 +163,15 @@ def select(facts: Facts, requested: str = "auto") -> tuple[Profile, str]:
         return profile, f"requested; {profile.title}"
     if not facts.gpus:
         raise _no_gpu(facts, f"profile {profile.name} needs a GPU, and none is visible")
-    problem = profile.match.contradiction(facts.gpus[0])
+    problem = profile.match.contradiction(facts.gpu)
     if problem:
         fitting, _ = _automatic(facts)
         raise HardwareError(
-            f"profile {profile.name} contradicts this machine ({facts.gpus[0].name}): {problem}",
+            f"profile {profile.name} contradicts this machine ({facts.gpu.name}): {problem}",
             where=f"TRAINER_PROFILE={profile.name}",
             remedy=f"use TRAINER_PROFILE={fitting.name}, or auto",
         )
-    return _guarded(profile, facts.gpus[0], f"requested; {profile.title}")
+    return _guarded(profile, facts.gpu, f"requested; {profile.title}")
 
 
 def _guarded(profile: Profile, gpu: Gpu, reason: str) -> tuple[Profile, str]:
@@ -207,7 +207,7 @@ def _automatic(facts: Facts) -> tuple[Profile, str]:
         if facts.gpu_problem:
             raise _no_gpu(facts, "an NVIDIA driver is loaded, but no GPU is visible")
         return PROFILES["cpu"], "no GPU and no NVIDIA driver on this machine"
-    gpu = facts.gpus[0]
+    gpu = facts.gpu
     fitting = next(p for p in _TABLE if p.device == "cuda" and not p.match.contradiction(gpu))
     memory = f"{gpu.total_memory_bytes / GIB:.1f} GiB, {_memory_kind(gpu.integrated)}"
     reason = f"{gpu.name}: compute capability {version_text(gpu.capability)}, {memory}"

@@ -44,7 +44,6 @@ def read_facts(
     visible_devices: str | None = None,
     proc: Path = Path("/proc"),
     cgroup: Path = Path("/sys/fs/cgroup"),
-    shm: Path = Path("/dev/shm"),
 ) -> Facts:
     """Facts of this machine, or those of `facts_file` (`--facts`, TRAINER_FACTS), verdicts included.
 
@@ -67,7 +66,6 @@ def read_facts(
         architecture=platform.machine(),
         cpu_count=len(os.sched_getaffinity(0)),
         memory=memory,
-        shm_bytes=shutil.disk_usage(shm).total if shm.is_dir() else 0,
         wsl=host.is_wsl(_text(proc / "version")),
         driver=driver_version,
         driver_cuda=report.cuda,

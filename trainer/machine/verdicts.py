@@ -26,7 +26,7 @@ class MachineVerdicts:
 
 def machine_key(facts: Facts) -> str:
     """What a verdict depends on besides its shape: GPU name, driver, torch and the CUDA it was built for."""
-    gpu = facts.gpus[0].name if facts.gpus else "cpu"
+    gpu = facts.gpu.name if facts.gpus else "cpu"
     torch = facts.torch
     build = f"torch {version_text(torch.version)} CUDA {version_text(torch.cuda)}" if torch else "no torch"
     return f"{gpu} | driver {driver_text(facts.driver)} | {build}"

@@ -76,7 +76,7 @@ def kernels_for(facts: Facts, device: str, dtype: str) -> tuple[str, ...]:
     """Kernels that could run on this machine; those of a missing package are among them."""
     if device != "cuda":
         return ("attention.math",)
-    capability = facts.gpus[0].capability
+    capability = facts.gpu.capability
     refused = set() if capability == _HOPPER else {"attention.flash_attn_3"}
     if capability < _FP8_CAPABILITY:
         refused.add("matmul.fp8")

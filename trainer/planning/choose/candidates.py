@@ -164,7 +164,7 @@ def _compiling_key(situation: Situation) -> str:
 
 def _fp8_uncompiled(situation: Situation) -> bool:
     """Triton has no FP8 values for GPUs without FP8 units, torch itself has."""
-    return situation.on_gpu and situation.facts.gpus[0].capability < FP8_CAPABILITY
+    return situation.on_gpu and situation.facts.gpu.capability < FP8_CAPABILITY
 
 
 def _automatic(situation: Situation, dtype: str, geometry: Geometry) -> Ladder:
@@ -232,7 +232,7 @@ def fp8_obstacle(situation: Situation, dtype: str) -> str:
     """Why nothing can be multiplied in FP8 here; empty where it can."""
     if not situation.on_gpu:
         return "a CPU has no FP8 units"
-    if situation.facts.gpus[0].capability < FP8_CAPABILITY:
+    if situation.facts.gpu.capability < FP8_CAPABILITY:
         return f"{situation.gpu} has no FP8 units, which need {version_text(FP8_CAPABILITY)}"
     return "" if dtype == "bf16" else f"it needs bf16 beside it, the run computes in {dtype}"
 

@@ -70,7 +70,7 @@ class Outcome:
 
 def speed(situation: Situation, geometry: Geometry, attention: str, dtype: str) -> Speed:
     """The machine's rates, or generic ones that put settings in order."""
-    known = roofline.rates(situation.facts.gpus[0]) if situation.on_gpu else None
+    known = roofline.rates(situation.facts.gpu) if situation.on_gpu else None
     return Speed(
         rates=known or roofline.GENERIC,
         known=known is not None,

@@ -71,14 +71,14 @@ class Situation:
     @property
     def tensor_cores(self) -> bool:
         """True for GPUs with bf16 and TF32 units."""
-        return self.on_gpu and self.facts.gpus[0].capability >= BF16_CAPABILITY
+        return self.on_gpu and self.facts.gpu.capability >= BF16_CAPABILITY
 
     @property
     def gpu(self) -> str:
         """The device in words, for reasons and refusals."""
         if not self.on_gpu:
             return "a CPU"
-        return f"{self.facts.gpus[0].name} (compute capability {version_text(self.facts.gpus[0].capability)})"
+        return f"{self.facts.gpu.name} (compute capability {version_text(self.facts.gpu.capability)})"
 
     def source(self, key: str) -> str:
         """Where the user wrote the value of a dotted key."""
@@ -245,7 +245,7 @@ def _attention_obstacle(situation: Situation, name: str, dtype: str) -> str:
         return ""
     if not situation.tensor_cores:
         return f"needs compute capability 8.0, this is {situation.gpu}"
-    if name == "flash_attn_3" and situation.facts.gpus[0].capability != _FLASH_3_CAPABILITY:
+    if name == "flash_attn_3" and situation.facts.gpu.capability != _FLASH_3_CAPABILITY:
         return f"is for compute capability 9.0, this is {situation.gpu}"
     return "" if dtype in ("bf16", "fp16") else f"needs bf16, the run computes in {dtype}"
 
@@ -296,7 +296,7 @@ def compiling(situation: Situation, gain_milliseconds: float, micro_batches: int
             raise situation.refuse(key, f"only compiled blocks have one: {obstacle}", f"leave {key} out")
         return Decision(feature=feature, value="on", source="auto", reason=f"{key} needs it")
     seconds = gain_milliseconds * micro_batches / 1000
-    known = rates(situation.facts.gpus[0]) if situation.on_gpu else None
+    known = rates(situation.facts.gpu) if situation.on_gpu else None
     how = "predicted" if known else "guessed: this GPU's rates are not known"
     what = "micro-batches" if situation.config.train.train_batch_size == 1 else "batches"
     gain = f"{_whole(micro_batches)} {what} would gain {_whole(seconds)} s ({how})"

@@ -10,7 +10,6 @@ import itertools
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.schema import DataSet
@@ -32,16 +31,10 @@ Sample = tuple[Path, ...]
 Sets = tuple[DataSet, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """A sample that was looked at."""
-
-    sizes: tuple[Size, ...]
-    """Of its picture and its control images, in pixels."""
-    weight: float
-    """Samples of the set that it stands for."""
-    repeats: int
-    """How often each of them comes in an epoch."""
+Seen = tuple[tuple[Size, ...], float, int]
+"""A sample that was looked at: the sizes of its picture and its control images in pixels, how many samples of
+the set it stands for, and how often each of these comes in an epoch.
+"""
 
 
 def samples(sets: Sets, family: Family) -> tuple[tuple[Sample, ...], ...] | None:
@@ -64,10 +57,10 @@ def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Picture
     sizes = buckets(resolution, multiple)
     numbers: dict[tuple[Size, ...], int] = {}
     weights: dict[tuple[int, int], float] = {}
-    for one in looked:
-        shape = tuple(nearest_bucket(*size, sizes) for size in one.sizes)
-        key = numbers.setdefault(shape, len(numbers)), one.repeats
-        weights[key] = weights.get(key, 0.0) + one.weight
+    for pictures, weight, repeats in looked:
+        shape = tuple(nearest_bucket(*size, sizes) for size in pictures)
+        key = numbers.setdefault(shape, len(numbers)), repeats
+        weights[key] = weights.get(key, 0.0) + weight
     return tuple((shape, max(1, round(weight)), repeats) for (shape, repeats), weight in weights.items())
 
 
@@ -120,7 +113,7 @@ def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ..
         if not known:
             return ()
         weight = len(every) / len(known)
-        found += [Seen(sizes=row, weight=weight, repeats=one.repeats) for row in known]
+        found += [(row, weight, one.repeats) for row in known]
     return tuple(found)
 
 
