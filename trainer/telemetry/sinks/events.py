@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from trainer.files import atomic
-from trainer.telemetry.sinks.records import Sink, StepRecord, ValidationRecord
+from trainer.telemetry.sinks.records import StepRecord, ValidationRecord
 from trainer.words.sizes import GIB
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ _RGB = 3
 _FILES = "*tfevents*"
 
 
-class EventLog(Sink):
+class EventLog:
     """TensorBoard scalars and images of one run, in one file per session, named by its number."""
 
     def __init__(self, directory: Path) -> None:

@@ -21,7 +21,7 @@ from prometheus_client import (
 from trainer.config.secrets import redacted
 from trainer.errors import StorageError
 from trainer.files import atomic
-from trainer.telemetry.sinks.records import Sink, StepRecord, ValidationRecord
+from trainer.telemetry.sinks.records import StepRecord, ValidationRecord
 from trainer.telemetry.status import Phase
 
 METRICS_FILE = "metrics.prom"
@@ -122,7 +122,7 @@ def build_registry(writer: Literal["run", "supervisor"]) -> Registry:
     )
 
 
-class RunMetrics(Sink):
+class RunMetrics:
     """The training process's metrics. Nothing is visible outside before `write` or `record`."""
 
     def __init__(self, directory: Path) -> None:
@@ -179,6 +179,15 @@ class RunMetrics(Sink):
         for name, value in values.items():
             self._registry.gauges[name].set(value)
         self.write()
+
+    def image(self, tag: str, path: Path, *, step: int) -> None:
+        """Pictures are not kept here."""
+
+    def sync(self) -> None:
+        """Nothing to do: no checkpoint relies on the metrics."""
+
+    def close(self, *, finished: bool = True) -> None:
+        """Nothing to do: the last values stay."""
 
     def checkpoint(self, step: int) -> None:
         """Say that a checkpoint of `step` became valid."""

@@ -72,7 +72,7 @@ def written_values(record: StepRecord | ValidationRecord) -> dict[str, Any]:
 
 
 class Sink(Protocol):
-    """A place that takes in a run's figures and pictures; a method that one lacks does nothing there."""
+    """A place that takes in a run's figures and pictures."""
 
     def record(self, record: StepRecord | ValidationRecord) -> None:
         """Take in a log step, or a held-out loss that was measured between no steps. Raises StorageError."""
@@ -87,7 +87,7 @@ class Sink(Protocol):
         """Let go of files and connections; `finished`: the run came to its end."""
 
 
-class MetricsLog(Sink):
+class MetricsLog:
     """Append-only metrics.jsonl. A line that a crash cut short is dropped when the file is opened again."""
 
     def __init__(self, path: Path) -> None:
@@ -105,6 +105,9 @@ class MetricsLog(Sink):
         with atomic.no_space_told(self._path):
             self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
             self._file.flush()
+
+    def image(self, tag: str, path: Path, *, step: int) -> None:
+        """Pictures are not kept here."""
 
     def sync(self) -> None:
         """Put every line on the disk."""

@@ -13,12 +13,12 @@ from typing import Any
 from trainer.config import environment
 from trainer.errors import ConfigError
 from trainer.files import atomic
-from trainer.telemetry.sinks.records import Sink, StepRecord, ValidationRecord, written_values
+from trainer.telemetry.sinks.records import StepRecord, ValidationRecord, written_values
 
 _ID_FILE = "wandb.id"
 
 
-class Tracker(Sink):
+class Tracker:
     """One run, found again by the id that its folder holds."""
 
     def __init__(self, run_dir: Path, project: str, settings: Mapping[str, str]) -> None:
@@ -67,6 +67,9 @@ class Tracker(Sink):
     def image(self, tag: str, path: Path, *, step: int) -> None:
         """Send a picture."""
         self._run.log({tag: self._wandb.Image(str(path))}, step=step)
+
+    def sync(self) -> None:
+        """Nothing to do: wandb sends by itself."""
 
     def close(self, *, finished: bool = True) -> None:
         """Send what is left, and whether the run came to its end."""
