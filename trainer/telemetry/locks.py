@@ -45,7 +45,13 @@ def holding(
     `remedy` where its supervisor lives, StoppedError (resumable) when it does not end. A file system without
     locks is told by `on_wait` too, and keeps no two runs apart.
     """
-    descriptor = _open(path, where)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        link = f"{path} is a link, and is not followed"
+        raise ConfigError(link, where=where, remedy="remove it, and start again") from error
     try:
         try:
             _take(descriptor, what, where, remedy, on_wait, patience_seconds)
@@ -77,18 +83,6 @@ def is_held(path: Path) -> bool | None:
     finally:
         os.close(descriptor)
     return False
-
-
-def _open(path: Path, where: str) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return os.open(path, flags, 0o600)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise ConfigError(
-            f"{path} is a link, and is not followed", where=where, remedy="remove it, and start again"
-        ) from error
 
 
 def _take(

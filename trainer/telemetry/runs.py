@@ -1,4 +1,4 @@
-"""What finished and running runs left in their folders: settings, figures and losses by step."""
+"""Finished and running runs by their folders: settings, figures and losses by step."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Run:
     held_out: Sequence[tuple[int, float]]
     """(step, loss) of every validation."""
     figures: Mapping[str, str]
-    """What the table of `trainer runs list` shows, by column."""
+    """The cells of its row in `trainer runs list`, by column."""
     damaged_lines: int = 0
     """Of its metrics; they are left out."""
 

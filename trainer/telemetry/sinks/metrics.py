@@ -37,8 +37,8 @@ class Metric:
     """One row of the table."""
 
     name: str
-    kind: Literal["gauge", "counter", "histogram"]
     help: str
+    kind: Literal["gauge", "counter", "histogram"] = "gauge"
     labels: tuple[str, ...] = ()
     writer: Literal["run", "supervisor"] = "run"
     """`run` keeps its last value when the training process hangs or dies; `supervisor` is always current."""
@@ -46,41 +46,35 @@ class Metric:
 
 # fmt: off
 METRICS: tuple[Metric, ...] = (
-    Metric(name="trainer_step", kind="gauge", help="Optimizer steps done at the last log step."),
-    Metric(name="trainer_planned_steps", kind="gauge", help="Optimizer steps that the run will do in all."),
-    Metric(name="trainer_loss", kind="gauge", help="Training loss, mean since the log step before."),
-    Metric(name="trainer_validation_loss", kind="gauge", help="Loss on held-out samples at fixed noise."),
-    Metric(name="trainer_learning_rate", kind="gauge", help="Learning rate of the last step."),
-    Metric(name="trainer_grad_norm", kind="gauge", help="Norm of the gradients before clipping."),
+    Metric(name="trainer_step", help="Optimizer steps done at the last log step."),
+    Metric(name="trainer_planned_steps", help="Optimizer steps that the run will do in all."),
+    Metric(name="trainer_loss", help="Training loss, mean since the log step before."),
+    Metric(name="trainer_validation_loss", help="Loss on held-out samples at fixed noise."),
+    Metric(name="trainer_learning_rate", help="Learning rate of the last step."),
+    Metric(name="trainer_grad_norm", help="Norm of the gradients before clipping."),
     Metric(name="trainer_samples_total", kind="counter",
            help="Samples trained on since the process started."),
     Metric(name="trainer_step_seconds", kind="histogram",
            help="Time of an optimizer step; each step counts with the mean since the log step before."),
-    Metric(name="trainer_last_step_timestamp_seconds", kind="gauge", help="Unix time of the last log step."),
-    Metric(name="trainer_device_memory_peak_bytes", kind="gauge",
-           help="Highest device memory allocated by the process."),
-    Metric(name="trainer_device_memory_reserved_bytes", kind="gauge",
-           help="Device memory held by the allocator now."),
-    Metric(name="trainer_memory_budget_bytes", kind="gauge",
+    Metric(name="trainer_last_step_timestamp_seconds", help="Unix time of the last log step."),
+    Metric(name="trainer_device_memory_peak_bytes", help="Highest device memory allocated by the process."),
+    Metric(name="trainer_device_memory_reserved_bytes", help="Device memory held by the allocator now."),
+    Metric(name="trainer_memory_budget_bytes",
            help="Device memory that the plan keeps within; on a CPU of the host's."),
-    Metric(name="trainer_checkpoint_step", kind="gauge", help="Step of the newest valid checkpoint."),
+    Metric(name="trainer_checkpoint_step", help="Step of the newest valid checkpoint."),
     Metric(name="trainer_cache_entries_total", kind="counter", labels=("origin",),
            help="Cache entries of the data set by origin: reused or encoded."),
-    Metric(name="trainer_phase", kind="gauge", labels=("phase",),
-           help="1 for the phase the run is in, 0 for the others."),
-    Metric(name="trainer_plan_info", kind="gauge", labels=("feature", "value"),
-           help="Decisions of the hardware plan."),
-    Metric(name="trainer_build_info", kind="gauge", labels=("version", "torch", "family", "method"),
+    Metric(name="trainer_phase", labels=("phase",), help="1 for the phase the run is in, 0 for the others."),
+    Metric(name="trainer_plan_info", labels=("feature", "value"), help="Decisions of the hardware plan."),
+    Metric(name="trainer_build_info", labels=("version", "torch", "family", "method"),
            help="Versions and what is trained."),
-    Metric(name="trainer_supervisor_info", kind="gauge", labels=("version",), writer="supervisor",
+    Metric(name="trainer_supervisor_info", labels=("version",), writer="supervisor",
            help="Version of the supervisor."),
-    Metric(name="trainer_child_up", kind="gauge", writer="supervisor",
-           help="1 while the training process is alive."),
-    Metric(name="trainer_healthy", kind="gauge", writer="supervisor",
-           help="1 when /healthz says healthy, else 0."),
-    Metric(name="trainer_heartbeat_timestamp_seconds", kind="gauge", writer="supervisor",
+    Metric(name="trainer_child_up", writer="supervisor", help="1 while the training process is alive."),
+    Metric(name="trainer_healthy", writer="supervisor", help="1 when /healthz says healthy, else 0."),
+    Metric(name="trainer_heartbeat_timestamp_seconds", writer="supervisor",
            help="Unix time of the run's last heartbeat."),
-    Metric(name="trainer_host_memory_available_bytes", kind="gauge", writer="supervisor",
+    Metric(name="trainer_host_memory_available_bytes", writer="supervisor",
            help="MemAvailable of the host, which is also the device's memory on unified memory machines."),
 )
 # fmt: on

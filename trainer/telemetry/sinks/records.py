@@ -51,7 +51,7 @@ class StepRecord:
     validation_loss: float | None = None
     """Only at steps that validate."""
     validation_data: str | None = None
-    """As in ValidationRecord."""
+    """Hash of what the held-out loss was measured on, as in ValidationRecord."""
     steps: int = 1
     """Optimizer steps since the log step before; it and the two counts below are for counters, not written
     as values."""

@@ -52,11 +52,9 @@ class Tracker:
                 settings=quiet,
             )
         except (wandb.errors.Error, ValueError) as error:
-            raise ConfigError(
-                f"wandb cannot start ({error})",
-                where="train.report_to",
-                remedy="set WANDB_API_KEY or WANDB_API_KEY_FILE, or WANDB_MODE=offline, or leave the key out",
-            ) from error
+            what = f"wandb cannot start ({error})"
+            remedy = "set WANDB_API_KEY or WANDB_API_KEY_FILE, or WANDB_MODE=offline, or leave the key out"
+            raise ConfigError(what, where="train.report_to", remedy=remedy) from error
 
     def record(self, record: StepRecord | ValidationRecord) -> None:
         """Send the values; those of a step that was sent before a resume are left out by wandb."""
@@ -84,8 +82,5 @@ def _api_key() -> str | None:
     try:
         return Path(file).expanduser().read_text().strip()
     except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error.strerror}",
-            where="WANDB_API_KEY_FILE",
-            remedy="name a file that this user may read",
-        ) from error
+        what, remedy = f"{file} cannot be read: {error.strerror}", "name a file that this user may read"
+        raise ConfigError(what, where="WANDB_API_KEY_FILE", remedy=remedy) from error

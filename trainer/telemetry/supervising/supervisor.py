@@ -24,15 +24,7 @@ from trainer.config.secrets import shown
 from trainer.errors import ConfigError, ExitCode, StorageError
 from trainer.telemetry import locks, status, stop
 from trainer.telemetry.sinks.metrics import METRICS_FILE
-from trainer.telemetry.status import (
-    BUDGET_SECONDS,
-    HUNG_FACTOR,
-    LOCK_FILE,
-    STATUS_FILE,
-    Phase,
-    StatusWriter,
-    Verdict,
-)
+from trainer.telemetry.status import LOCK_FILE, STATUS_FILE, Phase, StatusWriter, Verdict
 from trainer.telemetry.supervising import host, memory_floor, server
 
 RUNTIME_DIR_VARIABLE = "TRAINER_RUNTIME_DIR"
@@ -208,12 +200,14 @@ class _Watch:
         judged = self._judge(current)
         if judged.healthy != self._was_healthy:
             self._was_healthy = judged.healthy
-            kill_at = "" if judged.budget is None else f"; killed at {HUNG_FACTOR * judged.budget:.1f} s"
+            kill_at = (
+                "" if judged.budget is None else f"; killed at {status.HUNG_FACTOR * judged.budget:.1f} s"
+            )
             self._say("healthy again" if judged.healthy else f"unhealthy: {judged.reason}{kill_at}")
         # After a pause of the whole machine or container the child gets a budget's time to beat again.
         if judged.hung and judged.budget is not None and now - self._awake_since > judged.budget:
             self._kill(ExitCode.HUNG, f"killed as hung: {judged.reason}")
-        grace = BUDGET_SECONDS[Phase.SAVE] * self.limits.budget_scale
+        grace = status.BUDGET_SECONDS[Phase.SAVE] * self.limits.budget_scale
         if self._asked is not None and now - self._asked[0] > grace:
             self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
         self._trained = self._trained or (current is not None and current.phase is Phase.TRAIN)
