@@ -130,7 +130,8 @@ def test_a_file_that_was_cut_off_is_named_by_its_header(tmp_path: Path) -> None:
 
 NAMES = (
     "owner/model", "o/m", "a.b/c-d_e", "9/9", "model", "./base", "/no/such", "a/b/c", "a--b/c", "a/b..c",
-    "-a/b", "a-/b", ".a/b", "a./b", "a/b.", "a/b-", "_a/b_", "a/b.git", "a.git/b", "a b/c", "caf\u00e9/x", "a/b\n",
+    "-a/b", "a-/b", ".a/b", "a./b", "a/b.", "a/b-", "_a/b_", "a/b.git", "a.git/b", "a b/c", "caf\u00e9/x",
+    "a/b\n",
     "", "a/", "/b", f"{'a' * 96}/{'b' * 96}", f"{'a' * 97}/b", f"a/{'b' * 97}",
 )  # fmt: skip
 
