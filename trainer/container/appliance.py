@@ -46,27 +46,15 @@ VOLUMES: tuple[Volume, ...] = (
 )
 
 MISPLACED: Mapping[str, str] = {
-    "/app/data": "/data",
-    "/app/dataset": "/data",
-    "/dataset": "/data",
-    "/datasets": "/data",
-    "/input": "/data",
-    "/workspace/data": "/data",
-    "/workspace/dataset": "/data",
-    "/app/config": "/config",
-    "/app/configs": "/config",
-    "/configs": "/config",
-    "/workspace/config": "/config",
-    "/app/models": "/models",
-    "/workspace/models": "/models",
-    "/root/.cache/huggingface": "/models",
-    "/home/user/.cache/huggingface": "/models",
-    "/app/cache": "/cache",
-    "/workspace/cache": "/cache",
-    "/app/output": "/output",
-    "/app/outputs": "/output",
-    "/outputs": "/output",
-    "/workspace/output": "/output",
+    wrong: ours
+    for ours, others in {
+        "/data": "/app/data /app/dataset /dataset /datasets /input /workspace/data /workspace/dataset",
+        "/config": "/app/config /app/configs /configs /workspace/config",
+        "/models": "/app/models /workspace/models /root/.cache/huggingface /home/user/.cache/huggingface",
+        "/cache": "/app/cache /workspace/cache",
+        "/output": "/app/output /app/outputs /outputs /workspace/output",
+    }.items()
+    for wrong in others.split()
 }
 """Where other images have their volumes: a mount there is one of ours in the wrong place."""
 

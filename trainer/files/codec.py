@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from typing import Any, TypeVar
 
@@ -23,18 +24,15 @@ def from_json(kind: type[Value], text: str, where: str) -> Value:
     try:
         value: Value = _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        raise HardwareError(
-            [
-                Problem(
-                    what=f"{'.'.join(str(part) for part in problem['loc']) or 'file'}: {problem['msg']}",
-                    where=where,
-                )
-                for problem in error.errors(include_url=False)
-            ]
-        ) from error
+        problems = [
+            Problem(what=f"{'.'.join(map(str, one['loc'])) or 'file'}: {one['msg']}", where=where)
+            for one in error.errors(include_url=False)
+        ]
+        raise HardwareError(problems) from error
     return value
 
 
+@functools.cache
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
     # marks the class itself, so that nested dataclasses refuse unknown keys too
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind))

@@ -15,22 +15,10 @@ from trainer.machine import driver, host, torch_build, verdicts
 from trainer.machine.facts import Facts, Gpu, HostMemory, facts_from_json
 
 PACKAGES = (
-    "accelerate",
-    "bitsandbytes",
-    "prodigyopt",
-    "wandb",
-    "diffusers",
-    "fastsafetensors",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "optimum-quanto",
-    "peft",
-    "safetensors",
-    "torch",
-    "transformers",
+    "accelerate", "bitsandbytes", "prodigyopt", "wandb", "diffusers", "fastsafetensors", "flash-attn",
+    "flash-attn-3", "flash-attn-4", "optimum-quanto", "peft", "safetensors", "torch", "transformers",
     "triton",
-)
+)  # fmt: skip
 C_COMPILERS = ("cc", "gcc", "clang")
 """What Triton and torch.compile look for."""
 
@@ -76,11 +64,8 @@ def read_facts(
         c_compiler=any(shutil.which(name) for name in C_COMPILERS),
     )
     kept = cache_dir / verdicts.FILE_NAME
-    return dataclasses.replace(
-        facts,
-        verdicts=verdicts.read_verdicts(kept, facts),
-        readings=verdicts.read_readings(kept, facts),
-    )
+    known, readings = verdicts.read_verdicts(kept, facts), verdicts.read_readings(kept, facts)
+    return dataclasses.replace(facts, verdicts=known, readings=readings)
 
 
 def read_recorded(path: Path, named_by: str = "") -> Facts:

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from trainer.config.schema import DataSet
 from trainer.data.pictures.buckets import Size, buckets, nearest_bucket
-from trainer.data.pictures.images import claimed_size
 from trainer.data.sets.controls import control_folders, pair_controls, without_controls
 from trainer.data.sets.listing import list_folder
 from trainer.data.sets.metadata import read_metadata
@@ -104,6 +103,8 @@ def _of_set(
 
 @functools.lru_cache(maxsize=8)
 def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ...]:
+    from trainer.data.pictures.images import claimed_size
+
     found = []
     for one, every in zip(sets, _samples(sets, controls, stamp) or (), strict=False):
         # by chance: names often take turns

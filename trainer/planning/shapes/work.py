@@ -16,6 +16,7 @@ from trainer.planning.shapes.adapters import TEXT_SIDE
 from trainer.planning.shapes.blocks import linear_blocks
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
 from trainer.planning.shapes.mix import USUAL_PICTURES, Captions, Pictures, usual_parts
+from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
 
 # captions of 1 to 300 tokens, as many short as long by their logarithm: 104 on average when they are padded
 _CAPTION_TOKENS = 104
@@ -65,6 +66,8 @@ def with_work(
     parts, alike, padded = micro_batches(family, config, mix.pictures) if drawn else ((), (), ())
     return dataclasses.replace(
         geometry,
+        attention_shape_class=shape_class(longest),
+        matmul_shape_class=matmul_shape_class(longest),
         matmul_flops=flops,
         attention_flops=4.0 * pairs * width * calls,
         attention_calls=calls,
