@@ -32,7 +32,7 @@ import torch._dynamo
 
 from trainer import families
 from trainer.config.schema import DataSet, RunConfig
-from trainer.engine.results.proof import to_device
+from trainer.engine.caching.batches import to_device
 from trainer.families.protocol import Batch, Draw, Family, Shape
 from trainer.modeling.adapter.lora import linear_names
 from trainer.modeling.attention.setting import set_attention
