@@ -94,7 +94,7 @@ def _counted(model: Any, family: Family, settings: Any, config: Mapping[str, Any
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
 
-    from trainer.engine.results.proof import to_device
+    from trainer.engine.caching.batches import to_device
 
     batch = family.synthetic_batch(config, shape, 0)
     header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}

@@ -32,7 +32,7 @@ import torch._dynamo
 
 from trainer import families
 from trainer.config.schema import DataSet, RunConfig
-from trainer.engine.results.proof import to_device
+from trainer.engine.caching.batches import to_device
 from trainer.families.family import Family
 from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter.lora import linear_names

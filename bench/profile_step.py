@@ -233,8 +233,8 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
     import torch
 
     from trainer.engine.building.fast import uncompiled
+    from trainer.engine.caching.batches import to_device
     from trainer.engine.optimizing.optimizer import HostFlag
-    from trainer.engine.results.proof import to_device
     from trainer.engine.training.graphs import Graphs
 
     family, config = context.family, context.config
@@ -275,7 +275,7 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
 
 def make_forward(context: Context, built: Built, tokens: int) -> Callable[[], torch.Tensor]:
     """A function that gives a micro-batch's loss, a scalar, with its graph; the batch is on the device."""
-    from trainer.engine.results.proof import to_device
+    from trainer.engine.caching.batches import to_device
 
     settings, batch, draws = _synthetic(context, tokens)
     moved, draw = to_device(batch, draws[0], context.device, context.dtype)
