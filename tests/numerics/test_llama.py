@@ -25,9 +25,9 @@ from trainer.families.values import Batch, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.attention.kernels import SDPA_BACKENDS
 from trainer.modeling.attention.packed_rows import packed_attention, set_packed_attention
+from trainer.modeling.base.meta_shapes import meta_shapes
 from trainer.planning.shapes.adapters import adapter_parameters
 from trainer.planning.shapes.geometry import TABLES, linear_weights, quantized_linears, read_table
-from trainer.planning.shapes.meta_shapes import meta_shapes
 
 CHATS: tuple[list[dict[str, str]], ...] = (
     [
