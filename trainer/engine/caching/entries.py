@@ -31,7 +31,7 @@ from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.data.records import Control, ImageRecord, Record
 from trainer.data.sets.masks import mask_pixels
 from trainer.engine.context import Context, free_memory
-from trainer.families import flow
+from trainer.families import losses
 from trainer.families.family import EntryKind, Family
 from trainer.families.values import TEXT_MASK, Batch, Header
 from trainer.modeling.attention.text_lengths import pad_text
@@ -216,7 +216,7 @@ def _encoders(context: Context, kind: str) -> Iterator[Encode]:
         image = fit(picture, record.bucket_width, record.bucket_height, record.view)
         controls = [_control_pixels(family, view) for view in control_views(record)]
         encoded = family.encode_pixels(loaded[0], to_pixels(image), controls)
-        return encoded if record.mask is None else encoded | flow.mask_entry(mask_pixels(record), encoded)
+        return encoded if record.mask is None else encoded | losses.mask_entry(mask_pixels(record), encoded)
 
     context.status.beat(Phase.CACHE)
     try:
@@ -259,7 +259,7 @@ def load_batch(
     if text_padding:
         text = [_padded(row, context.family) for row in text]
     latents = [
-        flow.weighed(
+        losses.weighed(
             cache.read("latents", entries.latents[i].key),
             entries.latents[i].record.loss_weight if entries.weighted else None,
             masked=entries.masked,
