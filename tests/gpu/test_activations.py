@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from scripts.benches import count, gpus, memory
-from scripts.random_base import build
+from bench import count, gpus, memory
+from tests.random_bases import build
 from trainer import families
 from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, activations, counted
 from trainer.planning.shapes.run_shapes import component_config

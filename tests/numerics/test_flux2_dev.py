@@ -17,7 +17,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler, Flux2Pipeline, Flux2Trans
 from diffusers.pipelines.flux2.pipeline_flux2 import SYSTEM_MESSAGE, compute_empirical_mu
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
-from scripts import random_base
+from tests import random_bases
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.flux2_dev import FLUX2_DEV
@@ -181,7 +181,7 @@ def test_the_committed_table_has_the_published_sizes() -> None:
 def source(tmp_path_factory: pytest.TempPathFactory) -> ModelSource:
     """The tiny base."""
     folder = tmp_path_factory.mktemp("flux2_dev") / "base"
-    random_base.build("flux2_dev", "tiny", folder)
+    random_bases.build("flux2_dev", "tiny", folder)
     return ModelSource(folder=folder, identity="tiny", revision=None, random_components=frozenset(), seed=0)
 
 

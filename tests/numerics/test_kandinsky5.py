@@ -20,7 +20,7 @@ from diffusers import (
     Kandinsky5Transformer3DModel,
 )
 
-from scripts import random_base
+from tests import random_bases
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.kandinsky5 import KANDINSKY5
@@ -46,7 +46,7 @@ CAPTION = "a photo of a cat on a green leaf"
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("kandinsky5") / "base"
-    random_base.build("kandinsky5", "tiny", folder)
+    random_bases.build("kandinsky5", "tiny", folder)
     return folder
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import load_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from scripts import random_base
+from tests import random_bases
 from trainer.config.schema import FlowSection
 from trainer.families import flow
 from trainer.families.qwen_image import QWEN_IMAGE
@@ -68,7 +68,7 @@ def header(batch: Batch) -> dict[str, tuple[int, ...]]:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("tiny") / "qwen_image"
-    random_base.build("qwen_image", "tiny", folder)
+    random_bases.build("qwen_image", "tiny", folder)
     return folder
 
 

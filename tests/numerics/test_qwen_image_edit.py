@@ -22,7 +22,7 @@ from diffusers import (
 )
 from PIL import Image
 
-from scripts import random_base
+from tests import random_bases
 from tests.contract.runs import keep_edits_small
 from tests.numerics.test_qwen_image import CONFIG, build, header, settings
 from trainer.data.pictures.images import to_pixels
@@ -51,7 +51,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, ModelSource]:
     """A base of each layout; the older one has a transformer that modulates all images alike."""
     parent = tmp_path_factory.mktemp("tiny")
     plus, single = parent / "plus", parent / "single"
-    random_base.build("qwen_image_edit", "tiny", plus)
+    random_bases.build("qwen_image_edit", "tiny", plus)
     shutil.copytree(plus, single)
     changes = {
         "model_index.json": {"_class_name": "QwenImageEditPipeline"},

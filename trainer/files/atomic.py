@@ -101,6 +101,27 @@ def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     write_bytes(path, text.encode(), sync=sync)
 
 
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Give an empty folder that takes the place of `target` when the block ends, and vanishes when it raises.
+
+    Raises StorageError.
+    """
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with no_space_told(target):
+            temporary.mkdir(parents=True)
+        yield temporary
+        with no_space_told(target):
+            if target.exists():
+                shutil.rmtree(target)
+            temporary.replace(target)
+            sync_directory(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
 def unused_name(path: Path) -> Path:
     """`path`, or with the first number that is free after it: nothing that is kept aside replaces another."""
     found, number = path, 2

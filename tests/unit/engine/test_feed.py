@@ -14,9 +14,9 @@ import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from trainer.config.schema import FlowSection
-from trainer.data.cache import Cache, DamagedEntryError, entry_key
-from trainer.data.fill import LatentsEntry, TextEntry
-from trainer.engine.caching.entries import Entries, load_batch
+from trainer.engine.caching.batches import load_batch
+from trainer.engine.caching.entries import Entries, LatentsEntry, TextEntry
+from trainer.engine.caching.store import Cache, DamagedEntryError, entry_key
 from trainer.engine.training import feed
 from trainer.errors import ConfigError, OutOfMemoryError
 from trainer.families import get

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from scripts.benches import memory, sweep
+from bench import memory, sweep
 from tests.unit.planning.conftest import GIB, MACHINES
 from trainer import families
 from trainer.planning.shapes import work

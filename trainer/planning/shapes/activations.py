@@ -1,8 +1,8 @@
 """What a micro-batch's activations take: counts of one block, times the run's blocks and tokens.
 
-The counts (activations.json) were made on a GPU by `bench.py count`, in units of tokens x width x bytes of a
-value: what a block keeps for backward is the same for any number of blocks and tokens. Parts of them are
-derived from shapes: docs/adr/0007-activations-are-counted.md.
+The counts (activations.json) were made on a GPU by `python -m bench count`, in units of
+tokens x width x bytes of a value: what a block keeps for backward is the same for any number of blocks and
+tokens. Parts of them are derived from shapes: docs/adr/0007-activations-are-counted.md.
 """
 
 from __future__ import annotations
