@@ -1,4 +1,4 @@
-"""What a machine is and what it can do, as rows for people; `facts_to_json` has everything."""
+"""A machine and its abilities as rows for people; `facts_to_json` has everything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def text(rows: Sequence[Row]) -> list[str]:
 
 
 def machine_rows(facts: Facts, requested: str, toolkit: str) -> list[Row]:
-    """What the machine is, the three CUDAs apart, the profile that a run would get, and what it can do.
+    """The machine, the three CUDAs apart, the profile that a run would get, and the machine's abilities.
 
     `requested` is TRAINER_PROFILE, `toolkit` the installed CUDA toolkit in words.
     """
@@ -55,7 +55,7 @@ def machine_rows(facts: Facts, requested: str, toolkit: str) -> list[Row]:
 
 
 def volume_rows(mounts: Sequence[Mount]) -> list[Row]:
-    """Which of our volumes are mounted."""
+    """State of each of our volumes."""
     at = {mount.path: mount for mount in mounts}
     rows = []
     for volume in VOLUMES:
@@ -76,7 +76,7 @@ def _runtime(facts: Facts) -> str:
 
 
 def _abilities(facts: Facts, device: str) -> Iterator[Row]:
-    """What a run may use here, and what is missing for the rest."""
+    """Features that a run may use here, and why it may not use the others."""
     capability = facts.gpu.capability if device == "cuda" else (0, 0)
     can, cannot = [], []
     if device == "cpu":

@@ -1,6 +1,6 @@
-"""What stops a container before anything is started: pure functions from what was read to problems.
+"""Reasons to stop a container before anything starts: pure functions from what was read to problems.
 
-Profile, driver, torch and memory are judged where the plan judges them; here is what only a container has.
+Profile, driver, torch and memory are judged where the plan judges them; mounts and folders are judged here.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ class Folder:
     error: str
     """Why `existing` cannot be written; empty where it can."""
     is_result: bool = False
-    """True for what nobody can compute or download again."""
+    """True for results, which nobody can compute or download again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What the container was given besides its machine."""
+    """Everything that the container was given besides its machine."""
 
     user: int
     group: int
@@ -75,8 +75,8 @@ def machine_problems(facts: Facts, requested: str, unified: bool | None) -> tupl
 def container_problems(
     facts: Facts | None, requested: str, surroundings: Surroundings
 ) -> tuple[Problem, ...]:
-    """What was set or mounted so that a run cannot start. `facts` is None where they cannot be read, or the
-    command needs no machine.
+    """Variables and mounts because of which a run cannot start. `facts` is None where they cannot be read, or
+    the command needs no machine.
     """
     problems = [*_misplaced(surroundings), *_unwritable(surroundings)]
     # facts that cannot be read may be missing because of it: torch was asked, and aborted
@@ -94,7 +94,7 @@ def container_problems(
 
 
 def warnings(surroundings: Surroundings) -> Iterator[str]:
-    """What works, but loses what was made: folders in the container's own layer."""
+    """Folders in the container's own layer: the run works, and its results are gone with the container."""
     for folder in surroundings.folders:
         mount = holding(folder.existing, surroundings.mounts)
         if folder.is_result and not folder.error and mount is not None and mount.kind == "overlay":

@@ -24,12 +24,12 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensor
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """What a loader reads of a component's folder."""
+    """The files of a component's folder that a loader reads."""
 
     files: tuple[Path, ...]
-    """Those that are there, sorted by name."""
+    """Files that are there, sorted by name."""
     missing: tuple[str, ...]
-    """Names of those that are not."""
+    """Names of files that are missing."""
     total_bytes: int | None = None
     """Bytes of all tensors, where an index says it."""
 
@@ -42,7 +42,7 @@ class WeightFiles:
 
     @property
     def lacking(self) -> str:
-        """What is missing, in words; empty where nothing is."""
+        """Missing files in words; empty where none is missing."""
         if not self.missing:
             return "" if self.files else "no .safetensors file"
         count = len(self.files) + len(self.missing)

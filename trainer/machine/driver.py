@@ -19,7 +19,7 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class DriverReport:
-    """What libcuda said: `cuda` is the newest that the driver runs, `problem` says why `gpus` is empty."""
+    """Answers of libcuda: `cuda` is the newest that the driver runs, `problem` says why `gpus` is empty."""
 
     cuda: Version | None
     gpus: tuple[Gpu, ...]

@@ -79,7 +79,7 @@ WSL_SPILLS = (
     "WSL: when GPU memory runs out, the driver moves it to host memory silently and training turns very slow;"
     " leave some free"
 )
-"""What to know there, for plans and probes."""
+"""Warning of plans and probes on WSL."""
 
 
 def is_wsl(proc_version: str) -> bool:
@@ -88,7 +88,7 @@ def is_wsl(proc_version: str) -> bool:
 
 
 def visible_devices_note(value: str | None) -> str:
-    """What CUDA_VISIBLE_DEVICES does to the GPUs; empty where it is not set."""
+    """How CUDA_VISIBLE_DEVICES changes which GPUs are seen; empty where it is not set."""
     if value is None:
         return ""
     note = f"CUDA_VISIBLE_DEVICES is {value!r}"

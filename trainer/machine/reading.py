@@ -20,7 +20,7 @@ PACKAGES = (
     "triton",
 )  # fmt: skip
 C_COMPILERS = ("cc", "gcc", "clang")
-"""Those that Triton and torch.compile look for."""
+"""Compilers that Triton and torch.compile look for."""
 _PROC = Path("/proc")
 
 

@@ -1,11 +1,11 @@
-"""What one trained parameter takes in weights, gradients and the optimizer's state."""
+"""Bytes of one trained parameter in weights, gradients and the optimizer's state."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
 MEAN_BYTES = 4
-"""Of a parameter in the running mean of the weights."""
+"""Bytes of a parameter in the running mean of the weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,7 +49,7 @@ _OPTIMIZERS: dict[str, tuple[float, str]] = {
 
 
 def of(method: str, dtype: str, optimizer: str) -> StateBytes:
-    """What a run with this method, type and `train.optimizer` keeps."""
+    """The state of a run with this method, type and `train.optimizer`."""
     state = _STATE[method, dtype]
     size, moments = _OPTIMIZERS.get(optimizer, (state.optimizer, state.moments))
     return replace(state, optimizer=size, moments=moments)
