@@ -29,7 +29,7 @@ _REMEDIES: dict[int, str] = {
     errno.EACCES: _REFUSED,
     errno.EPERM: _REFUSED,
 }
-"""What a disk that is not full answers, besides what a wrong path does -> what to do."""
+"""Errors of a disk that is not full, those of a wrong path apart -> what to do."""
 _GIB = 1024**3
 
 

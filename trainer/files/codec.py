@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from typing import Any, TypeVar
 
@@ -32,7 +31,6 @@ def from_json(kind: type[Value], text: str, where: str) -> Value:
     return value
 
 
-@functools.cache
 def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
     # marks the class itself, so that nested dataclasses refuse unknown keys too
     return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind))

@@ -23,7 +23,7 @@ class Match:
     """Smallest and largest total memory."""
 
     def contradiction(self, gpu: Gpu) -> str:
-        """What speaks against this GPU; empty when it fits."""
+        """Why the profile is not for this GPU; empty when it is."""
         if self.capabilities is not None and gpu.capability not in self.capabilities:
             wanted = " or ".join(map(version_text, self.capabilities))
             return f"it is for compute capability {wanted}, this GPU has {version_text(gpu.capability)}"

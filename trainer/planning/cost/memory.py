@@ -106,7 +106,7 @@ def gib(count: int) -> str:
 
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """What training holds at its peak; previews take the place of activations, not room beside them."""
-    state = states.of(storage)
+    state = states.of(storage.method, storage.dtype, storage.optimizer)
     trained = parameters(geometry, "trained")
     count = geometry.lora_parameters if storage.method == "lora" else trained
     name = "adapter" if storage.method == "lora" else "trained weights"
@@ -277,8 +277,9 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int, copies
         count, master, final = geometry.lora_parameters, 4, 2 * storage.value_bytes
     else:
         count, master, final = parameters(geometry, "trained"), storage.value_bytes, storage.value_bytes
+    state = states.of(storage.method, storage.dtype, storage.optimizer)
     mean = states.MEAN_BYTES if storage.averaged else 0
-    per_checkpoint = int(count * (master + states.of(storage).optimizer + mean))
+    per_checkpoint = int(count * (master + state.optimizer + mean))
     return checkpoints * per_checkpoint + copies * count * final
 
 

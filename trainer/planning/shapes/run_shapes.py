@@ -149,7 +149,7 @@ def _activations(
     repeated: Sequence[Stack],
     adapter: Kept,
 ) -> tuple[Activations, Activations]:
-    """What a micro-batch holds, eager and compiled, from the family's counts."""
+    """Activations of a micro-batch, eager and compiled, from the family's counts."""
     linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
     talks = family.sample_kind == "conversation"
     planned = functools.partial(

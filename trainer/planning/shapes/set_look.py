@@ -1,6 +1,6 @@
-"""What is seen of a data set at a glance: its samples by their names, and some pictures' sizes.
+"""A data set at a glance: its samples by their names, and some pictures' sizes.
 
-Nothing is checked, and nothing is decoded: what cannot be read the run tells.
+No file is checked, no picture decoded: the run tells which cannot be read.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def seen(sets: Sets, family: Family) -> tuple[Seen, ...]:
 
 
 def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Pictures:
-    """Of the shapes that samples come in at this resolution, how many samples have each.
+    """The shapes that samples come in at this resolution, and how many samples have each.
 
     Control images are counted as if they came into buckets too.
     """

@@ -1,4 +1,4 @@
-"""What one forward pass computes, for the prediction of its time. Imports no torch."""
+"""The work of one forward pass, from which its time is predicted. Imports no torch."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _CAPTION_TOKENS_WITH_IMAGES = 384
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Of what shapes samples are, as far as it is known."""
+    """The shapes of samples, as far as they are known."""
 
     caption_tokens: int | None = None
-    """Of every caption, and pictures are of one shape; None: a usual mix of lengths."""
+    """Tokens of every caption, with pictures of one shape; None: a usual mix of lengths."""
     pictures: Pictures = ()
-    """Empty: of six shapes, as many of each."""
+    """How many pictures have each shape; empty: six shapes, as many of each."""
 
 
 USUAL_MIX = Mix()
@@ -86,9 +86,9 @@ Parts = tuple[float, ...]
 
 
 def micro_batches(family: Family, config: RunConfig, pictures: Pictures) -> tuple[Parts, Parts, Parts]:
-    """Those that a batch makes with captions as they are, of one length, and padded to a few lengths.
+    """Parts of a batch with captions as they are, of one length, and padded to a few lengths.
 
-    `pictures` are those of each shape, else of six. Empty where samples are packed into rows.
+    `pictures` says how many have each shape; else there are six. Empty where samples are packed into rows.
     """
     if family.packed_by is not None:
         return (), (), ()
