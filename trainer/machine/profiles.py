@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts, Gpu, version_text
+from trainer.words.near import did_you_mean
 from trainer.words.sizes import GIB
 
 ON_PURPOSE = "TRAINER_PROFILE=cpu trains on the CPU on purpose"
