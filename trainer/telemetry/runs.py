@@ -94,13 +94,9 @@ def read_run(folder: Path) -> Run:
     held_out = [
         (row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None
     ]
+    figures = _figures(folder, config, rows)
     return Run(
-        folder=folder,
-        config=config,
-        losses=losses,
-        held_out=held_out,
-        figures=_figures(folder, config, rows),
-        damaged_lines=damaged,
+        folder=folder, config=config, losses=losses, held_out=held_out, figures=figures, damaged_lines=damaged
     )
 
 

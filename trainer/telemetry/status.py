@@ -236,7 +236,9 @@ def verdict(status: Status | None, now: float, *, scale: float = 1.0) -> Verdict
     if status is None:
         reason = "no run: no status has been written since this machine started"
         return Verdict(healthy=False, ready=False, reason=reason)
-    code, where = status.exit_code, f"phase {status.phase}{_progress_text(status)}"
+    code, where = status.exit_code, f"phase {status.phase}"
+    if status.step is not None:
+        where += f" {status.step}" if status.total is None else f" {status.step}/{status.total}"
     if code not in (None, ExitCode.OK):
         meaning = status.cause or next((MEANING[known] for known in ExitCode if known == code), "unexpected")
         reason = f"ended with exit code {code} in {where}: {meaning}"
@@ -253,12 +255,6 @@ def verdict(status: Status | None, now: float, *, scale: float = 1.0) -> Verdict
         return Verdict(healthy=False, ready=False, reason=reason, budget=budget, age=age)
     reason = f"{where}, last heartbeat {age:.1f} s ago"
     return Verdict(healthy=True, ready=status.phase in _READY, reason=reason, budget=budget, age=age)
-
-
-def _progress_text(status: Status) -> str:
-    if status.step is None:
-        return ""
-    return f" {status.step}" if status.total is None else f" {status.step}/{status.total}"
 
 
 def _text(status: Status) -> str:
