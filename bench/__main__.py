@@ -30,7 +30,6 @@ COMMANDS = {
     "page": "write docs/benchmarks.md and its plots",
 }
 """In the order in which the help lists them; the module of the same name does the work."""
-_MODULES = {"profile": "profile_step"}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -44,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"no command {name!r}\n{usage()}", file=sys.stderr)
         return 2
     # imported here: `page` needs no torch
-    module = importlib.import_module(f"bench.{_MODULES.get(name, name)}")
+    module = importlib.import_module(f"bench.{name}")
     try:
         return int(module.main(rest) or 0)
     except TrainerError as error:

@@ -1,11 +1,13 @@
-"""Values of the command lines: what argparse refuses by its name, and folders of base models. No torch."""
+"""The command lines: values that argparse refuses by their name, options that several have. No torch."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import textwrap
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 from trainer import families
 from trainer.errors import AccessError
@@ -26,6 +28,32 @@ def command_parser(name: str, description: str | None, epilog: str = "") -> argp
 def listed(title: str, names: Iterable[str]) -> str:
     """An epilog with a name a line: names with commas cannot be told apart in one."""
     return "\n".join([f"{title}:", textwrap.indent("\n".join(names), "  ")])
+
+
+def add_common(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Options of `COMMON`."""
+    for name in names:
+        parser.add_argument(name, **COMMON[name])
+
+
+def write_rows(path: Path | None, rows: object) -> None:
+    """The rows of `--record` as JSON, where there is a path."""
+    if path:
+        path.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+
+
+def names_of(what: str, known: Iterable[str]) -> Callable[[str], tuple[str, ...]]:
+    """The type of names with commas between them, out of those that are known."""
+    every = tuple(known)
+
+    def parse(text: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(text.split(",")))
+        unknown = [name for name in names if name not in every]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"no {what} {', '.join(unknown)}; there are {', '.join(every)}")
+        return names
+
+    return parse
 
 
 def positive(text: str) -> int:
@@ -113,3 +141,14 @@ def require_base(base: Path, where: str) -> Path:
         where=where,
         remedy="make one: python scripts/random_base.py FAMILY --size full --no-weights --output BASE",
     )
+
+
+COMMON: Mapping[str, Mapping[str, Any]] = {
+    "--set": {"dest": "overrides", "action": "append", "default": [], "metavar": "KEY=VALUE"},
+    "--tokens": {"type": positive, "default": 512, "help": "text tokens"},
+    "--jobs": {"type": positive, "default": 1, "help": "runs side by side"},
+    "--record": {"type": new_file, "help": "write the rows here"},
+    "--work": {"type": folder, "help": "for the runs; the system's temporary folder if not given"},
+    "--month": {"help": "of the record: 2026-11; the clock's if not given"},
+}
+"""What several commands take."""

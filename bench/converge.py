@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from bench import arguments as types
-from bench import gpus, ours, profile_step
+from bench import jobs, processes
 from trainer.cli.options import load_config
 from trainer.engine.records import checkpoint
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="converge-", dir=options.work) as scratch:
         folder = Path(scratch)
         overrides = _common(options, folder)
-        runs = gpus.side_by_side(
+        runs = processes.side_by_side(
             lambda name, environ: _train(options.config, name, overrides, folder, environ),
             names,
             jobs=options.jobs,
@@ -71,8 +71,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         rows = [{"setting": name, **_compared(run, runs[0])} for name, run in zip(names, runs, strict=True)]
     for row in rows:
         print(json.dumps(row), flush=True)
-    if options.record:
-        options.record.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    types.write_rows(options.record, rows)
     return 0
 
 
@@ -89,12 +88,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SETTING",
         help="one of those below, and the first; may be given several times",
     )
-    parser.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE")
-    parser.add_argument("--jobs", type=types.positive, default=1, help="runs side by side")
-    parser.add_argument("--record", type=types.new_file, help="write the rows here")
-    parser.add_argument(
-        "--work", type=types.folder, help="for the runs; the system's temporary folder if not given"
-    )
+    types.add_common(parser, "--set", "--jobs", "--record", "--work")
     return parser
 
 
@@ -113,7 +107,7 @@ def _common(options: argparse.Namespace, folder: Path) -> list[str]:
         base = types.require_base(options.base, "--base")
         if options.blocks:
             family = load_config((options.config,)).config.family
-            base = profile_step.cut_base(family, base, folder / "base", options.blocks)
+            base = jobs.cut_base(family, base, folder / "base", options.blocks)
         overrides += [f"model.pretrained_model_name_or_path={base}", "model.weights=random"]
     return [*overrides, *options.overrides]
 
@@ -126,12 +120,11 @@ def _train(
     command = [sys.executable, "-m", "trainer", "train", str(config), "--output", str(run)]
     for override in (*overrides, *SETTINGS[name]):
         command += ["--set", override]
-    log = folder / f"{run.name}.txt"
     runtime = {"TRAINER_RUNTIME_DIR": str(folder / f"{run.name}.runtime")}
-    code, _ = ours.run_child(command, log, {**environ, **runtime})
-    lines = log.read_text(errors="replace").strip().splitlines()
-    if code != 0:
-        return {"problem": next((line for line in lines if "error:" in line), f"exit code {code}")}
+    ended = processes.run(command, {**environ, **runtime}, folder / f"{run.name}.txt")
+    lines = ended.said.strip().splitlines()
+    if ended.code:
+        return {"problem": next((line for line in lines if "error:" in line), f"exit code {ended.code}")}
     last = checkpoint.steps_on_disk(run / "checkpoints")[-1]
     return {
         "losses": [row["loss"] for row in read_metrics(run / METRICS_LOG) if "loss" in row],
@@ -172,7 +165,3 @@ def _cosine(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor])
     names = sorted(left)
     one, other = (torch.cat([part[name].double().flatten() for name in names]) for part in (left, right))
     return float(torch.nn.functional.cosine_similarity(one, other, dim=0).item())
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,8 +21,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import arguments as types
-from bench import gpus, machine, memory, profile_step
-from trainer.engine.spec import read_spec
+from bench import jobs, machine, memory, processes
 from trainer.errors import TrainerError
 from trainer.files import atomic
 from trainer.planning.shapes.activations import COUNTED_ATTENTION, COUNTS, OTHER_ATTENTION
@@ -84,9 +82,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Count; print a line of JSON for each family and mode."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.spec is not None:
-        count(options.spec, options.tokens)
-        return 0
     if not options.families:
         parser.error("name what to count: FAMILY=BASE")
     table = json.loads(COUNTS.read_text())
@@ -100,9 +95,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mode in options.modes or MODES
     ]
     machine.require_gpu(remedy="use a machine with one")
-    rows = gpus.side_by_side(_row, cases, jobs=options.jobs)
-    if options.record:
-        options.record.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    rows = processes.side_by_side(_row, cases, jobs=options.jobs)
+    types.write_rows(options.record, rows)
     if options.table:
         for family in dict.fromkeys(case.family for case in cases):
             found = [row for row in rows if row["family"] == family and "counted" in row]
@@ -122,11 +116,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--modes", action="append", choices=list(MODES), metavar="MODE", help="one of those below, only it"
     )
-    parser.add_argument("--tokens", type=types.positive, default=512, help="text tokens")
-    parser.add_argument("--jobs", type=types.positive, default=1, help="runs side by side")
-    parser.add_argument("--record", type=types.new_file, help="write the rows here")
+    types.add_common(parser, "--tokens", "--jobs", "--record")
     parser.add_argument("--table", action="store_true", help="write trainer/planning/shapes/activations.json")
-    parser.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
     return parser
 
 
@@ -142,34 +133,26 @@ def counted_row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]
     row: dict[str, Any] = {"family": case.family, "mode": case.setting}
     with tempfile.TemporaryDirectory(prefix="count-") as scratch:
         folder = Path(scratch)
-        keys = profile_step.count_keys(case.family, case.base)
+        keys = jobs.block_counts(case.family, case.base)
         try:
             loaded, plan = memory.planned(case._replace(blocks=(2,) * len(keys)), folder)
         except TrainerError as error:
             return {**row, "refused": str(error)}
-        spec = profile_step.write_job(loaded, plan, folder)
-        command = [sys.executable, "-m", "bench.count", "--spec", str(spec)]
-        done = subprocess.run(
-            [*command, "--tokens", str(case.tokens)],
-            env=plan.child_environment(environ),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-    if done.returncode:
-        return {**row, "failed": done.stderr.strip()[-300:]}
-    return {**row, **json.loads(done.stdout.splitlines()[-1])}
+        given = {"spec": jobs.write_job(loaded, plan, folder), "tokens": case.tokens}
+        ended = processes.call(count, given, plan.child_environment(environ), folder / "log.txt")
+    return {**row, **(ended.answer or {"failed": ended.said.strip()[-300:]})}
 
 
-def count(spec_path: Path, tokens: int) -> None:
+def count(spec: str, tokens: int) -> dict[str, Any]:
     """In the child: build, and count with one block of each kind, and with one more of each."""
     import torch
 
+    from bench import steps
     from trainer.engine.building.build import build
 
-    context = profile_step.make_context(read_spec(spec_path))
+    context = jobs.make_context(spec)
     built = build(context)
-    forward = profile_step.make_forward(context, built, tokens)
+    forward = steps.make_forward(context, built, tokens)
     lists = list(block_lists(built.model, context.family.blocks))
     ones = [1] * len(lists)
     cuts = [ones, *([*ones[:kind], 2, *ones[kind + 1 :]] for kind in range(len(lists)))]
@@ -181,15 +164,14 @@ def count(spec_path: Path, tokens: int) -> None:
             _held(forward)
         counted[",".join(map(str, cut))] = _held(forward)
     model_config = context.source.component_config(context.family.trained_component)
-    shape = profile_step.synthetic_shape(context, tokens)
+    shape = steps.shape_of(context, tokens)
     every, captions = activation_units(context.family, model_config, shape)
-    found = {
+    return {
         "stacks": [one.path for one in lists],
         "units": {"every": every, "captions": captions},
         "head": head_bytes(context.family, model_config, shape),
         "counted": counted,
     }
-    print(json.dumps(found))
 
 
 def block_lists(model: torch.nn.Module, kinds: Sequence[str]) -> Iterator[_List]:
@@ -302,7 +284,3 @@ def table_text(table: Mapping[str, Any]) -> str:
             f'  "ways": {{\n{ways}\n  }}\n }}'
         )
     return "{\n" + ",\n".join(texts) + "\n}\n"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,12 @@ def count_work(family: Family, base: Path, shape: Shape) -> Work:
     """
     import torch
     from accelerate import init_empty_weights
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+    from torch.utils.flop_counter import FlopCounterMode
 
     from bench.peers import random_source
+    from bench.steps import synthetic
+    from trainer.engine.caching.batches import to_device
 
     source, config = random_source(family, base)
     model_config = source.component_config(family.trained_component)
@@ -77,7 +80,14 @@ def count_work(family: Family, base: Path, shape: Shape) -> Work:
             linear=2 * weights * shape.batch_size * shape.text_tokens / _TERA,
             attention=model_config["num_hidden_layers"] * products / 2 / _TERA,
         )
-    return _counted(model, family, family.settings(source, config), model_config, shape)
+    settings, batch, draws = synthetic(family, source, config, shape)
+    moved, draw = to_device(batch, draws[0], "meta", torch.bfloat16)
+    counter = FlopCounterMode(display=False)
+    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+        family.predict(model, moved, draw, settings)
+    counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
+    linear = sum(count for op, count in counts.items() if op in ("aten.mm", "aten.addmm"))
+    return Work(linear=linear / _TERA, attention=(sum(counts.values()) - linear) / _TERA)
 
 
 def _built(model_class: Any, folder: Path) -> Any:
@@ -86,23 +96,3 @@ def _built(model_class: Any, folder: Path) -> Any:
     if issubclass(model_class, PreTrainedModel):
         return model_class(model_class.config_class.from_pretrained(folder))
     return model_class.from_config(model_class.load_config(folder))
-
-
-def _counted(model: Any, family: Family, settings: Any, config: Mapping[str, Any], shape: Shape) -> Work:
-    """One pass on the meta device under torch's counter of operations."""
-    import torch
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-    from torch.utils.flop_counter import FlopCounterMode
-
-    from trainer.engine.caching.batches import to_device
-
-    batch = family.synthetic_batch(config, shape, 0)
-    header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
-    draw = family.draw(settings, list(range(batch.size)), header)
-    moved, draw = to_device(batch, draw, "meta", torch.bfloat16)
-    counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
-        family.predict(model, moved, draw, settings)
-    counts = {str(op): count for op, count in counter.get_flop_counts()["Global"].items()}
-    linear = sum(count for op, count in counts.items() if op in ("aten.mm", "aten.addmm"))
-    return Work(linear=linear / _TERA, attention=(sum(counts.values()) - linear) / _TERA)

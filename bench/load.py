@@ -17,7 +17,6 @@ import json
 import mmap
 import os
 import statistics
-import subprocess
 import sys
 import threading
 import time
@@ -28,10 +27,11 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench.record import REPOSITORY
+from bench import processes
+from bench.processes import GIB
 from trainer.errors import HardwareError
 
-GIB, MIB = 2**30, 2**20
+MIB = 2**20
 TENSOR_BYTES = 60 * MIB
 # as many distinct ones are written in turn: the disk is not to find equal blocks close by
 DISTINCT_TENSORS = 8
@@ -69,9 +69,6 @@ class Measured:
 def main(arguments: Sequence[str] | None = None) -> None:
     """Write, measure every variant in both states, print."""
     options = _options(arguments)
-    if options.child:
-        print(json.dumps(asdict(measure(options.child, options.state, options.paths, options.device))))
-        return
     paths = write_files(options.folder, options.gib, options.files)
     variants = [
         *options.variants,
@@ -105,26 +102,16 @@ def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--device", default="", help="default: cuda:0 where there is one, else cpu")
     parser.add_argument("--repeats", type=types.positive, default=1, help="rounds over all variants")
-    parser.add_argument("--variants", type=_variants, default=VARIANTS, help=f"out of {', '.join(VARIANTS)}")
+    parser.add_argument("--variants", type=types.names_of("variant", VARIANTS), default=VARIANTS,
+                        help=f"out of {', '.join(VARIANTS)}")  # fmt: skip
     parser.add_argument("--rings", type=_rings, default=(), help="for example 4x64x16,16x16x16")
     parser.add_argument("--keep", action="store_true", help="leave the files for the next time")
-    parser.add_argument("--child", default="", help=argparse.SUPPRESS)
-    parser.add_argument("--state", default="", help=argparse.SUPPRESS)
-    parser.add_argument("paths", nargs="*", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     if not options.device:
         import torch
 
         options.device = "cuda:0" if torch.cuda.is_available() else "cpu"
     return options
-
-
-def _variants(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in VARIANTS]
-    if unknown:
-        raise argparse.ArgumentTypeError(f"no variant {', '.join(unknown)}; there are {', '.join(VARIANTS)}")
-    return names
 
 
 def _rings(text: str) -> tuple[str, ...]:
@@ -190,16 +177,20 @@ def _share(paths: Sequence[Path], of: Callable[[Path], float | None]) -> float |
 
 def in_child(variant: str, state: str, paths: Sequence[Path], device: str) -> Measured:
     """`measure` in a new process. Raises HardwareError where that fails; what it said is on stderr."""
-    command = [sys.executable, "-m", "bench.load", "--child", variant, "--state", state]
-    command += ["--device", device, *(str(path.resolve()) for path in paths)]
-    done = subprocess.run(command, check=False, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY)
-    if done.returncode:
+    files = [str(path.resolve()) for path in paths]
+    ended = processes.call(job, {"variant": variant, "state": state, "paths": files, "device": device})
+    if ended.code:
         raise HardwareError(
-            f"{variant} could not read to {device} (exit code {done.returncode})",
+            f"{variant} could not read to {device} (exit code {ended.code})",
             where="--variants, --device",
             remedy="the lines above say why; leave it out by --variants, or choose another device",
         )
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+    return Measured(**ended.answer)
+
+
+def job(variant: str, state: str, paths: Sequence[str], device: str) -> dict[str, Any]:
+    """In the child: `measure`."""
+    return asdict(measure(variant, state, [Path(path) for path in paths], device))
 
 
 def measure(variant: str, state: str, paths: Sequence[Path], device: str) -> Measured:
@@ -376,7 +367,3 @@ def verdict(found: Sequence[Measured]) -> str:
     ]
     lines.append(f"{'ok  ' if growth < 1024 else 'MISS'} host memory: +{growth:.0f} MiB, allowed 1024")
     return "\n".join(lines)
-
-
-if __name__ == "__main__":
-    main()

@@ -30,10 +30,12 @@ from typing import Any
 import yaml
 
 from bench import arguments as types
-from bench import machine, ours
-from bench.record import REPOSITORY, Table, to_json
+from bench import machine, ours, processes
+from bench.processes import GIB, REPOSITORY
+from bench.record import Table, to_json
 from tests.random_bases import build
 from trainer import families
+from trainer.config import environment
 from trainer.errors import ExitCode
 from trainer.files import atomic
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
@@ -45,7 +47,6 @@ _MICRO_BATCHES, _BATCHED = 120, 30
 # their cells are compared with those of one caption length: a step each micro-batch gives medians of 60 steps
 _COMPARED = ("qwen_image", "kandinsky5")
 ONE_LENGTH = "one length, "
-_GIB = 1024**3
 # a steady step is no longer than so many medians
 _STEADY = 1.5
 COLUMNS = (
@@ -148,7 +149,7 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--gpus", type=lambda text: text.split(","), default=["0"], metavar="0,1")
     one.add_argument("--minutes", type=types.amount, default=600.0, help="no cell begins later than this")
     one.add_argument("--record", type=Path, help="docs/benchmarks/NAME.json, whose other rows stay")
-    one.add_argument("--month", help="of the record: 2026-11; the clock's if not given")
+    types.add_common(one, "--month")
     return one
 
 
@@ -167,7 +168,7 @@ def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
     folder = work / re.sub(r"\W+", "-", str(cell))
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "layer.yaml").write_text(yaml.safe_dump(_layer(cell, base, work)))
-    run, log = folder / "run", folder / "log.txt"
+    run = folder / "run"
     config = REPOSITORY / "train_configs" / f"{cell.family}_lora.yaml"
     command = [sys.executable, "-m", "trainer", "train", str(config), str(folder / "layer.yaml")]
     variables = {
@@ -176,9 +177,10 @@ def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
         "TRAINER_METRICS_PORT": "0",
     }
     began = time.monotonic()
-    code, _ = ours.run_child([*command, "--output", str(run)], log, variables)
+    environ = {**environment.snapshot(), **variables}
+    ended = processes.run([*command, "--output", str(run)], environ, folder / "log.txt")
     row = {"family": cell.family, "cell": cell.name, "seconds": round(time.monotonic() - began)}
-    text = log.read_text(errors="replace")
+    code, text = ended.code, ended.said
     refused = code in (ExitCode.HARDWARE, ExitCode.BAD_CONFIG) and not (run / METRICS_LOG).exists()
     if code != 0 and not refused:
         print("\n".join(text.strip().splitlines()[-30:]), file=sys.stderr)
@@ -273,8 +275,8 @@ def _figures(run: Path, log: str) -> dict[str, Any]:
     largest = re.search(r"micro-batches a step, of \d+ to (\d+) samples", log)
     return {
         "what the plan chose": ours.planned(run / "plan.json")["settings"],
-        "peak GiB": round(max(row.get("device_memory_reserved_peak_bytes", 0) for row in rows) / _GIB, 1),
-        "planned": round(_planned(plan, int(largest[1]) if largest else plan["micro_batch_size"]) / _GIB, 1),
+        "peak GiB": round(max(row.get("device_memory_reserved_peak_bytes", 0) for row in rows) / GIB, 1),
+        "planned": round(_planned(plan, int(largest[1]) if largest else plan["micro_batch_size"]) / GIB, 1),
         "ms a micro-batch": round(median),
         "fastest to slowest": f"{min(half):.0f} to {max(half):.0f}",
         "predicted": round(plan["step_milliseconds"]),
@@ -328,7 +330,3 @@ run's steps, steady is a step within one and a half of that; graphs are those th
 shapes that came. Rows of one length have one caption, of the set's mean length, for every picture. Of batch
 4, a micro-batch is as many samples as the plan takes at once, in as many passes as their shapes make, and
 memory is planned for the largest pass that came. Where two GPUs ran at once, each had half of the cores."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())

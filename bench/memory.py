@@ -16,7 +16,6 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,18 +23,16 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench import arguments as types
-from bench import gpus, machine, profile_step
-from bench.record import REPOSITORY
+from bench import jobs, machine, processes
+from bench.processes import GIB, REPOSITORY
 from trainer import families
 from trainer.cli.options import load_config
 from trainer.config.reading.load import Loaded
-from trainer.engine.spec import read_spec
 from trainer.errors import ConfigError, TrainerError
 from trainer.planning.plan import Plan
 from trainer.planning.planning import machine_facts, plan_run, requested_profile
 from trainer.planning.shapes.work import Mix
 
-_GIB = 1024**3
 _STEPS = 6
 _BF16 = ("features.weights=bf16", "features.compute=bf16")
 _EAGER, _COMPILED = (*_BF16, "features.compile=false"), (*_BF16, "features.compile=true")
@@ -58,15 +55,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every setting of every family; print a line of JSON each and the worst difference."""
     parser = _parser()
     options = parser.parse_args(arguments)
-    if options.spec is not None:
-        measure(options.spec, options.tokens, options.timed)
-        return 0
     if not options.families:
         parser.error("name what to measure: FAMILY=BASE")
     cases = _cases(options)
     machine.require_gpu(remedy="use a machine with one; `trainer plan` predicts without")
-    rows = gpus.side_by_side(measured_row, cases, jobs=options.jobs)
-    if options.jobs > len(gpus.visible()):
+    rows = processes.side_by_side(measured_row, cases, jobs=options.jobs)
+    if options.jobs > len(processes.visible()):
         _count_drivers(cases, rows)
     for row in rows:
         _compare(row)
@@ -76,8 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("no setting could be measured: nothing is recorded", file=sys.stderr)
         return 1
     print(f"{len(known)} settings, worst {max(known, key=abs):+.1%}")
-    if options.record:
-        options.record.write_text(json.dumps(rows, indent=1, sort_keys=True) + "\n")
+    types.write_rows(options.record, rows)
     return 0
 
 
@@ -99,11 +92,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SETTING",
         help="one of those below, only it; may be given several times",
     )
-    parser.add_argument("--tokens", type=types.positive, default=512, help="text tokens")
-    parser.add_argument("--jobs", type=types.positive, default=1, help="runs side by side")
-    parser.add_argument("--record", type=types.new_file, help="write the rows here")
-    parser.add_argument("--spec", type=Path, help=argparse.SUPPRESS)
-    parser.add_argument("--timed", type=int, default=0, help=argparse.SUPPRESS)
+    types.add_common(parser, "--tokens", "--jobs", "--record")
     return parser
 
 
@@ -134,7 +123,7 @@ def _cases(options: argparse.Namespace) -> list[Case]:
             remedy="give its base too: FAMILY=BASE",
         )
     for family, base in bases:
-        profile_step.block_keys(family, base, blocks.get(family, ()))
+        jobs.block_keys(family, base, blocks.get(family, ()))
     return [
         Case(family, base, name, SETTINGS[name], blocks.get(family, ()), options.tokens)
         for family, base in bases
@@ -145,7 +134,9 @@ def _cases(options: argparse.Namespace) -> list[Case]:
 def _count_drivers(cases: Sequence[Case], rows: Sequence[dict[str, Any]]) -> None:
     """Put in what the driver shows beyond the allocator, measured alone for the first row of each way."""
     first = {row["way"]: case for case, row in reversed(list(zip(cases, rows, strict=True))) if "way" in row}
-    again = gpus.side_by_side(measured_row, first.values(), jobs=min(len(first), len(gpus.visible())) or 1)
+    again = processes.side_by_side(
+        measured_row, first.values(), jobs=min(len(first), len(processes.visible())) or 1
+    )
     alone = {row["way"]: row["driver_gib"] for row in again if "way" in row}
     for row in rows:
         if row.get("way") in alone:
@@ -180,20 +171,16 @@ def _row(case: Case, environ: Mapping[str, str]) -> dict[str, Any]:
             loaded, plan = planned(case, folder)
         except TrainerError as error:
             return {**row, "refused": str(error)}
-        spec = profile_step.write_job(loaded, plan, folder)
-        command = [sys.executable, "-m", "bench.memory", "--spec", str(spec)]
-        command += ["--tokens", str(case.tokens), "--timed", str(case.timed)]
-        child = plan.child_environment(environ)
-        done = subprocess.run(command, env=child, capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        return {**row, "failed": done.stderr.strip()[-300:]}
-    measured = json.loads(done.stdout.splitlines()[-1])
-    parts = {part.name: round(part.bytes / _GIB, 3) for part in plan.train_memory}
+        given = {"spec": jobs.write_job(loaded, plan, folder), "tokens": case.tokens, "timed": case.timed}
+        ended = processes.call(measure, given, plan.child_environment(environ), folder / "log.txt")
+    if ended.code:
+        return {**row, "failed": ended.said.strip()[-300:]}
+    parts = {part.name: round(part.bytes / GIB, 3) for part in plan.train_memory}
     return {
         **row,
-        **measured,
+        **ended.answer,
         "way": f"{plan.compute}, {'compiled' if plan.compile else 'eager'}",
-        "planned_gib": round(sum(part.bytes for part in plan.train_memory) / _GIB, 3),
+        "planned_gib": round(sum(part.bytes for part in plan.train_memory) / GIB, 3),
         "planned_milliseconds": round(plan.step_milliseconds, 1),
         "parts": parts,
     }
@@ -203,7 +190,7 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
     """The run of a case and its plan; a cut base is written into `folder`. Raises as `plan_run`."""
     base = case.base
     if case.blocks:
-        base = profile_step.cut_base(case.family, base, folder / "base", case.blocks)
+        base = jobs.cut_base(case.family, base, folder / "base", case.blocks)
     of_images = families.get(case.family).sample_kind == "image"
     data = "data.sets=[{img_dir: .}]" if of_images else "data.sets=[{chat_file: none.jsonl}]"
     overrides = (
@@ -219,40 +206,35 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
     plan = plan_run(loaded, machine_facts(), requested_profile(), mix=alike)
     if case.one_copy and plan.weight_copies == 2:
         # in less than two copies need, the plan takes one
-        less = sum(part.bytes for part in plan.train_memory) / _GIB
+        less = sum(part.bytes for part in plan.train_memory) / GIB
         overrides = (*overrides, f"features.memory_budget={less:.1f}GiB")
         loaded = load_config((config,), overrides, None, folder / "run")
         plan = plan_run(loaded, machine_facts(), requested_profile())
     return loaded, plan
 
 
-def measure(spec_path: Path, tokens: int, timed: int) -> None:
-    """In the child: build, train, and print what was held while building and while training."""
+def measure(spec: str, tokens: int, timed: int) -> dict[str, float]:
+    """In the child: build, train; gives what was held while building and while training."""
     import torch
 
+    from bench import steps
     from trainer.engine.building.build import build
 
-    context = profile_step.make_context(read_spec(spec_path))
+    context = jobs.make_context(spec)
     built = build(context)
     loading = torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    step = profile_step.make_step(context, built, tokens)
-    for _ in range(_STEPS):
-        step()
-    torch.cuda.synchronize()
-    times = [profile_step.timed_step(step, torch.cuda.synchronize) for _ in range(timed)]
+    step = steps.make_step(context, built, tokens)
+    steps.timed(step, _STEPS)
+    times = steps.timed(step, timed)
     free, total = torch.cuda.mem_get_info()
     figures = {
-        "held_gib": torch.cuda.max_memory_reserved() / _GIB,
-        "allocated_gib": torch.cuda.max_memory_allocated() / _GIB,
-        "driver_gib": (total - free - torch.cuda.memory_reserved()) / _GIB,
-        "loading_gib": loading / _GIB,
+        "held_gib": torch.cuda.max_memory_reserved() / GIB,
+        "allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+        "driver_gib": (total - free - torch.cuda.memory_reserved()) / GIB,
+        "loading_gib": loading / GIB,
     }
     if times:
         figures["milliseconds"] = statistics.median(times)
-    print(json.dumps({name: round(value, 3) for name, value in figures.items()}))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    return {name: round(value, 3) for name, value in figures.items()}

@@ -1,24 +1,29 @@
-"""Steps of the real training loop: a small data set, `trainer train`, its metrics.jsonl. No torch."""
+"""Steps of the real training loop: a small data set, `trainer train`, its metrics.jsonl. No torch.
+
+Seen from outside besides: when the first step was logged, and device memory in use.
+"""
 
 from __future__ import annotations
 
 import json
-import os
 import random
 import socket
-import subprocess
 import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import yaml
 
-from bench.record import REPOSITORY
-from bench.watch import Watch
+from bench import machine, processes
+from bench.processes import GIB, REPOSITORY, Ended
 from trainer import families
 from trainer.config import environment
+from trainer.families.values import Shape
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 # `auto` compiles only runs that are long enough to gain by it, which a measurement is not
@@ -30,8 +35,10 @@ OURS: dict[str, Mapping[str, Any]] = {
     "ours-nf4": {"weights": "nf4"},
 }
 """The `features` that each variant asks for; everything else is the plan's choice."""
-_GIB = 1024**3
 _PICTURES, _CONVERSATIONS = 4, 64
+_PAUSE_SECONDS = 0.25
+# asking the driver takes its lock: seldom enough not to be seen in a step
+_MEMORY_EVERY = 8
 _WORDS = ("amber", "bridge", "cloud", "desert", "ember", "forest", "garden", "harbour", "island", "jungle")
 
 
@@ -49,6 +56,18 @@ class Job:
     warmup: int
     overrides: tuple[str, ...]
     """Further KEY=VALUE for `--set`, of ours only."""
+
+    @property
+    def shape(self) -> Shape:
+        """One step's batch."""
+        return Shape(
+            batch_size=self.batch,
+            width=self.resolution,
+            height=self.resolution,
+            text_tokens=self.tokens,
+            bytes_per_value=2,
+            controls=families.get(self.family).control_counts[0],
+        )
 
 
 def write_data_set(family_name: str, folder: Path, *, resolution: int, tokens: int) -> dict[str, Any]:
@@ -125,21 +144,25 @@ def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = 
     command = [sys.executable, "-m", "trainer", "train", *configs(job, folder), "--output", str(run)]
     for override in job.overrides:
         command += ["--set", override]
+    runtime = {"TRAINER_RUNTIME_DIR": str(folder / "runtime"), "TRAINER_METRICS_PORT": str(_free_port())}
     with Watch(run / METRICS_LOG, memory=memory) as watch:
-        runtime = {"TRAINER_RUNTIME_DIR": str(folder / "runtime"), "TRAINER_METRICS_PORT": str(_free_port())}
-        code, host_gib = run_child(command, folder / "log.txt", runtime)
-    if code != 0:
-        tail = (folder / "log.txt").read_text(errors="replace").strip().splitlines()[-12:]
-        print("\n".join(tail), file=sys.stderr)
-        return {"problem": f"exit code {code}"}
+        ended = processes.run(command, {**environment.snapshot(), **runtime}, folder / "log.txt")
+    if ended.code:
+        return problem(ended)
     rows = read_metrics(run / METRICS_LOG)
     return {
         **figures(rows, job.steps),
         **planned(run / "plan.json"),
-        "host_gib": host_gib,
+        "host_gib": ended.host_gib,
         "first_step_seconds": watch.first_step_seconds,
         "device_gib": watch.device_gib,
     }
+
+
+def problem(ended: Ended) -> dict[str, Any]:
+    """What is recorded of a run that failed; its last words go to stderr."""
+    print("\n".join(ended.said.strip().splitlines()[-12:]), file=sys.stderr)
+    return {"problem": f"exit code {ended.code}"}
 
 
 def configs(job: Job, folder: Path) -> list[str]:
@@ -159,10 +182,10 @@ def figures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     result: dict[str, Any] = {"times": [1e3 * row["seconds_per_step"] for row in trained[-steps:]]}
     peak = max(row.get("device_memory_peak_bytes", 0) for row in trained)
     if peak:
-        result["allocated_gib"] = peak / _GIB
+        result["allocated_gib"] = peak / GIB
         # runs of older versions logged what was held at the log steps only
         held = ("device_memory_reserved_peak_bytes", "device_memory_reserved_bytes")
-        result["reserved_gib"] = max(row.get(name, 0) for row in trained for name in held) / _GIB
+        result["reserved_gib"] = max(row.get(name, 0) for row in trained for name in held) / GIB
     return result
 
 
@@ -183,7 +206,7 @@ def planned(path: Path) -> dict[str, Any]:
         chosen.append(f"activation budget {plan['activation_budget']}")
     result: dict[str, Any] = {"settings": ", ".join(chosen), "precision": plan["compute"]}
     if plan["device"] != "cpu":
-        result["planned_gib"] = sum(row["bytes"] for row in plan["train_memory"]) / _GIB
+        result["planned_gib"] = sum(row["bytes"] for row in plan["train_memory"]) / GIB
     return result
 
 
@@ -198,21 +221,39 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-def run_child(
-    command: Sequence[str], log: Path, variables: Mapping[str, str] | None = None
-) -> tuple[int, float]:
-    """Run a command to its end with both outputs in `log`; gives the exit code and the host's peak in GiB.
+class Watch:
+    """A thread that looks while the block of its `with` statement runs."""
 
-    The peak is the resident set of the largest process among the child and its own children.
-    """
-    environ = {**environment.snapshot(), **(variables or {})}
-    with log.open("wb") as file:
-        child = subprocess.Popen(command, cwd=REPOSITORY, env=environ, stdout=file, stderr=subprocess.STDOUT)
-        try:
-            _, status, usage = os.wait4(child.pid, 0)
-        except KeyboardInterrupt:
-            child.terminate()  # by its id; the run saves and ends
-            child.wait()
-            raise
-    child.returncode = os.waitstatus_to_exitcode(status)
-    return child.returncode, usage.ru_maxrss * 1024 / _GIB
+    def __init__(self, log: Path, *, memory: bool = False) -> None:
+        self.first_step_seconds: float | None = None
+        """From the start until the log had a line, to a quarter of a second; None where it never had."""
+        self.device_gib: float | None = None
+        """Most memory of the GPU in use, by the driver, asked every two seconds; None if it was not asked."""
+        self._log, self._memory = log, memory
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._started = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        looked = 0
+        while not self._done.wait(_PAUSE_SECONDS):
+            if self.first_step_seconds is None and self._log.is_file() and self._log.stat().st_size:
+                self.first_step_seconds = time.monotonic() - self._started
+            if self._memory and looked % _MEMORY_EVERY == 0:
+                self._ask()
+            looked += 1
+
+    def _ask(self) -> None:
+        found = machine.read_gpu()
+        if found is not None and found[0].used_mib is not None:
+            self.device_gib = max(self.device_gib or 0.0, found[0].used_mib / 1024)

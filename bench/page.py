@@ -5,13 +5,13 @@ python -m bench page
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from bench import arguments as types
 from bench.machine import Machine
-from bench.record import FOLDER, REPOSITORY, Record, Row, Table, read_records
+from bench.processes import REPOSITORY
+from bench.record import FOLDER, Record, Row, Table, read_records
 from trainer.errors import DataError
 from trainer.files import atomic
 
@@ -191,7 +191,3 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
     """A table of Markdown."""
     lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
     return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])
-
-
-if __name__ == "__main__":
-    sys.exit(main())

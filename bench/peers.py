@@ -1,7 +1,5 @@
 """A LoRA step as others write it, timed: what ours is compared with. One variant in one process.
 
-    python -m bench.peers diffusers flux1_dev --base FOLDER --steps 20
-
 diffusers  as diffusers' and peft's own examples: eager, activation checkpointing, flash attention, bf16
            autocast over an fp32 adapter, AdamW
 compiled   every block by torch.compile, no checkpointing, cuDNN attention on contiguous tensors, the adapter
@@ -9,20 +7,17 @@ compiled   every block by torch.compile, no checkpointing, cuDNN attention on co
 torchao    as `compiled`, over frozen layers that torchao.float8 multiplies in FP8, scaled by rows
 quanto     as `diffusers`, over frozen layers that optimum-quanto stores in int8
 
-Weights are random. Prints one line of JSON: the steps' milliseconds and peak device memory.
+Weights are random.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import importlib.util
-import json
+import itertools
 import re
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,17 +25,20 @@ from typing import Any
 import torch
 import torch._dynamo
 
+from bench.ours import Job
+from bench.processes import GIB
+from bench.steps import record_trace, synthetic, timed
+from bench.trace import read_trace, summarize
 from trainer import families
 from trainer.config.schema import DataSet, RunConfig
 from trainer.engine.caching.batches import to_device
 from trainer.families.family import Family
-from trainer.families.values import Batch, Draw, Shape
+from trainer.families.values import Batch, Draw
 from trainer.modeling.adapter.lora import linear_names
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.base.source import ModelSource, resolve_source
 from trainer.modeling.vision import make_torchvision_importable
 
-_GIB = 1024**3
 _MOST_GRAPHS = 64
 """So that no block falls back to eager execution unseen."""
 _FP8_MULTIPLE = 16
@@ -75,56 +73,27 @@ PEERS: dict[str, Peer] = {
 }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Parse arguments, train, print."""
-    options = parser().parse_args(arguments)
-    print(json.dumps(measure(options.variant, options)))
-    return 0
-
-
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    one = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    one.add_argument("variant", choices=sorted(PEERS))
-    add_step_arguments(one)
-    return one
-
-
-def add_step_arguments(one: argparse.ArgumentParser) -> None:
-    """What every variant is told."""
-    one.add_argument("family", choices=families.names())
-    one.add_argument("--base", required=True, help="folder with the full-size configs")
-    one.add_argument("--resolution", type=int, default=1024)
-    one.add_argument("--batch", type=int, default=1)
-    one.add_argument("--tokens", type=int, default=512, help="text tokens")
-    one.add_argument("--rank", type=int, default=16)
-    one.add_argument("--steps", type=int, default=20)
-    one.add_argument("--warmup", type=int, default=3)
-    one.add_argument("--profile", action="store_true", help="then profile three further steps")
-
-
-def measure(variant: str, options: argparse.Namespace) -> dict[str, Any]:
-    """One variant's figures; `problem` says in words why there are none."""
-    peer = PEERS[variant]
+def measure(variant: str, job: Mapping[str, Any], profile: bool) -> dict[str, Any]:
+    """One variant's figures, or under `problem` why there are none; `job` has the fields of `ours.Job`."""
+    peer, given = PEERS[variant], Job(**{**job, "base": Path(job["base"])})
     if peer.package and not _importable(peer.package):
         return {"problem": "not installed"}
-    family = families.get(options.family)
-    source, config = random_source(family, Path(options.base))
+    family = families.get(given.family)
+    source, config = random_source(family, given.base)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model = base_model(family, source, device)
-        _set_up(model, family, variant, options.rank)
-        step = make_step(model, family, source, config, options, compiled=peer.compiled, device=device)
-        times = timed_steps(step, options.warmup, options.steps, device)
+        _set_up(model, family, variant, given.rank)
+        step = _make_step(model, family, synthetic(family, source, config, given.shape), peer, device)
+        timed(step, given.warmup)
+        times = timed(step, given.steps)
     except torch.OutOfMemoryError:
         return {"problem": "out of memory"}
     row: dict[str, Any] = {"times": times, "settings": peer.settings}
     if device == "cuda":
-        row["allocated_gib"] = torch.cuda.max_memory_allocated() / _GIB
-        row["reserved_gib"] = torch.cuda.max_memory_reserved() / _GIB
-    if options.profile:
-        row |= profiled(step)
-    return row
+        row["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
+        row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
+    return row | (_profiled(step) if profile else {})
 
 
 def _importable(package: str) -> bool:
@@ -240,40 +209,23 @@ def _convert_quanto(model: Any, family: Family) -> None:
     model.requires_grad_(False)
 
 
-def make_step(
-    model: Any,
-    family: Family,
-    source: ModelSource,
-    config: RunConfig,
-    options: argparse.Namespace,
-    *,
-    compiled: bool,
-    device: str,
+def _make_step(
+    model: Any, family: Family, given: tuple[Any, Batch, list[Draw | None]], peer: Peer, device: str
 ) -> Callable[[], None]:
-    """A function that trains one step on one synthetic batch and waits for its loss, as the examples do."""
-    shape = Shape(
-        batch_size=options.batch,
-        width=options.resolution,
-        height=options.resolution,
-        text_tokens=options.tokens,
-        bytes_per_value=2,
-        controls=family.control_counts[0],
-    )
-    settings = family.settings(source, config)
-    batch = family.synthetic_batch(source.component_config(family.trained_component), shape, 0)
-    header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
-    count = batch.size
-    draws = [family.draw(settings, list(range(n * count, (n + 1) * count)), header) for n in range(4)]
+    """A function that trains one step on a synthetic batch and waits for its loss, as the examples do."""
+    settings, batch, draws = given
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=True if compiled else None)
-    number = 0
+    optimizer = torch.optim.AdamW(trainable, lr=1e-4, fused=True if peer.compiled else None)
+    cycle = itertools.cycle(draws)
 
     def step() -> None:
-        nonlocal number
-        moved, draw = to_device(batch, draws[number % len(draws)], device, torch.bfloat16)
-        number += 1
-        with torch.autocast(device, dtype=torch.bfloat16, enabled=not compiled):
-            loss = loss_of(model, family, settings, moved, draw)
+        moved, draw = to_device(batch, next(cycle), device, torch.bfloat16)
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=not peer.compiled):
+            if family.sample_kind == "image":
+                loss = family.loss(model, moved, draw, settings).mean()
+            else:  # transformers' own, over one row
+                ids = moved.text["input_ids"]
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
@@ -283,39 +235,10 @@ def make_step(
     return step
 
 
-def loss_of(model: Any, family: Family, settings: Any, batch: Batch, draw: Draw | None) -> torch.Tensor:
-    """The family's loss; of a language model transformers' own, over one row."""
-    if family.sample_kind == "image":
-        return family.loss(model, batch, draw, settings).mean()
-    ids = batch.text["input_ids"]
-    loss: torch.Tensor = model(input_ids=ids, labels=ids, use_cache=False).loss
-    return loss
-
-
-def timed_steps(step: Callable[[], None], warmup: int, steps: int, device: str) -> list[float]:
-    """Milliseconds of each step after the first `warmup`."""
-    times = []
-    for number in range(warmup + steps):
-        if device == "cuda":
-            torch.cuda.synchronize()
-        started = time.perf_counter()
-        step()
-        if number >= warmup:
-            times.append(1e3 * (time.perf_counter() - started))
-    return times
-
-
-def profiled(step: Callable[[], None]) -> dict[str, float]:
+def _profiled(step: Callable[[], None]) -> dict[str, float]:
     """Busy fraction and copy share over three steps under torch's profiler."""
-    from bench.profile_step import record_trace
-    from bench.trace import read_trace, summarize
-
     with tempfile.TemporaryDirectory() as name:
         path = Path(name) / "trace.json"
         record_trace(step, 3, path, operators=False)
         summary = summarize(read_trace(path), 3)
     return {"busy_fraction": summary.busy_fraction, "copy_share": summary.copy_share}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

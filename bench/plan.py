@@ -55,7 +55,3 @@ def _timed(loaded: Loaded, facts: Facts) -> tuple[float, bool]:
     except TrainerError:
         planned = False
     return (time.perf_counter() - started) * 1000, planned
-
-
-if __name__ == "__main__":
-    main()

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from bench.machine import Machine
+from bench.processes import REPOSITORY
 from trainer.errors import DataError
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 FOLDER = REPOSITORY / "docs" / "benchmarks"
 
 

@@ -114,7 +114,3 @@ def spans(numbers: Sequence[int]) -> str:
         str(first) if first == last else f"{first}-{last}{'' if step == 1 else f' step {step}'}"
         for first, last, step in found
     )
-
-
-if __name__ == "__main__":
-    main()

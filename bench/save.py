@@ -84,7 +84,3 @@ def adapter(count: int, device: str) -> dict[str, torch.Tensor]:
         )
         for index in range(count)
     }
-
-
-if __name__ == "__main__":
-    main()

@@ -28,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import gpus, machine, memory, profile_step
+from bench import jobs, machine, memory, processes
 from trainer.errors import TrainerError
 
 STORED: dict[str, tuple[str, ...]] = {
@@ -55,8 +55,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     family, base = options.family
     base = types.require_base(base, f"{family}={base}")
     machine.require_gpu(remedy="use a machine with one; `trainer plan --budget` predicts without")
-    found = gpus.visible()
-    blocks = profile_step.count_blocks(family, base)
+    found = processes.visible()
+    blocks = sum(jobs.block_counts(family, base).values())
     settings = {f"auto, {budget:g} GiB": _auto(budget) for budget in options.budgets} | all_settings(blocks)
     cases = [
         memory.Case(
@@ -80,13 +80,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         known.append(row)
         return row
 
-    rows = gpus.side_by_side(measured, cases, jobs=len(found), gpus=found)
+    rows = processes.side_by_side(measured, cases, jobs=len(found), gpus=found)
     verdicts = [judge(rows, budget) for budget in options.budgets]
     for verdict in verdicts:
         print(json.dumps(verdict))
-    if options.record:
-        content = {"rows": rows, "budgets": verdicts}
-        options.record.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")
+    types.write_rows(options.record, {"rows": rows, "budgets": verdicts})
     if any("auto" not in verdict for verdict in verdicts):
         print("auto has no figures under some budget, or held more than it", file=sys.stderr)
         return 1
@@ -114,7 +112,7 @@ def _needless(case: memory.Case, known: Sequence[dict[str, Any]], budgets: Seque
             _, plan = memory.planned(case, Path(scratch))
         except TrainerError as error:
             return str(error)
-    needed = sum(part.bytes for part in plan.train_memory) / 2**30
+    needed = sum(part.bytes for part in plan.train_memory) / processes.GIB
     return needless(case.setting, needed, [row for row in known if "milliseconds" in row], budgets)
 
 
@@ -222,9 +220,5 @@ def _parser() -> argparse.ArgumentParser:
         "--budgets", type=types.amounts, default=(16.0, 24.0, 48.0), help="GiB, separated by commas"
     )
     parser.add_argument("--all", action="store_true", help="measure what cannot be the best, too")
-    parser.add_argument("--record", type=types.new_file, help="write the rows here")
+    types.add_common(parser, "--record")
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main())

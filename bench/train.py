@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import machine, ours
+from bench import machine, ours, processes
+from bench.profile import profiled
 from bench.record import Record, Row, merge, to_json
 from trainer import families
 from trainer.config import environment
@@ -77,7 +78,8 @@ def parser() -> argparse.ArgumentParser:
     one = types.command_parser("train", __doc__)
     one.add_argument("family", choices=families.names())
     one.add_argument("--base", type=Path, required=True, help="folder with the full-size configs")
-    one.add_argument("--variants", type=_variants, default=VARIANTS, help=f"out of {', '.join(PRECISIONS)}")
+    one.add_argument("--variants", type=types.names_of("variant", PRECISIONS), default=VARIANTS,
+                     help=f"out of {', '.join(PRECISIONS)}")  # fmt: skip
     one.add_argument("--resolution", type=types.positive, default=1024)
     one.add_argument("--batch", type=types.positive, default=1)
     one.add_argument("--rank", type=types.positive, default=16)
@@ -94,21 +96,8 @@ def parser() -> argparse.ArgumentParser:
                      help="kernel rates for the floor, 1e12 operations a second")  # fmt: skip
     one.add_argument("--record", type=types.new_file, help="write docs/benchmarks/NAME.json")
     one.add_argument("--title", help="of the record")
-    one.add_argument("--month", help="of the record: 2026-11; the clock's if not given")
-    one.add_argument(
-        "--work", type=types.folder, help="for the runs; the system's temporary folder if not given"
-    )
+    types.add_common(one, "--month", "--work")
     return one
-
-
-def _variants(text: str) -> tuple[str, ...]:
-    names = tuple(dict.fromkeys(text.split(",")))
-    unknown = [name for name in names if name not in PRECISIONS]
-    if unknown:
-        raise argparse.ArgumentTypeError(
-            f"no variant {', '.join(unknown)}; there are {', '.join(PRECISIONS)}"
-        )
-    return names
 
 
 def _ceilings(text: str) -> dict[str, float]:
@@ -152,39 +141,29 @@ def _run(
 
 
 def _peer(job: ours.Job, variant: str, folder: Path, *, profile: bool) -> dict[str, Any]:
-    command = [sys.executable, "-m", "bench.peers", variant, job.family, "--base", str(job.base)]
-    for name in ("resolution", "batch", "tokens", "rank", "steps", "warmup"):
-        command += [f"--{name}", str(dataclasses.asdict(job)[name])]
-    log = folder / "log.txt"
-    code, host_gib = ours.run_child([*command, *(["--profile"] if profile else [])], log)
-    lines = log.read_text(errors="replace").strip().splitlines()
-    if code != 0:
-        print("\n".join(lines[-12:]), file=sys.stderr)
-        return {"problem": f"exit code {code}"}
-    answers = [line for line in lines if line.startswith("{")]
-    return {**json.loads(answers[-1]), "host_gib": host_gib}
+    from bench import peers
+
+    given = {"variant": variant, "job": dataclasses.asdict(job), "profile": profile}
+    ended = processes.call(peers.measure, given, log=folder / "log.txt")
+    return ours.problem(ended) if ended.code else {**ended.answer, "host_gib": ended.host_gib}
 
 
 def _profile(job: ours.Job, folder: Path) -> dict[str, Any]:
     """Busy fraction and copy share of the run's configuration, measured on a synthetic batch."""
-    target = folder / "profile.json"
-    command = [sys.executable, "-m", "bench.profile_step", *ours.configs(job, folder)]
-    for override in job.overrides:
-        command += ["--set", override]
-    command += ["--steps", str(_PROFILED_STEPS), "--tokens", str(job.tokens), "--json", str(target)]
-    code, _ = ours.run_child(command, folder / "profile.txt")
-    if code != 0:
-        print((folder / "profile.txt").read_text(errors="replace")[-2000:], file=sys.stderr)
+    configs = [Path(name) for name in ours.configs(job, folder)]
+    given = {"steps": _PROFILED_STEPS, "tokens": job.tokens}
+    ended = profiled(configs, job.overrides, given, log=folder / "profile.txt")
+    if ended.code:
+        print(ended.said[-2000:], file=sys.stderr)
         return {}
-    found = json.loads(target.read_text())["figures"]
-    return {key: found[key] for key in ("busy_fraction", "copy_share")}
+    return {key: ended.answer["figures"][key] for key in ("busy_fraction", "copy_share")}
 
 
 def _record(
     options: argparse.Namespace, job: ours.Job, samples: Mapping[str, list[dict[str, Any]]], given: list[str]
 ) -> Record:
     described = machine.describe(options.month)
-    floors, ceilings = _floors(options, described)
+    floors, ceilings = _floors(options, job, described)
     rows = []
     language = families.get(job.family).sample_kind == "conversation"
     for variant, found in samples.items():
@@ -213,7 +192,7 @@ def _record(
 
 
 def _floors(
-    options: argparse.Namespace, described: machine.Machine
+    options: argparse.Namespace, job: ours.Job, described: machine.Machine
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The floor by precision, and the rates behind it; none where this GPU's rates are not known."""
     if options.floor is not None:
@@ -221,19 +200,9 @@ def _floors(
     if "H200" not in described.gpu and not options.ceilings:
         return {}, {}
     from bench.floor import H200, count_work, floor_milliseconds
-    from trainer.families.values import Shape
 
-    family = families.get(options.family)
-    shape = Shape(
-        batch_size=options.batch,
-        width=options.resolution,
-        height=options.resolution,
-        text_tokens=options.tokens,
-        bytes_per_value=2,
-        controls=family.control_counts[0],
-    )
     ceilings = dataclasses.replace(H200, **options.ceilings)
-    work = count_work(family, options.base, shape)
+    work = count_work(families.get(job.family), job.base, job.shape)
     floors = {name: round(floor_milliseconds(work, name, ceilings), 1) for name in set(PRECISIONS.values())}
     return floors, dataclasses.asdict(ceilings)
 
@@ -257,7 +226,3 @@ def _short(sample: Mapping[str, Any]) -> str:
 def _printed(row: Row) -> dict[str, Any]:
     share = row.share_of_floor
     return {**dataclasses.asdict(row), "share_of_floor": None if share is None else round(share, 3)}
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bench import count, gpus, memory
+from bench import count, memory, processes
 from tests.random_bases import build
 from trainer import families
 from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, activations, counted
@@ -50,7 +50,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
     for family in families.names():
         build(family, "full", folder / family, weights=False)
         cases += [memory.Case(family, folder / family, way, count.MODES[way]) for way in ways(family)]
-    found = gpus.side_by_side(count.counted_row, cases, jobs=_SIDE_BY_SIDE)
+    found = processes.side_by_side(count.counted_row, cases, jobs=_SIDE_BY_SIDE)
     return {(row["family"], row["mode"]): row for row in found}
 
 

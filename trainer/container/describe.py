@@ -11,8 +11,8 @@ from trainer.machine.mounts import Mount
 from trainer.machine.profiles import select
 from trainer.planning.choose.candidates import PACKAGES
 from trainer.planning.choose.switches import FP8_CAPABILITY
-from trainer.planning.cost.memory import gib
 from trainer.planning.torch_and_driver import BF16_CAPABILITY
+from trainer.words.sizes import gib
 
 Row = tuple[str, str]
 """Name and text."""

@@ -18,8 +18,8 @@ from trainer.machine.facts import Facts
 from trainer.machine.mounts import Mount, holding, is_below
 from trainer.machine.profiles import Profile, select
 from trainer.planning import torch_and_driver
-from trainer.planning.cost.memory import gib
 from trainer.planning.torch_and_driver import require_memory_kind
+from trainer.words.sizes import gib
 
 _CHOWN_NOTE = "(that is its path on its disk: where you mounted another one, chown that)"
 

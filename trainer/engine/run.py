@@ -39,8 +39,7 @@ from trainer.telemetry import locks, log
 from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.status import Phase
-
-_GIB = 1024**3
+from trainer.words.sizes import GIB
 
 
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
@@ -53,7 +52,7 @@ def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     report = fill_cache(context, entries, verify=spec.verify)
     if spec.prune:
         files, size = prune(entries.cache.folder, {entry.key for entry in entries.all()})
-        context.say(f"pruned {files} files, {size / _GIB:.2f} GiB")
+        context.say(f"pruned {files} files, {size / GIB:.2f} GiB")
     context.say(f"cache complete in {context.cache_dir}: {report.reused + report.encoded} entries")
 
 
@@ -174,7 +173,7 @@ def _say_peaks(context: Context, caching: int) -> None:
         return
     plan, training = context.plan, peak_memory_bytes(context.device)
     parts = [
-        f"{name} {measured / _GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / _GIB:.1f})"
+        f"{name} {measured / GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / GIB:.1f})"
         for name, measured, planned in (
             ("caching", caching, plan.cache_memory),
             ("loading and training", training, plan.train_memory),

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
-from trainer.config.fields import closest
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts, Gpu, version_text
+from trainer.words.near import did_you_mean
+from trainer.words.sizes import GIB
 
-GIB = 1024**3
 ON_PURPOSE = "TRAINER_PROFILE=cpu trains on the CPU on purpose"
 
 
@@ -140,11 +140,10 @@ def select(facts: Facts, requested: str = "auto") -> tuple[Profile, str]:
     profile = PROFILES.get(requested)
     if profile is None:
         known = ("auto", *PROFILES)
-        near = closest(requested, known)
         raise ConfigError(
             f'there is no profile "{requested}"',
             where="TRAINER_PROFILE",
-            remedy=f"{f'did you mean `{near}`? ' if near else ''}known: {', '.join(known)}",
+            remedy=f"{did_you_mean(requested, known)}known: {', '.join(known)}",
         )
     if profile.device == "cpu":
         return profile, f"requested; {profile.title}"

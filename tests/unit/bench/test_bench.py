@@ -15,9 +15,10 @@ import pytest
 import yaml
 
 from bench import __main__ as bench
-from bench import machine, ours, page, plots, record, train
+from bench import machine, ours, page, plots, processes, record, train
 from bench.floor import Ceilings, Work, count_work, floor_milliseconds
 from bench.machine import Gpu, Machine
+from bench.processes import Ended
 from bench.record import Record, Row, Table
 from tests.random_bases import build
 from trainer import families
@@ -184,12 +185,11 @@ def small_job(family: str, base: Path, tokens: int) -> ours.Job:
 def test_runs_side_by_side_have_servers_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: list[int] = []
 
-    def child(command: list[str], log: Path, variables: dict[str, str]) -> tuple[int, float]:
-        given.append(int(variables["TRAINER_METRICS_PORT"]))
-        log.write_text("no\n")
-        return 1, 0.0
+    def child(command: list[str], environ: Mapping[str, str], log: Path) -> Ended:
+        given.append(int(environ["TRAINER_METRICS_PORT"]))
+        return Ended(code=1, host_gib=0.0, said="no\n")
 
-    monkeypatch.setattr(ours, "run_child", child)
+    monkeypatch.setattr(processes, "run", child)
     held: list[socket.socket] = []
     for number in range(3):
         found = ours.train(small_job("flux1_dev", tmp_path, 8), "ours", tmp_path / str(number), tmp_path)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import __main__ as bench
-from bench import arguments, load, machine, memory, profile_step, train
+from bench import arguments, jobs, load, machine, memory, train
 from bench.machine import Machine
 from trainer.errors import AccessError, ConfigError, HardwareError
 
@@ -137,9 +137,9 @@ def test_blocks_that_the_model_does_not_have(capsys: pytest.CaptureFixture[str])
 def test_a_base_of_another_kind_is_told(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(AccessError, match=r"transformer/config\.json.*\n.*a base of flux1_dev"):
-        profile_step.block_keys("flux1_dev", tmp_path, ())
+        jobs.block_keys("flux1_dev", tmp_path, ())
     with pytest.raises(ConfigError, match="counts no blocks"):
-        profile_step.block_keys("llama", tmp_path, (2,))
+        jobs.block_keys("llama", tmp_path, (2,))
 
 
 # the GPU

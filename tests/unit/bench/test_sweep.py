@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from bench import count, gpus, sweep
-from bench.watch import Watch
+from bench import count, processes, sweep
+from bench.ours import Watch
 from tests.unit.modeling.small_models import FAMILIES, case
 
 
@@ -38,7 +38,7 @@ def test_no_verdict_without_figures(rows: list[dict[str, Any]]) -> None:
 
 def test_each_run_is_alone_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0, 3")
-    assert gpus.visible() == ["0", "3"]
+    assert processes.visible() == ["0", "3"]
     busy: list[str] = []
 
     def work(number: int, environ: Mapping[str, str]) -> tuple[int, str]:
@@ -48,7 +48,7 @@ def test_each_run_is_alone_on_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         busy.remove(gpu)
         return number, gpu
 
-    found = gpus.side_by_side(work, range(6), jobs=2)
+    found = processes.side_by_side(work, range(6), jobs=2)
     assert [number for number, _ in found] == list(range(6))
     assert {gpu for _, gpu in found} <= {"0", "3"}
 
@@ -57,7 +57,7 @@ def test_jobs_share_gpus_evenly() -> None:
     def work(_: int, environ: Mapping[str, str]) -> str:
         return environ["CUDA_VISIBLE_DEVICES"]
 
-    seen = gpus.side_by_side(work, range(4), jobs=4, gpus=["0", "1"])
+    seen = processes.side_by_side(work, range(4), jobs=4, gpus=["0", "1"])
     assert set(seen) <= {"0", "1"}
 
 
@@ -105,7 +105,7 @@ def test_a_machine_without_nvidia_smi_hides_no_gpu(monkeypatch: pytest.MonkeyPat
     def work(_: int, environ: Mapping[str, str]) -> bool:
         return "CUDA_VISIBLE_DEVICES" in environ
 
-    assert gpus.side_by_side(work, range(2), jobs=1, gpus=[""]) == [False, False]
+    assert processes.side_by_side(work, range(2), jobs=1, gpus=[""]) == [False, False]
 
 
 def test_what_recomputes_less_is_no_slower() -> None:

@@ -26,9 +26,9 @@ from trainer.modeling.base.load import load_streamed
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks
 from trainer.modeling.storage.quantize import QUANTIZED, count_quantized, replacer
 from trainer.modeling.storage.swap import swap_blocks, waiting_blocks
-from trainer.planning.cost.memory import gib
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
+from trainer.words.sizes import gib
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ import torch
 
 from trainer.engine.caching.entries import Entries
 from trainer.engine.context import Context
-from trainer.families import flow
+from trainer.families import losses
 from trainer.families.family import Family
 from trainer.families.values import ON_HOST, TEXT_MASK, Batch, Draw, Header, Shape
 from trainer.modeling.attention.text_lengths import pad_text
@@ -38,7 +38,7 @@ def load_batch(
             padded, mask = pad_text(caption, padded_length(len(caption)))
             text[number] = {**row, family.caption: padded, TEXT_MASK: mask}
     latents = [
-        flow.weighed(
+        losses.weighed(
             cache.read("latents", entries.latents[i].key),
             entries.latents[i].record.loss_weight if entries.weighted else None,
             masked=entries.masked,

@@ -28,7 +28,7 @@ from trainer.engine.caching.entries import (
 from trainer.engine.caching.store import MISSING, Cache
 from trainer.engine.context import Context, free_memory
 from trainer.errors import DivergedError, one_line
-from trainer.families import flow
+from trainer.families import losses
 from trainer.families.family import EntryKind
 from trainer.telemetry.progress import bars
 from trainer.telemetry.status import Phase
@@ -163,7 +163,7 @@ def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
                 control = control.resize(family.control_size(*control.size), Image.Resampling.LANCZOS)
             controls.append(to_pixels(control))
         encoded = family.encode_pixels(loaded[0], to_pixels(image), controls)
-        return encoded if record.mask is None else encoded | flow.mask_entry(mask_pixels(record), encoded)
+        return encoded if record.mask is None else encoded | losses.mask_entry(mask_pixels(record), encoded)
 
     context.status.beat(Phase.CACHE)
     try:

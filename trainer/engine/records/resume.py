@@ -16,10 +16,10 @@ from trainer.engine.records.fingerprint import REFUSED, TOLD, changes, values
 from trainer.errors import ConfigError, NoSpaceError
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
+from trainer.words.sizes import GIB
 
 RUN_FILE = "run.json"
 _WRITTEN = ("lora", "model", "best")
-_GIB = 1024**3
 _ELSEWHERE = "choose another output_dir, or remove this one"
 
 
@@ -175,7 +175,7 @@ def require_space(context: Context) -> None:
     needed = context.plan.disk_bytes - sum(path.stat().st_size for path in held if path.is_file())
     if free < needed:
         raise NoSpaceError(
-            f"{free / _GIB:.3g} GiB free, checkpoints and final files need {needed / _GIB:.3g} GiB more",
+            f"{free / GIB:.3g} GiB free, checkpoints and final files need {needed / GIB:.3g} GiB more",
             where=str(context.run_dir),
             remedy="free space, lower checkpoint.checkpoints_total_limit, or use --output on another disk",
         )

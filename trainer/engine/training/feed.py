@@ -19,11 +19,11 @@ from trainer.engine.context import Context
 from trainer.engine.training.graphs import OF_ONE_PICTURE
 from trainer.errors import OutOfMemoryError
 from trainer.families.values import Batch, Draw, Header
+from trainer.words.sizes import GIB
 
 # reading, random numbers and copies leave the interpreter to others: two threads make nearly twice as much
 _THREADS = 2
 _AHEAD = 4
-_GIB = 1024**3
 # samples whose steps are looked at for what is said of all of them
 _COUNTED = 4000
 
@@ -110,8 +110,8 @@ def keep_bytes(context: Context, entries: Entries) -> int:
     needed = entries.cache.held_bytes({(one.kind, one.key) for one in entries.all()})
     if needed > room:
         raise OutOfMemoryError(
-            f"all entries of the cache take {needed / _GIB:.2f} GiB in memory, "
-            f"the plan leaves {room / _GIB:.2f} GiB for them",
+            f"all entries of the cache take {needed / GIB:.2f} GiB in memory, "
+            f"the plan leaves {room / GIB:.2f} GiB for them",
             where="data.cache_in_memory",
             remedy="write auto: what does not fit is read from the disk",
         )

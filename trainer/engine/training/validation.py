@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,7 +14,6 @@ from trainer.data.records import Record
 from trainer.engine.caching.batches import draw_for, load_batch, to_device
 from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries
 from trainer.engine.context import Context
-from trainer.families import flow
 from trainer.telemetry.sinks.records import ValidationRecord
 from trainer.telemetry.status import Phase
 
@@ -43,7 +43,7 @@ def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | N
     return HeldOut(
         entries=list_entries(context, records),
         # of a language model nothing is drawn
-        settings=None if settings is None else flow.held_out(settings, _DRAWS),
+        settings=None if settings is None else dataclasses.replace(settings, measured_draws=_DRAWS),
         data=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
     )
 

@@ -16,8 +16,8 @@ from typing import Any
 from trainer.config import environment
 from trainer.errors import AccessError, NoSpaceError, TrainerError
 from trainer.files.atomic import no_space_told
+from trainer.words.sizes import GB
 
-_GB = 1e9
 # the same weights once more, as the model's own code reads them
 _OTHER_LAYOUT = ["*consolidated*.safetensors"]
 _KEY = "model.pretrained_model_name_or_path"
@@ -148,8 +148,8 @@ def _free_bytes(folder: Path) -> int:
 def _require_space(plan: Download) -> None:
     if plan.missing_bytes > plan.free_bytes:
         raise NoSpaceError(
-            f"{plan.repository} needs {plan.missing_bytes / _GB:.1f} GB more, "
-            f"{plan.free_bytes / _GB:.1f} GB are free",
+            f"{plan.repository} needs {plan.missing_bytes / GB:.1f} GB more, "
+            f"{plan.free_bytes / GB:.1f} GB are free",
             where=str(plan.folder),
             remedy="free space there, or set HF_HOME to a folder on a larger disk",
         )

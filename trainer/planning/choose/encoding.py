@@ -8,10 +8,11 @@ from dataclasses import dataclass
 
 from trainer.planning.choose.candidates import PACKAGES
 from trainer.planning.cost import memory
-from trainer.planning.cost.memory import Storage, gib
+from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import Geometry
 from trainer.ways.storages import QUANTIZED
+from trainer.words.sizes import gib
 
 
 @dataclass(frozen=True, kw_only=True)

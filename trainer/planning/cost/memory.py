@@ -19,8 +19,8 @@ from trainer.ways.storages import (
     QUANTIZED,
     VALUE_BYTES,
 )
+from trainer.words.sizes import GIB
 
-GIB = 1024**3
 # CUDA context, its kernels, workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond torch's own
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
 # holes that weights leave which are quantised one at a time
@@ -97,11 +97,6 @@ class Storage:
 def total(rows: Sequence[MemoryRow]) -> int:
     """Sum of the rows in bytes."""
     return sum(row.bytes for row in rows)
-
-
-def gib(count: int) -> str:
-    """Bytes as GiB with one digit; small sizes as MiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / 1024**2:.1f} MiB"
 
 
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
