@@ -87,18 +87,12 @@ OTHERS_HANDED_IN = (
 """Variables of the libraries beneath, handed in likewise: the way to the hub and to Weights & Biases."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One image: it only sets the default profile, any image of the right architecture takes any."""
-
-    profile: str
-    platforms: tuple[str, ...]
-
-
-TARGETS: tuple[Target, ...] = (
-    Target(profile="dgx-spark", platforms=("linux/arm64",)),
-    Target(profile="rtx-4090", platforms=("linux/amd64",)),
-    Target(profile="hopper-fp8", platforms=("linux/amd64", "linux/arm64")),
-    Target(profile="generic-cuda", platforms=("linux/amd64", "linux/arm64")),
-    Target(profile="cpu", platforms=("linux/amd64", "linux/arm64")),
-)
+_BOTH = ("linux/amd64", "linux/arm64")
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "dgx-spark": ("linux/arm64",),
+    "rtx-4090": ("linux/amd64",),
+    "hopper-fp8": _BOTH,
+    "generic-cuda": _BOTH,
+    "cpu": _BOTH,
+}
+"""Images and their platforms. An image only sets the default profile: it takes any that suits its machine."""

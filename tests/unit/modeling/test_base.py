@@ -27,7 +27,7 @@ from trainer.modeling.base.source import pinned, resolve_source
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run, prepare_base, run_attention
 from trainer.planning.shapes import meta_shapes
-from trainer.planning.shapes.geometry import TABLES, compact, read_table
+from trainer.planning.shapes.geometry import TABLES, read_table
 from trainer.planning.shapes.run_shapes import CONFIGS
 
 FLUX = get("flux1_dev")
@@ -254,7 +254,7 @@ def test_another_size_is_planned_from_its_config(
     smaller = {
         name: shape for name, shape in whole.items() if not re.match(r"single.*?\.([2-9]|\d\d)\.", name)
     }
-    monkeypatch.setattr(meta_shapes, "_ask_child", lambda *words: compact(smaller))
+    monkeypatch.setattr(meta_shapes, "_ask_child", lambda *words: smaller)
     meta_shapes._kept.cache_clear()
     plan = planned(run_config(pretrained_model_name_or_path=REPOSITORY))
     meta_shapes._kept.cache_clear()

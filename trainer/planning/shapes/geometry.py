@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -187,7 +187,11 @@ def read_table(path: Path) -> Mapping[str, Shapes]:
             family, _, theirs = rows.partition("/")
             found[component] = read_table(path.with_name(f"{family}.json"))[theirs]
         else:
-            found[component] = expand(rows)
+            found[component] = {
+                pattern.replace("{i}", str(index)): tuple(shape)
+                for pattern, shape, count in rows
+                for index in range(count)
+            }
     return found
 
 
@@ -195,31 +199,3 @@ def read_table(path: Path) -> Mapping[str, Shapes]:
 def kept_in_fp32(family: str) -> tuple[str, ...]:
     """Parts of tensor names that the class of the family's trained component keeps in fp32 always."""
     return tuple(json.loads((TABLES / f"{family}.json").read_text()).get("kept_in_fp32", ()))
-
-
-def expand(rows: Iterable[tuple[str, list[int], int]]) -> Shapes:
-    """Shapes from rows of (name with {i}, shape, count)."""
-    return {
-        pattern.replace("{i}", str(index)): tuple(shape)
-        for pattern, shape, count in rows
-        for index in range(count)
-    }
-
-
-def compact(shapes: Shapes) -> list[tuple[str, list[int], int]]:
-    """The rows that `expand` makes `shapes` of again: equal shapes under indices 0..n-1 become one row."""
-    groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
-    for name, shape in shapes.items():
-        found = re.search(r"(?<=\.)\d+(?=\.)", name)
-        if found is None:
-            groups.setdefault((name, shape), []).append((0, name))
-        else:
-            pattern = f"{name[: found.start()]}{{i}}{name[found.end() :]}"
-            groups.setdefault((pattern, shape), []).append((int(found[0]), name))
-    rows: list[tuple[str, list[int], int]] = []
-    for (pattern, shape), members in groups.items():
-        if sorted(index for index, _ in members) == list(range(len(members))):
-            rows.append((pattern, list(shape), len(members)))
-        else:
-            rows.extend((name, list(shape), 1) for _, name in members)
-    return rows
