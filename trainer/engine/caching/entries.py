@@ -32,8 +32,8 @@ from trainer.data.records import Control, ImageRecord, Record
 from trainer.data.sets.masks import mask_pixels
 from trainer.engine.context import Context, free_memory
 from trainer.families import losses
-from trainer.families.family import EntryKind, Family
-from trainer.families.values import TEXT_MASK, Batch, Header
+from trainer.families.family import Family
+from trainer.families.values import TEXT_MASK, Batch, EntryKind, Header
 from trainer.modeling.attention.text_lengths import pad_text
 from trainer.planning.shapes.mix import padded_length
 from trainer.telemetry.progress import Progress, progress
