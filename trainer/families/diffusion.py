@@ -12,8 +12,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.families.family import EntryKind
-from trainer.families.values import AttentionShape, Batch, Header, PreviewPrompt, PreviewRequest, Rows, Shape
+from trainer.families.values import (
+    AttentionShape,
+    Batch,
+    EntryKind,
+    Header,
+    PreviewPrompt,
+    PreviewRequest,
+    Rows,
+    Shape,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -21,42 +29,41 @@ if TYPE_CHECKING:
 
     from trainer.modeling.base.source import ModelSource
 
-Embeds = Mapping[str, "torch.Tensor"]
+Arguments = Callable[[Any, PreviewPrompt, Mapping[str, "torch.Tensor"]], Mapping[str, Any]]
 Encode = Callable[[Any, "torch.Tensor", Sequence["torch.Tensor"]], dict[str, "torch.Tensor"]]
-
-
-def no_arguments(pipeline: Any, prompt: PreviewPrompt, embeds: Embeds) -> Mapping[str, Any]:
-    """`Pipeline.arguments` of pipelines that are told no more than embeddings, size and guidance."""
-    return {}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pipeline:
-    """A family's pipeline as data. A token is 2 x 2 latent pixels, or 16 x 16 of the image."""
+    """A family's pipeline as data. A token of its transformer is 16 x 16 pixels of the image."""
 
     name: str
-    """Class in diffusers, as are the VAE's."""
+    """Class in diffusers, as is the VAE's."""
+    name_by_base: Callable[[ModelSource], str] | None = None
+    """Class that encodes text and draws previews for a base, where bases differ."""
     vae: str
     encoders: Mapping[str, str]
     """Text encoders' classes in transformers by folder; so are the tokenizers'."""
     tokenizers: Mapping[str, str]
+    prepare: Callable[[Any], None] = lambda pipeline: None
+    """Sets up the pipeline before it encodes text."""
     guidance: str = "guidance_scale"
     """Argument of a pipeline call that `PreviewRequest.guidance_scale` is."""
     against_empty: bool = False
     """Guidance above 1 is classifier-free, against the empty caption."""
-    arguments: Callable[[Any, PreviewPrompt, Embeds], Mapping[str, Any]] = no_arguments
-    """More arguments of a call of this pipeline for a prompt, by its embeddings as a batch of one."""
+    arguments: Arguments = lambda pipeline, prompt, embeds: {}
+    """More arguments of a call of this pipeline for a prompt, whose embeddings are a batch of one."""
     channels: str = "in_channels"
-    """Key of the transformer's config for the latents' channels, counted `patch` times."""
+    """Key of the transformer's config for the latents' channels, `patch` times their number."""
     patch: int = 1
     stride: int = 8
     """Pixels of the image's side in one latent pixel."""
     sampled: bool = True
     """Whether the latents are drawn from the VAE's `mean` and `std` at each step, or are its mode."""
     text_widths: Mapping[str, str]
-    """Keys of the transformer's config for the widths of text tensors (L, D) by their names."""
+    """Text tensors (L, D) by name: keys of the transformer's config for their widths."""
     pooled_widths: Mapping[str, str] = field(default_factory=dict)
-    """The same of text tensors (P,)."""
+    """The same of text tensors (P,). `encode_prompt` of the pipeline returns first those, then these."""
     least_controls: int = 0
     """Fewest control images of a sample."""
 
@@ -87,7 +94,13 @@ def load_encoders(
         parts[name] = load_component(encoder_class, source, name, device=device, dtype=dtype)
     for name, tokenizer in pipeline.tokenizers.items():
         parts[name] = getattr(transformers, tokenizer).from_pretrained(source.component(name))
-    return getattr(diffusers, pipeline.name)(**parts)
+    made = getattr(diffusers, _name(pipeline, source))(**parts)
+    pipeline.prepare(made)
+    return made
+
+
+def _name(pipeline: Pipeline, source: ModelSource) -> str:
+    return pipeline.name if pipeline.name_by_base is None else pipeline.name_by_base(source)
 
 
 def caption_tokens(
@@ -103,6 +116,24 @@ def caption_tokens(
     # a processor reads pictures besides; its texts are its tokenizer's
     tokenizer = loaded.tokenizer if isinstance(loaded, transformers.ProcessorMixin) else loaded
     return lambda text: len(tokenizer(text + after, verbose=False).input_ids)
+
+
+def encode_text(
+    pipeline: Pipeline,
+    encoders: Any,
+    text: str,
+    controls: Sequence[Image],
+    *,
+    prompt: bool,
+    max_sequence_length: int,
+) -> dict[str, torch.Tensor]:
+    """The text entry that the pipeline's own prompt encoding makes of a caption."""
+    import torch
+
+    names = (*pipeline.text_widths, *pipeline.pooled_widths)
+    with torch.no_grad():
+        embeds = encoders.encode_prompt(prompt=text, max_sequence_length=max_sequence_length)
+    return {name: one[0].cpu() for name, one in zip(names, embeds[: len(names)], strict=True)}
 
 
 def encode_with_controls(
@@ -206,8 +237,9 @@ def preview(
         return tensors
 
     scheduler = diffusers.FlowMatchEulerDiscreteScheduler.from_pretrained(source.component("scheduler"))
-    parts = dict.fromkeys((*pipeline.encoders, *pipeline.tokenizers))
-    made = getattr(diffusers, pipeline.name)(scheduler=scheduler, vae=encoders, transformer=model, **parts)
+    parts: dict[str, Any] = dict.fromkeys((*pipeline.encoders, *pipeline.tokenizers))
+    parts |= {"scheduler": scheduler, "vae": encoders, "transformer": model}
+    made = getattr(diffusers, _name(pipeline, source))(**parts)
     made.set_progress_bar_config(disable=True)
     images: list[Image] = []
     for number, prompt in enumerate(prompts):
@@ -229,11 +261,7 @@ def preview(
 
 
 def save_adapter(
-    pipeline: Pipeline,
-    state: Mapping[str, torch.Tensor],
-    config: Mapping[str, Any],
-    folder: Path,
-    name: str,
+    pipeline: Pipeline, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str
 ) -> Path:
     """Write with the pipeline's save_lora_weights, metadata included: without it alpha is lost."""
     import diffusers

@@ -1,4 +1,4 @@
-"""What a model family is: one frozen value of constants and functions. A variant replaces some of them."""
+"""One frozen value of constants and functions for each model family. A variant replaces some of them."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
-from trainer.families.draws import sample_latents
+from trainer.families import diffusion, draws
 from trainer.families.losses import velocity_loss
 from trainer.families.values import (
     AttentionShape,
     Batch,
     Draw,
+    EntryKind,
     Header,
     PreviewPrompt,
     PreviewRequest,
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
     from trainer.data.records import Scan
     from trainer.modeling.base.source import ModelSource
-
-EntryKind = Literal["text", "latents"]
 
 
 class LoadEncoders(Protocol):
@@ -71,7 +70,7 @@ def no_pixels(*arguments: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Family:
-    """One model family. Its functions depend on their arguments only.
+    """One model family. Its functions depend on their arguments only. Defaults are those of diffusion.
 
     Encoders and settings are each family's own types: `encode_*`, `draw` and `predict` read what
     `load_encoders` and `settings` made.
@@ -95,8 +94,8 @@ class Family:
     caption: str | None = None
     """Text tensor (L, D) that is as long as the caption, where `encode_text` does not pad; else None."""
     text_keys: tuple[str, ...] = ()
-    """Regular expressions over whole names of the attention layers that read its tokens, as keys; of two
-    streams, before all others."""
+    """Regular expressions over whole names of the attention layers that read the caption's tokens as keys; of
+    two streams, before all others."""
     packed_by: str | None = None
     """Text tensor whose first axis counts against `data.max_sequence_length`, for families that pack several
     samples into one row; None where equal samples are batched."""
@@ -111,9 +110,8 @@ class Family:
     high_precision: tuple[str, ...]
     """Regular expressions over whole names of modules that are kept as they are."""
     modulation: tuple[str, ...] = ()
-    """Those of them that int8 and nf4 bases quantise all the same, as others' 4-bit files do: they compute
-    for a sample, not for each token, so that their size is all they cost.
-    """
+    """Modules of `high_precision` that int8 and nf4 bases quantise all the same, as others' 4-bit files do:
+    they compute for a sample, not for each token, so that their size is all they cost."""
     blocks: tuple[str, ...]
     """Class names of the repeated blocks."""
     model: str
@@ -138,13 +136,13 @@ class Family:
     """Size that the family's pipeline gives a control image of this width and height, in pixels."""
     vae_shape: Callable[[Mapping[str, Any]], tuple[int, int]] = no_pixels
     """Widest channels of the VAE with this config at full resolution, and the side of its tiles in pixels."""
-    batch_key: Callable[[Header, Header], tuple[Any, ...]]
+    batch_key: Callable[[Header, Header], tuple[Any, ...]] = diffusion.batch_key
     """Equal for samples that may share a batch, by the shapes of their latents and their text."""
-    collate: Callable[[Rows, Rows], Batch]
+    collate: Callable[[Rows, Rows], Batch] = diffusion.collate
     """One batch on the CPU of the text and latents entries of samples of one key."""
-    settings: Callable[[ModelSource, RunConfig], Any]
+    settings: Callable[[ModelSource, RunConfig], Any] = draws.settings
     """A run's part in draws and predictions."""
-    draw: Callable[[Any, Sequence[int], Header], Draw | None]
+    draw: Callable[[Any, Sequence[int], Header], Draw | None] = draws.draw
     """Randomness of one micro-batch from settings, sample positions and latents' shapes alone, on the CPU."""
     predict: Callable[[Any, Batch, Any, Any], torch.Tensor]
     """The model's output for a batch noised by a draw, with settings; the LoRA proof compares these."""
@@ -162,7 +160,7 @@ class Family:
     save_adapter: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any], Path, str], Path]
     """Write peft's state with its LoraConfig as a dict into a folder as the family's pipeline loads it, under
     this file name. Returns the file with the tensors; others may lie beside it."""
-    load_adapter: LoadAdapter
+    load_adapter: LoadAdapter = diffusion.load_adapter
     comfyui_keys: Callable[[str], str | None]
     """Prefix under which ComfyUI knows a module of the trained component; None where it does not."""
     counted_as: Callable[[Mapping[str, Any]], str]
@@ -200,4 +198,4 @@ class Family:
             return self.own_loss(model, batch)
         assert draw is not None
         prediction = self.predict(model, batch, draw, settings)
-        return velocity_loss(prediction, sample_latents(batch, draw), batch, draw)
+        return velocity_loss(prediction, draws.sample_latents(batch, draw), batch, draw)

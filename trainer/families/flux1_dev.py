@@ -15,7 +15,6 @@ from trainer.families.values import Batch, Draw
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 _BLOCKS = r"(transformer_blocks|single_transformer_blocks)\.\d+"
 _ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -26,22 +25,9 @@ PIPELINE = diffusion.Pipeline(
     encoders={"text_encoder": "CLIPTextModel", "text_encoder_2": "T5EncoderModel"},
     tokenizers={"tokenizer": "CLIPTokenizer", "tokenizer_2": "T5Tokenizer"},
     patch=4,
-    text_widths={"prompt_embeds": "joint_attention_dim"},
-    pooled_widths={"pooled_prompt_embeds": "pooled_projection_dim"},
+    text_widths={"prompt_embeds": "joint_attention_dim"},  # T5's, of captions that are padded to one length
+    pooled_widths={"pooled_prompt_embeds": "pooled_projection_dim"},  # CLIP's
 )
-
-
-def encode_text(
-    encoders: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
-) -> dict[str, torch.Tensor]:
-    """`prompt_embeds` (L, D) from T5, padded to one length, `pooled_prompt_embeds` (P,) from CLIP."""
-    import torch
-
-    with torch.no_grad():
-        prompt_embeds, pooled, _ = encoders.encode_prompt(
-            prompt=text, prompt_2=None, max_sequence_length=max_sequence_length
-        )
-    return {"prompt_embeds": prompt_embeds[0].cpu(), "pooled_prompt_embeds": pooled[0].cpu()}
 
 
 def encode_pixels(
@@ -125,19 +111,14 @@ FLUX1_DEV = Family(
     encoder_components={"text": ("text_encoder", "text_encoder_2"), "latents": ("vae",)},
     support_components=("tokenizer", "tokenizer_2", "scheduler"),
     load_encoders=partial(diffusion.load_encoders, PIPELINE),
-    encode_text=encode_text,
+    encode_text=partial(diffusion.encode_text, PIPELINE),
     caption_tokens=partial(diffusion.caption_tokens, PIPELINE, "tokenizer_2"),
     encode_pixels=encode_pixels,
     vae_shape=diffusion.vae_shape,
-    batch_key=diffusion.batch_key,
-    collate=diffusion.collate,
-    settings=draws.settings,
-    draw=draws.draw,
     predict=predict,
     synthetic_batch=partial(diffusion.synthetic_batch, PIPELINE),
     preview=partial(diffusion.preview, PIPELINE),
     save_adapter=partial(diffusion.save_adapter, PIPELINE),
-    load_adapter=diffusion.load_adapter,
     comfyui_keys="transformer.{}".format,
     counted_as=lambda config: "flux1_dev",
     attention_shape=partial(diffusion.attention_shape, PIPELINE),

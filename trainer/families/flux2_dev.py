@@ -16,7 +16,6 @@ from trainer.families.values import Batch, Draw, Header
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
     from trainer.modeling.base.source import ModelSource
 
@@ -32,22 +31,10 @@ PIPELINE = diffusion.Pipeline(
     tokenizers={"tokenizer": "PixtralProcessor"},
     stride=16,
     sampled=False,
+    # Mistral's layers 10, 20 and 30 of the caption in the system's template; all captions are padded to one
+    # length, as the model was trained: it sees the padding
     text_widths={"prompt_embeds": "joint_attention_dim"},
 )
-
-
-def encode_text(
-    encoders: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
-) -> dict[str, torch.Tensor]:
-    """`prompt_embeds` (L, 3 D): Mistral's layers 10, 20 and 30 of the caption in the system's template.
-
-    All captions are padded to one length, as the model was trained: it sees the padding.
-    """
-    import torch
-
-    with torch.no_grad():
-        prompt_embeds, _ = encoders.encode_prompt(prompt=text, max_sequence_length=max_sequence_length)
-    return {"prompt_embeds": prompt_embeds[0].cpu()}
 
 
 def caption_tokens(source: ModelSource) -> Callable[[str], int]:
@@ -169,19 +156,15 @@ FLUX2_DEV = Family(
     encoder_components={"text": ("text_encoder",), "latents": ("vae",)},
     support_components=("tokenizer", "scheduler"),
     load_encoders=partial(diffusion.load_encoders, PIPELINE),
-    encode_text=encode_text,
+    encode_text=partial(diffusion.encode_text, PIPELINE),
     caption_tokens=caption_tokens,
     encode_pixels=encode_pixels,
     vae_shape=diffusion.vae_shape,
-    batch_key=diffusion.batch_key,
-    collate=diffusion.collate,
-    settings=draws.settings,
     draw=draw,
     predict=predict,
     synthetic_batch=partial(diffusion.synthetic_batch, PIPELINE),
     preview=partial(diffusion.preview, PIPELINE),
     save_adapter=partial(diffusion.save_adapter, PIPELINE),
-    load_adapter=diffusion.load_adapter,
     comfyui_keys=comfyui_keys,
     counted_as=lambda config: "flux2_dev",
     attention_shape=partial(diffusion.attention_shape, PIPELINE),

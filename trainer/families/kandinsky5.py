@@ -10,14 +10,11 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer.families import diffusion, draws
-from trainer.families.family import EntryKind, Family
+from trainer.families.family import Family
 from trainer.families.values import AttentionShape, Batch, Draw, PreviewPrompt, Shape
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
-
-    from trainer.modeling.base.source import ModelSource
 
 _BLOCKS = r"(text|visual)_transformer_blocks\.\d+"
 # by their parents: the model's own `out_layer` is no linear, and modulation has one of that name
@@ -37,42 +34,24 @@ def _arguments(pipeline: Any, prompt: PreviewPrompt, embeds: Mapping[str, torch.
     }
 
 
+def _prepare(pipeline: Any) -> None:
+    """Count the tokens of the template, which the pipeline's constant does for the original tokenizer: 40."""
+    before, _ = pipeline.prompt_template.split("{}")
+    pipeline.prompt_template_encode_start_idx = len(pipeline.tokenizer.tokenizer(before)["input_ids"])
+
+
 PIPELINE = diffusion.Pipeline(
     name="Kandinsky5T2IPipeline",
     vae="AutoencoderKL",
     encoders={"text_encoder": "Qwen2_5_VLForConditionalGeneration", "text_encoder_2": "CLIPTextModel"},
     tokenizers={"tokenizer": "Qwen2VLProcessor", "tokenizer_2": "CLIPTokenizer"},
+    prepare=_prepare,
     against_empty=True,
     arguments=_arguments,
     channels="in_visual_dim",
-    text_widths={"prompt_embeds_qwen": "in_text_dim"},
+    text_widths={"prompt_embeds_qwen": "in_text_dim"},  # as long as the caption
     pooled_widths={"prompt_embeds_clip": "in_text_dim2"},
 )
-
-
-def load_encoders(
-    kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
-) -> Any:
-    """Qwen2.5-VL and CLIP behind the pipeline's own prompt encoding, or the VAE."""
-    loaded = diffusion.load_encoders(
-        PIPELINE, kind, source, device=device, dtype=dtype, vae_tiling=vae_tiling
-    )
-    if kind == "text":
-        # the pipeline's constant is the length of its template in the original tokenizer: 40
-        before, _ = loaded.prompt_template.split("{}")
-        loaded.prompt_template_encode_start_idx = len(loaded.tokenizer.tokenizer(before)["input_ids"])
-    return loaded
-
-
-def encode_text(
-    encoders: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
-) -> dict[str, torch.Tensor]:
-    """`prompt_embeds_qwen` (L, D), as long as the caption, and `prompt_embeds_clip` (P,)."""
-    import torch
-
-    with torch.no_grad():
-        qwen, clip, _ = encoders.encode_prompt(prompt=text, max_sequence_length=max_sequence_length)
-    return {"prompt_embeds_qwen": qwen[0].cpu(), "prompt_embeds_clip": clip[0].cpu()}
 
 
 def encode_pixels(
@@ -144,20 +123,15 @@ KANDINSKY5 = Family(
     model="diffusers.Kandinsky5Transformer3DModel",
     encoder_components={"text": ("text_encoder", "text_encoder_2"), "latents": ("vae",)},
     support_components=("tokenizer", "tokenizer_2", "scheduler"),
-    load_encoders=load_encoders,
-    encode_text=encode_text,
+    load_encoders=partial(diffusion.load_encoders, PIPELINE),
+    encode_text=partial(diffusion.encode_text, PIPELINE),
     caption_tokens=partial(diffusion.caption_tokens, PIPELINE, "tokenizer", after="<|im_end|>"),
     encode_pixels=encode_pixels,
     vae_shape=diffusion.vae_shape,
-    batch_key=diffusion.batch_key,
-    collate=diffusion.collate,
-    settings=draws.settings,
-    draw=draws.draw,
     predict=predict,
     synthetic_batch=partial(diffusion.synthetic_batch, PIPELINE),
     preview=partial(diffusion.preview, PIPELINE),
     save_adapter=partial(diffusion.save_adapter, PIPELINE),
-    load_adapter=diffusion.load_adapter,
     comfyui_keys="diffusion_model.{}".format,
     counted_as=lambda config: "kandinsky5",
     attention_shape=attention_shape,

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import AccessError, DataError
-from trainer.families.family import EntryKind
 from trainer.families.values import (
     ENDS,
     AttentionShape,
     Batch,
+    EntryKind,
     PreviewPrompt,
     PreviewRequest,
     Rows,
@@ -101,25 +101,26 @@ def encode_text(
     # verbose would warn of lengths that are checked here
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
     encoding = tokenizer(whole, **options)
-    ids, weights = list(encoding["input_ids"]), []
+    ids, entry = list(encoding["input_ids"]), {}
     if not prompt:
-        learned = bytearray(len(whole) + 1)
-        for start, end in _answers(tokenizer, messages, whole):
-            learned[start:end] = b"\1" * (end - start)
-        # one character may be several tokens, and some tokens have no character
-        weights = [
-            float(any(learned[start : max(end, start + 1)])) for start, end in encoding["offset_mapping"]
-        ]
-        weights[0] = 0.0  # nothing predicts it
-        ids, weights = _ended(tokenizer, ids, weights)
+        weights = _weights(tokenizer, messages, whole, encoding["offset_mapping"])
+        token = tokenizer.added_tokens_decoder.get(ids[max(i for i, one in enumerate(weights) if one)])
+        if token is None or not token.special:
+            if tokenizer.eos_token_id is None:
+                raise DataError(
+                    "the chat template does not end answers, and the tokenizer has no end token",
+                    where=tokenizer.name_or_path,
+                    remedy="give it an `eos_token`",
+                )
+            ids, weights = [*ids, tokenizer.eos_token_id], [*weights, 1.0]
+        entry["loss_weight"] = torch.tensor(weights)
     if len(ids) > max_sequence_length:
         raise DataError(
             f"{_named(messages)} has {len(ids)} tokens, more than data.max_sequence_length "
             f"({max_sequence_length})",
             remedy="raise data.max_sequence_length, or shorten or remove the conversation; nothing is cut",
         )
-    entry = {"input_ids": torch.tensor(ids)}
-    return entry if prompt else {**entry, "loss_weight": torch.tensor(weights)}
+    return {"input_ids": torch.tensor(ids), **entry}
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
@@ -151,37 +152,27 @@ def _named(messages: Sequence[Mapping[str, str]]) -> str:
     return f"the conversation with {asked[:60]!r}"
 
 
-def _answers(tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str) -> list[tuple[int, int]]:
-    """Where each of the assistant's messages stands in the text, with what ends it and no blanks after."""
-    found = []
+def _weights(tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str, offsets: Any) -> list[float]:
+    """1 for every token of the assistant's messages and of what ends each of them, without blanks, else 0."""
+    learned = bytearray(len(whole) + 1)
     for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _render(tokenizer, messages[:index], opened=True)
-            after = _render(tokenizer, messages[: index + 1], opened=False)
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise DataError(
-                    f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
-                    f"{index + 1} cannot be found in it",
-                    where=tokenizer.name_or_path,
-                    remedy="use a template that only appends, as Llama 3's does",
-                )
-            found.append((len(before), len(after.rstrip())))
-    return found
-
-
-def _ended(tokenizer: Any, ids: list[int], weights: list[float]) -> tuple[list[int], list[float]]:
-    """With the tokenizer's end token appended where no special token ends the last answer."""
-    last = max(index for index, weight in enumerate(weights) if weight)
-    token = tokenizer.added_tokens_decoder.get(ids[last])
-    if token is not None and token.special:
-        return ids, weights
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            "the chat template does not end answers, and the tokenizer has no end token",
-            where=tokenizer.name_or_path,
-            remedy="give it an `eos_token`",
-        )
-    return [*ids, tokenizer.eos_token_id], [*weights, 1.0]
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, messages[:index], opened=True)
+        after = _render(tokenizer, messages[: index + 1], opened=False)
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise DataError(
+                f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
+                f"{index + 1} cannot be found in it",
+                where=tokenizer.name_or_path,
+                remedy="use a template that only appends, as Llama 3's does",
+            )
+        start, end = len(before), len(after.rstrip())
+        learned[start:end] = b"\1" * (end - start)
+    # one character may be several tokens, and some tokens have no character
+    weights = [float(any(learned[start : max(end, start + 1)])) for start, end in offsets]
+    weights[0] = 0.0  # nothing predicts it
+    return weights
 
 
 def pack(text: Rows, latents: Rows = ()) -> Batch:

@@ -16,7 +16,6 @@ from trainer.families.values import Batch, Draw, PreviewPrompt
 
 if TYPE_CHECKING:
     import torch
-    from PIL.Image import Image
 
 _BLOCKS = r"transformer_blocks\.\d+"
 _ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -45,19 +44,8 @@ PIPELINE = diffusion.Pipeline(
     against_empty=True,
     arguments=arguments,
     patch=4,
-    text_widths={"prompt_embeds": "joint_attention_dim"},
+    text_widths={"prompt_embeds": "joint_attention_dim"},  # caption and end of the template, not padded
 )
-
-
-def encode_text(
-    encoders: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
-) -> dict[str, torch.Tensor]:
-    """`prompt_embeds` (L, D) of the caption and the end of the template, not padded."""
-    import torch
-
-    with torch.no_grad():
-        embeds, _ = encoders.encode_prompt(prompt=text, max_sequence_length=max_sequence_length)
-    return {"prompt_embeds": embeds[0].cpu()}
 
 
 def encode_pixels(
@@ -139,19 +127,14 @@ QWEN_IMAGE = Family(
     encoder_components={"text": ("text_encoder",), "latents": ("vae",)},
     support_components=("tokenizer", "scheduler"),
     load_encoders=partial(diffusion.load_encoders, PIPELINE),
-    encode_text=encode_text,
+    encode_text=partial(diffusion.encode_text, PIPELINE),
     caption_tokens=partial(diffusion.caption_tokens, PIPELINE, "tokenizer", after=_AFTER_CAPTION),
     encode_pixels=encode_pixels,
     vae_shape=vae_shape,
-    batch_key=diffusion.batch_key,
-    collate=diffusion.collate,
-    settings=draws.settings,
-    draw=draws.draw,
     predict=predict,
     synthetic_batch=partial(diffusion.synthetic_batch, PIPELINE),
     preview=partial(diffusion.preview, PIPELINE),
     save_adapter=partial(diffusion.save_adapter, PIPELINE),
-    load_adapter=diffusion.load_adapter,
     comfyui_keys="transformer.{}".format,
     counted_as=lambda config: "qwen_image",
     attention_shape=partial(diffusion.attention_shape, PIPELINE),

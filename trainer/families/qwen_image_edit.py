@@ -9,15 +9,14 @@ The pipelines share VAE, LoRA format, and a shift that counts the target's token
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
 from trainer.families import diffusion, qwen_image
-from trainer.families.family import EntryKind
 from trainer.families.qwen_image import QWEN_IMAGE
-from trainer.families.values import PreviewPrompt, PreviewRequest
+from trainer.families.values import PreviewPrompt
 from trainer.modeling.base.base import read_json
 
 if TYPE_CHECKING:
@@ -35,50 +34,42 @@ def _arguments(pipeline: Any, prompt: PreviewPrompt, embeds: Mapping[str, torch.
     return {**qwen_image.arguments(pipeline, prompt, embeds), "image": images}
 
 
-PIPELINE = dataclasses.replace(
-    qwen_image.PIPELINE,
-    tokenizers={"tokenizer": "Qwen2Tokenizer", "processor": "Qwen2VLProcessor"},
-    arguments=_arguments,
-    least_controls=1,
-)
-
-
-def _own_pipeline(source: ModelSource) -> diffusion.Pipeline:
-    """The pipeline of the base's layout. Raises ConfigError for a base of another kind."""
-    name = read_json(source.folder / "model_index.json").get("_class_name")
+def _layout(source: ModelSource) -> str:
+    """Name of the pipeline of the base's layout. Raises ConfigError for a base of another kind."""
+    name = str(read_json(source.folder / "model_index.json").get("_class_name"))
     if name not in _LAYOUTS:
         raise ConfigError(
             f"the base model is for {name}, not for image editing",
             where="model.pretrained_model_name_or_path",
             remedy=f"name a base of {' or '.join(_LAYOUTS)}, or another family",
         )
-    return dataclasses.replace(PIPELINE, name=name)
+    return name
 
 
-def load_encoders(
-    kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
-) -> Any:
-    """Qwen2.5-VL behind the prompt encoding of the base's own pipeline, or the VAE.
+def _prepare(pipeline: Any) -> None:
+    """Let the language model place the tokens of pictures in rows and columns, as it was trained to.
 
-    The language model is let place the tokens of pictures in rows and columns, as it was trained to.
     transformers 5 does so only if it is told which tokens those are, and the pipelines do not tell it
     (huggingface/diffusers#14194). The id is that of the published config, but for small tokenizers.
     """
-    pipeline = _own_pipeline(source) if kind == "text" else PIPELINE
-    loaded = diffusion.load_encoders(
-        pipeline, kind, source, device=device, dtype=dtype, vae_tiling=vae_tiling
-    )
-    if kind == "latents":
-        return loaded
-    image_token_id = loaded.processor.image_token_id
+    image_token_id = pipeline.processor.image_token_id
+    pipeline.text_encoder.config.image_token_id = image_token_id
 
     def add_types(module: Any, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         types = (kwargs["input_ids"] == image_token_id).int()
         return args, {"mm_token_type_ids": types, **kwargs}
 
-    loaded.text_encoder.config.image_token_id = image_token_id
-    loaded.text_encoder.register_forward_pre_hook(add_types, with_kwargs=True)
-    return loaded
+    pipeline.text_encoder.register_forward_pre_hook(add_types, with_kwargs=True)
+
+
+PIPELINE = dataclasses.replace(
+    qwen_image.PIPELINE,
+    name_by_base=_layout,
+    tokenizers={"tokenizer": "Qwen2Tokenizer", "processor": "Qwen2VLProcessor"},
+    prepare=_prepare,
+    arguments=_arguments,
+    least_controls=1,
+)
 
 
 def encode_text(
@@ -128,20 +119,6 @@ def control_size(width: int, height: int) -> tuple[int, int]:
     return size
 
 
-def preview(
-    model: Any,
-    source: ModelSource,
-    encoders: Any,
-    prompts: Sequence[PreviewPrompt],
-    request: PreviewRequest,
-    on_step: Callable[[], None],
-) -> list[Image]:
-    """One edited image a prompt through the base's own pipeline, guided against the empty caption that was
-    shown the same controls.
-    """
-    return diffusion.preview(_own_pipeline(source), model, source, encoders, prompts, request, on_step)
-
-
 QWEN_IMAGE_EDIT = dataclasses.replace(
     QWEN_IMAGE,
     name="qwen_image_edit",
@@ -153,13 +130,13 @@ QWEN_IMAGE_EDIT = dataclasses.replace(
         "validation": {"guidance_scale": 4.0, "num_inference_steps": 30},
     },
     support_components=(*QWEN_IMAGE.support_components, "processor"),
-    load_encoders=load_encoders,
+    load_encoders=partial(diffusion.load_encoders, PIPELINE),
     encode_text=encode_text,
     caption_tokens=partial(diffusion.caption_tokens, PIPELINE, "tokenizer"),
     encode_pixels=partial(diffusion.encode_with_controls, qwen_image.encode_pixels),
     control_size=control_size,
     synthetic_batch=partial(diffusion.synthetic_batch, PIPELINE),
-    preview=preview,
+    preview=partial(diffusion.preview, PIPELINE),
     # its own where scales and gates are kept for each image token
     counted_as=lambda config: "qwen_image_edit" if config.get("zero_cond_t", False) else "qwen_image",
     attention_shape=partial(diffusion.attention_shape, PIPELINE),

@@ -15,8 +15,7 @@ from trainer.data.records import CENTRED, Control, ImageRecord, Record, View
 from trainer.data.sets.masks import MASK_VERSION
 from trainer.engine.caching.store import Cache, entry_key
 from trainer.engine.context import Context
-from trainer.families.family import EntryKind
-from trainer.families.values import Header
+from trainer.families.values import EntryKind, Header
 
 
 @dataclass(frozen=True, kw_only=True)

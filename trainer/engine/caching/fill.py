@@ -29,7 +29,7 @@ from trainer.engine.caching.store import MISSING, Cache
 from trainer.engine.context import Context, free_memory
 from trainer.errors import DivergedError, one_line
 from trainer.families import losses
-from trainer.families.family import EntryKind
+from trainer.families.values import EntryKind
 from trainer.telemetry.progress import bars
 from trainer.telemetry.status import Phase
 
