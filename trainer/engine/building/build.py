@@ -25,7 +25,7 @@ from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.empty import Waiting
 from trainer.modeling.base.load import load_streamed
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks
-from trainer.modeling.storage.quantize import QUANTIZED, Replace, count_quantized, replacer
+from trainer.modeling.storage.quantize import count_quantized, replacer
 from trainer.modeling.storage.swap import swap_blocks, waiting_blocks
 from trainer.planning.cost.memory import gib
 from trainer.telemetry.progress import progress
@@ -71,7 +71,7 @@ def load_base(context: Context) -> Any:
             family.trained_component,
             device=context.device,
             dtype=context.dtype,
-            replace=_replacer(context),
+            replace=replacer(plan.way, family.high_precision, family.modulation),
             on_shard=on_shard,
             fill_zeros=context.config.method == "lora",
             loader=plan.loader,
@@ -79,7 +79,7 @@ def load_base(context: Context) -> Any:
             say=context.say,
             waiting=_waiting(context),
         )
-    if plan.weights in QUANTIZED:
+    if not plan.way.trains:
         count, kept = count_quantized(model, plan.weights)
         others = f" (modulation in {plan.modulation})" if plan.modulation else ""
         said = f"{count} linear layers quantised{others}, {kept} kept in {plan.dtype}"
@@ -90,19 +90,6 @@ def load_base(context: Context) -> Any:
     if plan.compute == "fp8":
         context.say(prove_fp8(context, model))
     return model
-
-
-def _replacer(context: Context) -> Replace | None:
-    """What stores linear layers as the plan says."""
-    plan, family = context.plan, context.family
-    return replacer(
-        plan.weights,
-        family.high_precision,
-        family.modulation,
-        fp8_compute=plan.compute == "fp8",
-        copies=plan.weight_copies,
-        modulation_as="int8" if plan.modulation == "int8" else "",
-    )
 
 
 def _waiting(context: Context) -> Waiting | None:
