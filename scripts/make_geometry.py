@@ -32,12 +32,18 @@ def main() -> None:
     arguments = parser.parse_args()
     base = arguments.base or CONFIGS / arguments.family
     output = arguments.output or TABLES / f"{arguments.family}.json"
-    output.write_text(table_text(base))
+    output.write_text(table_text(arguments.family, base))
     print(output)
 
 
-def table_text(base: Path) -> str:
-    """The table of all components with weights, one row a line."""
+def table_text(family: str, base: Path) -> str:
+    """The table of all components with weights, a row a line, or the name of an equal one elsewhere."""
+    earlier = [path for path in sorted(TABLES.glob("*.json")) if path.stem < family]
+    known = {
+        json.dumps(rows): f"{path.stem}/{name}"
+        for path in reversed(earlier)
+        for name, rows in json.loads(path.read_text())["components"].items()
+    }
     index_file = base / "model_index.json"
     index: dict[str, Any] = json.loads(index_file.read_text()) if index_file.exists() else {"": []}
     components: list[str] = []
@@ -45,8 +51,11 @@ def table_text(base: Path) -> str:
     for name, listed in sorted(index.items()):
         if isinstance(listed, list) and (base / name / "config.json").exists():
             entry = component_class(base, name)
-            rows = ",\n   ".join(json.dumps(row) for row in compact(meta_shapes(base / name, *entry)))
-            components.append(f"  {json.dumps(name)}: [\n   {rows}\n  ]")
+            rows = compact(meta_shapes(base / name, *entry))
+            lines = ",\n   ".join(json.dumps(row) for row in rows)
+            same = known.get(json.dumps(rows))
+            value = json.dumps(same) if same else f"[\n   {lines}\n  ]"
+            components.append(f"  {json.dumps(name)}: {value}")
             if entry[0] == "diffusers" and name == "transformer":
                 model_class = getattr(importlib.import_module("diffusers"), entry[1])
                 kept.update(model_class._keep_in_fp32_modules or ())

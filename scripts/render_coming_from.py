@@ -1,4 +1,4 @@
-"""Write docs/coming-from.md anew from the table of other trainers' words, trainer/config/elsewhere.py.
+"""Write docs/coming-from.md anew from the table of other trainers' words, trainer/config/elsewhere.yaml.
 
 python -m scripts.render_coming_from
 """
@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.cli.config import markdown_table
 from trainer.config import elsewhere
 from trainer.config.elsewhere import Foreign, Row
+from trainer.words.tables import markdown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "coming-from.md"
 _HEAD = """# Coming from elsewhere
@@ -30,16 +30,16 @@ win, name the preset's before it (`trainer train train_configs/presets/style.yam
 def page() -> str:
     """The whole page."""
     parts = [_HEAD]
-    for topic, rows in elsewhere.KEYS.items():
+    for topic, rows in elsewhere.keys().items():
         parts.append(f"\n## {topic}\n\n{_rows('there', rows)}")
-    parts.append(f"\n## Files\n\n{_rows('a file called', elsewhere.FILES)}")
+    parts.append(f"\n## Files\n\n{_rows('a file called', elsewhere.files())}")
     parts.append(f"\n## Environment variables\n\n{_variables()}")
     return "".join(parts)
 
 
 def _rows(head: str, rows: tuple[Row, ...]) -> str:
     cells = ((", ".join(f"`{name}`" for name in row.names), _ours(row), row.note) for row in rows)
-    return markdown_table((head, "here", "what to know"), cells)
+    return markdown((head, "here", "what to know"), cells)
 
 
 def _ours(row: Row) -> str:
@@ -49,9 +49,9 @@ def _ours(row: Row) -> str:
 def _variables() -> str:
     cells = (
         (_names(row), "an error" if row.is_error else "a warning", row.says, row.remedy)
-        for row in elsewhere.VARIABLES
+        for row in elsewhere.foreign()
     )
-    return markdown_table(("variable", "is", "because", "what to do"), cells)
+    return markdown(("variable", "is", "because", "what to do"), cells)
 
 
 def _names(row: Foreign) -> str:
@@ -59,7 +59,7 @@ def _names(row: Foreign) -> str:
     value = {r"\s*all\s*": "=all", r".*backend\s*:\s*native.*": "=backend:native", "(?!0$).+": "=1"}.get(
         row.value, ""
     )
-    names = row.name.replace(".*", "*").split("|")
+    names = [name.replace(".*", "*") for name in row.names]
     beside = " or ".join(f"`{name}`" for name in row.beside)
     return ", ".join(f"`{name}{value}`" for name in names) + (f" with {beside}" if beside else "")
 

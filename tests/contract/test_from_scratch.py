@@ -12,7 +12,8 @@ import torch
 from tests.contract.runs import CASES, FULL_CASES, Case, Job, Workshop, draws, fewer
 from trainer import families
 from trainer.engine.building.build import load_base
-from trainer.engine.caching.entries import Entries, fill_cache, list_entries
+from trainer.engine.caching.entries import Entries, list_entries
+from trainer.engine.caching.fill import fill_cache
 from trainer.modeling.base.source import resolve_source
 from trainer.planning.render import plan_text
 

@@ -10,7 +10,7 @@ from trainer.config import environment
 from trainer.config.schema import FlowSection, TrainSection
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.probing.probe import attention_kernels, matmul_kernels, probe
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.values import AttentionShape, Batch, Draw, Shape
 from trainer.machine.facts import KernelVerdict
@@ -35,7 +35,7 @@ CONFIG = {
     "axes_dims_rope": (16, 56, 56),
 }
 KERNELS = ("flash", "cudnn", "cudnn_strided", "flash_attn_2", "flash_attn_3", "flash_attn_4")
-SETTINGS = flow.FlowSettings(
+SETTINGS = draws.FlowSettings(
     sigmas=torch.linspace(1000, 1, 1000) / 1000,
     flow=FlowSection(),
     seed=0,

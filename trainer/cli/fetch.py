@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from trainer.cli.options import config_arguments, load_config
+from trainer.cli.options import Layers, config_arguments
 from trainer.cli.output import say
+from trainer.words.sizes import GB
 
 if TYPE_CHECKING:
     from trainer.modeling.base.hub import Download
-
-_GB = 1e9
 
 
 @click.command(
@@ -32,11 +30,7 @@ commit of `model.revision`; `trainer train` then uses what is here without askin
 )
 @config_arguments
 def fetch(
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
+    layers: Layers,
 ) -> None:
     """Download what is missing of the base model, check that it is complete, and say where it is."""
     from trainer import families
@@ -44,7 +38,7 @@ def fetch(
     from trainer.modeling.base.source import resolve_source, weights_line
     from trainer.planning.base_check import check_base
 
-    loaded = load_config(configs, overrides, dataset, output, presets)
+    loaded = layers.load()
     config = loaded.config
     family, folder = families.get(config.family), local_folder(config)
     if folder is not None:
@@ -65,7 +59,7 @@ def fetch(
     size = sum(file.stat().st_size for file in files if file.is_file())
     say(f"base model  {source.identity}")
     say(f"revision    {source.revision}")
-    say(f"size        {size / _GB:.2f} GB")
+    say(f"size        {size / GB:.2f} GB")
     say(f"folder      {source.folder}")
     say(f"weights     {weights_line(source, components)}")
 
@@ -81,11 +75,11 @@ def _reporter(
 
     def start(download: Download) -> None:
         nonlocal bar
-        say(f"{download.repository} at {download.commit}: {download.total_bytes / _GB:.2f} GB", err=True)
+        say(f"{download.repository} at {download.commit}: {download.total_bytes / GB:.2f} GB", err=True)
         here = download.total_bytes - download.missing_bytes
         say(
-            f"  {here / _GB:.2f} GB are here, {download.missing_bytes / _GB:.2f} GB to download,"
-            f" {download.free_bytes / _GB:.2f} GB free in {download.folder}",
+            f"  {here / GB:.2f} GB are here, {download.missing_bytes / GB:.2f} GB to download,"
+            f" {download.free_bytes / GB:.2f} GB free in {download.folder}",
             err=True,
         )
         if download.missing_bytes:

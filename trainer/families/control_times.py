@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from trainer.families.flow import kept_on_device
+from trainer.families.diffusion import kept_on_device
 from trainer.modeling.blocks.recompute import give_base
 
 _INDEX = "modulate_index"

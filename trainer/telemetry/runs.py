@@ -13,9 +13,9 @@ from trainer.files import atomic
 from trainer.telemetry.locks import is_held
 from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, count_damaged, held_out_line, read_metrics
+from trainer.words.sizes import GIB
 
 CONFIG_FILE = "config.resolved.yaml"
-_GIB = 1024**3
 _DEEPEST = 3
 """Folders below the one that is named are looked into this deep."""
 
@@ -117,7 +117,7 @@ def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str
         "loss": _short(last.get("loss")),
         "held-out loss": held_out.removeprefix("held-out loss "),
         "s/step": _short(last.get("seconds_per_step")),
-        "peak GiB": f"{peak / _GIB:.1f}" if peak else "",
+        "peak GiB": f"{peak / GIB:.1f}" if peak else "",
     }
 
 

@@ -16,7 +16,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError
 
 LEAST = "family: flux1_dev\ndata: {sets: [{img_dir: images}]}\noutput_dir: out\n"
-ROWS = [row for group in elsewhere.KEYS.values() for row in group]
+ROWS = [row for group in elsewhere.keys().values() for row in group]
 NAMES = [name for row in ROWS for name in row.names]
 PROMISED = (
     "unified_memory", "memory_pool", "disable_cpu_offload", "cuda_version", "flash_attention_3",
@@ -116,7 +116,7 @@ def test_a_variable_of_ours_with_a_foreign_word() -> None:
     ]
 
 
-@pytest.mark.parametrize("name", [name for row in elsewhere.FILES for name in row.names])
+@pytest.mark.parametrize("name", [name for row in elsewhere.files() for name in row.names])
 def test_a_file_that_others_have(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     row = elsewhere.file(name)
     assert row is not None
@@ -167,8 +167,8 @@ def test_a_variable_without_effect_is_warned_of_by_name(
 ) -> None:
     value, said = WARNED[name]
     Path("c.yaml").write_text(LEAST)
-    for row in elsewhere.VARIABLES:
-        for one in row.name.split("|"):
+    for row in elsewhere.foreign():
+        for one in row.names:
             monkeypatch.delenv(one, raising=False)
     assert main(["config", "check", "c.yaml"]) == 0
     assert "warning" not in capsys.readouterr().err

@@ -226,6 +226,9 @@ def test_the_build_gets_what_it_copies_and_nothing_else() -> None:
     ]
     assert first == "*"
     allowed = [rule[1:] for rule in rules if rule.startswith("!")]
+    made = "assets/tiny-flux/make"
+    assert rules.index(made) > rules.index("!assets/tiny-flux"), "what made the tiny base is in no image"
+    assert (ROOT / made).is_dir()
     copied = [
         word.replace("*${WHEELS}", "build/wheels")
         for _, instructions in STAGES.values()

@@ -75,7 +75,7 @@ class Process:
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the processes will answer."""
     Process.answers, Process.started, Process.running = [], 0, 0
-    monkeypatch.setattr(probe.subprocess, "Popen", Process)
+    monkeypatch.setattr(subprocess, "Popen", Process)
     return Process.answers
 
 
@@ -367,7 +367,7 @@ def test_what_others_hold_of_unified_memory_is_the_hosts(
 def test_the_process_ends_where_nobody_asks() -> None:
     """Its parent was killed before it asked."""
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.engine.probing.probe"],
+        [sys.executable, "-m", "trainer.engine.probing"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,

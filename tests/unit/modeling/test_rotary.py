@@ -17,7 +17,7 @@ from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import Case, adapt, case, difference, relative, with_inputs
 from trainer.config.schema import FlowSection
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.flux2_dev import FLUX2_DEV
 from trainer.families.values import Shape
 from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
@@ -156,7 +156,7 @@ def made(family: str, *, adapted: bool = True, changes: dict[str, Any] | None = 
         adapt(model, FLUX2_DEV.lora_targets["attention"])
     shape = Shape(batch_size=2, width=64, height=64, text_tokens=16, bytes_per_value=4)
     batch = FLUX2_DEV.synthetic_batch(FLUX2, shape, seed=1)
-    settings = flow.FlowSettings(
+    settings = draws.FlowSettings(
         sigmas=torch.linspace(1000, 1, 1000) / 1000,
         flow=FlowSection(),
         seed=3,

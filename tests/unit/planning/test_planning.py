@@ -42,7 +42,7 @@ Config = Callable[..., RunConfig]
 @pytest.mark.parametrize("family", ["flux1_dev", "kandinsky5"])
 def test_the_committed_table_comes_from_the_committed_configs(family: str) -> None:
     expected = (TABLES / f"{family}.json").read_text()
-    assert table_text(CONFIGS / family) == expected, f"run scripts/make_geometry.py {family}"
+    assert table_text(family, CONFIGS / family) == expected, f"run scripts/make_geometry.py {family}"
 
 
 def test_parameters_that_a_class_keeps_in_fp32_are_known(config: Config) -> None:

@@ -11,6 +11,7 @@ from trainer.config.judging import path_checks, training_checks
 from trainer.config.judging.found import Context, Found
 from trainer.config.schema import DataSet, RunConfig, ValidationSection
 from trainer.errors import Problem
+from trainer.words.near import closest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +187,7 @@ def _target_preset(context: Context) -> Found:
     target = context.config.lora.target_modules
     if presets is None or not isinstance(target, str) or target in presets or context.config.method == "full":
         return
-    near = fields.closest(target, presets)
+    near = closest(target, presets)
     hint = f"did you mean `{near}`?" if near else f"presets: {', '.join(presets)}."
     what = f'`lora.target_modules`: "{target}" is no preset of {context.config.family}'
     where = context.source("lora.target_modules")

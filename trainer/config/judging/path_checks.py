@@ -7,8 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config import environment, fields
+from trainer.config import environment
 from trainer.config.schema import RunConfig
+from trainer.words.near import closest
 
 if TYPE_CHECKING:
     from trainer.config.judging.found import Context, Found
@@ -66,7 +67,7 @@ def _resume_word(context: Context) -> Found:
     if isinstance(resume, str) or len(resume.parts) != 1 or is_dir(resume):
         return
     aliases = {"latest": "auto", "true": "auto", "yes": "auto", "false": "never", "no": "never"}
-    meant = aliases.get(str(resume).lower()) or fields.closest(str(resume), ("auto", "never"))
+    meant = aliases.get(str(resume).lower()) or closest(str(resume), ("auto", "never"))
     remedy = f"did you mean `{meant}`?" if meant else "write auto, never, or the path of a checkpoint"
     yield context.source(key), f'`{key}`: "{resume}" is neither auto, never nor a folder', remedy
 

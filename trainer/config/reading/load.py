@@ -18,6 +18,7 @@ from trainer.config.schema import RunConfig, changed
 from trainer.config.tree import Node, from_plain, leaves, merge
 from trainer.config.writing.dump import dump, dump_with_sources
 from trainer.errors import ConfigError, Problem
+from trainer.words.near import closest, did_you_mean
 
 __all__ = ["Loaded", "dump", "dump_with_sources", "load", "with_settings"]
 
@@ -141,10 +142,9 @@ def _family(user: Node, known: tuple[str, ...]) -> tuple[str | None, list[Proble
         return None, []  # validation says so
     if node.value in known:
         return node.value, []
-    near = fields.closest(node.value, known)
-    hint = f"did you mean `{near}`? " if near else ""
-    what, remedy = f'unknown family "{node.value}"', f"{hint}known: {', '.join(known)}"
-    return near, [Problem(what=what, where=node.source, remedy=remedy)]
+    what = f'unknown family "{node.value}"'
+    remedy = f"{did_you_mean(node.value, known)}known: {', '.join(known)}"
+    return closest(node.value, known), [Problem(what=what, where=node.source, remedy=remedy)]
 
 
 def _sources(tree: Node, config: RunConfig | None) -> dict[str, str]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import yaml
@@ -36,13 +37,13 @@ class _Refusal(yaml.MarkedYAMLError):
         self.remedy = remedy
 
 
-class _Loader(yaml.SafeLoader):
-    """SafeLoader that resolves nothing but null, and refuses anchors, aliases and deep nesting."""
+class _Composer(yaml.composer.Composer, yaml.resolver.BaseResolver):
+    """PyYAML's composer that resolves nothing but null, and refuses anchors, aliases and deep nesting."""
 
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        event = self.peek_event()  # type: ignore[no-untyped-call]
+        event = self.peek_event()  # type: ignore[attr-defined]
         if event.anchor is not None:
             remedy = (
                 "quote a text that starts with & or *; put settings that are shared in a file of their own"
@@ -58,8 +59,41 @@ class _Loader(yaml.SafeLoader):
         return node
 
 
-_Loader.yaml_implicit_resolvers = {}
-_Loader.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
+_Composer.yaml_implicit_resolvers = {}
+_Composer.add_implicit_resolver(_NULL, re.compile(r"(?:~|null|Null|NULL|)\Z"), ["~", "n", "N", ""])
+
+
+class _PythonLoader(_Composer, yaml.SafeLoader):
+    """PyYAML's own parser: slow, and `_WORDS` knows its messages."""
+
+
+if yaml.__with_libyaml__:
+
+    class _LibyamlLoader(_Composer, yaml.CSafeLoader):
+        """libyaml's parser: ten times as fast."""
+
+        __init__ = yaml.CSafeLoader.__init__
+
+
+_UNUSUAL = re.compile(r"[\t\r\x85\u2028\u2029\ufeff]|---|(?<!\w)!|[|>][-+\d]*#")
+"""Tabs, unusual line breaks, several documents, tags, and `|#` for `| #`."""
+_BRACKET = re.compile(r"^(?! *#)[^\n\[{]*[\[{]", re.MULTILINE)
+"""The first bracket outside of comments: within brackets the parsers differ on `?`."""
+
+
+def _root(text: str) -> yaml.Node | None:
+    """The root node, with PyYAML's lines, strictness and messages whichever parser reads the text.
+
+    libyaml takes some texts that PyYAML's parser refuses or reads otherwise: these, and every text with a
+    mistake, are PyYAML's to read. A PyYAML that was built without libyaml reads all of them.
+    """
+    bracket, last = _BRACKET.search(text), max(text.rfind("]"), text.rfind("}"))
+    differ = _UNUSUAL.search(text) or (bracket and "?" in text[bracket.end() : last])
+    if yaml.__with_libyaml__ and not differ:
+        with suppress(yaml.YAMLError):
+            root: yaml.Node | None = _LibyamlLoader(text).get_single_node()
+            return root
+    return _PythonLoader(text).get_single_node()
 
 
 def read(path: Path) -> tuple[Node | None, list[Problem]]:
@@ -98,15 +132,12 @@ def parse(text: str, place: Place) -> tuple[Node | None, list[Problem]]:
         what = f"control character U+{ord(control.group()):04X}"
         remedy = "remove it; the file may be damaged, or not be text at all"
         return None, [Problem(what=what, where=place(line), remedy=remedy)]
-    loader = _Loader(text)
     problems: list[Problem] = []
     try:
-        root = loader.get_single_node()
+        root = _root(text)
         tree = None if root is None else _convert(root, root.start_mark.line, place, problems)
     except yaml.MarkedYAMLError as error:
         return None, [*problems, _explain(error, text, place)]
-    finally:
-        loader.dispose()
     return tree, problems
 
 

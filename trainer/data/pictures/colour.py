@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import io
 
-import numpy as np
 from PIL import Image, ImageCms
 
 COLOUR_VERSION = 1
@@ -98,6 +97,8 @@ def _described_mode(image: Image.Image) -> str:
 
 def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
     """The picture with values of eight bits: PIL's own conversion clips at 255, to white."""
+    import numpy as np
+
     if image.mode == "F":
         raise UnreadableModeError("floating point values, of which nobody says what is white")
     if not image.mode.startswith("I"):
@@ -161,6 +162,8 @@ def _lab_transform() -> ImageCms.ImageCmsTransform:
 @functools.lru_cache(maxsize=64)
 def _is_srgb(icc: bytes, mode: str) -> bool:
     """Whether the profile leaves a grid of colours as they are: names of profiles say little."""
+    import numpy as np
+
     if mode not in ("RGB", "L"):
         return False
     levels = np.linspace(0, 255, 256 if mode == "L" else 9).round().astype(np.uint8)

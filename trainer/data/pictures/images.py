@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageFile, UnidentifiedImageError, features
 
 from trainer.data.pictures.colour import UnreadableModeError, profile_state, to_rgb
+from trainer.data.pictures.formats import FORMATS_TEXT
 from trainer.data.records import CENTRED, View
 from trainer.errors import DataError, OutOfMemoryError
 
 if TYPE_CHECKING:
     import torch
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
-FORMATS_TEXT = "png, jpg, jpeg, webp, bmp, tif, tiff and avif are read"
 CROP_VERSION = 1
 """Part of every latents entry's key: raise it when `read_image`, `fit` or `to_pixels` gives other pixels."""
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.data.pictures.images import FORMATS_TEXT, SUFFIXES
+from trainer.data.pictures.formats import FORMATS_TEXT, SUFFIXES
 from trainer.data.sets.metadata import METADATA_NAMES, one_form
 from trainer.errors import Problem
 

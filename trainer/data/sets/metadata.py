@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import difflib
 import io
 import json
 import posixpath
@@ -19,6 +18,7 @@ from typing import Any
 
 from trainer.data.captions import MAX_CAPTION_BYTES, CaptionError, clean_caption, decode_text, encodable
 from trainer.errors import Problem
+from trainer.words.near import closest
 
 METADATA_NAME = "metadata.jsonl"
 CSV_NAME = "metadata.csv"
@@ -178,8 +178,8 @@ def _known_keys(value: dict[str, Any]) -> dict[str, Any]:
     """The row, none of whose keys would be passed over."""
     for key in value:
         if key not in _KEYS:
-            close = difflib.get_close_matches(key, [*_KEYS, "caption"], n=1)
-            hint = {"caption": "text"}.get(close[0], close[0]) if close else ""
+            near = closest(key, (*_KEYS, "caption")) or ""
+            hint = {"caption": "text"}.get(near, near)
             guess = f"did you mean `{hint}`? " if hint else ""
             known = ", ".join(f"`{known}`" for known in _KEYS)
             raise CaptionError(f"unknown key {key!r}", f"{guess}only {known} are read")

@@ -28,7 +28,7 @@ from trainer.ways.storages import frozen
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 """Types in which a weight can be changed."""
 _TEXTS = re.compile(r"(LICEN[CS]E|NOTICE|README)[\w.-]*|model_index\.json", re.IGNORECASE)
-"""What lies beside the components and belongs to the model."""
+"""Files beside the components that belong to the model."""
 
 
 def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Callable[[str], None]) -> int:
@@ -40,17 +40,10 @@ def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Ca
     family = families.get(loaded.config.family)
     adapter = read_adapter(lora)
     _require(loaded, family, source, adapter, lora, target)
-    temporary = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with atomic.whole_folder(target) as temporary:
         with atomic.no_space_told(target):
-            temporary.mkdir(parents=True)
             _copy_others(family, source, temporary)
         _merge_shards(family, source, adapter, temporary, say)
-        temporary.replace(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    atomic.sync_directory(target.parent)
     return len(adapter.layers)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from trainer.planning.cost import memory
-from trainer.planning.cost.memory import Storage, gib
+from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import Geometry
 from trainer.ways.storages import WAYS
+from trainer.words.sizes import gib
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,11 +12,12 @@ from trainer.planning.choose import candidates, encoding, swapping
 from trainer.planning.choose.budget import Budget
 from trainer.planning.choose.switches import TIGHT, Situation, fp8_verdict, on_off
 from trainer.planning.cost import memory, roofline
-from trainer.planning.cost.memory import Storage, gib
+from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision, MemoryRow
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.planning.shapes.geometry import Geometry
 from trainer.ways.storages import WAYS, Way, find
+from trainer.words.sizes import gib
 
 _MOST_NAMED = 3
 """Settings that a reason names."""

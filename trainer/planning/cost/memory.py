@@ -12,8 +12,8 @@ from trainer.planning.shapes.activations import COUNTED_ATTENTION
 from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack, linears_of
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Role
 from trainer.ways.storages import ENCODERS_KEEP, VALUE_BYTES, WAYS, Way
+from trainer.words.sizes import GIB
 
-GIB = 1024**3
 # CUDA context, its kernels, workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond torch's own
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
 # holes that weights leave which are quantised one at a time
@@ -76,14 +76,9 @@ def total(rows: Sequence[MemoryRow]) -> int:
     return sum(row.bytes for row in rows)
 
 
-def gib(count: int) -> str:
-    """Bytes as GiB with one digit; small sizes as MiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / 1024**2:.1f} MiB"
-
-
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """What training holds at its peak; previews take the place of activations, not room beside them."""
-    state = states.of(storage)
+    state = states.of(storage.method, storage.dtype, storage.optimizer)
     trained = parameters(geometry, "trained")
     count = geometry.lora_parameters if storage.method == "lora" else trained
     name = "adapter" if storage.method == "lora" else "trained weights"
@@ -276,8 +271,9 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int, copies
         count, master, final = geometry.lora_parameters, 4, 2 * storage.value_bytes
     else:
         count, master, final = parameters(geometry, "trained"), storage.value_bytes, storage.value_bytes
+    state = states.of(storage.method, storage.dtype, storage.optimizer)
     mean = states.MEAN_BYTES if storage.averaged else 0
-    per_checkpoint = int(count * (master + states.of(storage).optimizer + mean))
+    per_checkpoint = int(count * (master + state.optimizer + mean))
     return checkpoints * per_checkpoint + copies * count * final
 
 

@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GIB = 1024**3
+from trainer.words.sizes import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
