@@ -9,9 +9,8 @@ from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts, driver_text, version_text
 from trainer.machine.mounts import Mount
 from trainer.machine.profiles import select
-from trainer.planning.choose.candidates import PACKAGES
-from trainer.planning.choose.switches import FP8_CAPABILITY
 from trainer.planning.torch_and_driver import BF16_CAPABILITY
+from trainer.ways.storages import WAYS
 from trainer.words.sizes import gib
 
 Row = tuple[str, str]
@@ -86,15 +85,16 @@ def _abilities(facts: Facts, device: str) -> Iterator[Row]:
     else:
         can.append("train in fp32 and fp16")
         cannot.append("bf16 (needs compute capability 8.0)")
-    if capability >= FP8_CAPABILITY:
+    fp8, packed = WAYS["fp8"].least_capability, [way for way in WAYS.values() if way.package]
+    if capability >= fp8:
         can.append("multiply a frozen base in FP8")
     elif device == "cuda":
-        cannot.append(f"products in FP8 (need compute capability {version_text(FP8_CAPABILITY)})")
-    stored = [kind for kind, package in PACKAGES.items() if package in facts.packages]
+        cannot.append(f"products in FP8 (need compute capability {version_text(fp8)})")
+    stored = [way.weights for way in packed if way.package in facts.packages]
     if stored:
         can.append(f"store a frozen base in {' and '.join(stored)}")
-    missing = ((kind, package) for kind, package in PACKAGES.items() if kind not in stored)
-    cannot += [f"{kind} ({package} is not installed)" for kind, package in missing]
+    missing = (way for way in packed if way.weights not in stored)
+    cannot += [f"{way.weights} ({way.package} is not installed)" for way in missing]
     if not facts.c_compiler:
         cannot.append("compiled blocks (no C compiler)")
     elif device == "cuda" and "triton" in facts.packages:

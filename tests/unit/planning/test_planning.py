@@ -33,6 +33,7 @@ from trainer.planning.shapes import meta_shapes
 from trainer.planning.shapes.blocks import NO_LINEARS
 from trainer.planning.shapes.geometry import TABLES
 from trainer.planning.shapes.run_shapes import CONFIGS, run_geometry
+from trainer.ways.storages import find
 
 FLUX = get("flux1_dev")
 Config = Callable[..., RunConfig]
@@ -183,7 +184,7 @@ def test_packed_parameters_are_those_that_are_quantised(
 
     geometry = run_geometry(FLUX, config(), model_folder=tiny_flux1_dev, dtype="fp32")
     model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
-    replace = replacer(weights, FLUX.high_precision, FLUX.modulation, modulation_as=modulation_as)
+    replace = replacer(find(weights, modulation=modulation_as), FLUX.high_precision, FLUX.modulation)
     assert replace is not None
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     replaced = [module for name, module in linears if replace(name, module) is not None]

@@ -10,10 +10,11 @@ import torch
 
 from trainer.engine.probing.attention import measure_attention
 from trainer.engine.probing.matmul import measure_matmul
-from trainer.engine.probing.probe import PACKAGES, held_by_others
+from trainer.engine.probing.probe import held_by_others
 from trainer.engine.probing.reading import print_rates
 from trainer.families.values import AttentionShape
 from trainer.planning.shapes.shape_classes import matmul_shape
+from trainer.ways.kernels import KERNELS
 
 
 def main() -> None:
@@ -35,7 +36,7 @@ def main() -> None:
         print(json.dumps({"held": held}), flush=True)
 
     if kind == "attention":
-        packaged = asked["kernel"] in PACKAGES
+        packaged = bool(KERNELS[name].package)
         measured = measure_attention(name, asked["dtype"], shape, device, begin, packaged=packaged)
     else:
         measured = measure_matmul(name, *matmul_shape(shape), device, begin)

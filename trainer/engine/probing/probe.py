@@ -20,34 +20,14 @@ from trainer.families.values import AttentionShape
 from trainer.machine.facts import Facts, KernelVerdict
 from trainer.machine.host import parse_meminfo
 from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
+from trainer.ways.kernels import KERNELS, NOT_INSTALLED, Kernel
+from trainer.ways.storages import WAYS, Way
 
-ATTENTION = (
-    "attention.cudnn_strided",
-    "attention.cudnn",
-    "attention.flash",
-    "attention.flash_attn_2",
-    "attention.flash_attn_3",
-    "attention.flash_attn_4",
-    "attention.efficient",
-    "attention.math",
-)
-MATMUL = ("matmul.bf16", "matmul.fp8", "matmul.int8", "matmul.nf4")
-"""What a frozen linear layer may be stored and multiplied in; `trainer.engine.probing.matmul`."""
 TIMEOUT_SECONDS = 60.0
-NOT_INSTALLED = "not installed"
 MEMINFO = Path("/proc/meminfo")
 
 _TOLERANCE = 2e-2
-# quantised values are off by themselves: 2 %, 1 % and 9 % of a weight, fp8 activations as much again
-_TOLERANCES = {"matmul.fp8": 6e-2, "matmul.int8": 3e-2, "matmul.nf4": 1.5e-1}
 """Largest relative error of output and gradients against float32; bf16 kernels that work stay under 1e-2."""
-PACKAGES = {
-    "attention.flash_attn_2": "flash_attn",
-    "attention.flash_attn_3": "flash_attn_interface",
-    "attention.flash_attn_4": "flash_attn.cute",
-    "matmul.nf4": "bitsandbytes",
-}
-_HOPPER, _FP8_CAPABILITY = (9, 0), (8, 9)
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b(:|$)")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that no kernel raises: somebody, or the host short of memory, ended the process."""
@@ -74,11 +54,25 @@ def kernels_for(facts: Facts, device: str, dtype: str) -> tuple[str, ...]:
     if device != "cuda":
         return ("attention.math",)
     capability = facts.gpu.capability
-    refused = set() if capability == _HOPPER else {"attention.flash_attn_3"}
-    if capability < _FP8_CAPABILITY:
-        refused.add("matmul.fp8")
-    names = (*ATTENTION, *MATMUL) if dtype == "bf16" else ATTENTION
-    return tuple(name for name in names if name not in refused)
+    attention = [
+        name for name, row in attention_kernels().items() if row.only_capability in (None, capability)
+    ]
+    if dtype != "bf16":
+        return tuple(attention)
+    return (
+        *attention,
+        *(name for name, row in matmul_kernels().items() if capability >= row.least_capability),
+    )
+
+
+def attention_kernels() -> dict[str, Kernel]:
+    """Every kernel of attention that is measured, by its name in verdicts."""
+    return {f"attention.{name}": row for name, row in KERNELS.items() if row.measured}
+
+
+def matmul_kernels() -> dict[str, Way]:
+    """Every way to store and multiply frozen linears that is measured, the more precise first."""
+    return {way.verdict: way for way in sorted(WAYS.values(), key=lambda way: way.tier) if way.verdict}
 
 
 def unmeasured(kernels: Sequence[str], facts: Facts, shape: AttentionShape, dtype: str) -> tuple[str, ...]:
@@ -91,7 +85,7 @@ def unmeasured(kernels: Sequence[str], facts: Facts, shape: AttentionShape, dtyp
 
 def verdict_key(kernel: str, shape: AttentionShape, dtype: str) -> tuple[str, str, str]:
     """(kernel, shape class, type) of the verdict on a kernel that a run in `dtype` looks for."""
-    if kernel in MATMUL:
+    if kernel in matmul_kernels():
         return kernel, matmul_shape_class(shape), "bf16"
     return kernel, shape_class(shape), dtype
 
@@ -140,7 +134,8 @@ def probe(
 
 def _installed(kernel: str) -> bool:
     """Whether a kernel's package is there, found without importing any of it."""
-    package, _, part = PACKAGES.get(kernel, "").partition(".")
+    row = attention_kernels().get(kernel) or matmul_kernels().get(kernel)
+    package, _, part = (row.module if row else "").partition(".")
     if not package:
         return True
     spec = importlib.util.find_spec(package)
@@ -184,7 +179,8 @@ def _verdict(
 
 def judge(kernel: str, shape: AttentionShape, measured: Measured, dtype: str = "bf16") -> KernelVerdict:
     """Whether what was measured is near enough to float32."""
-    allowed = _TOLERANCES.get(kernel, _TOLERANCE)
+    way = matmul_kernels().get(kernel)
+    allowed = way.tolerance if way else _TOLERANCE
     # a NaN would be lost in max
     bad = [name for name, error in measured.errors.items() if not error < float("inf")]
     if bad:
