@@ -90,7 +90,7 @@ docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmark
 	$(BIN)/trainer families --markdown > build/families.md
 	mv build/schema.json train_configs/schema.json
 	mv build/families.md docs/families.md
-	$(BIN)/python scripts/bench.py page
+	$(BIN)/python -m bench page
 	$(BIN)/python -m scripts.render_docker_md
 	$(BIN)/python -m scripts.render_compose
 	$(BIN)/python -m scripts.render_coming_from

@@ -88,7 +88,7 @@ def read_pins(root: Path) -> Pins:
 
 def check(pip: Pip, pins: Pins) -> int:
     """Print a row for every target, platform and Python; 1 where one of them does not resolve."""
-    targets = [one for one in TARGETS if PROFILES[one.profile].device == "cuda"]
+    targets = [profile for profile in TARGETS if PROFILES[profile].device == "cuda"]
     names = sorted(BASES, key=lambda name: name != pins.base)
     keys = [(platform, name) for platform in MACHINES for name in names]
     # two at a time: as much as a small machine runs
@@ -97,10 +97,10 @@ def check(pip: Pip, pins: Pins) -> int:
     print(f"{'target':<14}{'platform':<14}{'python':<9}{'base':<11}{'packages':>8}{'GB':>7}")
     for target in targets:
         for (platform, name), answer in answers.items():
-            if platform in target.platforms:
+            if platform in TARGETS[target]:
                 python, _ = BASES[name]
                 told = "no" if answer.problem else f"{answer.packages:>8}{answer.size_bytes / 1e9:>7.2f}"
-                print(f"{target.profile:<14}{platform:<14}{python:<9}{name:<11}{told}")
+                print(f"{target:<14}{platform:<14}{python:<9}{name:<11}{told}")
     print(f"compiled where the build is asked to (KERNELS=build): {', '.join(pins.compiled)}")
     problems = [
         f"{platform}, {name}: {one.problem}" for (platform, name), one in answers.items() if one.problem

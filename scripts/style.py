@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from scripts.tiny_base.drawings import BLUE, PAPER, SKY
-
+BLUE, SKY, PAPER = (14, 52, 118), (92, 144, 196), (240, 245, 248)
+"""The style's colours: its sheet, and the middle and the lightest shade of what is drawn."""
 PASSES = 0.7
 """A picture with this score counts as the style."""
 SIDE_PIXELS, BORDER_PIXELS = 64, 2

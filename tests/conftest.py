@@ -29,7 +29,8 @@ def freeze_libraries(hundreds: int) -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What takes longest comes first: no worker waits at the end for one long test of another."""
-    items.sort(key=lambda item: not item.nodeid.startswith(("tests/e2e/", "tests/unit/scripts/")))
+    longest = ("tests/e2e/", "tests/unit/bench/", "tests/unit/scripts/")
+    items.sort(key=lambda item: not item.nodeid.startswith(longest))
 
 
 def pytest_runtest_setup() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from scripts import random_base, random_bases
+from tests import random_bases
 
 TINY_MODELS: tuple[str, ...] = tuple(sorted(random_bases.FAMILIES))
 """Families that have a tiny base; a house test holds it equal to the table of families."""
@@ -12,5 +12,5 @@ TINY_MODELS: tuple[str, ...] = tuple(sorted(random_bases.FAMILIES))
 
 def build_tiny(family: str, folder: Path) -> Path:
     """Write the family's tiny base into `folder` and return it: equal bytes every time."""
-    random_base.build(family, "tiny", folder)
+    random_bases.build(family, "tiny", folder)
     return folder

@@ -145,7 +145,7 @@ def test_a_full_disk_leaves_no_half_of_a_file(
     def full(descriptor: int) -> None:
         raise OSError(errno.ENOSPC, "full")
 
-    monkeypatch.setattr("trainer.modeling.tensor_file.os.fsync", full)
+    monkeypatch.setattr("trainer.files.atomic.os.fsync", full)
     (tmp_path / "new").mkdir()
     with pytest.raises(NoSpaceError):
         export(done.file if form == "comfyui" else done.comfyui, form, tmp_path / "new" / "x", None)

@@ -34,7 +34,7 @@ from trainer.config.schema import RunConfig
 from trainer.engine.building import build
 from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.context import Context
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.modeling.storage.row_quantized import RowScaledLinear
 
 ALWAYS = ("qwen_image",)

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 
-from scripts.benches import count, gpus, memory
-from scripts.random_base import build
+from bench import count, memory, processes
+from tests.random_bases import build
 from trainer import families
-from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, Units, activations, counted
+from trainer.planning.shapes.activations import OTHER_ATTENTION, Activations, activations, counted
 from trainer.planning.shapes.run_shapes import component_config
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
@@ -50,7 +50,7 @@ def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict
     for family in families.names():
         build(family, "full", folder / family, weights=False)
         cases += [memory.Case(family, folder / family, way, count.MODES[way]) for way in ways(family)]
-    found = gpus.side_by_side(count.counted_row, cases, jobs=_SIDE_BY_SIDE)
+    found = processes.side_by_side(count.counted_row, cases, jobs=_SIDE_BY_SIDE)
     return {(row["family"], row["mode"]): row for row in found}
 
 
@@ -68,7 +68,7 @@ def test_a_step_holds_what_is_committed(
         if "recomputed" in way:
             kept, peak = planned.recomputed.kept, planned.peak(recomputed=sum(blocks.values()))
         elif "budget" in way:
-            weights = next((one for one in planned.packed_shares if f", {one}, " in way), "bf16")
+            weights = next((one for _, one in planned.other_shares if f", {one}, " in way), "bf16")
             flash, share = f", {OTHER_ATTENTION}, " not in way, float(way.rpartition(" ")[2])
             kept = planned._budgets(weights, flash=flash)[share].kept
             peak = planned.peak(budget=share, weights=weights, flash=flash)
@@ -81,7 +81,7 @@ def test_a_step_holds_what_is_committed(
 
 
 def _planned(family: str, blocks: dict[str, int], row: dict[str, Any], *, compiled: bool) -> Activations:
-    units = Units(**row["units"])
+    units = (row["units"]["every"], row["units"]["captions"])
     return activations(
         counted(entry(family)), blocks, units, compiled=compiled, linear_inputs=False, head=row["head"]
     )

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.families import language
 from trainer.families.llama import LLAMA
-from trainer.families.protocol import ENDS, Batch
+from trainer.families.values import ENDS, Batch
 from trainer.modeling.attention.packed_rows import set_packed_attention
 from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled, mark_varying, varying_sizes
 

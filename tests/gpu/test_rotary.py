@@ -12,8 +12,8 @@ from tests.gpu.fast_models import DEVICE, SETTINGS, build, inputs, trainable
 from tests.unit.modeling.small_models import adapt, difference, relative
 from tests.unit.modeling.test_rotary import EPS, part
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.families.protocol import Batch, Draw, Shape
 from trainer.families.qwen_image import QWEN_IMAGE
+from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks

@@ -13,7 +13,7 @@ import pytest
 import torch
 from diffusers.models.embeddings import apply_rotary_emb
 
-from scripts.benches.rows import Weight, weights
+from bench.rows import Weight, weights
 from trainer import families
 from trainer.modeling.adapter.low_rank import add_low_rank
 from trainer.modeling.fused.feedforward import (

@@ -14,20 +14,20 @@ import torch
 from peft import PeftModel
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from scripts import random_base
-from scripts.random_bases.llama import tokenizer as make_tokenizer
+from tests import random_bases
 from tests.numerics.saved import kept_bytes
+from tests.random_bases.llama import tokenizer as make_tokenizer
 from trainer.config.schema import LoraSection
 from trainer.errors import AccessError, DataError, StoppedError
 from trainer.families import language
 from trainer.families.llama import LLAMA
-from trainer.families.protocol import Batch, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.attention.kernels import SDPA_BACKENDS
 from trainer.modeling.attention.packed_rows import packed_attention, set_packed_attention
+from trainer.modeling.base.meta_shapes import meta_shapes
 from trainer.planning.shapes.adapters import adapter_parameters
 from trainer.planning.shapes.geometry import TABLES, linear_weights, quantized_linears, read_table
-from trainer.planning.shapes.meta_shapes import meta_shapes
 
 CHATS: tuple[list[dict[str, str]], ...] = (
     [
@@ -62,7 +62,7 @@ REQUEST = PreviewRequest(num_inference_steps=1, guidance_scale=1.0, max_new_toke
 @pytest.fixture(scope="session")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("llama") / "base"
-    random_base.build("llama", "tiny", folder)
+    random_bases.build("llama", "tiny", folder)
     return folder
 
 
@@ -459,7 +459,7 @@ def test_targets_are_linears_of_all_blocks(model: LlamaForCausalLM, preset: str,
 
 
 def test_the_committed_table_is_the_published_model() -> None:
-    folder = random_base.CONFIGS / "llama"
+    folder = random_bases.CONFIGS / "llama"
     shapes = read_table(TABLES / "llama.json")[""]
     assert shapes == meta_shapes(folder, "transformers", "LlamaForCausalLM")
     assert sum(math.prod(shape) for shape in shapes.values()) == 8_030_261_248

@@ -22,15 +22,15 @@ from diffusers import (
 )
 from PIL import Image
 
-from scripts import random_base
+from tests import random_bases
 from tests.contract.runs import keep_edits_small
 from tests.numerics.test_qwen_image import CONFIG, build, header, settings
 from trainer.data.pictures.images import to_pixels
 from trainer.errors import ConfigError
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.control_times import keep_time_index
-from trainer.families.protocol import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.families.qwen_image_edit import QWEN_IMAGE_EDIT
+from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.base.source import ModelSource
 
 CAPTION = "a red apple on a white house"
@@ -51,7 +51,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, ModelSource]:
     """A base of each layout; the older one has a transformer that modulates all images alike."""
     parent = tmp_path_factory.mktemp("tiny")
     plus, single = parent / "plus", parent / "single"
-    random_base.build("qwen_image_edit", "tiny", plus)
+    random_bases.build("qwen_image_edit", "tiny", plus)
     shutil.copytree(plus, single)
     changes = {
         "model_index.json": {"_class_name": "QwenImageEditPipeline"},
@@ -284,7 +284,7 @@ def test_the_target_is_the_velocity_of_one_exact_euler_step(
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, use_dynamic_shifting=False)
         scheduler.set_timesteps(sigmas=[1.0, draw.sigma[one].item()])
         scheduler.sigmas[1] = draw.sigma[one]  # the terminal shift moves it
-        noised = flow.interpolate(clean, draw)[one]
+        noised = draws.interpolate(clean, draw)[one]
         reached = scheduler.step(target[one], scheduler.timesteps[1], noised, return_dict=False)[0]
         assert torch.allclose(reached, clean[one], atol=1e-5)
     with torch.no_grad():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import click
 
-from trainer.cli.options import config_arguments, load_config
+from trainer.cli.options import Layers, config_arguments
 from trainer.cli.output import say
 from trainer.container.appliance import IMAGE_ENVIRONMENT, SECRETS
 from trainer.errors import one_line
@@ -79,17 +77,13 @@ Examples:
 )
 @config_arguments
 def show(
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
+    layers: Layers,
 ) -> None:
     """Print the merged configuration, with the source of each value behind it."""
     from trainer.config.reading.load import dump_with_sources
     from trainer.config.secrets import redacted
 
-    loaded = load_config(configs, overrides, dataset, output, presets)
+    loaded = layers.load()
     click.echo(redacted(dump_with_sources(loaded.config, loaded.sources)), nl=False)
 
 
@@ -102,15 +96,11 @@ Examples:
 )
 @config_arguments
 def check(
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
+    layers: Layers,
 ) -> None:
     """Check the files as one configuration; all mistakes are listed at once. Loads no image and no model."""
-    loaded = load_config(configs, overrides, dataset, output, presets)
-    for path in configs:
+    loaded = layers.load()
+    for path in layers.configs:
         count = sum(source.rpartition(":")[0] == str(path) for source in loaded.sources.values())
         say(f"ok: {one_line(path)}: {count} {'value' if count == 1 else 'values'} in effect")
     run = loaded.config

@@ -10,7 +10,7 @@ from trainer.cli.output import say
 from trainer.words import extras
 
 if TYPE_CHECKING:
-    from trainer.families.protocol import Family
+    from trainer.families.family import Family
 
 
 @click.command(

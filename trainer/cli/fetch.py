@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from trainer.cli.options import config_arguments, load_config
+from trainer.cli.options import Layers, config_arguments
 from trainer.cli.output import say
 from trainer.words.sizes import GB
 
@@ -31,11 +30,7 @@ commit of `model.revision`; `trainer train` then uses what is here without askin
 )
 @config_arguments
 def fetch(
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
+    layers: Layers,
 ) -> None:
     """Download what is missing of the base model, check that it is complete, and say where it is."""
     from trainer import families
@@ -43,7 +38,7 @@ def fetch(
     from trainer.modeling.base.source import resolve_source, weights_line
     from trainer.planning.base_check import check_base
 
-    loaded = load_config(configs, overrides, dataset, output, presets)
+    loaded = layers.load()
     config = loaded.config
     family, folder = families.get(config.family), local_folder(config)
     if folder is not None:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import GivenPath, LoraFile, config_arguments, load_config
+from trainer.cli.options import GivenPath, Layers, LoraFile, config_arguments
 from trainer.cli.output import say
 
 _FILE = LoraFile()
@@ -53,11 +53,7 @@ Needs room on the disk for a second copy of the base model, and host memory for 
 @click.option("--lora", type=_FILE, required=True, help="LoRA file, for diffusers or of PEFT.")
 @click.option("--to", "target", metavar="DIR", type=_PATH, required=True, help="New folder for the model.")
 def merge(
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
+    layers: Layers,
     lora: Path,
     target: Path,
 ) -> None:
@@ -67,10 +63,10 @@ def merge(
     from trainer.engine.results.merge import merge as merge_files
     from trainer.modeling.base.source import resolve_source
 
-    loaded = load_config(configs, overrides, dataset, output, presets)
+    loaded = layers.load()
     require_writable(target, "--to", folder=True)
     family = families.get(loaded.config.family)
     components = families.components(family)
     source = resolve_source(loaded.config, components, trained=family.trained_component)
-    layers = merge_files(loaded, source, lora, target, lambda line: say(line, err=True))
-    say(f"model: {target}; {layers} layers of {source.identity} are changed")
+    changed = merge_files(loaded, source, lora, target, lambda line: say(line, err=True))
+    say(f"model: {target}; {changed} layers of {source.identity} are changed")

@@ -103,7 +103,7 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     folders = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
     if facts.gpus:
         # its own keys leave out which GPU a kernel was made for
-        major, minor = facts.gpus[0].capability
+        major, minor = facts.gpu.capability
         folders[_FLASH_CACHE] = folder / f"flash-attn-sm{major}{minor}"
     for name, path in folders.items():
         if name in environ:

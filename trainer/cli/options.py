@@ -1,15 +1,17 @@
-"""What commands that read a configuration share: its arguments, and how they become one.
+"""Arguments of the commands that read a configuration, handed to them as one value.
 
 @click.command()
 @config_arguments
-@budget_option
-def plan(configs, presets, overrides, dataset, output, budget):
-    loaded = load_config(configs, overrides, dataset, output, presets, budget)
+def show(layers):
+    loaded = layers.load()
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -67,49 +69,20 @@ class LoraFile(GivenPath):
         return found[0]
 
 
-def config_arguments(function: F) -> F:
-    """Add CONFIG... and `layer_options`: parameters configs, presets, overrides, dataset, output."""
-    argument = click.argument("configs", metavar="CONFIG...", nargs=-1, required=True, type=GivenPath())
-    return argument(layer_options(function))
+@dataclass(frozen=True, kw_only=True)
+class Layers:
+    """What the command line says of the configuration: files, and what lies over them."""
 
+    configs: tuple[Path, ...]
+    presets: tuple[str, ...]
+    overrides: tuple[str, ...]
+    dataset: Path | None
+    output: Path | None
+    budget: str | None = None
 
-def budget_option(function: F) -> F:
-    """Add `--budget`: parameter budget, for `load_config`."""
-    return click.option(
-        "--budget",
-        metavar="SIZE",
-        help="Keep within this much device memory: 20GiB. Wins over features.memory_budget.",
-    )(function)
-
-
-def layer_options(function: F) -> F:
-    """Add `--preset`, `--set`, `--dataset`, `--output`: parameters presets, overrides, dataset, output."""
-    path = GivenPath()
-    options = (
-        click.option(
-            "--preset",
-            "presets",
-            metavar="NAME[,NAME]",
-            multiple=True,
-            help="Lay a preset of train_configs/presets over the files; what it replaces is told. --set wins"
-            " over it; to let your file win, name the preset's file before it.",
-        ),
-        click.option(
-            "--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Set one key: train.seed=1."
-        ),
-        click.option(
-            "--dataset",
-            metavar="PATH",
-            type=path,
-            help="Train on this folder, or file of conversations, instead of `data.sets`.",
-        ),
-        click.option(
-            "--output", metavar="DIR", type=path, help="Write the run here instead of `output_dir`."
-        ),
-    )
-    for option in reversed(options):
-        function = option(function)
-    return function
+    def load(self) -> Loaded:
+        """See `load_config`."""
+        return load_config(self.configs, self.overrides, self.dataset, self.output, self.presets, self.budget)
 
 
 def load_config(
@@ -139,8 +112,58 @@ def load_config(
         family_defaults={name: family.defaults for name, family in known.items()},
         lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
     )
-    for warning in loaded.warnings:
-        say(f"warning: {warning}", err=True)
-    for note in loaded.notes:
-        say(f"note: {note}", err=True)
+    for kind, texts in (("warning", loaded.warnings), ("note", loaded.notes)):
+        for text in texts:
+            say(f"{kind}: {text}", err=True)
     return loaded
+
+
+_CONFIGS = click.argument("configs", metavar="CONFIG...", nargs=-1, required=True, type=GivenPath())
+_LAYERS = (
+    click.option(
+        "--preset",
+        "presets",
+        metavar="NAME[,NAME]",
+        multiple=True,
+        help="Lay a preset of train_configs/presets over the files; what it replaces is told. --set wins"
+        " over it; to let your file win, name the preset's file before it.",
+    ),
+    click.option("--set", "overrides", metavar="KEY=VALUE", multiple=True, help="Set one key: train.seed=1."),
+    click.option(
+        "--dataset",
+        metavar="PATH",
+        type=GivenPath(),
+        help="Train on this folder, or file of conversations, instead of `data.sets`.",
+    ),
+    click.option(
+        "--output", metavar="DIR", type=GivenPath(), help="Write the run here instead of `output_dir`."
+    ),
+)
+_BUDGET = click.option(
+    "--budget",
+    metavar="SIZE",
+    help="Keep within this much device memory: 20GiB. Wins over features.memory_budget.",
+)
+
+
+def _taking(*parameters: Callable[[Any], Any]) -> Callable[[F], Any]:
+    """A decorator that adds parameters of the command line and hands the function one `Layers` of them."""
+    names = {field.name for field in dataclasses.fields(Layers)}
+
+    def decorate(function: F) -> Any:
+        @functools.wraps(function)
+        def command(**given: Any) -> Any:
+            layers = Layers(**{name: given.pop(name) for name in names & given.keys()})
+            return function(layers=layers, **given)
+
+        for parameter in reversed(parameters):
+            command = parameter(command)
+        return command
+
+    return decorate
+
+
+layer_options = _taking(*_LAYERS)
+"""For a command with an option for its configurations, `configs`."""
+config_arguments = _taking(_CONFIGS, *_LAYERS)
+config_arguments_and_budget = _taking(_CONFIGS, *_LAYERS, _BUDGET)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import GivenPath, budget_option, config_arguments, load_config
+from trainer.cli.options import GivenPath, Layers, config_arguments_and_budget
 from trainer.cli.output import say
 
 
@@ -24,8 +24,7 @@ Examples:
   trainer plan train_configs/flux1_dev_lora.yaml --export > plan.env && . ./plan.env
 """
 )
-@config_arguments
-@budget_option
+@config_arguments_and_budget
 @click.option(
     "--facts",
     "facts_file",
@@ -38,12 +37,7 @@ Examples:
     "--export", "form", flag_value="export", help="Print the environment of the training process for a shell."
 )
 def plan(
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
-    budget: str | None,
+    layers: Layers,
     facts_file: Path | None,
     form: str | None,
 ) -> None:
@@ -54,8 +48,8 @@ def plan(
     from trainer.planning.planning import machine_facts, plan_run, requested_profile
     from trainer.planning.render import environment_exports, plan_text, plan_to_json
 
-    require_dataset(dataset)
-    loaded = continued(load_config(configs, overrides, dataset, output, presets, budget))
+    require_dataset(layers.dataset)
+    loaded = continued(layers.load())
     decided = plan_run(loaded, machine_facts(facts_file), requested_profile())
     decided = with_data(decided, loaded.config)
     if form == "json":

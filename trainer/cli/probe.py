@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
 
-from trainer.cli.options import GivenPath, layer_options, load_config
+from trainer.cli.options import GivenPath, Layers, layer_options
 
 if TYPE_CHECKING:
-    from trainer.config.reading.load import Loaded
     from trainer.machine.facts import Facts, KernelVerdict, ReadVerdict
 
 _NUMBERS = (2, 3)
@@ -42,11 +40,7 @@ Examples:
 @layer_options
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
 def probe(
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
+    layers: Layers,
     as_json: bool,
 ) -> int:
     """Say what this machine is and can do, and what would stop a run on it.
@@ -55,18 +49,14 @@ def probe(
     base model's files are read by our own reader and by fastsafetensors. All of it is measured anew, what
     worked too, and takes the place of what was kept: do it while nothing else uses the GPU.
     """
-
-    def load() -> Loaded:
-        return load_config(configs, overrides, dataset, output, presets)
-
     if not as_json:
-        return _screen(configs, load)
+        return _screen(layers)
     from trainer.cli.measure import measured_anew
     from trainer.machine.facts import facts_to_json
     from trainer.planning.planning import machine_facts
 
     facts = machine_facts()
-    click.echo(facts_to_json(measured_anew(load(), facts) if configs else facts))
+    click.echo(facts_to_json(measured_anew(layers.load(), facts) if layers.configs else facts))
     return 0
 
 
@@ -82,7 +72,7 @@ def describe(facts: Facts, requested: str = "auto", toolkit: str = "none") -> li
     return lines
 
 
-def _screen(configs: Sequence[Path], load: Callable[[], Loaded]) -> int:
+def _screen(layers: Layers) -> int:
     """What this machine is, what it can do, what would stop a run on it, and how to go on."""
     from trainer.cli import preflight
     from trainer.cli.errors import error_text
@@ -93,8 +83,8 @@ def _screen(configs: Sequence[Path], load: Callable[[], Loaded]) -> int:
 
     facts, errors, surroundings = preflight.machine_judged()
     if facts is not None:
-        if configs:
-            facts = measured_anew(load(), facts)
+        if layers.configs:
+            facts = measured_anew(layers.load(), facts)
         for line in describe(facts, requested_profile(), preflight.toolkit()):
             click.echo(line)
     in_image = preflight.IMAGE.is_dir()

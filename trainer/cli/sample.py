@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import GivenPath, LoraFile, config_arguments, layer_options, load_config
+from trainer.cli.options import GivenPath, Layers, LoraFile, config_arguments, layer_options
 from trainer.cli.output import say
 from trainer.errors import one_line
 
@@ -27,11 +27,7 @@ Examples:
 @click.option("--prompt", "prompts", multiple=True, help="Text to draw; the configuration's when not given.")
 @click.option("--picture", type=GivenPath(), default=Path("sample.png"), show_default=True)
 def sample(
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
+    layers: Layers,
     lora: Path | None,
     before_after: bool,
     prompts: tuple[str, ...],
@@ -43,7 +39,7 @@ def sample(
     from trainer.cli.targets import require_picture
     from trainer.errors import ConfigError
 
-    loaded = load_config(configs, overrides, dataset, output, presets)
+    loaded = layers.load()
     if prompts:
         loaded = with_prompts(loaded, prompts)
     if not loaded.config.validation.prompts:
@@ -80,14 +76,10 @@ Examples:
 @layer_options
 def verify_lora(
     file: Path,
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
+    layers: Layers,
 ) -> int:
     """Check a LoRA file: readable, finite, not zero; with a configuration also that it changes the output."""
-    if not configs:
+    if not layers.configs:
         from trainer.engine.results.proof import check_file
 
         say(f"{one_line(file)}: {check_file(file)} layers, all finite, not zero")
@@ -95,7 +87,7 @@ def verify_lora(
     from trainer.cli.jobs import run_job
     from trainer.cli.measure import planned
 
-    loaded = load_config(configs, overrides, dataset, output, presets)
+    loaded = layers.load()
     _require_family(file, loaded.config.family)
     facts, plan = planned(loaded, probe=False)
     return run_job(loaded, facts, plan, "verify", lora_file=str(file.resolve()))

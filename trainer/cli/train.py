@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import GivenPath, budget_option, config_arguments, load_config
+from trainer.cli.options import GivenPath, Layers, config_arguments_and_budget
 
 
 @click.command(
@@ -19,16 +19,10 @@ Examples:
 The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save first.
 """
 )
-@config_arguments
-@budget_option
+@config_arguments_and_budget
 @click.option("--no-probe", is_flag=True, help="Do not measure kernels that have no verdict yet.")
 def train(
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
-    budget: str | None,
+    layers: Layers,
     no_probe: bool,
 ) -> int:
     """Train, prove and save: a LoRA or a full fine-tune, as the configuration says."""
@@ -39,8 +33,8 @@ def train(
     from trainer.planning.kept_decisions import continued
 
     stop_before_start()
-    require_dataset(dataset)
-    loaded = continued(load_config(configs, overrides, dataset, output, presets, budget))
+    require_dataset(layers.dataset)
+    loaded = continued(layers.load())
     port = environment.metrics_port()
     require_startable(loaded, port=port, writes_run=True)
     facts, plan = planned(loaded, probe=not no_probe)
@@ -56,8 +50,7 @@ Examples:
   trainer cache my.yaml --verify --prune
 """
 )
-@config_arguments
-@budget_option
+@config_arguments_and_budget
 @click.option("--verify", is_flag=True, help="Read every entry and encode damaged ones again.")
 @click.option("--prune", is_flag=True, help="Then remove the family's entries that this run does not use.")
 @click.option(
@@ -67,12 +60,7 @@ Examples:
     help="First take in another trainer's .pt files, one an image (docs/data.md).",
 )
 def cache(
-    configs: tuple[Path, ...],
-    presets: tuple[str, ...],
-    overrides: tuple[str, ...],
-    dataset: Path | None,
-    output: Path | None,
-    budget: str | None,
+    layers: Layers,
     verify: bool,
     prune: bool,
     import_pt: Path | None,
@@ -83,8 +71,8 @@ def cache(
     from trainer.planning.data_rows import require_dataset
 
     stop_before_start()
-    require_dataset(dataset)
-    loaded = load_config(configs, overrides, dataset, output, presets, budget)
+    require_dataset(layers.dataset)
+    loaded = layers.load()
     require_startable(loaded)
     facts, plan = planned(loaded, probe=False)
     return run_job(

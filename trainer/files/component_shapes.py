@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import struct
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -40,15 +39,17 @@ def header_shapes(folder: Path) -> Shapes:
 
 
 def shapes_in(stamp: Stamp) -> Shapes:
+    """`header_shapes` of the files as they are now."""
     files = {file: read_header(file) for file, _, _ in stamp}
-    shapes = {name: tuple(entry["shape"]) for header in files.values() for name, entry in header.items()}
+    shapes = {name: header.shapes[name] for header in files.values() for name in header.tensors}
     for file, header in files.items():
-        for name, entry in header.items():
+        for name, entry in header.tensors.items():
             if name.endswith(_NF4_STATE):
                 weight = name.removesuffix(_NF4_STATE)
                 for ending in _NF4_BESIDE:
                     shapes.pop(weight + ending, None)
-                shapes[weight] = _packed_shape(file, entry)
+                begin, end = (header.start + offset for offset in entry["data_offsets"])
+                shapes[weight] = _packed_shape(file, begin, end)
     return shapes
 
 
@@ -81,7 +82,7 @@ def packed_tensors(folder: Path) -> dict[str, tuple[str, ...]]:
 
     Raises AccessError where there are none, or a packed weight without its scales.
     """
-    names = {name for header in _headers(folder).values() for name in header}
+    names = {name for file in weight_files(folder).files for name in read_header(file).tensors}
     weights = sorted(name.removesuffix(_NF4_STATE) for name in names if name.endswith(_NF4_STATE))
     needed = [weight + ending for weight in weights for ending in ("", ".absmax", ".quant_map")]
     missing = [name for name in needed or [f"*{_NF4_STATE}"] if name not in names]
@@ -102,19 +103,14 @@ def packed_tensors(folder: Path) -> dict[str, tuple[str, ...]]:
 
 def packed_size(folder: Path) -> tuple[int, int]:
     """(parameters, bytes with scales and tables) of the weights that the folder's files hold in nf4."""
-    shapes = header_shapes(folder)
+    shapes, stored = header_shapes(folder), packed_tensors(folder)
     sizes = {
         name: entry["data_offsets"][1] - entry["data_offsets"][0]
-        for header in _headers(folder).values()
-        for name, entry in header.items()
+        for file in weight_files(folder).files
+        for name, entry in read_header(file).tensors.items()
     }
-    stored = packed_tensors(folder)
     parameters = sum(math.prod(shapes[f"{linear}.weight"]) for linear in stored)
     return parameters, sum(sizes[name] for names in stored.values() for name in names)
-
-
-def _headers(folder: Path) -> dict[Path, dict[str, Any]]:
-    return {file: read_header(file) for file in weight_files(folder).files}
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp:
@@ -123,15 +119,13 @@ def stamp_of(files: Iterable[Path]) -> Stamp:
     return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
 
 
-def _packed_shape(file: Path, entry: Mapping[str, Any]) -> tuple[int, ...]:
+def _packed_shape(file: Path, begin: int, end: int) -> tuple[int, ...]:
     """The true shape of a packed weight, from the JSON that bitsandbytes stores as a tensor."""
-    begin, end = entry["data_offsets"]
     try:
         with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            stream.seek(8 + length + begin)
+            stream.seek(begin)
             return tuple(json.loads(stream.read(end - begin))["shape"])
-    except (OSError, ValueError, KeyError, TypeError, struct.error) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise AccessError(
             f"the shape of a packed weight cannot be read ({error})",
             where=str(file),

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import json
 import re
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from trainer.errors import AccessError
+from trainer.files import safetensors
 
 State = Literal["absent", "partial", "complete"]
-# a header of a real model has some 100 kB; safetensors itself refuses more than this
-_MAX_HEADER_BYTES = 100_000_000
 _ENDING = ".safetensors"
 _INDEX_ENDING = f"{_ENDING}.index.json"
 # diffusers' name and transformers': what their loaders read, whatever lies beside it
-_LIBRARY_STEMS = ("diffusion_pytorch_model", "model")
+_LIBRARY_FILES = (f"diffusion_pytorch_model{_ENDING}", f"model{_ENDING}")
 # the same weights once more, in the layout of a model's own code
 _OTHER_LAYOUT = re.compile(r"consolidated.*")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
@@ -26,12 +24,12 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensor
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """What a loader reads of a component's folder."""
+    """The files of a component's folder that a loader reads."""
 
     files: tuple[Path, ...]
-    """Those that are there, sorted by name."""
+    """Files that are there, sorted by name."""
     missing: tuple[str, ...]
-    """Names of those that are not."""
+    """Names of files that are missing."""
     total_bytes: int | None = None
     """Bytes of all tensors, where an index says it."""
 
@@ -44,7 +42,7 @@ class WeightFiles:
 
     @property
     def lacking(self) -> str:
-        """What is missing, in words; empty where nothing is."""
+        """Missing files in words; empty where none is missing."""
         if not self.missing:
             return "" if self.files else "no .safetensors file"
         count = len(self.files) + len(self.missing)
@@ -57,28 +55,14 @@ def weight_files(folder: Path) -> WeightFiles:
     A file that no index names beside one, and the same weights in another layout, are left out; a link whose
     target is gone is a missing file. Raises AccessError for an index that cannot be read.
     """
-    indexes = [path for path in _by_library(folder, _INDEX_ENDING) if path.exists()]
+    indexes = [path for path in folder.glob(f"*{_INDEX_ENDING}") if path.exists()]
     if indexes:
-        return _indexed(indexes[0])
-    single = [path for path in _by_library(folder, _ENDING) if _stem(path, _ENDING) in _LIBRARY_STEMS]
-    if single:
-        return _found(folder, [single[0].name])
+        libraries = [name + _INDEX_ENDING.removeprefix(_ENDING) for name in _LIBRARY_FILES]
+        return _indexed(min(indexes, key=lambda path: (path.name not in libraries, path.name)))
     names = {path.name for path in folder.glob(f"*{_ENDING}")}
+    single = [name for name in _LIBRARY_FILES if name in names]
     names = {name for name in names if not _OTHER_LAYOUT.fullmatch(name)} or names
-    return _found(folder, names | set(_siblings(names)))
-
-
-def _by_library(folder: Path, ending: str) -> list[Path]:
-    """Files with this ending, those that the libraries look for first."""
-
-    def rank(path: Path) -> tuple[bool, str]:
-        return _stem(path, ending) not in _LIBRARY_STEMS, path.name
-
-    return sorted(folder.glob(f"*{ending}"), key=rank)
-
-
-def _stem(path: Path, ending: str) -> str:
-    return path.name.removesuffix(ending)
+    return _found(folder, single[:1] or names | set(_siblings(names)))
 
 
 def _indexed(index: Path) -> WeightFiles:
@@ -117,24 +101,15 @@ def _found(folder: Path, names: Iterable[str], *, total_bytes: int | None = None
     )
 
 
-def read_header(file: Path) -> dict[str, Any]:
-    """A safetensors file's tensors by name: `dtype`, `shape`, `data_offsets` in bytes behind the header.
-
-    The file begins with the header's length (8 bytes, little endian) and the header as JSON. Raises
-    AccessError for a file that is none, and for one that ends before its last tensor does.
+def read_header(file: Path) -> safetensors.Header:
+    """The header of a weight file. Raises AccessError for a file that is none, and for one that ends before
+    its last tensor does.
     """
     try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise ValueError(f"header of {length} bytes")
-            header: dict[str, Any] = json.loads(stream.read(length))
-            size = stream.seek(0, 2)
-        header.pop("__metadata__", None)
-        end = 8 + length + max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if size < end:
-            raise ValueError(f"it ends after {size:,} of {end:,} bytes")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error) as error:
+        header, size = safetensors.read_header(file), file.stat().st_size
+        if size < header.end:
+            raise safetensors.HeaderError(f"it ends after {size:,} of {header.end:,} bytes")
+    except (OSError, safetensors.HeaderError) as error:
         raise AccessError(
             f"not a readable safetensors file ({error})",
             where=str(file),

@@ -1,4 +1,4 @@
-"""What the kernel probe measured, kept per GPU, driver and torch in the cache folder."""
+"""Verdicts of the kernel probe, kept per GPU, driver and torch in the cache folder."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class MachineVerdicts:
 
 
 def machine_key(facts: Facts) -> str:
-    """What a verdict depends on besides its shape: GPU name, driver, torch and the CUDA it was built for."""
-    gpu = facts.gpus[0].name if facts.gpus else "cpu"
+    """Everything that a verdict depends on besides its shape: GPU name, driver, torch and its CUDA."""
+    gpu = facts.gpu.name if facts.gpus else "cpu"
     torch = facts.torch
     build = f"torch {version_text(torch.version)} CUDA {version_text(torch.cuda)}" if torch else "no torch"
     return f"{gpu} | driver {driver_text(facts.driver)} | {build}"
@@ -51,7 +51,7 @@ def read_readings(path: Path, facts: Facts) -> tuple[ReadVerdict, ...]:
 
 
 def write_readings(path: Path, facts: Facts, readings: Sequence[ReadVerdict]) -> bool:
-    """Those of each disk in place of its old ones; False where the file cannot be written."""
+    """Write rates of each disk in place of its old ones; False where the file cannot be written."""
     return _change(path, facts, (), readings)
 
 

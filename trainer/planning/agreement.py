@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import DataSet, RunConfig, ValidationSection
 from trainer.errors import ConfigError, Problem
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 
 Found = Iterator[tuple[str, str, str]]
 """(key, what is wrong, what to do)."""

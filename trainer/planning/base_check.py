@@ -13,7 +13,7 @@ from typing import Any
 from trainer import families
 from trainer.config.reading.load import Loaded
 from trainer.errors import AccessError, ConfigError, Problem
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.modeling.base.base import read_json
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
 

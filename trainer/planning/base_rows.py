@@ -7,7 +7,7 @@ from pathlib import Path
 
 from trainer import families
 from trainer.config.schema import RunConfig
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import base_at
 from trainer.planning.plan import Decision
@@ -56,7 +56,6 @@ def missing_bytes(family: Family, folder: Path | None) -> int:
         if found is not None and found.total_bytes is not None:
             whole = found.total_bytes
         else:
-            (table,) = component_shapes(None, family.name, {name: role})
-            whole = _STORED_BYTES * table.parameters
+            whole = _STORED_BYTES * component_shapes(None, family.name, name, role).parameters
         total += max(0, whole - here)
     return total

@@ -14,9 +14,6 @@ from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
 
-_UNPACKED = ("int8", "fp8", "nf4")
-_SMALLER = {"bf16": _UNPACKED, "fp16": _UNPACKED, "fp32": _UNPACKED, "fp8": ("nf4",), "int8": ("nf4",)}
-"""How the base is stored, and what takes less."""
 Allowed = Callable[[Mapping[str, Any]], bool]
 """Whether the run loads and is planned with these values, by dotted key."""
 
@@ -65,6 +62,6 @@ def _changes(phase: Phase | None, config: RunConfig, plan: Plan) -> Iterator[tup
         if config.method == "lora" and not going_on(config):
             if needs_whole_base(config):
                 yield "lora.type", ("lora",)
-            yield "features.weights", _SMALLER.get(plan.weights, ())
+            yield "features.weights", plan.way.smaller
     # the plan then chooses what needs less, without being told how
     yield "features.memory_budget", (f"{0.95 * plan.budget_bytes / GIB:.1f}GiB",)

@@ -48,9 +48,9 @@ def warnings(situation: Situation, host_bytes: int) -> Iterator[str]:
     if facts.wsl and situation.on_gpu:
         yield WSL_SPILLS
     if len(facts.gpus) > 1 and situation.on_gpu:
-        yield f"{len(facts.gpus)} GPUs are visible, one process trains on the first ({facts.gpus[0].name})"
+        yield f"{len(facts.gpus)} GPUs are visible, one process trains on the first ({facts.gpu.name})"
     if profile.device == "cpu" and facts.gpus:
-        yield f"{facts.gpus[0].name} is not used: TRAINER_PROFILE is cpu"
+        yield f"{facts.gpu.name} is not used: TRAINER_PROFILE is cpu"
 
 
 def parameters(geometry: Geometry) -> str:

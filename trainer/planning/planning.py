@@ -12,7 +12,8 @@ from trainer.config import environment
 from trainer.config.reading.load import Loaded, with_settings
 from trainer.config.schema import FeaturesSection, RunConfig
 from trainer.errors import TrainerError
-from trainer.families.protocol import AttentionShape, Family
+from trainer.families.family import Family
+from trainer.families.values import AttentionShape
 from trainer.files.weight_files import weight_files
 from trainer.machine.facts import Facts
 from trainer.machine.profiles import select

@@ -263,7 +263,7 @@ class _Decided:
         """The storage of the base, and whether blocks are recomputed, in words."""
         storage = self.chosen.storage
         recomputed = f", {storage.recomputed or 'all'} blocks recomputed" if storage.checkpointing else ""
-        return f"{self.chosen.kind}{recomputed}"
+        return f"{self.chosen.way.name}{recomputed}"
 
     def plan(self, machine_rows: tuple[Decision, ...], split: Decision | None = None) -> Plan:
         """The plan with its table; `split` is the row of a step's samples, where they are parted."""
@@ -329,10 +329,10 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
         profile=profile.name,
         device=profile.device,
         dtype=decided.dtype.value,
-        weights=storage.weights,
-        compute=storage.compute,
-        weight_copies=storage.weight_copies,
-        modulation=storage.modulation,
+        weights=storage.way.weights,
+        compute=storage.way.compute or storage.dtype,
+        weight_copies=storage.way.copies,
+        modulation=storage.way.modulation,
         text_encoder_weights=storage.text_encoders or storage.dtype,
         compile=storage.compile,
         activation_budget=storage.activation_budget,

@@ -23,7 +23,7 @@ def check(facts: Facts, profile: Profile) -> tuple[Decision, ...]:
         raise HardwareError("torch is not installed", remedy=extras.remedy())
     if profile.device == "cpu":
         return (_row("torch", _build(facts.torch), _cpu_reason(facts)),)
-    gpu = facts.gpus[0]
+    gpu = facts.gpu
     if facts.torch.cuda is None:
         raise HardwareError(
             f"a CPU-only build, but this machine has a GPU ({gpu.name})",
@@ -116,7 +116,7 @@ def _architecture(facts: Facts, torch: TorchBuild, gpu: Gpu) -> tuple[Problem | 
 
 def _cpu_reason(facts: Facts) -> str:
     if facts.gpus:
-        return f"{facts.gpus[0].name} stays unused"
+        return f"{facts.gpu.name} stays unused"
     if facts.torch is not None and facts.torch.cuda is not None:
         return "a CUDA build, which runs on the CPU too"
     return "a CPU build"
@@ -135,7 +135,7 @@ def require_memory_kind(facts: Facts, profile: Profile, unified: bool | None) ->
     """Raise HardwareError where UNIFIED_MEMORY says another kind of memory than the run's GPU has."""
     if unified is None:
         return
-    gpu = facts.gpus[0] if profile.device == "cuda" else None
+    gpu = facts.gpu if profile.device == "cuda" else None
     setting = f"UNIFIED_MEMORY={'true' if unified else 'false'}"
     shared = gpu is not None and gpu.integrated
     if unified and not shared:

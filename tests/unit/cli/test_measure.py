@@ -17,7 +17,7 @@ from trainer.engine.probing import probe, reading
 from trainer.engine.probing.attention import Measured
 from trainer.engine.probing.probe import Probed
 from trainer.errors import HardwareError
-from trainer.families.protocol import AttentionShape
+from trainer.families.values import AttentionShape
 from trainer.machine.facts import Facts, KernelVerdict, ReadVerdict
 from trainer.machine.verdicts import FILE_NAME, read_readings, read_verdicts
 from trainer.planning import planning

@@ -16,7 +16,6 @@ import torch
 
 from trainer.engine.records import checkpoint
 from trainer.errors import ConfigError, NoSpaceError, StorageError
-from trainer.modeling import tensor_file as tensorfile
 
 FINGERPRINT = {"seed": "0", "lora.rank": "8"}
 
@@ -216,7 +215,7 @@ def test_a_disk_that_fills_leaves_the_old_checkpoint(tmp_path: Path, monkeypatch
         if len(calls) == 2:  # the second file of the new checkpoint
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(tensorfile.os, "fsync", full)
+    monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(NoSpaceError):
         save(tmp_path, 2)
     assert [path.name for path in tmp_path.iterdir()] == ["step-000001"]

@@ -36,7 +36,6 @@ def test_available_is_memavailable_not_memfree(tmp_path: Path) -> None:
     found = memory(tmp_path)
     assert found.available_bytes == 98765432 * KIB
     assert found.total_bytes == 127607088 * KIB
-    assert found.swap_free_bytes == 16777212 * KIB
     assert found.cgroup_limit_bytes is None
 
 

@@ -45,8 +45,8 @@ def test_every_type_of_the_format_is_written_as_the_library_writes_it(tmp_path: 
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     tensorfile.write_tensors(ours, {"a": tensor}, {"format": "pt"}, None)
     save_file({"a": tensor}, theirs, {"format": "pt"})
-    (entry,) = read_header(ours).values()
-    assert entry == read_header(theirs)["a"]
+    (entry,) = read_header(ours).tensors.values()
+    assert entry == read_header(theirs).tensors["a"]
     assert entry["dtype"] == name
     assert ours.read_bytes()[-64:] == theirs.read_bytes()[-64:] == bytes(bits.tolist())
 

@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from tests.unit.modeling.small_models import relative
 from trainer.engine.training import microbatch
 from trainer.families import language
-from trainer.families.protocol import Batch
+from trainer.families.values import Batch
 from trainer.modeling.attention import packed_rows
 from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled, varying_sizes
 

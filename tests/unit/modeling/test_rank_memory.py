@@ -40,15 +40,15 @@ def added(one: Case, rank: int, preset: str) -> int:
     def tokens_of(name: str) -> int:
         return every if name.startswith("single") else tokens.get(name, IMAGE_TOKENS)
 
-    found = adapters.kept_bytes(
+    blocks, beyond = adapters.kept_bytes(
         {name: (layer.out_features, layer.in_features) for name, layer in layers.items()},
         one.family.lora_targets[preset],
         LoraSection(rank=rank),
         tokens_of,
         4,
     )
-    assert found.beyond == 0
-    return sum(found.blocks.values())
+    assert beyond == 0
+    return sum(blocks.values())
 
 
 @pytest.mark.parametrize("preset", ["attention", "all-linear"])

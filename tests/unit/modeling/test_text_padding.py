@@ -11,7 +11,7 @@ import torch
 import torch._dynamo
 
 from tests.unit.modeling.small_models import Case, case, difference, relative
-from trainer.families.protocol import TEXT_MASK, Batch, Draw
+from trainer.families.values import TEXT_MASK, Batch, Draw
 from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.attention.text_lengths import pad_text, padded_text
 from trainer.modeling.attention.text_padding import text_readers

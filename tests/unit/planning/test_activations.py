@@ -8,7 +8,7 @@ import pytest
 
 from trainer import families
 from trainer.families import language
-from trainer.planning.shapes.activations import Activations, Held, Units, activations, counted
+from trainer.planning.shapes.activations import Activations, Held, activations, counted
 from trainer.planning.shapes.blocks import stacks
 from trainer.planning.shapes.geometry import TABLES, linear_weights, quantized_linears, read_table
 from trainer.planning.shapes.run_shapes import component_config
@@ -36,7 +36,7 @@ def found(*, compiled: bool = False, linear_inputs: bool = False, head: int = 0)
     return activations(
         COUNTS,
         {"image": 3, "text": 2},
-        Units(every=100, captions=10),
+        (100, 10),
         compiled=compiled,
         linear_inputs=linear_inputs,
         head=head,
@@ -122,7 +122,7 @@ def test_a_budget_needs_no_more_than_any_larger_one() -> None:
     """Of packed weights not all budgets were counted, and those of others keep more."""
     way = {"fixed": 0.0, "blocks": [5.0, 9.0], "beyond": 6.0}
     counts = COUNTS | {"ways": COUNTS["ways"] | {"compiled, budget 0.4": way}}
-    units = Units(every=100, captions=10)
+    units = (100, 10)
     compiled = activations(counts, {"image": 3, "text": 2}, units, compiled=True, linear_inputs=False, head=0)
     assert compiled.peak(budget=0.4) == 100 + 2700 + 600 < compiled.peak(budget=0.6)
     assert compiled.peak(budget=0.4, weights="int8") == compiled.peak(budget=0.6, weights="int8")
@@ -178,7 +178,7 @@ def test_blocks_of_another_shape_keep_more_or_less() -> None:
     more = activations(
         COUNTS,
         {"image": 3, "text": 2},
-        Units(every=100, captions=10),
+        (100, 10),
         compiled=False,
         linear_inputs=False,
         head=0,
@@ -200,7 +200,7 @@ def test_what_is_kept_of_a_caption_beside_grows_with_the_caption() -> None:
     held = activations(
         counts,
         {"image": 3, "text": 2},
-        Units(every=100, captions=50),
+        (100, 50),
         compiled=False,
         linear_inputs=False,
         head=0,

@@ -22,9 +22,8 @@ from trainer.planning.plan import Plan
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.shapes.mix import Captions, Pictures, padded_length, usual_parts
 from trainer.planning.shapes.run_shapes import run_geometry
-from trainer.planning.shapes.work import Mix, Work, parted
+from trainer.planning.shapes.work import Mix, micro_batches
 
-WORK = Work(matmul_flops=1.0, attention_flops=1.0, attention_calls=1, products=1, blocks=1, share=1.0)
 CAPTIONS: dict[Captions, Callable[[int], int]] = {
     "alike": lambda tokens: 0,
     "padded": padded_length,
@@ -118,31 +117,28 @@ def test_the_host_begins_every_micro_batch(config: Config, family: str, parts: s
 
 
 def test_rows_of_conversations_are_of_one_shape(config: Config) -> None:
-    work = parted(WORK, get("llama"), config(train__train_batch_size=4), ())
-    assert (work.parts, work.parts_padded) == ((), ())
+    assert micro_batches(get("llama"), config(train__train_batch_size=4), ()) == ((), (), ())
 
 
 def test_captions_are_no_longer_than_the_run_reads(config: Config) -> None:
     asked = config(train__train_batch_size=4, data__max_sequence_length=64)
-    work = parted(WORK, get("qwen_image"), asked, once(50))
-    assert work.parts_padded == work.parts_alike == (0, 0, 0, 1)
+    _, alike, padded = micro_batches(get("qwen_image"), asked, once(50))
+    assert padded == alike == (0, 0, 0, 1)
 
 
 def test_captions_that_are_not_padded_make_more(config: Config) -> None:
     asked = {"train__train_batch_size": 4, "features__compile": True}
-    padded, written = (
-        parted(WORK, get("qwen_image"), config(**asked, **features), ())
-        for features in ({}, {"features__text_padding": False})
-    )
-    assert padded.parts == written.parts == written.parts_padded
-    assert sum(padded.parts_padded) < 0.95 * sum(padded.parts)
+    parts, _, padded = micro_batches(get("qwen_image"), config(**asked), ())
+    unpadded = config(**asked, features__text_padding=False)
+    assert micro_batches(get("qwen_image"), unpadded, ())[::2] == (parts, parts)
+    assert sum(padded) < 0.95 * sum(parts)
     geometry = run_geometry(
         get("qwen_image"), config(family="qwen_image", **asked), model_folder=None, dtype="bf16"
     )
     made = storage(compile=True)
-    assert roofline.usual_parts(made, geometry, "flash") == padded.parts_padded
-    assert roofline.usual_parts(made, geometry, "flash_attn_2") == padded.parts
-    assert roofline.usual_parts(replace(made, compile=False), geometry, "flash") == padded.parts
+    assert roofline.usual_parts(made, geometry, "flash") == padded
+    assert roofline.usual_parts(made, geometry, "flash_attn_2") == parts
+    assert roofline.usual_parts(replace(made, compile=False), geometry, "flash") == parts
 
 
 MIXED = once(10, 10, 10, 10, 10, 10)

@@ -15,10 +15,10 @@ from tests.unit.planning.test_resolve import row
 from trainer import families
 from trainer.config.reading import load
 from trainer.config.schema import DataSet
+from trainer.data.pictures import images
 from trainer.data.pictures.buckets import buckets, nearest_bucket
 from trainer.data.sets.scan import scan_images
 from trainer.planning.planning import plan_run
-from trainer.planning.shapes import set_look
 from trainer.planning.shapes.set_look import seen, shapes_of
 
 REPOSITORY = Path(__file__).parents[3]
@@ -70,7 +70,7 @@ def test_some_pictures_stand_for_all(tmp_path: Path) -> None:
     for number in range(400):
         Image.new("L", (16, 8) if number % 2 else (8, 16)).save(tmp_path / f"{number:03}.png")
     found = seen((DataSet(img_dir=tmp_path, repeats=3),), families.get("flux1_dev"))
-    assert len(found) == 200 and sum(one.weight for one in found) == pytest.approx(400)
+    assert len(found) == 200 and sum(weight for _, weight, _ in found) == pytest.approx(400)
     (_, some, often), (_, others, _) = shapes_of(found, 512, 16)
     assert (some, others) == pytest.approx((200, 200), rel=0.15) and often == 3
 
@@ -88,14 +88,14 @@ def test_pictures_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(b"no picture")
     opened: list[Path] = []
-    look = set_look.claimed_size
-    monkeypatch.setattr(set_look, "claimed_size", lambda path: opened.append(path) or look(path))
+    look = images.claimed_size
+    monkeypatch.setattr(images, "claimed_size", lambda path: opened.append(path) or look(path))
     sets, family = (DataSet(img_dir=tmp_path),), families.get("flux1_dev")
     assert seen(sets, family) == seen(sets, family) and len(opened) == 2
-    assert [one.weight for one in seen(sets, family)] == [2]
+    assert [weight for _, weight, _ in seen(sets, family)] == [2]
     Image.new("L", (8, 8)).save(tmp_path / "c.png")
     os.utime(tmp_path, (1, 1))
-    assert sum(one.weight for one in seen(sets, family)) == 3
+    assert sum(weight for _, weight, _ in seen(sets, family)) == 3
 
 
 def test_a_plan_counts_on_the_shapes_of_its_set(monkeypatch: pytest.MonkeyPatch) -> None:

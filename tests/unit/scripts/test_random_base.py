@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from scripts import random_base
+from tests import random_bases
 
 
 def digests(folder: Path) -> dict[str, str]:
@@ -87,7 +87,7 @@ def test_bytes_are_equal_across_processes(tiny_flux1_dev: Path, tmp_path: Path) 
 
 
 def test_the_seed_changes_every_model(tiny_flux1_dev: Path, tmp_path: Path) -> None:
-    random_base.build("flux1_dev", "tiny", tmp_path / "other", seed=1)
+    random_bases.build("flux1_dev", "tiny", tmp_path / "other", seed=1)
     ours, other = digests(tiny_flux1_dev), digests(tmp_path / "other")
     assert {name for name in ours if ours[name] != other[name]} == {
         name for name in ours if name.endswith(".safetensors")
@@ -95,7 +95,7 @@ def test_the_seed_changes_every_model(tiny_flux1_dev: Path, tmp_path: Path) -> N
 
 
 def test_full_size_has_the_real_widths_and_no_weights(tmp_path: Path) -> None:
-    random_base.build("flux1_dev", "full", tmp_path / "full", weights=False)
+    random_bases.build("flux1_dev", "full", tmp_path / "full", weights=False)
     files = set(digests(tmp_path / "full"))
     assert not [name for name in files if name.endswith(".safetensors")]
     transformer = json.loads((tmp_path / "full/transformer/config.json").read_text())
@@ -107,11 +107,11 @@ def test_full_size_has_the_real_widths_and_no_weights(tmp_path: Path) -> None:
 
 def test_full_size_with_weights_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="--no-weights"):
-        random_base.build("flux1_dev", "full", tmp_path / "full")
+        random_bases.build("flux1_dev", "full", tmp_path / "full")
 
 
 def test_a_used_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "mine.txt").write_text("keep")
     with pytest.raises(FileExistsError, match="not empty"):
-        random_base.build("flux1_dev", "tiny", tmp_path)
+        random_bases.build("flux1_dev", "tiny", tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["mine.txt"]

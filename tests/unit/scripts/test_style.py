@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageFilter
 
-from scripts.style import PASSES, is_style, overlap, score
-from scripts.tiny_base.drawings import BLUE, PAPER, SKY
+from scripts.style import BLUE, PAPER, PASSES, SKY, is_style, overlap, score
 
 ROOT = Path(__file__).resolve().parents[3]
 CELL_PIXELS = 64
@@ -20,7 +19,7 @@ def style_pictures() -> list[Image.Image]:
 
 
 def cells(sheet: str) -> list[Image.Image]:
-    """The pictures of a contact sheet that scripts/render_examples.py made."""
+    """The pictures of a contact sheet that assets/tiny-flux/make/examples.py made."""
     side = CELL_PIXELS
     with Image.open(ROOT / "tests" / "data" / f"{sheet}.png") as picture:
         return [

@@ -18,7 +18,7 @@ from huggingface_hub.errors import StrictDataclassError
 
 from trainer import families
 from trainer.errors import AccessError, Problem
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.files.component_shapes import header_shapes
 from trainer.files.weight_files import read_header, weight_files
 from trainer.modeling.base.empty import built_empty
@@ -110,11 +110,12 @@ def _is_empty(file: Path) -> bool:
     """Whether the largest tensors of a file are zeros, as far as their beginnings tell."""
     header = read_header(file)
     with file.open("rb") as stream:
-        start = 8 + int.from_bytes(stream.read(8), "little")
-        tensors = sorted(header.values(), key=lambda entry: -math.prod(entry["shape"]))[:_SAMPLED_TENSORS]
+        tensors = sorted(header.tensors.values(), key=lambda entry: -math.prod(entry["shape"]))[
+            :_SAMPLED_TENSORS
+        ]
         for entry in tensors:
             begin, end = entry["data_offsets"]
-            stream.seek(start + begin)
+            stream.seek(header.start + begin)
             if any(stream.read(min(end - begin, _SAMPLED_BYTES))):
                 return False
     return bool(tensors)

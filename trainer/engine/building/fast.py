@@ -1,4 +1,4 @@
-"""What makes a built model fast: joined layers, one-pass norms, compiled blocks, and their proof."""
+"""Speed of a built model: layers that compute together, compiled blocks, and the proof of FP8."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
-from trainer.engine.results.proof import to_device
 from trainer.errors import HardwareError
-from trainer.families.protocol import Shape
+from trainer.families.values import Shape
 from trainer.modeling.storage.fp8 import keep_ones
 
 # a small input: which layers share theirs, and which kernels run, does not depend on its size
@@ -22,7 +22,7 @@ _SIDE, _TOKENS = 256, 64
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """How many parts of a model were made to compute together."""
+    """Counts of what was made to compute together."""
 
     joined: int
     norms: int
@@ -38,7 +38,7 @@ class Fused:
 
 
 def fuse(model: Any, run: Callable[[], None]) -> Fused:
-    """Let parts of a model with a LoRA over a frozen base compute together; `run` predicts once with it."""
+    """Let layers of a model with a LoRA over a frozen base compute together; `run` predicts once with it."""
     from trainer.modeling.adapter.joined_lora import join_siblings
     from trainer.modeling.fused.feedforward import fuse_feed_forwards
     from trainer.modeling.fused.norms import fuse_head_norms
@@ -52,41 +52,38 @@ def fuse(model: Any, run: Callable[[], None]) -> Fused:
     )
 
 
-def _fused(model: Any, run: Callable[[], None]) -> Fused:
-    """`fuse`; weights of blocks that wait in host memory are joined there."""
-    from trainer.modeling.storage.swap import swapped_of
+def _fuse_and_compact(context: Context, model: Any) -> Fused:
+    """`fuse`, then give back the holes that separate weights left where they were joined.
 
-    swapped = swapped_of(model)
-    if swapped is None:
-        return fuse(model, run)
-
-    def run_first() -> None:
-        run()
-        swapped.to_host()
-
-    fused = fuse(model, run_first)
-    swapped.pack()
-    return fused
-
-
-def _compact(context: Context, model: Any) -> None:
-    """Give back the holes that separate weights left where they were joined."""
+    Weights of blocks that wait in host memory are joined there.
+    """
     from trainer.modeling.storage.block_memory import compact
     from trainer.modeling.storage.swap import swapped_of
 
-    swapped = swapped_of(model)
+    swapped, predict = swapped_of(model), small_forward(context, model)
+
+    def run() -> None:
+        predict()
+        if swapped is not None:
+            swapped.to_host()
+
+    fused = fuse(model, run)
+    if swapped is not None:
+        swapped.pack()
+    if context.device == "cpu":
+        return fused
     waiting = () if swapped is None else swapped.blocks
-    blocks = [module for module in model.modules() if type(module).__name__ in context.family.blocks]
-    for block in blocks:
+    for block in [module for module in model.modules() if type(module).__name__ in context.family.blocks]:
         if block not in waiting:
             compact([block])
             # each time: without expandable segments no block takes the place of another
             torch.cuda.empty_cache()
+    return fused
 
 
 @dataclass(frozen=True, kw_only=True)
 class Varies:
-    """What differs in size from one micro-batch of a run to another."""
+    """Which sizes differ from one micro-batch of a run to another."""
 
     pictures: bool = False
     captions: bool = False
@@ -97,23 +94,18 @@ NOTHING_VARIES = Varies()
 
 
 def compile_model(context: Context, model: Any, varies: Varies) -> None:
-    """Fuse what can be computed together; the repeated blocks compile at their first call.
+    """Fuse layers that can compute together; the repeated blocks compile at their first call.
 
     For any size of what varies at once: of one size first, they would be compiled three times.
     """
     from trainer.modeling.blocks.compiled import compile_blocks, varying_sizes
 
     move_plain_tensors(model, context.device)
-    fused = ""
-    if context.config.method == "lora":
-        fused = f"; {_fused(model, small_forward(context, model))}"
-        if context.device != "cpu":
-            _compact(context, model)
-    budget = context.plan.activation_budget
+    fused = f"; {_fuse_and_compact(context, model)}" if context.config.method == "lora" else ""
     sizes = [{}, *[{"wide": 2}, {"tall": 2}] * varies.pictures, *[{"text": 2}] * varies.captions]
     sizes += [{"batch": 2}] * varies.batches
     runs = [small_forward(context, model, **size) for size in sizes]
-    kinds = context.family.blocks
+    kinds, budget = context.family.blocks, context.plan.activation_budget
     varying = varying_sizes(model, kinds, runs) if len(runs) > 1 else {}
     blocks = compile_blocks(model, kinds, activation_budget=budget, varying=varying, say=context.say)
     context.say(
@@ -123,9 +115,9 @@ def compile_model(context: Context, model: Any, varies: Varies) -> None:
 
 
 def move_plain_tensors(model: Any, device: str) -> None:
-    """Move what modules keep as plain attributes, which `Module.to` leaves where it was made.
+    """Move tensors that modules keep as plain attributes, which `Module.to` leaves where they were made.
 
-    Copying it from the host in every step would wait, and cannot be part of a CUDA graph.
+    Copying them from the host in every step would wait, and cannot be part of a CUDA graph.
     """
     for module in model.modules():
         for name, value in list(vars(module).items()):
@@ -141,32 +133,28 @@ def small_forward(
     Its pictures are so many times as wide and tall as the smallest, its captions as long.
     """
     family = context.family
-    settings = family.settings(context.source, context.config)
+    side = _SIDE // family.pixel_multiple * family.pixel_multiple
     shape = Shape(
         batch_size=batch,
-        width=wide * (_SIDE // family.pixel_multiple * family.pixel_multiple),
-        height=tall * (_SIDE // family.pixel_multiple * family.pixel_multiple),
+        width=wide * side,
+        height=tall * side,
         text_tokens=text * min(_TOKENS, context.config.data.max_sequence_length),
         bytes_per_value=2,
         controls=family.control_counts[0],
     )
-    made = family.synthetic_batch(context.source.component_config(family.trained_component), shape, 0)
-    header = {name: tuple(tensor.shape[1:]) for name, tensor in made.latents.items()}
-    draw = family.draw(settings, range(batch), header)
-    made, draw = to_device(made, draw, context.device, context.dtype)
+    made, draw = synthetic(context, shape, seed=0, position=0)
 
     def run() -> None:
         with torch.no_grad():
-            family.predict(model, made, draw, settings)
+            family.predict(model, made, draw, context.settings)
 
     return run
 
 
 def prove_fp8(context: Context, model: Any) -> str:
-    """Keep what FP8 products share, and watch one small forward pass: how many ran in FP8, in words.
+    """Keep the tensors that FP8 products share; say how many products of a small forward pass ran in FP8.
 
-    Raises HardwareError where a layer's did not: a plan that says FP8 and a run that does not contradict each
-    other.
+    Raises HardwareError where a layer's product ran in another type: the plan would say FP8 and the run not.
     """
     from trainer.modeling.storage.row_quantized import RowScaledLinear
 

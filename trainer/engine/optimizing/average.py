@@ -18,18 +18,23 @@ class Average:
         self._least = 1.0 - decay
         self.means = [value.detach().float().clone() for value in values]
 
-    def update(self, values: Sequence[torch.Tensor], steps_taken: int) -> None:
-        """Take the values after another step into the mean; `steps_taken` counts it."""
-        self._take(values, max(self._least, 9.0 / (10.0 + steps_taken)))
-
-    def update_unless(self, bad: torch.Tensor, values: Sequence[torch.Tensor], applied: torch.Tensor) -> None:
-        """As `update`, but nothing where `bad` is 1.0, without waiting for the device; `applied` counts steps
-        that were not bad.
-        """
-        self._take(values, (9.0 / (10.0 + applied)).clamp(min=self._least) * (1.0 - bad))
-
     @torch.no_grad()
-    def _take(self, values: Sequence[torch.Tensor], share: float | torch.Tensor) -> None:
+    def update(
+        self,
+        values: Sequence[torch.Tensor],
+        steps_taken: int | torch.Tensor,
+        bad: torch.Tensor | None = None,
+    ) -> None:
+        """Take the values after another step into the mean; `steps_taken` counts it.
+
+        With `bad` nothing where that is 1.0, without waiting for the device; `steps_taken` is a tensor then,
+        which counts the steps that were not bad.
+        """
+        share: float | torch.Tensor
+        if bad is None:
+            share = max(self._least, 9.0 / (10.0 + int(steps_taken)))
+        else:
+            share = (9.0 / (10.0 + torch.as_tensor(steps_taken))).clamp(min=self._least) * (1.0 - bad)
         # one after the other: those of a full fine-tune would be copied to fp32 all at once
         for mean, value in zip(self.means, values, strict=True):
             mean.lerp_(value.detach().float(), share)

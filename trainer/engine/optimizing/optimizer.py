@@ -65,23 +65,15 @@ class Updater:
         own = kind == "adamw_kahan_bf16" or types == {torch.float32}
         # parameters in fp32 are their own masters, as are those of the compensated sums
         self.flat = None if own else FlatMasters(self.parameters)
-        values = list(self.parameters.values()) if self.flat is None else [self.flat.flat]
+        self._masters = {_FLAT: self.flat.flat} if self.flat is not None else self.parameters
+        values = list(self._masters.values())
         self.optimizer = optimizers.build(kind, values, train)
         self.scale = LossScale(values[0].device) if torch.float16 in types else None
         self.average = None if train.ema_decay is None else Average(values, train.ema_decay)
         self.steps_taken = 0
 
-    @property
-    def _masters(self) -> list[torch.nn.Parameter]:
-        return list(self.parameters.values()) if self.flat is None else [self.flat.flat]
-
-    @property
-    def _names(self) -> list[str]:
-        """Of the masters, in their order."""
-        return list(self.parameters) if self.flat is None else [_FLAT]
-
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """What backward starts from: in fp16 a multiple of the loss, whose gradients do not vanish."""
+        """The loss that backward starts from: in fp16 a multiple of it, whose gradients do not vanish."""
         return loss if self.scale is None else self.scale.scaled(loss)
 
     def accumulate(self) -> None:
@@ -101,41 +93,32 @@ class Updater:
 
         It cannot where the norm or `loss` is not finite; in fp16 not before the loss scale is at its floor.
         """
+        masters = list(self._masters.values())
         if self.flat is not None:
             self.flat.flat.grad = self.flat.gradient
         if self.scale is not None:
-            self.scale.unscale(self._masters)
-        norm = clip_gradients(self._masters, self.train.max_grad_norm)
+            self.scale.unscale(masters)
+        norm = clip_gradients(masters, self.train.max_grad_norm)
         bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(loss)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        self._update(bad)
+        waits = self.kind != "adamw_fused_fp32"
+        if not waits:
+            # AdamW's fused kernel reads these two, as torch.amp.GradScaler sets them
+            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
+            self.optimizer.found_inf = bad  # type: ignore[attr-defined]
+        if not waits or bad.item() == 0.0:
+            self.optimizer.step()
         fatal = bad if self.scale is None else self.scale.update(bad)
         self.steps_taken += 1
-        self._update_average(bad)
+        if self.average is not None and self.scale is None:
+            self.average.update(masters, self.steps_taken)
+        elif self.average is not None and self.scale is not None:
+            self.average.update(masters, self.scale.applied, bad)
         if self.flat is not None:
             self.flat.publish()
         self.drop_gradients()
         return norm, fatal
-
-    def _update(self, bad: torch.Tensor) -> None:
-        """One step of the optimizer, unless `bad` is 1.0."""
-        if self.kind == "adamw_fused_fp32":
-            # AdamW's fused kernel reads these two, as torch.amp.GradScaler sets them
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-            self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-            self.optimizer.step()
-        elif bad.item() == 0.0:
-            self.optimizer.step()
-
-    def _update_average(self, bad: torch.Tensor) -> None:
-        """Take the step into the mean of the weights; in fp16 not one that was skipped."""
-        if self.average is None:
-            return
-        if self.scale is None:
-            self.average.update(self._masters, self.steps_taken)
-        else:
-            self.average.update_unless(bad, self._masters, self.scale.applied)
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -144,61 +127,44 @@ class Updater:
             yield
             return
         # with masters the parameters are copies of them already
-        kept = [value.detach().clone() for value in self._masters] if self.flat is None else []
-        self._publish_average()
+        kept = {} if self.flat is not None else {n: p.detach().clone() for n, p in self.parameters.items()}
+        means = self._by_name(self.average.means)
+        with torch.no_grad():
+            torch._foreach_copy_(list(self.parameters.values()), [means[name] for name in self.parameters])
         try:
             yield
         finally:
             with torch.no_grad():
-                for value, before in zip(self._masters, kept, strict=False):
-                    value.copy_(before)
+                for name, before in kept.items():
+                    self.parameters[name].copy_(before)
             if self.flat is not None:
                 self.flat.publish()
 
-    @torch.no_grad()
-    def _publish_average(self) -> None:
-        means = self._means()
-        torch._foreach_copy_(list(self.parameters.values()), [means[name] for name in self.parameters])
-
-    def _means(self) -> dict[str, torch.Tensor]:
-        """The mean of every parameter."""
-        assert self.average is not None
+    def _by_name(self, values: Sequence[torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Views of tensors of the masters' sizes, with the parameters' names and shapes."""
         if self.flat is not None:
-            return self.flat.by_name(self.average.means[0])
-        return dict(zip(self.parameters, self.average.means, strict=True))
+            return self.flat.by_name(values[0])
+        return dict(zip(self.parameters, values, strict=True))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """The masters by name, for a checkpoint."""
-        if self.flat is not None:
-            return self.flat.views
-        return {name: parameter.detach() for name, parameter in self.parameters.items()}
+        return self._by_name([master.detach() for master in self._masters.values()])
 
     def state(self) -> dict[str, torch.Tensor]:
         """Optimizer state, mean and loss scale as `<parameter>/<key>`; the step count is `steps_taken`."""
         tensors: dict[str, torch.Tensor] = {}
         if self.kind in optimizers.WHOLE_STATE:
-            tensors |= optimizers.whole_state(self.optimizer, self._names)
+            tensors |= optimizers.whole_state(self.optimizer, list(self._masters))
         else:
-            tensors |= self._moments()
+            for name, master in self._masters.items():
+                for key, value in self.optimizer.state[master].items():
+                    if torch.is_tensor(value) and key != "step":
+                        views = {name: value} if self.flat is None else self.flat.by_name(value)
+                        tensors |= {f"{own}/{key}": view for own, view in views.items()}
         if self.average is not None:
-            tensors |= {f"{name}/{_MEAN}": mean for name, mean in self._means().items()}
+            means = self._by_name(self.average.means)
+            tensors |= {f"{name}/{_MEAN}": mean for name, mean in means.items()}
         return tensors if self.scale is None else tensors | self.scale.state()
-
-    def _moments(self) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
-        if self.flat is not None:
-            for key, value in self._tensors(self.flat.flat).items():
-                views = self.flat.by_name(value)
-                tensors.update({f"{name}/{key}": view for name, view in views.items()})
-            return tensors
-        for name, parameter in self.parameters.items():
-            for key, value in self._tensors(parameter).items():
-                tensors[f"{name}/{key}"] = value
-        return tensors
-
-    def _tensors(self, master: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-        state = self.optimizer.state[master]
-        return {key: value for key, value in state.items() if torch.is_tensor(value) and key != "step"}
 
     @torch.no_grad()
     def load(
@@ -209,13 +175,11 @@ class Updater:
             master.copy_(weights[name])
         state = dict(state)
         if self.average is not None:
-            for name, mean in self._means().items():
+            for name, mean in self._by_name(self.average.means).items():
                 mean.copy_(state.pop(f"{name}/{_MEAN}"))
-        applied = steps_taken
-        if self.scale is not None:
-            applied = self.scale.load(state)
+        applied = steps_taken if self.scale is None else self.scale.load(state)
         if self.kind in optimizers.WHOLE_STATE:
-            optimizers.load_whole_state(self.optimizer, self._names, state)
+            optimizers.load_whole_state(self.optimizer, list(self._masters), state)
         else:
             self._load_moments(state, applied)
         self.steps_taken = steps_taken
@@ -223,37 +187,28 @@ class Updater:
             self.flat.publish()
 
     def _load_moments(self, state: Mapping[str, torch.Tensor], steps_applied: int) -> None:
-        by_key: dict[str, dict[str, torch.Tensor]] = {}
+        by_name: dict[str, dict[str, Any]] = {}
         for label, value in state.items():
             name, _, key = label.rpartition("/")
-            by_key.setdefault(name, {})[key] = value
+            by_name.setdefault(name, {})[key] = value
+        if self.flat is not None and by_name:
+            joined = {key: torch.zeros_like(self.flat.gradient) for one in by_name.values() for key in one}
+            for key, value in joined.items():
+                for name, view in self.flat.by_name(value).items():
+                    if name in by_name:  # without a gradient so far its moments are zero
+                        view.copy_(by_name[name][key])
+            by_name = {_FLAT: joined}
         # a parameter that never had a gradient has no state
-        entries: dict[int, dict[str, Any]]
-        if self.flat is not None:
-            entries = {0: self._joined(self.flat, by_key)} if by_key else {}
-        else:
-            entries = {i: {**by_key[name]} for i, name in enumerate(self.parameters) if name in by_key}
+        found = {number: by_name[name] for number, name in enumerate(self._masters) if name in by_name}
         plain = self.optimizer.state_dict()
         if self.kind == "adamw_kahan_bf16":
             for group in plain["param_groups"]:
                 group.update(setup=True, kahan_sum=True, step=torch.tensor(steps_applied, dtype=torch.int32))
-            for entry in entries.values():
+        for entry in found.values():
+            if self.kind == "adamw_kahan_bf16":
                 # None for fp32 parameters, which is not saved; without the key optimi zeroes both moments
                 entry.setdefault("kahan_comp", None)
-        else:
-            for entry in entries.values():
-                entry["step"] = torch.tensor(float(steps_applied))
-        plain["state"] = entries
+            else:
+                entry["step"] = torch.tensor(float(steps_applied))  # one each: the optimizer counts in it
+        plain["state"] = found
         self.optimizer.load_state_dict(plain)
-
-    @staticmethod
-    def _joined(flat: FlatMasters, by_key: Mapping[str, Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-        """Every key's tensors in one of the masters' size."""
-        keys = {key for entry in by_key.values() for key in entry}
-        joined = {}
-        for key in sorted(keys):
-            joined[key] = torch.zeros_like(flat.gradient)
-            for name, view in flat.by_name(joined[key]).items():
-                if name in by_key:  # without a gradient so far its moments are zero
-                    view.copy_(by_key[name][key])
-        return joined

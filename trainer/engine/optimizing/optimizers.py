@@ -11,6 +11,8 @@ from trainer.config.schema import TrainSection
 from trainer.planning.choose.optimizers import second_beta_and_decay
 
 Values = Sequence[torch.nn.Parameter]
+Settings = dict[str, Any]
+"""Learning rate, betas, epsilon and weight decay, as all of these libraries call them."""
 OF_ALL = "group"
 """Stands for a parameter's name before what an optimizer keeps of all together."""
 _SMALLEST_8BIT = 4096
@@ -18,72 +20,48 @@ _SMALLEST_8BIT = 4096
 
 def build(kind: str, values: Values, train: TrainSection) -> torch.optim.Optimizer:
     """The optimizer of a plan over these values."""
-    return _BUILD[kind](values, train, *second_beta_and_decay(train, kind))
+    beta_2, decay = second_beta_and_decay(train, kind)
+    settings = {
+        "lr": train.learning_rate,
+        "betas": (train.adam_beta1, beta_2),
+        "eps": train.adam_epsilon,
+        "weight_decay": decay,
+    }
+    optimizer: torch.optim.Optimizer = _BUILD[kind](list(values), train, settings)
+    return optimizer
 
 
-def _fused(values: Values, train: TrainSection, beta_2: float, decay: float) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        list(values),
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, beta_2),
-        eps=train.adam_epsilon,
-        weight_decay=decay,
-        fused=True,
-    )
+def _fused(values: list[torch.nn.Parameter], train: TrainSection, settings: Settings) -> Any:
+    return torch.optim.AdamW(values, fused=True, **settings)
 
 
-def _compensated(values: Values, train: TrainSection, beta_2: float, decay: float) -> torch.optim.Optimizer:
+def _compensated(values: list[torch.nn.Parameter], train: TrainSection, settings: Settings) -> Any:
     from optimi import AdamW
 
-    optimizer: torch.optim.Optimizer = AdamW(
-        list(values),
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, beta_2),
-        eps=train.adam_epsilon,
-        weight_decay=decay,
-        kahan_sum=True,
-        # one kernel a tensor; foreach would hold copies of all of them at once
-        triton=values[0].device.type == "cuda",
-        foreach=False,
-    )
-    return optimizer
+    # one kernel a tensor; foreach would hold copies of all of them at once
+    on_gpu = values[0].device.type == "cuda"
+    return AdamW(values, kahan_sum=True, triton=on_gpu, foreach=False, **settings)
 
 
-def _in_8_bits(values: Values, train: TrainSection, beta_2: float, decay: float) -> torch.optim.Optimizer:
+def _in_8_bits(values: list[torch.nn.Parameter], train: TrainSection, settings: Settings) -> Any:
     from bitsandbytes.optim.adamw import AdamW8bit
 
-    optimizer: torch.optim.Optimizer = AdamW8bit(
-        list(values),
-        lr=train.learning_rate,
-        betas=(train.adam_beta1, beta_2),
-        eps=train.adam_epsilon,
-        weight_decay=decay,
-        min_8bit_size=_SMALLEST_8BIT,
-    )
-    return optimizer
+    return AdamW8bit(values, min_8bit_size=_SMALLEST_8BIT, **settings)
 
 
-def _prodigy(values: Values, train: TrainSection, beta_2: float, decay: float) -> torch.optim.Optimizer:
+def _prodigy(values: list[torch.nn.Parameter], train: TrainSection, settings: Settings) -> Any:
     import contextlib
     import io
 
     from prodigyopt import Prodigy
 
+    warms_up = train.lr_warmup_steps > 0
     # it tells of its weight decay by print
     with contextlib.redirect_stdout(io.StringIO()):
-        optimizer: torch.optim.Optimizer = Prodigy(
-            list(values),
-            lr=train.learning_rate,
-            betas=(train.adam_beta1, beta_2),
-            eps=train.adam_epsilon,
-            weight_decay=decay,
-            use_bias_correction=True,
-            safeguard_warmup=train.lr_warmup_steps > 0,
-        )
-    return optimizer
+        return Prodigy(values, use_bias_correction=True, safeguard_warmup=warms_up, **settings)
 
 
-_BUILD: Mapping[str, Callable[[Values, TrainSection, float, float], torch.optim.Optimizer]] = {
+_BUILD: Mapping[str, Callable[[list[torch.nn.Parameter], TrainSection, Settings], Any]] = {
     "adamw_fused_fp32": _fused,
     "adamw_kahan_bf16": _compensated,
     "adamw_8bit": _in_8_bits,
@@ -100,16 +78,14 @@ def whole_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[
     for name, value in zip(names, group["params"], strict=True):
         for key, kept in optimizer.state[value].items():
             found[f"{name}/{key}"] = kept if torch.is_tensor(kept) else _number(kept)
-    own = {key: value for key, value in group.items() if _is_number(value)}
-    return found | {f"{OF_ALL}/{key}": _number(value) for key, value in own.items() if key not in _SETTINGS}
+    for key, kept in group.items():
+        if isinstance(kept, int | float) and not isinstance(kept, bool) and key not in _SETTINGS:
+            found[f"{OF_ALL}/{key}"] = _number(kept)
+    return found
 
 
 _SETTINGS = ("lr", "eps", "weight_decay")
 """Numbers of a group that the configuration decides."""
-
-
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _number(value: int | float) -> torch.Tensor:
@@ -126,8 +102,7 @@ def load_whole_state(
     for label, tensor in state.items():
         name, _, key = label.rpartition("/")
         is_number = tensor.dim() == 0 and tensor.dtype in (torch.int64, torch.float64)
-        kept: Any = tensor.item() if is_number else tensor
-        if name == OF_ALL:
-            group[key] = kept
-        else:
-            optimizer.state[values[name]][key] = kept.to(values[name].device) if not is_number else kept
+        held = group if name == OF_ALL else optimizer.state[values[name]]
+        held[key] = (
+            tensor.item() if is_number else tensor if name == OF_ALL else tensor.to(values[name].device)
+        )

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainer.families.protocol import AttentionShape
+from trainer.families.values import AttentionShape
 from trainer.planning.shapes.shape_classes import key_heads
 
 if TYPE_CHECKING:

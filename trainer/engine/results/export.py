@@ -14,7 +14,7 @@ import torch
 from trainer import families
 from trainer.engine.results.proof import save_adapter
 from trainer.errors import ConfigError
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.files import atomic
 from trainer.modeling.adapter.adapter_file import AdapterFile, read_adapter
 from trainer.modeling.adapter.comfyui import write_comfyui

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from trainer.families.flow import LOSS_MASK, LOSS_WEIGHT
-from trainer.families.protocol import Batch, Draw
+from trainer.families.losses import LOSS_MASK, LOSS_WEIGHT
+from trainer.families.values import Batch, Draw
 
 Compute = Callable[[Batch, Draw | None, float | torch.Tensor], torch.Tensor]
 """Loss of a micro-batch (a scalar, detached) from batch, draw and weight (fp32 scalar); its gradients are

@@ -14,7 +14,7 @@ from trainer.data.pictures.images import read_image
 from trainer.engine.caching.entries import Entries, Prompt
 from trainer.engine.context import Context, free_memory
 from trainer.engine.results.pictures import before_after, read_png, row, shown, step_of, write_png
-from trainer.families.protocol import PreviewPrompt, PreviewRequest
+from trainer.families.values import PreviewPrompt, PreviewRequest
 from trainer.files import atomic
 from trainer.telemetry.status import Phase
 

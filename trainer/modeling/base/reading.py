@@ -12,7 +12,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import functools
-import json
 import math
 import mmap
 import os
@@ -28,6 +27,7 @@ import numpy
 import torch
 from safetensors import SafetensorError, safe_open
 
+from trainer.files.safetensors import read_header
 from trainer.modeling.base.ring import DISCRETE, UNIFIED, Ring, RingSize
 from trainer.modeling.tensor_file import DTYPES
 
@@ -182,7 +182,7 @@ class ShardReader:
 
     def open(self, path: Path) -> AbstractContextManager[Shard]:
         """The shard at `path`. Raises SafetensorError where it is not what its header says."""
-        header = _read_header(path)
+        header = _entries(path)
         choice = self._choice(path)
         if self._say is not None:
             self._say(f"{path.name}: {choice}")
@@ -206,26 +206,22 @@ class _Entry:
     end: int
 
 
-def _read_header(path: Path) -> dict[str, _Entry]:
+def _entries(path: Path) -> dict[str, _Entry]:
     """Tensors by name in the order of the file; the library itself checks that header and file agree."""
     with safe_open(path, framework="pt"):
         pass
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    unknown = sorted({said["dtype"] for said in header.values()} - DTYPES.keys())
+    header = read_header(path)
+    unknown = sorted({said["dtype"] for said in header.tensors.values()} - DTYPES.keys())
     if unknown:
         raise SafetensorError(f"torch has no type for {', '.join(unknown)}")
-    begin = 8 + length
     entries = {
         name: _Entry(
             dtype=DTYPES[said["dtype"]],
-            shape=tuple(said["shape"]),
-            start=begin + said["data_offsets"][0],
-            end=begin + said["data_offsets"][1],
+            shape=header.shapes[name],
+            start=header.start + said["data_offsets"][0],
+            end=header.start + said["data_offsets"][1],
         )
-        for name, said in header.items()
+        for name, said in header.tensors.items()
     }
     return dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
 

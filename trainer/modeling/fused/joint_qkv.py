@@ -38,7 +38,7 @@ def wide_norm_rotary(
     The tokens of `first` are first. Contiguous, but for the values of one stream: those are a view of it.
 
     `added` is for two streams: each product is taken with its own added to it. Kernels do not round that sum.
-    They do it for bf16, ranks up to `MOST_RANK` of the kernels and `ups` of one shape; else it is made before.
+    They do it for bf16, ranks up to their `MOST_RANK` and `ups` of one shape; else it is made before.
     """
     heads: Heads
     if added is not None:

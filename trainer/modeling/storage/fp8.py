@@ -22,7 +22,7 @@ MULTIPLE = 16
 """Both sides of a weight must be multiples of this for the FP8 kernels."""
 ROW_MULTIPLE = 64
 """A GPU's products have a multiple of so many rows: cuBLAS refuses 1 to 48 rows where the inner side is long
-(12288 of 3072 x 12288, on an H200 with torch 2.11) with CUBLAS_STATUS_NOT_SUPPORTED: `scripts/bench.py rows`.
+(12288 of 3072 x 12288, on an H200 with torch 2.11) with CUBLAS_STATUS_NOT_SUPPORTED: `python -m bench rows`.
 """
 # a row whose values are all smaller is scaled as if this were the largest: zeros have no scale of their own.
 # Gradients of a mean over all pixels, times a weight's scales, are small: this is below all of them, and its

@@ -35,7 +35,7 @@ def budget(situation: Situation) -> Budget:
     for an imposed budget that is not there.
     """
     spelling, share = allocator.cap(situation.environ) if situation.on_gpu else ("", 1.0)
-    cap = int(share * situation.facts.gpus[0].total_memory_bytes) if spelling else None
+    cap = int(share * situation.facts.gpu.total_memory_bytes) if spelling else None
     found = _of_machine(situation, cap)
     if cap is None or cap >= found.bytes:
         return found
@@ -45,7 +45,7 @@ def budget(situation: Situation) -> Budget:
 def _of_machine(situation: Situation, cap: int | None) -> Budget:
     """The same; `cap` is what the user's variable leaves of an imposed budget."""
     profile, host = situation.profile, situation.facts.memory
-    total = situation.facts.gpus[0].total_memory_bytes if situation.on_gpu else host.total_bytes
+    total = situation.facts.gpu.total_memory_bytes if situation.on_gpu else host.total_bytes
     share, asked = int(total * profile.budget_share), situation.config.features.memory_budget
     headroom = profile.headroom_bytes
     if headroom is None:

@@ -42,7 +42,7 @@ def loader(situation: Situation) -> Decision:
     if not situation.on_gpu:
         return _auto("safetensors", "files are mapped into memory")
     seen = _seen(situation.facts, situation.disk)
-    if not seen or obstacle or situation.facts.gpus[0].integrated:
+    if not seen or obstacle or situation.facts.gpu.integrated:
         return _auto("auto", "parallel reads, past the page cache for files that are not in it")
     faster = [one for one in STATES if seen.get((PACKAGE, one), 0) > _CLEARLY * seen.get((OURS, one), 1e9)]
     value = {0: "auto", 1: f"{PACKAGE}-{''.join(faster)}", 2: PACKAGE}[len(faster)]
@@ -53,7 +53,7 @@ def unmeasured(facts: Facts, disk: str) -> str:
     """Why loaders are not measured on this machine; empty where they may be."""
     if PACKAGE not in facts.packages:
         return f"{PACKAGE} is not installed"
-    if facts.gpus[0].integrated:
+    if facts.gpu.integrated:
         return "CPU and GPU share one memory: only our own reader gives the page cache back"
     if not disk:
         return "the base model is not on this disk yet"

@@ -67,7 +67,7 @@ def _obstacle(situation: Situation) -> str:
     """Why no block can wait in host memory; empty where they can."""
     if not situation.on_gpu:
         return "training on a CPU has all weights in host memory"
-    if situation.profile.headroom_bytes is not None or situation.facts.gpus[0].integrated:
+    if situation.profile.headroom_bytes is not None or situation.facts.gpu.integrated:
         return dict(situation.profile.notes).get(
             "offload", f"{situation.gpu} shares its memory with the CPU: moving weights frees nothing"
         )

@@ -1,8 +1,8 @@
-"""What a micro-batch's activations take: counts of one block, times the run's blocks and tokens.
+"""Bytes of a micro-batch's activations: counts of one block, times the run's blocks and tokens.
 
-The counts (activations.json) were made on a GPU by `bench.py count`, in units of tokens x width x bytes of a
-value: what a block keeps for backward is the same for any number of blocks and tokens. Parts of them are
-derived from shapes: docs/adr/0007-activations-are-counted.md.
+The counts (activations.json) were made on a GPU by `python -m bench count`, in units of
+tokens x width x bytes of a value: what a block keeps for backward is the same for any number of blocks and
+tokens. Parts of them are derived from shapes: docs/adr/0007-activations-are-counted.md.
 """
 
 from __future__ import annotations
@@ -14,8 +14,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainer.planning.shapes.adapters import NOTHING_KEPT, Kept
-
 COUNTS = Path(__file__).with_name("activations.json")
 _ALL_LINEARS, _RECOMPUTED, _BUDGET = "all linears", "recomputed", "budget"
 COUNTED_ATTENTION = "flash"
@@ -25,6 +23,15 @@ OTHER_ATTENTION = "cudnn"
 # budgets from here on hold no more with other kernels and FP8 products; smaller ones may hold more
 _LARGE = 0.6
 _PLAIN, _FP8 = "bf16", "fp8"
+Units = tuple[int, int]
+"""Bytes of one value of every token: of all that the blocks see, and of the caption's, as some blocks see no
+others.
+"""
+Kept = tuple[Mapping[str, int], int]
+"""Bytes that an adapter holds besides what a plain LoRA of the rank that was counted does: of each stack's
+largest block, for backward, and of the largest layer, while it computes.
+"""
+NOTHING_KEPT: Kept = ({}, 0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,34 +39,34 @@ class Held:
     """Bytes under one way to keep activations."""
 
     fixed: int
-    """Outside the blocks."""
+    """Bytes outside the blocks."""
     blocks: tuple[int, ...]
-    """Of each block, in the order in which they compute."""
+    """Bytes of each block, in the order in which blocks compute."""
     beyond: int
-    """What is held at the highest point besides: mostly gradients of one block."""
+    """Bytes besides at the highest point: mostly gradients of one block."""
 
     @property
     def kept(self) -> int:
-        """After the forward pass."""
+        """Bytes after the forward pass."""
         return self.fixed + sum(self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What one micro-batch holds beside weights and optimizer, in bytes."""
+    """Bytes that one micro-batch holds beside weights and optimizer."""
 
     whole: Held
-    """Nothing is recomputed."""
+    """No block is recomputed."""
     recomputed: Held
-    """Every block is: its input stays."""
+    """Every block is recomputed: its input stays."""
     outside: Held
-    """The same from outside what is compiled of a block, as where its weights wait in host memory."""
+    """Every block is recomputed from outside its compiled part, as where its weights wait in host memory."""
     shares: Mapping[float, Held] = field(default_factory=dict)
     """Compiled blocks that keep a share of their activations, by `features.activation_budget`."""
-    packed_shares: Mapping[str, Mapping[float, Held]] = field(default_factory=dict)
-    """The same by how weights are stored that a product unpacks: compilers keep other things there."""
-    other_shares: Mapping[str, Mapping[float, Held]] = field(default_factory=dict)
-    """Both with another attention kernel, where that was counted; by storage, those of bf16 too."""
+    other_shares: Mapping[tuple[str, str], Mapping[float, Held]] = field(default_factory=dict)
+    """`shares` by (attention kernel, storage), counted with OTHER_ATTENTION, or with weights that a product
+    unpacks: compilers keep other tensors there. An empty kernel is COUNTED_ATTENTION.
+    """
     head: int = 0
     """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
 
@@ -69,12 +76,7 @@ class Activations:
         return self.whole.kept + max(self.whole.beyond, self.head)
 
     def peak(
-        self,
-        *,
-        recomputed: int = 0,
-        budget: float = 1.0,
-        weights: str = _PLAIN,
-        flash: bool = True,
+        self, *, recomputed: int = 0, budget: float = 1.0, weights: str = _PLAIN, flash: bool = True
     ) -> int:
         """The highest point with the first `recomputed` blocks recomputed, or with a budget below 1.
 
@@ -97,32 +99,28 @@ class Activations:
         )
 
     def _budgets(self, weights: str, *, flash: bool) -> Mapping[float, Held]:
-        """What is held by the share that is kept, as far as it was counted for such kernels and products.
+        """Activations by the share that is kept, as far as it was counted for such kernels and products.
 
-        Small shares that were not are left out: they are planned as the next larger one.
+        Small shares that were not counted are left out: they are planned as the next larger one.
         """
-        plain, packed = dict(self.shares), dict(self.packed_shares.get(weights, {}))
+        plain, packed = dict(self.shares), dict(self.other_shares.get(("", weights), {}))
         if not flash or weights == _FP8:
             plain = {share: held for share, held in plain.items() if share >= _LARGE}
-            packed |= self.other_shares.get(weights, {})
+            packed |= self.other_shares.get((OTHER_ATTENTION, weights), {})
         if not flash and weights != _FP8:
-            plain |= self.other_shares.get(_PLAIN, {})
+            plain |= self.other_shares.get((OTHER_ATTENTION, _PLAIN), {})
         return {1.0: self.whole, **plain, **packed}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Units:
-    """Bytes of one value of every token."""
-
-    every: int
-    """Of all tokens that the blocks see."""
-    captions: int
-    """Of the caption's: some models have blocks that see no others."""
+@functools.cache
+def _counts() -> dict[str, Any]:
+    table: dict[str, Any] = json.loads(COUNTS.read_text())
+    return table
 
 
 def counted(family: str) -> Mapping[str, Any]:
     """The counts of a family. Raises KeyError where it has none."""
-    found: Mapping[str, Any] = _table()[family]
+    found: Mapping[str, Any] = _counts()[family]
     return found
 
 
@@ -144,36 +142,36 @@ def activations(
     `adapter` is what the adapter holds beyond a plain LoRA.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
+    (every, captions), (kept, kept_beyond) = units, adapter
     extra = _extra(ways, style, more, linear_inputs=linear_inputs)
     # the caption's tokens, which a block only reads
-    caption_bytes = [counts["beside"].get(name, 0.0) * units.captions for name in counts["stacks"]]
+    caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]
 
     def held(way: str, *, recomputes: bool = False) -> Held:
         found = ways[way]
         each: list[int] = []
         for number, name in enumerate(counts["stacks"]):
-            unit = units.captions if name in counts["captions"] else units.every
+            unit = captions if name in counts["captions"] else every
             size = found["blocks"][number] * unit
             if not recomputes:
-                size += extra[number] * unit + caption_bytes[number] + adapter.blocks.get(name, 0)
+                size += extra[number] * unit + caption_bytes[number] + kept.get(name, 0)
             each += [int(size)] * blocks.get(name, 0)
-        beyond = found["beyond"] * units.every + adapter.beyond
+        beyond = found["beyond"] * every + kept_beyond
         if recomputes:  # one block's
-            beyond += max(extra) * units.every + max(caption_bytes) + max(adapter.blocks.values(), default=0)
-        return Held(fixed=int(found["fixed"] * units.every), blocks=tuple(each), beyond=int(beyond))
+            beyond += max(extra) * every + max(caption_bytes) + max(kept.values(), default=0)
+        return Held(fixed=int(found["fixed"] * every), blocks=tuple(each), beyond=int(beyond))
 
-    def every(attention: str = "") -> dict[str, dict[float, Held]]:
-        found = _shares(ways, attention) if compiled else {}
-        return {weights: {share: held(way) for share, way in one.items()} for weights, one in found.items()}
-
+    shares = {
+        counted_with: {share: held(way) for share, way in found.items()}
+        for counted_with, found in (_shares(ways) if compiled else {}).items()
+    }
     inside, outside = f"{style}, {_RECOMPUTED}", f"{style}, {_RECOMPUTED} outside"
     return Activations(
         whole=held(style),
         recomputed=held(inside, recomputes=True),
         outside=held(outside if outside in ways else inside, recomputes=True),
-        shares=every().get(_PLAIN, {}),
-        packed_shares={weights: found for weights, found in every().items() if weights != _PLAIN},
-        other_shares=every(OTHER_ATTENTION),
+        shares=shares.pop(("", _PLAIN), {}),
+        other_shares=shares,
         head=head,
     )
 
@@ -187,24 +185,18 @@ def _extra(ways: Mapping[str, Any], style: str, more: float, *, linear_inputs: b
     return [more + one - other for one, other in zip(wide, plain, strict=True)]
 
 
-def _shares(ways: Iterable[str], attention: str) -> dict[str, dict[float, str]]:
-    """Ways with a budget by how weights are stored, and by the share that is kept.
+def _shares(ways: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:
+    """Ways with a budget by (attention kernel, storage) that they name, and by the share that is kept.
 
-    "compiled, budget 0.6" and "compiled, int8, budget 0.6"; those with `attention` where it is not empty, as
-    "compiled, cudnn, budget 0.6" and "compiled, int8, cudnn, budget 0.6".
+    "compiled, budget 0.6", "compiled, int8, budget 0.6", "compiled, cudnn, budget 0.6" and "compiled, int8,
+    cudnn, budget 0.6".
     """
-    found: dict[str, dict[float, str]] = {}
+    found: dict[tuple[str, str], dict[float, str]] = {}
     for way in ways:
         before, budget, share = way.rpartition(f", {_BUDGET} ")
         parts = before.split(", ")[1:]
         kernel = OTHER_ATTENTION if OTHER_ATTENTION in parts else ""
-        if budget and kernel == attention:
+        if budget:
             weights = next((part for part in parts if part != kernel), _PLAIN)
-            found.setdefault(weights, {})[float(share)] = way
+            found.setdefault((kernel, weights), {})[float(share)] = way
     return found
-
-
-@functools.cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(COUNTS.read_text())
-    return table

@@ -1,4 +1,4 @@
-"""How large an adapter is, and which options of training keep to the plain path."""
+"""The adapter that a configuration asks for on a model's layers, and what keeps to the plain path."""
 
 from __future__ import annotations
 
@@ -6,30 +6,73 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from trainer.config.schema import LoraSection, RunConfig
-from trainer.modeling.adapter.targets import pattern_value
-from trainer.planning.shapes.blocks import BLOCK
+from trainer.families.family import Family
+from trainer.families.values import AttentionShape, Shape
+from trainer.modeling.adapter.targets import pattern_value, target_pattern
+from trainer.planning.shapes.activations import NOTHING_KEPT, Kept
+from trainer.planning.shapes.blocks import Size, by_block
+from trainer.planning.shapes.geometry import ComponentGeometry
+
+COUNTED_RANK = 16
+"""Rank of the plain LoRA that activations are counted with."""
+_MOST_JOINED = 3
+"""Layers that share an input: queries, keys and values."""
+# diffusers' names of what sees the caption's tokens only, in blocks with two streams
+TEXT_SIDE = re.compile(r"add_[qkv]_proj|to_add_out|_context|txt_|text_")
+_EMBEDDING, _HEAD = "embed_tokens", "lm_head"
 
 
-def adapter_parameters(linears: Mapping[str, tuple[int, int]], pattern: str, lora: LoraSection) -> int:
+def planned_adapter(
+    family: Family,
+    config: RunConfig,
+    trained: ComponentGeometry,
+    attention: AttentionShape,
+    shape: Shape,
+    sources: Mapping[str, str],
+) -> tuple[int, int, Kept]:
+    """(parameters, layers that have one, bytes that it keeps) in a micro-batch of `shape`, for a LoRA.
+
+    `sources` says where keys were written. Raises ConfigError where a layer that is to have an adapter is
+    none of the model's.
+    """
+    if config.method == "full":
+        return 0, 0, NOTHING_KEPT
+    lora, linears, modulation = config.lora, dict(trained.linears), trained.matching(family.modulation)
+    # transformers' models have an embedding among their matrices, and a head that may share it, which files
+    # leave out
+    embedding = next((name for name in linears if name.rpartition(".")[2] == _EMBEDDING), None)
+    if embedding is not None:
+        size = linears.pop(embedding)
+        linears.setdefault(_HEAD, size)
+    pattern = target_pattern(lora, family.lora_targets, linears, sources)
+
+    def tokens_of(name: str) -> int:
+        if name in modulation:  # one a sample
+            return attention.batch_size
+        if TEXT_SIDE.search(name):
+            return shape.batch_size * shape.text_tokens
+        return attention.batch_size * attention.tokens
+
+    kept = kept_bytes(linears, pattern, lora, tokens_of, shape.bytes_per_value)
+    return adapter_parameters(linears, pattern, lora), len(_adapted(linears, pattern)), kept
+
+
+def adapter_parameters(linears: Mapping[str, Size], pattern: str, lora: LoraSection) -> int:
     """Parameters of an adapter on every linear layer, (out, in) by name, whose name matches `pattern`."""
-    expression = re.compile(pattern)
     return sum(
         _layer(lora.type, size, int(pattern_value(lora.rank_pattern, name, lora.rank)))
-        for name, size in linears.items()
-        if expression.fullmatch(name)
+        for name, size in _adapted(linears, pattern).items()
     )
 
 
-def adapted_layers(linears: Mapping[str, tuple[int, int]], pattern: str) -> int:
-    """How many of the linear layers have a name that matches `pattern`."""
+def _adapted(linears: Mapping[str, Size], pattern: str) -> dict[str, Size]:
     expression = re.compile(pattern)
-    return sum(1 for name in linears if expression.fullmatch(name))
+    return {name: size for name, size in linears.items() if expression.fullmatch(name)}
 
 
-def _layer(kind: str, size: tuple[int, int], rank: int) -> int:
+def _layer(kind: str, size: Size, rank: int) -> int:
     out, into = size
     if kind != "lokr":
         return rank * (out + into) + (out if kind == "dora" else 0)
@@ -46,40 +89,23 @@ def _near_square(dimension: int) -> tuple[int, int]:
     return first, dimension // first
 
 
-@dataclass(frozen=True, kw_only=True)
-class Kept:
-    """Bytes that an adapter holds besides what a plain LoRA of the rank that was counted does."""
-
-    blocks: Mapping[str, int]
-    """Of the largest block of each stack, for backward."""
-    beyond: int
-    """Of the largest layer, while it computes."""
-
-
-NOTHING_KEPT = Kept(blocks={}, beyond=0)
-COUNTED_RANK = 16
-"""Of the plain LoRA that activations are counted with."""
-_MOST_JOINED = 3
-"""Layers that share an input: queries, keys and values."""
-
-
 def kept_bytes(
-    linears: Mapping[str, tuple[int, int]],
+    linears: Mapping[str, Size],
     pattern: str,
     lora: LoraSection,
     tokens_of: Callable[[str], int],
     value_bytes: int,
 ) -> Kept:
-    """What peft's layers hold for `lora.type` and `lora.dropout`, counted as what autograd saves of one.
+    """Bytes that peft's layers hold for `lora.type` and `lora.dropout`, counted as autograd saves them.
 
     DoRA: the base's output and the adapter's; while it computes its change, the changed weight and what they
     are made of. LoKr: the change, as large as the weight. Dropout: the input that is left, and its mask. A
     plain LoRA of a higher rank than was counted: the inner values, and of layers that share an input their
     right sides in one matrix, which is mostly zeros.
     """
-    expression, blocks, beyond = re.compile(pattern), dict[str, int](), 0
-    adapted = {name: size for name, size in linears.items() if expression.fullmatch(name)}
+    adapted, beyond = _adapted(linears, pattern), 0
     siblings = Counter((name.rpartition(".")[0], size, tokens_of(name)) for name, size in adapted.items())
+    layers: dict[str, int] = {}
     for name, (out, into) in adapted.items():
         tokens, kept = tokens_of(name), 0
         if lora.type == "lora":
@@ -94,15 +120,13 @@ def kept_bytes(
             beyond = max(beyond, 3 * out * into * value_bytes)
         if lora.dropout:
             kept += tokens * into * (value_bytes + 1)
-        block = BLOCK.match(name)
-        key = "" if block is None else block[1]
-        blocks[key] = blocks.get(key, 0) + kept
-    outside = blocks.pop("", 0)
+        layers[name] = kept
     largest: dict[str, int] = {}
-    for key, size in blocks.items():
-        stack = key.rpartition(".")[0]
+    inside = {block: sum(kept.values()) for block, kept in by_block(layers).items()}
+    for block, size in inside.items():
+        stack = block.rpartition(".")[0]
         largest[stack] = max(largest.get(stack, 0), size)
-    return Kept(blocks=largest, beyond=beyond + outside)
+    return largest, beyond + sum(layers.values()) - sum(inside.values())
 
 
 def plain_path(config: RunConfig) -> str:

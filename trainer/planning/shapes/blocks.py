@@ -1,4 +1,4 @@
-"""A model's stacks of repeated blocks, and which of their blocks wait in host memory."""
+"""A model's stacks of repeated blocks and its linear layers, in numbers."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 _T = TypeVar("_T")
-BLOCK = re.compile(r"(.*?\b\w+\.\d+)\.")
+Size = tuple[int, int]
+"""(out, in) of a linear layer."""
+_BLOCK = re.compile(r"(.*?\b\w+\.\d+)\.")
 """Start of a tensor's name: the outermost numbered module that it is in."""
-LEAST_LINEARS = 2
+_LEAST_LINEARS = 2
 """A numbered module with fewer linear layers is no block."""
 
 
@@ -21,7 +23,7 @@ class Linears:
 
     parameters: int = 0
     rows: int = 0
-    """Of their outputs."""
+    """Rows of their outputs."""
     largest: int = 0
     """Parameters of the largest."""
 
@@ -29,8 +31,8 @@ class Linears:
 NO_LINEARS = Linears()
 
 
-def linears_of(sizes: Iterable[tuple[int, int]]) -> Linears:
-    """Of weights (out, in)."""
+def linears_of(sizes: Iterable[Size]) -> Linears:
+    """The numbers of weights (out, in)."""
     known = list(sizes)
     each = [math.prod(size) for size in known]
     return Linears(parameters=sum(each), rows=sum(rows for rows, _ in known), largest=max(each, default=0))
@@ -49,29 +51,26 @@ class Stack:
     others: int
     """All other parameters of the block."""
     fp32: int
-    """Those of the others that the model's class keeps in fp32."""
+    """Parameters among the others that the model's class keeps in fp32."""
     modulation: Linears = NO_LINEARS
-    """Those of the others that int8 and nf4 bases quantise."""
+    """Linears among the others that int8 and nf4 bases quantise."""
 
 
 def stacks(
     shapes: Mapping[str, tuple[int, ...]],
-    quantized: Mapping[str, tuple[int, int]],
+    quantized: Mapping[str, Size],
     kept_in_fp32: Iterable[str] = (),
-    modulation: Mapping[str, tuple[int, int]] | None = None,
+    modulation: Mapping[str, Size] | None = None,
 ) -> tuple[Stack, ...]:
     """All stacks, the longest first: the order in which their blocks leave the device.
 
     `quantized` are the linears, (out, in) by name, that a quantised base holds quantised, `modulation` those
     that int8 and nf4 hold so besides.
     """
-    tensors, linears = _by_block(shapes), _by_block(quantized)
-    more = _by_block(modulation or {})
+    tensors, linears, more = by_block(shapes), linear_blocks(quantized), by_block(modulation or {})
     numbered: dict[str, list[str]] = {}
-    for name in tensors:
-        if len(linears.get(name, {})) >= LEAST_LINEARS:
-            numbered.setdefault(name.rpartition(".")[0], []).append(name)
-    kept = frozenset(kept_in_fp32)
+    for name in linears:
+        numbered.setdefault(name.rpartition(".")[0], []).append(name)
     made = []
     for stack, members in numbered.items():
         sizes = {name: sum(map(math.prod, tensors[name].values())) for name in members}
@@ -84,22 +83,29 @@ def stacks(
                 quantized=own.parameters,
                 rows=own.rows,
                 others=sizes[largest] - own.parameters,
-                fp32=sum(
-                    math.prod(shape)
-                    for tensor, shape in tensors[largest].items()
-                    if not kept.isdisjoint(tensor.split("."))
-                ),
+                fp32=fp32_parameters(tensors[largest], kept_in_fp32),
                 modulation=linears_of(more.get(largest, {}).values()),
             )
         )
     return tuple(sorted(made, key=lambda one: (-one.blocks, one.name)))
 
 
-def _by_block(sizes: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
-    """Those of repeated blocks, by block and name."""
+def fp32_parameters(shapes: Mapping[str, tuple[int, ...]], kept: Iterable[str]) -> int:
+    """Parameters of the tensors with one of these words in their names, which stay fp32 in a bf16 run."""
+    words = frozenset(kept)
+    return sum(math.prod(shape) for name, shape in shapes.items() if not words.isdisjoint(name.split(".")))
+
+
+def linear_blocks(linears: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
+    """Linear layers of the repeated blocks, by block and name."""
+    return {name: found for name, found in by_block(linears).items() if len(found) >= _LEAST_LINEARS}
+
+
+def by_block(named: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
+    """Values of the names that lie in a numbered module, by that module and by name."""
     found: dict[str, dict[str, _T]] = {}
-    for name, size in sizes.items():
-        block = BLOCK.match(name)
+    for name, value in named.items():
+        block = _BLOCK.match(name)
         if block is not None:
-            found.setdefault(block[1], {})[name] = size
+            found.setdefault(block[1], {})[name] = value
     return found

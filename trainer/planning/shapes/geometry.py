@@ -1,4 +1,4 @@
-"""What memory is computed from: parameters from real tensors, activations from the family."""
+"""Sizes that memory and time are predicted from: shapes of real tensors, and activations from the family."""
 
 from __future__ import annotations
 
@@ -6,19 +6,19 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal
 
 from trainer.errors import AccessError
 from trainer.files.component_shapes import Shapes, Stamp, shapes_in, stamp_of
 from trainer.files.weight_files import weight_files
 from trainer.planning.shapes.activations import Activations
-from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack, stacks
+from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Size, Stack
 
 Role = Literal["trained", "text_encoder", "vae"]
-_T = TypeVar("_T")
+TABLES = Path(__file__).parent / "tables"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,59 +31,55 @@ class ComponentGeometry:
     source: str
     """Where the shapes came from: safetensors headers, the committed table, or the meta device."""
 
+    def __hash__(self) -> int:
+        # plans are made of the same component again and again: what follows from its names is kept by it
+        return hash((self.name, self.source))
+
     @functools.cached_property
     def parameters(self) -> int:
         """Number of elements over all tensors."""
         return sum(math.prod(shape) for shape in self.shapes.values())
 
     @functools.cached_property
-    def linears(self) -> Mapping[str, tuple[int, int]]:
+    def linears(self) -> Mapping[str, Size]:
         """`linear_weights` of its shapes."""
         return linear_weights(self.shapes)
 
-    def quantized(self, high_precision: Sequence[str]) -> Mapping[str, tuple[int, int]]:
+    def quantized(self, high_precision: Sequence[str]) -> Mapping[str, Size]:
         """`quantized_linears` of its shapes."""
-        return self._known(tuple(high_precision), lambda: quantized_linears(self.linears, high_precision))
+        return _parted(self, tuple(high_precision))[1]
 
-    def matching(self, patterns: Sequence[str]) -> Mapping[str, tuple[int, int]]:
+    def matching(self, patterns: Sequence[str]) -> Mapping[str, Size]:
         """Its linears, (out, in) by name, whose whole names match one of the patterns."""
+        return _parted(self, tuple(patterns))[0]
 
-        def make() -> dict[str, tuple[int, int]]:
-            found = _matching(tuple(self.linears), "|".join(f"(?:{pattern})" for pattern in patterns))
-            return {name: size for name, size in self.linears.items() if name in found}
 
-        return self._known(("matching", *patterns), make)
+@functools.lru_cache(maxsize=64)
+def _parted(part: ComponentGeometry, patterns: tuple[str, ...]) -> tuple[dict[str, Size], dict[str, Size]]:
+    others = quantized_linears(part.linears, patterns)
+    return {name: size for name, size in part.linears.items() if name not in others}, others
 
-    def stacks(
-        self, high_precision: Sequence[str], modulation: Sequence[str], kept_in_fp32: Sequence[str]
-    ) -> tuple[Stack, ...]:
-        """`blocks.stacks` of its shapes."""
-        key = ("stacks", *high_precision, "modulation", *modulation, "fp32", *kept_in_fp32)
-        return self._known(
-            key,
-            lambda: stacks(
-                self.shapes, self.quantized(high_precision), kept_in_fp32, self.matching(modulation)
-            ),
-        )
 
-    def _known(self, key: tuple[str, ...], make: Callable[[], _T]) -> _T:
-        """What `make` gives, once: plans are made of the same component again and again."""
-        if key not in self._cache:
-            self._cache[key] = make()
-        found: _T = self._cache[key]
-        return found
+def linear_weights(shapes: Shapes) -> dict[str, Size]:
+    """(out, in) of every matrix by module name: linear layers in trained components, and the embedding of a
+    language model.
+    """
+    return {
+        name.removesuffix(".weight"): (shape[0], shape[1])
+        for name, shape in shapes.items()
+        if name.endswith(".weight") and len(shape) == 2
+    }
 
-    @functools.cached_property
-    def _cache(self) -> dict[tuple[str, ...], Any]:
-        return {}
+
+def quantized_linears(linears: Mapping[str, Size], high_precision: Sequence[str]) -> dict[str, Size]:
+    """The linears that a quantised base holds quantised: those whose names match no pattern as a whole."""
+    kept = re.compile("|".join(f"(?:{pattern})" for pattern in high_precision) or "(?!)")
+    return {name: size for name, size in linears.items() if not kept.fullmatch(name)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What `resolve` needs to know of one run's model, all of it in numbers.
-
-    Built by the caller (see `cli`), because floors below the families cannot ask them.
-    """
+    """One run's model in numbers: everything that `resolve` needs to know of it. See `run_geometry`."""
 
     components: tuple[ComponentGeometry, ...]
     lora_parameters: int
@@ -100,41 +96,41 @@ class Geometry:
     largest_quantized: int = 0
     """Parameters of the largest of those weights."""
     modulation: Linears = NO_LINEARS
-    """What int8 and nf4 bases hold quantised besides: see `Family.modulation`."""
+    """Linears that int8 and nf4 bases hold quantised besides: see `Family.modulation`."""
     fp32_parameters: int = 0
     """Parameters that the model's class keeps in fp32 in a bf16 run."""
     matmul_flops: float = 0.0
-    """Of the blocks' linear layers in one forward pass of a micro-batch with captions of usual length."""
+    """FLOP of the blocks' linear layers in one forward pass, with captions of usual length."""
     attention_flops: float = 0.0
-    """The same of attention."""
+    """FLOP of attention in that pass."""
     attention_calls: int = 0
-    """Calls of the kernel that `attention_shape_class` names, in one forward pass."""
+    """Calls of the kernel that `attention_shape_class` names, in that pass."""
     products: int = 0
     """Linear layers of the blocks."""
     usual_share: float = 1.0
-    """Tokens of such a micro-batch, as a share of those with the longest captions."""
+    """Tokens of that pass, as a share of those with the longest captions."""
     usual_parts: tuple[float, ...] = ()
     """Micro-batches of one, two ... of its samples, on average, as their shapes differ; empty: it is one."""
     pictures_known: bool = False
-    """Whether that is by the shapes of the run's pictures; else these are of six."""
+    """Whether `usual_parts` follow from the shapes of the run's pictures; else pictures are of six shapes."""
     usual_parts_alike: tuple[float, ...] = ()
-    """The same where captions are of one length: by the shapes of pictures alone."""
+    """`usual_parts` where captions are of one length: by the shapes of pictures alone."""
     usual_parts_padded: tuple[float, ...] = ()
-    """The same where captions are padded to a few lengths."""
+    """`usual_parts` where captions are padded to a few lengths."""
     blocks: int = 0
     """Repeated blocks."""
     stacks: tuple[Stack, ...] = ()
-    """They in their stacks, the longest first."""
+    """Stacks of these blocks, the longest first."""
     text_bytes_peak: int = 0
     """Activations of the text encoders while caching, in bytes."""
     vae_bytes_peak: int = 0
     """Activations of the VAE for one image of the run, whole, in bytes."""
     vae_bytes_peak_tiled: int = 0
-    """The same with tiling."""
+    """Activations of the VAE with tiling, in bytes."""
     attention_shape_class: str = ""
     """Key of the probe's verdicts on attention: heads, head width and tokens of the run."""
     matmul_shape_class: str = ""
-    """Key of those on linear layers: tokens, rows and columns."""
+    """Key of the verdicts on linear layers: tokens, rows and columns."""
     captions_vary: bool = False
     """The family's encoder does not pad captions: each has a length of its own."""
     packed: bool = False
@@ -145,124 +141,61 @@ class Geometry:
     """Bytes of its quantised weights with their scales, as they are in the files."""
 
 
-TABLES = Path(__file__).parent / "tables"
-
-
 def component_shapes(
-    folder: Path | None, family: str, roles: Mapping[str, Role], *, name: str = ""
-) -> tuple[ComponentGeometry, ...]:
-    """Shapes of the components in `roles`: safetensors headers below `folder`, or a committed table.
+    folder: Path | None, family: str, name: str, role: Role, *, base: str = ""
+) -> ComponentGeometry:
+    """Shapes of a component: safetensors headers below `folder`, or for None a committed table's.
 
-    The table is that of the full-size model, for `folder` None. `name` is what the user called the folder.
-    Raises AccessError for files that cannot be read and for components without any.
+    The table is that of the full-size model. `base` is what the user called the folder. Raises AccessError
+    for files that cannot be read and for a component without any.
     """
     if folder is None:
-        table = TABLES / f"{family}.json"
-        source = f"committed table of the full-size {family}"
-        parts = [_from_table(stamp_of([table]), part, role, source) for part, role in roles.items()]
+        found = _from_table(family, name, role)
     else:
-        source = f"safetensors headers of {name or folder}"
-        parts = [
-            _from_headers(stamp_of(weight_files(folder / part).files), part, role, source)
-            for part, role in roles.items()
-        ]
-    missing = [part.name for part in parts if not part.shapes]
-    if missing:
+        source = f"safetensors headers of {base or folder}"
+        found = _from_headers(stamp_of(weight_files(folder / name).files), name, role, source)
+    if not found.shapes:
         raise AccessError(
-            f"no weights for {', '.join(missing)}",
+            f"no weights for {name}",
             where=str(folder or TABLES / f"{family}.json"),
             remedy="the download may be incomplete: run `trainer fetch` again",
         )
-    return tuple(parts)
+    return found
 
 
-# plans are made of the same files again and again: what is read of a file stands until the file changes
-@functools.lru_cache(maxsize=64)
-def _from_table(stamp: Stamp, name: str, role: Role, source: str) -> ComponentGeometry:
-    shapes = _table(stamp).components.get(name, {})
+@functools.cache
+def _from_table(family: str, name: str, role: Role) -> ComponentGeometry:
+    shapes = read_table(TABLES / f"{family}.json").get(name, {})
+    source = f"committed table of the full-size {family}"
     return ComponentGeometry(name=name, role=role, shapes=shapes, source=source)
 
 
+# plans are made of the same files again and again: what is read of a file stands until the file changes
 @functools.lru_cache(maxsize=64)
 def _from_headers(stamp: Stamp, name: str, role: Role, source: str) -> ComponentGeometry:
     return ComponentGeometry(name=name, role=role, shapes=shapes_in(stamp), source=source)
 
 
-def read_table(path: Path) -> dict[str, Shapes]:
-    """Shapes by component from a compact table: rows of (name with {i}, shape, count)."""
-    return _table(stamp_of([path])).components
+@functools.cache
+def read_table(path: Path) -> Mapping[str, Shapes]:
+    """Shapes by component from a compact table: rows of (name with {i}, shape, count), or the words
+    FAMILY/COMPONENT where they are those of the table of another family beside it.
+    """
+    found: dict[str, Shapes] = {}
+    for component, rows in json.loads(path.read_text())["components"].items():
+        if isinstance(rows, str):
+            family, _, theirs = rows.partition("/")
+            found[component] = read_table(path.with_name(f"{family}.json"))[theirs]
+        else:
+            found[component] = {
+                pattern.replace("{i}", str(index)): tuple(shape)
+                for pattern, shape, count in rows
+                for index in range(count)
+            }
+    return found
 
 
+@functools.cache
 def kept_in_fp32(family: str) -> tuple[str, ...]:
     """Parts of tensor names that the class of the family's trained component keeps in fp32 always."""
-    return _table(stamp_of([TABLES / f"{family}.json"])).kept_in_fp32
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Table:
-    components: dict[str, Shapes]
-    kept_in_fp32: tuple[str, ...]
-
-
-@functools.lru_cache(maxsize=32)
-def _table(stamp: Stamp) -> _Table:
-    ((path, _, _),) = stamp
-    content = json.loads(path.read_text())
-    return _Table(
-        components={component: expand(rows) for component, rows in content["components"].items()},
-        kept_in_fp32=tuple(content.get("kept_in_fp32", ())),
-    )
-
-
-def expand(rows: Iterable[tuple[str, list[int], int]]) -> Shapes:
-    """Shapes from rows of (name with {i}, shape, count)."""
-    return {
-        pattern.replace("{i}", str(index)): tuple(shape)
-        for pattern, shape, count in rows
-        for index in range(count)
-    }
-
-
-def compact(shapes: Shapes) -> list[tuple[str, list[int], int]]:
-    """The rows that `expand` makes `shapes` of again: equal shapes under indices 0..n-1 become one row."""
-    groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
-    for name, shape in shapes.items():
-        found = re.search(r"(?<=\.)\d+(?=\.)", name)
-        if found is None:
-            groups.setdefault((name, shape), []).append((0, name))
-        else:
-            pattern = f"{name[: found.start()]}{{i}}{name[found.end() :]}"
-            groups.setdefault((pattern, shape), []).append((int(found[0]), name))
-    rows: list[tuple[str, list[int], int]] = []
-    for (pattern, shape), members in groups.items():
-        if sorted(index for index, _ in members) == list(range(len(members))):
-            rows.append((pattern, list(shape), len(members)))
-        else:
-            rows.extend((name, list(shape), 1) for _, name in members)
-    return rows
-
-
-def linear_weights(shapes: Shapes) -> dict[str, tuple[int, int]]:
-    """(out, in) of every matrix by module name: linear layers in trained components, and the embedding of a
-    language model.
-    """
-    return {
-        name.removesuffix(".weight"): (shape[0], shape[1])
-        for name, shape in shapes.items()
-        if name.endswith(".weight") and len(shape) == 2
-    }
-
-
-def quantized_linears(
-    sizes: Mapping[str, tuple[int, int]], high_precision: Sequence[str]
-) -> dict[str, tuple[int, int]]:
-    """(out, in), by module name, of the linear weights that a quantised base holds quantised."""
-    kept = _matching(tuple(sizes), "|".join(f"(?:{pattern})" for pattern in high_precision))
-    return {name: size for name, size in sizes.items() if name not in kept}
-
-
-@functools.lru_cache(maxsize=64)
-def _matching(names: tuple[str, ...], pattern: str) -> frozenset[str]:
-    """Those of `names` that match as a whole; an empty pattern matches none."""
-    expression = re.compile(pattern)
-    return frozenset(name for name in names if pattern and expression.fullmatch(name))
+    return tuple(json.loads((TABLES / f"{family}.json").read_text()).get("kept_in_fp32", ()))

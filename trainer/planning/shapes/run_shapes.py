@@ -7,31 +7,29 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 from trainer.config import environment
 from trainer.config.schema import RunConfig
 from trainer.data.sets.controls import control_folders
 from trainer.errors import AccessError
 from trainer.families import language
-from trainer.families.protocol import Family, Shape
+from trainer.families.family import Family
+from trainer.families.values import Shape
 from trainer.files.component_shapes import packed_size, stored_as
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import read_config
-from trainer.planning.shapes.activations import Activations, Units, activations, counted
-from trainer.planning.shapes.adapters import Kept
-from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack, linears_of
+from trainer.planning.shapes.activations import Activations, Kept, Units, activations, counted
+from trainer.planning.shapes.adapters import planned_adapter
+from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack, fp32_parameters, linears_of, stacks
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Role, component_shapes, kept_in_fp32
 from trainer.planning.shapes.meta_shapes import SOURCE, built_shapes
 from trainer.planning.shapes.mix import padded_length
-from trainer.planning.shapes.planned_adapter import planned_adapter
-from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
-from trainer.planning.shapes.work import USUAL_MIX, Mix, Work, usual_work
+from trainer.planning.shapes.work import USUAL_MIX, Mix, with_work
 from trainer.ways.storages import VALUE_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "families" / "configs"
@@ -68,109 +66,79 @@ def run_geometry(
     Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is none.
     """
     folders, components = _components(family, config, model_folder, downloads=downloads)
-    trained = next(part for part in components if part.role == "trained")
+    trained = components[0]
     model_config = component_config(family, folders[trained.name], trained.name)
     shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
-    packed = _packed(family, config, trained, folders[trained.name])
     attention = family.attention_shape(model_config, shape)
-    repeated = _stacks(family, trained, dtype)
-    adapter = planned_adapter(family, config, trained, attention, shape, sources)
-    eager, compiled = _activations(family, config, model_config, shape, repeated, adapter.kept)
+    kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
+    repeated = _stacks(trained, family.high_precision, family.modulation, kept)
+    parameters, layers, adapter = planned_adapter(family, config, trained, attention, shape, sources)
+    eager, compiled = _activations(family, config, model_config, shape, repeated, adapter)
+    packed, modulation, stored, stored_bytes = _packed(family, config, trained, folders[trained.name])
     vae, vae_tiled = _vae_peaks(family, config, folders, shape.bytes_per_value)
     geometry = Geometry(
         components=components,
-        lora_parameters=adapter.parameters,
-        quantized_parameters=packed.linears.parameters,
-        quantized_rows=packed.linears.rows,
-        stored_as=packed.stored_as,
-        stored_bytes=packed.stored_bytes,
+        lora_parameters=parameters,
+        lora_layers=layers,
+        quantized_parameters=packed.parameters,
+        quantized_rows=packed.rows,
+        largest_quantized=packed.largest,
+        modulation=modulation,
+        stored_as=stored,
+        stored_bytes=stored_bytes,
         activations=eager,
         activations_compiled=compiled,
-        modulation=packed.modulation,
-        largest_quantized=packed.linears.largest,
-        fp32_parameters=_kept_in_fp32(family, trained) if dtype != "fp32" else 0,
+        fp32_parameters=fp32_parameters(trained.shapes, kept),
         stacks=repeated,
         captions_vary=family.caption is not None,
         packed=family.packed_by is not None,
         text_bytes_peak=_text_peak(components, config.data.max_sequence_length, shape.bytes_per_value),
         vae_bytes_peak=vae,
         vae_bytes_peak_tiled=vae_tiled,
-        attention_shape_class=shape_class(attention),
-        matmul_shape_class=matmul_shape_class(attention),
     )
-    work = usual_work(family, config, model_config, trained, shape, mix)
-    return _with_work(geometry, work, adapter.layers)
+    return with_work(geometry, family, config, model_config, trained, shape, mix)
 
 
-def _with_work(geometry: Geometry, work: Work, lora_layers: int) -> Geometry:
-    return dataclasses.replace(
-        geometry,
-        lora_layers=lora_layers,
-        matmul_flops=work.matmul_flops,
-        attention_flops=work.attention_flops,
-        attention_calls=work.attention_calls,
-        products=work.products,
-        usual_share=work.share,
-        usual_parts=work.parts,
-        usual_parts_alike=work.parts_alike,
-        usual_parts_padded=work.parts_padded,
-        pictures_known=work.pictures_known,
-        blocks=work.blocks,
-    )
-
-
-class _Packed(NamedTuple):
-    """What is or can be stored in fewer bits, and how files store it."""
-
-    linears: Linears
-    modulation: Linears
-    stored_as: str
-    stored_bytes: int
-
-
-def _longest_caption(config: RunConfig, family: Family) -> int:
-    """Most text tokens of a sample, padded where the family's encoder does not."""
-    longest = config.data.max_sequence_length
-    if family.caption is None:
-        return longest
-    shown = _controls(config, family) * _CONTROL_TOKENS if family.text_sees_controls else 0
-    return padded_length(longest + shown)
+@functools.lru_cache(maxsize=64)
+def _stacks(
+    trained: ComponentGeometry,
+    high_precision: tuple[str, ...],
+    modulation: tuple[str, ...],
+    kept: tuple[str, ...],
+) -> tuple[Stack, ...]:
+    """The repeated blocks of the trained component."""
+    return stacks(trained.shapes, trained.quantized(high_precision), kept, trained.matching(modulation))
 
 
 def _packed(
-    family: Family,
-    config: RunConfig,
-    trained: ComponentGeometry,
-    model_folder: Path | None,
-) -> _Packed:
+    family: Family, config: RunConfig, trained: ComponentGeometry, model_folder: Path | None
+) -> tuple[Linears, Linears, str, int]:
+    """(linears that can be stored in fewer bits, modulation, how files store these and in how many bytes)."""
     packed = linears_of(trained.quantized(family.high_precision).values())
     modulation = linears_of(trained.matching(family.modulation).values())
     if model_folder is None or config.model.weights == "random":
-        return _Packed(packed, modulation, "", 0)
+        return packed, modulation, "", 0
     folder = model_folder / family.trained_component
     stored, stored_bytes = stored_as(folder), 0
     if stored and weight_files(folder).state == "complete":
         parameters, stored_bytes = packed_size(folder)  # whichever layers these are
         packed, modulation = dataclasses.replace(packed, parameters=parameters), NO_LINEARS
-    return _Packed(packed, modulation, stored, stored_bytes)
+    return packed, modulation, stored, stored_bytes
 
 
 def run_shape(config: RunConfig, family: Family, *, bytes_per_value: int) -> Shape:
     """One micro-batch of the run; buckets of other aspects have about the same area."""
+    tokens, controls = config.data.max_sequence_length, _controls(config, family)
+    if family.caption is not None:  # captions are not padded by the family's encoder
+        tokens = padded_length(tokens + (controls * _CONTROL_TOKENS if family.text_sees_controls else 0))
     return Shape(
         batch_size=config.train.train_batch_size,
         width=config.data.resolution,
         height=config.data.resolution,
-        text_tokens=_longest_caption(config, family),
+        text_tokens=tokens,
         bytes_per_value=bytes_per_value,
-        controls=_controls(config, family),
+        controls=controls,
     )
-
-
-def _stacks(family: Family, trained: ComponentGeometry, dtype: str) -> tuple[Stack, ...]:
-    """The repeated blocks of the trained component."""
-    kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
-    return trained.stacks(family.high_precision, family.modulation, kept)
 
 
 def _activations(
@@ -181,25 +149,20 @@ def _activations(
     repeated: Sequence[Stack],
     adapter: Kept,
 ) -> tuple[Activations, Activations]:
-    """What a micro-batch holds, eager and compiled, from the family's counts."""
+    """Activations of a micro-batch, eager and compiled, from the family's counts."""
     linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
-    more = 0.0
-    if family.sample_kind == "conversation":
-        more = language.more_values(model_config, linear_inputs=linear_inputs)
-    eager, compiled = (
-        activations(
-            counted(family.counted_as(model_config)),
-            {stack.name: stack.blocks for stack in repeated},
-            activation_units(family, model_config, shape),
-            compiled=compiled,
-            linear_inputs=linear_inputs,
-            more=more,
-            head=head_bytes(family, model_config, shape),
-            adapter=adapter,
-        )
-        for compiled in (False, True)
+    talks = family.sample_kind == "conversation"
+    planned = functools.partial(
+        activations,
+        counted(family.counted_as(model_config)),
+        {stack.name: stack.blocks for stack in repeated},
+        activation_units(family, model_config, shape),
+        linear_inputs=linear_inputs,
+        more=language.more_values(model_config, linear_inputs=linear_inputs) if talks else 0.0,
+        head=head_bytes(family, model_config, shape),
+        adapter=adapter,
     )
-    return eager, compiled
+    return planned(compiled=False), planned(compiled=True)
 
 
 def activation_units(family: Family, model_config: Mapping[str, Any], shape: Shape) -> Units:
@@ -207,10 +170,7 @@ def activation_units(family: Family, model_config: Mapping[str, Any], shape: Sha
     attention = family.attention_shape(model_config, shape)
     width = model_config.get("hidden_size", attention.heads * attention.head_width)
     value = width * shape.bytes_per_value
-    return Units(
-        every=attention.batch_size * attention.tokens * value,
-        captions=shape.batch_size * shape.text_tokens * value,
-    )
+    return attention.batch_size * attention.tokens * value, shape.batch_size * shape.text_tokens * value
 
 
 def head_bytes(family: Family, model_config: Mapping[str, Any], shape: Shape) -> int:
@@ -221,16 +181,6 @@ def head_bytes(family: Family, model_config: Mapping[str, Any], shape: Shape) ->
     return int(tokens * model_config["vocab_size"] * _LOGIT_BYTES)
 
 
-def _kept_in_fp32(family: Family, trained: ComponentGeometry) -> int:
-    """Parameters that stay fp32 in a bf16 run, because the model's class says so."""
-    kept = set(kept_in_fp32(family.name))
-    return sum(
-        math.prod(shape)
-        for name, shape in (trained.shapes.items() if kept else ())
-        if not kept.isdisjoint(name.split("."))
-    )
-
-
 def _controls(config: RunConfig, family: Family) -> int:
     """Most control images of a sample: one for each folder, else as many as metadata.jsonl may name."""
     folders = (control_folders(one.control_dir) for one in config.data.sets)
@@ -238,7 +188,7 @@ def _controls(config: RunConfig, family: Family) -> int:
 
 
 def roles(family: Family) -> dict[str, Role]:
-    """What each component with weights is for."""
+    """Each component with weights and what it is for, first what trains."""
     found: dict[str, Role] = {family.trained_component: "trained"}
     found.update({name: "text_encoder" for name in family.encoder_components.get("text", ())})
     found.update({name: "vae" for name in family.encoder_components.get("latents", ())})
@@ -267,7 +217,7 @@ def component_config(family: Family, model_folder: Path | None, component: str) 
 def _components(
     family: Family, config: RunConfig, model_folder: Path | None, *, downloads: bool
 ) -> tuple[Mapping[str, Path | None], tuple[ComponentGeometry, ...]]:
-    """(the folder that each component with weights is below, their sizes)."""
+    """(the folder that each component with weights is below, their sizes, first of what trains)."""
     folders = {name: _folder(model_folder, name, downloads) for name in roles(family)}
     sizes = (
         _component(family, config, folders[name], name, role, downloads=downloads)
@@ -280,17 +230,17 @@ def _component(
     family: Family, config: RunConfig, model_folder: Path | None, name: str, role: Role, *, downloads: bool
 ) -> ComponentGeometry:
     """One component: headers of the files that are loaded, else what its config says."""
-    table = functools.partial(component_shapes, None, family.name, {name: role})
+    table = functools.partial(component_shapes, None, family.name, name, role)
     if model_folder is None:
-        return table()[0]
+        return table()
     scratch = config.model.weights == "random"
     folder = model_folder / name
     # files of what trains from nothing are not read, and need not fit its config
     read = not (scratch and role == "trained")
     found = weight_files(folder)
     if read and found.state == "complete":
-        source = config.model.pretrained_model_name_or_path
-        return component_shapes(model_folder, family.name, {name: role}, name=source)[0]
+        base = config.model.pretrained_model_name_or_path
+        return component_shapes(model_folder, family.name, name, role, base=base)
     if read and found.state == "partial" and not downloads:
         raise AccessError(found.lacking, where=str(folder), remedy="copy the missing files into the folder")
     lacking = f", because {found.lacking} of {name}" if read and found.state == "partial" else ""
@@ -300,8 +250,7 @@ def _component(
     keys = [key for key in ({**ours, **theirs} if scratch else ours) if not key.startswith("_")]
     differing = [key for key in keys if theirs.get(key) != ours.get(key)]
     if not differing:
-        (whole,) = table()
-        return dataclasses.replace(whole, source=whole.source + lacking)
+        return dataclasses.replace(table(), source=table().source + lacking) if lacking else table()
     if not scratch and not downloads:
         raise AccessError(
             f"no .safetensors file to read sizes from, and the config differs from {family.title}'s in"

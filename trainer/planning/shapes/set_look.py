@@ -1,6 +1,6 @@
-"""What is seen of a data set at a glance: its samples by their names, and some pictures' sizes.
+"""A data set at a glance: its samples by their names, and some pictures' sizes.
 
-Nothing is checked, and nothing is decoded: what cannot be read the run tells.
+No file is checked, no picture decoded: the run tells which cannot be read.
 """
 
 from __future__ import annotations
@@ -10,16 +10,14 @@ import itertools
 import os
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.config.schema import DataSet
 from trainer.data.pictures.buckets import Size, buckets, nearest_bucket
-from trainer.data.pictures.images import claimed_size
 from trainer.data.sets.controls import control_folders, pair_controls, without_controls
 from trainer.data.sets.listing import list_folder
 from trainer.data.sets.metadata import read_metadata
-from trainer.families.protocol import Family
+from trainer.families.family import Family
 from trainer.planning.shapes.mix import Pictures
 
 _MOST_LOOKED_AT = 200
@@ -32,16 +30,10 @@ Sample = tuple[Path, ...]
 Sets = tuple[DataSet, ...]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Seen:
-    """A sample that was looked at."""
-
-    sizes: tuple[Size, ...]
-    """Of its picture and its control images, in pixels."""
-    weight: float
-    """Samples of the set that it stands for."""
-    repeats: int
-    """How often each of them comes in an epoch."""
+Seen = tuple[tuple[Size, ...], float, int]
+"""A sample that was looked at: the sizes of its picture and its control images in pixels, how many samples of
+the set it stands for, and how often each of these comes in an epoch.
+"""
 
 
 def samples(sets: Sets, family: Family) -> tuple[tuple[Sample, ...], ...] | None:
@@ -55,7 +47,7 @@ def seen(sets: Sets, family: Family) -> tuple[Seen, ...]:
 
 
 def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Pictures:
-    """Of the shapes that samples come in at this resolution, how many samples have each.
+    """The shapes that samples come in at this resolution, and how many samples have each.
 
     Control images are counted as if they came into buckets too.
     """
@@ -64,10 +56,10 @@ def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Picture
     sizes = buckets(resolution, multiple)
     numbers: dict[tuple[Size, ...], int] = {}
     weights: dict[tuple[int, int], float] = {}
-    for one in looked:
-        shape = tuple(nearest_bucket(*size, sizes) for size in one.sizes)
-        key = numbers.setdefault(shape, len(numbers)), one.repeats
-        weights[key] = weights.get(key, 0.0) + one.weight
+    for pictures, weight, repeats in looked:
+        shape = tuple(nearest_bucket(*size, sizes) for size in pictures)
+        key = numbers.setdefault(shape, len(numbers)), repeats
+        weights[key] = weights.get(key, 0.0) + weight
     return tuple((shape, max(1, round(weight)), repeats) for (shape, repeats), weight in weights.items())
 
 
@@ -111,6 +103,8 @@ def _of_set(
 
 @functools.lru_cache(maxsize=8)
 def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ...]:
+    from trainer.data.pictures.images import claimed_size
+
     found = []
     for one, every in zip(sets, _samples(sets, controls, stamp) or (), strict=False):
         # by chance: names often take turns
@@ -120,7 +114,7 @@ def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ..
         if not known:
             return ()
         weight = len(every) / len(known)
-        found += [Seen(sizes=row, weight=weight, repeats=one.repeats) for row in known]
+        found += [(row, weight, one.repeats) for row in known]
     return tuple(found)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from trainer.families.protocol import AttentionShape
+from trainer.families.values import AttentionShape
 
 
 def shape_class(shape: AttentionShape) -> str:

@@ -1,0 +1,1 @@
+"""The development package that measures: one module a subject."""

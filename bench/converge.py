@@ -1,0 +1,167 @@
+"""Whether faster settings learn what bf16 learns: the same run under each, loss by loss and tensor by tensor.
+
+    python -m bench converge --steps 300
+    python -m bench converge train_configs/flux1_dev_lora.yaml --base BASE --blocks 4,8
+
+Each setting trains with the same seed, so the same samples, noise and noise levels come in the same order, in
+a process of its own, some side by side. All are compared with the first, bf16 as diffusers wrote it: the mean
+loss of the first and of the last fifty steps (a base of less precision predicts worse from the start: does it
+learn less too?), how far single losses are apart, and the cosines of the final adapters and of their
+gradients (the optimizer's first moments: the mean of the last ten or so).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench import arguments as types
+from bench import jobs, processes
+from trainer.cli.options import load_config
+from trainer.engine.records import checkpoint
+from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
+
+PLAIN = ("features.compile=false", "features.weights=bf16", "features.compute=bf16")
+COMPILED = ("features.compile=true", "features.weights=bf16", "features.compute=bf16")
+SETTINGS: Mapping[str, Sequence[str]] = {
+    "bf16 eager": (*PLAIN, "features.attention=math"),
+    "bf16 eager, another seed": (*PLAIN, "features.attention=math", "train.seed=1"),
+    "attention flash": (*PLAIN, "features.attention=flash"),
+    "attention efficient": (*PLAIN, "features.attention=efficient"),
+    "attention cudnn": (*PLAIN, "features.attention=cudnn"),
+    "attention cudnn_strided": (*PLAIN, "features.attention=cudnn_strided"),
+    "attention flash_attn_4": (*PLAIN, "features.attention=flash_attn_4"),
+    "compiled": COMPILED,
+    "compiled, budget 0.4": (*COMPILED, "features.activation_budget=0.4"),
+    "fp8": ("features.compile=true", "features.compute=fp8"),
+    "fp8 eager": ("features.compile=false", "features.compute=fp8"),
+    "int8": ("features.compile=true", "features.weights=int8"),
+    "nf4": ("features.compile=true", "features.weights=nf4"),
+}
+"""What the rows are called, and the overrides that make them; the others are compared with the first."""
+_PART = 50
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Train under every setting; print a line of JSON each."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if options.blocks and not options.base:
+        parser.error("--blocks cuts the base that --base names: give both")
+    names = list(dict.fromkeys([next(iter(SETTINGS)), *(options.settings or SETTINGS)]))
+    with tempfile.TemporaryDirectory(prefix="converge-", dir=options.work) as scratch:
+        folder = Path(scratch)
+        overrides = _common(options, folder)
+        runs = processes.side_by_side(
+            lambda name, environ: _train(options.config, name, overrides, folder, environ),
+            names,
+            jobs=options.jobs,
+        )
+        if "problem" in runs[0]:
+            print(f"{names[0]}: {runs[0]['problem']}", file=sys.stderr)
+            return 1
+        rows = [{"setting": name, **_compared(run, runs[0])} for name, run in zip(names, runs, strict=True)]
+    for row in rows:
+        print(json.dumps(row), flush=True)
+    types.write_rows(options.record, rows)
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = types.command_parser("converge", __doc__, types.listed("settings", SETTINGS))
+    parser.add_argument("config", type=Path, nargs="?", default=Path("train_configs/quickstart.yaml"))
+    parser.add_argument("--steps", type=types.positive, default=300)
+    parser.add_argument("--base", type=Path, help="in place of the configuration's, with random weights")
+    parser.add_argument("--blocks", type=types.counts, help="cut that base: its blocks of each kind, 4,8")
+    parser.add_argument(
+        "--settings",
+        action="append",
+        choices=list(SETTINGS),
+        metavar="SETTING",
+        help="one of those below, and the first; may be given several times",
+    )
+    types.add_common(parser, "--set", "--jobs", "--record", "--work")
+    return parser
+
+
+def _common(options: argparse.Namespace, folder: Path) -> list[str]:
+    """Overrides of every run: one length, one line a step, no previews, bf16."""
+    overrides = [
+        f"train.max_train_steps={options.steps}",
+        f"checkpoint.checkpointing_steps={options.steps}",
+        "train.log_every_steps=1",
+        "model.dtype=bf16",
+        "validation.prompts=[]",
+        f"validation.every_steps={options.steps}",
+        f"data.cache_dir={folder / 'cache'}",
+    ]
+    if options.base:
+        base = types.require_base(options.base, "--base")
+        if options.blocks:
+            family = load_config((options.config,)).config.family
+            base = jobs.cut_base(family, base, folder / "base", options.blocks)
+        overrides += [f"model.pretrained_model_name_or_path={base}", "model.weights=random"]
+    return [*overrides, *options.overrides]
+
+
+def _train(
+    config: Path, name: str, overrides: Sequence[str], folder: Path, environ: Mapping[str, str]
+) -> dict[str, Any]:
+    """One run: its losses, adapter and moments, or `problem`."""
+    run = folder / name.replace(" ", "_").replace(",", "")
+    command = [sys.executable, "-m", "trainer", "train", str(config), "--output", str(run)]
+    for override in (*overrides, *SETTINGS[name]):
+        command += ["--set", override]
+    runtime = {"TRAINER_RUNTIME_DIR": str(folder / f"{run.name}.runtime")}
+    ended = processes.run(command, {**environ, **runtime}, folder / f"{run.name}.txt")
+    lines = ended.said.strip().splitlines()
+    if ended.code:
+        return {"problem": next((line for line in lines if "error:" in line), f"exit code {ended.code}")}
+    last = checkpoint.steps_on_disk(run / "checkpoints")[-1]
+    return {
+        "losses": [row["loss"] for row in read_metrics(run / METRICS_LOG) if "loss" in row],
+        "adapter": checkpoint.read_group(last, "weights", "cpu"),
+        "moments": {
+            name: tensor
+            for name, tensor in checkpoint.read_group(last, "optimizer", "cpu").items()
+            if name.endswith("/exp_avg")
+        },
+        "proved": any("Proved" in line for line in lines),
+    }
+
+
+def _compared(run: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+    """Figures of a run beside those of the reference."""
+    if "problem" in run:
+        return {"problem": run["problem"]}
+    pairs = list(zip(run["losses"], reference["losses"], strict=True))
+    apart = [abs(ours - theirs) / theirs for ours, theirs in pairs]
+    first, last = (
+        [statistics.fmean(one["losses"][part]) for one in (run, reference)]
+        for part in (slice(_PART), slice(-_PART, None))
+    )
+    return {
+        "steps": len(pairs),
+        "first_loss_ratio": round(first[0] / first[1], 5),
+        "last_loss": round(last[0], 5),
+        "last_loss_ratio": round(last[0] / last[1], 5),
+        "mean_apart": round(statistics.fmean(apart), 6),
+        "most_apart": round(max(apart), 6),
+        "adapter_cosine": round(_cosine(run["adapter"], reference["adapter"]), 5),
+        "gradient_cosine": round(_cosine(run["moments"], reference["moments"]), 5),
+        "proved": run["proved"],
+    }
+
+
+def _cosine(left: Mapping[str, torch.Tensor], right: Mapping[str, torch.Tensor]) -> float:
+    names = sorted(left)
+    one, other = (torch.cat([part[name].double().flatten() for name in names]) for part in (left, right))
+    return float(torch.nn.functional.cosine_similarity(one, other, dim=0).item())

@@ -1,0 +1,286 @@
+"""What one more block of a model keeps for backward, counted on a GPU: the calculator's figures.
+
+    python -m bench count flux1_dev=BASE qwen_image=BASE --jobs 4 --table
+
+In each mode the first blocks of a full-width model are trained, one more at a time, on a synthetic batch.
+Printed are the bytes that are held after the forward pass and at the highest point of forward and backward,
+beyond what was held before, for each number of blocks of each stack. --table writes them, in units of tokens
+x width, into trainer/planning/shapes/activations.json. Several GPUs, and with --jobs several runs on one,
+work side by side: other processes' memory is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from bench import arguments as types
+from bench import jobs, machine, memory, processes
+from trainer.errors import TrainerError
+from trainer.files import atomic
+from trainer.planning.shapes.activations import COUNTED_ATTENTION, COUNTS, OTHER_ATTENTION
+from trainer.planning.shapes.run_shapes import activation_units, head_bytes
+
+if TYPE_CHECKING:
+    import torch
+
+# whichever kernels were probed on the machine: what compiled blocks keep under a budget depends on it
+_ATTENTION = f"features.attention={COUNTED_ATTENTION}"
+_OTHER = "features.attention=cudnn_strided"
+_EAGER = ("features.compile=false", "features.weights=bf16", _ATTENTION)
+_COMPILED = ("features.compile=true", "features.weights=bf16", _ATTENTION)
+_KEPT, _RECOMPUTED = (f"features.activation_checkpointing={value}" for value in ("false", "true"))
+_LINEARS = ("lora.target_modules=all-linear",)
+_BUDGETS = {"bf16": (0.8, 0.6, 0.4, 0.2), "int8": (0.6,), "nf4": (0.6,)}
+MODES: Mapping[str, tuple[str, ...]] = {
+    "eager": (*_EAGER, _KEPT),
+    "eager, all linears": (*_EAGER, _KEPT, *_LINEARS),
+    "eager, recomputed": (*_EAGER, _RECOMPUTED),
+    "compiled": (*_COMPILED, _KEPT),
+    "compiled, all linears": (*_COMPILED, _KEPT, *_LINEARS),
+    "compiled, recomputed": (*_COMPILED, _RECOMPUTED),
+    "compiled, recomputed outside": (*_COMPILED, "features.block_swap=1"),
+    **{
+        f"compiled, {'' if weights == 'bf16' else f'{weights}, '}{kernel}budget {share}": (
+            "features.compile=true",
+            f"features.weights={weights}",
+            attention,
+            f"features.activation_budget={share}",
+        )
+        for kernel, attention in (("", _ATTENTION), (f"{OTHER_ATTENTION}, ", _OTHER))
+        for weights, shares in _BUDGETS.items()
+        for share in shares
+    },
+    # larger shares are planned as those of bf16
+    f"compiled, fp8, {OTHER_ATTENTION}, budget 0.2": (
+        *("features.compile=true", "features.weights=fp8", "features.compute=fp8"),
+        *(_OTHER, "features.activation_budget=0.2"),
+    ),
+}
+"""What the rows are called, and the overrides that make them."""
+_NEEDED = ("eager", "eager, recomputed", "compiled", "compiled, recomputed")
+"""Without which a family has no entry."""
+_WARM_UP = 2
+
+
+class _List(NamedTuple):
+    """A stack of blocks in the model."""
+
+    path: str
+    parent: Any
+    name: str
+    blocks: Any
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Count; print a line of JSON for each family and mode."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    if not options.families:
+        parser.error("name what to count: FAMILY=BASE")
+    table = json.loads(COUNTS.read_text())
+    if options.table and options.modes and not set(_NEEDED) <= set(options.modes):
+        new = [family for family, _ in options.families if "ways" not in table.get(family, {})]
+        if new:
+            parser.error(f"--table needs these modes of {', '.join(new)}: {', '.join(_NEEDED)}")
+    cases = [
+        memory.Case(family, types.require_base(base, f"{family}={base}"), mode, MODES[mode])
+        for family, base in options.families
+        for mode in options.modes or MODES
+    ]
+    machine.require_gpu(remedy="use a machine with one")
+    rows = processes.side_by_side(_row, cases, jobs=options.jobs)
+    types.write_rows(options.record, rows)
+    if options.table:
+        for family in dict.fromkeys(case.family for case in cases):
+            found = [row for row in rows if row["family"] == family and "counted" in row]
+            known = table.get(family, {})
+            if found and set(_NEEDED) <= {row["mode"] for row in found} | known.get("ways", {}).keys():
+                table[family] = merged(known, table_entry(found, known))
+        atomic.write_text(COUNTS, table_text(table))
+    missing = [f"{row['family']}, {row['mode']}" for row in rows if "counted" not in row]
+    if missing:
+        print(f"not counted: {'; '.join(missing)}", file=sys.stderr)
+    return int(bool(missing))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = types.command_parser("count", __doc__, types.listed("modes", MODES))
+    parser.add_argument("families", nargs="*", type=types.family_base, metavar="FAMILY=BASE")
+    parser.add_argument(
+        "--modes", action="append", choices=list(MODES), metavar="MODE", help="one of those below, only it"
+    )
+    types.add_common(parser, "--tokens", "--jobs", "--record")
+    parser.add_argument("--table", action="store_true", help="write trainer/planning/shapes/activations.json")
+    return parser
+
+
+def _row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
+    """One mode's row, and a line on stdout."""
+    row = counted_row(case, environ)
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def counted_row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
+    """One mode, counted in a child; `refused` or `failed` where it could not be."""
+    row: dict[str, Any] = {"family": case.family, "mode": case.setting}
+    with tempfile.TemporaryDirectory(prefix="count-") as scratch:
+        folder = Path(scratch)
+        keys = jobs.block_counts(case.family, case.base)
+        try:
+            loaded, plan = memory.planned(case._replace(blocks=(2,) * len(keys)), folder)
+        except TrainerError as error:
+            return {**row, "refused": str(error)}
+        given = {"spec": jobs.write_job(loaded, plan, folder), "tokens": case.tokens}
+        ended = processes.call(count, given, plan.child_environment(environ), folder / "log.txt")
+    return {**row, **(ended.answer or {"failed": ended.said.strip()[-300:]})}
+
+
+def count(spec: str, tokens: int) -> dict[str, Any]:
+    """In the child: build, and count with one block of each kind, and with one more of each."""
+    import torch
+
+    from bench import steps
+    from trainer.engine.building.build import build
+
+    context = jobs.make_context(spec)
+    built = build(context)
+    forward = steps.make_forward(context, built, tokens)
+    lists = list(block_lists(built.model, context.family.blocks))
+    ones = [1] * len(lists)
+    cuts = [ones, *([*ones[:kind], 2, *ones[kind + 1 :]] for kind in range(len(lists)))]
+    counted = {}
+    for cut in cuts:
+        for one, number in zip(lists, cut, strict=True):
+            one.parent._modules[one.name] = torch.nn.ModuleList(list(one.blocks)[:number])
+        for _ in range(_WARM_UP):
+            _held(forward)
+        counted[",".join(map(str, cut))] = _held(forward)
+    model_config = context.source.component_config(context.family.trained_component)
+    shape = steps.shape_of(context, tokens)
+    every, captions = activation_units(context.family, model_config, shape)
+    return {
+        "stacks": [one.path for one in lists],
+        "units": {"every": every, "captions": captions},
+        "head": head_bytes(context.family, model_config, shape),
+        "counted": counted,
+    }
+
+
+def block_lists(model: torch.nn.Module, kinds: Sequence[str]) -> Iterator[_List]:
+    """Every list of repeated blocks, in the model's order."""
+    import torch
+
+    for path, parent in list(model.named_modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, torch.nn.ModuleList) and type(child[0]).__name__ in kinds:
+                yield _List(f"{path}.{name}".lstrip("."), parent, name, child)
+
+
+def _held(forward: Callable[[], torch.Tensor]) -> dict[str, int]:
+    """Bytes held after a forward pass, and the most, beyond what is held without."""
+    import torch
+
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    loss = forward()
+    kept = torch.cuda.memory_allocated() - before
+    loss.backward()
+    return {"kept": kept, "peak": torch.cuda.max_memory_allocated() - before}
+
+
+def table_entry(
+    rows: Sequence[Mapping[str, Any]], known: Mapping[str, Any] = MappingProxyType({})
+) -> dict[str, Any]:
+    """A family's entry of activations.json from the rows of its modes; `known` is the one that it has.
+
+    `beside`, by stack, are values that a block keeps of each token of the caption besides: they are not
+    counted apart, but written into the entry by hand, and are left out of the counts.
+    What is held beyond a block's activations cannot be seen where a language model's head holds more: there
+    it is taken from the mode that recomputes.
+    """
+    by_mode, beside = {row["mode"]: row for row in rows}, known.get("beside", {})
+    some = rows[0]
+    captions = known["captions"] if "captions" in known else _captions(by_mode["eager, recomputed"])
+    ways = {}
+    for mode, row in by_mode.items():
+        every, more = row["units"]["every"], _more(row)
+        beyond: float = _beyond(row)
+        if row["head"] and "recomputed" not in mode and beyond < 1.1 * row["head"]:
+            style = mode.partition(",")[0]
+            if f"{style}, recomputed" in by_mode:
+                beyond = _beyond(by_mode[f"{style}, recomputed"]) - max(_more(by_mode[style]))
+            else:
+                beyond = known["ways"][style]["beyond"] * every
+        units = [row["units"]["captions" if name in captions else "every"] for name in row["stacks"]]
+        left = [0.0 if "recomputed" in mode else beside.get(name, 0.0) for name in row["stacks"]]
+        more = [size - part * row["units"]["captions"] for size, part in zip(more, left, strict=True)]
+        if "recomputed" in mode:
+            beyond -= max(beside.values(), default=0.0) * row["units"]["captions"]
+        ways[mode] = {
+            "fixed": round((_ones(row)["kept"] - sum(_more(row))) / every, 3),
+            "blocks": [round(size / unit, 3) for size, unit in zip(more, units, strict=True)],
+            "beyond": round(beyond / every, 3),
+        }
+    return {
+        "stacks": list(some["stacks"]),
+        "captions": captions,
+        "beside": dict(beside),
+        "ways": ways,
+    }
+
+
+def _captions(recomputed: Mapping[str, Any]) -> list[str]:
+    """Stacks whose blocks see the caption alone: their input is smaller."""
+    units = recomputed["units"]
+    return [
+        name
+        for name, more in zip(recomputed["stacks"], _more(recomputed), strict=True)
+        if more < (units["captions"] + units["every"]) / 2
+    ]
+
+
+def _beyond(row: Mapping[str, Any]) -> int:
+    return max(held["peak"] - held["kept"] for cut, held in row["counted"].items() if "2" in cut)
+
+
+def _ones(row: Mapping[str, Any]) -> Mapping[str, int]:
+    """What one block of each stack holds."""
+    ones: Mapping[str, int] = row["counted"][",".join("1" for _ in row["stacks"])]
+    return ones
+
+
+def _more(row: Mapping[str, Any]) -> list[int]:
+    """What one more block of each stack keeps."""
+    numbers = range(len(row["stacks"]))
+    cuts = [",".join("2" if number == kind else "1" for number in numbers) for kind in numbers]
+    return [row["counted"][cut]["kept"] - _ones(row)["kept"] for cut in cuts]
+
+
+def merged(known: Mapping[str, Any], entry: Mapping[str, Any]) -> dict[str, Any]:
+    """A family's entry with newly counted modes over those that it had."""
+    return {**entry, "ways": {**known.get("ways", {}), **entry["ways"]}}
+
+
+def table_text(table: Mapping[str, Any]) -> str:
+    """activations.json with a line for each mode."""
+    texts = []
+    for name, entry in sorted(table.items()):
+        order = sorted(entry["ways"], key=list(MODES).index)
+        ways = ",\n".join(f"   {json.dumps(way)}: {json.dumps(entry['ways'][way])}" for way in order)
+        texts.append(
+            f" {json.dumps(name)}: {{\n"
+            f'  "stacks": {json.dumps(entry["stacks"])},\n'
+            f'  "captions": {json.dumps(entry["captions"])},\n'
+            f'  "beside": {json.dumps(entry["beside"])},\n'
+            f'  "ways": {{\n{ways}\n  }}\n }}'
+        )
+    return "{\n" + ",\n".join(texts) + "\n}\n"

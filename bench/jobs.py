@@ -1,0 +1,107 @@
+"""Training jobs without a supervisor and a data set: their files, their context, bases cut to some blocks."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from bench import arguments as types
+from trainer import families
+from trainer.config.reading.load import Loaded, dump, load
+from trainer.engine.spec import Spec, read_spec, write_spec
+from trainer.errors import AccessError, ConfigError
+from trainer.planning.plan import Plan
+from trainer.planning.render import plan_from_json, plan_to_json
+
+if TYPE_CHECKING:
+    from trainer.engine.context import Context
+
+BLOCK_KEYS = ("num_layers", "num_single_layers", "num_visual_blocks", "num_text_blocks", "num_hidden_layers")
+"""Keys of a model's config.json that count its repeated blocks, in the order of `--blocks`."""
+
+
+def write_job(loaded: Loaded, plan: Plan, folder: Path) -> Path:
+    """Write a training job whose files all lie in `folder`; gives the path of its spec."""
+    (folder / "config.yaml").write_text(dump(loaded.config))
+    (folder / "runtime").mkdir(exist_ok=True)
+    spec = Spec(
+        mode="train",
+        config_file=str(folder / "config.yaml"),
+        plan_text=plan_to_json(plan),
+        runtime_dir=str(folder / "runtime"),
+        cache_dir=str(folder / "cache"),
+    )
+    write_spec(spec, folder / "spec.json")
+    return folder / "spec.json"
+
+
+def make_context(spec_path: str) -> Context:
+    """The context of a run as `trainer.engine` makes it, without supervisor and data set."""
+    from trainer.engine.context import Context, apply_backend_settings
+    from trainer.modeling.base.source import resolve_source
+    from trainer.modeling.quiet import quiet_libraries
+    from trainer.telemetry.status import StatusWriter
+    from trainer.telemetry.stop import StopFlag
+
+    spec = read_spec(Path(spec_path))
+    known: dict[str, dict[str, Any]] = {name: {} for name in families.names()}
+    config = load([Path(spec.config_file)], family_defaults=known, environ={}).config
+    quiet_libraries()
+    family = families.get(config.family)
+    context = Context(
+        config=config,
+        plan=plan_from_json(spec.plan_text),
+        family=family,
+        source=resolve_source(config, families.components(family), trained=family.trained_component),
+        cache_dir=Path(spec.cache_dir),
+        status=StatusWriter(Path(spec.runtime_dir)),
+        stop=StopFlag(),
+        say=lambda line: print(line, file=sys.stderr),
+    )
+    apply_backend_settings(context)
+    return context
+
+
+def cut_base(family_name: str, base: Path, folder: Path, counts: Sequence[int]) -> Path:
+    """A copy of a base model's configs whose trained component has `counts` blocks of each kind.
+
+    Raises as `block_keys`.
+    """
+    keys = block_keys(family_name, base, counts)
+    shutil.copytree(base, folder, ignore=shutil.ignore_patterns("*.safetensors", "*.safetensors.index.json"))
+    path = folder / families.get(family_name).trained_component / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | dict(zip(keys, counts, strict=False))))
+    return folder
+
+
+def block_keys(family_name: str, base: Path, counts: Sequence[int]) -> list[str]:
+    """The keys by which a base's trained component counts its blocks, one for each of `counts` at least.
+
+    Raises AccessError where there is no such base, ConfigError for more counts than keys.
+    """
+    keys = list(block_counts(family_name, base))
+    if len(counts) > len(keys):
+        raise ConfigError(
+            f"{len(counts)} counts, but {family_name} counts {', '.join(keys) or 'no blocks'}",
+            where="--blocks",
+            remedy="give as many numbers as there are kinds of blocks, or fewer",
+        )
+    return keys
+
+
+def block_counts(family_name: str, base: Path) -> dict[str, int]:
+    """Repeated blocks of a base's trained component by the key that counts them.
+
+    Raises AccessError without a base.
+    """
+    path = types.require_base(base, "--blocks") / families.get(family_name).trained_component / "config.json"
+    if not path.is_file():
+        raise AccessError(
+            "there is no such file", where=str(path), remedy=f"is this a base of {family_name}?"
+        )
+    config = json.loads(path.read_text())
+    return {key: int(config[key]) for key in BLOCK_KEYS if key in config}

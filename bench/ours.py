@@ -1,0 +1,259 @@
+"""Steps of the real training loop: a small data set, `trainer train`, its metrics.jsonl. No torch.
+
+Seen from outside besides: when the first step was logged, and device memory in use.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import yaml
+
+from bench import machine, processes
+from bench.processes import GIB, REPOSITORY, Ended
+from trainer import families
+from trainer.config import environment
+from trainer.families.values import Shape
+from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
+
+# `auto` compiles only runs that are long enough to gain by it, which a measurement is not
+OURS: dict[str, Mapping[str, Any]] = {
+    "ours": {"compile": True},
+    "ours-bf16": {"weights": "bf16", "compute": "bf16", "compile": True},
+    "ours-fp8": {"weights": "fp8", "compute": "fp8", "compile": True},
+    "ours-int8": {"weights": "int8", "compile": True},
+    "ours-nf4": {"weights": "nf4"},
+}
+"""The `features` that each variant asks for; everything else is the plan's choice."""
+_PICTURES, _CONVERSATIONS = 4, 64
+_PAUSE_SECONDS = 0.25
+# asking the driver takes its lock: seldom enough not to be seen in a step
+_MEMORY_EVERY = 8
+_WORDS = ("amber", "bridge", "cloud", "desert", "ember", "forest", "garden", "harbour", "island", "jungle")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Job:
+    """What is the same for every variant of one command."""
+
+    family: str
+    base: Path
+    resolution: int
+    batch: int
+    rank: int
+    tokens: int
+    steps: int
+    warmup: int
+    overrides: tuple[str, ...]
+    """Further KEY=VALUE for `--set`, of ours only."""
+
+    @property
+    def shape(self) -> Shape:
+        """One step's batch."""
+        return Shape(
+            batch_size=self.batch,
+            width=self.resolution,
+            height=self.resolution,
+            text_tokens=self.tokens,
+            bytes_per_value=2,
+            controls=families.get(self.family).control_counts[0],
+        )
+
+
+def write_data_set(family_name: str, folder: Path, *, resolution: int, tokens: int) -> dict[str, Any]:
+    """Write pictures (or conversations) of the run's size; gives the entry of `data.sets`.
+
+    A caption has more words than the run takes tokens, so that each is cut to the same length.
+    """
+    family, words = families.get(family_name), random.Random(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    if family.sample_kind == "conversation":
+        path = folder / "chat.jsonl"
+        path.write_text("".join(_conversation(words, tokens // 12) for _ in range(_CONVERSATIONS)))
+        return {"chat_file": str(path)}
+    from PIL import Image
+
+    kinds = ["pictures", *(["controls"] if family.control_counts[0] else [])]
+    for kind in kinds:
+        (folder / kind).mkdir(exist_ok=True)
+        for number in range(_PICTURES):
+            noise = Image.frombytes("RGB", (16, 16), words.randbytes(16 * 16 * 3))
+            noise.resize((resolution, resolution)).save(folder / kind / f"{number}.png")
+    for number in range(_PICTURES):
+        caption = " ".join(words.choice(_WORDS) for _ in range(tokens + 8))
+        (folder / "pictures" / f"{number}.txt").write_text(caption)
+    sets = {"img_dir": str(folder / "pictures")}
+    return sets | ({"control_dir": str(folder / "controls")} if len(kinds) > 1 else {})
+
+
+def _conversation(words: random.Random, length: int) -> str:
+    """One line of a chat file, of about `length` words in all."""
+    half = max(1, words.randint(length // 2, length) // 2)
+    texts = [" ".join(words.choice(_WORDS) for _ in range(half)) for _ in range(2)]
+    messages = [{"role": "user", "content": texts[0]}, {"role": "assistant", "content": texts[1]}]
+    return json.dumps({"messages": messages}) + "\n"
+
+
+def layer(job: Job, variant: str, data_set: Mapping[str, Any], cache_dir: Path) -> dict[str, Any]:
+    """The configuration that is laid over the family's shipped one."""
+    steps = job.steps + job.warmup
+    return {
+        "model": {"pretrained_model_name_or_path": str(job.base.resolve()), "weights": "random"},
+        "data": {
+            "resolution": job.resolution,
+            "max_sequence_length": job.tokens,
+            "caption_dropout_rate": 0.0,
+            "cache_dir": str(cache_dir),
+            "sets": [dict(data_set)],
+        },
+        "lora": {"rank": job.rank, "alpha": job.rank, "target_modules": "attention"},
+        "train": {
+            "max_train_steps": steps,
+            "train_batch_size": job.batch,
+            "gradient_accumulation_steps": 1,
+            "lr_warmup_steps": 0,
+            "log_every_steps": 1,
+        },
+        "features": dict(OURS[variant]),
+        "validation": {"prompts": [], "control_images": [], "held_out": 0, "every_steps": steps + 1},
+        "checkpoint": {"checkpointing_steps": steps + 1},
+    }
+
+
+def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = False) -> dict[str, Any]:
+    """One run in processes of its own; gives its figures, `problem` where it did not end well.
+
+    `folder` must be new; data set and encoded samples lie in `shared`. With `memory` the driver is asked what
+    is in use.
+    """
+    folder.mkdir(parents=True)
+    data_set = write_data_set(job.family, shared / "data", resolution=job.resolution, tokens=job.tokens)
+    content = layer(job, variant, data_set, shared / "cache")
+    (folder / "layer.yaml").write_text(yaml.safe_dump(content))
+    run = folder / "run"
+    command = [sys.executable, "-m", "trainer", "train", *configs(job, folder), "--output", str(run)]
+    for override in job.overrides:
+        command += ["--set", override]
+    runtime = {"TRAINER_RUNTIME_DIR": str(folder / "runtime"), "TRAINER_METRICS_PORT": str(_free_port())}
+    with Watch(run / METRICS_LOG, memory=memory) as watch:
+        ended = processes.run(command, {**environment.snapshot(), **runtime}, folder / "log.txt")
+    if ended.code:
+        return problem(ended)
+    rows = read_metrics(run / METRICS_LOG)
+    return {
+        **figures(rows, job.steps),
+        **planned(run / "plan.json"),
+        "host_gib": ended.host_gib,
+        "first_step_seconds": watch.first_step_seconds,
+        "device_gib": watch.device_gib,
+    }
+
+
+def problem(ended: Ended) -> dict[str, Any]:
+    """What is recorded of a run that failed; its last words go to stderr."""
+    print("\n".join(ended.said.strip().splitlines()[-12:]), file=sys.stderr)
+    return {"problem": f"exit code {ended.code}"}
+
+
+def configs(job: Job, folder: Path) -> list[str]:
+    """Configuration files of a run, the lowest layer first."""
+    return [str(REPOSITORY / "train_configs" / f"{job.family}_lora.yaml"), str(folder / "layer.yaml")]
+
+
+def figures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
+    """Milliseconds of the last `steps` steps and peak memory, from the rows of a metrics.jsonl.
+
+    Raises ValueError where a row stands for several steps, or there are too few.
+    """
+    trained = [row for row in rows if "seconds_per_step" in row]
+    numbers = [row["step"] for row in trained]
+    if numbers != list(range(1, len(numbers) + 1)) or len(numbers) < steps:
+        raise ValueError(f"the log has lines for steps {numbers}, not one for each of {steps} or more")
+    result: dict[str, Any] = {"times": [1e3 * row["seconds_per_step"] for row in trained[-steps:]]}
+    peak = max(row.get("device_memory_peak_bytes", 0) for row in trained)
+    if peak:
+        result["allocated_gib"] = peak / GIB
+        # runs of older versions logged what was held at the log steps only
+        held = ("device_memory_reserved_peak_bytes", "device_memory_reserved_bytes")
+        result["reserved_gib"] = max(row.get(name, 0) for row in trained for name in held) / GIB
+    return result
+
+
+def planned(path: Path) -> dict[str, Any]:
+    """What the plan of a run predicted and decided."""
+    plan = json.loads(path.read_text())
+    names: tuple[str, ...] = ("weights", "compile", "attention", "activation_checkpointing")
+    if plan["compute"] == "fp8":
+        names += ("weight_copies",)
+    if plan["modulation"]:
+        names += ("modulation",)
+    chosen = [f"{name.replace('_', ' ')} {_word(plan[name])}" for name in names]
+    if plan["recomputed_blocks"]:
+        chosen.append(f"the first {plan['recomputed_blocks']} blocks recomputed")
+    if plan["swapped_blocks"]:
+        chosen.append(f"{plan['swapped_blocks']} blocks wait in host memory")
+    if plan["activation_budget"] != 1.0:
+        chosen.append(f"activation budget {plan['activation_budget']}")
+    result: dict[str, Any] = {"settings": ", ".join(chosen), "precision": plan["compute"]}
+    if plan["device"] != "cpu":
+        result["planned_gib"] = sum(row["bytes"] for row in plan["train_memory"]) / GIB
+    return result
+
+
+def _word(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _free_port() -> int:
+    """A port for the run's server, which is part of what is measured: another run may hold the usual one."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        return int(one.getsockname()[1])
+
+
+class Watch:
+    """A thread that looks while the block of its `with` statement runs."""
+
+    def __init__(self, log: Path, *, memory: bool = False) -> None:
+        self.first_step_seconds: float | None = None
+        """From the start until the log had a line, to a quarter of a second; None where it never had."""
+        self.device_gib: float | None = None
+        """Most memory of the GPU in use, by the driver, asked every two seconds; None if it was not asked."""
+        self._log, self._memory = log, memory
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._look, daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._started = time.monotonic()
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        looked = 0
+        while not self._done.wait(_PAUSE_SECONDS):
+            if self.first_step_seconds is None and self._log.is_file() and self._log.stat().st_size:
+                self.first_step_seconds = time.monotonic() - self._started
+            if self._memory and looked % _MEMORY_EVERY == 0:
+                self._ask()
+            looked += 1
+
+    def _ask(self) -> None:
+        found = machine.read_gpu()
+        if found is not None and found[0].used_mib is not None:
+            self.device_gib = max(self.device_gib or 0.0, found[0].used_mib / 1024)

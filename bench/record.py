@@ -1,0 +1,171 @@
+"""Records of measurements: docs/benchmarks/*.json, from which docs/benchmarks.md is written. No torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bench.machine import Machine
+from bench.processes import REPOSITORY
+from trainer.errors import DataError
+
+FOLDER = REPOSITORY / "docs" / "benchmarks"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """One variant of a step. None: not measured. Memory is peak GiB, `host` that of the training process."""
+
+    variant: str
+    family: str
+    precision: str
+    """What frozen layers multiply in: bf16, fp8, int8."""
+    settings: str
+    """What else parts it from the other rows, for people; may be empty."""
+    resolution: int
+    """Pixels; 0 for a language model."""
+    batch: int
+    rank: int
+    tokens: int
+    """Text tokens of a sample; tokens of a row for a language model."""
+    milliseconds: float | None = None
+    """Median over all steps of all rounds; one step is `batch` samples."""
+    fastest: float | None = None
+    slowest: float | None = None
+    steps: int = 0
+    round_medians: tuple[float, ...] = ()
+    samples_per_second: float | None = None
+    allocated_gib: float | None = None
+    reserved_gib: float | None = None
+    planned_gib: float | None = None
+    host_gib: float | None = None
+    device_gib: float | None = None
+    """Most device memory that the driver showed in use, from start to end, encoding included."""
+    first_steps: tuple[float, ...] = ()
+    """Seconds from the start of the command to the first step's line in the log, round by round."""
+    busy_fraction: float | None = None
+    """Union of kernel times over wall time, from a profile of further steps."""
+    copy_share: float | None = None
+    floor_milliseconds: float | None = None
+    problem: str = ""
+    """Why there are no figures."""
+
+    @property
+    def share_of_floor(self) -> float | None:
+        """Floor over measured time: 1.0 would be nothing but products at their measured rates."""
+        if self.floor_milliseconds is None or self.milliseconds is None:
+            return None
+        return self.floor_milliseconds / self.milliseconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Record:
+    """One file: rows that were measured together, alternating on one machine."""
+
+    title: str
+    text: str
+    """Paragraphs above the table, as Markdown."""
+    machine: Machine
+    command: str
+    rows: tuple[Row, ...]
+    ceilings: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Rates that the floors were computed with, 1e12 operations a second."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Table:
+    """One file of a measurement that is no training step: cells as they are printed."""
+
+    title: str
+    text: str
+    machine: Machine
+    command: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+def merge(row: Row, samples: Sequence[Mapping[str, Any]]) -> Row:
+    """`row` with the figures of its rounds, each what one process printed, or with the problem of one."""
+    problems = [str(sample["problem"]) for sample in samples if sample.get("problem")]
+    if problems or not samples:
+        return dataclasses.replace(row, problem=problems[0] if problems else "not run")
+    times = [float(time) for sample in samples for time in sample["times"]]
+    median = statistics.median(times)
+    return dataclasses.replace(
+        row,
+        milliseconds=round(median, 1),
+        fastest=round(min(times), 1),
+        slowest=round(max(times), 1),
+        steps=len(times),
+        round_medians=tuple(round(statistics.median(sample["times"]), 1) for sample in samples),
+        samples_per_second=round(1e3 * row.batch / median, 2),
+        allocated_gib=_largest(samples, "allocated_gib", 1),
+        reserved_gib=_largest(samples, "reserved_gib", 1),
+        planned_gib=_largest(samples, "planned_gib", 1),
+        host_gib=_largest(samples, "host_gib", 1),
+        device_gib=_largest(samples, "device_gib", 1),
+        first_steps=tuple(
+            round(float(sample["first_step_seconds"]), 1)
+            for sample in samples
+            if sample.get("first_step_seconds") is not None
+        ),
+        busy_fraction=_largest(samples, "busy_fraction", 3),
+        copy_share=_largest(samples, "copy_share", 4),
+        settings=next((str(sample["settings"]) for sample in samples if "settings" in sample), row.settings),
+    )
+
+
+def _largest(samples: Sequence[Mapping[str, Any]], key: str, digits: int) -> float | None:
+    values = [float(sample[key]) for sample in samples if sample.get(key) is not None]
+    return round(max(values), digits) if values else None
+
+
+def to_json(record: Record | Table) -> str:
+    """Sorted keys, so that a diff shows what changed; values that were not measured are left out."""
+    content = dataclasses.asdict(record)
+    if isinstance(record, Record):
+        rows = content["rows"]
+        content["rows"] = [
+            {key: value for key, value in row.items() if value not in (None, ())} for row in rows
+        ]
+    return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def from_json(text: str, where: str) -> Record | Table:
+    """What `to_json` wrote, or a table of another command. Raises DataError naming `where`."""
+    try:
+        content = json.loads(text)
+        machine = Machine(**content.pop("machine"))
+        if "columns" in content:
+            cells = tuple(tuple(map(str, row)) for row in content.pop("rows"))
+            return Table(**{**content, "columns": tuple(content["columns"])}, rows=cells, machine=machine)
+        rows = tuple(
+            Row(**{**row, **{name: tuple(row.get(name, ())) for name in ("round_medians", "first_steps")}})
+            for row in content.pop("rows")
+        )
+        return Record(**content, rows=rows, machine=machine)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(
+            f"it is not a record of measurements: {type(error).__name__}: {error}",
+            where=where,
+            remedy="`python -m bench train --record` writes them; keep other files elsewhere",
+        ) from error
+
+
+def read_records(folder: Path = FOLDER) -> dict[str, Record | Table]:
+    """All records of a folder by the stem of their file, in its order. Raises DataError as `from_json`."""
+    if not folder.is_dir():
+        raise DataError(
+            "there is no such folder",
+            where=str(folder),
+            remedy=f"the records are in {FOLDER.relative_to(REPOSITORY)}",
+        )
+    return {
+        path.stem: from_json(path.read_text(encoding="utf-8"), str(path))
+        for path in sorted(folder.glob("*.json"))
+    }

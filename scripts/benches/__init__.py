@@ -1,1 +1,0 @@
-"""What scripts/bench.py measures: one module a subject."""

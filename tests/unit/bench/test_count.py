@@ -1,0 +1,104 @@
+"""activations.json from what was counted."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from bench import count
+from trainer.planning.shapes.activations import COUNTS
+
+
+def row(mode: str, stacks: dict[str, int], *, fixed: int, beyond: int, head: int = 0) -> dict[str, Any]:
+    """Counts of one and two blocks, where each keeps so many bytes."""
+
+    def held(numbers: list[int]) -> dict[str, int]:
+        kept = fixed + sum(number * size for number, size in zip(numbers, stacks.values(), strict=True))
+        return {"kept": kept, "peak": kept + max(beyond, head)}
+
+    ones = [1] * len(stacks)
+    cuts = [ones, *([*ones[:kind], 2, *ones[kind + 1 :]] for kind in range(len(ones)))]
+    return {
+        "family": "a",
+        "mode": mode,
+        "stacks": list(stacks),
+        "units": {"every": 1000, "captions": 100},
+        "head": head,
+        "counted": {",".join(map(str, cut)): held(cut) for cut in cuts},
+    }
+
+
+def test_an_entry_has_units_of_the_tokens_that_blocks_see() -> None:
+    entry = count.table_entry(
+        [
+            row("eager", {"text": 1700, "image": 24000}, fixed=1000, beyond=7000),
+            row("eager, recomputed", {"text": 100, "image": 1000}, fixed=2000, beyond=30000),
+        ]
+    )
+    assert entry == {
+        "stacks": ["text", "image"],
+        "captions": ["text"],
+        "beside": {},
+        "ways": {
+            "eager": {"fixed": 1.0, "blocks": [17.0, 24.0], "beyond": 7.0},
+            "eager, recomputed": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 30.0},
+        },
+    }
+
+
+def test_what_a_head_hides_is_taken_from_recomputed_blocks() -> None:
+    entry = count.table_entry(
+        [
+            row("eager", {"layers": 19000}, fixed=1000, beyond=8000, head=24000),
+            row("eager, all linears", {"layers": 23000}, fixed=1000, beyond=8000, head=24000),
+            row("eager, recomputed", {"layers": 1000}, fixed=3000, beyond=27500, head=24000),
+        ]
+    )
+    beyond = {way: found["beyond"] for way, found in entry["ways"].items()}
+    assert beyond == {"eager": 8.5, "eager, all linears": 8.5, "eager, recomputed": 27.5}
+
+
+def test_the_committed_table_is_as_the_command_writes_it() -> None:
+    text = COUNTS.read_text()
+    assert count.table_text(json.loads(text)) == text
+
+
+def test_new_modes_are_written_over_the_old_ones() -> None:
+    known = {"stacks": ["a"], "captions": [], "ways": {"eager": {"fixed": 1}, "compiled": {"fixed": 2}}}
+    entry = {"stacks": ["a"], "captions": [], "ways": {"eager": {"fixed": 3}}}
+    found = count.merged(known, entry)["ways"]
+    assert found == {"eager": {"fixed": 3}, "compiled": {"fixed": 2}}
+    assert count.merged({"like": "b"}, entry) == entry
+
+
+def test_values_of_captions_are_left_out_of_the_counts() -> None:
+    entry = count.table_entry(
+        [
+            row("eager", {"image": 24400}, fixed=1000, beyond=7000),
+            row("eager, recomputed", {"image": 1000}, fixed=2000, beyond=30400),
+        ],
+        {"beside": {"image": 4.0}},
+    )
+    assert entry["beside"] == {"image": 4.0}
+    assert entry["ways"]["eager"] == {"fixed": 1.0, "blocks": [24.0], "beyond": 7.0}
+    assert entry["ways"]["eager, recomputed"] == {"fixed": 2.0, "blocks": [1.0], "beyond": 30.0}
+
+
+def test_one_mode_alone_is_added_to_what_is_known() -> None:
+    """With the family's own stacks of captions, and what its head hides."""
+    known = {
+        "stacks": ["text", "image"],
+        "captions": ["text"],
+        "beside": {"image": 4.0},
+        "ways": {"compiled": {"fixed": 1.0, "blocks": [9.0, 14.0], "beyond": 8.5}},
+    }
+    new = row("compiled, int8, budget 0.6", {"text": 200, "image": 2400}, fixed=1000, beyond=15000)
+    entry = count.merged(known, count.table_entry([new], known))
+    assert entry == known | {
+        "ways": {
+            **known["ways"],
+            "compiled, int8, budget 0.6": {"fixed": 1.0, "blocks": [2.0, 2.0], "beyond": 15.0},
+        }
+    }
+    hidden = row("compiled, nf4, budget 0.6", {"text": 200, "image": 2400}, fixed=1000, beyond=9, head=24000)
+    assert count.table_entry([hidden], known)["ways"]["compiled, nf4, budget 0.6"]["beyond"] == 8.5

@@ -1,0 +1,169 @@
+"""Filling the cache: only what is missing, one kind of encoder at a time, resumable at every sample."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.data.pictures import record
+from trainer.engine.caching.entries import Entry, LatentsEntry, TextEntry, latents_entry, text_entry
+from trainer.engine.caching.fill import FillReport, fill
+from trainer.engine.caching.store import Cache
+from trainer.errors import DivergedError, StoppedError
+
+PARTS = {"encoder": "tiny", "dtype": "fp32"}
+TEXTS = [text_entry(caption, PARTS) for caption in ("", "a cat", "a dog")]
+IMAGES = [latents_entry(record(index), PARTS) for index in range(4)]
+ENTRIES: list[Entry] = [*IMAGES, *TEXTS]
+
+
+class Encoders:
+    """Records which encoders were loaded, in which order, and what they encoded."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+
+    @contextlib.contextmanager
+    def open(self, kind: str) -> Iterator[Encoders]:
+        self.events.append(f"load {kind}")
+        try:
+            yield self
+        finally:
+            self.events.append(f"free {kind}")
+
+    def __call__(self, entry: Entry) -> Mapping[str, torch.Tensor]:
+        self.events.append(entry.caption if isinstance(entry, TextEntry) else entry.record.identifier)
+        return {"value": torch.full((3,), float(len(self.events)))}
+
+
+def run(
+    cache: Cache, entries: list[Entry], *, stop_after: int = 1000, verify: bool = False
+) -> tuple[Encoders, FillReport]:
+    encoders, left = Encoders(), [stop_after]
+
+    def stop_check() -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            raise StoppedError("asked to stop")
+
+    report = fill(
+        cache, entries, encoders.open, stop_check=stop_check, on_progress=lambda *_: None, verify=verify
+    )
+    return encoders, report
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Cache:
+    return Cache(tmp_path, "family")
+
+
+def test_texts_first_then_latents_never_both(cache: Cache) -> None:
+    encoders, report = run(cache, ENTRIES)
+    assert encoders.events == [
+        "load text", "", "a cat", "a dog", "free text",
+        "load latents", "0/0.png", "0/1.png", "0/2.png", "0/3.png", "free latents",
+    ]  # fmt: skip
+    assert report == FillReport(reused=0, encoded=7, damaged=0)
+
+
+def test_a_full_cache_loads_nothing(cache: Cache) -> None:
+    run(cache, ENTRIES)
+    encoders, report = run(cache, ENTRIES)
+    assert encoders.events == []
+    assert report == FillReport(reused=7, encoded=0, damaged=0)
+
+
+def test_equal_entries_are_encoded_once(cache: Cache) -> None:
+    encoders, report = run(cache, [*TEXTS, *TEXTS])
+    assert encoders.events.count("a cat") == 1
+    assert report.encoded == 3
+
+
+@pytest.mark.parametrize("stop_after", range(14))
+def test_stopped_anywhere_the_next_run_encodes_the_rest(cache: Cache, stop_after: int) -> None:
+    # seven entries are looked at once, and each of them asked for once more before it is encoded
+    with pytest.raises(StoppedError):
+        run(cache, ENTRIES, stop_after=stop_after)
+    there = {entry.key for entry in ENTRIES if cache.has(entry.kind, entry.key)}
+    _, report = run(cache, ENTRIES)
+    assert report == FillReport(reused=len(there), encoded=7 - len(there), damaged=0)
+    assert all(cache.has(entry.kind, entry.key) for entry in ENTRIES)
+
+
+def test_a_stop_frees_the_encoders(cache: Cache) -> None:
+    encoders = Encoders()
+    calls = iter(range(100))
+
+    def stop_check() -> None:
+        if next(calls) == 4:
+            raise StoppedError("asked to stop")
+
+    with pytest.raises(StoppedError):
+        fill(cache, ENTRIES, encoders.open, stop_check=stop_check, on_progress=lambda *_: None)
+    assert encoders.events == ["load text", "", "free text"]
+
+
+def test_progress_counts_every_entry_of_a_kind(cache: Cache) -> None:
+    run(cache, [TEXTS[1]])
+    seen: list[tuple[str, int, int]] = []
+    fill(
+        cache,
+        ENTRIES,
+        Encoders().open,
+        stop_check=lambda: None,
+        on_progress=lambda kind, done, total: seen.append((kind, done, total)),
+    )
+    assert seen == [("text", n, 3) for n in (1, 2, 3)] + [("latents", n, 4) for n in (1, 2, 3, 4)]
+
+
+def test_a_cut_entry_is_named_and_encoded_again(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
+    run(cache, ENTRIES)
+    path = cache.path("text", TEXTS[1].key)
+    path.write_bytes(path.read_bytes()[:-3])
+    with caplog.at_level(logging.WARNING):
+        encoders, report = run(cache, ENTRIES)
+    assert encoders.events == ["load text", "a cat", "free text"]
+    assert report == FillReport(reused=6, encoded=1, damaged=1)
+    assert str(path) in caplog.text and "caption 'a cat'" in caplog.text
+    assert cache.read("text", TEXTS[1].key)["value"].tolist() == [2.0] * 3
+
+
+def test_verify_finds_changed_tensors(cache: Cache) -> None:
+    run(cache, ENTRIES)
+    path = cache.path("latents", IMAGES[2].key)
+    path.write_bytes(path.read_bytes()[:-1] + b"\x01")
+    assert run(cache, ENTRIES)[1].damaged == 0
+    encoders, report = run(cache, ENTRIES, verify=True)
+    assert encoders.events == ["load latents", "0/2.png", "free latents"]
+    assert report.damaged == 1
+
+
+def test_values_that_are_not_finite_are_never_cached(cache: Cache) -> None:
+    @contextlib.contextmanager
+    def broken(kind: str) -> Iterator[object]:
+        yield lambda entry: {"mean": torch.tensor([1.0, float("nan")])}
+
+    with pytest.raises(DivergedError, match=r"0\.png.*`mean`"):
+        fill(cache, IMAGES, broken, stop_check=lambda: None, on_progress=lambda *_: None)  # type: ignore[arg-type]
+    assert not any(cache.has(entry.kind, entry.key) for entry in IMAGES)
+
+
+def test_keys_follow_the_content_and_not_the_name() -> None:
+    first = record(0)
+    renamed = replace(first, path=Path("/elsewhere/b.png"), identifier="1/b.png", caption="other", repeats=5)
+
+    def key(item: object) -> str:
+        return latents_entry(item, PARTS).key  # type: ignore[arg-type]
+
+    assert key(renamed) == key(first)
+    assert key(replace(first, content_sha256="f" * 64)) != key(first)
+    assert key(replace(first, bucket_width=80)) != key(first)
+    assert latents_entry(first, {**PARTS, "dtype": "bf16"}).key != key(first)
+    assert text_entry("a", PARTS).key != text_entry("a", {**PARTS, "dtype": "bf16"}).key
+    assert isinstance(IMAGES[0], LatentsEntry) and IMAGES[0].name == "/set/0.png"

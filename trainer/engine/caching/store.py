@@ -1,0 +1,209 @@
+"""Encoded samples on disk, one file an entry, named by everything that its tensors depend on.
+
+`<cache directory>/<family>/<kind>/<2 hex>/<key>.safetensors`, outside the data set. Entries are written whole
+or not at all, so a run that is killed at any point leaves valid entries, and temporary files that nothing
+reads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainer.data.entry_file import (
+    DamagedFileError,
+    read_header,
+    read_safetensors,
+    verify,
+    write_safetensors,
+)
+from trainer.errors import ConfigError, DataError, StorageError
+from trainer.files import atomic
+
+if TYPE_CHECKING:
+    import torch
+
+_SUFFIX = ".safetensors"
+_ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
+_STALE_NAME = re.compile(r"\.[0-9a-f]{64}\.safetensors\..*\.tmp")
+_STALE_AFTER_SECONDS = 3600.0
+MISSING = "it is gone"
+"""Told of an entry that is not there."""
+# Python's own objects for one entry of two tensors
+_OBJECT_BYTES = 2048
+_MOVE = "move it away, or remove it, and start again"
+# in /proc a folder that cannot be made "does not exist"
+_NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENOENT})
+
+
+class DamagedEntryError(DataError):
+    """A cache entry is not what was written. It was removed: the next run encodes it again."""
+
+
+def entry_key(kind: str, parts: Mapping[str, str]) -> str:
+    """The name of an entry: a hash of its kind and of everything that its tensors depend on."""
+    text = json.dumps({"kind": kind, "parts": dict(parts)}, sort_keys=True, separators=(",", ":"))
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+class Cache:
+    """The entries of one family in a cache directory, and as many of those read as `keep_bytes` has room for.
+
+    What was read first is kept: a shuffled epoch reads every entry once, so making room for the newest would
+    throw out what comes next. `read` may be called from several threads.
+    """
+
+    def __init__(self, directory: Path, family_name: str, *, keep_bytes: int = 0) -> None:
+        self.directory = directory
+        self.folder = directory / family_name
+        self._kept: dict[tuple[str, str], Mapping[str, torch.Tensor]] = {}
+        self._room_bytes = keep_bytes
+        self._lock = threading.Lock()
+
+    def path(self, kind: str, key: str) -> Path:
+        """Where an entry is kept."""
+        return self.folder / kind / key[:2] / f"{key}{_SUFFIX}"
+
+    def has(self, kind: str, key: str) -> bool:
+        """Whether the entry is there, with a valid header and the right size; its tensors are not read."""
+        return self.damage(kind, key, thorough=False) is None
+
+    def damage(self, kind: str, key: str, *, thorough: bool) -> str | None:
+        """The fault of an entry, `MISSING`, or None; `thorough` reads all of it."""
+        path = self.path(kind, key)
+        try:
+            with _reading(path):
+                if read_header(path).metadata != {"kind": kind, "key": key}:
+                    return "it belongs to another entry"
+                if thorough:
+                    verify(path)
+        except DamagedFileError as error:
+            return str(error)
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # `write` says what is in the way
+            return MISSING
+        return None
+
+    def header(self, kind: str, key: str) -> dict[str, tuple[int, ...]]:
+        """Shapes of the entry's tensors by name, without torch. Raises DamagedEntryError."""
+        try:
+            return dict(read_header(self.path(kind, key)).shapes)
+        except (DamagedFileError, FileNotFoundError) as error:
+            raise self._damaged(kind, key, error) from error
+
+    def held_bytes(self, entries: Collection[tuple[str, str]]) -> int:
+        """Memory that these entries, (kind, key), take once they are read."""
+        # a file has a header besides the tensors, which is more than rounding
+        return sum(_OBJECT_BYTES + self.path(*entry).stat().st_size for entry in entries)
+
+    def read(self, kind: str, key: str) -> Mapping[str, torch.Tensor]:
+        """The entry's tensors on the CPU, compared with their checksum: not to be changed, they may be kept.
+
+        Raises DamagedEntryError, StorageError.
+        """
+        kept = self._kept.get((kind, key))
+        if kept is not None:
+            return kept
+        path = self.path(kind, key)
+        try:
+            with _reading(path):
+                tensors = read_safetensors(path)
+        except (DamagedFileError, FileNotFoundError) as error:
+            raise self._damaged(kind, key, error) from error
+        size = _OBJECT_BYTES + sum(tensor.nbytes for tensor in tensors.values())
+        with self._lock:
+            if size <= self._room_bytes and (kind, key) not in self._kept:
+                self._room_bytes -= size
+                self._kept[kind, key] = tensors
+        return tensors
+
+    def remove_damaged(
+        self, entries: Iterable[tuple[str, str]], on_entry: Callable[[], None]
+    ) -> list[DamagedEntryError]:
+        """Read these entries, (kind, key), and remove the damaged ones; `on_entry` runs before each, and may
+        raise. Gives an error for each that is damaged or gone.
+        """
+        found = []
+        for kind, key in entries:
+            on_entry()
+            problem = self.damage(kind, key, thorough=True)
+            if problem is not None:
+                found.append(self._damaged(kind, key, problem))
+        return found
+
+    def write(self, kind: str, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Write an entry atomically; equal tensors give equal bytes. Raises StorageError, ConfigError."""
+        path = self.path(kind, key)
+        try:
+            with atomic.no_space_told(path):
+                path.parent.mkdir(parents=True, exist_ok=True)
+            write_safetensors(path, tensors, {"kind": kind, "key": key})
+        except (OSError, StorageError) as error:
+            cause = error.__cause__ if isinstance(error, StorageError) else error
+            code = cause.errno if isinstance(cause, OSError) else None
+            if code == errno.EISDIR:
+                raise ConfigError(
+                    "a folder stands where this entry of the cache belongs", where=str(path), remedy=_MOVE
+                ) from error
+            if code not in _NOT_WRITABLE:
+                raise
+            raise ConfigError(
+                f"the cache folder cannot be written: {os.strerror(code)}",
+                where=str(self.directory),
+                remedy="set data.cache_dir or TRAINER_CACHE_DIR to a folder that this user may write",
+            ) from error
+
+    def _damaged(self, kind: str, key: str, problem: str | Exception) -> DamagedEntryError:
+        """The error for an unusable entry, which is removed so that it is encoded again."""
+        path = self.path(kind, key)
+        path.unlink(missing_ok=True)
+        gone = problem == MISSING or isinstance(problem, FileNotFoundError)
+        return DamagedEntryError(
+            "this cache entry is gone" if gone else f"this cache entry is damaged: {problem}",
+            where=str(path),
+            remedy="start again: it is encoded anew; if this comes back, check the disk",
+        )
+
+
+@contextlib.contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Bytes that a disk cannot give back are damage like any other: the entry is encoded again."""
+    with atomic.reading_told(path):
+        try:
+            yield
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            raise DamagedFileError("the disk cannot read it") from error
+
+
+def prune(cache_dir: Path, keep: Collection[str]) -> tuple[int, int]:
+    """Remove entries whose keys are not in `keep`, and old temporary files; gives (files, bytes) removed.
+
+    Looks only at names that a cache gives, so a wrong folder loses nothing. Temporary files younger than an
+    hour may belong to a run that is writing, and stay.
+    """
+    kept = frozenset(keep)
+    files = removed_bytes = 0
+    for path in sorted(cache_dir.rglob("*")):
+        unused = _ENTRY_NAME.fullmatch(path.name) is not None and path.name.removesuffix(_SUFFIX) not in kept
+        if not unused and not _STALE_NAME.fullmatch(path.name):
+            continue
+        try:
+            facts = path.stat()
+            if not unused and time.time() - facts.st_mtime < _STALE_AFTER_SECONDS:
+                continue
+            path.unlink()
+        except FileNotFoundError:
+            continue  # another process was faster
+        files += 1
+        removed_bytes += facts.st_size
+    return files, removed_bytes
