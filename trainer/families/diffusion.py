@@ -203,7 +203,7 @@ def synthetic_batch(pipeline: Pipeline, config: Mapping[str, Any], shape: Shape,
 
 def attention_shape(pipeline: Pipeline, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
     """Joint attention over the tokens of text, target and controls, each as large as the target."""
-    images = 1 + max(pipeline.least_controls, shape.controls)
+    images = 1 + max(pipeline.least_controls, shape.controls) if pipeline.least_controls else 1
     return AttentionShape(
         batch_size=shape.batch_size,
         heads=config["num_attention_heads"],
