@@ -13,7 +13,7 @@ from trainer.machine import verdicts
 from trainer.machine.facts import Facts, ReadVerdict
 from trainer.machine.profiles import PROFILES
 from trainer.planning.choose import loading
-from trainer.planning.choose.switches import Situation
+from trainer.planning.choose.situation import Situation
 from trainer.planning.plan import Decision
 
 DISK, OTHER = "ext4 /models", "nfs4 /mnt"
