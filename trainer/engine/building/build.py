@@ -7,7 +7,6 @@ of it.
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +21,7 @@ from trainer.modeling.adapter.start_from import start_from
 from trainer.modeling.adapter.targets import target_pattern
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.attention.text_lengths import TextReader
-from trainer.modeling.base.empty import Waiting
-from trainer.modeling.base.load import load_streamed
+from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks
 from trainer.modeling.storage.quantize import QUANTIZED, Replace, count_quantized, replacer
 from trainer.modeling.storage.swap import swap_blocks, waiting_blocks
@@ -65,19 +63,23 @@ def load_base(context: Context) -> Any:
             if done == total:
                 show(100)
 
-        model = load_streamed(
+        structure = build_structure(
             family.model_class(context.source),
             context.source,
             family.trained_component,
             device=context.device,
             dtype=context.dtype,
             replace=_replacer(context),
-            on_shard=on_shard,
             fill_zeros=context.config.method == "lora",
+        )
+        count = plan.swapped_blocks
+        model: Any = fill_structure(
+            structure,
+            on_host=waiting_blocks(structure.module, family.blocks, count) if count else (),
             loader=plan.loader,
+            on_shard=on_shard,
             on_bytes=on_bytes,
             say=context.say,
-            waiting=_waiting(context),
         )
     if plan.weights in QUANTIZED:
         count, kept = count_quantized(model, plan.weights)
@@ -103,12 +105,6 @@ def _replacer(context: Context) -> Replace | None:
         copies=plan.weight_copies,
         modulation_as="int8" if plan.modulation == "int8" else "",
     )
-
-
-def _waiting(context: Context) -> Waiting | None:
-    """Which blocks of the model are loaded into host memory; None where all fit the device."""
-    count, kinds = context.plan.swapped_blocks, context.family.blocks
-    return functools.partial(waiting_blocks, kinds=kinds, count=count) if count else None
 
 
 def _swap(context: Context, model: Any) -> None:

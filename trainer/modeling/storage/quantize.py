@@ -1,25 +1,28 @@
-"""Quantised linear layers of a frozen base: int8 and fp8 with a scale a row, nf4 by bitsandbytes."""
+"""Layers of a frozen base with quantised weights: int8 and fp8 with a scale a row, nf4 by bitsandbytes.
+
+Structure comes first: `replacer` says which layer takes the place of a linear that has no values yet. Values
+come second, through `fill`, whatever they are: full precision, or nf4 bytes from a file.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal
 
 import torch
 
 from trainer.errors import AccessError, ConfigError
-from trainer.modeling.storage.nf4 import Nf4Linear, nf4_linear
-from trainer.modeling.storage.row_quantized import Kind, RowScaledLinear, from_linear, takes_fp8
+from trainer.modeling.storage.nf4 import Nf4Linear
+from trainer.modeling.storage.row_quantized import Kind, RowScaledLinear, takes_fp8
 from trainer.ways.storages import PACK_MODULATION
 
 QUANTIZED = ("int8", "fp8", "nf4")
 """Storages that are made while a base loads."""
 
-Replace = Callable[[str, torch.nn.Module], torch.nn.Module | None]
-"""Given a loaded linear's name and module, its replacement or None; called as soon as its tensors are
-there.
-"""
+Replace = Callable[[str, torch.nn.Linear], torch.nn.Module | None]
+"""Given a linear's name and the linear, without values: the layer without values in its place, or None."""
 
 
 def replacer(
@@ -31,7 +34,7 @@ def replacer(
     copies: int = 1,
     modulation_as: Literal["", "int8"] = "",
 ) -> Replace | None:
-    """The `Replace` for `load_streamed` that stores linears as the plan's `weights`; None for bf16 and fp32.
+    """The `Replace` that stores linears as the plan's `weights`; None for bf16 and fp32.
 
     int8 and fp8 have one scale a row, nf4 one a 64 values, quantised once more. All compute in the type of
     their inputs, but fp8 with `fp8_compute` in FP8, with so many `copies` of the weight. `high_precision` are
@@ -44,17 +47,16 @@ def replacer(
     keep = _any_of(high_precision)
     take, beside = _any_of(modulation if weights in PACK_MODULATION else ()), _any_of(modulation)
 
-    def replace(name: str, module: torch.nn.Module) -> torch.nn.Module | None:
-        assert isinstance(module, torch.nn.Linear), name
+    def replace(name: str, linear: torch.nn.Linear) -> torch.nn.Module | None:
         if modulation_as and beside.fullmatch(name):
-            return from_linear(module, modulation_as, fp8_compute=False, copies=1)
+            return RowScaledLinear(linear, modulation_as, fp8_compute=False, copies=1)
         kept = keep.fullmatch(name) and not take.fullmatch(name)
-        if kept or (fp8_compute and not takes_fp8(module)):
+        if kept or (fp8_compute and not takes_fp8(linear)):
             return None
         if weights == "nf4":
-            return nf4_linear(module)
+            return Nf4Linear(linear)
         kind: Kind = "fp8" if weights == "fp8" else "int8"
-        return from_linear(module, kind, fp8_compute=fp8_compute, copies=copies)
+        return RowScaledLinear(linear, kind, fp8_compute=fp8_compute, copies=copies)
 
     return replace
 
@@ -63,32 +65,44 @@ def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
 
 
-def packed_linear(
+def fill(
     name: str,
-    linear: torch.nn.Linear,
-    tensors: Mapping[str, torch.Tensor],
-    device: str,
+    module: torch.nn.Module,
+    rows: torch.Tensor,
     *,
-    where: str,
-) -> torch.nn.Module:
-    """`linear` with a weight that a checkpoint holds in nf4; its bias is kept, on whatever device it is.
+    beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    where: str = "",
+) -> None:
+    """Give `module` the rows of its tensor of that whole name, on their device and in their type.
 
-    `tensors` are those of the file, named `<name>.weight` and `<name>.weight.absmax` and so on. Raises
-    AccessError at `where` for a packed weight that is not of the layer's shape.
+    The `weight` of a quantised layer comes in full precision and is quantised here, or it is nf4 bytes with
+    `beside` them whatever else bitsandbytes writes for a weight. Raises AccessError, whose place is `where`,
+    for rows of another shape than the module's.
     """
-    from bitsandbytes.functional import QuantState
+    leaf, said, shape, state = name.rpartition(".")[2], "is", tuple(rows.shape), None
+    if beside:
+        from bitsandbytes.functional import QuantState
 
-    key = f"{name}.weight"
-    statistics = {other: tensor for other, tensor in tensors.items() if other != key}
-    state = QuantState.from_dict(statistics, device=torch.device(device))
-    wanted = (linear.out_features, linear.in_features)
-    if tuple(state.shape) != wanted:
+        state = QuantState.from_dict(dict(beside), device=rows.device)
+        said, shape = "is packed from", tuple(state.shape)
+    layer = module if leaf == "weight" and isinstance(module, RowScaledLinear | Nf4Linear) else None
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    wanted = tuple(own[leaf].shape) if layer is None else (layer.out_features, layer.in_features)
+    if shape != wanted:
         raise AccessError(
-            f"tensor {key} is packed from {tuple(state.shape)}, the model's is {wanted}",
+            f"tensor {name} {said} {shape}, the model's is {wanted}",
             where=where,
             remedy="is this the right model for the configured family?",
         )
-    return Nf4Linear(tensors[key].to(device), state, linear.bias)
+    if state is not None:
+        assert isinstance(layer, Nf4Linear), name
+        layer.take(rows, state)
+    elif layer is not None:
+        layer.quantize(rows)
+    elif leaf in module._buffers:
+        module._buffers[leaf] = rows
+    else:
+        module.register_parameter(leaf, torch.nn.Parameter(rows, requires_grad=False))
 
 
 def count_quantized(model: torch.nn.Module, weights: str) -> tuple[int, int]:

@@ -22,31 +22,30 @@ class RowScaledLinear(torch.nn.Linear):
     """A linear layer that computes in FP8, or in the inputs' dtype with an unpacked copy of its weight.
 
     `weight` holds the values' bytes (out, in) uint8: libraries that look for a model's dtype pass it by.
-    `weight_scale` is (out, 1) fp32. Neither has a gradient, and nothing but them is kept for backward.
+    `weight_scale` is (out, 1) fp32. Neither has a gradient, and nothing but them is kept for backward. It is
+    made in the place of `linear`, whose bias it takes, and has no weight until `quantize` is called.
     """
 
     weight_scale: torch.Tensor
     transposed: torch.Tensor | None
 
-    def __init__(
-        self,
-        values: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.nn.Parameter | None,
-        *,
-        kind: Kind,
-        fp8_compute: bool,
-        copies: int,
-    ) -> None:
-        rows, columns = values.shape
-        super().__init__(columns, rows, bias=False, device="meta")
+    def __init__(self, linear: torch.nn.Linear, kind: Kind, *, fp8_compute: bool, copies: int) -> None:
+        super().__init__(linear.in_features, linear.out_features, bias=False, device="meta")
         self.kind: Kind = kind
-        self.fp8_compute = fp8_compute
+        self.fp8_compute, self._copies = fp8_compute, copies
+        stored = torch.empty(linear.out_features, linear.in_features, dtype=torch.uint8, device="meta")
+        self.weight = torch.nn.Parameter(stored, requires_grad=False)
+        self.register_buffer("weight_scale", torch.empty(linear.out_features, 1, device="meta"))
+        self.bias = linear.bias
+        self.register_buffer("transposed", None, persistent=False)
+
+    def quantize(self, weight: torch.Tensor) -> None:
+        """Store a weight (out, in) of full precision, on the device that it is on."""
+        values, scale = quantize_rows(weight) if self.kind == "fp8" else _int8_rows(weight)
         self.weight = torch.nn.Parameter(values.view(torch.uint8), requires_grad=False)
-        self.register_buffer("weight_scale", scale)
-        self.bias = bias  # type: ignore[assignment]  # torch's class has None for no bias too
-        transposed = values.view(torch.uint8).t().contiguous() if fp8_compute and copies == 2 else None
-        self.register_buffer("transposed", transposed, persistent=False)
+        self.weight_scale = scale
+        if self.fp8_compute and self._copies == 2:
+            self.transposed = self.weight.data.t().contiguous()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out) in the input's dtype."""
@@ -81,12 +80,6 @@ def row_scaled(
         return fp8_linear(inputs, stored.view(VALUES[kind]), scale, bias, copy)
     output = _product(inputs, stored, scale, kind)
     return output if bias is None else output + bias
-
-
-def from_linear(linear: torch.nn.Linear, kind: Kind, *, fp8_compute: bool, copies: int) -> RowScaledLinear:
-    """`linear` with its weight quantised on the device that it is on."""
-    values, scale = quantize_rows(linear.weight.data) if kind == "fp8" else _int8_rows(linear.weight.data)
-    return RowScaledLinear(values, scale, linear.bias, kind=kind, fp8_compute=fp8_compute, copies=copies)
 
 
 def takes_fp8(linear: torch.nn.Linear) -> bool:
