@@ -26,6 +26,7 @@ COMMANDS = {
     "overhead": "what a step costs beside its mathematics",
     "converge": "whether faster settings learn what bf16 learns",
     "plan": "how long planning takes",
+    "hops": "which functions of the trainer a run enters",
     "rows": "which numbers of rows FP8 products are refused for",
     "page": "write docs/benchmarks.md and its plots",
 }

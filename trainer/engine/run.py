@@ -115,19 +115,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
             loop.train(run, now)
         context.status.beat(Phase.SAVE)
         journal.phase(Phase.SAVE)
-        with loop.beside_training(run):
-            if before is None:
-                summary = _finish_lora(context, built.model, held_out)
-            else:
-                summary = _finish_full(context, built.model, before)
-            strip = loop.preview(
-                run, now.step
-            )  # of the saved result: the LoRA is the one loaded from its file
-            if strip is not None:
-                context.say(f"previews: {strip}")
-                together = write_before_after(context, entries, now.step)
-                if together is not None:
-                    context.say(f"before and after: {together}")
+        summary = _finish(run, now.step, before)
         _say_peaks(context, caching_peak)
         # from the file, so that it holds for resumed runs too
         line = held_out_line(read_metrics(context.run_dir / METRICS_LOG))
@@ -135,6 +123,27 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
             context.say(line)
         journal.phase(Phase.DONE)
         context.say(summary)
+
+
+def _finish(run: state.Run, step: int, before: list[torch.Tensor] | None) -> str:
+    """Save, prove and draw the result; gives the line that says so.
+
+    `before` are the outputs of a full fine-tune's base; None for a LoRA.
+    """
+    context, model = run.context, run.built.model
+    with loop.beside_training(run):
+        if before is None:
+            summary = _finish_lora(context, model, run.held_out)
+        else:
+            summary = _finish_full(context, model, before)
+        # of the saved result: the LoRA is the one loaded from its file
+        strip = loop.preview(run, step)
+        if strip is not None:
+            context.say(f"previews: {strip}")
+            together = write_before_after(context, run.entries, step)
+            if together is not None:
+                context.say(f"before and after: {together}")
+    return summary
 
 
 @contextlib.contextmanager

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.judging.training_checks import keeps_best
+from trainer.config.judging.rules import keeps_best
 from trainer.config.schema import RunConfig
 from trainer.machine.host import WSL_SPILLS
 from trainer.machine.profiles import Profile

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import elsewhere, environment, fields
-from trainer.config.judging.checks import check, unused_keys
-from trainer.config.judging.found import Context
+from trainer.config.judging.rule import Context, check
+from trainer.config.judging.rules import RULES, unused_keys
 from trainer.config.reading import layers, presets
 from trainer.config.reading.validate import validate
 from trainer.config.schema import RunConfig, changed
@@ -82,7 +82,7 @@ def load(
     if outcome.config is not None:
         words = lora_presets or {}
         context = Context(config=outcome.config, sources=sources, environ=environ, lora_presets=words)
-        problems += check(context, outcome.bad)
+        problems += check(RULES, context, outcome.bad)
     if problems:
         raise ConfigError(_sorted(problems))
     assert outcome.config is not None
@@ -100,7 +100,7 @@ def with_settings(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
     config = RunConfig.model_validate(changed(loaded.config, values).model_dump())
     sources = {**loaded.sources, **{key: f"--set {key}" for key in values}}
     environ = environment.snapshot()
-    problems = check(Context(config=config, sources=sources, environ=environ, lora_presets={}), frozenset())
+    problems = check(RULES, Context(config=config, sources=sources, environ=environ, lora_presets={}))
     if problems:
         raise ConfigError(problems)
     return replace(loaded, config=config, sources=sources)
