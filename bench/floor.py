@@ -61,7 +61,7 @@ def count_work(family: Family, base: Path, shape: Shape) -> Work:
 
     from bench.peers import random_source
     from bench.steps import synthetic
-    from trainer.engine.results.proof import to_device
+    from trainer.engine.caching.batches import to_device
 
     source, config = random_source(family, base)
     model_config = source.component_config(family.trained_component)

@@ -28,8 +28,10 @@ from trainer.planning.planning import machine_facts, plan_run, requested_profile
 ROOT = REPOSITORY / "trainer"
 LOOP = ROOT / "engine" / "training" / "loop.py"
 # every kind of work that a run has: two previews, checkpoints and held-out losses
-_SHORT = ("train.max_train_steps=4", "train.lr_warmup_steps=0", "validation.every_steps=2")
-_SHORT += ("validation.num_inference_steps=2", "checkpoint.checkpointing_steps=2")
+_SHORT = (
+    *("train.max_train_steps=4", "train.lr_warmup_steps=0", "validation.every_steps=2"),
+    *("validation.num_inference_steps=2", "checkpoint.checkpointing_steps=2"),
+)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -31,7 +31,7 @@ from bench.steps import record_trace, synthetic, timed
 from bench.trace import read_trace, summarize
 from trainer import families
 from trainer.config.schema import DataSet, RunConfig
-from trainer.engine.results.proof import to_device
+from trainer.engine.caching.batches import to_device
 from trainer.families.family import Family
 from trainer.families.values import Batch, Draw
 from trainer.modeling.adapter.lora import linear_names

@@ -13,9 +13,9 @@ import torch
 
 from trainer.config.schema import RunConfig
 from trainer.engine.building.build import Built
+from trainer.engine.caching.batches import to_device
 from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import HostFlag
-from trainer.engine.results.proof import to_device
 from trainer.engine.training import microbatch
 from trainer.engine.training.graphs import Graphs
 from trainer.families.family import Family

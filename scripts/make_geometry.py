@@ -9,11 +9,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
+from trainer.files.component_shapes import Shapes
 from trainer.modeling.base.meta_shapes import meta_shapes
-from trainer.planning.shapes.geometry import TABLES, compact
+from trainer.planning.shapes.geometry import TABLES
 from trainer.planning.shapes.meta_shapes import component_class
 
 CONFIGS = Path(__file__).parent.parent / "trainer" / "families" / "configs"
@@ -61,6 +63,25 @@ def table_text(family: str, base: Path) -> str:
                 kept.update(model_class._keep_in_fp32_modules or ())
     fp32 = f' "kept_in_fp32": {json.dumps(sorted(kept))},\n' if kept else ""
     return "{\n" + fp32 + ' "components": {\n' + ",\n".join(components) + "\n }\n}\n"
+
+
+def compact(shapes: Shapes) -> list[tuple[str, list[int], int]]:
+    """The rows that `read_table` makes `shapes` of: equal shapes under indices 0..n-1 become one row."""
+    groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
+    for name, shape in shapes.items():
+        found = re.search(r"(?<=\.)\d+(?=\.)", name)
+        if found is None:
+            groups.setdefault((name, shape), []).append((0, name))
+        else:
+            pattern = f"{name[: found.start()]}{{i}}{name[found.end() :]}"
+            groups.setdefault((pattern, shape), []).append((int(found[0]), name))
+    rows: list[tuple[str, list[int], int]] = []
+    for (pattern, shape), members in groups.items():
+        if sorted(index for index, _ in members) == list(range(len(members))):
+            rows.append((pattern, list(shape), len(members)))
+        else:
+            rows.extend((name, list(shape), 1) for _, name in members)
+    return rows
 
 
 if __name__ == "__main__":

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trainer.cli.config import markdown_table
 from trainer.config import elsewhere
 from trainer.config.elsewhere import Foreign, Row
+from trainer.words.tables import markdown
 
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "coming-from.md"
 _HEAD = """# Coming from elsewhere
@@ -39,7 +39,7 @@ def page() -> str:
 
 def _rows(head: str, rows: tuple[Row, ...]) -> str:
     cells = ((", ".join(f"`{name}`" for name in row.names), _ours(row), row.note) for row in rows)
-    return markdown_table((head, "here", "what to know"), cells)
+    return markdown((head, "here", "what to know"), cells)
 
 
 def _ours(row: Row) -> str:
@@ -51,7 +51,7 @@ def _variables() -> str:
         (_names(row), "an error" if row.is_error else "a warning", row.says, row.remedy)
         for row in elsewhere.foreign()
     )
-    return markdown_table(("variable", "is", "because", "what to do"), cells)
+    return markdown(("variable", "is", "because", "what to do"), cells)
 
 
 def _names(row: Foreign) -> str:

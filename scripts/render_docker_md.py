@@ -11,9 +11,10 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from trainer.cli.config import markdown_table, variables_markdown
+from trainer.cli.config import variables_markdown
 from trainer.container.appliance import VOLUMES
 from trainer.errors import MEANING
+from trainer.words.tables import markdown
 
 DOCKER_MD = Path(__file__).resolve().parent.parent / "DOCKER.md"
 
@@ -52,13 +53,11 @@ def _volumes() -> str:
         (f"`{one.path}`", "read-only" if one.access == "ro" else "read and write", one.meaning)
         for one in VOLUMES
     )
-    return markdown_table(("folder", "access", "what it holds"), rows)
+    return markdown(("folder", "access", "what it holds"), rows)
 
 
 def _exit_codes() -> str:
-    return markdown_table(
-        ("code", "meaning"), ((str(code.value), meaning) for code, meaning in MEANING.items())
-    )
+    return markdown(("code", "meaning"), ((str(code.value), meaning) for code, meaning in MEANING.items()))
 
 
 TABLES: Mapping[str, Callable[[], str]] = {

@@ -20,7 +20,8 @@ from tests.container.quickstart import require_proved, steps_saved, words
 from tests.unit.telemetry.memory_host import Timeline
 from trainer.errors import ExitCode
 from trainer.telemetry.supervising.host import available_bytes
-from trainer.telemetry.supervising.memory_floor import GIB, Floors
+from trainer.telemetry.supervising.memory_floor import Floors
+from trainer.words.sizes import GIB
 
 pytestmark = [pytest.mark.container, pytest.mark.timeout(1500)]
 

@@ -12,7 +12,8 @@ import torch
 from tests.contract.runs import CASES, FULL_CASES, Case, Job, Workshop, draws, fewer
 from trainer import families
 from trainer.engine.building.build import load_base
-from trainer.engine.caching.entries import Entries, fill_cache, list_entries
+from trainer.engine.caching.entries import Entries, list_entries
+from trainer.engine.caching.fill import fill_cache
 from trainer.modeling.base.source import resolve_source
 from trainer.planning.render import plan_text
 
@@ -59,7 +60,8 @@ def test_encoders_are_the_learned_ones_and_what_trains_is_not(
     before, after, drawn_anew = encoded(pretrained), encoded(scratch), encoded(drawn)
     assert all(map(torch.equal, tensors(before), tensors(after)))
     assert not all(map(torch.equal, tensors(after), tensors(drawn_anew)))
-    assert not after.keys() & drawn_anew.keys()
+    keys, others = ({entry.key for entry in one.all()} for one in (after, drawn_anew))
+    assert not keys & others
     models = [load_base(job.context).state_dict() for job in (pretrained, scratch, drawn)]
     assert not all(torch.equal(models[0][name], models[1][name]) for name in models[0])
     assert all(torch.equal(models[1][name], models[2][name]) for name in models[1])

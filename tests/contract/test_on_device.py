@@ -21,12 +21,12 @@ from tests.tiny import TINY_MODELS
 from trainer import families
 from trainer.config.schema import FlowSection
 from trainer.engine.building.fast import move_plain_tensors
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.values import Draw, Shape
 from trainer.modeling.base.source import ModelSource
 
 DEVICE = "meta"
-SETTINGS = flow.FlowSettings(
+SETTINGS = draws.FlowSettings(
     sigmas=torch.linspace(1000, 1, 1000) / 1000,
     flow=FlowSection(),
     seed=0,

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.contract.runs import LORA_CASES, Case, Job, Workshop, draws
-from trainer.engine.caching.entries import fill_cache, list_entries
+from trainer.engine.caching.entries import list_entries
+from trainer.engine.caching.fill import fill_cache
 
 CASES = [case for case in LORA_CASES if draws(case.family)]
 

@@ -40,8 +40,9 @@ from tests.contract.runs import (
     steps_saved,
 )
 from trainer.engine.building.build import build
-from trainer.engine.caching.entries import fill_cache, list_entries
-from trainer.engine.results.proof import to_device
+from trainer.engine.caching.batches import to_device
+from trainer.engine.caching.entries import list_entries
+from trainer.engine.caching.fill import fill_cache
 from trainer.engine.training.feed import feed
 from trainer.errors import ExitCode, StoppedError
 from trainer.telemetry.sinks.metrics import METRICS_FILE

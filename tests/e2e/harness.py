@@ -71,7 +71,7 @@ def _slow_tensors(module: Any) -> None:
 
 def slow_cache() -> None:
     """An encoder that takes long for each entry."""
-    from trainer.data.cache import Cache
+    from trainer.engine.caching.store import Cache
 
     real = Cache.write
 

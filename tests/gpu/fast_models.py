@@ -14,7 +14,7 @@ from trainer.config.schema import FlowSection
 from trainer.engine.building.fast import Fused, fuse
 from trainer.engine.optimizing.fp32_masters import FlatMasters
 from trainer.engine.training.graphs import Graphs
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter import lora
@@ -37,7 +37,7 @@ CONFIG = {
     "guidance_embeds": True,
     "axes_dims_rope": (16, 56, 56),
 }
-SETTINGS = flow.FlowSettings(
+SETTINGS = draws.FlowSettings(
     sigmas=torch.linspace(1000, 1, 1000) / 1000,
     flow=FlowSection(),
     seed=0,

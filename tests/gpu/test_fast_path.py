@@ -18,7 +18,7 @@ from tests.unit.modeling.small_models import relative
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.training.graphs import WARM_UP, Graphs
-from trainer.families import flow
+from trainer.families import diffusion
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.values import Batch, Draw
 from trainer.modeling.adapter.low_rank import add_low_rank
@@ -238,7 +238,7 @@ def test_each_shape_has_a_graph_of_its_own() -> None:
 
 def test_what_a_model_keeps_for_a_new_size_is_no_graph_s_scratch() -> None:
     """Position ids of the second size are made when the first one's graph is there already."""
-    flow.kept_on_device.cache_clear()
+    diffusion.kept_on_device.cache_clear()
     computed = Computed(build(fast=True))
     graphs = Graphs(computed, computed.predict, print)
     first = [(number, 512) for number in range(WARM_UP + 2)]
@@ -248,7 +248,7 @@ def test_what_a_model_keeps_for_a_new_size_is_no_graph_s_scratch() -> None:
     found = computed.run(graphs, plan)
     assert len(graphs.captured) == 2
     again = computed.run(graphs, plan)
-    flow.kept_on_device.cache_clear()
+    diffusion.kept_on_device.cache_clear()
     wanted = computed.run(None, plan)
     for ours, repeated, theirs in zip(found, again, wanted, strict=True):
         assert relative(ours, theirs) < 5e-3

@@ -9,8 +9,8 @@ from diffusers import FluxTransformer2DModel
 from trainer.config import environment
 from trainer.config.schema import FlowSection, TrainSection
 from trainer.engine.optimizing.optimizer import Updater
-from trainer.engine.probing.probe import ATTENTION, MATMUL, probe
-from trainer.families import flow
+from trainer.engine.probing.probe import attention_kernels, matmul_kernels, probe
+from trainer.families import draws
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.values import AttentionShape, Batch, Draw, Shape
 from trainer.machine.facts import KernelVerdict
@@ -19,6 +19,7 @@ from trainer.modeling.attention.kernels import attention
 from trainer.modeling.attention.packed_rows import packed_attention, segments_for
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.storage.quantize import replacer
+from trainer.ways.storages import find
 
 pytestmark = pytest.mark.gpu
 
@@ -34,7 +35,7 @@ CONFIG = {
     "axes_dims_rope": (16, 56, 56),
 }
 KERNELS = ("flash", "cudnn", "cudnn_strided", "flash_attn_2", "flash_attn_3", "flash_attn_4")
-SETTINGS = flow.FlowSettings(
+SETTINGS = draws.FlowSettings(
     sigmas=torch.linspace(1000, 1, 1000) / 1000,
     flow=FlowSection(),
     seed=0,
@@ -77,7 +78,7 @@ def verdicts() -> dict[str, KernelVerdict]:
     found: dict[str, KernelVerdict] = {}
     # twice, as two starts of `trainer train`, where the time of one does not suffice
     for _ in range(2):
-        missing = [name for name in (*ATTENTION, *MATMUL) if name not in found]
+        missing = [name for name in (*attention_kernels(), *matmul_kernels()) if name not in found]
         measured = probe(missing, shape, "bf16", environment.snapshot())
         assert not measured.unsettled, measured.unsettled
         found |= {one.kernel: one for one in measured.verdicts}
@@ -145,7 +146,7 @@ def test_one_key_is_the_answer_to_every_query(kernel: str) -> None:
 
 
 def test_the_probe_finds_kernels_that_work(verdicts: dict[str, KernelVerdict]) -> None:
-    assert set(verdicts) == {*ATTENTION, *MATMUL}
+    assert set(verdicts) == {*attention_kernels(), *matmul_kernels()}
     assert verdicts["attention.flash"].works
     assert verdicts["attention.math"].works
     assert all(v.milliseconds is not None for v in verdicts.values() if v.works)
@@ -170,7 +171,7 @@ def test_int8_base_gives_nearly_the_same_adapter_gradients() -> None:
     for quantized in (False, True):
         model = build(torch.bfloat16)
         if quantized:
-            replace = replacer("int8", FLUX1_DEV.high_precision)
+            replace = replacer(find("int8"), FLUX1_DEV.high_precision)
             for name in lora.linear_names(model):
                 parent, _, attribute = name.rpartition(".")
                 new = replace(name, model.get_submodule(name))

@@ -10,7 +10,7 @@ import torch
 
 from tests.gpu.fast_models import DEVICE
 from tests.unit.modeling.small_models import Case, Storage, case, difference, relative
-from trainer.engine.results.proof import to_device
+from trainer.engine.caching.batches import to_device
 from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks

@@ -8,7 +8,7 @@ from diffusers import FluxPipeline, FluxTransformer2DModel
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from trainer.config.schema import FlowSection
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.values import Batch, Shape
 from trainer.modeling.adapter import lora
@@ -32,9 +32,9 @@ def build(**changes: int) -> FluxTransformer2DModel:
     return FluxTransformer2DModel(**{**CONFIG, **changes})
 
 
-def settings(**values: object) -> flow.FlowSettings:
+def settings(**values: object) -> draws.FlowSettings:
     sigmas = torch.linspace(1000, 1, 1000) / 1000
-    return flow.FlowSettings(
+    return draws.FlowSettings(
         sigmas=sigmas, flow=FlowSection(**values), seed=3, scheduler={"use_dynamic_shifting": False}
     )
 
@@ -87,7 +87,7 @@ def test_one_euler_step_with_the_target_reaches_the_clean_latents() -> None:
     draw = FLUX1_DEV.draw(run, [0, 1], header(batch))
     clean = batch.latents["mean"]
     target = draw.noise - clean
-    reached = flow.interpolate(clean, draw) - draw.sigma.view(-1, 1, 1, 1) * target
+    reached = draws.interpolate(clean, draw) - draw.sigma.view(-1, 1, 1, 1) * target
     assert torch.allclose(reached, clean, atol=1e-5)
 
 
@@ -103,7 +103,7 @@ def test_a_draw_depends_on_seed_and_position_only() -> None:
 
 def test_sigmas_cover_the_unit_interval() -> None:
     run = settings()
-    sigmas = torch.stack([flow.draw_samples(run, [p], (1, 2, 2)).sigma[0] for p in range(400)])
+    sigmas = torch.stack([draws.draw_samples(run, [p], (1, 2, 2)).sigma[0] for p in range(400)])
     assert 0 < sigmas.min() < 0.02
     assert 0.98 < sigmas.max() <= 1
     assert sigmas.mean().item() == pytest.approx(0.5, abs=0.05)

@@ -23,7 +23,7 @@ from PIL import Image
 
 from trainer.config.schema import FlowSection
 from trainer.data.pictures.images import fit, to_pixels
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.flux1_kontext import FLUX1_KONTEXT
 from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
@@ -49,9 +49,9 @@ def build(**changes: int) -> FluxTransformer2DModel:
     return FluxTransformer2DModel(**{**CONFIG, **changes})
 
 
-def settings(**values: Any) -> flow.FlowSettings:
+def settings(**values: Any) -> draws.FlowSettings:
     sigmas = torch.linspace(1000, 1, 1000) / 1000
-    return flow.FlowSettings(
+    return draws.FlowSettings(
         sigmas=sigmas, flow=FlowSection(**values), seed=3, scheduler={"use_dynamic_shifting": False}
     )
 

@@ -19,7 +19,7 @@ from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from tests import random_bases
 from trainer.config.schema import FlowSection
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.flux2_dev import FLUX2_DEV
 from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
@@ -43,10 +43,10 @@ def build(**changes: Any) -> Flux2Transformer2DModel:
     return Flux2Transformer2DModel(**{**CONFIG, **changes})
 
 
-def settings(**values: Any) -> flow.FlowSettings:
+def settings(**values: Any) -> draws.FlowSettings:
     sigmas = torch.linspace(1000, 1, 1000) / 1000
     scheduler = {"use_dynamic_shifting": True}
-    return flow.FlowSettings(sigmas=sigmas, flow=FlowSection(**values), seed=3, scheduler=scheduler)
+    return draws.FlowSettings(sigmas=sigmas, flow=FlowSection(**values), seed=3, scheduler=scheduler)
 
 
 def example(height: int = 128, width: int = 64, count: int = 2) -> Batch:
@@ -92,7 +92,7 @@ def test_one_step_of_the_scheduler_with_the_target_reaches_the_clean_latents() -
     batch, run = example(), settings()
     draw = FLUX2_DEV.draw(run, [0, 1], header(batch))
     clean = batch.latents["mean"]
-    noised = flow.interpolate(clean, draw)
+    noised = draws.interpolate(clean, draw)
     for row, sigma in enumerate(draw.sigma.tolist()):
         scheduler = FlowMatchEulerDiscreteScheduler()
         scheduler.set_timesteps(sigmas=[sigma])
@@ -104,7 +104,7 @@ def test_one_step_of_the_scheduler_with_the_target_reaches_the_clean_latents() -
 def test_a_shift_by_resolution_gives_the_noise_levels_of_the_pipeline() -> None:
     run = settings(shift="resolution")
     shape = (128, 64, 48)
-    plain = flow.draw_samples(settings(), [4, 5, 6], shape, mu=None).sigma
+    plain = draws.draw_samples(settings(), [4, 5, 6], shape, mu=None).sigma
     ours = FLUX2_DEV.draw(run, [4, 5, 6], {"mean": shape}).sigma
     scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
     scheduler.set_timesteps(sigmas=plain.tolist(), mu=compute_empirical_mu(64 * 48, 50))

@@ -22,7 +22,7 @@ from diffusers import (
 
 from tests import random_bases
 from trainer.config.schema import FlowSection
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.kandinsky5 import KANDINSKY5
 from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
@@ -86,10 +86,10 @@ def build(**changes: int) -> Kandinsky5Transformer3DModel:
     return model
 
 
-def settings(**values: object) -> flow.FlowSettings:
+def settings(**values: object) -> draws.FlowSettings:
     sigmas = torch.linspace(1000, 1, 1000) / 1000
     scheduler = {"use_dynamic_shifting": False}
-    return flow.FlowSettings(sigmas=sigmas, flow=FlowSection(**values), seed=3, scheduler=scheduler)
+    return draws.FlowSettings(sigmas=sigmas, flow=FlowSection(**values), seed=3, scheduler=scheduler)
 
 
 def example(size: int = 128, count: int = 2, text_tokens: int = 16) -> Batch:
@@ -101,7 +101,7 @@ def header(batch: Batch) -> dict[str, tuple[int, ...]]:
     return {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
 
 
-def drawn(batch: Batch, run: flow.FlowSettings) -> Draw:
+def drawn(batch: Batch, run: draws.FlowSettings) -> Draw:
     return KANDINSKY5.draw(run, range(batch.size), header(batch))
 
 
@@ -169,8 +169,8 @@ def test_euler_steps_with_the_target_follow_the_straight_path(base: Path) -> Non
             Draw(**{**vars(draw), "sigma": scheduler.sigmas[at].expand(2)}) for at in (step, step + 1)
         )
         assert time.item() == pytest.approx(1000 * now.sigma[0].item())
-        reached = scheduler.step(target, time, flow.interpolate(clean, now), return_dict=False)[0]
-        assert torch.allclose(reached, flow.interpolate(clean, then), atol=1e-5)
+        reached = scheduler.step(target, time, draws.interpolate(clean, now), return_dict=False)[0]
+        assert torch.allclose(reached, draws.interpolate(clean, then), atol=1e-5)
     assert torch.allclose(reached, clean, atol=1e-5)
 
 
@@ -187,7 +187,7 @@ def test_loss_is_the_squared_error_of_the_velocity() -> None:
 
 def test_training_sigmas_are_shifted_as_the_scheduler_is(base: Path) -> None:
     """A static shift s moves sigma to s sigma / (1 + (s - 1) sigma); half way becomes 5/6 of the way."""
-    run = flow.read_settings(base / "scheduler", FlowSection(), 0)
+    run = draws.read_settings(base / "scheduler", FlowSection(), 0)
     assert run.sigmas[500].item() == pytest.approx(5 / 6, abs=1e-3)
     middle = torch.stack([KANDINSKY5.draw(run, [p], {"mean": (1, 2, 2)}).sigma[0] for p in range(300)])
     assert middle.median().item() == pytest.approx(5 / 6, abs=0.03)

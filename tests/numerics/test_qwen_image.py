@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from tests import random_bases
 from trainer.config.schema import FlowSection
-from trainer.families import flow
+from trainer.families import diffusion, draws, losses
 from trainer.families.qwen_image import QWEN_IMAGE
 from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
 from trainer.modeling.adapter import lora
@@ -49,9 +49,9 @@ def build(**changes: Any) -> QwenImageTransformer2DModel:
     return QwenImageTransformer2DModel(**{**CONFIG, **changes})
 
 
-def settings(**values: Any) -> flow.FlowSettings:
+def settings(**values: Any) -> draws.FlowSettings:
     sigmas = torch.linspace(1000, 1, 1000) / 1000
-    return flow.FlowSettings(
+    return draws.FlowSettings(
         sigmas=sigmas, flow=FlowSection(**values), seed=3, scheduler={"use_dynamic_shifting": False}
     )
 
@@ -123,10 +123,10 @@ def test_one_euler_step_with_the_target_reaches_the_clean_latents(source: ModelS
     clean, noise = batch.latents["mean"], torch.randn(batch.latents["mean"].shape)
     sigma = scheduler.sigmas[1:2]
     draw = Draw(sigma=sigma, noise=noise, vae_noise=torch.zeros_like(clean), weight=torch.ones(1))
-    noised = flow.interpolate(clean, draw)
+    noised = draws.interpolate(clean, draw)
     reached = scheduler.step(noise - clean, scheduler.timesteps[1], noised, return_dict=False)[0]
     assert torch.allclose(reached, clean, atol=1e-5)
-    zero = flow.velocity_loss(noise - clean, clean, batch, draw)
+    zero = losses.velocity_loss(noise - clean, clean, batch, draw)
     assert zero.item() == pytest.approx(0, abs=1e-10)
 
 
@@ -135,8 +135,8 @@ def test_the_shift_is_the_pipelines(source: ModelSource) -> None:
     from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(source.component("scheduler"))
-    flat = flow.read_settings(source.component("scheduler"), FlowSection(), seed=3)
-    moved = flow.read_settings(source.component("scheduler"), FlowSection(shift="resolution"), seed=3)
+    flat = draws.read_settings(source.component("scheduler"), FlowSection(), seed=3)
+    moved = draws.read_settings(source.component("scheduler"), FlowSection(shift="resolution"), seed=3)
     one = {"mean": (16, 128, 96)}
     plain, shifted = QWEN_IMAGE.draw(flat, [4], one).sigma, QWEN_IMAGE.draw(moved, [4], one).sigma
     mu = calculate_shift(128 * 96 // 4, 256, 8192, 0.5, 0.9)
@@ -342,9 +342,7 @@ def test_vae_shape_counts_what_decoding_takes_over_an_autoencoder_kl() -> None:
         ours.decode(torch.zeros(1, 16, 1, side // 8, side // 8))
     width, tile = QWEN_IMAGE.vae_shape(ours.config)
     assert tile == ours.tile_sample_min_height
-    assert video.peak / kl.peak == pytest.approx(
-        width / flow.autoencoder_kl_shape(theirs.config)[0], rel=0.06
-    )
+    assert video.peak / kl.peak == pytest.approx(width / diffusion.vae_shape(theirs.config)[0], rel=0.06)
 
 
 def test_an_adapter_is_saved_under_the_names_that_comfyui_maps(tmp_path: Path) -> None:

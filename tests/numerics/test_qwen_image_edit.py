@@ -27,7 +27,7 @@ from tests.contract.runs import keep_edits_small
 from tests.numerics.test_qwen_image import CONFIG, build, header, settings
 from trainer.data.pictures.images import to_pixels
 from trainer.errors import ConfigError
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.control_times import keep_time_index
 from trainer.families.qwen_image_edit import QWEN_IMAGE_EDIT
 from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
@@ -284,7 +284,7 @@ def test_the_target_is_the_velocity_of_one_exact_euler_step(
         scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(folder, use_dynamic_shifting=False)
         scheduler.set_timesteps(sigmas=[1.0, draw.sigma[one].item()])
         scheduler.sigmas[1] = draw.sigma[one]  # the terminal shift moves it
-        noised = flow.interpolate(clean, draw)[one]
+        noised = draws.interpolate(clean, draw)[one]
         reached = scheduler.step(target[one], scheduler.timesteps[1], noised, return_dict=False)[0]
         assert torch.allclose(reached, clean[one], atol=1e-5)
     with torch.no_grad():

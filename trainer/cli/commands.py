@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from dataclasses import dataclass
 
@@ -10,6 +9,7 @@ import click
 
 from trainer import __version__
 from trainer.errors import MEANING
+from trainer.words.near import closest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,8 +59,8 @@ class LazyGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args and not args[0].startswith("-") and args[0] not in COMMANDS:
-            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
-            hint = f"Did you mean '{near[0]}'?" if near else f"Commands: {', '.join(COMMANDS)}."
+            near = closest(args[0], COMMANDS)
+            hint = f"Did you mean '{near}'?" if near else f"Commands: {', '.join(COMMANDS)}."
             ctx.fail(f"No such command '{args[0]}'. {hint}")
         return super().resolve_command(ctx, args)
 

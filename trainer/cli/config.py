@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-
 import click
 
 from trainer.cli.options import Layers, config_arguments
@@ -52,6 +50,7 @@ def variables(markdown: bool) -> None:
 def variables_markdown() -> str:
     """The table of variables as Markdown, one row each, and the one for keys of the configuration."""
     from trainer.config.environment import CONFIG_PREFIX, VARIABLES
+    from trainer.words.tables import markdown
 
     images = {"TRAINER_PROFILE": "the image's own", **IMAGE_ENVIRONMENT}
     rows = [
@@ -60,13 +59,7 @@ def variables_markdown() -> str:
     ]
     keys = f"any key of the configuration: `{CONFIG_PREFIX}TRAIN__SEED=7` is `train.seed: 7`"
     rows.append((f"`{CONFIG_PREFIX}SECTION__KEY`", "", "", keys))
-    return markdown_table(("variable", "unset means", "in the images", "meaning"), rows)
-
-
-def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table with a newline at its end; a | in a cell is text."""
-    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return markdown(("variable", "unset means", "in the images", "meaning"), rows)
 
 
 def _code(text: str) -> str:
@@ -144,14 +137,12 @@ Examples:
 def template(family: str) -> None:
     """Print a configuration of every key with its help, and with the family's values."""
     from trainer import families
-    from trainer.config.fields import closest
     from trainer.config.writing import template as text
     from trainer.errors import ConfigError
+    from trainer.words.near import did_you_mean
 
     if family not in families.names():
-        near = closest(family, families.names())
-        hint = f"did you mean `{near}`? " if near else ""
-        remedy = f"{hint}known: {', '.join(families.names())}"
+        remedy = f"{did_you_mean(family, families.names())}known: {', '.join(families.names())}"
         raise ConfigError(f'unknown family "{family}"', where="FAMILY", remedy=remedy)
     one = families.get(family)
     conversations = one.sample_kind == "conversation"

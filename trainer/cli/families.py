@@ -97,8 +97,8 @@ _LARGEST_GIB = 129
 
 def _full(family: Family) -> str:
     """What a full fine-tune keeps on one device, and whether a recorded machine has so much."""
-    from trainer.planning.cost.memory import GIB
     from trainer.planning.cost.states import state_bytes
+    from trainer.words.sizes import GIB
 
     needed = _parameters(family) * state_bytes("full", "bf16") / GIB
     return f"{needed:.0f} GiB at least{', which no recorded machine has' if needed > _LARGEST_GIB else ''}"

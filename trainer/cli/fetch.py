@@ -10,11 +10,10 @@ import click
 
 from trainer.cli.options import Layers, config_arguments
 from trainer.cli.output import say
+from trainer.words.sizes import GB
 
 if TYPE_CHECKING:
     from trainer.modeling.base.hub import Download
-
-_GB = 1e9
 
 
 @click.command(
@@ -60,7 +59,7 @@ def fetch(
     size = sum(file.stat().st_size for file in files if file.is_file())
     say(f"base model  {source.identity}")
     say(f"revision    {source.revision}")
-    say(f"size        {size / _GB:.2f} GB")
+    say(f"size        {size / GB:.2f} GB")
     say(f"folder      {source.folder}")
     say(f"weights     {weights_line(source, components)}")
 
@@ -76,11 +75,11 @@ def _reporter(
 
     def start(download: Download) -> None:
         nonlocal bar
-        say(f"{download.repository} at {download.commit}: {download.total_bytes / _GB:.2f} GB", err=True)
+        say(f"{download.repository} at {download.commit}: {download.total_bytes / GB:.2f} GB", err=True)
         here = download.total_bytes - download.missing_bytes
         say(
-            f"  {here / _GB:.2f} GB are here, {download.missing_bytes / _GB:.2f} GB to download,"
-            f" {download.free_bytes / _GB:.2f} GB free in {download.folder}",
+            f"  {here / GB:.2f} GB are here, {download.missing_bytes / GB:.2f} GB to download,"
+            f" {download.free_bytes / GB:.2f} GB free in {download.folder}",
             err=True,
         )
         if download.missing_bytes:

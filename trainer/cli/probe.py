@@ -112,16 +112,11 @@ def _readings(readings: Sequence[ReadVerdict]) -> Iterator[str]:
 
 def _table(verdicts: Sequence[KernelVerdict]) -> list[str]:
     """Aligned columns, numbers to the right; verdicts of one shape stay together."""
+    from trainer.words.tables import aligned
+
     order = sorted(verdicts, key=_order)
     rows = [("kernel", "verdict", "ms", "relative error", "at", "reason"), *(_row(one) for one in order)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(
-            cell.rjust(width) if column in _NUMBERS else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ).rstrip()
-        for row in rows
-    ]
+    return aligned(rows, right=_NUMBERS)
 
 
 def _order(verdict: KernelVerdict) -> tuple[str, str, float]:

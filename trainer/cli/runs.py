@@ -109,16 +109,15 @@ def _print(rows: Sequence[Sequence[str]], *, as_csv: bool) -> None:
     import csv
     import io
 
+    from trainer.words.tables import aligned
+
     if as_csv:
         text = io.StringIO()
         csv.writer(text, lineterminator="\n").writerows(rows)
         click.echo(text.getvalue(), nl=False)
         return
-    rows = [[one_line(cell) for cell in row] for row in rows]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    for row in rows:
-        cells = (cell.ljust(width) for cell, width in zip(row, widths, strict=True))
-        say("  ".join(cells).rstrip())
+    for line in aligned([[one_line(cell) for cell in row] for row in rows]):
+        say(line)
 
 
 def _plot(found: Sequence[Run], path: Path | None) -> None:

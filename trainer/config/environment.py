@@ -6,7 +6,6 @@ Cheap to import: `trainer health` runs it every few seconds.
 
 from __future__ import annotations
 
-import difflib
 import errno
 import os
 import re
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.errors import ConfigError, NoSpaceError, Problem
+from trainer.words.near import closest
 
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
@@ -266,20 +266,16 @@ def misspelt(environ: Mapping[str, str], keys: Iterable[str]) -> list[Problem]:
 
     `keys` are the configuration's dotted keys. Names that resemble nothing are somebody else's: left alone.
     """
-    by_letters = {_letters(name): name for name in _NAMES if name.startswith("TRAINER_")}
-    by_letters |= {_letters("trainer" + key): CONFIG_PREFIX + key.upper().replace(".", "__") for key in keys}
+    known = [name for name in _NAMES if name.startswith("TRAINER_")]
+    known += [CONFIG_PREFIX + key.upper().replace(".", "__") for key in keys]
     problems = []
     for name in sorted(environ):
         if not name.upper().startswith("TRAINER_") or name.startswith(CONFIG_PREFIX) or name in _NAMES:
             continue
         if _SERVICE.search(name) or _SERVICE_URL.match(environ[name]):
             continue
-        near = difflib.get_close_matches(_letters(name), by_letters, n=1, cutoff=0.9)
+        near = closest(name, known, cutoff=0.9)
         if near:
-            remedy = f"did you mean {by_letters[near[0]]}? Unset it if it is not for the trainer"
+            remedy = f"did you mean {near}? Unset it if it is not for the trainer"
             problems.append(Problem(what="unknown variable", where=name, remedy=remedy))
     return problems
-
-
-def _letters(name: str) -> str:
-    return re.sub(r"[^A-Z0-9]", "", name.upper())

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -16,6 +15,7 @@ from pydantic.fields import FieldInfo
 from trainer.config import elsewhere
 from trainer.config.schema import RunConfig, Words
 from trainer.config.tree import KeyPath
+from trainer.words.near import closest
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
@@ -80,17 +80,6 @@ def choices(path: KeyPath) -> list[str]:
     assert field is not None, path
     options = _options(field.annotation, field.metadata)
     return [str(word) for option, _ in options if get_origin(option) is Literal for word in get_args(option)]
-
-
-def closest(word: str, known: Sequence[str], cutoff: float = 0.6) -> str | None:
-    """The known word most like `word`, without regard to case, hyphens and underscores."""
-    plain = {_letters(name): name for name in known}
-    found = difflib.get_close_matches(_letters(word), plain, n=1, cutoff=cutoff)
-    return plain[found[0]] if found else None
-
-
-def _letters(word: str) -> str:
-    return "".join(character for character in word.lower() if character.isalnum())
 
 
 def suggest_key(path: KeyPath) -> str:

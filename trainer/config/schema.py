@@ -6,7 +6,6 @@ from the declared types, so a bound written here needs no second place.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +14,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from trainer.errors import one_line
+from trainer.words.sizes import size_bytes
 
 
 def _expand_home(value: object) -> object:
@@ -42,18 +42,6 @@ class Words:
     """What a text takes, for messages, where its pattern says too little."""
 
     words: str
-
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(GiB|GB|MiB|MB)", re.IGNORECASE)
-_SIZE_BYTES = {"gib": 1024**3, "gb": 10**9, "mib": 1024**2, "mb": 10**6}
-
-
-def size_bytes(text: str) -> int:
-    """Bytes of a size such as "24GiB" (24 * 1024^3) or "24 GB" (24 * 10^9); ValueError for another text."""
-    found = _SIZE.fullmatch(text.strip())
-    if found is None or float(found[1]) == 0:
-        raise ValueError(f"{text!r} is no size such as 24GiB or 24 GB")
-    return int(float(found[1]) * _SIZE_BYTES[found[2].lower()])
 
 
 def _require_size(value: object) -> object:

@@ -1,4 +1,4 @@
-"""What images, compose files, manifests and manuals agree on: volumes, user, ports, time to stop.
+"""The tables that images, compose files, manifests and manuals agree on: volumes, user, ports, time to stop.
 
 `VARIABLES` in `environment` has the variables. Tests hold every file to these tables.
 """
@@ -13,13 +13,13 @@ from trainer.config.environment import DEFAULT_METRICS_PORT
 
 METRICS_PORT = DEFAULT_METRICS_PORT
 USER, GROUP = 10001, 0
-"""What images run as; any other user works too where group 0 or the mounted folder lets it write."""
+"""User and group of images; any other user works too where group 0 or the mounted folder lets it write."""
 GRACE_SECONDS = 1800
 """Between asking a run to end and killing it: the heartbeat's budget for saving."""
 RUNTIME_DIR = "/run/trainer"
 """A tmpfs: status and metrics of the run."""
 PREFIX = "/opt/trainer"
-"""Of the virtual environment, the shipped configurations and what an image knows of itself."""
+"""Folder of the virtual environment, the shipped configurations and the image's record of itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +30,7 @@ class Volume:
     access: Literal["ro", "rw"]
     meaning: str
     name: str
-    """Of the volume in manifests, whose claim is trainer-NAME."""
+    """Name of the volume in manifests; its claim is trainer-NAME."""
 
 
 VOLUMES: tuple[Volume, ...] = (
@@ -46,27 +46,15 @@ VOLUMES: tuple[Volume, ...] = (
 )
 
 MISPLACED: Mapping[str, str] = {
-    "/app/data": "/data",
-    "/app/dataset": "/data",
-    "/dataset": "/data",
-    "/datasets": "/data",
-    "/input": "/data",
-    "/workspace/data": "/data",
-    "/workspace/dataset": "/data",
-    "/app/config": "/config",
-    "/app/configs": "/config",
-    "/configs": "/config",
-    "/workspace/config": "/config",
-    "/app/models": "/models",
-    "/workspace/models": "/models",
-    "/root/.cache/huggingface": "/models",
-    "/home/user/.cache/huggingface": "/models",
-    "/app/cache": "/cache",
-    "/workspace/cache": "/cache",
-    "/app/output": "/output",
-    "/app/outputs": "/output",
-    "/outputs": "/output",
-    "/workspace/output": "/output",
+    wrong: ours
+    for ours, others in {
+        "/data": "/app/data /app/dataset /dataset /datasets /input /workspace/data /workspace/dataset",
+        "/config": "/app/config /app/configs /configs /workspace/config",
+        "/models": "/app/models /workspace/models /root/.cache/huggingface /home/user/.cache/huggingface",
+        "/cache": "/app/cache /workspace/cache",
+        "/output": "/app/output /app/outputs /outputs /workspace/output",
+    }.items()
+    for wrong in others.split()
 }
 """Where other images have their volumes: a mount there is one of ours in the wrong place."""
 
@@ -82,7 +70,7 @@ IMAGE_ENVIRONMENT: Mapping[str, str] = {
     "NVIDIA_VISIBLE_DEVICES": "all",
     "NVIDIA_DRIVER_CAPABILITIES": "compute,utility",
 }
-"""What every image sets besides TRAINER_PROFILE: caches lie on volumes, so that the root may be read-only."""
+"""Variables of every image besides TRAINER_PROFILE: caches lie on volumes, so the root may be read-only."""
 
 SECRETS = ("HF_TOKEN", "WANDB_API_KEY")
 """Variables that may be given as NAME_FILE, the path of a file that holds the value."""
@@ -96,21 +84,15 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 OTHERS_HANDED_IN = (
     *PROXIES, *map(str.lower, PROXIES), "HF_ENDPOINT", "WANDB_BASE_URL", "WANDB_ENTITY",
 )  # fmt: skip
-"""What the libraries beneath read, handed in likewise: the way to the hub and to Weights & Biases."""
+"""Variables of the libraries beneath, handed in likewise: the way to the hub and to Weights & Biases."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """One image: it only sets the default profile, any image of the right architecture takes any."""
-
-    profile: str
-    platforms: tuple[str, ...]
-
-
-TARGETS: tuple[Target, ...] = (
-    Target(profile="dgx-spark", platforms=("linux/arm64",)),
-    Target(profile="rtx-4090", platforms=("linux/amd64",)),
-    Target(profile="hopper-fp8", platforms=("linux/amd64", "linux/arm64")),
-    Target(profile="generic-cuda", platforms=("linux/amd64", "linux/arm64")),
-    Target(profile="cpu", platforms=("linux/amd64", "linux/arm64")),
-)
+_BOTH = ("linux/amd64", "linux/arm64")
+TARGETS: Mapping[str, tuple[str, ...]] = {
+    "dgx-spark": ("linux/arm64",),
+    "rtx-4090": ("linux/amd64",),
+    "hopper-fp8": _BOTH,
+    "generic-cuda": _BOTH,
+    "cpu": _BOTH,
+}
+"""Images and their platforms. An image only sets the default profile: it takes any that suits its machine."""

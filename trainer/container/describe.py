@@ -1,4 +1,4 @@
-"""What a machine is and what it can do, as rows for people; `facts_to_json` has everything."""
+"""A machine and its abilities as rows for people; `facts_to_json` has everything."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts, driver_text, version_text
 from trainer.machine.mounts import Mount
 from trainer.machine.profiles import select
-from trainer.planning.choose.candidates import PACKAGES
-from trainer.planning.choose.switches import FP8_CAPABILITY
-from trainer.planning.cost.memory import gib
 from trainer.planning.torch_and_driver import BF16_CAPABILITY
+from trainer.ways.storages import WAYS
+from trainer.words.sizes import gib
 
 Row = tuple[str, str]
 """Name and text."""
@@ -25,25 +24,37 @@ def text(rows: Sequence[Row]) -> list[str]:
 
 
 def machine_rows(facts: Facts, requested: str, toolkit: str) -> list[Row]:
-    """What the machine is, the three CUDAs apart, the profile that a run would get, and what it can do.
+    """The machine, the three CUDAs apart, the profile that a run would get, and the machine's abilities.
 
     `requested` is TRAINER_PROFILE, `toolkit` the installed CUDA toolkit in words.
     """
-    rows = [("machine", _machine(facts)), *_gpus(facts)]
-    rows += [("driver", _driver(facts)), ("runtime", _runtime(facts)), ("toolkit", toolkit)]
+    memory, driver = facts.memory, driver_text(facts.driver)
+    limit = memory.cgroup_limit_bytes
+    limited = f", this container's limit is {gib(limit)}" if limit is not None else ""
+    available = f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} host memory available{limited}"
+    rows = [("machine", f"{facts.architecture}, {facts.cpu_count} processors, {available}")]
+    for gpu in facts.gpus:
+        own = "shared with the CPU" if gpu.integrated else "of its own"
+        capability = f"compute capability {version_text(gpu.capability)}"
+        rows.append(("GPU", f"{gpu.name}, {capability}, {gib(gpu.total_memory_bytes)} {own}"))
+    if not facts.gpus:
+        rows.append(("GPU", facts.gpu_problem or "none"))
+    if facts.driver_cuda is not None:
+        rows.append(("driver", f"{driver}, runs CUDA {version_text(facts.driver_cuda)} and older"))
+    else:
+        rows.append(("driver", "none visible" if facts.driver is None else f"{driver}, without libcuda here"))
     packages = (f"{name} {version}" for name, version in sorted(facts.packages.items()))
-    rows.append(("packages", ", ".join(packages)))
+    rows += [("runtime", _runtime(facts)), ("toolkit", toolkit), ("packages", ", ".join(packages))]
     try:
         profile, reason = select(facts, requested)
     except (ConfigError, HardwareError):
         return [*rows, ("profile", f"TRAINER_PROFILE={requested} does not fit, see below")]
-    rows.append(("profile", f"{profile.name}: {reason}"))
-    rows += _abilities(facts, profile.device)
+    rows += [("profile", f"{profile.name}: {reason}"), *_abilities(facts, profile.device)]
     return [*rows, ("measured", _measured(facts))] if profile.device == "cuda" else rows
 
 
 def volume_rows(mounts: Sequence[Mount]) -> list[Row]:
-    """Which of our volumes are mounted."""
+    """State of each of our volumes."""
     at = {mount.path: mount for mount in mounts}
     rows = []
     for volume in VOLUMES:
@@ -51,29 +62,6 @@ def volume_rows(mounts: Sequence[Mount]) -> list[Row]:
         state = "not mounted" if mount is None else "mounted, read-only" if mount.read_only else "mounted"
         rows.append((volume.path, f"{state}: {volume.meaning}"))
     return rows
-
-
-def _machine(facts: Facts) -> str:
-    memory = facts.memory
-    limit = memory.cgroup_limit_bytes
-    limited = f", this container's limit is {gib(limit)}" if limit is not None else ""
-    available = f"{gib(memory.available_bytes)} of {gib(memory.total_bytes)} host memory available{limited}"
-    return f"{facts.architecture}, {facts.cpu_count} processors, {available}"
-
-
-def _gpus(facts: Facts) -> Iterator[Row]:
-    for gpu in facts.gpus:
-        own = "shared with the CPU" if gpu.integrated else "of its own"
-        capability = f"compute capability {version_text(gpu.capability)}"
-        yield "GPU", f"{gpu.name}, {capability}, {gib(gpu.total_memory_bytes)} {own}"
-    if not facts.gpus:
-        yield "GPU", facts.gpu_problem or "none"
-
-
-def _driver(facts: Facts) -> str:
-    if facts.driver_cuda is not None:
-        return f"{driver_text(facts.driver)}, runs CUDA {version_text(facts.driver_cuda)} and older"
-    return "none visible" if facts.driver is None else f"{driver_text(facts.driver)}, without libcuda here"
 
 
 def _runtime(facts: Facts) -> str:
@@ -87,7 +75,7 @@ def _runtime(facts: Facts) -> str:
 
 
 def _abilities(facts: Facts, device: str) -> Iterator[Row]:
-    """What a run may use here, and what is missing for the rest."""
+    """Features that a run may use here, and why it may not use the others."""
     capability = facts.gpu.capability if device == "cuda" else (0, 0)
     can, cannot = [], []
     if device == "cpu":
@@ -97,15 +85,16 @@ def _abilities(facts: Facts, device: str) -> Iterator[Row]:
     else:
         can.append("train in fp32 and fp16")
         cannot.append("bf16 (needs compute capability 8.0)")
-    if capability >= FP8_CAPABILITY:
+    fp8, packed = WAYS["fp8"].least_capability, [way for way in WAYS.values() if way.package]
+    if capability >= fp8:
         can.append("multiply a frozen base in FP8")
     elif device == "cuda":
-        cannot.append(f"products in FP8 (need compute capability {version_text(FP8_CAPABILITY)})")
-    stored = [kind for kind, package in PACKAGES.items() if package in facts.packages]
+        cannot.append(f"products in FP8 (need compute capability {version_text(fp8)})")
+    stored = [way.weights for way in packed if way.package in facts.packages]
     if stored:
         can.append(f"store a frozen base in {' and '.join(stored)}")
-    missing = ((kind, package) for kind, package in PACKAGES.items() if kind not in stored)
-    cannot += [f"{kind} ({package} is not installed)" for kind, package in missing]
+    missing = (way for way in packed if way.weights not in stored)
+    cannot += [f"{way.weights} ({way.package} is not installed)" for way in missing]
     if not facts.c_compiler:
         cannot.append("compiled blocks (no C compiler)")
     elif device == "cuda" and "triton" in facts.packages:

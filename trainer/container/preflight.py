@@ -1,14 +1,15 @@
-"""What stops a container before anything is started: pure functions from what was read to problems.
+"""Reasons to stop a container before anything starts: pure functions from what was read to problems.
 
-Profile, driver, torch and memory are judged where the plan judges them; here is what only a container has.
+Profile, driver, torch and memory are judged where the plan judges them; mounts and folders are judged here.
 """
 
 from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import PurePosixPath
 
 from trainer.container.appliance import MISPLACED, VOLUMES
@@ -17,8 +18,8 @@ from trainer.machine.facts import Facts
 from trainer.machine.mounts import Mount, holding, is_below
 from trainer.machine.profiles import Profile, select
 from trainer.planning import torch_and_driver
-from trainer.planning.cost.memory import gib
 from trainer.planning.torch_and_driver import require_memory_kind
+from trainer.words.sizes import gib
 
 _CHOWN_NOTE = "(that is its path on its disk: where you mounted another one, chown that)"
 
@@ -36,12 +37,12 @@ class Folder:
     error: str
     """Why `existing` cannot be written; empty where it can."""
     is_result: bool = False
-    """True for what nobody can compute or download again."""
+    """True for results, which nobody can compute or download again."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Surroundings:
-    """What the container was given besides its machine."""
+    """Everything that the container was given besides its machine."""
 
     user: int
     group: int
@@ -63,32 +64,37 @@ def machine_problems(facts: Facts, requested: str, unified: bool | None) -> tupl
     except HardwareError as error:
         return error.problems
     problems: list[Problem] = []
-    try:
-        require_memory_kind(facts, profile, unified)
-    except HardwareError as error:
-        problems += error.problems
-    try:
-        torch_and_driver.check(facts, profile)
-    except HardwareError as error:
-        problems += error.problems
+    for check in (partial(require_memory_kind, unified=unified), torch_and_driver.check):
+        try:
+            check(facts, profile)
+        except HardwareError as error:
+            problems += error.problems
     return (*problems, *_headroom(facts, profile))
 
 
 def container_problems(
     facts: Facts | None, requested: str, surroundings: Surroundings
 ) -> tuple[Problem, ...]:
-    """What was set or mounted so that a run cannot start. `facts` is None where they cannot be read, or the
-    command needs no machine.
+    """Variables and mounts because of which a run cannot start. `facts` is None where they cannot be read, or
+    the command needs no machine.
     """
     problems = [*_misplaced(surroundings), *_unwritable(surroundings)]
     # facts that cannot be read may be missing because of it: torch was asked, and aborted
-    if requested != "cpu" and (facts is None or facts.gpus):
-        problems += _foreign_cudnn(surroundings.cudnn)
+    if surroundings.cudnn and requested != "cpu" and (facts is None or facts.gpus):
+        folders = sorted({str(PurePosixPath(file).parent) for file in surroundings.cudnn})
+        first = surroundings.cudnn[0]
+        problems.append(
+            Problem(
+                what=f"a foreign cuDNN hides the one that torch brings, and torch aborts: {first}",
+                where="LD_LIBRARY_PATH",
+                remedy=f"take {' and '.join(folders)} out of it, or unset it",
+            )
+        )
     return tuple(problems)
 
 
 def warnings(surroundings: Surroundings) -> Iterator[str]:
-    """What works, but loses what was made: folders in the container's own layer."""
+    """Folders in the container's own layer: the run works, and its results are gone with the container."""
     for folder in surroundings.folders:
         mount = holding(folder.existing, surroundings.mounts)
         if folder.is_result and not folder.error and mount is not None and mount.kind == "overlay":
@@ -113,22 +119,13 @@ def _headroom(facts: Facts, profile: Profile) -> Iterator[Problem]:
     )
 
 
-def _foreign_cudnn(files: Sequence[str]) -> Iterator[Problem]:
-    if files:
-        folders = sorted({str(PurePosixPath(file).parent) for file in files})
-        yield Problem(
-            what=f"a foreign cuDNN hides the one that torch brings, and torch aborts: {files[0]}",
-            where="LD_LIBRARY_PATH",
-            remedy=f"take {' and '.join(folders)} out of it, or unset it",
-        )
-
-
 def _misplaced(surroundings: Surroundings) -> Iterator[Problem]:
     """Mounts where other images have their volumes, and which nobody names."""
     access = {volume.path: volume for volume in VOLUMES}
     for mount in surroundings.mounts:
         wrong = next((one for one in MISPLACED if is_below(mount.path, one)), None)
-        if wrong is None or _names(surroundings.named, wrong):
+        # whoever writes the path, or one below it, means it
+        if wrong is None or re.search(rf"(?<![\w./-]){re.escape(wrong)}(?![\w.-])", surroundings.named):
             continue
         ours = MISPLACED[wrong]
         read_only = ":ro" if access[ours].access == "ro" else ""
@@ -144,14 +141,10 @@ def _unwritable(surroundings: Surroundings) -> Iterator[Problem]:
     """Folders that the command must write to and cannot."""
     user = f"{surroundings.user}:{surroundings.group}"
     for folder in surroundings.folders:
-        if not folder.error:
-            continue
-        mount = holding(folder.existing, surroundings.mounts)
-        yield Problem(
-            what=f"{folder.meaning} cannot be written by user {user}: {folder.error}",
-            where=folder.path,
-            remedy=_writable_remedy(folder, mount, user),
-        )
+        if folder.error:
+            what = f"{folder.meaning} cannot be written by user {user}: {folder.error}"
+            remedy = _writable_remedy(folder, holding(folder.existing, surroundings.mounts), user)
+            yield Problem(what=what, where=folder.path, remedy=remedy)
 
 
 def _writable_remedy(folder: Folder, mount: Mount | None, user: str) -> str:
@@ -177,8 +170,3 @@ def _disk_path(mount: Mount, path: str) -> str:
     if mount.root.count("/") < 2:
         return ""
     return mount.root + path.removeprefix(mount.path)
-
-
-def _names(text: str, path: str) -> bool:
-    """Whether the path, or one below it, is in the text."""
-    return re.search(rf"(?<![\w./-]){re.escape(path)}(?![\w.-])", text) is not None

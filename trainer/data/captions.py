@@ -11,8 +11,8 @@ from trainer.errors import DataError
 MAX_CAPTION_BYTES = 16 * 1024
 
 
-class CaptionError(Exception):
-    """A caption or a row of metadata that cannot be used: what is wrong, and what to do."""
+class TextError(Exception):
+    """A caption, a row of metadata or a conversation that cannot be used: its fault, and what to do."""
 
     def __init__(self, what: str, remedy: str) -> None:
         super().__init__(what)
@@ -25,21 +25,13 @@ def read_sidecar(path: Path) -> str:
     try:
         size = path.stat().st_size
         if size > MAX_CAPTION_BYTES:
-            raise DataError(
-                f"the caption has {size} bytes, more than {MAX_CAPTION_BYTES}",
-                where=str(path),
-                remedy="shorten it; encoders read a few hundred words at most",
-            )
-        data = path.read_bytes()
+            what = f"the caption has {size} bytes, more than {MAX_CAPTION_BYTES}"
+            raise TextError(what, "shorten it; encoders read a few hundred words at most")
+        return clean_caption(decode_text(path.read_bytes()))
     except OSError as error:
-        raise DataError(
-            f"the caption cannot be read: {error.strerror or error}",
-            where=str(path),
-            remedy="check its permissions",
-        ) from error
-    try:
-        return clean_caption(decode_text(data))
-    except CaptionError as error:
+        what = f"the caption cannot be read: {error.strerror or error}"
+        raise DataError(what, where=str(path), remedy="check its permissions") from error
+    except TextError as error:
         raise DataError(error.what, where=str(path), remedy=error.remedy) from error
 
 
@@ -53,24 +45,26 @@ def with_trigger_word(caption: str, trigger_word: str | None) -> str:
 def decode_text(data: bytes) -> str:
     """UTF-8 text, with or without a byte order mark. Raises an error for any other encoding."""
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-        raise CaptionError("the text is UTF-16, not UTF-8", "save it as UTF-8")
+        raise TextError("the text is UTF-16, not UTF-8", "save it as UTF-8")
     try:
         return data.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError as error:
-        raise CaptionError(f"the text is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
+        raise TextError(f"the text is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
 
 
 def clean_caption(text: str) -> str:
     """The caption with line breaks and runs of blanks made one blank. Raises when nothing is left."""
     if "\x00" in text:
-        raise CaptionError("the caption holds a NUL character", "remove it; this is rarely a text file")
+        raise TextError("the caption holds a NUL character", "remove it; this is rarely a text file")
     caption = " ".join(text.split())
     if not caption:
-        raise CaptionError("the caption is empty", "describe the picture in a few words")
+        raise TextError("the caption is empty", "describe the picture in a few words")
     if not encodable(caption):
-        raise CaptionError(
-            "the caption holds half of a surrogate pair", "write the character itself, or remove it"
+        what, remedy = (
+            "the caption holds half of a surrogate pair",
+            "write the character itself, or remove it",
         )
+        raise TextError(what, remedy)
     return caption
 
 

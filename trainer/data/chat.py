@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainer.data.captions import TextError, encodable
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.records import ChatRecord, Scan
 from trainer.errors import ConfigError, DataError, Problem
@@ -49,15 +50,6 @@ class _Row:
         return f"{self.file}:{self.number}"
 
 
-class _RowError(Exception):
-    """One row that cannot be used: what is wrong, and what to do."""
-
-    def __init__(self, what: str, remedy: str) -> None:
-        super().__init__(what)
-        self.what = what
-        self.remedy = remedy
-
-
 def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan:
     """Records of all conversations of all sets, in order of set and row.
 
@@ -78,7 +70,7 @@ def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan
     for done, row in enumerate(rows, start=1):
         try:
             records.append(_record(row))
-        except _RowError as error:
+        except TextError as error:
             problems.append(Problem(what=error.what, where=row.where, remedy=error.remedy))
         if progress is not None:
             progress(done, len(rows))
@@ -93,23 +85,18 @@ def _rows(index: int, one: DataSet) -> list[_Row]:
     """All rows of a set's file; lines are counted from 1 with empty ones, which are passed over."""
     file = one.chat_file
     assert file is not None, "the configuration was checked"
-    readers: dict[str, Callable[[Path], Sequence[object]]] = {
-        ".jsonl": _read_lines,
-        ".parquet": _read_parquet,
-    }
-    if file.suffix not in readers:
-        raise DataError(
-            f"{file.name} is neither .jsonl nor .parquet", where=str(file), remedy="convert it to .jsonl"
-        )
+    if file.suffix not in (".jsonl", ".parquet"):
+        what = f"{file.name} is neither .jsonl nor .parquet"
+        raise DataError(what, where=str(file), remedy="convert it to .jsonl")
+    contents: Sequence[object] = _read_lines(file) if file.suffix == ".jsonl" else _read_parquet(file)
     rows = [
         _Row(set_index=index, repeats=one.repeats, file=file, number=number, content=content)
-        for number, content in enumerate(readers[file.suffix](file), start=1)
+        for number, content in enumerate(contents, start=1)
         if content is not None
     ]
     if not rows:
-        raise DataError(
-            "the file holds no conversation", where=str(file), remedy=f"write lines like {_SHAPE}"
-        )
+        remedy = f"write lines like {_SHAPE}"
+        raise DataError("the file holds no conversation", where=str(file), remedy=remedy)
     return rows
 
 
@@ -130,21 +117,16 @@ def _read_parquet(file: Path) -> list[object]:
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
     except ImportError as error:
-        raise ConfigError(
-            "reading .parquet needs pyarrow, which is not installed",
-            where=str(file),
-            remedy=f"{extras.remedy('parquet')}; or convert the file to .jsonl",
-        ) from error
+        what = "reading .parquet needs pyarrow, which is not installed"
+        remedy = f"{extras.remedy('parquet')}; or convert the file to .jsonl"
+        raise ConfigError(what, where=str(file), remedy=remedy) from error
     try:
         table = parquet.read_table(file)
     except FileNotFoundError as error:
         raise _unreadable(file, error) from error
     except (OSError, ValueError) as error:  # pyarrow's own errors are kinds of these two
-        raise DataError(
-            f"cannot be read as parquet ({error})",
-            where=str(file),
-            remedy="copy it again, or convert it to .jsonl",
-        ) from error
+        what, remedy = f"cannot be read as parquet ({error})", "copy it again, or convert it to .jsonl"
+        raise DataError(what, where=str(file), remedy=remedy) from error
     columns = [name for name in ("messages", "conversations") if name in table.column_names]
     return list(table.select(columns).to_pylist())
 
@@ -160,19 +142,17 @@ def _record(row: _Row) -> ChatRecord:
     """One finished record."""
     value = _parse(row.content) if isinstance(row.content, bytes) else row.content
     if not isinstance(value, dict):
-        raise _RowError("the row is not a JSON object", f"write {_SHAPE}")
+        raise TextError("the row is not a JSON object", f"write {_SHAPE}")
     caption = json.dumps(_messages(value), ensure_ascii=False, separators=(",", ":"))
-    try:
-        data = caption.encode()
-    except UnicodeEncodeError:
+    if not encodable(caption):
         what, remedy = "a content holds half of a surrogate pair", "write the character itself, or remove it"
-        raise _RowError(what, remedy) from None
+        raise TextError(what, remedy)
     return ChatRecord(
         path=Path(row.where),
         identifier=f"{row.set_index}/{row.number}",
         caption=caption,
         repeats=row.repeats,
-        content_sha256=hashlib.sha256(data).hexdigest(),
+        content_sha256=hashlib.sha256(caption.encode()).hexdigest(),
     )
 
 
@@ -180,12 +160,12 @@ def _parse(line: bytes) -> object:
     try:
         value: object = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError as error:
-        raise _RowError(f"the text is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
+        raise TextError(f"the text is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
     except json.JSONDecodeError as error:
         what = f"not valid JSON: {error.msg} (column {error.colno})"
-        raise _RowError(what, f"write one conversation a line, as {_SHAPE}") from error
+        raise TextError(what, f"write one conversation a line, as {_SHAPE}") from error
     except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
-        raise _RowError(f"not valid JSON: {error}", f"write {_SHAPE}") from error
+        raise TextError(f"not valid JSON: {error}", f"write {_SHAPE}") from error
     return value
 
 
@@ -196,18 +176,18 @@ def _messages(value: dict[str, Any]) -> list[dict[str, str]]:
     elif value.get("conversations") is not None:
         found, keys, roles = value["conversations"], ("from", "value"), _SHAREGPT_ROLES
     else:
-        raise _RowError("the row has no `messages`", f"write {_SHAPE}")
+        raise TextError("the row has no `messages`", f"write {_SHAPE}")
     if not isinstance(found, list) or not found:
-        raise _RowError("the messages are no list, or an empty one", f"write {_SHAPE}")
+        raise TextError("the messages are no list, or an empty one", f"write {_SHAPE}")
     messages = [_message(number, message, keys, roles) for number, message in enumerate(found, start=1)]
     if messages[0]["role"] == "assistant":
         what = "the first message is the assistant's, and nothing is asked before it"
-        raise _RowError(what, "remove it, or begin with a message of the user")
+        raise TextError(what, "remove it, or begin with a message of the user")
     if all(message["role"] != "assistant" for message in messages):
-        raise _RowError("no message is the assistant's: there is nothing to learn", "add its answer")
+        raise TextError("no message is the assistant's: there is nothing to learn", "add its answer")
     if messages[-1]["role"] != "assistant":
         what = f"the last message is the {messages[-1]['role']}'s, and nothing answers it"
-        raise _RowError(what, "add the assistant's answer, or remove the message")
+        raise TextError(what, "add the assistant's answer, or remove the message")
     return messages
 
 
@@ -215,19 +195,18 @@ def _message(number: int, value: object, keys: tuple[str, str], roles: dict[str,
     """One message as {"role", "content"}."""
     role_key, content_key = keys
     if not isinstance(value, dict):
-        raise _RowError(f"message {number} is not a JSON object", f"write {_SHAPE}")
+        raise TextError(f"message {number} is not a JSON object", f"write {_SHAPE}")
     role, content = value.get(role_key), value.get(content_key)
     if not isinstance(role, str) or role not in roles:
         remedy = f"`{role_key}` is one of {', '.join(roles)}"
-        raise _RowError(f"message {number} has an unknown role: {role!r}", remedy)
+        raise TextError(f"message {number} has an unknown role: {role!r}", remedy)
     for key, harmless in _UNREAD_KEYS.items():
         if value.get(key) not in harmless:
             what = f"message {number} has `{key}`, which is not read"
-            raise _RowError(what, "remove the key, or the conversation; only text is learned")
+            raise TextError(what, "remove the key, or the conversation; only text is learned")
     if not isinstance(content, str):
-        raise _RowError(
-            f"the content of message {number} is not a text", f"write `{content_key}` as one text"
-        )
+        what = f"the content of message {number} is not a text"
+        raise TextError(what, f"write `{content_key}` as one text")
     if not content.strip():
-        raise _RowError(f"the content of message {number} is empty", "write it, or remove the conversation")
+        raise TextError(f"the content of message {number} is empty", "write it, or remove the conversation")
     return {"role": roles[role], "content": content}

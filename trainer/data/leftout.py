@@ -1,4 +1,4 @@
-"""What becomes of files that cannot be used: one list of problems, or one of what is left out."""
+"""Files that cannot be used: one list of problems, or one of the files that are left out."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def report_left_out(left_out: Sequence[LeftOut], folder: Path | None) -> None:
 
     A file of that name of an earlier start goes, so that it is never another data set's.
     """
-    if folder is not None and left_out:
+    if not left_out:
+        if folder is not None:
+            (folder / LEFT_OUT_NAME).unlink(missing_ok=True)
+        return
+    if folder is not None:
         rows = [json.dumps({"file": one.file, "reason": one.reason}, ensure_ascii=False) for one in left_out]
         atomic.write_text(folder / LEFT_OUT_NAME, "\n".join(rows) + "\n")
-    elif folder is not None:
-        (folder / LEFT_OUT_NAME).unlink(missing_ok=True)
-    if not left_out:
-        return
     lines = [one_line(f"{one.file}: {one.reason}") for one in left_out[:MAX_PROBLEMS_SHOWN]]
     hidden = len(left_out) - len(lines)
     if hidden:

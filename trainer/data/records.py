@@ -1,4 +1,4 @@
-"""What scanning a data set gives."""
+"""Samples and left-out files that scanning a data set finds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class View:
 
     @property
     def key(self) -> str:
-        """What tells two views of one image apart; empty for the default."""
+        """A text that tells two views of one image apart; empty for the default."""
         parts = [] if self.place == (0.5, 0.5) else [f"place {self.place[0]:.6f} {self.place[1]:.6f}"]
         return " ".join([*parts, *(["flip"] if self.flip else [])])
 
@@ -67,12 +67,12 @@ class ImageRecord:
     """Hash of the file's bytes."""
     controls: tuple[Control, ...] = ()
     colour: str = ""
-    """As `Control.colour`."""
+    """How its colours become sRGB where they are not, as in `Control`."""
     set_index: int = 0
     view: View = CENTRED
     mask: Mask | None = None
     loss_weight: float = 1.0
-    """What its loss is multiplied by."""
+    """The factor on its loss."""
     is_reg: bool = False
     """Of a regularisation set: no trigger word, never held out."""
 

@@ -99,11 +99,6 @@ class Sampler:
         """Of a step."""
         return self._rows
 
-    @property
-    def samples_per_epoch(self) -> int:
-        """Samples after which every record was drawn `repeats` times."""
-        return len(self._slots)
-
     def step(self, n: int) -> tuple[MicroBatch, ...]:
         """Micro-batches of step n, counted from 0: cheap when n is one above the last, else a replay to n."""
         assert n >= 0, "steps count from 0"
@@ -112,14 +107,6 @@ class Sampler:
         while self._next < n:
             self._draw()
         return self._parted(self._draw())
-
-    def sample(self, position: int, epoch_order: Sequence[int]) -> SampleRef:
-        """The sample at a position of the stream, given its epoch's order."""
-        return SampleRef(
-            record=epoch_order[position % len(self._slots)],
-            position=position,
-            dropped=_uniform(self._seed, "caption dropout", position) < self._caption_dropout_rate,
-        )
 
     def epoch_order(self, epoch: int) -> list[int]:
         """Records of one epoch in their order: sorted by hash, so the same on every machine and version.
@@ -149,9 +136,9 @@ class Sampler:
         """The stream from its start."""
         position = 0
         while True:
-            order = self.epoch_order(position // len(self._slots))
-            for _ in order:
-                yield self.sample(position, order)
+            for record in self.epoch_order(position // len(self._slots)):
+                dropped = _uniform(self._seed, "caption dropout", position) < self._caption_dropout_rate
+                yield SampleRef(record=record, position=position, dropped=dropped)
                 position += 1
 
     def _draw(self) -> list[_Row]:
@@ -162,7 +149,9 @@ class Sampler:
         passed_over: list[SampleRef] = []
         without_room = twice = 0
         limit = max(_WAITING, 2 * self._rows)
-        while without_room < limit and twice < max(limit, 2 * len(contents)) and not self._is_full(rows):
+        while without_room < limit and twice < max(limit, 2 * len(contents)):
+            if len(rows) == self._rows and all(row.size == self._row_size for row in rows):
+                break
             sample = self._waiting.popleft() if self._waiting else next(self._stream)
             content = self._contents[sample.record]
             if self._fills_a_step and content in contents:
@@ -174,18 +163,15 @@ class Sampler:
                 without_room += 1
                 passed_over.append(sample)
         if twice >= limit:
-            passed_over = [sample for sample in passed_over if not self._put_twice(rows, sample)]
+            # also of contents that are in the step: where a row would stay empty, or where one content is
+            # repeated so often that steps without copies of it would hold next to nothing
+            passed_over = [
+                sample
+                for sample in passed_over
+                if not ((self._is_crowded or len(rows) < self._rows) and self._put(rows, sample))
+            ]
         self._waiting.extendleft(reversed(passed_over))
         return rows
-
-    def _put_twice(self, rows: list[_Row], sample: SampleRef) -> bool:
-        """Add a sample although its content may be in the step: where a row would stay empty, or where one
-        content is repeated so often that steps without copies of it would hold next to nothing.
-        """
-        return (self._is_crowded or len(rows) < self._rows) and self._put(rows, sample)
-
-    def _is_full(self, rows: Sequence[_Row]) -> bool:
-        return len(rows) == self._rows and all(row.size == self._row_size for row in rows)
 
     def _put(self, rows: list[_Row], sample: SampleRef) -> bool:
         """Add a sample to the fullest row of its key that has room, or open one; whether there was room."""
@@ -222,23 +208,19 @@ def held_out_split(
     The pick does not depend on names, folders or the order of sets. Files of equal content stay together, so
     that nothing held out is trained on. Both parts keep the records' order. Raises DataError when impossible.
     """
-    twins: dict[str, int] = {}
-    for record in records:
-        twins[record.content_sha256] = twins.get(record.content_sha256, 0) + 1
+    twins = Counter(record.content_sha256 for record in records)
     held_out: set[str] = set()
     missing = count
     for content in sorted(twins, key=lambda content: _hash(seed, "held out", content)):
-        if 0 < twins[content] <= missing:
+        if twins[content] <= missing:
             held_out.add(content)
             missing -= twins[content]
     if missing or count >= len(records):
         copies = len(records) - len(twins)
         because = f", {copies} of them copies of others" if copies else ""
-        raise DataError(
-            f"{count} samples cannot be held out: the sets hold {len(records)}{because}, and one must train",
-            where="validation.held_out",
-            remedy="hold out fewer, or add some",
-        )
+        held = f"the sets hold {len(records)}{because}, and one must train"
+        what = f"{count} samples cannot be held out: {held}"
+        raise DataError(what, where="validation.held_out", remedy="hold out fewer, or add some")
     train = tuple(record for record in records if record.content_sha256 not in held_out)
     return train, tuple(record for record in records if record.content_sha256 in held_out)
 

@@ -22,14 +22,13 @@ from trainer.errors import ConfigError, ExitCode, TrainerError
 from trainer.families import components, get, names
 from trainer.planning.render import plan_from_json
 from trainer.telemetry import log
-from trainer.telemetry.progress import Progress, progress
+from trainer.telemetry.progress import bars
 from trainer.telemetry.rundir import require_no_links
 from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag, die_with_parent
 from trainer.telemetry.streams import outlive_readers
 
 if TYPE_CHECKING:
-    from trainer.families.family import Family
     from trainer.modeling.base.hub import Download
     from trainer.modeling.base.source import ModelSource
 
@@ -53,8 +52,9 @@ def main(spec_path: str) -> int:
     log.setup(None)
     logger = log.get("run")
     try:
-        _open_log(config, spec)
-        samples = _scan(config, spec, status, stop)
+        if spec.mode == "train":
+            _open_log(config.output_dir)
+        samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
         _work(config, spec, status, stop, samples, logger.info)
     except TrainerError as error:
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
@@ -65,38 +65,32 @@ def main(spec_path: str) -> int:
     return int(ExitCode.OK)
 
 
-def _open_log(config: RunConfig, spec: Spec) -> None:
+def _open_log(run_dir: Path) -> None:
     """Keep the run's log in its folder; raises ConfigError where that cannot be written."""
-    if spec.mode != "train":
-        return
     try:
-        config.output_dir.mkdir(parents=True, exist_ok=True)
-        require_no_links(config.output_dir)
-        log.setup(config.output_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        require_no_links(run_dir)
+        log.setup(run_dir)
     except OSError as error:
         raise ConfigError(
             f"the output folder cannot be written: {error.strerror}",
-            where=str(config.output_dir),
+            where=str(run_dir),
             remedy="set output_dir, or --output, to a folder that this user may write",
         ) from error
 
 
 def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> Samples:
-    if spec.mode not in ("train", "cache"):
-        return Samples()
-    bars: dict[str, Progress] = {}
-    with contextlib.ExitStack() as open_bars:
+    """Check the data set, with a bar for each folder, and list what is left out of it."""
+    with bars() as advance:
 
         def on_image(what: str, done: int, total: int) -> None:
             stop.raise_if_requested()
             status.beat(Phase.LOAD, step=done, total=total)
-            if what not in bars:
-                bars[what] = open_bars.enter_context(progress(total, what))
-            bars[what].advance()
+            advance(what, done, total)
 
         samples = scan_samples(get(config.family), config, on_image)
-        report_left_out(samples.left_out, config.output_dir if spec.mode == "train" else None)
-        return samples
+    report_left_out(samples.left_out, config.output_dir if spec.mode == "train" else None)
+    return samples
 
 
 def _work(
@@ -118,7 +112,7 @@ def _work(
 
         quiet_libraries()
     family = get(config.family)
-    source = _source(config, family, status, stop, say)
+    source = _source(config, status, stop, say)
     with _importing():  # classes of the base model
         check_loadable(family, source)
     context = Context(
@@ -168,11 +162,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
 
 
 def _source(
-    config: RunConfig,
-    family: Family,
-    status: StatusWriter,
-    stop: StopFlag,
-    say: Callable[[str], None],
+    config: RunConfig, status: StatusWriter, stop: StopFlag, say: Callable[[str], None]
 ) -> ModelSource:
     """The base model; a download says its size first, beats while it runs and can be stopped."""
     from trainer.modeling.base.source import resolve_source, weights_line
@@ -186,6 +176,7 @@ def _source(
         stop.raise_if_requested()
         status.beat(Phase.LOAD)
 
+    family = get(config.family)
     wanted, trained = components(family), family.trained_component
     source = resolve_source(config, wanted, trained=trained, on_start=on_start, on_bytes=on_bytes)
     if source.random_components:

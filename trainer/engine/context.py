@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -14,7 +17,7 @@ from trainer.families.family import Family
 from trainer.modeling.base.source import ModelSource
 from trainer.planning.cost.memory import CUDA_CONTEXT_BYTES
 from trainer.planning.plan import Plan
-from trainer.telemetry.status import StatusWriter
+from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag
 
 DTYPES: dict[str, torch.dtype] = {
@@ -37,6 +40,18 @@ class Context:
     stop: StopFlag
     say: Callable[[str], None]
     """Prints one line for people and adds it to the run's log."""
+
+    def alive(
+        self, phase: Phase, *, step: int | None = None, total: int | None = None, item_done: bool = False
+    ) -> None:
+        """Tell the supervisor that the run is alive; raises where a stop was requested."""
+        self.stop.raise_if_requested()
+        self.status.beat(phase, step=step, total=total, item_done=item_done)
+
+    @functools.cached_property
+    def settings(self) -> Any:
+        """The family's values that draws and loss depend on besides the batch."""
+        return self.family.settings(self.source, self.config)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -68,20 +83,14 @@ def apply_backend_settings(context: Context) -> None:
         )
     if plan.device == "cuda":
         torch.cuda.init()  # its statistics cannot be asked for before
-    if plan.device == "cuda" and context.config.features.memory_budget != "auto":
-        _cap_memory(plan)
+        rest = plan.budget_bytes - CUDA_CONTEXT_BYTES
+        if context.config.features.memory_budget != "auto" and rest < (total := torch.cuda.mem_get_info()[1]):
+            # the allocator fails beyond an imposed budget, on a larger card too
+            torch.cuda.set_per_process_memory_fraction(rest / total)
     torch.backends.cuda.matmul.allow_tf32 = plan.tf32
     torch.backends.cudnn.allow_tf32 = plan.tf32
     # algorithm choice by timing would differ from run to run
     torch.backends.cudnn.benchmark = False
-
-
-def _cap_memory(plan: Plan) -> None:
-    """Let the allocator fail beyond the imposed budget, on a larger card too."""
-    _, total = torch.cuda.mem_get_info()
-    rest = plan.budget_bytes - CUDA_CONTEXT_BYTES
-    if rest < total:
-        torch.cuda.set_per_process_memory_fraction(rest / total)
 
 
 def peak_memory_bytes(device: str) -> int:
@@ -103,8 +112,6 @@ def take_peak(device: str) -> int:
 
 def free_memory(device: str) -> None:
     """Give freed blocks back to the driver, so that the next phase starts from its own peak."""
-    import gc
-
     gc.collect()
     if device.startswith("cuda"):
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""One job from scan to proof, in the process that trains."""
+"""The four jobs of the process that trains: train, fill the cache, draw samples, verify a LoRA file."""
 
 from __future__ import annotations
 
@@ -7,29 +7,29 @@ import json
 import os
 from collections.abc import Generator
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from trainer.config.secrets import redacted
 from trainer.config.writing.dump import dump
-from trainer.data.cache import DamagedEntryError, prune
 from trainer.engine.building.build import build, load_base
 from trainer.engine.building.fast import uncompiled
-from trainer.engine.caching.cut_captions import tell_cut_captions
-from trainer.engine.caching.entries import Entries, fill_cache, list_entries
+from trainer.engine.caching.entries import Entries, list_entries
+from trainer.engine.caching.fill import fill_cache, tell_cut_captions
 from trainer.engine.caching.imported import import_entries
 from trainer.engine.caching.samples import Samples, prompt_controls
+from trainer.engine.caching.store import DamagedEntryError, prune
 from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
-from trainer.engine.records import checkpoint, resume
+from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
 from trainer.engine.results.full import export_full, prove_full
-from trainer.engine.results.pictures import before_after, row, shown, write_png, write_strip
+from trainer.engine.results.pictures import before_after, row, shown, write_png
 from trainer.engine.spec import Spec
-from trainer.engine.training import best, loop
+from trainer.engine.training import best, loop, state
 from trainer.engine.training.feed import varies
-from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
+from trainer.engine.training.microbatch import as_graphs
+from trainer.engine.training.preview import sample, write_before_after
 from trainer.engine.training.validation import HeldOut, held_out_entries
 from trainer.errors import DivergedError
 from trainer.files import atomic
@@ -39,8 +39,7 @@ from trainer.telemetry import locks, log
 from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.status import Phase
-
-_GIB = 1024**3
+from trainer.words.sizes import GIB
 
 
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
@@ -52,36 +51,32 @@ def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
         import_entries(context, entries, Path(spec.import_folder))
     report = fill_cache(context, entries, verify=spec.verify)
     if spec.prune:
-        files, size = prune(entries.cache.folder, entries.keys())
-        context.say(f"pruned {files} files, {size / _GIB:.2f} GiB")
+        files, size = prune(entries.cache.folder, {entry.key for entry in entries.all()})
+        context.say(f"pruned {files} files, {size / GIB:.2f} GiB")
     context.say(f"cache complete in {context.cache_dir}: {report.reused + report.encoded} entries")
 
 
 def train(context: Context, samples: Samples, spec: Spec) -> None:
-    """Cache, build, resume, train, export and prove."""
+    """Cache, build, resume, train, export and prove. Raises as `locks.holding` where another run has the
+    folder.
+    """
     apply_backend_settings(context)
-    with _only_run(context, spec):
-        _train(context, samples, spec)
-
-
-def _only_run(context: Context, spec: Spec) -> contextlib.AbstractContextManager[int]:
-    """Hold the run folder. Raises as `locks.holding` when another process trains in it."""
     context.run_dir.mkdir(parents=True, exist_ok=True)
 
     def on_wait(text: str) -> None:
         if text:
             context.say(text)
-        context.stop.raise_if_requested()
-        context.status.beat(Phase.LOAD)
+        context.alive(Phase.LOAD)
 
-    return locks.holding(
+    with locks.holding(
         context.run_dir / LOCK_FILE,
         supervisor=os.getpid() if spec.supervisor_pid is None else spec.supervisor_pid,
         what="another run is using this folder",
         where=str(context.run_dir),
         remedy="wait for it, stop it, or choose another output_dir",
         on_wait=on_wait,
-    )
+    ):
+        _train(context, samples, spec)
 
 
 def _train(context: Context, samples: Samples, spec: Spec) -> None:
@@ -96,38 +91,59 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     caching_peak = take_peak(context.device)
     tracker = start_tracker(context)  # before minutes of loading
     built = build(context, varies(context, entries))
-    before = _outputs_before(context, built.model)
-    state = loop.State() if start.found is None else _resume(context, built.updater, *start.found)
+    before = None
+    if context.config.method == "full":  # whose proof has no adapter to take off
+        with uncompiled(context):
+            before = proof.fixed_outputs(context, built.model)
+    now = state.restore(context, built.updater, start)
     journal = Journal(context, Path(spec.runtime_dir), tracker)
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
-    journal.cut_back(state.step)
+    journal.cut_back(now.step)
     _tell_changed_held_out(context, held_out)
-    _drop_after(context, state.step)
-    run = loop.Run(
+    state.forget_later(context, now.step)
+    run = state.Run(
         context=context,
         built=built,
+        graphs=as_graphs(context, built),
         entries=entries,
         held_out=held_out,
         journal=journal,
-        settings=context.family.settings(context.source, context.config),
-        fingerprint=start.fingerprint,
-        recorded_settings=start.settings,
+        start=start,
     )
     with journal:
         with _damage_found_at_once(context, entries, held_out):
-            loop.train(run, state)
+            loop.train(run, now)
         context.status.beat(Phase.SAVE)
         journal.phase(Phase.SAVE)
-        with loop.beside_training(run):
-            if context.config.method == "lora":
-                summary = _finish_lora(context, built.model, held_out)
-            else:
-                summary = _finish_full(context, built.model, before)
-            _last_preview(run, state)
-        _say_peaks(context, caching_peak, peak_memory_bytes(context.device))
-        _say_held_out(run)
+        summary = _finish(run, now.step, before)
+        _say_peaks(context, caching_peak)
+        # from the file, so that it holds for resumed runs too
+        line = held_out_line(read_metrics(context.run_dir / METRICS_LOG))
+        if held_out is not None and line is not None:
+            context.say(line)
         journal.phase(Phase.DONE)
         context.say(summary)
+
+
+def _finish(run: state.Run, step: int, before: list[torch.Tensor] | None) -> str:
+    """Save, prove and draw the result; gives the line that says so.
+
+    `before` are the outputs of a full fine-tune's base; None for a LoRA.
+    """
+    context, model = run.context, run.built.model
+    with loop.beside_training(run):
+        if before is None:
+            summary = _finish_lora(context, model, run.held_out)
+        else:
+            summary = _finish_full(context, model, before)
+        # of the saved result: the LoRA is the one loaded from its file
+        strip = loop.preview(run, step)
+        if strip is not None:
+            context.say(f"previews: {strip}")
+            together = write_before_after(context, run.entries, step)
+            if together is not None:
+                context.say(f"before and after: {together}")
+    return summary
 
 
 @contextlib.contextmanager
@@ -141,38 +157,13 @@ def _damage_found_at_once(
         every = [*entries.all(), *(held_out.entries.all() if held_out is not None else ())]
         keys = sorted({(entry.kind, entry.key) for entry in every})
         context.say(f"a cache entry is damaged: reading all {len(keys)} to find others")
-
-        def on_entry() -> None:
-            context.stop.raise_if_requested()
-            context.status.beat(Phase.CACHE)
-
+        known = {problem.where for problem in first.problems}
         # the first one was removed when it was read, so it is found again, as gone
-        others = [
-            problem
-            for error in entries.cache.remove_damaged(keys, on_entry)
-            for problem in error.problems
-            if problem.where not in {known.where for known in first.problems}
-        ]
+        errors = entries.cache.remove_damaged(keys, lambda: context.alive(Phase.CACHE))
+        others = [one for error in errors for one in error.problems if one.where not in known]
         if not others:
             raise
         raise DamagedEntryError([*first.problems, *others]) from first
-
-
-def _outputs_before(context: Context, model: Any) -> list[torch.Tensor] | None:
-    """What the base puts out, for a full fine-tune, which has nothing to take off; else None."""
-    if context.config.method == "lora":
-        return None
-    with uncompiled(context):
-        return proof.fixed_outputs(context, model)
-
-
-def _drop_after(context: Context, step: int) -> None:
-    """Remove what a process left that trained on after this step, and what it left half done."""
-    if step == 0:
-        best.forget(context)
-    best.restore(context)
-    best.forget_after(context, step)
-    drop_previews_after(context, step)
 
 
 def _tell_changed_held_out(context: Context, held_out: HeldOut | None) -> None:
@@ -185,40 +176,19 @@ def _tell_changed_held_out(context: Context, held_out: HeldOut | None) -> None:
         )
 
 
-def _say_held_out(run: loop.Run) -> None:
-    """What training did to the held-out loss, from the file so that it holds for resumed runs too."""
-    line = held_out_line(read_metrics(run.context.run_dir / METRICS_LOG))
-    if run.held_out is not None and line is not None:
-        run.context.say(line)
-
-
-def _say_peaks(context: Context, caching: int, training: int) -> None:
+def _say_peaks(context: Context, caching: int) -> None:
     """Measured against planned device memory: a plan that is wrong should be seen."""
     if context.device == "cpu":
         return
-    rows = (
-        ("caching", caching, context.plan.cache_memory),
-        ("loading and training", training, context.plan.train_memory),
-    )
+    plan, training = context.plan, peak_memory_bytes(context.device)
     parts = [
-        f"{name} {measured / _GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / _GIB:.1f})"
-        for name, measured, planned in rows
+        f"{name} {measured / GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / GIB:.1f})"
+        for name, measured, planned in (
+            ("caching", caching, plan.cache_memory),
+            ("loading and training", training, plan.train_memory),
+        )
     ]
     context.say(f"device memory at its peak: {', '.join(parts)}")
-
-
-def _resume(context: Context, updater: Any, folder: Path, snapshot: checkpoint.Snapshot) -> loop.State:
-    context.status.beat(Phase.LOAD)
-    weights = checkpoint.read_group(folder, "weights", context.device)
-    updater.load(weights, checkpoint.read_group(folder, "optimizer", context.device), snapshot.step)
-    context.say(f"resumed from {folder.name}")
-    return loop.State(
-        step=snapshot.step,
-        interval_loss=snapshot.interval_loss,
-        interval_steps=snapshot.interval_steps,
-        saved_step=snapshot.step,
-        saved_in=folder,
-    )
 
 
 def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
@@ -232,9 +202,7 @@ def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
     log.get("run").info("run folder %s", context.run_dir, extra={"fields": {"plan": decisions}})
 
 
-def _finish_lora(context: Context, model: Any, held_out: HeldOut | None = None) -> str:
-    if not proof.is_finite_adapter(model):
-        raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
+def _finish_lora(context: Context, model: torch.nn.Module, held_out: HeldOut | None = None) -> str:
     if context.plan.compile:
         # peft must not be imported before torchvision can be, see quiet_libraries
         from trainer.modeling.adapter.joined_lora import part_siblings
@@ -245,13 +213,11 @@ def _finish_lora(context: Context, model: Any, held_out: HeldOut | None = None) 
     kept = best.prove(context, model, held_out, path)
     if kept:
         context.say(kept)
-    if comfyui is None:
-        return f"LoRA: {path}. Proved: {result}."
-    return f"LoRA: {path} (diffusers), {comfyui} (ComfyUI). Proved: {result}."
+    files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"
+    return f"LoRA: {files}. Proved: {result}."
 
 
-def _finish_full(context: Context, model: Any, before: list[torch.Tensor] | None) -> str:
-    assert before is not None
+def _finish_full(context: Context, model: torch.nn.Module, before: list[torch.Tensor]) -> str:
     effect = proof.relative_difference(proof.fixed_outputs(context, model), before)
     if not effect > 0.0:
         raise DivergedError(f"training did not change the model's output (effect {effect})")
@@ -263,38 +229,27 @@ def _finish_full(context: Context, model: Any, before: list[torch.Tensor] | None
     )
 
 
-def _last_preview(run: loop.Run, state: loop.State) -> None:
-    """Previews of what was saved: the LoRA is the one loaded from its file."""
-    path = draw_previews(run.context, run.built.model, run.entries, state.step)
-    if path is not None:
-        strip = write_strip(path.parent, up_to_step=state.step)
-        run.journal.picture("previews", path, state.step)
-        run.context.say(f"previews: {strip}")
-        together = write_before_after(run.context, run.entries, state.step)
-        if together is not None:
-            run.context.say(f"before and after: {together}")
-
-
 def sample_once(context: Context, spec: Spec) -> None:
     """Draw prompts with the base model and a LoRA file into one PNG."""
     apply_backend_settings(context)
-    entries: Entries = list_entries(context, (), prompt_controls(context.family, context.config, ()))
+    entries = list_entries(context, (), prompt_controls(context.family, context.config, ()))
     fill_cache(context, entries)
+    file, target = Path(spec.lora_file), Path(spec.output_file)
     if spec.lora_file:
-        proof.check_file(Path(spec.lora_file))
+        proof.check_file(file)
     model = load_base(context)
     rows, titles = [], []
     if spec.before_after or not spec.lora_file:
         rows.append([shown(one) for one in sample(context, model, entries)])
         titles.append("base model")
     if spec.lora_file:
-        proof.load_lora(context, model, Path(spec.lora_file))
+        proof.load_lora(context, model, file)
         rows.append([shown(one) for one in sample(context, model, entries)])
-        titles.append(Path(spec.lora_file).name)
+        titles.append(file.name)
     captions = [*map(redacted, context.config.validation.prompts)]
     picture = before_after(rows, captions, titles) if spec.before_after else row(rows[0], captions, titles[0])
-    Path(spec.output_file).parent.mkdir(parents=True, exist_ok=True)
-    write_png(picture, Path(spec.output_file))
+    target.parent.mkdir(parents=True, exist_ok=True)
+    write_png(picture, target)
     context.say(f"picture: {spec.output_file}")
 
 
@@ -302,8 +257,6 @@ def verify_file(context: Context, spec: Spec) -> None:
     """Repeat the LoRA proof on a fresh base."""
     apply_backend_settings(context)
     path = Path(spec.lora_file)
-    layers = proof.check_file(path)
-    context.say(f"file: {layers} layers, all finite, not zero")
-    model = load_base(context)
-    result = proof.verify_on_fresh_base(context, model, path)
+    context.say(f"file: {proof.check_file(path)} layers, all finite, not zero")
+    result = proof.verify_on_fresh_base(context, load_base(context), path)
     context.say(f"verified: {result}")

@@ -8,20 +8,21 @@ import importlib
 
 from trainer.families.family import Family
 
-_TABLE: dict[str, str] = {
-    "flux1_dev": "trainer.families.flux1_dev:FLUX1_DEV",
-    "flux1_kontext": "trainer.families.flux1_kontext:FLUX1_KONTEXT",
-    "flux2_dev": "trainer.families.flux2_dev:FLUX2_DEV",
-    "kandinsky5": "trainer.families.kandinsky5:KANDINSKY5",
-    "llama": "trainer.families.llama:LLAMA",
-    "qwen_image": "trainer.families.qwen_image:QWEN_IMAGE",
-    "qwen_image_edit": "trainer.families.qwen_image_edit:QWEN_IMAGE_EDIT",
-}
+_NAMES = (
+    "flux1_dev",
+    "flux1_kontext",
+    "flux2_dev",
+    "kandinsky5",
+    "llama",
+    "qwen_image",
+    "qwen_image_edit",
+)
+"""Each is a module here, and in capitals the name of the value in it."""
 
 
 def names() -> tuple[str, ...]:
     """Names of all families, sorted."""
-    return tuple(sorted(_TABLE))
+    return tuple(sorted(_NAMES))
 
 
 def components(family: Family) -> tuple[str, ...]:
@@ -31,7 +32,6 @@ def components(family: Family) -> tuple[str, ...]:
 
 
 def get(name: str) -> Family:
-    """The family called `name`; a KeyError is our bug, because configurations are checked against `names`."""
-    module, _, attribute = _TABLE[name].partition(":")
-    family: Family = vars(importlib.import_module(module))[attribute]
+    """The family called `name`; no such module is our bug: configurations are checked against `names`."""
+    family: Family = vars(importlib.import_module(f"trainer.families.{name}"))[name.upper()]
     return family

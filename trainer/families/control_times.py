@@ -11,20 +11,20 @@ from typing import Any
 
 import torch
 
-from trainer.families.flow import kept_on_device
+from trainer.families.diffusion import kept_on_device
 from trainer.modeling.blocks.recompute import give_base
 
 _INDEX = "modulate_index"
 
 Sizes = tuple[tuple[tuple[int, int, int], ...], ...]
-"""Of every sample its images' frames, rows and columns of tokens, the target's first."""
+"""Frames, rows and columns of tokens of every sample's images, the target's first."""
 
 
 def keep_time_index(model: Any) -> None:
     """Let a transformer with two times take their index from the device; parameters keep their names."""
     if not model.zero_cond_t:
         return
-    # which is when diffusers would make both times and the index itself; the blocks keep theirs
+    # diffusers would make both times and the index itself; the blocks keep theirs
     model.zero_cond_t = False
     give_base(model, _Transformer)
     give_base(model.norm_out, _LastNorm)
@@ -34,10 +34,7 @@ def keep_time_index(model: Any) -> None:
 
 def time_index(sizes: Sizes, device: torch.device) -> torch.Tensor:
     """(samples, tokens) int32: 0 for the target's tokens, 1 for those of its controls."""
-    rows = []
-    for target, *controls in sizes:
-        others = sum(math.prod(control) for control in controls)
-        rows.append([0] * math.prod(target) + [1] * others)
+    rows = [[0] * math.prod(target) + [1] * sum(map(math.prod, controls)) for target, *controls in sizes]
     return torch.tensor(rows, device=device, dtype=torch.int)
 
 
@@ -57,7 +54,7 @@ class _Transformer(torch.nn.Module):
         additional_t_cond: Any = None,
         return_dict: bool = True,
     ) -> Any:
-        """As diffusers', with both times in one batch and the index among what blocks are given."""
+        """Call diffusers' own with both times in one batch, and the index among the blocks' arguments."""
         assert timestep is not None and img_shapes is not None
         sizes = tuple(tuple(tuple(image) for image in sample) for sample in img_shapes)
         index = kept_on_device(time_index, sizes, timestep.device)
@@ -88,7 +85,7 @@ class _Block(torch.nn.Module):
         joint_attention_kwargs: dict[str, Any] | None = None,
         modulate_index: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As diffusers', with the index that its model was given."""
+        """Call diffusers' own with the index that the model was given."""
         assert joint_attention_kwargs is not None and modulate_index is None
         others = {name: value for name, value in joint_attention_kwargs.items() if name != _INDEX}
         found: tuple[torch.Tensor, torch.Tensor] = super().forward(
@@ -107,6 +104,6 @@ class _LastNorm(torch.nn.Module):
     """Only ever given as a base."""
 
     def forward(self, x: torch.Tensor, conditioning_embedding: torch.Tensor) -> torch.Tensor:
-        """As diffusers', by the time of the target, which is in the first half."""
+        """Call diffusers' own with the time of the target, which is in the first half."""
         found: torch.Tensor = super().forward(x, conditioning_embedding.chunk(2)[0])
         return found

@@ -1,15 +1,20 @@
-"""What a model family provides. Modules satisfy it structurally; nothing inherits."""
+"""One frozen value of constants and functions for each model family. A variant replaces some of them."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
+from trainer.families import diffusion, draws
+from trainer.families.losses import velocity_loss
 from trainer.families.values import (
     AttentionShape,
     Batch,
     Draw,
+    EntryKind,
     Header,
     PreviewPrompt,
     PreviewRequest,
@@ -25,41 +30,78 @@ if TYPE_CHECKING:
     from trainer.data.records import Scan
     from trainer.modeling.base.source import ModelSource
 
-EntryKind = Literal["text", "latents"]
+
+class LoadEncoders(Protocol):
+    """Load the encoders that write entries of one kind, on the device, frozen."""
+
+    def __call__(
+        self, kind: EntryKind, source: ModelSource, /, *, device: str, dtype: torch.dtype, vae_tiling: bool
+    ) -> Any: ...
 
 
-class Family(Protocol):
-    """One model family. Stateless; constants, and functions of their arguments only.
+class EncodeText(Protocol):
+    """Write one text entry on the CPU, without a batch axis.
 
-    `Settings` and `Encoders` are each family's own types: what its draws and its encoding need.
+    `controls` are RGB, empty unless `text_sees_controls`. `prompt`: of a preview, where that differs.
+    """
+
+    def __call__(
+        self,
+        encoders: Any,
+        text: str,
+        controls: Sequence[Image],
+        /,
+        *,
+        prompt: bool,
+        max_sequence_length: int,
+    ) -> dict[str, torch.Tensor]: ...
+
+
+class LoadAdapter(Protocol):
+    """Load a saved adapter onto a model the way the family's pipeline does."""
+
+    def __call__(self, model: Any, path: Path, /, *, adapter_name: str) -> None: ...
+
+
+def no_pixels(*arguments: Any) -> Any:
+    """Stand in for a function that is never called, as the family has no pixels or takes no controls."""
+    raise AssertionError("the family has no pixels, or no controls")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Family:
+    """One model family. Its functions depend on their arguments only. Defaults are those of diffusion.
+
+    Encoders and settings are each family's own types: `encode_*`, `draw` and `predict` read what
+    `load_encoders` and `settings` made.
     """
 
     name: str
     title: str
     licence: str
-    cache_version: int
+    cache_version: int = 1
     """Part of every cache key: raise it when encoding changes."""
     pixel_multiple: int
     """Image sides are multiples of this."""
-    sample_kind: Literal["image", "conversation"]
-    """What a data set holds."""
-    control_counts: tuple[int, int]
+    sample_kind: Literal["image", "conversation"] = "image"
+    """Kind of a data set's samples."""
+    control_counts: tuple[int, int] = (0, 0)
     """Least and most control images of a sample; (0, 0) for text to image."""
-    text_sees_controls: bool
+    text_sees_controls: bool = False
     """Whether the text encoder is shown the control images: then captions are encoded once a sample."""
     max_sequence_length: int
     """Most text tokens that the family's model takes."""
-    caption: str | None
+    caption: str | None = None
     """Text tensor (L, D) that is as long as the caption, where `encode_text` does not pad; else None."""
-    text_keys: tuple[str, ...]
-    """Regular expressions over whole names of the attention layers that read its tokens, as keys; of two
-    streams, before all others."""
-    packed_by: str | None
+    text_keys: tuple[str, ...] = ()
+    """Regular expressions over whole names of the attention layers that read the caption's tokens as keys; of
+    two streams, before all others."""
+    packed_by: str | None = None
     """Text tensor whose first axis counts against `data.max_sequence_length`, for families that pack several
     samples into one row; None where equal samples are batched."""
-    comfyui: str | None
+    comfyui: str | None = None
     """Where ComfyUI's key mapping is stated; None where ComfyUI does not take the family's LoRAs."""
-    comfyui_swaps: tuple[str, ...]
+    comfyui_swaps: tuple[str, ...] = ()
     """Modules whose weights have their halves of rows, scale and shift, in the other order there."""
     defaults: Mapping[str, Mapping[str, Any]]
     """The family's layer of the configuration, above the schema and below the user's files."""
@@ -67,109 +109,93 @@ class Family(Protocol):
     """Named presets of LoRA targets: a regular expression over whole module names."""
     high_precision: tuple[str, ...]
     """Regular expressions over whole names of modules that are kept as they are."""
-    modulation: tuple[str, ...]
-    """Those of them that int8 and nf4 bases quantise all the same, as others' 4-bit files do: they compute
-    for a sample, not for each token, so that their size is all they cost.
-    """
+    modulation: tuple[str, ...] = ()
+    """Modules of `high_precision` that int8 and nf4 bases quantise all the same, as others' 4-bit files do:
+    they compute for a sample, not for each token, so that their size is all they cost."""
     blocks: tuple[str, ...]
     """Class names of the repeated blocks."""
-    trained_component: str
+    model: str
+    """Class of the trained component: "library.Class"."""
+    trained_component: str = "transformer"
     """Name of the component that trains: a folder of the base model, empty where the model is the folder."""
     encoder_components: Mapping[EntryKind, tuple[str, ...]]
     """Folders that must be loaded to write each kind of cache entry; written in this order. A family without
     `latents` has no images."""
-    support_components: tuple[str, ...]
+    support_components: tuple[str, ...] = ()
     """Folders without weights that are needed besides: tokenizers, scheduler."""
+
+    load_encoders: LoadEncoders
+    encode_text: EncodeText
+    caption_tokens: Callable[[ModelSource], Callable[[str], int] | None]
+    """Make a counter of a caption's tokens as they count against `data.max_sequence_length`, by the tokenizer
+    alone; None where nothing is cut."""
+    encode_pixels: Callable[[Any, torch.Tensor, Sequence[torch.Tensor]], dict[str, torch.Tensor]] = no_pixels
+    """Write one latents entry on the CPU, without a batch axis, by encoders, pixels (3, H, W) fp32 in [-1, 1]
+    and controls, the same but each of its own size."""
+    control_size: Callable[[int, int], tuple[int, int]] = no_pixels
+    """Size that the family's pipeline gives a control image of this width and height, in pixels."""
+    vae_shape: Callable[[Mapping[str, Any]], tuple[int, int]] = no_pixels
+    """Widest channels of the VAE with this config at full resolution, and the side of its tiles in pixels."""
+    batch_key: Callable[[Header, Header], tuple[Any, ...]] = diffusion.batch_key
+    """Equal for samples that may share a batch, by the shapes of their latents and their text."""
+    collate: Callable[[Rows, Rows], Batch] = diffusion.collate
+    """One batch on the CPU of the text and latents entries of samples of one key."""
+    settings: Callable[[ModelSource, RunConfig], Any] = draws.settings
+    """A run's part in draws and predictions."""
+    draw: Callable[[Any, Sequence[int], Header], Draw | None] = draws.draw
+    """Randomness of one micro-batch from settings, sample positions and latents' shapes alone, on the CPU."""
+    predict: Callable[[Any, Batch, Any, Any], torch.Tensor]
+    """The model's output for a batch noised by a draw, with settings; the LoRA proof compares these."""
+    own_loss: Callable[[Any, Batch], torch.Tensor] | None = None
+    """The loss of a model and a batch where it is not that of the velocity that `predict` gives."""
+    synthetic_batch: Callable[[Mapping[str, Any], Shape, int], Batch]
+    """A random batch with the shapes of a real one, from the trained component's config.json and a seed."""
+    preview: Callable[
+        [Any, ModelSource, Any, Sequence[PreviewPrompt], PreviewRequest, Callable[[], None]],
+        list[Image] | list[str],
+    ]
+    """One image or text a prompt through the real pipeline: of a model, its source, encoders of `latents`,
+    else of `text`, prompts and a request. The last argument runs after every denoising step, or token, and
+    may raise."""
+    save_adapter: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any], Path, str], Path]
+    """Write peft's state with its LoraConfig as a dict into a folder as the family's pipeline loads it, under
+    this file name. Returns the file with the tensors; others may lie beside it."""
+    load_adapter: LoadAdapter = diffusion.load_adapter
+    comfyui_keys: Callable[[str], str | None]
+    """Prefix under which ComfyUI knows a module of the trained component; None where it does not."""
+    counted_as: Callable[[Mapping[str, Any]], str]
+    """The entry of trainer/planning/shapes/activations.json that holds for a base with this config."""
+    attention_shape: Callable[[Mapping[str, Any], Shape], AttentionShape]
+    """The run's attention call, for the kernel probe, by the trained component's config."""
 
     def scan(self, config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan:
         """All samples of the run, checked; raises DataError with every problem found, or lists what was left
         out, as `data.on_bad_file` says."""
+        from trainer.data import chat
+        from trainer.data.sets.scan import scan_images
 
-    def load_encoders(
-        self, kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
-    ) -> Any:
-        """The encoders that write entries of one kind, on the device, frozen."""
-
-    def encode_text(
-        self, encoders: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
-    ) -> dict[str, torch.Tensor]:
-        """One text entry on the CPU, without a batch axis.
-
-        `controls` are RGB, empty unless `text_sees_controls`. `prompt`: of a preview, where that differs.
-        """
-
-    def caption_tokens(self, source: ModelSource) -> Callable[[str], int] | None:
-        """Counts a caption's tokens as they count against `data.max_sequence_length`, by the tokenizer alone.
-
-        None where nothing is cut.
-        """
-
-    def encode_pixels(
-        self, encoders: Any, pixels: torch.Tensor, controls: Sequence[torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """One latents entry on the CPU, without a batch axis.
-
-        Pixels (3, H, W) fp32 in [-1, 1]; so are `controls`, each of its own size.
-        """
-
-    def control_size(self, width: int, height: int) -> tuple[int, int]:
-        """Size that the family's pipeline gives a control image of this size, in pixels."""
-
-    def vae_shape(self, config: Mapping[str, Any]) -> tuple[int, int]:
-        """Widest channels of the VAE at full resolution, and the side of its tiles in pixels."""
-
-    def batch_key(self, latents: Header, text: Header) -> tuple[Any, ...]:
-        """Equal for samples that may share a batch."""
-
-    def collate(self, text: Rows, latents: Rows) -> Batch:
-        """One batch on the CPU of samples of one key."""
-
-    def settings(self, source: ModelSource, config: RunConfig) -> Any:
-        """What draws and loss depend on besides the batch."""
-
-    def draw(self, settings: Any, positions: Sequence[int], latents: Header) -> Draw | None:
-        """Randomness of one micro-batch from (seed, sample position) alone, on the CPU."""
+        if self.sample_kind == "conversation":
+            return chat.scan(config, progress)
+        data = config.data
+        return scan_images(
+            data.sets,
+            resolution=data.resolution,
+            multiple=self.pixel_multiple,
+            controls=self.control_counts,
+            trigger_word=data.trigger_word,
+            on_bad_file=data.on_bad_file,
+            progress=progress,
+        )
 
     def model_class(self, source: ModelSource) -> Any:
-        """Class of the trained component."""
+        """Class of the trained component of this base."""
+        library, _, name = self.model.rpartition(".")
+        return getattr(importlib.import_module(library), name)
 
-    def predict(self, model: torch.nn.Module, batch: Batch, draw: Draw | None, settings: Any) -> torch.Tensor:
-        """The model's output for one noised batch; the LoRA proof compares these."""
-
-    def loss(self, model: torch.nn.Module, batch: Batch, draw: Draw | None, settings: Any) -> torch.Tensor:
+    def loss(self, model: Any, batch: Batch, draw: Draw | None, settings: Any) -> torch.Tensor:
         """One fp32 loss a sample: (B,). Their sum over `Batch.weight` is the mean that is minimised."""
-
-    def synthetic_batch(self, config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
-        """A random batch with the shapes of a real one, from the trained component's config.json."""
-
-    def preview(
-        self,
-        model: torch.nn.Module,
-        source: ModelSource,
-        encoders: Any,
-        prompts: Sequence[PreviewPrompt],
-        request: PreviewRequest,
-        on_step: Callable[[], None],
-    ) -> list[Image] | list[str]:
-        """One image or text a prompt through the real pipeline; `on_step` runs after every denoising step,
-        or token, and may raise. `encoders` are those of `latents`, else of `text`.
-        """
-
-    def save_adapter(
-        self, state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str
-    ) -> Path:
-        """Write the adapter as the family's pipeline loads it; `state` is peft's, `config` the LoraConfig
-        as a dict. Returns the file with the tensors; others may lie beside it.
-        """
-
-    def load_adapter(self, model: torch.nn.Module, path: Path, *, adapter_name: str) -> None:
-        """Load a saved adapter onto a model the way the family's pipeline does."""
-
-    def comfyui_keys(self, module: str) -> str | None:
-        """Prefix under which ComfyUI knows a module of the trained component; None where it does not."""
-
-    def counted_as(self, config: Mapping[str, Any]) -> str:
-        """The entry of trainer/planning/shapes/activations.json that holds for a base with this config."""
-
-    def attention_shape(self, config: Mapping[str, Any], shape: Shape) -> AttentionShape:
-        """The run's attention call, for the kernel probe."""
+        if self.own_loss is not None:
+            return self.own_loss(model, batch)
+        assert draw is not None
+        prediction = self.predict(model, batch, draw, settings)
+        return velocity_loss(prediction, draws.sample_latents(batch, draw), batch, draw)

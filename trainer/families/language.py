@@ -1,5 +1,5 @@
-"""What families of causal language models share, as functions: conversations as tokens, packed rows,
-their loss, answers. torch, transformers and peft are imported inside.
+"""Functions that families of causal language models have in common: conversations as tokens, packed rows,
+their loss, answers. torch, transformers and peft are imported inside the functions.
 
 Numerics follow transformers' `ForCausalLMLoss` with `num_items_in_batch`; tests hold them together.
 """
@@ -12,15 +12,27 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import AccessError, DataError
-from trainer.families.values import ENDS, Batch, PreviewPrompt, PreviewRequest, Rows
+from trainer.families.values import (
+    ENDS,
+    AttentionShape,
+    Batch,
+    EntryKind,
+    PreviewPrompt,
+    PreviewRequest,
+    Rows,
+    Shape,
+)
 
 if TYPE_CHECKING:
     import torch
+    from PIL.Image import Image
+
+    from trainer.modeling.base.source import ModelSource
 
 USUAL_TOKENS = 482
-"""Mean of conversations of 1 to 4,000 tokens, as many short as long by their logarithm."""
+"""Mean length of conversations of 1 to 4,000 tokens, as many short as long by their logarithm."""
 USUAL_REACH = 2000
-"""Of those, how long the one is that a token is of, on average."""
+"""Mean length of the conversation that a token of those is of."""
 LOGITS_TOKENS = 512
 """Tokens whose logits exist at one time while the loss is computed."""
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -32,18 +44,50 @@ _DATE = "26 Jul 2024"
 
 
 def more_values(config: Mapping[str, Any], *, linear_inputs: bool) -> float:
-    """What a block keeps for backward more than the 8B's, which was counted, in values by token and width.
+    """Values by token and width that a block keeps for backward beyond the 8B's, which were counted.
 
     The MLP keeps gate, activated gate and up (`linear_inputs`: their product too), attention keys and values.
     """
     inner = config["intermediate_size"] / config["hidden_size"]
-    heads = config["num_attention_heads"]
-    width = config.get("head_dim") or config["hidden_size"] // heads
-    keys = config.get("num_key_value_heads", heads) * width / config["hidden_size"]
+    heads = config.get("num_key_value_heads", config["num_attention_heads"])
+    keys = heads * _head_width(config) / config["hidden_size"]
     return (4 if linear_inputs else 3) * (inner - 3.5) + 2 * (keys - 0.25)
 
 
-def encode(tokenizer: Any, text: str, *, prompt: bool, max_sequence_length: int) -> dict[str, torch.Tensor]:
+def attention_shape(config: Mapping[str, Any], shape: Shape) -> AttentionShape:
+    """A full row of conversations of usual length."""
+    tokens = shape.batch_size * shape.text_tokens
+    return AttentionShape(
+        batch_size=1,
+        heads=config["num_attention_heads"],
+        head_width=_head_width(config),
+        tokens=tokens,
+        key_heads=config.get("num_key_value_heads", 0),
+        causal=True,
+        samples=max(1, tokens // USUAL_TOKENS),
+        reach=min(tokens, USUAL_REACH),
+    )
+
+
+def _head_width(config: Mapping[str, Any]) -> int:
+    """Width of one head; only newer configs say it."""
+    width: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+    return width
+
+
+def load_tokenizer(
+    kind: EntryKind, source: ModelSource, *, device: str, dtype: torch.dtype, vae_tiling: bool
+) -> Any:
+    """`Family.load_encoders`: the tokenizer, which lies beside the model."""
+    from transformers import AutoTokenizer
+
+    assert kind == "text", "a language model has no pixels"
+    return AutoTokenizer.from_pretrained(source.folder, local_files_only=True)
+
+
+def encode_text(
+    tokenizer: Any, text: str, controls: Sequence[Image], *, prompt: bool, max_sequence_length: int
+) -> dict[str, torch.Tensor]:
     """`input_ids` (L,) int64 of a conversation (JSON) and `loss_weight` (L,) fp32: 1 for every token of the
     assistant's messages and of what ends each of them, else 0. Of a prompt, a user's message, the ids alone.
 
@@ -57,25 +101,26 @@ def encode(tokenizer: Any, text: str, *, prompt: bool, max_sequence_length: int)
     # verbose would warn of lengths that are checked here
     options = {"add_special_tokens": False, "return_offsets_mapping": True, "verbose": False}
     encoding = tokenizer(whole, **options)
-    ids, weights = list(encoding["input_ids"]), [0.0] * len(encoding["input_ids"])
+    ids, entry = list(encoding["input_ids"]), {}
     if not prompt:
-        learned = bytearray(len(whole) + 1)
-        for start, end in _answers(tokenizer, messages, whole):
-            learned[start:end] = b"\1" * (end - start)
-        # one character may be several tokens, and some tokens have no character
-        weights = [
-            float(any(learned[start : max(end, start + 1)])) for start, end in encoding["offset_mapping"]
-        ]
-        weights[0] = 0.0  # nothing predicts it
-        ids, weights = _ended(tokenizer, ids, weights)
+        weights = _weights(tokenizer, messages, whole, encoding["offset_mapping"])
+        token = tokenizer.added_tokens_decoder.get(ids[max(i for i, one in enumerate(weights) if one)])
+        if token is None or not token.special:
+            if tokenizer.eos_token_id is None:
+                raise DataError(
+                    "the chat template does not end answers, and the tokenizer has no end token",
+                    where=tokenizer.name_or_path,
+                    remedy="give it an `eos_token`",
+                )
+            ids, weights = [*ids, tokenizer.eos_token_id], [*weights, 1.0]
+        entry["loss_weight"] = torch.tensor(weights)
     if len(ids) > max_sequence_length:
         raise DataError(
             f"{_named(messages)} has {len(ids)} tokens, more than data.max_sequence_length "
             f"({max_sequence_length})",
             remedy="raise data.max_sequence_length, or shorten or remove the conversation; nothing is cut",
         )
-    entry = {"input_ids": torch.tensor(ids)}
-    return entry if prompt else {**entry, "loss_weight": torch.tensor(weights)}
+    return {"input_ids": torch.tensor(ids), **entry}
 
 
 def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bool) -> str:
@@ -107,43 +152,35 @@ def _named(messages: Sequence[Mapping[str, str]]) -> str:
     return f"the conversation with {asked[:60]!r}"
 
 
-def _answers(tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str) -> list[tuple[int, int]]:
-    """Where each of the assistant's messages stands in the text, with what ends it and no blanks after."""
-    found = []
+def _weights(tokenizer: Any, messages: Sequence[Mapping[str, str]], whole: str, offsets: Any) -> list[float]:
+    """1 for every token of the assistant's messages and of what ends each of them, without blanks, else 0."""
+    learned = bytearray(len(whole) + 1)
     for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            before = _render(tokenizer, messages[:index], opened=True)
-            after = _render(tokenizer, messages[: index + 1], opened=False)
-            if not (after.startswith(before) and whole.startswith(after)):
-                raise DataError(
-                    f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
-                    f"{index + 1} cannot be found in it",
-                    where=tokenizer.name_or_path,
-                    remedy="use a template that only appends, as Llama 3's does",
-                )
-            found.append((len(before), len(after.rstrip())))
-    return found
+        if message["role"] != "assistant":
+            continue
+        before = _render(tokenizer, messages[:index], opened=True)
+        after = _render(tokenizer, messages[: index + 1], opened=False)
+        if not (after.startswith(before) and whole.startswith(after)):
+            raise DataError(
+                f"the chat template writes {_named(messages)} otherwise once it goes on, so that message "
+                f"{index + 1} cannot be found in it",
+                where=tokenizer.name_or_path,
+                remedy="use a template that only appends, as Llama 3's does",
+            )
+        start, end = len(before), len(after.rstrip())
+        learned[start:end] = b"\1" * (end - start)
+    # one character may be several tokens, and some tokens have no character
+    weights = [float(any(learned[start : max(end, start + 1)])) for start, end in offsets]
+    weights[0] = 0.0  # nothing predicts it
+    return weights
 
 
-def _ended(tokenizer: Any, ids: list[int], weights: list[float]) -> tuple[list[int], list[float]]:
-    """With the tokenizer's end token appended where no special token ends the last answer."""
-    last = max(index for index, weight in enumerate(weights) if weight)
-    token = tokenizer.added_tokens_decoder.get(ids[last])
-    if token is not None and token.special:
-        return ids, weights
-    if tokenizer.eos_token_id is None:
-        raise DataError(
-            "the chat template does not end answers, and the tokenizer has no end token",
-            where=tokenizer.name_or_path,
-            remedy="give it an `eos_token`",
-        )
-    return [*ids, tokenizer.eos_token_id], [*weights, 1.0]
+def pack(text: Rows, latents: Rows = ()) -> Batch:
+    """`Family.collate`: one row of T tokens.
 
-
-def pack(text: Rows) -> Batch:
-    """One row of T tokens: ids, positions that restart with every conversation, `loss_weight`, all (1, T),
-    `lengths` (n,) of the conversations, and `ends` as `packed.row_ends`. Its weight is the number of tokens
-    that are learned.
+    It has ids, positions that restart with every conversation, `loss_weight`, all (1, T), `lengths` (n,) of
+    the conversations, and `ends` as `packed_rows.row_ends`. Its weight is the number of tokens that are
+    learned.
     """
     import torch
 
@@ -162,8 +199,20 @@ def pack(text: Rows) -> Batch:
     return Batch(latents={}, text=packed, size=len(lengths), weight=learned, tokens=sum(lengths))
 
 
+def synthetic_batch(config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
+    """Two conversations of random tokens, all learned but the first of each."""
+    import torch
+
+    total, generator = shape.batch_size * shape.text_tokens, torch.Generator().manual_seed(seed)
+    rows = []
+    for length in (total // 2, total - total // 2):
+        ids = torch.randint(config["vocab_size"], (length,), generator=generator)
+        rows.append({"input_ids": ids, "loss_weight": (torch.arange(length) > 0).float()})
+    return pack(rows)
+
+
 def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
-    """What the model's head reads, (1, T, D), each conversation for itself."""
+    """The input of the model's head, (1, T, D), each conversation for itself."""
     from trainer.modeling.attention.packed_rows import segments_of
 
     output = model.model(
@@ -177,7 +226,7 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
 
 
 def losses(model: Any, batch: Batch) -> torch.Tensor:
-    """Cross entropy in fp32 summed over each conversation's learned tokens, (n,).
+    """`Family.own_loss`: cross entropy in fp32 summed over each conversation's learned tokens, (n,).
 
     Logits exist for learned tokens only, `LOGITS_TOKENS` at a time, and again in the backward pass.
     """
@@ -205,12 +254,15 @@ def _cross_entropy(head: Any, states: torch.Tensor, labels: torch.Tensor) -> tor
 
 def answers(
     model: Any,
+    source: ModelSource,
     tokenizer: Any,
     prompts: Sequence[PreviewPrompt],
     request: PreviewRequest,
     on_step: Callable[[], None],
 ) -> list[str]:
-    """The most likely answer to each prompt, token by token, so that a seed changes nothing."""
+    """`Family.preview` by transformers' `generate`: the most likely answer to each prompt, token by token, so
+    that a seed changes nothing.
+    """
     import torch
     from transformers import GenerationConfig, StoppingCriteriaList
 
@@ -242,8 +294,13 @@ def answers(
     return results
 
 
-def save_adapter(state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path) -> Path:
-    """Write what `peft.PeftModel.from_pretrained(model, folder)` loads; returns the file with the tensors."""
+def save_adapter(
+    state: Mapping[str, torch.Tensor], config: Mapping[str, Any], folder: Path, name: str
+) -> Path:
+    """Write an adapter that `peft.PeftModel.from_pretrained(model, folder)` loads.
+
+    PEFT prescribes the files' names, so `name` is not used. Returns the file with the tensors.
+    """
     from trainer.modeling.tensor_file import write_tensors
 
     path = folder / ADAPTER_FILE

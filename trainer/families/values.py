@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
+EntryKind = Literal["text", "latents"]
+"""Kinds of cache entries."""
 Header = Mapping[str, tuple[int, ...]]
 """Shapes of one cache entry's tensors, by name."""
 Rows = Sequence[Mapping[str, "torch.Tensor"]]

@@ -29,7 +29,7 @@ _REMEDIES: dict[int, str] = {
     errno.EACCES: _REFUSED,
     errno.EPERM: _REFUSED,
 }
-"""What a disk that is not full answers, besides what a wrong path does -> what to do."""
+"""Errors of a disk that is not full, those of a wrong path apart -> what to do."""
 _GIB = 1024**3
 
 
@@ -99,6 +99,27 @@ def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
 def write_text(path: Path, text: str, *, sync: bool = True) -> None:
     """Write `text` to `path` as UTF-8, as `write_bytes` does."""
     write_bytes(path, text.encode(), sync=sync)
+
+
+@contextlib.contextmanager
+def whole_folder(target: Path) -> Iterator[Path]:
+    """Give an empty folder that takes the place of `target` when the block ends, and vanishes when it raises.
+
+    Raises StorageError.
+    """
+    temporary = target.with_name(f"{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        with no_space_told(target):
+            temporary.mkdir(parents=True)
+        yield temporary
+        with no_space_told(target):
+            if target.exists():
+                shutil.rmtree(target)
+            temporary.replace(target)
+            sync_directory(target.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def unused_name(path: Path) -> Path:

@@ -10,6 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from trainer.errors import StorageError
+from trainer.files import atomic
+
 
 def read_entries(path: Path) -> dict[str, Any]:
     """The file's object by key; empty where the file is missing or is not a JSON object."""
@@ -49,14 +52,9 @@ def _locked(path: Path) -> Iterator[None]:
 
 def write_entries(path: Path, entries: dict[str, Any]) -> bool:
     """Replace the file in one step; False where the folder cannot be written: a cache is no need."""
-    # the process id keeps two runs that write at once from sharing one temporary file
-    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(json.dumps(entries, indent=2, sort_keys=True) + "\n")
-        temporary.replace(path)
-    except OSError:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
+        atomic.write_text(path, json.dumps(entries, indent=2, sort_keys=True) + "\n", sync=False)
+    except (OSError, StorageError):
         return False
     return True

@@ -23,15 +23,11 @@ def from_json(kind: type[Value], text: str, where: str) -> Value:
     try:
         value: Value = _adapter(kind).validate_json(text, strict=True)
     except ValidationError as error:
-        raise HardwareError(
-            [
-                Problem(
-                    what=f"{'.'.join(str(part) for part in problem['loc']) or 'file'}: {problem['msg']}",
-                    where=where,
-                )
-                for problem in error.errors(include_url=False)
-            ]
-        ) from error
+        problems = [
+            Problem(what=f"{'.'.join(map(str, one['loc'])) or 'file'}: {one['msg']}", where=where)
+            for one in error.errors(include_url=False)
+        ]
+        raise HardwareError(problems) from error
     return value
 
 

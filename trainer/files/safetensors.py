@@ -111,7 +111,7 @@ def canonical(content: Mapping[str, Any]) -> bytes:
 
 
 def head(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    """What comes before the tensors' bytes, from their header entries; filled with blanks to whole words."""
+    """The bytes before those of the tensors, from their header entries; filled with blanks to whole words."""
     header = canonical({**tensors, _METADATA: dict(metadata)} if metadata else tensors)
     header += b" " * (-len(header) % _LENGTH_BYTES)
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header

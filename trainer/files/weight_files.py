@@ -16,7 +16,7 @@ State = Literal["absent", "partial", "complete"]
 _ENDING = ".safetensors"
 _INDEX_ENDING = f"{_ENDING}.index.json"
 # diffusers' name and transformers': what their loaders read, whatever lies beside it
-_LIBRARY_STEMS = ("diffusion_pytorch_model", "model")
+_LIBRARY_FILES = (f"diffusion_pytorch_model{_ENDING}", f"model{_ENDING}")
 # the same weights once more, in the layout of a model's own code
 _OTHER_LAYOUT = re.compile(r"consolidated.*")
 _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensors")
@@ -24,12 +24,12 @@ _SHARD = re.compile(r"(?P<stem>.+)-(?P<number>\d+)-of-(?P<count>\d+)\.safetensor
 
 @dataclass(frozen=True, kw_only=True)
 class WeightFiles:
-    """What a loader reads of a component's folder."""
+    """The files of a component's folder that a loader reads."""
 
     files: tuple[Path, ...]
-    """Those that are there, sorted by name."""
+    """Files that are there, sorted by name."""
     missing: tuple[str, ...]
-    """Names of those that are not."""
+    """Names of files that are missing."""
     total_bytes: int | None = None
     """Bytes of all tensors, where an index says it."""
 
@@ -42,7 +42,7 @@ class WeightFiles:
 
     @property
     def lacking(self) -> str:
-        """What is missing, in words; empty where nothing is."""
+        """Missing files in words; empty where none is missing."""
         if not self.missing:
             return "" if self.files else "no .safetensors file"
         count = len(self.files) + len(self.missing)
@@ -55,28 +55,14 @@ def weight_files(folder: Path) -> WeightFiles:
     A file that no index names beside one, and the same weights in another layout, are left out; a link whose
     target is gone is a missing file. Raises AccessError for an index that cannot be read.
     """
-    indexes = [path for path in _by_library(folder, _INDEX_ENDING) if path.exists()]
+    indexes = [path for path in folder.glob(f"*{_INDEX_ENDING}") if path.exists()]
     if indexes:
-        return _indexed(indexes[0])
-    single = [path for path in _by_library(folder, _ENDING) if _stem(path, _ENDING) in _LIBRARY_STEMS]
-    if single:
-        return _found(folder, [single[0].name])
+        libraries = [name + _INDEX_ENDING.removeprefix(_ENDING) for name in _LIBRARY_FILES]
+        return _indexed(min(indexes, key=lambda path: (path.name not in libraries, path.name)))
     names = {path.name for path in folder.glob(f"*{_ENDING}")}
+    single = [name for name in _LIBRARY_FILES if name in names]
     names = {name for name in names if not _OTHER_LAYOUT.fullmatch(name)} or names
-    return _found(folder, names | set(_siblings(names)))
-
-
-def _by_library(folder: Path, ending: str) -> list[Path]:
-    """Files with this ending, those that the libraries look for first."""
-
-    def rank(path: Path) -> tuple[bool, str]:
-        return _stem(path, ending) not in _LIBRARY_STEMS, path.name
-
-    return sorted(folder.glob(f"*{ending}"), key=rank)
-
-
-def _stem(path: Path, ending: str) -> str:
-    return path.name.removesuffix(ending)
+    return _found(folder, single[:1] or names | set(_siblings(names)))
 
 
 def _indexed(index: Path) -> WeightFiles:

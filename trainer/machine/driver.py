@@ -19,7 +19,7 @@ _NAME_BYTES = 256
 
 @dataclass(frozen=True, kw_only=True)
 class DriverReport:
-    """What libcuda said: `cuda` is the newest that the driver runs, `problem` says why `gpus` is empty."""
+    """Answers of libcuda: `cuda` is the newest that the driver runs, `problem` says why `gpus` is empty."""
 
     cuda: Version | None
     gpus: tuple[Gpu, ...]
@@ -35,16 +35,15 @@ def query_gpus(libraries: tuple[str, ...] = LIBCUDA) -> DriverReport:
 
     An integrated GPU's memory is what the driver says, in bytes; the caller knows the host's.
     """
+    version: Version | None = None
     library = _open(libraries)
     if library is None:
-        return DriverReport(cuda=None, gpus=(), problem="")
-    version: Version | None = None
+        return DriverReport(cuda=None, gpus=())
     try:
-        version = _driver_cuda(library)
+        number = _int(library, "cuDriverGetVersion")  # 13000 means 13.0
+        version = (number // 1000, number % 1000 // 10)
         _call(library, "cuInit", ctypes.c_uint(0))
-        count = ctypes.c_int()
-        _call(library, "cuDeviceGetCount", ctypes.byref(count))
-        gpus = tuple(_gpu(library, index) for index in range(count.value))
+        gpus = tuple(_gpu(library, index) for index in range(_int(library, "cuDeviceGetCount")))
     except CudaCallError as error:
         return DriverReport(cuda=version, gpus=(), problem=str(error))
     return DriverReport(cuda=version, gpus=gpus)
@@ -70,34 +69,27 @@ def _open(libraries: tuple[str, ...]) -> ctypes.CDLL | None:
     return None
 
 
-def _driver_cuda(library: ctypes.CDLL) -> Version:
-    """13000 means 13.0."""
-    number = ctypes.c_int()
-    _call(library, "cuDriverGetVersion", ctypes.byref(number))
-    return (number.value // 1000, number.value % 1000 // 10)
-
-
 def _gpu(library: ctypes.CDLL, index: int) -> Gpu:
-    device = ctypes.c_int()
-    _call(library, "cuDeviceGet", ctypes.byref(device), ctypes.c_int(index))
-    name = ctypes.create_string_buffer(_NAME_BYTES)
+    device = ctypes.c_int(_int(library, "cuDeviceGet", ctypes.c_int(index)))
+    name, total = ctypes.create_string_buffer(_NAME_BYTES), ctypes.c_size_t()
     _call(library, "cuDeviceGetName", name, ctypes.c_int(_NAME_BYTES), device)
-    total = ctypes.c_size_t()
     _call(library, "cuDeviceTotalMem_v2", ctypes.byref(total), device)
+    major, minor, integrated = (
+        _int(library, "cuDeviceGetAttribute", ctypes.c_int(attribute), device)
+        for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _INTEGRATED)
+    )
     return Gpu(
         name=name.value.decode(),
-        capability=(
-            _attribute(library, _CAPABILITY_MAJOR, device),
-            _attribute(library, _CAPABILITY_MINOR, device),
-        ),
+        capability=(major, minor),
         total_memory_bytes=total.value,
-        integrated=bool(_attribute(library, _INTEGRATED, device)),
+        integrated=bool(integrated),
     )
 
 
-def _attribute(library: ctypes.CDLL, attribute: int, device: ctypes.c_int) -> int:
+def _int(library: ctypes.CDLL, function: str, *arguments: object) -> int:
+    """The number that a function writes to its first argument."""
     value = ctypes.c_int()
-    _call(library, "cuDeviceGetAttribute", ctypes.byref(value), ctypes.c_int(attribute), device)
+    _call(library, function, ctypes.byref(value), *arguments)
     return value.value
 
 
@@ -105,7 +97,5 @@ def _call(library: ctypes.CDLL, function: str, *arguments: object) -> None:
     code = library[function](*arguments)
     if code != 0:
         text = ctypes.c_char_p()
-        known = (
-            library["cuGetErrorName"](ctypes.c_int(code), ctypes.byref(text)) == 0 and text.value is not None
-        )
-        raise CudaCallError(f"{function}: {text.value.decode() if known and text.value else f'error {code}'}")
+        library["cuGetErrorName"](ctypes.c_int(code), ctypes.byref(text))
+        raise CudaCallError(f"{function}: {text.value.decode() if text.value else f'error {code}'}")

@@ -1,4 +1,4 @@
-"""What the machine is, read without torch; a JSON file can stand in for it."""
+"""Facts of the machine, read without torch; a JSON file can stand in for them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class TorchBuild:
 
 @dataclass(frozen=True, kw_only=True)
 class KernelVerdict:
-    """What the probe measured for one kernel at one shape class in one type; a crash is a verdict."""
+    """The probe's figures of one kernel at one shape class in one type; a crash is a verdict too."""
 
     kernel: str
     """attention.flash, attention.cudnn, ..., matmul.fp8, matmul.bf16"""
@@ -56,7 +56,7 @@ class KernelVerdict:
 
 @dataclass(frozen=True, kw_only=True)
 class ReadVerdict:
-    """What the probe measured of one way to read a base model's files to the GPU."""
+    """The probe's figure of one way to read a base model's files to the GPU."""
 
     disk: str
     """The file system that they lie on: its kind and mount point."""
@@ -116,12 +116,12 @@ def version_from(text: str) -> Version:
 
 
 def driver_text(version: Version | None) -> str:
-    """As NVIDIA writes it, "580.95.05", or "unknown"."""
+    """A driver's version in NVIDIA's spelling, "580.95.05", or "unknown"."""
     if version is None:
         return "unknown"
     return ".".join(str(number) if place < 2 else f"{number:02d}" for place, number in enumerate(version))
 
 
 def version_text(version: Version | None) -> str:
-    """ "2.13.0", or "unknown"."""
+    """A version as text, "2.13.0", or "unknown"."""
     return "unknown" if version is None else ".".join(str(number) for number in version)

@@ -29,7 +29,7 @@ def read_memory(meminfo: Path, cgroup_root: Path, self_cgroup: Path) -> HostMemo
             where=str(meminfo),
             remedy="use a recorded machine: --facts FILE",
         ) from error
-    limits = cgroup_limits(cgroup_root, _read(self_cgroup) or "")
+    limits = cgroup_limits(cgroup_root, read_text(self_cgroup))
     for limit, used in limits:
         available = min(available, max(0, limit - used))
     return HostMemory(
@@ -56,14 +56,13 @@ def cgroup_limits(root: Path, self_cgroup: str) -> list[tuple[int, int]]:
 
 def _limits(root: Path, path: str, files: tuple[str, str, str]) -> list[tuple[int, int]]:
     limit_name, usage_name, cache_name = files
-    # inside a container the path of the host's tree does not exist below the root: the root is the own
-    # group then
+    # in a container the path of the host's tree does not exist below the root: the root is the own group then
     folder = root / path.lstrip("/")
     limits = []
     for group in (folder, *folder.parents):
         limit, usage = _number(group / limit_name), _number(group / usage_name)
         if limit is not None and usage is not None and limit < _V1_UNLIMITED_BYTES:
-            stat = dict(re.findall(r"^(\w+) (\d+)$", _read(group / "memory.stat") or "", re.M))
+            stat = dict(re.findall(r"^(\w+) (\d+)$", read_text(group / "memory.stat"), re.M))
             limits.append((limit, max(0, usage - int(stat.get(cache_name, 0)))))
         if group == root:
             break
@@ -80,7 +79,7 @@ WSL_SPILLS = (
     "WSL: when GPU memory runs out, the driver moves it to host memory silently and training turns very slow;"
     " leave some free"
 )
-"""What to know there, for plans and probes."""
+"""Warning of plans and probes on WSL."""
 
 
 def is_wsl(proc_version: str) -> bool:
@@ -89,20 +88,21 @@ def is_wsl(proc_version: str) -> bool:
 
 
 def visible_devices_note(value: str | None) -> str:
-    """What CUDA_VISIBLE_DEVICES does to the GPUs; empty where it is not set."""
+    """How CUDA_VISIBLE_DEVICES changes which GPUs are seen; empty where it is not set."""
     if value is None:
         return ""
     note = f"CUDA_VISIBLE_DEVICES is {value!r}"
     return f"{note}, which hides every GPU" if value.strip() in ("", "all", "none", "void", "-1") else note
 
 
-def _read(path: Path) -> str | None:
+def read_text(path: Path) -> str:
+    """The file's text; empty where it cannot be read."""
     try:
         return path.read_text()
     except OSError:
-        return None
+        return ""
 
 
 def _number(path: Path) -> int | None:
-    text = (_read(path) or "").strip()
+    text = read_text(path).strip()
     return int(text) if text.isdigit() else None

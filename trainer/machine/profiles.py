@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from trainer.config.fields import closest
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts, Gpu, version_text
+from trainer.words.near import did_you_mean
+from trainer.words.sizes import GIB
 
-GIB = 1024**3
 ON_PURPOSE = "TRAINER_PROFILE=cpu trains on the CPU on purpose"
 
 
@@ -24,12 +23,10 @@ class Match:
     """Smallest and largest total memory."""
 
     def contradiction(self, gpu: Gpu) -> str:
-        """What speaks against this GPU; empty when it fits."""
+        """Why the profile is not for this GPU; empty when it is."""
         if self.capabilities is not None and gpu.capability not in self.capabilities:
-            wanted = " or ".join(f"{major}.{minor}" for major, minor in self.capabilities)
-            return (
-                f"it is for compute capability {wanted}, this GPU has {gpu.capability[0]}.{gpu.capability[1]}"
-            )
+            wanted = " or ".join(map(version_text, self.capabilities))
+            return f"it is for compute capability {wanted}, this GPU has {version_text(gpu.capability)}"
         if self.integrated is not None and gpu.integrated != self.integrated:
             return f"it is for {_memory_kind(self.integrated)}, this GPU has {_memory_kind(gpu.integrated)}"
         gib = gpu.total_memory_bytes / GIB
@@ -69,74 +66,58 @@ class Profile:
         return "facts" if self.by_facts else f"profile {self.name}"
 
 
-_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-_CUDA_ATTENTION = (
-    "flash",
-    "cudnn",
-    "cudnn_strided",
-    "flash_attn_2",
-    "flash_attn_3",
-    "flash_attn_4",
-    "efficient",
-    "math",
-)
-
-_TABLE: tuple[Profile, ...] = (
-    Profile(
-        name="dgx-spark",
-        title="DGX Spark (GB10): one memory for CPU and GPU",
-        device="cuda",
-        match=Match(capabilities=((12, 1),), integrated=True),
-        # the allocator is capped at the same share: beyond it the whole host can hang without a CUDA error
-        budget_share=0.75,
-        headroom_bytes=20 * GIB,
-        attention=_CUDA_ATTENTION,
-        pin_memory=False,
-        environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75"},
-        notes=(
-            ("pin_memory", "pinned buffers come out of the memory that the GPU uses"),
-            ("offload", "CPU and GPU share one memory: moving weights frees nothing"),
-        ),
+_ANY_GPU = Profile(
+    name="generic-cuda",
+    title="any other CUDA GPU",
+    device="cuda",
+    match=Match(),
+    budget_share=0.93,
+    headroom_bytes=None,
+    attention=(
+        "flash", "cudnn", "cudnn_strided", "flash_attn_2", "flash_attn_3", "flash_attn_4", "efficient",
+        "math",
     ),
-    Profile(
+    pin_memory=True,
+    environment={"PYTORCH_ALLOC_CONF": "expandable_segments:True"},
+)  # fmt: skip
+_UNIFIED = replace(
+    _ANY_GPU,
+    name="dgx-spark",
+    title="DGX Spark (GB10): one memory for CPU and GPU",
+    match=Match(capabilities=((12, 1),), integrated=True),
+    # the allocator is capped at the same share: beyond it the whole host can hang without a CUDA error
+    budget_share=0.75,
+    headroom_bytes=20 * GIB,
+    pin_memory=False,
+    environment={"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75"},
+    notes=(
+        ("pin_memory", "pinned buffers come out of the memory that the GPU uses"),
+        ("offload", "CPU and GPU share one memory: moving weights frees nothing"),
+    ),
+)
+_TABLE: tuple[Profile, ...] = (
+    _UNIFIED,
+    replace(
+        _ANY_GPU,
         name="rtx-4090",
         title="RTX 4090 (24 GB)",
-        device="cuda",
         match=Match(capabilities=((8, 9),), integrated=False, memory_gib=(23.0, 25.0)),
         # a desktop on the same card takes up to 1 GiB
         budget_share=0.95,
-        headroom_bytes=None,
-        attention=_CUDA_ATTENTION,
-        pin_memory=True,
-        environment=_EXPANDABLE,
     ),
-    Profile(
+    replace(
+        _ANY_GPU,
         name="hopper-fp8",
         title="Hopper (H100, H200, GH200)",
-        device="cuda",
         match=Match(capabilities=((9, 0),)),
         budget_share=0.95,
-        headroom_bytes=None,
-        attention=_CUDA_ATTENTION,
-        pin_memory=True,
-        environment=_EXPANDABLE,
     ),
-    Profile(
-        name="generic-cuda",
-        title="any other CUDA GPU",
-        device="cuda",
-        match=Match(),
-        budget_share=0.93,
-        headroom_bytes=None,
-        attention=_CUDA_ATTENTION,
-        pin_memory=True,
-        environment=_EXPANDABLE,
-    ),
-    Profile(
+    _ANY_GPU,
+    replace(
+        _ANY_GPU,
         name="cpu",
         title="training on the CPU",
         device="cpu",
-        match=Match(),
         budget_share=1.0,
         headroom_bytes=2 * GIB,
         attention=("native",),
@@ -158,18 +139,22 @@ def select(facts: Facts, requested: str = "auto") -> tuple[Profile, str]:
         return _automatic(facts)
     profile = PROFILES.get(requested)
     if profile is None:
-        raise _unknown(requested)
+        known = ("auto", *PROFILES)
+        raise ConfigError(
+            f'there is no profile "{requested}"',
+            where="TRAINER_PROFILE",
+            remedy=f"{did_you_mean(requested, known)}known: {', '.join(known)}",
+        )
     if profile.device == "cpu":
         return profile, f"requested; {profile.title}"
     if not facts.gpus:
         raise _no_gpu(facts, f"profile {profile.name} needs a GPU, and none is visible")
     problem = profile.match.contradiction(facts.gpu)
     if problem:
-        fitting, _ = _automatic(facts)
         raise HardwareError(
             f"profile {profile.name} contradicts this machine ({facts.gpu.name}): {problem}",
             where=f"TRAINER_PROFILE={profile.name}",
-            remedy=f"use TRAINER_PROFILE={fitting.name}, or auto",
+            remedy=f"use TRAINER_PROFILE={_automatic(facts)[0].name}, or auto",
         )
     return _guarded(profile, facts.gpu, f"requested; {profile.title}")
 
@@ -178,28 +163,16 @@ def _guarded(profile: Profile, gpu: Gpu, reason: str) -> tuple[Profile, str]:
     """The profile with the guards of unified memory where the GPU has it, whatever the profile is called."""
     if not gpu.integrated or profile.headroom_bytes is not None:
         return profile, reason
-    unified = next(one for one in _TABLE if one.match.integrated)
-    guarded = dataclasses.replace(
+    guarded = replace(
         profile,
-        budget_share=unified.budget_share,
-        headroom_bytes=unified.headroom_bytes,
-        pin_memory=unified.pin_memory,
-        environment=unified.environment,
-        notes=unified.notes,
+        budget_share=_UNIFIED.budget_share,
+        headroom_bytes=_UNIFIED.headroom_bytes,
+        pin_memory=_UNIFIED.pin_memory,
+        environment=_UNIFIED.environment,
+        notes=_UNIFIED.notes,
         by_facts=True,
     )
-    return guarded, f"{reason}; its memory is guarded as that of {unified.name}: it is shared with the CPU"
-
-
-def _unknown(requested: str) -> ConfigError:
-    known = ("auto", *PROFILES)
-    near = closest(requested, known)
-    hint = f"did you mean `{near}`? " if near else ""
-    return ConfigError(
-        f'there is no profile "{requested}"',
-        where="TRAINER_PROFILE",
-        remedy=f"{hint}known: {', '.join(known)}",
-    )
+    return guarded, f"{reason}; its memory is guarded as that of {_UNIFIED.name}: it is shared with the CPU"
 
 
 def _automatic(facts: Facts) -> tuple[Profile, str]:

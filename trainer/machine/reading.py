@@ -15,24 +15,13 @@ from trainer.machine import driver, host, torch_build, verdicts
 from trainer.machine.facts import Facts, Gpu, HostMemory, facts_from_json
 
 PACKAGES = (
-    "accelerate",
-    "bitsandbytes",
-    "prodigyopt",
-    "wandb",
-    "diffusers",
-    "fastsafetensors",
-    "flash-attn",
-    "flash-attn-3",
-    "flash-attn-4",
-    "optimum-quanto",
-    "peft",
-    "safetensors",
-    "torch",
-    "transformers",
+    "accelerate", "bitsandbytes", "prodigyopt", "wandb", "diffusers", "fastsafetensors", "flash-attn",
+    "flash-attn-3", "flash-attn-4", "optimum-quanto", "peft", "safetensors", "torch", "transformers",
     "triton",
-)
+)  # fmt: skip
 C_COMPILERS = ("cc", "gcc", "clang")
-"""What Triton and torch.compile look for."""
+"""Compilers that Triton and torch.compile look for."""
+_PROC = Path("/proc")
 
 
 def read_facts(
@@ -42,8 +31,6 @@ def read_facts(
     named_by: str = "",
     torch_facts: Path | None = None,
     visible_devices: str | None = None,
-    proc: Path = Path("/proc"),
-    cgroup: Path = Path("/sys/fs/cgroup"),
 ) -> Facts:
     """Facts of this machine, or those of `facts_file` (`--facts`, TRAINER_FACTS), verdicts included.
 
@@ -54,8 +41,8 @@ def read_facts(
     if facts_file is not None:
         return read_recorded(facts_file, named_by)
     report = driver.query_gpus()
-    memory = host.read_memory(proc / "meminfo", cgroup, proc / "self/cgroup")
-    driver_version = host.parse_driver_version(_text(proc / "driver/nvidia/version"))
+    memory = host.read_memory(_PROC / "meminfo", Path("/sys/fs/cgroup"), _PROC / "self/cgroup")
+    driver_version = host.parse_driver_version(host.read_text(_PROC / "driver/nvidia/version"))
     if driver_version is None and report.cuda is not None:
         driver_version = driver.nvml_driver_version()
     problem = ""
@@ -66,7 +53,7 @@ def read_facts(
         architecture=platform.machine(),
         cpu_count=len(os.sched_getaffinity(0)),
         memory=memory,
-        wsl=host.is_wsl(_text(proc / "version")),
+        wsl=host.is_wsl(host.read_text(_PROC / "version")),
         driver=driver_version,
         driver_cuda=report.cuda,
         gpus=with_host_memory(report.gpus, memory),
@@ -76,11 +63,8 @@ def read_facts(
         c_compiler=any(shutil.which(name) for name in C_COMPILERS),
     )
     kept = cache_dir / verdicts.FILE_NAME
-    return dataclasses.replace(
-        facts,
-        verdicts=verdicts.read_verdicts(kept, facts),
-        readings=verdicts.read_readings(kept, facts),
-    )
+    known, readings = verdicts.read_verdicts(kept, facts), verdicts.read_readings(kept, facts)
+    return dataclasses.replace(facts, verdicts=known, readings=readings)
 
 
 def read_recorded(path: Path, named_by: str = "") -> Facts:
@@ -91,14 +75,12 @@ def read_recorded(path: Path, named_by: str = "") -> Facts:
     remedy = "give a file that `trainer probe --json` wrote"
     remedy += f", or leave {named_by} out for this machine" if named_by else ""
     try:
-        text = path.read_text()
+        return facts_from_json(path.read_text(), where)
     except OSError as error:
         what = f"the facts file cannot be read: {error.strerror}"
         raise ConfigError(what, where=where, remedy=remedy) from error
     except UnicodeDecodeError as error:
         raise ConfigError("the facts file is no text", where=where, remedy=remedy) from error
-    try:
-        return facts_from_json(text, where)
     except HardwareError as error:
         problems = [Problem(what=one.what, where=one.where, remedy=remedy) for one in error.problems]
         raise ConfigError(problems) from error
@@ -121,10 +103,3 @@ def installed(names: Iterable[str]) -> dict[str, str]:
         except importlib.metadata.PackageNotFoundError:
             continue
     return versions
-
-
-def _text(path: Path) -> str:
-    try:
-        return path.read_text()
-    except OSError:
-        return ""

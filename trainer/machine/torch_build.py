@@ -72,20 +72,13 @@ def parse_version_file(text: str, where: str) -> tuple[Version, Version | None]:
     """(version, CUDA) from the text of torch/version.py, which every wheel has; a CPU build has no CUDA."""
     values: dict[str, object] = {}
     for node in ast.parse(text).body:
-        targets = (
-            node.targets
-            if isinstance(node, ast.Assign)
-            else [node.target]
-            if isinstance(node, ast.AnnAssign)
-            else []
-        )
         if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Constant):
-            values.update({target.id: node.value.value for target in targets if isinstance(target, ast.Name)})
+            names = (one for one in ast.walk(node) if isinstance(one, ast.Name))
+            values |= {one.id: node.value.value for one in names if isinstance(one.ctx, ast.Store)}
     version, cuda = values.get("__version__"), values.get("cuda")
     if not isinstance(version, str):
-        raise HardwareError(
-            "torch's version file names no version", where=where, remedy="install torch again"
-        )
+        what = "torch's version file names no version"
+        raise HardwareError(what, where=where, remedy="install torch again")
     return version_from(version), version_from(cuda) if isinstance(cuda, str) else None
 
 
@@ -103,11 +96,7 @@ def _cached_arch_list(folder: Path, cache: Path) -> tuple[str, ...]:
 def _ask_child(program: str) -> list[str]:
     try:
         child = subprocess.run(
-            python("-c", program),
-            capture_output=True,
-            text=True,
-            timeout=_CHILD_SECONDS,
-            check=True,
+            python("-c", program), capture_output=True, text=True, timeout=_CHILD_SECONDS, check=True
         )
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         last = str(error.stderr or error).strip().splitlines()[-1]

@@ -1,4 +1,4 @@
-"""What the kernel probe measured, kept per GPU, driver and torch in the cache folder."""
+"""Verdicts of the kernel probe, kept per GPU, driver and torch in the cache folder."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MachineVerdicts:
 
 
 def machine_key(facts: Facts) -> str:
-    """What a verdict depends on besides its shape: GPU name, driver, torch and the CUDA it was built for."""
+    """Everything that a verdict depends on besides its shape: GPU name, driver, torch and its CUDA."""
     gpu = facts.gpu.name if facts.gpus else "cpu"
     torch = facts.torch
     build = f"torch {version_text(torch.version)} CUDA {version_text(torch.cuda)}" if torch else "no torch"
@@ -51,7 +51,7 @@ def read_readings(path: Path, facts: Facts) -> tuple[ReadVerdict, ...]:
 
 
 def write_readings(path: Path, facts: Facts, readings: Sequence[ReadVerdict]) -> bool:
-    """Those of each disk in place of its old ones; False where the file cannot be written."""
+    """Write rates of each disk in place of its old ones; False where the file cannot be written."""
     return _change(path, facts, (), readings)
 
 

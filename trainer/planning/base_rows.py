@@ -13,10 +13,10 @@ from trainer.modeling.base.base import base_at
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import component_shapes
 from trainer.planning.shapes.run_shapes import roles
+from trainer.words.sizes import GB
 
 # bytes of a value in the files of a base that is not here: the hub's bases are in bf16
 _STORED_BYTES = 2
-_GB = 1e9
 
 
 def base_rows(family: Family, config: RunConfig, folder: Path | None) -> Iterator[Decision]:
@@ -34,7 +34,7 @@ def base_rows(family: Family, config: RunConfig, folder: Path | None) -> Iterato
             reason=f"the commit of {name} that is here{pin}",
         )
         return
-    size = f"about {missing_bytes(family, folder) / _GB:.1f} GB"
+    size = f"about {missing_bytes(family, folder) / GB:.1f} GB"
     if config.model.weights == "random":
         size = "some configs"
     yield Decision(

@@ -12,11 +12,8 @@ from trainer.planning.kept_decisions import going_on
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.telemetry.status import Phase
+from trainer.words.sizes import GIB
 
-_GIB = 1024**3
-_UNPACKED = ("int8", "fp8", "nf4")
-_SMALLER = {"bf16": _UNPACKED, "fp16": _UNPACKED, "fp32": _UNPACKED, "fp8": ("nf4",), "int8": ("nf4",)}
-"""How the base is stored, and what takes less."""
 Allowed = Callable[[Mapping[str, Any]], bool]
 """Whether the run loads and is planned with these values, by dotted key."""
 
@@ -28,8 +25,8 @@ def out_of_memory(
     rows = plan.cache_memory if phase is Phase.CACHE else plan.train_memory
     predicted = ""
     if plan.device != "cpu":
-        needed = memory.total(rows) / _GIB
-        predicted = f"; {needed:.1f} GiB were predicted, {plan.budget_bytes / _GIB:.1f} are the budget"
+        needed = memory.total(rows) / GIB
+        predicted = f"; {needed:.1f} GiB were predicted, {plan.budget_bytes / GIB:.1f} are the budget"
     # advice to torch's own users follows in the next sentences
     said = str(error).split(" If reserved but unallocated")[0].strip() or type(error).__name__
     talks = any(one.chat_file for one in config.data.sets)
@@ -65,6 +62,6 @@ def _changes(phase: Phase | None, config: RunConfig, plan: Plan) -> Iterator[tup
         if config.method == "lora" and not going_on(config):
             if needs_whole_base(config):
                 yield "lora.type", ("lora",)
-            yield "features.weights", _SMALLER.get(plan.weights, ())
+            yield "features.weights", plan.way.smaller
     # the plan then chooses what needs less, without being told how
-    yield "features.memory_budget", (f"{0.95 * plan.budget_bytes / _GIB:.1f}GiB",)
+    yield "features.memory_budget", (f"{0.95 * plan.budget_bytes / GIB:.1f}GiB",)

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trainer.ways.storages import Way, find
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
@@ -110,6 +112,11 @@ class Plan:
         }
         kept = {name: value for name, value in environ.items() if name not in self.unset}
         return {**kept, **needed}
+
+    @property
+    def way(self) -> Way:
+        """How the base is stored and multiplied with, as `weights` to `modulation` name it."""
+        return find(self.weights, self.compute, self.weight_copies, self.modulation)
 
     @property
     def peak_bytes(self) -> int:

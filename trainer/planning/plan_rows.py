@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.judging.training_checks import keeps_best
+from trainer.config.judging.rules import keeps_best
 from trainer.config.schema import RunConfig
 from trainer.machine.host import WSL_SPILLS
 from trainer.machine.profiles import Profile
@@ -13,6 +13,7 @@ from trainer.planning.choose.switches import Situation
 from trainer.planning.cost import memory
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import Geometry
+from trainer.words.sizes import gib
 
 
 def disk(config: RunConfig, chosen: fit.Outcome, geometry: Geometry) -> tuple[str, int]:
@@ -42,8 +43,8 @@ def warnings(situation: Situation, host_bytes: int) -> Iterator[str]:
     """What works, but deserves to be known."""
     facts, profile = situation.facts, situation.profile
     if host_bytes > facts.memory.available_bytes:
-        available = memory.gib(facts.memory.available_bytes)
-        yield f"the training process needs {memory.gib(host_bytes)} of host memory, {available} are available"
+        available = gib(facts.memory.available_bytes)
+        yield f"the training process needs {gib(host_bytes)} of host memory, {available} are available"
     if facts.wsl and situation.on_gpu:
         yield WSL_SPILLS
     if len(facts.gpus) > 1 and situation.on_gpu:

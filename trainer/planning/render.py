@@ -7,11 +7,11 @@ import textwrap
 from collections.abc import Sequence
 
 from trainer.files import codec
-from trainer.planning.cost.memory import GIB
 from trainer.planning.plan import MemoryRow, Plan
+from trainer.words.sizes import GIB
+from trainer.words.tables import aligned
 
 _WIDTH = 118
-_GAP = "  "
 _MEMORY_NAME_WIDTH = 28
 
 
@@ -19,7 +19,7 @@ def plan_text(plan: Plan) -> str:
     """Plain text: one row a decision, memory against the budget, warnings; no newline at the end."""
     header = ("feature", "value", "source", "reason")
     rows = [header, *((row.feature, row.value, row.source, row.reason) for row in plan.decisions)]
-    lines = _table(rows)
+    lines = aligned(rows, width=_WIDTH)
     lines += ["", *_memory("memory while training", plan.train_memory, plan.budget_bytes)]
     lines += ["", *_memory("memory while encoding captions and images", plan.cache_memory, plan.budget_bytes)]
     if plan.host_memory:
@@ -49,19 +49,6 @@ def environment_exports(plan: Plan) -> str:
         kept = f'[ -n "${{{name}+set}}" ] || ' if name.startswith("OMP_") else ""
         lines.append(f"{kept}export {name}={shlex.quote(value)}\n")
     return "".join(lines)
-
-
-def _table(rows: Sequence[tuple[str, str, str, str]]) -> list[str]:
-    """Columns as wide as their widest cell; the last one is wrapped."""
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    indent = " " * (sum(widths) + 3 * len(_GAP))
-    lines = []
-    for *cells, reason in rows:
-        start = _GAP.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + _GAP
-        room = max(40, _WIDTH - len(start))
-        first, *rest = textwrap.wrap(reason, room, break_long_words=False) or [""]
-        lines += [(start + first).rstrip(), *(indent + line for line in rest)]
-    return lines
 
 
 def _memory(title: str, rows: Sequence[MemoryRow], budget_bytes: int | None) -> list[str]:

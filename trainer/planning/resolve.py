@@ -31,6 +31,7 @@ from trainer.planning.choose.switches import Situation
 from trainer.planning.cost import memory, roofline
 from trainer.planning.plan import Decision, MemoryRow, Plan
 from trainer.planning.shapes.geometry import Geometry
+from trainer.words.sizes import gib
 
 # share of the time a sample that smaller micro-batches must come below
 _CLEARLY = 0.95
@@ -109,7 +110,7 @@ def _nearest_told(
     def peak_of(values: Mapping[str, Any]) -> str:
         config = changed_by(values)
         other = dataclasses.replace(situation, config=config)
-        return memory.gib(planned(config, sized(config, switches.dtype(other).value), ()).peak_bytes)
+        return gib(planned(config, sized(config, switches.dtype(other).value), ()).peak_bytes)
 
     try:
         return planned(situation.config, geometry, rows)
@@ -128,7 +129,7 @@ def _offloaded(situation: Situation, geometry: Geometry, sized: GeometryOf) -> s
         peak = _decide_whole_or_split(situation, geometry, (), sized, swap=True).peak_bytes
     except fit.DoesNotFitError:
         return ""
-    return f"fits without {swapping.NO_OFFLOAD} ({memory.gib(peak)}); "
+    return f"fits without {swapping.NO_OFFLOAD} ({gib(peak)}); "
 
 
 def _decide_whole_or_split(
@@ -262,7 +263,7 @@ class _Decided:
         """The storage of the base, and whether blocks are recomputed, in words."""
         storage = self.chosen.storage
         recomputed = f", {storage.recomputed or 'all'} blocks recomputed" if storage.checkpointing else ""
-        return f"{self.chosen.kind}{recomputed}"
+        return f"{self.chosen.way.name}{recomputed}"
 
     def plan(self, machine_rows: tuple[Decision, ...], split: Decision | None = None) -> Plan:
         """The plan with its table; `split` is the row of a step's samples, where they are parted."""
@@ -328,10 +329,10 @@ def _plan(situation: Situation, geometry: Geometry, decided: _Decided, rows: tup
         profile=profile.name,
         device=profile.device,
         dtype=decided.dtype.value,
-        weights=storage.weights,
-        compute=storage.compute,
-        weight_copies=storage.weight_copies,
-        modulation=storage.modulation,
+        weights=storage.way.weights,
+        compute=storage.way.compute or storage.dtype,
+        weight_copies=storage.way.copies,
+        modulation=storage.way.modulation,
         text_encoder_weights=storage.text_encoders or storage.dtype,
         compile=storage.compile,
         activation_budget=storage.activation_budget,
@@ -368,7 +369,7 @@ def _rows(
     """The table below the machine's rows, in its order."""
     config, limit, chosen = situation.config, decided.limit, decided.chosen
     checkpoints, disk = plan_rows.disk(config, chosen, geometry)
-    yield plan_rows.row("memory_budget", memory.gib(limit.bytes), limit.source, limit.reason)
+    yield plan_rows.row("memory_budget", gib(limit.bytes), limit.source, limit.reason)
     yield decided.dtype
     yield from filter(None, (split,))
     yield from fit.decisions(situation, geometry, chosen, decided.skipped, decided.compiling)
@@ -387,7 +388,7 @@ def _rows(
         geometry=geometry,
         parts=sum(decided.parts),
     )
-    yield plan_rows.row("caching", memory.gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
-    yield plan_rows.row("disk", memory.gib(disk), "auto", f"{checkpoints} in output_dir, and the final files")
+    yield plan_rows.row("caching", gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
+    yield plan_rows.row("disk", gib(disk), "auto", f"{checkpoints} in output_dir, and the final files")
     sources = "; ".join(sorted({component.source for component in geometry.components}))
     yield plan_rows.row("sizes", plan_rows.parameters(geometry), "facts", sources)

@@ -1,1 +1,1 @@
-"""What a run tells the outside, and how the outside stops it. Never imports torch."""
+"""Reports of a run to the outside, and how the outside stops it. Never imports torch."""

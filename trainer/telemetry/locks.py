@@ -14,7 +14,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from trainer.errors import ConfigError, StoppedError
 
@@ -46,7 +45,13 @@ def holding(
     `remedy` where its supervisor lives, StoppedError (resumable) when it does not end. A file system without
     locks is told by `on_wait` too, and keeps no two runs apart.
     """
-    descriptor = _open(path, where)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        link = f"{path} is a link, and is not followed"
+        raise ConfigError(link, where=where, remedy="remove it, and start again") from error
     try:
         try:
             _take(descriptor, what, where, remedy, on_wait, patience_seconds)
@@ -80,18 +85,6 @@ def is_held(path: Path) -> bool | None:
     return False
 
 
-def _open(path: Path, where: str) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    try:
-        return os.open(path, flags, 0o600)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        raise ConfigError(
-            f"{path} is a link, and is not followed", where=where, remedy="remove it, and start again"
-        ) from error
-
-
 def _take(
     descriptor: int,
     what: str,
@@ -100,11 +93,15 @@ def _take(
     on_wait: Callable[[str], None],
     patience_seconds: float,
 ) -> None:
+    """Wait for the lock as `holding` tells."""
     began = time.monotonic()
     told = False
-    while not _locked(descriptor):
+    while True:
+        with contextlib.suppress(BlockingIOError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return
         waited = time.monotonic() - began
-        if _may_live(_read(descriptor)):
+        if _may_live(descriptor):
             if waited > _PROBE_SECONDS:
                 raise ConfigError(what, where=where, remedy=remedy)
         elif waited > patience_seconds:
@@ -117,18 +114,14 @@ def _take(
         time.sleep(_LOOK_SECONDS)
 
 
-def _locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
-
-
-def _may_live(holder: dict[str, Any] | None) -> bool:
+def _may_live(descriptor: int) -> bool:
     """Whether the run that holds a lock may go on for long; one that nobody watches does not."""
-    if holder is None:
+    try:
+        holder = json.loads(os.pread(descriptor, 4096, 0))
+    except ValueError:
         return True  # nothing is known of it
+    if not isinstance(holder, dict) or not isinstance(holder.get("supervisor"), int):
+        return True
     if any(holder.get(name) != value for name, value in _place().items()):
         return False  # another machine's or container's: it was sent away, or this run would not be here
     return is_alive(holder["supervisor"])
@@ -144,18 +137,17 @@ def is_alive(pid: int) -> bool:
     return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
 
 
-def _read(descriptor: int) -> dict[str, Any] | None:
-    try:
-        holder = json.loads(os.pread(descriptor, 4096, 0))
-    except ValueError:
-        return None
-    known = isinstance(holder, dict) and isinstance(holder.get("supervisor"), int)
-    return holder if known else None
-
-
 def _place() -> dict[str, str]:
-    """What makes process ids comparable: this boot of this machine, and its set of processes."""
+    """The boot of this machine and its set of processes: only within them process ids can be compared."""
     try:
-        return {"boot": _BOOT_ID.read_text().strip(), "processes": str(_PROCESSES.readlink())}
+        return {"boot": boot_id(), "processes": str(_PROCESSES.readlink())}
     except OSError:
         return {"boot": "", "processes": ""}
+
+
+def boot_id() -> str:
+    """The kernel's name for this boot: monotonic clocks of two boots must not be compared."""
+    try:
+        return _BOOT_ID.read_text().strip()
+    except OSError:
+        return ""

@@ -1,4 +1,4 @@
-"""What a run says: JSON lines in log.jsonl for machines, short lines on stderr for people."""
+"""The log of a run: JSON lines in log.jsonl for machines, short lines on stderr for people."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from typing import Any, TextIO
 from trainer.config.secrets import redacted, shown
 from trainer.errors import one_line
 from trainer.telemetry.sinks.records import StepRecord, cut_torn_line
+from trainer.words.sizes import GIB
 
 _ROOT = "trainer"
-_GIB = 1024**3
 
 
 def setup(run_dir: Path | None, *, level: int = logging.INFO) -> None:
@@ -50,10 +50,10 @@ def get(name: str) -> logging.Logger:
     return logging.getLogger(f"{_ROOT}.{name}")
 
 
-def step_line(record: StepRecord, *, total: int) -> str:
+def step_line(record: StepRecord) -> str:
     """The line of a log step for people: `step  120/1500  loss 0.4123  lr 1.00e-04  ...`."""
     parts = [
-        f"step {record.step:>{len(str(total))}}/{total}",
+        f"step {record.step:>{len(str(record.planned_steps))}}/{record.planned_steps}",
         f"loss {record.loss:.4f}",
         f"lr {record.learning_rate:.2e}",
         f"grad {record.grad_norm:.3f}",
@@ -63,7 +63,7 @@ def step_line(record: StepRecord, *, total: int) -> str:
         else f"{record.tokens_per_second:.0f} tokens/s",
     ]
     if record.device_memory_peak_bytes:
-        parts.append(f"peak {record.device_memory_peak_bytes / _GIB:.1f} GiB")
+        parts.append(f"peak {record.device_memory_peak_bytes / GIB:.1f} GiB")
     if record.validation_loss is not None:
         parts.append(f"validation {record.validation_loss:.4f}")
     return "  ".join(parts)
@@ -106,20 +106,14 @@ class _FileHandler(logging.FileHandler):
 class _HumanFormatter(logging.Formatter):
     """`12:30:05 message`, with the level's name from warnings up."""
 
-    def __init__(self) -> None:
-        super().__init__(datefmt="%H:%M:%S")
-
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
-        text = f"{self.formatTime(record, self.datefmt)} {level}{_message(record)}"
+        message = record.getMessage()
+        if isinstance(record.args, tuple) and record.args:  # no path begins a line of its own
+            parts = (one_line(one) if isinstance(one, Path) else one for one in record.args)
+            message = str(record.msg) % tuple(parts)
+        text = f"{self.formatTime(record, '%H:%M:%S')} {level}{message}"
         return shown(f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text)
-
-
-def _message(record: logging.LogRecord) -> str:
-    """The message, in which no path begins a line of its own."""
-    if not isinstance(record.args, tuple) or not record.args:
-        return record.getMessage()
-    return str(record.msg) % tuple(one_line(one) if isinstance(one, Path) else one for one in record.args)
 
 
 class _JsonFormatter(logging.Formatter):

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol, Self
 
@@ -33,6 +34,20 @@ def progress(total: int, description: str, *, start: int = 0) -> Progress:
     if sys.stderr.isatty():
         return _Live(total, description, start)
     return _Plain(total, description, start)
+
+
+@contextlib.contextmanager
+def bars() -> Iterator[Callable[[str, int, int], None]]:
+    """Progress of several kinds of work: a function to call after each unit with (kind, done, total)."""
+    opened: dict[str, Progress] = {}
+    with contextlib.ExitStack() as stack:
+
+        def advance(kind: str, done: int, total: int) -> None:
+            if kind not in opened:
+                opened[kind] = stack.enter_context(progress(total, kind, start=done - 1))
+            opened[kind].advance()
+
+        yield advance
 
 
 class _Plain:

@@ -1,4 +1,4 @@
-"""A run's folder: what a run writes there, and that none of it leads elsewhere."""
+"""A run's folder: the names that a run writes there, none of which may lead elsewhere."""
 
 from __future__ import annotations
 
@@ -11,25 +11,12 @@ LOCK_FILE = ".lock"
 """Held by the process that trains in the folder."""
 _FOLDERS = ("checkpoints", "samples")
 """Whose entries a run prunes."""
-_WRITTEN = frozenset(
-    (
-        *_FOLDERS,
-        LOCK_FILE,
-        "before_after.png",
-        "best",
-        "config.resolved.yaml",
-        "left_out.jsonl",
-        "log.jsonl",
-        "lora",
-        "metrics.jsonl",
-        "model",
-        "plan.json",
-        "run.json",
-        "tensorboard",
-        "wandb",
-        "wandb.id",
-    )
-)
+# fmt: off
+_WRITTEN = frozenset((
+    *_FOLDERS, LOCK_FILE, "before_after.png", "best", "config.resolved.yaml", "left_out.jsonl", "log.jsonl",
+    "lora", "metrics.jsonl", "model", "plan.json", "run.json", "tensorboard", "wandb", "wandb.id",
+))
+# fmt: on
 _MOST_TOLD = 10
 
 

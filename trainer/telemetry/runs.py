@@ -1,4 +1,4 @@
-"""What finished and running runs left in their folders: settings, figures and losses by step."""
+"""Finished and running runs by their folders: settings, figures and losses by step."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from trainer.files import atomic
 from trainer.telemetry.locks import is_held
 from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, count_damaged, held_out_line, read_metrics
+from trainer.words.sizes import GIB
 
 CONFIG_FILE = "config.resolved.yaml"
-_GIB = 1024**3
 _DEEPEST = 3
 """Folders below the one that is named are looked into this deep."""
 
@@ -32,7 +32,7 @@ class Run:
     held_out: Sequence[tuple[int, float]]
     """(step, loss) of every validation."""
     figures: Mapping[str, str]
-    """What the table of `trainer runs list` shows, by column."""
+    """The cells of its row in `trainer runs list`, by column."""
     damaged_lines: int = 0
     """Of its metrics; they are left out."""
 
@@ -94,13 +94,9 @@ def read_run(folder: Path) -> Run:
     held_out = [
         (row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None
     ]
+    figures = _figures(folder, config, rows)
     return Run(
-        folder=folder,
-        config=config,
-        losses=losses,
-        held_out=held_out,
-        figures=_figures(folder, config, rows),
-        damaged_lines=damaged,
+        folder=folder, config=config, losses=losses, held_out=held_out, figures=figures, damaged_lines=damaged
     )
 
 
@@ -117,7 +113,7 @@ def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str
         "loss": _short(last.get("loss")),
         "held-out loss": held_out.removeprefix("held-out loss "),
         "s/step": _short(last.get("seconds_per_step")),
-        "peak GiB": f"{peak / _GIB:.1f}" if peak else "",
+        "peak GiB": f"{peak / GIB:.1f}" if peak else "",
     }
 
 

@@ -30,11 +30,10 @@ LOCK_FILE = "lock"
 _log = logging.getLogger("trainer.status")
 _MOST_BYTES = 1 << 16
 """Ours has 300."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Phase(enum.StrEnum):
-    """What the run is doing."""
+    """The part of its work that a run is at."""
 
     LOAD = "load"
     CACHE = "cache"
@@ -115,7 +114,7 @@ class StatusWriter:
         self._path = directory / STATUS_FILE
         self._interval = interval_seconds
         self._clock = clock
-        self._boot_id = _boot_id()
+        self._boot_id = locks.boot_id()
         self._started = time.time()
         self._phase: Phase | None = None
         self._written = 0.0
@@ -187,7 +186,7 @@ def read_status(directory: Path) -> Status | None:
         status = Status(**{**raw, "phase": Phase(raw["phase"])})
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # absent, unreadable or not written by this version
-    return status if status.boot_id == _boot_id() else None
+    return status if status.boot_id == locks.boot_id() else None
 
 
 def _is_sound(raw: dict[str, object]) -> bool:
@@ -235,39 +234,27 @@ def budget_seconds(status: Status, *, scale: float = 1.0) -> float | None:
 def verdict(status: Status | None, now: float, *, scale: float = 1.0) -> Verdict:
     """Judge a run at `now` (seconds of the monotonic clock); `scale` shrinks the phase budgets for tests."""
     if status is None:
-        return Verdict(
-            healthy=False, ready=False, reason="no run: no status has been written since this machine started"
-        )
-    if status.exit_code not in (None, ExitCode.OK):
-        return Verdict(healthy=False, ready=False, reason=_ended_text(status))
+        reason = "no run: no status has been written since this machine started"
+        return Verdict(healthy=False, ready=False, reason=reason)
+    code, where = status.exit_code, f"phase {status.phase}"
+    if status.step is not None:
+        where += f" {status.step}" if status.total is None else f" {status.step}/{status.total}"
+    if code not in (None, ExitCode.OK):
+        meaning = status.cause or next((MEANING[known] for known in ExitCode if known == code), "unexpected")
+        reason = f"ended with exit code {code} in {where}: {meaning}"
+        return Verdict(healthy=False, ready=False, reason=reason)
     budget = budget_seconds(status, scale=scale)
-    if budget is None or status.exit_code == ExitCode.OK:
+    if budget is None or code == ExitCode.OK:
         return Verdict(healthy=True, ready=True, reason="finished")
     age = now - status.beat
     if age < 0:
-        return Verdict(
-            healthy=False, ready=False, reason="no run: the status is from before this machine's last start"
-        )
-    where = f"phase {status.phase}{_progress_text(status)}"
+        reason = "no run: the status is from before this machine's last start"
+        return Verdict(healthy=False, ready=False, reason=reason)
     if age > budget:
         reason = f"no heartbeat for {age:.1f} s in {where}, budget {budget:.1f} s"
         return Verdict(healthy=False, ready=False, reason=reason, budget=budget, age=age)
-    ready = status.phase in _READY
-    return Verdict(
-        healthy=True, ready=ready, reason=f"{where}, last heartbeat {age:.1f} s ago", budget=budget, age=age
-    )
-
-
-def _progress_text(status: Status) -> str:
-    if status.step is None:
-        return ""
-    return f" {status.step}" if status.total is None else f" {status.step}/{status.total}"
-
-
-def _ended_text(status: Status) -> str:
-    code = status.exit_code
-    meaning = status.cause or next((MEANING[known] for known in ExitCode if known == code), "unexpected")
-    return f"ended with exit code {code} in phase {status.phase}{_progress_text(status)}: {meaning}"
+    reason = f"{where}, last heartbeat {age:.1f} s ago"
+    return Verdict(healthy=True, ready=status.phase in _READY, reason=reason, budget=budget, age=age)
 
 
 def _text(status: Status) -> str:
@@ -284,11 +271,3 @@ def _overwrite(path: Path, status: Status) -> None:
     text = _text(status).encode()
     with contextlib.suppress(OSError), path.open("r+b", buffering=0) as file:
         file.write(text.ljust(path.stat().st_size))
-
-
-def _boot_id() -> str:
-    """The kernel's name for this boot: monotonic clocks of two boots must not be compared."""
-    try:
-        return _BOOT_ID.read_text().strip()
-    except OSError:
-        return ""

@@ -85,24 +85,18 @@ def _over(kind: type[io.FileIO], stream: TextIO | None, descriptor: int) -> Text
     raw = kind(descriptor, "wb", closefd=False)
     if stream is None:
         return io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8", line_buffering=True)
-    if not isinstance(stream, io.TextIOWrapper) or not _leads_to(stream, descriptor):
+    try:
+        if not isinstance(stream, io.TextIOWrapper) or stream.fileno() != descriptor:
+            return stream
+    except OSError:  # text in memory
         return stream
     stream.flush()
+    # fmt: off
     return io.TextIOWrapper(
-        io.BufferedWriter(raw),
-        encoding=stream.encoding,
-        errors=stream.errors,
-        newline="\n",
-        line_buffering=stream.line_buffering,
-        write_through=stream.write_through,
+        io.BufferedWriter(raw), encoding=stream.encoding, errors=stream.errors, newline="\n",
+        line_buffering=stream.line_buffering, write_through=stream.write_through,
     )
-
-
-def _leads_to(stream: TextIO, descriptor: int) -> bool:
-    try:
-        return stream.fileno() == descriptor
-    except OSError:  # text in memory
-        return False
+    # fmt: on
 
 
 def _lead_nowhere(descriptor: int) -> None:

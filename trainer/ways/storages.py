@@ -1,21 +1,171 @@
-"""Ways to store the weights of a base: what other floors must know of them."""
+"""Ways to store the weights of a base and to multiply with them: one row each, read by every floor.
+
+Predicted memory and time, what `auto` tries in which order, suggestions, the probe's kernels and the layers
+of `modeling.storage` follow from these rows. A new way is a row here, a layer in `modeling.storage.quantize`
+and its word in `features.weights`.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
+
+from trainer.words import extras
+
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
-
-QUANTIZED = ("int8", "nf4")
-"""Storages of a frozen base that need a library, the more precise first."""
-
-PACK_MODULATION = QUANTIZED
-"""Those that hold the linears of `Family.modulation` quantised too."""
-
-PACKED = (*QUANTIZED, "fp8")
-"""Storages of a frozen base with fewer bytes than the run's type."""
-
+"""Types that a run computes in -> bytes of a value."""
 ENCODERS_KEEP = (r"(?!.*\.\d+\.).*", r".*\.(wo|relative_attention_bias)")
 """Expressions for modules of a text encoder that are never quantised: all but its layers, and in these what a
 class reads the type of, or looks up rows of."""
-
 NF4_MOST_UNPACKED = 64 * 2**20
-"""Values of a weight that are unpacked at a time."""
+"""Values of an nf4 weight that are unpacked at a time."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """One way to store the linear weights of a base and to multiply with them."""
+
+    name: str
+    weights: str
+    """The storage's word in `features.weights` and in plan.json."""
+    compute: str = ""
+    """`fp8` where products are in FP8; empty: in the run's type."""
+    copies: int = 1
+    """2: weights are stored transposed too, for backward."""
+    modulation: str = ""
+    """Storage of the linears of `Family.modulation` where it is another than that of the others."""
+    packs: bool = False
+    """Whether the linears of `Family.modulation` are stored so too; else they stay in the run's type."""
+    trains: bool = False
+    """Whether such weights can be trained. All others are of a frozen base, and take fewer bytes."""
+    bits: int
+    """Of one value in one copy."""
+    row_bytes: int = 0
+    """Of the scale of each output row."""
+    block: int = 0
+    """Values that share a scale of one byte, of which 256 share one in fp32; 0: none do."""
+    layer_bytes: int = 0
+    """Of tables that each layer has."""
+    most_unpacked: int = 0
+    """Values that are unpacked at a time; 0: a whole weight."""
+    encoder_bytes: int = 0
+    """Of memory for a value of a text encoder's weight while it is packed; 0: encoders are not stored so."""
+    unpack_traffic: tuple[float, float] = (0.0, 0.0)
+    """Bytes moved to unpack one value for one product, in eager and in compiled blocks."""
+    counted_as: str = ""
+    """The storage whose counted activations are those of this one, where it is another."""
+    package: str = ""
+    """The distribution that stores weights so, and its module."""
+    module: str = ""
+    install: str = ""
+    """How the package is installed, as a remedy."""
+    least_capability: tuple[int, int] = (0, 0)
+    """Compute capability of GPUs that store and multiply so; a way with a `compute` is not for CPUs."""
+    least_compiled: tuple[int, int] = (0, 0)
+    """Compute capability of GPUs on which blocks with such weights are compiled."""
+    verdict: str = ""
+    """The probe's kernel; empty where none measures this way."""
+    tolerance: float = 2e-2
+    """Largest relative error against fp32 of the probe's kernel: quantised values are off by themselves."""
+    tier: int = 0
+    """A higher one changes the base's precision more: it is tried where nothing of the lower ones fits."""
+    automatic: bool = True
+    """Whether `auto` may choose it; others are for who writes how modulation is stored."""
+    instead_of: str = ""
+    """The storage that it stands in for, where `auto` cannot have that one."""
+    smaller: tuple[str, ...] = ()
+    """Storages that take less memory; FP8, which may be stored twice, is not the first of them."""
+
+
+_PLAIN = Way(name="bf16", weights="bf16", trains=True, bits=16, smaller=("int8", "fp8", "nf4"))
+_FP8 = Way(
+    name="fp8",
+    weights="fp8",
+    compute="fp8",
+    bits=8,
+    row_bytes=4,
+    unpack_traffic=(14.0, 3.0),
+    least_capability=(8, 9),
+    # Triton has no FP8 values for GPUs without FP8 units, torch itself has
+    least_compiled=(8, 9),
+    verdict="matmul.fp8",
+    tolerance=6e-2,
+    tier=1,
+    smaller=("nf4",),
+)
+_TWICE = replace(_FP8, name="fp8 kept twice", copies=2)
+# multiplied by the same operator as int8
+_UNPACKED = replace(
+    _FP8,
+    name="fp8 unpacked",
+    compute="",
+    counted_as="int8",
+    least_capability=(0, 0),
+    verdict="",
+    tier=2,
+    instead_of="int8",
+)
+_BESIDE = {
+    way.name: replace(way, name=f"{way.name} with modulation in int8", modulation="int8", tier=2)
+    for way in (_FP8, _TWICE, _UNPACKED)
+}
+_ROWS = (
+    replace(_PLAIN, verdict="matmul.bf16"),
+    replace(_PLAIN, name="fp16", weights="fp16"),
+    replace(_PLAIN, name="fp32", weights="fp32", bits=32, smaller=("int8", "nf4")),
+    Way(
+        name="int8",
+        weights="int8",
+        packs=True,
+        bits=8,
+        row_bytes=4,
+        # through fp32 and its product with the scale
+        encoder_bytes=8,
+        # eager as it was on the H200, the others by what is read and written
+        unpack_traffic=(14.0, 3.0),
+        package="optimum-quanto",
+        module="optimum.quanto",
+        install=extras.remedy(),
+        verdict="matmul.int8",
+        tolerance=3e-2,
+        tier=2,
+        smaller=("nf4",),
+    ),
+    Way(
+        name="nf4",
+        weights="nf4",
+        packs=True,
+        bits=4,
+        block=64,
+        # code tables and an offset: tiny, but the allocator gives out 512 bytes at least
+        layer_bytes=2048,
+        most_unpacked=NF4_MOST_UNPACKED,
+        encoder_bytes=4,
+        unpack_traffic=(6.0, 6.0),
+        package="bitsandbytes",
+        module="bitsandbytes",
+        install=extras.remedy("nf4"),
+        verdict="matmul.nf4",
+        tolerance=1.5e-1,
+        tier=3,
+    ),
+    _TWICE,
+    _FP8,
+    replace(_BESIDE["fp8 kept twice"], automatic=False),
+    _BESIDE["fp8"],
+    _UNPACKED,
+    replace(_BESIDE["fp8 unpacked"], automatic=False),
+)
+WAYS: dict[str, Way] = {way.name: way for way in _ROWS}
+"""All rows by name, the plain types first."""
+
+
+def find(weights: str, compute: str = "", copies: int = 1, modulation: str = "") -> Way:
+    """The row of the four words by which a plan names its way; KeyError where there is none."""
+    words = (weights, "" if compute in VALUE_BYTES else compute, copies, modulation)
+    rows = {(way.weights, way.compute, way.copies, way.modulation): way for way in WAYS.values()}
+    return rows[words]
+
+
+def frozen() -> tuple[str, ...]:
+    """Storages that are for a base which is not trained."""
+    return tuple(dict.fromkeys(way.weights for way in WAYS.values() if not way.trains))

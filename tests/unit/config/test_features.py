@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from trainer.config.reading.load import Loaded, load
-from trainer.config.schema import size_bytes
 from trainer.errors import ConfigError
 
 
@@ -20,18 +19,8 @@ def loaded(folder: Path, features: str, method: str = "lora") -> Loaded:
     return load([path], family_defaults={"x": {}}, environ={})
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("24GiB", 24 * 1024**3),
-        ("24 GB", 24 * 10**9),
-        ("1.5 gib", 3 * 1024**3 // 2),
-        ("512MiB", 512 * 1024**2),
-        ("800 mb", 800 * 10**6),
-    ],
-)
-def test_sizes(text: str, size: int, tmp_path: Path) -> None:
-    assert size_bytes(text) == size
+@pytest.mark.parametrize("text", ["24GiB", "24 GB", "1.5 gib", "512MiB", "800 mb"])
+def test_sizes(text: str, tmp_path: Path) -> None:
     found = loaded(tmp_path, f"memory_budget: {text}").config.features.memory_budget
     assert found == text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trainer.cli import main
-from trainer.cli.config import markdown_table, variables_markdown
+from trainer.cli.config import variables_markdown
 from trainer.config import environment
 from trainer.container.appliance import IMAGE_ENVIRONMENT, SECRETS
 from trainer.errors import ConfigError
@@ -59,10 +59,6 @@ def test_every_variable_has_a_row() -> None:
         "TRAINER__SECTION__KEY",
     ]
     assert any(row.startswith("| `HF_HOME` | `$XDG_CACHE_HOME/huggingface` | `/models` |") for row in rows)
-
-
-def test_a_bar_in_a_cell_ends_no_cell() -> None:
-    assert markdown_table(("a", "b"), [("1|2", "3")]) == "| a | b |\n| --- | --- |\n| 1\\|2 | 3 |\n"
 
 
 def test_the_command_shows_values_but_no_secret(

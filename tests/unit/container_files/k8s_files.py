@@ -20,7 +20,7 @@ from trainer.container.appliance import TARGETS
 
 K8S = ROOT / "k8s"
 BASE = K8S / "base"
-OVERLAYS = tuple(target.profile for target in TARGETS)
+OVERLAYS = tuple(TARGETS)
 COMPONENTS = ("kueue", "monitoring", "no-operator", "offline", "wandb")
 RENDER_TIMEOUT_SECONDS = 60
 

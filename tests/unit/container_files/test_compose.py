@@ -19,12 +19,11 @@ from trainer.container import appliance
 from trainer.container.appliance import TARGETS, VOLUMES
 from trainer.machine.profiles import PROFILES
 
-TARGET = {target.profile: target for target in TARGETS}
 HELPER = "folders"
 FILES = {
     "base.yaml",
     "monitoring.yaml",
-    *(f"{profile}.yaml" for profile in TARGET),
+    *(f"{profile}.yaml" for profile in TARGETS),
 }
 HOST_VARIABLES = {f"TRAINER_{volume.name.upper()}": volume for volume in VOLUMES}
 """The variables on the host that say which folder is mounted where."""
@@ -36,13 +35,13 @@ def seconds(duration: str) -> int:
     return int(number) * {"s": 1, "m": 60, "h": 3600}[unit]
 
 
-@pytest.fixture(params=TARGET)
+@pytest.fixture(params=TARGETS)
 def profile(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
 def test_there_is_one_file_for_each_profile() -> None:
-    assert set(TARGET) == set(PROFILES)
+    assert set(TARGETS) == set(PROFILES)
     assert {path.name for path in COMPOSE.glob("*.yaml")} == FILES
     for name in FILES:
         assert "version" not in load(name), "compose v2 warns about it"

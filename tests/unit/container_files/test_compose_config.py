@@ -9,14 +9,14 @@ import pytest
 
 from scripts import render_compose
 from tests.unit.container_files.compose_files import COMPOSE, config, interpolated, services
-from tests.unit.container_files.test_compose import HELPER, TARGET
+from tests.unit.container_files.test_compose import HELPER
 from tests.unit.house.sources import ROOT
 from trainer.config import environment
 from trainer.container import appliance
 from trainer.container.appliance import VOLUMES
 
 
-@pytest.fixture(params=TARGET)
+@pytest.fixture(params=appliance.TARGETS)
 def profile(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

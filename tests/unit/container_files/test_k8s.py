@@ -54,7 +54,6 @@ from trainer.planning.torch_and_driver import covering
 from trainer.telemetry.status import BUDGET_SECONDS, HUNG_FACTOR, Phase, Verdict
 from trainer.telemetry.supervising.server import serving
 
-TARGET = {target.profile: target for target in TARGETS}
 ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64"}
 MACHINES = ROOT / "tests/golden/machines"
 RESUMABLE = {ExitCode.HUNG, ExitCode.STOPPED}
@@ -297,7 +296,7 @@ def test_a_pod_goes_to_nodes_whose_gpu_the_profile_takes(overlay: tuple[str, lis
         wheel = wheels[architecture]
         assert wheel is not None
         for capability in (None, *capabilities):
-            fits = f"linux/{architecture}" in TARGET[name].platforms
+            fits = f"linux/{architecture}" in TARGETS[name]
             if PROFILES[name].device == "cuda":
                 fits &= capability is not None and (
                     covering(wheel.arch_list, capability, compile_ptx=False) is not None

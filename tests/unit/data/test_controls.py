@@ -9,9 +9,9 @@ import pytest
 
 from tests.unit.data.pictures import encoded, picture, write_pair, write_rows
 from trainer.config.schema import DataSet
-from trainer.data.fill import control_views
 from trainer.data.records import ImageRecord
 from trainer.data.sets.scan import scan_images
+from trainer.engine.caching.entries import control_views
 from trainer.errors import DataError
 
 

@@ -14,13 +14,13 @@ from PIL import Image, features
 
 from tests.unit.data.pictures import encoded, picture, record, write_pair, write_rows
 from trainer.config.schema import DataSet
-from trainer.data.fill import control_views, latents_entry
 from trainer.data.pictures import images
 from trainer.data.pictures.images import fit, read_image
 from trainer.data.pictures.variants import names_a_side, with_variants
 from trainer.data.records import ImageRecord, View
 from trainer.data.sets.masks import mask_pixels
 from trainer.data.sets.scan import scan_images
+from trainer.engine.caching.entries import control_views, latents_entry
 from trainer.errors import DataError
 
 PARTS = {"vae": "tiny"}

@@ -143,7 +143,7 @@ def test_nothing_is_twice_in_a_step_unless_the_set_is_smaller(
     source = sampler(
         contents, repeats=[repeats] * len(contents), contents=contents, accumulation=rows, seed=seed
     )
-    epoch = source.samples_per_epoch
+    epoch = repeats * len(contents)
     steps = take(source, 2 * epoch // rows + 4)
     for step in steps:
         assert len(of_step(step)) == rows

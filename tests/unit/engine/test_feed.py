@@ -14,13 +14,13 @@ import torch
 from diffusers.training_utils import compute_density_for_timestep_sampling
 
 from trainer.config.schema import FlowSection
-from trainer.data.cache import Cache, DamagedEntryError, entry_key
-from trainer.data.fill import LatentsEntry, TextEntry
-from trainer.engine.caching.entries import Entries, load_batch
+from trainer.engine.caching.batches import load_batch
+from trainer.engine.caching.entries import Entries, LatentsEntry, TextEntry
+from trainer.engine.caching.store import Cache, DamagedEntryError, entry_key
 from trainer.engine.training import feed
 from trainer.errors import ConfigError, OutOfMemoryError
 from trainer.families import get
-from trainer.families.flow import FlowSettings, draw_samples, dynamic_mu, held_out, sample_seed
+from trainer.families.draws import FlowSettings, draw_samples, dynamic_mu, sample_seed
 
 SAMPLES, BATCH, ACCUMULATION = 23, 2, 2
 SETTINGS = FlowSettings(
@@ -191,7 +191,8 @@ def test_held_out_draws_are_other_draws_spread_over_what_training_draws(scheme: 
     """Of eight samples, four draws each, against ten thousand draws by diffusers."""
     section = FlowSection(weighting_scheme=scheme, logit_mean=0.5, logit_std=0.8)
     settings = dataclasses.replace(SETTINGS, flow=section)
-    measured = draw_samples(held_out(settings, 4), range(32), (4, 4, 4))
+    held_out = dataclasses.replace(settings, measured_draws=4)
+    measured = draw_samples(held_out, range(32), (4, 4, 4))
     trained = draw_samples(settings, range(32), (4, 4, 4))
     assert not any(torch.equal(one, two) for one in measured.noise for two in trained.noise)
     assert not torch.equal(measured.vae_noise, trained.vae_noise)
@@ -205,7 +206,7 @@ def test_held_out_draws_are_other_draws_spread_over_what_training_draws(scheme: 
         assert (sample.sort().values.diff() - 0.25).abs().max() < 0.03
     gaps = ranks.sort().values.diff()
     assert gaps.max() < 0.08
-    again = draw_samples(held_out(settings, 4), range(32), (4, 4, 4))
+    again = draw_samples(held_out, range(32), (4, 4, 4))
     assert torch.equal(again.sigma, measured.sigma) and torch.equal(again.noise, measured.noise)
 
 

@@ -67,4 +67,4 @@ def test_older_checkpoints_stand_for_what_there_was(
 
 def test_values_that_do_not_apply_are_left_out() -> None:
     rows = [fingerprint.Row(name="a", keys=(), value=lambda context, records: None)]
-    assert fingerprint._values(rows, None, ()) == {}  # type: ignore[arg-type]
+    assert fingerprint.values(rows, None, ()) == {}  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ class Process:
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the processes will answer."""
     Process.answers, Process.started, Process.running = [], 0, 0
-    monkeypatch.setattr(probe.subprocess, "Popen", Process)
+    monkeypatch.setattr(subprocess, "Popen", Process)
     return Process.answers
 
 
@@ -184,7 +184,7 @@ def test_nan_is_a_verdict() -> None:
 
 def test_quantised_matmuls_may_be_further_off() -> None:
     measured = Measured(milliseconds=1.0, errors={"output": 0.05})
-    works = {name: probe.judge(name, SHAPE, measured).works for name in probe.MATMUL}
+    works = {name: probe.judge(name, SHAPE, measured).works for name in probe.matmul_kernels()}
     assert works == {"matmul.bf16": False, "matmul.fp8": True, "matmul.int8": False, "matmul.nf4": True}
 
 
@@ -223,9 +223,9 @@ def test_verdicts_are_kept_until_a_package_comes_or_goes(monkeypatch: pytest.Mon
 
 def test_what_a_machine_could_run() -> None:
     hopper = machine("h200")
-    everything = {*probe.ATTENTION, *probe.MATMUL}
+    everything = {*probe.attention_kernels(), *probe.matmul_kernels()}
     assert set(probe.kernels_for(hopper, "cuda", "bf16")) == everything
-    assert set(probe.kernels_for(hopper, "cuda", "fp32")) == set(probe.ATTENTION)
+    assert set(probe.kernels_for(hopper, "cuda", "fp32")) == set(probe.attention_kernels())
     ada, ampere = (with_gpu(hopper, capability=capability) for capability in ((8, 9), (8, 0)))
     assert everything - set(probe.kernels_for(ada, "cuda", "bf16")) == {"attention.flash_attn_3"}
     missing = everything - set(probe.kernels_for(ampere, "cuda", "bf16"))
@@ -367,7 +367,7 @@ def test_what_others_hold_of_unified_memory_is_the_hosts(
 def test_the_process_ends_where_nobody_asks() -> None:
     """Its parent was killed before it asked."""
     done = subprocess.run(
-        [sys.executable, "-m", "trainer.engine.probing.probe"],
+        [sys.executable, "-m", "trainer.engine.probing"],
         stdin=subprocess.DEVNULL,
         capture_output=True,
         check=False,

@@ -29,7 +29,7 @@ def shard(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_every_loader_in_every_state(shard: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    probe_reading._main(shard, "cpu")
+    probe_reading.print_rates(shard, "cpu")
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert all(row["gib_per_second"] > 0 for row in rows)
     found = [(row["loader"], row["state"]) for row in rows]
@@ -63,11 +63,22 @@ def test_a_process_that_fails_says_why_and_keeps_nobody_waiting(shard: Path) -> 
 def test_a_slow_disk_keeps_what_was_measured_and_counts_as_measured(
     shard: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def too_slow(command: list[str], **_: object) -> None:
-        row = json.dumps({"loader": "parallel", "state": "cold", "gib_per_second": 0.02})
-        raise subprocess.TimeoutExpired(command, 1.0, output=f'{row}\n{{"loader": "fast'.encode())
+    class TooSlow:
+        """Has printed one row, and a part of the next, when its time is over."""
 
-    monkeypatch.setattr(subprocess, "run", too_slow)
+        def __init__(self, command: list[str], **_: object) -> None:
+            self.killed = False
+
+        def kill(self) -> None:
+            self.killed = True
+
+        def communicate(self, request: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+            if not self.killed:
+                raise subprocess.TimeoutExpired("reading", 1.0)
+            row = json.dumps({"loader": "parallel", "state": "cold", "gib_per_second": 0.02})
+            return f'{row}\n{{"loader": "fast', ""
+
+    monkeypatch.setattr(subprocess, "Popen", TooSlow)
     found, trouble = probe_reading.probe_reading(shard, "nfs4 /", environment.snapshot())
     rates = {(row.loader, row.state): row.gib_per_second for row in found}
     assert rates == {(loader, state): 0.0 for loader in LOADERS for state in STATES} | {

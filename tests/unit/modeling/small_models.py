@@ -12,7 +12,7 @@ from diffusers import FluxTransformer2DModel, Kandinsky5Transformer3DModel, Qwen
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from trainer.config.schema import FlowSection
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.kandinsky5 import KANDINSKY5
 from trainer.families.llama import LLAMA
@@ -136,7 +136,7 @@ def with_inputs(family: str, model: Any, size: int) -> Case:
     chosen = FAMILIES[family]
     shape = Shape(batch_size=1, width=size, height=size, text_tokens=16, bytes_per_value=4)
     batch = chosen.synthetic_batch(CONFIGS[family], shape, seed=1)
-    settings = flow.FlowSettings(
+    settings = draws.FlowSettings(
         sigmas=torch.linspace(1000, 1, 1000) / 1000,
         flow=FlowSection(),
         seed=3,

@@ -20,13 +20,14 @@ from trainer.config.schema import RunConfig
 from trainer.errors import AccessError
 from trainer.families import components, get
 from trainer.files.weight_files import read_header, weight_files
+from trainer.modeling.base import hub
 from trainer.modeling.base.base import find_base
 from trainer.modeling.base.load import shard_files
 from trainer.modeling.base.source import pinned, resolve_source
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run, prepare_base, run_attention
 from trainer.planning.shapes import meta_shapes
-from trainer.planning.shapes.geometry import TABLES, compact, read_table
+from trainer.planning.shapes.geometry import TABLES, read_table
 from trainer.planning.shapes.run_shapes import CONFIGS
 
 FLUX = get("flux1_dev")
@@ -127,6 +128,46 @@ def test_a_file_that_was_cut_off_is_named_by_its_header(tmp_path: Path) -> None:
         read_header(path)
 
 
+NAMES = (
+    "owner/model", "o/m", "a.b/c-d_e", "9/9", "model", "./base", "/no/such", "a/b/c", "a--b/c", "a/b..c",
+    "-a/b", "a-/b", ".a/b", "a./b", "a/b.", "a/b-", "_a/b_", "a/b.git", "a.git/b", "a b/c", "caf\u00e9/x",
+    "a/b\n",
+    "", "a/", "/b", f"{'a' * 96}/{'b' * 96}", f"{'a' * 97}/b", f"a/{'b' * 97}",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_repositorys_name_is_what_the_library_takes_for_one(name: str) -> None:
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
+
+    taken = name.count("/") == 1
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        taken = False
+    assert hub.is_repository_id(name) == taken
+
+
+@pytest.mark.parametrize("revision", [None, "main", "v1", COMMIT, "0" * 40, "v2", "none"])
+def test_a_repository_is_found_where_the_library_finds_it(cache: Path, revision: str | None) -> None:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    top = cache / "models--owner--model"
+    (top / "snapshots" / COMMIT).mkdir(parents=True)
+    (top / "refs").mkdir()
+    for name, commit in (("main", COMMIT), ("v1", COMMIT), ("v2", "1" * 40)):
+        (top / "refs" / name).write_text(commit)
+    try:
+        found = Path(
+            snapshot_download("owner/model", revision=revision, cache_dir=cache, local_files_only=True)
+        )
+    except LocalEntryNotFoundError:
+        found = None
+    assert hub.cached("owner/model", revision) == found
+
+
 # ---- the plan
 
 
@@ -213,7 +254,7 @@ def test_another_size_is_planned_from_its_config(
     smaller = {
         name: shape for name, shape in whole.items() if not re.match(r"single.*?\.([2-9]|\d\d)\.", name)
     }
-    monkeypatch.setattr(meta_shapes, "_ask_child", lambda *words: compact(smaller))
+    monkeypatch.setattr(meta_shapes, "_ask_child", lambda *words: smaller)
     meta_shapes._kept.cache_clear()
     plan = planned(run_config(pretrained_model_name_or_path=REPOSITORY))
     meta_shapes._kept.cache_clear()

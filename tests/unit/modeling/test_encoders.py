@@ -27,7 +27,7 @@ from trainer.modeling.base.load import load_component, load_streamed
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.storage.quantize import count_quantized, replacer
 from trainer.planning.shapes.geometry import linear_weights, quantized_linears
-from trainer.ways.storages import ENCODERS_KEEP
+from trainer.ways.storages import ENCODERS_KEEP, find
 
 # rows of 64 values and more: bitsandbytes' CPU kernel unpacks shorter ones wrongly
 _LAYERS = {
@@ -227,7 +227,7 @@ def test_one_layer_at_a_time_is_in_full_precision(
 ) -> None:
     """Matrices in bf16 that are alive whenever a layer is to be replaced, without those that stay so."""
     base = dataclasses.replace(encoder(LlamaForCausalLM), random_components=random)
-    real = replacer(weights, ENCODERS_KEEP)
+    real = replacer(find(weights), ENCODERS_KEEP)
     assert real is not None
 
     def live() -> dict[int, torch.Size]:

@@ -22,6 +22,7 @@ from trainer.modeling.base.load import load_streamed
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.blocks.recompute import recompute_blocks
 from trainer.modeling.storage.quantize import Replace, count_quantized, replacer
+from trainer.ways.storages import find
 
 INDEX = "model.safetensors.index.json"
 KEEP = (r"proj_out", r"x_embedder", r".*norm.*")
@@ -93,7 +94,7 @@ def flux(tmp_path: Path) -> Path:
 
 
 def quantized(flux: Path, dtype: torch.dtype = torch.bfloat16) -> torch.nn.Module:
-    return load(FluxTransformer2DModel, source(flux), "transformer", dtype, replacer("nf4", KEEP))
+    return load(FluxTransformer2DModel, source(flux), "transformer", dtype, replacer(find("nf4"), KEEP))
 
 
 @pytest.fixture
@@ -123,7 +124,7 @@ def test_a_checkpoint_in_nf4_is_the_model_that_was_quantised(flux: Path, stored:
 
 
 def test_what_is_stored_in_nf4_is_not_quantised_further(stored: Path) -> None:
-    everything = replacer("nf4", ())
+    everything = replacer(find("nf4"), ())
     found = load(FluxTransformer2DModel, source(stored), "transformer", torch.bfloat16, everything)
     assert type(found.get_submodule("proj_out")) is torch.nn.Linear
 
@@ -180,7 +181,7 @@ def test_other_quantisations_are_refused_when_loading(stored: Path) -> None:
 def test_one_layer_at_a_time_is_in_full_precision(tmp_path: Path, weights: str) -> None:
     """Matrices in bf16 that are alive whenever a layer is to be replaced, without those that stay so."""
     FluxTransformer2DModel(**CONFIG).to(torch.bfloat16).save_pretrained(tmp_path / "transformer")
-    replace = replacer(weights, KEEP)
+    replace = replacer(find(weights), KEEP)
     assert replace is not None
 
     def live() -> set[int]:
@@ -250,7 +251,7 @@ def test_a_random_language_model_keeps_its_rope_table(llama: Path) -> None:
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
 @pytest.mark.parametrize("random", [frozenset(), frozenset({""})])
 def test_a_shared_matrix_is_not_quantised(llama: Path, weights: str, random: frozenset[str]) -> None:
-    replace = replacer(weights, ())
+    replace = replacer(find(weights), ())
     found = load(LlamaForCausalLM, source(llama, random=random), "", torch.bfloat16, replace)
     assert count_quantized(found, weights)[0] == 2 * 7
     assert found.lm_head.weight is found.model.embed_tokens.weight

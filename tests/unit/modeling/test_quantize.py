@@ -15,6 +15,7 @@ from trainer.modeling.storage import nf4
 from trainer.modeling.storage.nf4 import Nf4Linear
 from trainer.modeling.storage.quantize import count_quantized, replacer
 from trainer.modeling.storage.row_quantized import RowScaledLinear
+from trainer.ways.storages import find
 
 CONFIG = {
     "patch_size": 1,
@@ -36,7 +37,7 @@ def linear(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> torch.nn
 
 
 def quantize(weights: str, layer: torch.nn.Module) -> torch.nn.Module:
-    replace = replacer(weights, ())
+    replace = replacer(find(weights), ())
     assert replace is not None
     found = replace("layer", layer)
     assert found is not None
@@ -44,13 +45,13 @@ def quantize(weights: str, layer: torch.nn.Module) -> torch.nn.Module:
 
 
 def test_full_precision_has_no_replacer() -> None:
-    assert replacer("bf16", ()) is None
-    assert replacer("fp32", ()) is None
+    assert replacer(find("bf16"), ()) is None
+    assert replacer(find("fp32"), ()) is None
 
 
 @pytest.mark.parametrize("weights", ["int8", "nf4"])
 def test_names_of_high_precision_are_kept(weights: str) -> None:
-    replace = replacer(weights, (r"proj_out", r"norm\..*"))
+    replace = replacer(find(weights), (r"proj_out", r"norm\..*"))
     assert replace is not None
     assert replace("proj_out", linear()) is None
     assert replace("norm.linear", linear()) is None
@@ -59,7 +60,7 @@ def test_names_of_high_precision_are_kept(weights: str) -> None:
 
 @pytest.mark.parametrize(("weights", "taken"), [("int8", True), ("nf4", True), ("fp8", False)])
 def test_modulation_is_quantised_where_size_is_all_that_counts(weights: str, taken: bool) -> None:
-    replace = replacer(weights, (r".*norm\.linear", r"proj_out"), (r"blocks\..*norm\.linear",))
+    replace = replacer(find(weights), (r".*norm\.linear", r"proj_out"), (r"blocks\..*norm\.linear",))
     assert replace is not None
     assert (replace("blocks.0.norm.linear", linear()) is not None) is taken
     assert replace("norm.linear", linear()) is None and replace("proj_out", linear()) is None
@@ -68,7 +69,7 @@ def test_modulation_is_quantised_where_size_is_all_that_counts(weights: str, tak
 def test_modulation_lies_in_int8_beside_fp8_products() -> None:
     """It keeps out of them: nearer to its values, and in bf16 only while it is multiplied."""
     names, modulation = (r".*norm\.linear", r"proj_out"), (r"blocks\..*norm\.linear",)
-    replace = replacer("fp8", names, modulation, fp8_compute=True, modulation_as="int8")
+    replace = replacer(find("fp8", "fp8", 1, "int8"), names, modulation)
     assert replace is not None
     found = replace("blocks.0.norm.linear", linear())
     assert isinstance(found, RowScaledLinear) and (found.kind, found.fp8_compute) == ("int8", False)
@@ -234,7 +235,7 @@ def test_a_lora_on_nf4_has_the_names_of_any_other() -> None:
     def adapted(weights: str) -> FluxTransformer2DModel:
         torch.manual_seed(0)
         model = FluxTransformer2DModel(**CONFIG)
-        replace = replacer(weights, (r"proj_out",))
+        replace = replacer(find(weights), (r"proj_out",))
         for name in lora.linear_names(model) if replace else ():
             parent, _, attribute = name.rpartition(".")
             found = replace(name, model.get_submodule(name)) if replace else None

@@ -17,16 +17,16 @@ from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import Case, adapt, case, difference, relative, with_inputs
 from trainer.config.schema import FlowSection
-from trainer.families import flow
+from trainer.families import draws
 from trainer.families.flux2_dev import FLUX2_DEV
 from trainer.families.values import Shape
 from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
-from trainer.modeling.attention.kernels import BACKENDS
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import graphs_compiled
 from trainer.modeling.fused.norms import fuse_head_norms
 from trainer.modeling.fused.rotary import fuse_rotary, norm_rotary
 from trainer.modeling.fused.rotation import Part
+from trainer.ways.kernels import KERNELS
 
 EPS = 1e-6
 # of sums in fp32 that are made in another order
@@ -156,7 +156,7 @@ def made(family: str, *, adapted: bool = True, changes: dict[str, Any] | None = 
         adapt(model, FLUX2_DEV.lora_targets["attention"])
     shape = Shape(batch_size=2, width=64, height=64, text_tokens=16, bytes_per_value=4)
     batch = FLUX2_DEV.synthetic_batch(FLUX2, shape, seed=1)
-    settings = flow.FlowSettings(
+    settings = draws.FlowSettings(
         sigmas=torch.linspace(1000, 1, 1000) / 1000,
         flow=FlowSection(),
         seed=3,
@@ -274,7 +274,7 @@ def test_the_attention_kernel_stays_and_can_be_changed(family: str) -> None:
     after = model.attn_processors
     assert {name: one._attention_backend for name, one in after.items()} == before
     set_attention(model, "efficient")
-    assert {one._attention_backend for one in after.values()} == {BACKENDS["efficient"]}
+    assert {one._attention_backend for one in after.values()} == {KERNELS["efficient"].backend}
 
 
 @pytest.mark.parametrize("masked", [False, True])

@@ -13,6 +13,7 @@ from trainer.config.schema import RunConfig
 from trainer.machine.facts import Facts, Gpu, facts_from_json
 from trainer.planning.shapes.activations import Activations, Held
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
+from trainer.ways.storages import Way, find
 
 MACHINES = Path(__file__).parent.parent.parent / "golden" / "machines"
 GIB = 1024**3
@@ -47,6 +48,12 @@ def config() -> Callable[..., RunConfig]:
         return RunConfig.model_validate(tree)
 
     return build
+
+
+def way_of(changes: dict[str, Any]) -> Way:
+    """The way that the words among `changes` name, which they leave."""
+    names = {"weights": "bf16", "compute": "", "weight_copies": 1, "modulation": ""}
+    return find(*(changes.pop(name, usual) for name, usual in names.items()))
 
 
 def kept(

@@ -21,6 +21,7 @@ from trainer.planning.planning import plan_run
 from trainer.planning.render import plan_from_json, plan_to_json
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
 from trainer.planning.shapes.run_shapes import run_geometry
+from trainer.ways.storages import find
 
 Make = Callable[..., RunConfig]
 PACKAGES = ("optimum-quanto", "bitsandbytes")
@@ -31,7 +32,7 @@ def storage(**changes: Any) -> Storage:
         method="lora",
         device="cuda",
         dtype="bf16",
-        weights="nf4",
+        way=find("nf4"),
         checkpointing=True,
         tiling=False,
         previews=False,

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from scripts.make_geometry import compact
 from trainer.config.schema import LoraSection
 from trainer.errors import AccessError, ConfigError
 from trainer.families import get
@@ -16,7 +17,6 @@ from trainer.planning.shapes.adapters import adapter_parameters
 from trainer.planning.shapes.geometry import (
     TABLES,
     Role,
-    compact,
     component_shapes,
     linear_weights,
     quantized_linears,

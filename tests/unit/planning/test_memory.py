@@ -7,27 +7,28 @@ from typing import Any
 
 import pytest
 
-from tests.unit.planning.conftest import GIB, kept
+from tests.unit.planning.conftest import GIB, kept, way_of
 from trainer.planning.cost import memory
 from trainer.planning.cost.memory import Storage
 from trainer.planning.shapes.blocks import Linears
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
+from trainer.ways.storages import find
 
 NONE = kept(0, inputs=0, block=0)
 
 
-def storage(**changes: object) -> Storage:
-    values: dict[str, object] = {
+def storage(**changes: Any) -> Storage:
+    """A LoRA in bf16 with these changes; a way by its words."""
+    values: dict[str, Any] = {
         "method": "lora",
         "device": "cuda",
         "dtype": "bf16",
-        "weights": "bf16",
         "checkpointing": False,
         "tiling": False,
         "previews": False,
         "attention": "flash",
     }
-    return Storage(**{**values, **changes})  # type: ignore[arg-type]
+    return Storage(way=way_of(changes), **{**values, **changes})
 
 
 def rows(chosen: Storage, geometry: Geometry) -> dict[str, int]:
@@ -123,7 +124,7 @@ def test_modulation_beside_fp8_takes_a_byte_a_value_once(geometry: Geometry, cop
     assert held["base weights"] == copies * GIB + 3 * GIB // 4 + 4 * 1000 + GIB // 2
     assert held["int8 unpacked"] == 1024 * 4096 * 2
     assert "fp8 transposed" not in held  # at another time, and half as large
-    kept = rows(dataclasses.replace(packed, modulation=""), found)
+    kept = rows(storage(weights="fp8", compute="fp8", weight_copies=copies), found)
     assert kept["base weights"] == copies * GIB + 2 * GIB
     assert "int8 unpacked" not in kept
 
@@ -163,7 +164,7 @@ def test_nf4_bytes_are_those_of_a_real_layer() -> None:
 
     from trainer.modeling.storage.quantize import replacer
 
-    replace = replacer("nf4", ())
+    replace = replacer(find("nf4"), ())
     assert replace is not None
     layer = replace("layer", torch.nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16))
     assert layer is not None

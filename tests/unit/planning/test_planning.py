@@ -31,8 +31,9 @@ from trainer.planning.planning import local_folder, plan_run, predict, run_atten
 from trainer.planning.render import plan_from_json
 from trainer.planning.shapes import meta_shapes
 from trainer.planning.shapes.blocks import NO_LINEARS
-from trainer.planning.shapes.geometry import TABLES, compact
+from trainer.planning.shapes.geometry import TABLES
 from trainer.planning.shapes.run_shapes import CONFIGS, run_geometry
+from trainer.ways.storages import find
 
 FLUX = get("flux1_dev")
 Config = Callable[..., RunConfig]
@@ -183,7 +184,7 @@ def test_packed_parameters_are_those_that_are_quantised(
 
     geometry = run_geometry(FLUX, config(), model_folder=tiny_flux1_dev, dtype="fp32")
     model = FluxTransformer2DModel.from_pretrained(tiny_flux1_dev / "transformer")
-    replace = replacer(weights, FLUX.high_precision, FLUX.modulation, modulation_as=modulation_as)
+    replace = replacer(find(weights, modulation=modulation_as), FLUX.high_precision, FLUX.modulation)
     assert replace is not None
     linears = [(n, m) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear)]
     replaced = [module for name, module in linears if replace(name, module) is not None]
@@ -270,10 +271,7 @@ def test_a_config_that_its_class_refuses_is_told(config: Config, scratch: Path) 
 def test_weights_that_are_not_read_are_not_measured(
     config: Config, scratch: Path, tiny_flux1_dev: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def built_here(folder: Path, library: str, class_name: str) -> list[Any]:
-        return compact(build_shapes(folder, library, class_name))
-
-    monkeypatch.setattr(meta_shapes, "_ask_child", built_here)
+    monkeypatch.setattr(meta_shapes, "_ask_child", build_shapes)
     path = scratch / "transformer/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"num_layers": 1}))
     shutil.copy(tiny_flux1_dev / "transformer/diffusion_pytorch_model.safetensors", scratch / "transformer")

@@ -15,10 +15,10 @@ from tests.unit.planning.test_resolve import row
 from trainer import families
 from trainer.config.reading import load
 from trainer.config.schema import DataSet
+from trainer.data.pictures import images
 from trainer.data.pictures.buckets import buckets, nearest_bucket
 from trainer.data.sets.scan import scan_images
 from trainer.planning.planning import plan_run
-from trainer.planning.shapes import set_look
 from trainer.planning.shapes.set_look import seen, shapes_of
 
 REPOSITORY = Path(__file__).parents[3]
@@ -88,8 +88,8 @@ def test_pictures_are_looked_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyP
     Image.new("L", (8, 8)).save(tmp_path / "a.png")
     (tmp_path / "b.png").write_bytes(b"no picture")
     opened: list[Path] = []
-    look = set_look.claimed_size
-    monkeypatch.setattr(set_look, "claimed_size", lambda path: opened.append(path) or look(path))
+    look = images.claimed_size
+    monkeypatch.setattr(images, "claimed_size", lambda path: opened.append(path) or look(path))
     sets, family = (DataSet(img_dir=tmp_path),), families.get("flux1_dev")
     assert seen(sets, family) == seen(sets, family) and len(opened) == 2
     assert [weight for _, weight, _ in seen(sets, family)] == [2]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.golden.plans import ROOT, load_shipped
-from tests.unit.planning.conftest import GIB, kept, machine, with_gpu
+from tests.unit.planning.conftest import GIB, kept, machine, way_of, with_gpu
 from trainer import families
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
@@ -38,7 +38,7 @@ def storage(**changes: Any) -> Storage:
         method="lora",
         device="cuda",
         dtype="bf16",
-        weights="bf16",
+        way=way_of(changes),
         checkpointing=True,
         tiling=False,
         previews=False,

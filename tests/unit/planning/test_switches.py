@@ -14,11 +14,10 @@ from trainer.errors import HardwareError
 from trainer.families import get
 from trainer.machine.facts import Facts
 from trainer.machine.profiles import PROFILES
-from trainer.modeling.attention.kernels import BACKENDS
-from trainer.planning.choose import switches
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.shapes.run_shapes import run_geometry
+from trainer.ways.kernels import KERNELS, NOT_INSTALLED
 
 PACKAGES = ("flash_attn_2", "flash_attn_3", "flash_attn_4")
 
@@ -33,17 +32,15 @@ def without_packages(facts: Facts) -> Facts:
 def with_missing(facts: Facts, shape_class: str) -> Facts:
     crashed = measured(facts, **dict.fromkeys(PACKAGES)).verdicts
     verdicts = (
-        dataclasses.replace(verdict, shape_class=shape_class, reason=probe.NOT_INSTALLED)
-        for verdict in crashed
+        dataclasses.replace(verdict, shape_class=shape_class, reason=NOT_INSTALLED) for verdict in crashed
     )
     return dataclasses.replace(facts, verdicts=tuple(verdicts))
 
 
 def test_profiles_try_every_kernel_that_the_probe_measures_and_models_take() -> None:
     tried = set(PROFILES["hopper-fp8"].attention)
-    assert {f"attention.{name}" for name in tried} == set(probe.ATTENTION)
-    assert tried | {"native"} == set(BACKENDS)
-    assert switches.NOT_INSTALLED == probe.NOT_INSTALLED
+    assert {f"attention.{name}" for name in tried} == set(probe.attention_kernels())
+    assert tried | {"native"} == set(KERNELS)
 
 
 @pytest.mark.parametrize("name", ["cudnn_strided", *PACKAGES])

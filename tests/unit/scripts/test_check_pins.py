@@ -140,7 +140,7 @@ def test_what_is_checked_has_all_that_the_dockerfile_installs(file: str, tmp_pat
 
 
 def test_every_platform_of_a_target_has_a_machine() -> None:
-    assert {platform for target in TARGETS for platform in target.platforms} == set(MACHINES)
+    assert {platform for platforms in TARGETS.values() for platform in platforms} == set(MACHINES)
 
 
 def test_the_default_base_image_is_among_the_bases() -> None:

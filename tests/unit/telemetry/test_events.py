@@ -27,8 +27,10 @@ def png(side: int) -> bytes:
 def written(directory: Path, steps: range) -> EventLog:
     log = EventLog(directory)
     for step in steps:
-        log.scalars(record(step, loss=step / 8))
-        log.image("samples", png(step + 1), step=step)
+        log.record(record(step, loss=step / 8))
+        picture = directory.with_name(f"{directory.name}.png")
+        picture.write_bytes(png(step + 1))
+        log.image("samples", picture, step=step)
     return log
 
 
@@ -48,9 +50,9 @@ def read(directory: Path) -> tuple[list[tuple[int, float]], list[int]]:
 
 def test_tensorboard_reads_scalars_and_pictures(tmp_path: Path) -> None:
     log = written(tmp_path, range(3))
-    log.validation(ValidationRecord(step=0, validation_loss=0.75, validation_data="a"))
-    log.scalars(record(3, validation_loss=0.5))
-    log.flush_and_sync()
+    log.record(ValidationRecord(step=0, validation_loss=0.75, validation_data="a"))
+    log.record(record(3, validation_loss=0.5))
+    log.sync()
     log.close()
     accumulator = EventAccumulator(str(tmp_path))
     accumulator.Reload()
@@ -71,7 +73,7 @@ def test_later_steps_are_cut_and_the_next_session_follows_them(tmp_path: Path) -
     log = EventLog(tmp_path)
     log.truncate_after(5)
     assert read(tmp_path) == ([(step, step / 8) for step in range(1, 6)], [1, 2, 3, 4, 5])
-    log.scalars(record(6, loss=100.0))
+    log.record(record(6, loss=100.0))
     log.close()
     names = [path.name for path in sorted(tmp_path.iterdir())]
     assert names == ["events.out.tfevents.0000000002.trainer", "events.out.tfevents.0000000003.trainer"]
@@ -107,7 +109,7 @@ def test_a_fresh_start_keeps_nothing_and_can_be_read(tmp_path: Path) -> None:
     log = written(tmp_path, range(2))
     log.truncate_after(-1)
     assert read(tmp_path) == ([], [])
-    log.scalars(record(0, loss=0.5))
+    log.record(record(0, loss=0.5))
     log.close()
     assert read(tmp_path) == ([(0, 0.5)], [])
 
@@ -139,7 +141,7 @@ from trainer.telemetry.sinks.records import ValidationRecord
 from trainer.telemetry.sinks.records import StepRecord
 assert "tensorboard" not in sys.modules
 log = EventLog(Path({str(tmp_path)!r}))
-log.scalars(StepRecord(
+log.record(StepRecord(
     step=1, loss=1.0, learning_rate=1.0, grad_norm=1.0, seconds_per_step=1.0, samples_per_second=1.0))
 log.truncate_after(1)
 assert "torch" not in sys.modules and "tensorflow" not in sys.modules

@@ -78,14 +78,17 @@ def test_a_resumed_run_appends_after_the_last_whole_line(tmp_path: Path) -> None
 
 def test_the_line_of_a_log_step() -> None:
     row = dataclasses.replace(
-        record(120, loss=0.41234), device_memory_peak_bytes=3 * 2**30, validation_loss=0.5
+        record(120, loss=0.41234),
+        device_memory_peak_bytes=3 * 2**30,
+        validation_loss=0.5,
+        planned_steps=1500,
     )
-    assert log.step_line(row, total=1500) == (
+    assert log.step_line(row) == (
         "step  120/1500  loss 0.4123  lr 1.00e-04  grad 2.000  0.250 s/step  4.00 samples/s  "
         "peak 3.0 GiB  validation 0.5000"
     )
-    cpu = dataclasses.replace(record(1), device_memory_peak_bytes=0)
-    assert "peak" not in log.step_line(cpu, total=5)
+    cpu = dataclasses.replace(record(1), device_memory_peak_bytes=0, planned_steps=5)
+    assert "peak" not in log.step_line(cpu)
 
 
 def test_a_full_disk_under_the_log_is_said_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,8 @@ from tests.unit.telemetry.memory_host import WEDGE, Timeline, collapse, healthy,
 from trainer.errors import ExitCode
 from trainer.machine import profiles
 from trainer.telemetry.supervising import host
-from trainer.telemetry.supervising.memory_floor import GIB, Action, Floors, Sample, decide, remember
+from trainer.telemetry.supervising.memory_floor import Action, Floors, Sample, decide, remember
+from trainer.words.sizes import GIB
 
 FLOORS = Floors()
 FLOORS_ONLY = Floors(trend_below_bytes=0)

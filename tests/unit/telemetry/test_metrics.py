@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 import subprocess
 from pathlib import Path
@@ -14,8 +15,8 @@ from trainer.telemetry.sinks.metrics import (
     METRICS_FILE,
     RunMetrics,
     build_registry,
-    metrics_markdown,
 )
+from trainer.telemetry.sinks.records import ValidationRecord
 from trainer.telemetry.status import Phase, verdict
 from trainer.telemetry.supervising.server import metrics_text
 
@@ -31,8 +32,8 @@ def full_text(directory: Path) -> str:
     metrics.phase(Phase.CACHE)
     metrics.phase(Phase.TRAIN)
     metrics.cache_entries(reused=7, encoded=3)
-    metrics.step(record(10, validation_loss=0.75), planned_steps=100, steps=10, samples=40)
-    metrics.step(record(20, loss=0.25), planned_steps=100, steps=10, samples=40)
+    for one in (record(10, validation_loss=0.75), record(20, loss=0.25)):
+        metrics.record(dataclasses.replace(one, planned_steps=100, steps=10, samples=40))
     metrics.checkpoint(20)
     metrics.write()
     return metrics_text(
@@ -42,8 +43,7 @@ def full_text(directory: Path) -> str:
 
 def test_a_held_out_loss_before_the_first_step_is_served(tmp_path: Path) -> None:
     metrics = RunMetrics(tmp_path)
-    metrics.validation(0.875)
-    metrics.write()
+    metrics.record(ValidationRecord(step=0, validation_loss=0.875, validation_data="a"))
     assert "trainer_validation_loss 0.875\n" in (tmp_path / METRICS_FILE).read_text()
 
 
@@ -95,8 +95,3 @@ def test_names_follow_the_conventions() -> None:
         assert metric.help.endswith(".")
     names = {writer: set(build_registry(writer).gauges) for writer in ("run", "supervisor")}
     assert not names["run"] & names["supervisor"]
-
-
-def test_the_documentation_lists_every_metric() -> None:
-    text = metrics_markdown()
-    assert all(f"| `{metric.name}` | {metric.kind} |" in text for metric in METRICS)

@@ -38,8 +38,8 @@ def steps(path: Path) -> list[int]:
 def test_a_line_per_record_is_readable_at_once(tmp_path: Path) -> None:
     path = tmp_path / "run" / "metrics.jsonl"
     log = MetricsLog(path)
-    log.append(record(10))
-    log.append(record(20, loss=float("nan"), validation_loss=0.75))
+    log.record(record(10))
+    log.record(record(20, loss=float("nan"), validation_loss=0.75))
     first, second = [json.loads(line) for line in path.read_text().splitlines()]
     assert (first["step"], first["loss"], first["device_memory_peak_bytes"]) == (10, 0.5, 123)
     assert "validation_loss" not in first
@@ -50,14 +50,14 @@ def test_a_line_per_record_is_readable_at_once(tmp_path: Path) -> None:
 def test_a_torn_last_line_is_dropped_on_reopening(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
-    log.append(record(1))
+    log.record(record(1))
     log.close()
     with path.open("a") as file:
         file.write('{"step": 2, "lo')
     assert steps(path) == [1]
     log = MetricsLog(path)
-    log.append(record(2))
-    log.flush_and_sync()
+    log.record(record(2))
+    log.sync()
     log.close()
     assert steps(path) == [1, 2]
 
@@ -66,10 +66,10 @@ def test_truncation_drops_later_steps_and_the_log_goes_on(tmp_path: Path) -> Non
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
     for step in range(1, 8):
-        log.append(record(step))
+        log.record(record(step))
     log.truncate_after(5)
     assert steps(path) == [1, 2, 3, 4, 5]
-    log.append(record(6, loss=0.25))
+    log.record(record(6, loss=0.25))
     log.close()
     assert steps(path) == [1, 2, 3, 4, 5, 6]
     assert read_metrics(path)[-1]["loss"] == 0.25
@@ -78,7 +78,7 @@ def test_truncation_drops_later_steps_and_the_log_goes_on(tmp_path: Path) -> Non
 
 def test_truncation_to_nothing(tmp_path: Path) -> None:
     log = MetricsLog(tmp_path / "metrics.jsonl")
-    log.append(record(1))
+    log.record(record(1))
     log.truncate_after(0)
     log.close()
     assert (tmp_path / "metrics.jsonl").read_bytes() == b""
@@ -88,8 +88,8 @@ def test_truncation_to_nothing(tmp_path: Path) -> None:
 def test_what_was_measured_before_the_first_step_is_a_line_too(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
-    log.append(ValidationRecord(step=0, validation_loss=float("inf"), validation_data="a"))
-    log.append(record(1))
+    log.record(ValidationRecord(step=0, validation_loss=float("inf"), validation_data="a"))
+    log.record(record(1))
     log.truncate_after(0)
     assert read_metrics(path) == [{"step": 0, "validation_loss": None, "validation_data": "a"}]
     log.truncate_after(-1)
@@ -161,8 +161,8 @@ DAMAGED = (
 def test_damaged_lines_are_left_out_and_kept_beside(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     log = MetricsLog(path)
-    log.append(record(1))
-    log.append(record(2))
+    log.record(record(1))
+    log.record(record(2))
     first, second = path.read_bytes().splitlines(keepends=True)
     damaged = first + line + b"\n" + second
     path.write_bytes(damaged)

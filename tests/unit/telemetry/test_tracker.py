@@ -68,8 +68,8 @@ def test_a_resumed_run_goes_on_under_the_same_id(wandb: Fake, tmp_path: Path) ->
 
 def test_values_and_pictures_are_sent_with_their_step(wandb: Fake, tmp_path: Path) -> None:
     tracker = Tracker(tmp_path, "mine", {})
-    tracker.scalars(ValidationRecord(step=0, validation_loss=2.0, validation_data="hash"))
-    tracker.scalars(RECORD)
+    tracker.record(ValidationRecord(step=0, validation_loss=2.0, validation_data="hash"))
+    tracker.record(RECORD)
     tracker.image("previews", tmp_path / "a.png", step=3)
     assert wandb.logged[0] == ({"validation_loss": 2.0}, 0)
     values, step = wandb.logged[1]

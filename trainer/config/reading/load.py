@@ -10,14 +10,15 @@ from pathlib import Path
 from typing import Any
 
 from trainer.config import elsewhere, environment, fields
-from trainer.config.judging.checks import check, unused_keys
-from trainer.config.judging.found import Context
+from trainer.config.judging.rule import Context, check
+from trainer.config.judging.rules import RULES, unused_keys
 from trainer.config.reading import layers, presets
 from trainer.config.reading.validate import validate
 from trainer.config.schema import RunConfig, changed
 from trainer.config.tree import Node, from_plain, leaves, merge
 from trainer.config.writing.dump import dump, dump_with_sources
 from trainer.errors import ConfigError, Problem
+from trainer.words.near import closest, did_you_mean
 
 __all__ = ["Loaded", "dump", "dump_with_sources", "load", "with_settings"]
 
@@ -81,7 +82,7 @@ def load(
     if outcome.config is not None:
         words = lora_presets or {}
         context = Context(config=outcome.config, sources=sources, environ=environ, lora_presets=words)
-        problems += check(context, outcome.bad)
+        problems += check(RULES, context, outcome.bad)
     if problems:
         raise ConfigError(_sorted(problems))
     assert outcome.config is not None
@@ -99,7 +100,7 @@ def with_settings(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
     config = RunConfig.model_validate(changed(loaded.config, values).model_dump())
     sources = {**loaded.sources, **{key: f"--set {key}" for key in values}}
     environ = environment.snapshot()
-    problems = check(Context(config=config, sources=sources, environ=environ, lora_presets={}), frozenset())
+    problems = check(RULES, Context(config=config, sources=sources, environ=environ, lora_presets={}))
     if problems:
         raise ConfigError(problems)
     return replace(loaded, config=config, sources=sources)
@@ -141,10 +142,9 @@ def _family(user: Node, known: tuple[str, ...]) -> tuple[str | None, list[Proble
         return None, []  # validation says so
     if node.value in known:
         return node.value, []
-    near = fields.closest(node.value, known)
-    hint = f"did you mean `{near}`? " if near else ""
-    what, remedy = f'unknown family "{node.value}"', f"{hint}known: {', '.join(known)}"
-    return near, [Problem(what=what, where=node.source, remedy=remedy)]
+    what = f'unknown family "{node.value}"'
+    remedy = f"{did_you_mean(node.value, known)}known: {', '.join(known)}"
+    return closest(node.value, known), [Problem(what=what, where=node.source, remedy=remedy)]
 
 
 def _sources(tree: Node, config: RunConfig | None) -> dict[str, str]:

@@ -6,10 +6,10 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from trainer.config import fields
 from trainer.config.reading.layers import Layer, from_file
 from trainer.config.tree import Node, describe, leaves, relabelled
 from trainer.errors import ConfigError, Problem
+from trainer.words.near import did_you_mean
 
 
 def shipped_folder() -> Path:
@@ -44,9 +44,7 @@ def layers(requested: Sequence[str]) -> list[Layer]:
 
 def _layer(name: str, known: Sequence[str]) -> Layer:
     if name not in known:
-        near = fields.closest(name, known)
-        hint = f"did you mean `{near}`? " if near else ""
-        what, remedy = f'unknown preset "{name}"', f"{hint}known: {', '.join(known)}"
+        what, remedy = f'unknown preset "{name}"', f"{did_you_mean(name, known)}known: {', '.join(known)}"
         return None, [Problem(what=what, where=f"--preset {name}", remedy=remedy)]
     tree, problems = from_file(shipped_folder() / "presets" / f"{name}.yaml")
     return None if tree is None else relabelled(tree, f"preset {name}"), problems

@@ -12,6 +12,7 @@ from trainer.config import elsewhere, fields
 from trainer.config.schema import RunConfig
 from trainer.config.tree import KeyPath, Node, by_user, describe, leaves
 from trainer.errors import Problem
+from trainer.words.near import closest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +129,7 @@ def _foreign(tree: Node, path: KeyPath, kind: str) -> Iterator[Problem]:
 def _remedy(path: KeyPath, node: Node | None) -> str:
     name = ".".join(path)
     words = fields.choices(path)
-    near = fields.closest(node.value, words) if node is not None and isinstance(node.value, str) else None
+    near = closest(node.value, words) if node is not None and isinstance(node.value, str) else None
     if near is not None:
         return f"did you mean `{near}`?"
     if name in _HINTS:

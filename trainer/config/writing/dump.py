@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from trainer.config.judging.checks import unused_keys
+from trainer.config.judging.rules import unused_keys
 from trainer.config.schema import RunConfig
 from trainer.errors import one_line
 

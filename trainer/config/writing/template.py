@@ -9,7 +9,7 @@ from typing import Any
 from pydantic.fields import FieldInfo
 
 from trainer.config import fields
-from trainer.config.judging.checks import unused_keys
+from trainer.config.judging.rules import unused_keys
 from trainer.config.schema import DataSet, RunConfig
 from trainer.config.tree import from_plain, merge
 from trainer.config.writing.dump import entry

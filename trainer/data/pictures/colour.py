@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import io
 
-import numpy as np
 from PIL import Image, ImageCms
+from PIL.TiffImagePlugin import TiffImageFile
 
 COLOUR_VERSION = 1
 """Part of the keys of pictures whose profile is applied: raise it when `to_rgb` gives them other pixels."""
@@ -48,7 +48,9 @@ def to_rgb(image: Image.Image) -> Image.Image:
     their upper half, before that. Raises UnreadableModeError for floating point and 32-bit values, and for
     16 bits with a transparent one.
     """
-    inverted = image.format == "TIFF" and image.mode == "I;16" and _min_is_white(image)
+    # PIL turns a TIFF that counts from white round for eight bits only
+    tags = image.tag_v2 if isinstance(image, TiffImageFile) and image.mode == "I;16" else {}
+    inverted = tags.get(_PHOTOMETRIC) == _MIN_IS_WHITE
     if image.width * image.height <= _STRIP_PIXELS:
         return _strip_to_rgb(image, inverted=inverted)
     whole, rows = Image.new("RGB", image.size), max(1, _STRIP_PIXELS // image.width)
@@ -98,6 +100,8 @@ def _described_mode(image: Image.Image) -> str:
 
 def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
     """The picture with values of eight bits: PIL's own conversion clips at 255, to white."""
+    import numpy as np
+
     if image.mode == "F":
         raise UnreadableModeError("floating point values, of which nobody says what is white")
     if not image.mode.startswith("I"):
@@ -114,13 +118,6 @@ def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
     if icc is not None:
         eight.info["icc_profile"] = icc
     return eight
-
-
-def _min_is_white(image: Image.Image) -> bool:
-    """Whether a TIFF counts from white; PIL turns it round for eight bits only."""
-    from PIL.TiffImagePlugin import TiffImageFile
-
-    return isinstance(image, TiffImageFile) and image.tag_v2.get(_PHOTOMETRIC) == _MIN_IS_WHITE
 
 
 def _applied(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Image.Image:
@@ -161,6 +158,8 @@ def _lab_transform() -> ImageCms.ImageCmsTransform:
 @functools.lru_cache(maxsize=64)
 def _is_srgb(icc: bytes, mode: str) -> bool:
     """Whether the profile leaves a grid of colours as they are: names of profiles say little."""
+    import numpy as np
+
     if mode not in ("RGB", "L"):
         return False
     levels = np.linspace(0, 255, 256 if mode == "L" else 9).round().astype(np.uint8)

@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from PIL import Image, ImageFile, UnidentifiedImageError, features
 
 from trainer.data.pictures.colour import UnreadableModeError, profile_state, to_rgb
+from trainer.data.pictures.formats import FORMATS_TEXT
 from trainer.data.records import CENTRED, View
 from trainer.errors import DataError, OutOfMemoryError
 
 if TYPE_CHECKING:
     import torch
 
-SUFFIXES = (".png", ".jpg", ".jpeg", ".webp", ".bmp", ".tif", ".tiff", ".avif")
-FORMATS_TEXT = "png, jpg, jpeg, webp, bmp, tif, tiff and avif are read"
 CROP_VERSION = 1
 """Part of every latents entry's key: raise it when `read_image`, `fit` or `to_pixels` gives other pixels."""
 
@@ -41,7 +40,7 @@ _TRANSPOSE: dict[int, Image.Transpose] = {
 }
 _ORIENTATIONS_ON_THEIR_SIDE = frozenset({5, 6, 7, 8})
 
-# What files turn out to be that only look like a picture: (offset, first bytes, name).
+# kinds of files that only look like a picture: (offset, first bytes, name)
 _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"GIF8", "a GIF image"),
     (4, b"ftyphei", "a HEIC image"),
@@ -55,7 +54,7 @@ _SIGNATURES: tuple[tuple[int, bytes, str], ...] = (
     (0, b"version https://git-lfs", "a Git LFS pointer, not the picture itself (git lfs pull fetches it)"),
 )
 
-# What PIL raises on damaged files.
+# raised by PIL on damaged files
 _DECODE_ERRORS = (
     OSError, SyntaxError, ValueError, EOFError, struct.error, zlib.error, TypeError, KeyError, IndexError,
     OverflowError, RuntimeError, ArithmeticError,
@@ -65,7 +64,7 @@ _AVIF_BRANDS = (b"ftypavif", b"ftypavis")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """What decoding a picture tells."""
+    """Size and colours of a picture that was decoded, and the hash of its file."""
 
     width: int
     """In pixels after EXIF orientation, as `height` is."""
@@ -74,6 +73,8 @@ class Measured:
     """How its colours become sRGB, see `colour.profile_state`; empty where they are taken for it."""
     unapplied: str
     """Why its colour profile is not applied, in words; else empty."""
+    content_sha256: str
+    """Hash of the file's bytes."""
 
 
 def read_bytes(path: Path) -> bytes:
@@ -81,18 +82,13 @@ def read_bytes(path: Path) -> bytes:
     try:
         size = path.stat().st_size
         if size > _MAX_FILE_BYTES:
-            raise DataError(
-                f"the file has {size / 1024**2:.0f} MiB, more than {_MAX_FILE_BYTES // 1024**2} MiB",
-                where=str(path),
-                remedy="save the picture smaller, or remove it",
-            )
+            what = f"the file has {size / 1024**2:.0f} MiB, more than {_MAX_FILE_BYTES // 1024**2} MiB"
+            raise DataError(what, where=str(path), remedy="save the picture smaller, or remove it")
         data = path.read_bytes()
     except OSError as error:
-        raise DataError(
-            f"the file cannot be read: {error.strerror or error}",
-            where=str(path),
-            remedy="check that it exists, its permissions and the disk",
-        ) from error
+        what = f"the file cannot be read: {error.strerror or error}"
+        remedy = "check that it exists, its permissions and the disk"
+        raise DataError(what, where=str(path), remedy=remedy) from error
     if not data:
         raise DataError("the file is empty (0 bytes)", where=str(path), remedy="copy it again, or remove it")
     return data
@@ -133,7 +129,7 @@ def claimed_size(path: Path) -> tuple[int, int] | None:
 
 
 def measure(data: bytes, where: str) -> Measured:
-    """Size and colours of a picture that was decoded to its last byte.
+    """Size, colours and hash of a picture that was decoded to its last byte.
 
     The format is told by the content, not by the name. Raises DataError that starts with `where`.
     """
@@ -144,7 +140,8 @@ def measure(data: bytes, where: str) -> Measured:
     colour, unapplied = profile_state(image)
     if image.mode == "F" or image.mode.startswith("I"):
         _flat(image, where)  # whether its values are colours is in them
-    return Measured(width=width, height=height, colour=colour, unapplied=unapplied)
+    digest = hashlib.sha256(data).hexdigest()
+    return Measured(width=width, height=height, colour=colour, unapplied=unapplied, content_sha256=digest)
 
 
 def read_image(path: Path, *, content_sha256: str | None = None) -> Image.Image:
@@ -167,25 +164,21 @@ def read_mask(path: Path, *, content_sha256: str | None = None) -> Image.Image:
     # its values are numbers, not colours: a profile says nothing about them
     image.info.pop("icc_profile", None)
     flat = _flat(image, str(path))
-    if image.has_transparency_data and _alpha(image).getextrema()[0] != 255:
-        remedy = "save it without transparency, white where it counts and black elsewhere"
-        raise DataError("the mask is transparent in places", where=str(path), remedy=remedy)
+    if image.has_transparency_data:
+        layer = image if "A" in image.getbands() else image.convert("RGBA")
+        if layer.getchannel("A").getextrema()[0] != 255:
+            remedy = "save it without transparency, white where it counts and black elsewhere"
+            raise DataError("the mask is transparent in places", where=str(path), remedy=remedy)
     return _upright(flat, orientation).convert("L")
-
-
-def _alpha(image: Image.Image) -> Image.Image:
-    return (image if "A" in image.getbands() else image.convert("RGBA")).getchannel("A")
 
 
 def _unchanged(path: Path, content_sha256: str | None) -> bytes:
     """The file's bytes, which must have that hash where one is given."""
     data = read_bytes(path)
     if content_sha256 is not None and hashlib.sha256(data).hexdigest() != content_sha256:
-        raise DataError(
-            "the file has changed since the data set was checked",
-            where=str(path),
-            remedy="leave the data set alone while a run starts, and start again",
-        )
+        what = "the file has changed since the data set was checked"
+        remedy = "leave the data set alone while a run starts, and start again"
+        raise DataError(what, where=str(path), remedy=remedy)
     return data
 
 
@@ -242,20 +235,16 @@ def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
             # after load(): png may carry EXIF behind the pixels
             orientation = image.getexif().get(_EXIF_ORIENTATION, 1)
     except Image.DecompressionBombError as error:
-        raise DataError(
-            "the picture claims more than 178 million pixels, which may be a decompression bomb",
-            where=where,
-            remedy="scale it down, or remove it",
-        ) from error
+        what = "the picture claims more than 178 million pixels, which may be a decompression bomb"
+        raise DataError(what, where=where, remedy="scale it down, or remove it") from error
     except MemoryError as error:
         # no fault of the picture's: left out it would change the data
-        raise OutOfMemoryError(
-            "the host's memory does not suffice to decode the picture",
-            where=where,
-            remedy="give the run more memory, stop what else runs there, or scale the picture down",
-        ) from error
+        what = "the host's memory does not suffice to decode the picture"
+        remedy = "give the run more memory, stop what else runs there, or scale the picture down"
+        raise OutOfMemoryError(what, where=where, remedy=remedy) from error
     except _DECODE_ERRORS as error:
-        raise DataError(_undecodable(data, error), where=where, remedy=_remedy(data)) from error
+        what, remedy = _undecodable(data, error)
+        raise DataError(what, where=where, remedy=remedy) from error
     return image, orientation if isinstance(orientation, int) else 1
 
 
@@ -273,29 +262,13 @@ def _refuse_more_frames(image: Image.Image, where: str) -> None:
     raise DataError(what, where=where, remedy=f"save the {part} that you want as a picture of its own")
 
 
-def _disguise(data: bytes) -> str:
-    """What the bytes are instead of a picture that is read, or an empty text."""
-    if data[4:12] in _AVIF_BRANDS:
-        return ""
+def _undecodable(data: bytes, error: Exception) -> tuple[str, str]:
+    """Why the picture cannot be decoded, in the words that help most, and what to do."""
     start = data[:64].lstrip()
-    for offset, signature, name in _SIGNATURES:
+    for offset, signature, name in () if data[4:12] in _AVIF_BRANDS else _SIGNATURES:
         if start[offset : offset + len(signature)] == signature:
-            return name
-    return ""
-
-
-def _undecodable(data: bytes, error: Exception) -> str:
-    """Why the picture cannot be decoded, in the words that help most."""
-    disguise = _disguise(data)
-    if disguise:
-        return f"the file holds {disguise}; {FORMATS_TEXT}"
+            return f"the file holds {name}; {FORMATS_TEXT}", "convert it to png, or remove it"
+    remedy = "copy or download it again, or remove it"
     if isinstance(error, UnidentifiedImageError):
-        return f"the file is not a picture, or its start is damaged; {FORMATS_TEXT}"
-    return f"the picture is damaged or cut off: {error}"
-
-
-def _remedy(data: bytes) -> str:
-    """What to do about a file that cannot be decoded."""
-    if _disguise(data):
-        return "convert it to png, or remove it"
-    return "copy or download it again, or remove it"
+        return f"the file is not a picture, or its start is damaged; {FORMATS_TEXT}", remedy
+    return f"the picture is damaged or cut off: {error}", remedy

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import threading
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 
 from PIL import Image
@@ -29,36 +27,29 @@ _LARGE_PIXELS = 40_000_000
 """Pictures of more are decoded one at a time: each takes 0.2 to 0.8 GB."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Opened:
-    """A picture that can be used."""
-
-    measured: Measured
-    content_sha256: str
-
-
 def open_all(
     files: Iterable[Path],
     *,
     masks: Collection[Path] = (),
     progress: Callable[[int, int], None] | None = None,
-) -> dict[Path, Opened | tuple[Problem, ...]]:
+) -> dict[Path, Measured | tuple[Problem, ...]]:
     """Every file once, those in `masks` as masks; for one that cannot be used what is wrong with it.
 
     `progress(done, total)` runs in the calling thread and may raise to stop.
     """
     paths, as_masks = tuple(dict.fromkeys(files)), frozenset(masks)
-    opened: dict[Path, Opened | tuple[Problem, ...]] = {}
-
+    opened: dict[Path, Measured | tuple[Problem, ...]] = {}
     one_at_a_time = threading.Lock()
 
-    def one(path: Path) -> Opened | tuple[Problem, ...]:
+    def one(path: Path) -> Measured | tuple[Problem, ...]:
         try:
             data = read_bytes(path)
+            with one_at_a_time if claimed_pixels(data) > _LARGE_PIXELS else contextlib.nullcontext():
+                measured = measure(data, str(path))
+                what, remedy = _unusable_mask(path) if path in as_masks else _unusable_size(measured)
         except DataError as error:
             return error.problems
-        with one_at_a_time if claimed_pixels(data) > _LARGE_PIXELS else contextlib.nullcontext():
-            return _opened(path, data, is_mask=path in as_masks)
+        return (Problem(what=what, where=str(path), remedy=remedy),) if what else measured
 
     executor = ThreadPoolExecutor(max_workers=min(_MAX_THREADS, os.cpu_count() or 1))
     try:
@@ -79,33 +70,21 @@ def open_all(
 def measure_controls(paths: Sequence[Path]) -> tuple[Control, ...]:
     """Control images that are named by themselves. Raises one DataError with every problem."""
     opened = open_all(paths)
-    problems = [problem for one in opened.values() if not isinstance(one, Opened) for problem in one]
+    problems = [problem for one in opened.values() if not isinstance(one, Measured) for problem in one]
     if problems:
         raise DataError(capped(problems))
-    return tuple(control_of(path, one) for path in paths if isinstance(one := opened[path], Opened))
+    return tuple(control_of(path, one) for path in paths if isinstance(one := opened[path], Measured))
 
 
-def control_of(path: Path, opened: Opened) -> Control:
+def control_of(path: Path, measured: Measured) -> Control:
     """A control image that was opened."""
-    measured = opened.measured
     return Control(
         path=path,
         width=measured.width,
         height=measured.height,
-        content_sha256=opened.content_sha256,
+        content_sha256=measured.content_sha256,
         colour=measured.colour,
     )
-
-
-def _opened(path: Path, data: bytes, *, is_mask: bool) -> Opened | tuple[Problem, ...]:
-    try:
-        measured = measure(data, str(path))
-        what, remedy = _unusable_mask(path) if is_mask else _unusable_size(measured)
-    except DataError as error:
-        return error.problems
-    if what:
-        return (Problem(what=what, where=str(path), remedy=remedy),)
-    return Opened(measured=measured, content_sha256=hashlib.sha256(data).hexdigest())
 
 
 def _unusable_size(measured: Measured) -> tuple[str, str]:
@@ -115,15 +94,13 @@ def _unusable_size(measured: Measured) -> tuple[str, str]:
     if min(sides) < MIN_SIDE_PIXELS:
         return f"{size}, less than {MIN_SIDE_PIXELS} on a side", "use a larger picture, or remove it"
     if max(sides) > MAX_IMAGE_ASPECT * min(sides):
-        return (
-            f"{size}, more than {MAX_IMAGE_ASPECT:g} times as long as wide",
-            "crop it to what matters, or remove it",
-        )
+        what = f"{size}, more than {MAX_IMAGE_ASPECT:g} times as long as wide"
+        return what, "crop it to what matters, or remove it"
     return "", ""
 
 
 def _unusable_mask(path: Path) -> tuple[str, str]:
-    """What is wrong with the values of a mask."""
+    """Why a mask of those values is of no use, and what to do; empty for any other."""
     _, brightest = read_mask(path).getextrema()
     if brightest == 0:
         found = "black everywhere"

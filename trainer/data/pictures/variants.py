@@ -28,39 +28,33 @@ def with_variants(records: Sequence[Record], sets: Sequence[DataSet]) -> tuple[R
     Sets keep their shares: an epoch is longer by the least common multiple of all counts of views, and what
     has fewer views counts more often in it.
     """
-    found = [_views(record, sets) for record in records]
+    images = [record for record in records if isinstance(record, ImageRecord)]
+    if len(images) < len(records):
+        return tuple(records)  # conversations have one view
+    found: list[list[View]] = []
+    for record in images:
+        one = sets[record.set_index]
+        flips = (False, True) if one.flip else (False,)
+        places = _places(record, one.random_crop)
+        found.append([View(place=place, flip=flip) for place in places for flip in flips])
     longer = math.lcm(*(len(views) for views in found))
-    return tuple(
-        _seen(record, view, longer // len(views))
-        for record, views in zip(records, found, strict=True)
-        for view in views
-    )
-
-
-def _seen(record: Record, view: View, times: int) -> Record:
-    if not isinstance(record, ImageRecord):
-        return record
-    name = f"{record.identifier}#{view.key}" if view.key else record.identifier
-    return dataclasses.replace(record, identifier=name, view=view, repeats=record.repeats * times)
-
-
-def _views(record: Record, sets: Sequence[DataSet]) -> list[View]:
-    if not isinstance(record, ImageRecord):
-        return [CENTRED]
-    one = sets[record.set_index]
-    places = _places(record, one.random_crop) if one.random_crop else [CENTRED.place]
-    flips = (False, True) if one.flip else (False,)
-    return [View(place=place, flip=flip) for place in places for flip in flips]
+    seen = []
+    for record, views in zip(images, found, strict=True):
+        for view in views:
+            name = f"{record.identifier}#{view.key}" if view.key else record.identifier
+            repeats = record.repeats * (longer // len(views))
+            seen.append(dataclasses.replace(record, identifier=name, view=view, repeats=repeats))
+    return tuple(seen)
 
 
 def _places(record: ImageRecord, count: int) -> list[tuple[float, float]]:
-    """Where the cuts lie: told by the image's content, so that a cache serves every seed.
+    """Where the `count` cuts lie: told by the image's content, so that a cache serves every seed.
 
-    The cut is as large as can be, so that it moves along one axis only; where nothing is left over there is
-    one place.
+    The cut is as large as can be, so that it moves along one axis only; with a count of 0, and where nothing
+    is left over, there is the centred one alone.
     """
     wide = record.width * record.bucket_height - record.height * record.bucket_width
-    if wide == 0:
+    if count == 0 or wide == 0:
         return [CENTRED.place]
     places = []
     for number in range(count):

@@ -59,22 +59,14 @@ def pair_controls(
         listings = [list_folder(folder) for folder in folders]
         unusable = any(one.unusable for one in listings)
         problems += [problem for one in listings for problem in one.problems]
-        found = _by_stem(listing, list(zip(folders, listings, strict=True)), problems)
+        found = {image: () for image in listing.images}
+        for folder, controls in zip(folders, listings, strict=True):
+            for image, control in match_stems(listing, folder, controls, "control image", problems).items():
+                found[image] = (*found[image], control)
     problems += its_own(found, "control", "name the image before the edit")
     known = {problem.where for problem in problems}
     problems += [problem for problem in _wrong_counts(found, counts) if problem.where not in known]
     return Pairs(controls=found, problems=tuple(problems), unusable=unusable)
-
-
-def _by_stem(
-    listing: Listing, folders: Sequence[tuple[Path, Listing]], problems: list[Problem]
-) -> dict[Path, tuple[Path, ...]]:
-    """The image of equal stem in every folder."""
-    found: dict[Path, tuple[Path, ...]] = {image: () for image in listing.images}
-    for folder, controls in folders:
-        for image, control in match_stems(listing, folder, controls, "control image", problems).items():
-            found[image] = (*found[image], control)
-    return found
 
 
 def match_stems(

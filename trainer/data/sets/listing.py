@@ -1,19 +1,20 @@
-"""What lies in the folder of an image set: images, captions, metadata, and what should not be."""
+"""The files in the folder of an image set: images, captions, metadata, and those that should not be there."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trainer.data.pictures.images import FORMATS_TEXT, SUFFIXES
+from trainer.data.captions import encodable
+from trainer.data.pictures.formats import FORMATS_TEXT, SUFFIXES
 from trainer.data.sets.metadata import METADATA_NAMES, one_form
 from trainer.errors import Problem
 
-# Left by systems and other programs, never meant as samples. Hidden files and folders are passed over too.
+# left by systems and other programs, never meant as samples; hidden files and folders are passed over too
 _CLUTTER_NAMES = frozenset({"thumbs.db", "desktop.ini", "__macosx"})
 _CLUTTER_STEMS = frozenset({"readme", "license", "licence"})
 _CLUTTER_SUFFIXES = frozenset({".npz", ".pt", ".safetensors"})  # other trainers' caches
@@ -55,7 +56,7 @@ class Listing:
 
 @dataclass(kw_only=True)
 class _Walk:
-    """What a walk through the folders has found so far."""
+    """The state of a walk through the folders."""
 
     folder: Path
     root: Path
@@ -131,7 +132,7 @@ def _enter(walk: _Walk, path: Path) -> list[Path]:
 
 
 def _sorted(walk: _Walk) -> Listing:
-    """What was found, by kind."""
+    """The files that were found, by kind."""
     usable = sorted(walk.usable, key=lambda path: path.relative_to(walk.folder).as_posix())
     images = tuple(path for path in usable if path.suffix.lower() in SUFFIXES)
     # also of pictures that are refused: their captions are no second mistake
@@ -143,7 +144,7 @@ def _sorted(walk: _Walk) -> Listing:
     known = {*images, *captions, *metadata}
     problems = [
         *walk.problems,
-        *(_leftover(path) for path in usable if path not in known and not _is_clutter(path)),
+        *_leftovers(path for path in usable if path not in known),
         *_duplicates(images, "image"),
         *_duplicates(captions, "caption"),
         *_second_metadata(metadata),
@@ -191,19 +192,17 @@ def _closed_folder(folder: Path, name: str) -> Problem | None:
 def _entry_problem(path: Path, root: Path) -> Problem | None:
     """Why an entry cannot be used whatever its suffix is, or None."""
     where = str(path)
-    if not _printable(where):
+    if not encodable(where):  # names on disk need not be UTF-8
         where = where.encode("utf-8", "backslashreplace").decode()
         return Problem(what="the file name is not valid UTF-8", where=where, remedy="rename it")
     is_link = False
     try:
         is_link = stat.S_ISLNK(path.lstat().st_mode)
-        if is_link and not path.resolve(strict=True).is_relative_to(root):
-            real = path.resolve(strict=True)
-            what = "the symbolic link leads out of the folder"
+        if is_link and not (real := path.resolve(strict=True)).is_relative_to(root):
+            what, remedy = "the symbolic link leads out of the folder", "copy the file itself into the folder"
             if root.is_relative_to(real):
                 what, remedy = "the symbolic link leads to a folder around this one", "remove the link"
-                return Problem(what=what, where=where, remedy=remedy)
-            return Problem(what=what, where=where, remedy="copy the file itself into the folder")
+            return Problem(what=what, where=where, remedy=remedy)
         mode = path.stat().st_mode
     except (OSError, RuntimeError) as error:
         if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
@@ -217,58 +216,43 @@ def _entry_problem(path: Path, root: Path) -> Problem | None:
     return None
 
 
-def _is_clutter(path: Path) -> bool:
-    """Whether a file that belongs to no image may lie there without being a mistake."""
-    return path.stem.casefold() in _CLUTTER_STEMS or path.suffix.lower() in _CLUTTER_SUFFIXES
-
-
-def _leftover(path: Path) -> Problem:
-    """What to say about a file that is neither an image, nor the caption of one, nor the metadata."""
-    suffix = path.suffix.lower()
-    if suffix in _OTHER_MEDIA:
-        what, remedy = f"{suffix} files are not read; {FORMATS_TEXT}", "convert it to png, or move it away"
-    elif suffix == ".txt":
-        what, remedy = (
-            "a caption without an image of the same name",
-            "rename it like its image, or move it away",
-        )
-    elif path.stem.casefold() in {"metadata", "captions"}:
-        what, remedy = (
-            "captions are not read from this file",
-            f"write {' or '.join(METADATA_NAMES)}, or .txt beside the images",
-        )
-    else:
+def _leftovers(paths: Iterable[Path]) -> Iterator[Problem]:
+    """A problem for every file that is neither an image, nor the caption of one, nor the metadata, unless it
+    may lie there without being a mistake.
+    """
+    for path in paths:
+        suffix, stem = path.suffix.lower(), path.stem.casefold()
+        if stem in _CLUTTER_STEMS or suffix in _CLUTTER_SUFFIXES:
+            continue
         what, remedy = "neither an image nor a caption", "move it away"
-    return Problem(what=what, where=str(path), remedy=remedy)
+        if suffix in _OTHER_MEDIA:
+            what, remedy = (
+                f"{suffix} files are not read; {FORMATS_TEXT}",
+                "convert it to png, or move it away",
+            )
+        elif suffix == ".txt":
+            what = "a caption without an image of the same name"
+            remedy = "rename it like its image, or move it away"
+        elif stem in {"metadata", "captions"}:
+            what = "captions are not read from this file"
+            remedy = f"write {' or '.join(METADATA_NAMES)}, or .txt beside the images"
+        yield Problem(what=what, where=str(path), remedy=remedy)
 
 
-def _duplicates(paths: tuple[Path, ...], noun: str) -> list[Problem]:
+def _duplicates(paths: tuple[Path, ...], noun: str) -> Iterator[Problem]:
     """A problem for every file whose stem an earlier one has: captions go by the stem."""
-
-    def later() -> Iterator[tuple[Path, Path]]:
-        first: dict[Path, Path] = {}
-        for path in paths:
-            if first.setdefault(_stem(path), path) != path:
-                yield path, first[_stem(path)]
-
-    return [
-        Problem(
-            what=f"a second {noun} with the stem of {earlier.name}{_in_other_form(path, earlier)}",
-            where=str(path),
-            remedy="rename one of them, with its caption",
-        )
-        for path, earlier in later()
-    ]
+    first: dict[Path, Path] = {}
+    for path in paths:
+        earlier = first.setdefault(_stem(path), path)
+        if earlier != path:
+            same = path.with_suffix("") == earlier.with_suffix("")
+            form = "" if same else ", whose accents are encoded in another way (NFC and NFD)"
+            what = f"a second {noun} with the stem of {earlier.name}{form}"
+            yield Problem(what=what, where=str(path), remedy="rename one of them, with its caption")
 
 
 def _stem(path: Path) -> Path:
     return Path(one_form(str(path.with_suffix(""))))
-
-
-def _in_other_form(path: Path, other: Path) -> str:
-    """What differs where two names look alike."""
-    same = path.with_suffix("") == other.with_suffix("")
-    return "" if same else ", whose accents are encoded in another way (NFC and NFD)"
 
 
 def _second_metadata(paths: tuple[Path, ...]) -> Iterator[Problem]:
@@ -278,12 +262,3 @@ def _second_metadata(paths: tuple[Path, ...]) -> Iterator[Problem]:
         if first.setdefault(path.parent, path) != path:
             what = f"captions are in {first[path.parent].name} already"
             yield Problem(what=what, where=str(path), remedy="keep one of the two files")
-
-
-def _printable(text: str) -> bool:
-    """Whether a name can be written to logs and JSON: names on disk need not be UTF-8."""
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError:
-        return False
-    return True

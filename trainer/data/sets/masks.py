@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
 
-from trainer.data.pictures.images import Measured, fit, read_mask
+from trainer.data.pictures.images import fit, read_mask
 from trainer.data.records import ImageRecord
 from trainer.data.sets.controls import its_own, match_stems
 from trainer.data.sets.listing import Listing, list_folder
@@ -19,7 +18,6 @@ if TYPE_CHECKING:
 
 MASK_VERSION = 1
 """Part of the keys of masked entries: raise it when `mask_pixels` gives other values."""
-_ASPECT_TOLERANCE = 0.01
 
 
 def pair_masks(
@@ -34,13 +32,6 @@ def pair_masks(
     single = {image: (mask,) for image, mask in found.items()}
     problems += its_own(single, "mask", "name a folder of masks in data.sets.mask_dir")
     return found, problems, masks
-
-
-def wrong_shapes(image: Measured, path: Path, mask: Measured) -> Iterator[Problem]:
-    """A problem where a mask has another aspect than its image, so that nobody knows what it covers."""
-    if abs(mask.width * image.height / (mask.height * image.width) - 1) > _ASPECT_TOLERANCE:
-        what = f"the mask has {mask.width}x{mask.height} pixels, its image {image.width}x{image.height}"
-        yield Problem(what=what, where=str(path), remedy="give it the image's size, or another of its aspect")
 
 
 def mask_pixels(record: ImageRecord) -> torch.Tensor:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import codecs
 import csv
-import difflib
 import io
 import json
 import posixpath
@@ -17,8 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer.data.captions import MAX_CAPTION_BYTES, CaptionError, clean_caption, decode_text, encodable
+from trainer.data.captions import MAX_CAPTION_BYTES, TextError, clean_caption, decode_text, encodable
 from trainer.errors import Problem
+from trainer.words.near import closest
 
 METADATA_NAME = "metadata.jsonl"
 CSV_NAME = "metadata.csv"
@@ -26,13 +26,13 @@ METADATA_NAMES = (METADATA_NAME, CSV_NAME)
 _KEYS = ("file_name", "text", "control_file_name")
 _SHAPES = {METADATA_NAME: '{"file_name": "cat.png", "text": "a cat"}', CSV_NAME: 'cat.png,"a cat"'}
 
-Row = tuple[int, dict[str, Any] | CaptionError]
+Row = tuple[int, dict[str, Any] | TextError]
 """Number of the line on which a row begins, and its values or what is wrong with it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Metadata:
-    """What the metadata of a set says; names are relative to the set's folder, and of one form."""
+    """Captions and names that the metadata of a set gives; names are relative to the set, and of one form."""
 
     rows: Mapping[str, str] = field(default_factory=dict)
     """Captions by file name."""
@@ -61,23 +61,28 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
         for number, row in _read(path, problems):
             where = f"{path}:{number}"
             try:
-                if isinstance(row, CaptionError):
+                if isinstance(row, TextError):
                     raise row
-                name = one_form(posixpath.normpath(posixpath.join(within, _file_name(row, path.name))))
+                if "file_name" not in row:
+                    raise TextError("`file_name` is missing", f"write {_SHAPES[path.name]}")
+                name = _name_within(row["file_name"], "file_name", path, within)
                 if name in named:
                     first = named[name].removeprefix(f"{path}:")
                     again[where] = name
-                    raise CaptionError(
-                        f"{name} is named a second time, first on line {first}", "keep one of the lines"
-                    )
+                    what = f"{name} is named a second time, first on line {first}"
+                    raise TextError(what, "keep one of the lines")
                 named[name] = where
                 rows[name] = _text(row, path.name)
                 if "control_file_name" in row:
-                    before = _control_names(row["control_file_name"], path.name)
+                    before = row["control_file_name"]
+                    if before == []:
+                        what = "`control_file_name` is an empty list"
+                        raise TextError(what, "name an image, or leave the key out")
                     controls[name] = tuple(
-                        one_form(posixpath.normpath(posixpath.join(within, one))) for one in before
+                        _name_within(one, "control_file_name", path, within)
+                        for one in (before if isinstance(before, list) else [before])
                     )
-            except CaptionError as error:
+            except TextError as error:
                 problems.append(Problem(what=error.what, where=where, remedy=error.remedy))
     return Metadata(rows=rows, named=named, again=again, controls=controls), problems
 
@@ -99,7 +104,7 @@ def _json_rows(data: bytes) -> Iterator[Row]:
         if line.strip():
             try:
                 yield number, _known_keys(_parse(line))
-            except CaptionError as error:
+            except TextError as error:
                 yield number, error
 
 
@@ -107,8 +112,9 @@ def _csv_rows(data: bytes) -> Iterator[Row]:
     """Rows of a table whose first line names its columns."""
     try:
         text = decode_text(data)
-    except CaptionError as error:
-        yield data[: _bad_byte(data)].count(b"\n") + 1, error
+    except TextError as error:
+        bad = error.__cause__.start if isinstance(error.__cause__, UnicodeDecodeError) else 0
+        yield data.removeprefix(codecs.BOM_UTF8)[:bad].count(b"\n") + 1, error
         return
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
@@ -123,40 +129,30 @@ def _csv_rows(data: bytes) -> Iterator[Row]:
                 header = _header(cells)
             elif len(cells) != len(header):
                 what = f"the row has {len(cells)} cells, the header {len(header)}"
-                yield number, CaptionError(what, "write texts with commas in double quotes")
+                yield number, TextError(what, "write texts with commas in double quotes")
             else:
                 pairs = zip(header, cells, strict=True)
                 yield number, {key: cell for key, cell in pairs if cell.strip() or key != "control_file_name"}
     except csv.Error as error:
-        yield following, CaptionError(f"not valid CSV: {error}", f"write {_SHAPES[CSV_NAME]}")
-    except CaptionError as error:
+        yield following, TextError(f"not valid CSV: {error}", f"write {_SHAPES[CSV_NAME]}")
+    except TextError as error:
         yield number, error
     else:
         if header is None:
-            yield 1, CaptionError("the file is empty", "begin with the line file_name,text")
-
-
-def _bad_byte(data: bytes) -> int:
-    """Where the first byte is that is not UTF-8."""
-    try:
-        data.decode("utf-8")
-    except UnicodeDecodeError as error:
-        return error.start
-    return 0
+            yield 1, TextError("the file is empty", "begin with the line file_name,text")
 
 
 def _header(cells: list[str]) -> list[str]:
     """Names of the columns."""
     names = [cell.strip() for cell in cells]
     if len(names) == 1 and (";" in names[0] or "\t" in names[0]):
-        raise CaptionError("the columns are not separated by commas", "begin with the line file_name,text")
+        raise TextError("the columns are not separated by commas", "begin with the line file_name,text")
     if len(set(names)) != len(names):
-        raise CaptionError("a column is there twice", "keep one of them")
+        raise TextError("a column is there twice", "keep one of them")
+    _known_keys(dict.fromkeys(names))
     for key in ("file_name", "text"):
         if key not in names:
-            _known_keys(dict.fromkeys(names))
-            raise CaptionError(f"the column `{key}` is missing", "begin with the line file_name,text")
-    _known_keys(dict.fromkeys(names))
+            raise TextError(f"the column `{key}` is missing", "begin with the line file_name,text")
     return names
 
 
@@ -166,11 +162,11 @@ def _parse(line: bytes) -> dict[str, Any]:
     try:
         value = json.loads(decode_text(line), object_pairs_hook=_object)
     except json.JSONDecodeError as error:
-        raise CaptionError(f"not valid JSON: {error.msg} (column {error.colno})", f"write {shape}") from error
+        raise TextError(f"not valid JSON: {error.msg} (column {error.colno})", f"write {shape}") from error
     except (ValueError, RecursionError) as error:
-        raise CaptionError(f"not valid JSON: {error}", f"write {shape}") from error
+        raise TextError(f"not valid JSON: {error}", f"write {shape}") from error
     if not isinstance(value, dict):
-        raise CaptionError("the line is not a JSON object", f"write {shape}")
+        raise TextError("the line is not a JSON object", f"write {shape}")
     return value
 
 
@@ -178,11 +174,11 @@ def _known_keys(value: dict[str, Any]) -> dict[str, Any]:
     """The row, none of whose keys would be passed over."""
     for key in value:
         if key not in _KEYS:
-            close = difflib.get_close_matches(key, [*_KEYS, "caption"], n=1)
-            hint = {"caption": "text"}.get(close[0], close[0]) if close else ""
+            near = closest(key, (*_KEYS, "caption")) or ""
+            hint = {"caption": "text"}.get(near, near)
             guess = f"did you mean `{hint}`? " if hint else ""
             known = ", ".join(f"`{known}`" for known in _KEYS)
-            raise CaptionError(f"unknown key {key!r}", f"{guess}only {known} are read")
+            raise TextError(f"unknown key {key!r}", f"{guess}only {known} are read")
     return value
 
 
@@ -190,47 +186,30 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """A JSON object in which no key is repeated."""
     value = dict(pairs)
     if len(value) != len(pairs):
-        raise CaptionError("a key is there twice", "keep one of them")
+        raise TextError("a key is there twice", "keep one of them")
     return value
 
 
-def _file_name(value: dict[str, Any], file: str) -> str:
-    """The row's `file_name`, within the folder."""
-    if "file_name" not in value:
-        raise CaptionError("`file_name` is missing", f"write {_SHAPES[file]}")
-    return _name_within(value["file_name"], "file_name", f"beside {file}", file)
-
-
-def _control_names(value: object, file: str) -> tuple[str, ...]:
-    """The row's `control_file_name`: one name, or a list of them."""
-    names = value if isinstance(value, list) else [value]
-    if not names:
-        raise CaptionError("`control_file_name` is an empty list", "name an image, or leave the key out")
-    return tuple(_name_within(name, "control_file_name", "into the control folder", file) for name in names)
-
-
-def _name_within(name: object, key: str, place: str, file: str) -> str:
-    """A file's path within its folder, in its plainest form."""
+def _name_within(name: object, key: str, file: Path, folder: str) -> str:
+    """A file's path within the set, in its plainest form; `folder` is that of the metadata `file`."""
     if not isinstance(name, str) or not name.strip() or not encodable(name):
-        raise CaptionError(f"`{key}` is not a name: {name!r:.80}", f"write {_SHAPES[file]}")
+        raise TextError(f"`{key}` is not a name: {name!r:.80}", f"write {_SHAPES[file.name]}")
     plain = PurePosixPath(posixpath.normpath(name))
     if plain.is_absolute() or ".." in plain.parts or not plain.parts or "\\" in name or "\x00" in name:
+        place = f"beside {file.name}" if key == "file_name" else "into the control folder"
         what = f"`{key}` {name!r:.200} points out of the folder"
-        raise CaptionError(
-            what, f"put the picture {place}, or into a folder there, and write its path with /"
-        )
-    return str(plain)
+        raise TextError(what, f"put the picture {place}, or into a folder there, and write its path with /")
+    return one_form(posixpath.normpath(posixpath.join(folder, str(plain))))
 
 
 def _text(value: dict[str, Any], file: str) -> str:
     """The row's caption."""
     if "text" not in value:
-        raise CaptionError("`text` is missing", f"write {_SHAPES[file]}")
+        raise TextError("`text` is missing", f"write {_SHAPES[file]}")
     text = value["text"]
     if not isinstance(text, str):
-        raise CaptionError(f"`text` is not a text: {text!r:.80}", f"write {_SHAPES[file]}")
+        raise TextError(f"`text` is not a text: {text!r:.80}", f"write {_SHAPES[file]}")
     if len(text) > MAX_CAPTION_BYTES:
-        raise CaptionError(
-            f"the caption has {len(text)} characters, more than {MAX_CAPTION_BYTES}", "shorten it"
-        )
+        what = f"the caption has {len(text)} characters, more than {MAX_CAPTION_BYTES}"
+        raise TextError(what, "shorten it")
     return clean_caption(text)

@@ -1,4 +1,4 @@
-"""What is worth knowing about a data set that is no mistake, each told once."""
+"""Warnings of a data set's odd sides that are no mistakes, each told once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.config.schema import DataSet
-from trainer.data.pictures.opened import Opened
+from trainer.data.pictures.images import Measured
 from trainer.data.pictures.variants import names_a_side
 from trainer.data.records import ImageRecord
 from trainer.errors import one_line
@@ -19,24 +19,20 @@ _REPEATS_IN_NAME = re.compile(r"(\d+)_.+")
 _log = logging.getLogger(__name__)
 
 
-def tell(records: Sequence[ImageRecord], opened: Mapping[Path, Opened], sets: Sequence[DataSet]) -> None:
+def tell(records: Sequence[ImageRecord], measured: Mapping[Path, Measured], sets: Sequence[DataSet]) -> None:
     """Warn of enlarged images, copies, profiles that are not applied, sides that flipping swaps, and numbers
     in names of folders.
     """
     _tell_enlarged(records)
     _tell_copies(records)
-    _tell_unapplied(records, opened)
+    _tell_unapplied(records, measured)
     _tell_sides(records, sets)
     _tell_numbered_folders(records, sets)
 
 
 def _tell_enlarged(records: Sequence[ImageRecord]) -> None:
     """Warn when images are smaller than what they are trained at: they are blurred by that."""
-    small = [
-        record
-        for record in records
-        if record.width < record.bucket_width or record.height < record.bucket_height
-    ]
+    small = [one for one in records if one.width < one.bucket_width or one.height < one.bucket_height]
     if small:
         least = min(small, key=lambda record: (record.width * record.height, record.identifier))
         _log.warning(
@@ -61,10 +57,10 @@ def _tell_copies(records: Sequence[ImageRecord]) -> None:
         )  # fmt: skip
 
 
-def _tell_unapplied(records: Sequence[ImageRecord], opened: Mapping[Path, Opened]) -> None:
+def _tell_unapplied(records: Sequence[ImageRecord], measured: Mapping[Path, Measured]) -> None:
     """Warn of colour profiles that cannot be applied; those of masks mean nothing."""
     files = ((record.path, *(one.path for one in record.controls)) for record in records)
-    found = {path: opened[path].measured.unapplied for paths in files for path in paths}
+    found = {path: measured[path].unapplied for paths in files for path in paths}
     lines = [f"{path}: {problem}" for path, problem in found.items() if problem]
     if lines:
         _log.warning("%d images are read as sRGB:\n%s", len(lines), _first(lines))

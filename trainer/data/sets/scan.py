@@ -10,17 +10,21 @@ from typing import TYPE_CHECKING, Literal
 from trainer.data.captions import read_sidecar, with_trigger_word
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.pictures.buckets import buckets, nearest_bucket
-from trainer.data.pictures.opened import Opened, control_of, open_all
+from trainer.data.pictures.images import Measured
+from trainer.data.pictures.opened import control_of, open_all
 from trainer.data.records import ImageRecord, Mask, Scan
 from trainer.data.sets import notices
 from trainer.data.sets.controls import control_folders, pair_controls, without_controls
 from trainer.data.sets.listing import Listing, list_folder
-from trainer.data.sets.masks import pair_masks, wrong_shapes
+from trainer.data.sets.masks import pair_masks
 from trainer.data.sets.metadata import METADATA_NAMES, Metadata, one_form, read_metadata
 from trainer.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from trainer.config.schema import DataSet
+
+_ASPECT_TOLERANCE = 0.01
+"""By how much a mask's aspect may differ from its image's."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +45,7 @@ class _Captioned:
 
 @dataclass(kw_only=True)
 class _Found:
-    """What the sets hold, and what is wrong with it."""
+    """The images of the sets, and every problem with them."""
 
     images: list[_Captioned] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
@@ -77,13 +81,12 @@ def scan_images(
     found = _Found()
     apart = [folder for one in sets for folder in _folders(one)]
     for set_index, one in enumerate(sets):
-        assert one.img_dir is not None, "the configuration was checked"
-        _list_set(set_index, one, one.img_dir, controls, found, apart)
+        _list_set(set_index, one, controls, found, apart)
     masks = {item.mask for item in found.images if item.mask is not None}
     files = (path for item in found.images for path in item.files)
     opened = open_all(files, masks=masks, progress=progress)
-    found.problems += [problem for one in opened.values() if not isinstance(one, Opened) for problem in one]
-    good = {path: one for path, one in opened.items() if isinstance(one, Opened)}
+    found.problems += [problem for one in opened.values() if not isinstance(one, Measured) for problem in one]
+    good = {path: one for path, one in opened.items() if isinstance(one, Measured)}
     found.problems += _mask_problems(found.images, good)
     if found.problems and (found.fatal or on_bad_file == "error"):
         raise DataError(capped(found.problems))
@@ -106,17 +109,13 @@ def _folders(one: DataSet) -> list[Path]:
 
 
 def _list_set(
-    set_index: int,
-    one: DataSet,
-    folder: Path,
-    counts: tuple[int, int],
-    found: _Found,
-    apart: Sequence[Path],
+    set_index: int, one: DataSet, counts: tuple[int, int], found: _Found, apart: Sequence[Path]
 ) -> None:
     """The images of one set with captions, control images and masks; not those in folders of others."""
+    assert one.img_dir is not None, "the configuration was checked"
     folders = control_folders(one.control_dir)
-    listing = list_folder(folder, apart=apart)
-    metadata, metadata_problems = read_metadata(listing.metadata, folder)
+    listing = list_folder(one.img_dir, apart=apart)
+    metadata, metadata_problems = read_metadata(listing.metadata, one.img_dir)
     beside, listing = listing, listing if folders else without_controls(listing, metadata)
     pairs = pair_controls(listing, metadata, folders, counts, beside=beside)
     masks, mask_problems, mask_listing = pair_masks(listing, one.mask_dir)
@@ -177,22 +176,17 @@ def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], li
         elif name not in metadata.named and f"{listing.stem(image)}.txt" not in names:
             problems.append(_no_caption(image, listing.metadata))
         elif name not in metadata.named:
-            problems += _folder_as_caption(listing.folder / names[f"{listing.stem(image)}.txt"])
+            caption = listing.folder / names[f"{listing.stem(image)}.txt"]
+            if caption.is_dir():  # anything else that it can be was told by the listing
+                remedy = "write the caption into a text file of this name"
+                problems.append(Problem(what="the caption is a folder", where=str(caption), remedy=remedy))
     images = {listing.key(image) for image in listing.images}
     for name, where in metadata.named.items():
         if name not in images:
             what = "is not an image that can be read" if name in names else "is not in the folder"
-            problems.append(
-                Problem(what=f"{name} {what}", where=where, remedy="correct the name, or remove the line")
-            )
+            remedy = "correct the name, or remove the line"
+            problems.append(Problem(what=f"{name} {what}", where=where, remedy=remedy))
     return captions, problems
-
-
-def _folder_as_caption(path: Path) -> Iterator[Problem]:
-    """A problem where `path` is a folder; what else it can be was told by the listing."""
-    if path.is_dir():
-        remedy = "write the caption into a text file of this name"
-        yield Problem(what="the caption is a folder", where=str(path), remedy=remedy)
 
 
 def _no_caption(image: Path, metadata: Sequence[Path]) -> Problem:
@@ -205,23 +199,28 @@ def _no_caption(image: Path, metadata: Sequence[Path]) -> Problem:
     return Problem(what=f"the image is not named in {files}", where=str(image), remedy=remedy)
 
 
-def _mask_problems(images: Sequence[_Captioned], good: Mapping[Path, Opened]) -> Iterator[Problem]:
+def _mask_problems(images: Sequence[_Captioned], good: Mapping[Path, Measured]) -> Iterator[Problem]:
+    """A problem for every mask of another aspect than its image, so that nobody knows what it covers."""
     for item in images:
-        if item.mask in good and item.path in good and item.mask is not None:
-            yield from wrong_shapes(good[item.path].measured, item.mask, good[item.mask].measured)
+        if item.mask is None or item.mask not in good or item.path not in good:
+            continue
+        image, mask = good[item.path], good[item.mask]
+        if abs(mask.width * image.height / (mask.height * image.width) - 1) > _ASPECT_TOLERANCE:
+            what = f"the mask has {mask.width}x{mask.height} pixels, its image {image.width}x{image.height}"
+            remedy = "give it the image's size, or another of its aspect"
+            yield Problem(what=what, where=str(item.mask), remedy=remedy)
 
 
 def _record(
     item: _Captioned,
     one: DataSet,
-    good: Mapping[Path, Opened],
+    good: Mapping[Path, Measured],
     sizes: Sequence[tuple[int, int]],
     trigger_word: str | None,
 ) -> ImageRecord:
     """One finished record."""
     assert item.caption, "an image without a caption was left in"
-    opened = good[item.path]
-    measured = opened.measured
+    measured = good[item.path]
     bucket_width, bucket_height = nearest_bucket(measured.width, measured.height, sizes)
     mask = None if item.mask is None else Mask(path=item.mask, content_sha256=good[item.mask].content_sha256)
     return ImageRecord(
@@ -234,7 +233,7 @@ def _record(
         bucket_width=bucket_width,
         bucket_height=bucket_height,
         repeats=one.repeats,
-        content_sha256=opened.content_sha256,
+        content_sha256=measured.content_sha256,
         colour=measured.colour,
         controls=tuple(control_of(path, good[path]) for path in item.controls),
         set_index=item.set_index,

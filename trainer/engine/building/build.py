@@ -24,11 +24,11 @@ from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.load import load_streamed
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks
-from trainer.modeling.storage.quantize import QUANTIZED, count_quantized, replacer
+from trainer.modeling.storage.quantize import count_quantized, replacer
 from trainer.modeling.storage.swap import swap_blocks, waiting_blocks
-from trainer.planning.cost.memory import gib
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
+from trainer.words.sizes import gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ def load_base(context: Context) -> Any:
     plan = context.plan
     context.status.beat(Phase.LOAD)
     model = _streamed(context)
-    if plan.weights in QUANTIZED:
+    if not plan.way.trains:
         count, kept = count_quantized(model, plan.weights)
         others = f" (modulation in {plan.modulation})" if plan.modulation else ""
         context.say(
@@ -127,14 +127,7 @@ def _streamed(context: Context) -> Any:
             family.trained_component,
             device=context.device,
             dtype=context.dtype,
-            replace=replacer(
-                plan.weights,
-                family.high_precision,
-                family.modulation,
-                fp8_compute=plan.compute == "fp8",
-                copies=plan.weight_copies,
-                modulation_as="int8" if plan.modulation == "int8" else "",
-            ),
+            replace=replacer(plan.way, family.high_precision, family.modulation),
             on_shard=on_shard,
             fill_zeros=context.config.method == "lora",
             loader=plan.loader,

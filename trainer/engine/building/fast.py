@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
-from trainer.engine.results.proof import to_device
 from trainer.errors import HardwareError
 from trainer.families.values import Shape
 from trainer.modeling.storage.fp8 import keep_ones
@@ -133,7 +133,6 @@ def small_forward(
     Its pictures are so many times as wide and tall as the smallest, its captions as long.
     """
     family = context.family
-    settings = family.settings(context.source, context.config)
     side = _SIDE // family.pixel_multiple * family.pixel_multiple
     shape = Shape(
         batch_size=batch,
@@ -143,14 +142,11 @@ def small_forward(
         bytes_per_value=2,
         controls=family.control_counts[0],
     )
-    made = family.synthetic_batch(context.source.component_config(family.trained_component), shape, 0)
-    header = {name: tuple(tensor.shape[1:]) for name, tensor in made.latents.items()}
-    draw = family.draw(settings, range(batch), header)
-    made, draw = to_device(made, draw, context.device, context.dtype)
+    made, draw = synthetic(context, shape, seed=0, position=0)
 
     def run() -> None:
         with torch.no_grad():
-            family.predict(model, made, draw, settings)
+            family.predict(model, made, draw, context.settings)
 
     return run
 

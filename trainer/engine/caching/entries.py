@@ -1,48 +1,126 @@
-"""Which cache entries a run needs, and making them: text first, then latents, one kind of encoder
-at a time.
-"""
+"""Which cache entries a run needs, and the key of each: a hash of everything that its tensors depend on."""
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import cast
+from pathlib import Path
 
 import torch
-from PIL import Image
 
-from trainer.data.cache import Cache
-from trainer.data.fill import (
-    ControlView,
-    Encode,
-    FillReport,
-    LatentsEntry,
-    TextEntry,
-    control_views,
-    fill,
-    latents_entry,
-    text_entry,
-)
-from trainer.data.pictures.images import fit, read_image, to_pixels
-from trainer.data.records import Control, ImageRecord, Record
-from trainer.data.sets.masks import mask_pixels
-from trainer.engine.context import Context, free_memory
-from trainer.families import flow
-from trainer.families.family import EntryKind, Family
-from trainer.families.values import TEXT_MASK, Batch, Header
-from trainer.modeling.attention.text_lengths import pad_text
-from trainer.planning.shapes.mix import padded_length
-from trainer.telemetry.progress import Progress, progress
-from trainer.telemetry.status import Phase
+from trainer.data.pictures.images import CROP_VERSION
+from trainer.data.records import CENTRED, Control, ImageRecord, Record, View
+from trainer.data.sets.masks import MASK_VERSION
+from trainer.engine.caching.store import Cache, entry_key
+from trainer.engine.context import Context
+from trainer.families.values import EntryKind, Header
+
+
+@dataclass(frozen=True, kw_only=True)
+class ControlView:
+    """A control image as an entry sees it."""
+
+    path: Path
+    content_sha256: str
+    crop: tuple[int, int] | None
+    """Width and height of the bucket that it is cut to as the target is; None: whole, of its own aspect."""
+    view: View = CENTRED
+    colour: str = ""
+
+    @property
+    def key(self) -> str:
+        """Identifies its pixels."""
+        crop = "" if self.crop is None else f"{self.crop[0]}x{self.crop[1]}"
+        return " ".join(part for part in (self.content_sha256, crop, self.view.key, self.colour) if part)
+
+
+def control_views(record: Record) -> tuple[ControlView, ...]:
+    """The control images of a sample: those of the target's size are cut as the target is."""
+    if not isinstance(record, ImageRecord):
+        return ()
+    bucket = (record.bucket_width, record.bucket_height)
+    return tuple(
+        ControlView(
+            path=control.path,
+            content_sha256=control.content_sha256,
+            crop=bucket if record.crops_alike(control) else None,
+            # a whole control is mirrored with its target, and has no cut to move
+            view=record.view if record.crops_alike(control) else View(flip=record.view.flip),
+            colour=control.colour,
+        )
+        for control in record.controls
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextEntry:
+    """A caption or conversation to encode. The empty caption is an entry like any other."""
+
+    key: str
+    caption: str
+    controls: tuple[ControlView, ...] = ()
+    """Control images that the text encoder is shown."""
+    prompt: bool = False
+    """Of a preview, where that is encoded in another way."""
+    kind: EntryKind = "text"
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return f"caption {self.caption!r:.80}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatentsEntry:
+    """An image to encode at its bucket's size."""
+
+    key: str
+    record: ImageRecord
+    kind: EntryKind = "latents"
+
+    @property
+    def name(self) -> str:
+        """Its name in messages."""
+        return str(self.record.path)
+
+
+Entry = TextEntry | LatentsEntry
+
+
+def text_entry(
+    caption: str, parts: Mapping[str, str], controls: Sequence[ControlView] = (), *, prompt: bool = False
+) -> TextEntry:
+    """The text entry of a caption; `parts` names what else its tensors depend on."""
+    own = {"caption": caption} | ({"prompt": "yes"} if prompt else {})
+    own |= {f"control {number}": view.key for number, view in enumerate(controls)}
+    key = entry_key("text", {**parts, **own})
+    return TextEntry(key=key, caption=caption, controls=tuple(controls), prompt=prompt)
+
+
+def latents_entry(record: ImageRecord, parts: Mapping[str, str]) -> LatentsEntry:
+    """The latents entry of an image; `parts` names what else its tensors depend on.
+
+    The file's name and folder are not part of the key.
+    """
+    own = {
+        "content": record.content_sha256,
+        "size": f"{record.bucket_width}x{record.bucket_height}",
+        "crop_version": str(CROP_VERSION),
+    }
+    # what a picture does not have is no part of its key: keys of before there was such a thing hold
+    own |= {"colour": record.colour} if record.colour else {}
+    own |= {"view": record.view.key} if record.view.key else {}
+    if record.mask is not None:
+        own |= {"mask": record.mask.content_sha256, "mask_version": str(MASK_VERSION)}
+    own |= {f"control {number}": view.key for number, view in enumerate(control_views(record))}
+    return LatentsEntry(key=entry_key("latents", {**parts, **own}), record=record)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """What one preview is drawn from."""
+    """The entries of one preview."""
 
     entry: TextEntry
     empty: TextEntry | None
@@ -73,20 +151,16 @@ class Entries:
         """Whether any sample's loss has a weight."""
         return any(entry.record.loss_weight != 1 for entry in self.latents)
 
-    def headers(self, record: int, *, dropped: bool) -> tuple[Header, Header]:
-        """Shapes of one sample's latents and text."""
-        text = self.empties[record] if dropped else self.texts[record]
-        latents = self.cache.header("latents", self.latents[record].key) if self.latents else {}
-        return latents, self.cache.header("text", text.key)
+    @functools.cached_property
+    def headers(self) -> Mapping[str, Header]:
+        """Shapes of the samples' entries by key, texts without padding; read once the cache is full."""
+        texts = {one.key: self.cache.header("text", one.key) for one in {*self.texts, *self.empties}}
+        return texts | {one.key: self.cache.header("latents", one.key) for one in self.latents}
 
-    def all(self) -> list[TextEntry | LatentsEntry]:
+    def all(self) -> list[Entry]:
         """Every entry, some more than once."""
         prompts = [entry for one in self.prompts for entry in (one.entry, one.empty) if entry is not None]
         return [*self.empties, *self.texts, *prompts, *self.latents]
-
-    def keys(self) -> set[str]:
-        """Keys of all entries."""
-        return {entry.key for entry in self.all()}
 
 
 def list_entries(
@@ -96,44 +170,37 @@ def list_entries(
 
     `prompt_controls` are the control images of each prompt; none where the family takes none.
     """
-    family, text, latents = context.family, _text_parts(context), _latent_parts(context)
-    drawn = "latents" in family.encoder_components
-    seen = [control_views(record) if family.text_sees_controls else () for record in records]
+    family, prompts = context.family, context.config.validation.prompts
+    text, latents = _parts(context, "text"), _parts(context, "latents")
+    drawn, sees = "latents" in family.encoder_components, family.text_sees_controls
+    seen = [control_views(record) if sees else () for record in records]
+    listed = []
+    # a run's own entries come with the pictures that its prompts edit: without these nothing is drawn
+    if prompt_controls or not family.control_counts[0]:
+        for caption, own in zip(prompts, prompt_controls or [()] * len(prompts), strict=True):
+            views = [
+                ControlView(path=one.path, content_sha256=one.content_sha256, crop=None, colour=one.colour)
+                for one in (own if sees else ())
+            ]
+            entry = text_entry(caption, text, views, prompt=not drawn)
+            listed.append(
+                Prompt(entry=entry, empty=text_entry("", text, views) if drawn else None, controls=own)
+            )
+    images = [record for record in records if isinstance(record, ImageRecord)] if drawn else []
     return Entries(
         cache=Cache(context.cache_dir, family.name),
         records=tuple(records),
-        texts=tuple(
-            text_entry(record.caption, text, views) for record, views in zip(records, seen, strict=True)
-        ),
+        texts=tuple(text_entry(one.caption, text, views) for one, views in zip(records, seen, strict=True)),
         empties=tuple(text_entry("", text, views) for views in seen) if drawn else (),
-        latents=tuple(latents_entry(record, latents) for record in records if isinstance(record, ImageRecord))
-        if drawn
-        else (),
-        prompts=_prompts(context, text, prompt_controls, drawn=drawn),
+        latents=tuple(latents_entry(record, latents) for record in images),
+        prompts=tuple(listed),
     )
 
 
-def _prompts(
-    context: Context, parts: Mapping[str, str], controls: Sequence[tuple[Control, ...]], *, drawn: bool
-) -> tuple[Prompt, ...]:
-    prompts = context.config.validation.prompts
-    if context.family.control_counts[0] and not controls:
-        return ()  # nothing to edit, nothing to draw: a run's own entries come with them
-    found = []
-    for caption, own in zip(prompts, controls or [()] * len(prompts), strict=True):
-        shown = own if context.family.text_sees_controls else ()
-        views = [
-            ControlView(path=one.path, content_sha256=one.content_sha256, crop=None, colour=one.colour)
-            for one in shown
-        ]
-        entry = text_entry(caption, parts, views, prompt=not drawn)
-        empty = text_entry("", parts, views) if drawn else None
-        found.append(Prompt(entry=entry, empty=empty, controls=own))
-    return tuple(found)
-
-
-def _encoder_parts(context: Context, kind: EntryKind, dtype: torch.dtype) -> dict[str, str]:
-    source, components = context.source, context.family.encoder_components.get(kind, ())
+def _parts(context: Context, kind: EntryKind) -> dict[str, str]:
+    """The encoders of one kind, their revision, precision and settings, on which its entries depend."""
+    source, plan = context.source, context.plan
+    components = context.family.encoder_components.get(kind, ())
     built = [name for name in components if name in source.random_components]
     parts = {
         "cache_version": str(context.family.cache_version),
@@ -142,154 +209,26 @@ def _encoder_parts(context: Context, kind: EntryKind, dtype: torch.dtype) -> dic
         # a snapshot of the hub keeps its revision when learned weights join the configs
         "weights": f"random {','.join(built)}" if built else "pretrained",
         "components": ",".join(components),
-        "dtype": str(dtype),
+        "dtype": str(encoding_type(context, kind)),
     }
-    return parts | ({"seed": str(source.seed)} if built else {})
+    if built:
+        parts["seed"] = str(source.seed)
+    if kind == "latents":
+        return parts | {"tiling": str(plan.vae_tiling)}
+    if quantized_encoders(context) is not None:
+        parts["stored"] = plan.text_encoder_weights
+    return parts | {"max_sequence_length": str(context.config.data.max_sequence_length)}
 
 
-def _quantized(context: Context) -> str | None:
+def encoding_type(context: Context, kind: EntryKind) -> torch.dtype:
+    """Text is encoded in the run's type; the VAE runs in fp32: latents are made once and kept."""
+    return context.dtype if kind == "text" else torch.float32
+
+
+def quantized_encoders(context: Context) -> str | None:
     """Storage of the text encoders' layers, where that is not the run's type."""
     stored = context.plan.text_encoder_weights
     return None if stored == context.plan.dtype else stored
-
-
-def _text_parts(context: Context) -> dict[str, str]:
-    parts = _encoder_parts(context, "text", context.dtype)
-    parts["max_sequence_length"] = str(context.config.data.max_sequence_length)
-    quantized = _quantized(context)
-    return parts if quantized is None else parts | {"stored": quantized}
-
-
-def _latent_parts(context: Context) -> dict[str, str]:
-    return _encoder_parts(context, "latents", torch.float32) | {"tiling": str(context.plan.vae_tiling)}
-
-
-def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> FillReport:
-    """Encode what is missing. A stop request raises between two samples; what is written by then stays valid.
-
-    With `verify` the entries that are there are read and compared with their checksums. Text encoders and VAE
-    are never in memory together. The VAE runs in fp32: latents are made once and kept.
-    """
-    bars: dict[str, Progress] = {}
-    with contextlib.ExitStack() as open_bars:
-
-        def on_progress(kind: str, done: int, total: int) -> None:
-            context.status.beat(Phase.CACHE, step=done, total=total)
-            if kind not in bars:
-                bars[kind] = open_bars.enter_context(progress(total, f"caching {kind}", start=done - 1))
-            bars[kind].advance()
-
-        report = fill(
-            entries.cache,
-            entries.all(),
-            lambda kind: _encoders(context, kind),
-            stop_check=context.stop.raise_if_requested,
-            on_progress=on_progress,
-            verify=verify,
-        )
-    context.say(f"cache: {report.reused} entries were there, {report.encoded} encoded")
-    return report
-
-
-@contextlib.contextmanager
-def _encoders(context: Context, kind: str) -> Iterator[Encode]:
-    """The family's encoders of one kind, on the device for as long as the block runs."""
-    family, which = context.family, cast(EntryKind, kind)
-    dtype = context.dtype if kind == "text" else torch.float32
-    context.status.beat(Phase.LOAD)
-    quantized = _quantized(context) if kind == "text" else None
-    source = dataclasses.replace(context.source, quantized_to=quantized)
-    tiling = context.plan.vae_tiling
-    loaded = [family.load_encoders(which, source, device=context.device, dtype=dtype, vae_tiling=tiling)]
-
-    def encode(entry: TextEntry | LatentsEntry) -> Mapping[str, torch.Tensor]:
-        if isinstance(entry, TextEntry):
-            return family.encode_text(
-                loaded[0],
-                entry.caption,
-                [_control_image(view) for view in entry.controls],
-                prompt=entry.prompt,
-                max_sequence_length=context.config.data.max_sequence_length,
-            )
-        record = entry.record
-        picture = read_image(record.path, content_sha256=record.content_sha256)
-        image = fit(picture, record.bucket_width, record.bucket_height, record.view)
-        controls = [_control_pixels(family, view) for view in control_views(record)]
-        encoded = family.encode_pixels(loaded[0], to_pixels(image), controls)
-        return encoded if record.mask is None else encoded | flow.mask_entry(mask_pixels(record), encoded)
-
-    context.status.beat(Phase.CACHE)
-    try:
-        yield encode
-    finally:
-        loaded.clear()
-        free_memory(context.device)
-
-
-def _control_image(view: ControlView) -> Image.Image:
-    """A control image as the encoders see it: cut as its target is, or whole."""
-    picture = read_image(view.path, content_sha256=view.content_sha256)
-    if view.crop is not None:
-        return fit(picture, *view.crop, view.view)
-    return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.view.flip else picture
-
-
-def _control_pixels(family: Family, view: ControlView) -> torch.Tensor:
-    """Pixels of a control image; a whole one has the size that the family's pipeline gives it."""
-    picture = _control_image(view)
-    if view.crop is None:
-        picture = picture.resize(family.control_size(*picture.size), Image.Resampling.LANCZOS)
-    return to_pixels(picture)
-
-
-def load_batch(
-    context: Context,
-    entries: Entries,
-    samples: Sequence[tuple[int, bool]],
-    *,
-    pin_memory: bool,
-    text_padding: bool = False,
-) -> Batch:
-    """One batch of samples (record, caption dropped) on the CPU; text values in the model's type.
-
-    With `text_padding` captions are padded to a few lengths, and the batch has their mask.
-    """
-    cache = entries.cache
-    text = [cache.read("text", (entries.empties if drop else entries.texts)[i].key) for i, drop in samples]
-    if text_padding:
-        text = [_padded(row, context.family) for row in text]
-    latents = [
-        flow.weighed(
-            cache.read("latents", entries.latents[i].key),
-            entries.latents[i].record.loss_weight if entries.weighted else None,
-            masked=entries.masked,
-        )
-        for i, _ in (samples if entries.latents else ())
-    ]
-    batch = context.family.collate(text, latents)
-
-    def ready(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
-        cast = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
-        return {name: one.pin_memory() if pin_memory else one for name, one in cast.items()}
-
-    return dataclasses.replace(
-        batch, latents=ready(batch.latents, torch.float32), text=ready(batch.text, context.dtype)
-    )
-
-
-def _padded(row: Mapping[str, torch.Tensor], family: Family) -> dict[str, torch.Tensor]:
-    """A text entry whose caption is padded, with its mask."""
-    assert family.caption is not None, "a family whose captions are padded as they are encoded"
-    caption = row[family.caption]
-    padded, mask = pad_text(caption, padded_length(len(caption)))
-    return {**row, family.caption: padded, TEXT_MASK: mask}
-
-
-def padded_header(header: Header, family: Family) -> dict[str, tuple[int, ...]]:
-    """Shapes of a text entry whose caption is padded."""
-    assert family.caption is not None, "a family whose captions are padded as they are encoded"
-    length, *rest = header[family.caption]
-    return {**header, family.caption: (padded_length(length), *rest)}
 
 
 def data_fingerprint(records: Sequence[Record]) -> str:

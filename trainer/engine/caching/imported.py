@@ -18,7 +18,7 @@ import torch
 
 from trainer.data.leftout import MAX_PROBLEMS_SHOWN, capped
 from trainer.data.records import ImageRecord
-from trainer.engine.caching.entries import Entries
+from trainer.engine.caching.entries import Entries, Entry
 from trainer.engine.context import Context
 from trainer.errors import ConfigError, DataError, Problem, one_line
 from trainer.families.values import Shape
@@ -45,23 +45,25 @@ def import_entries(context: Context, entries: Entries, folder: Path) -> None:
     Entries that are there already keep their bytes. Raises DataError with every file that does not fit its
     image, before any is written, and ConfigError where files cannot say enough.
     """
-    context.status.beat(Phase.CACHE)
     _require_plain(context, entries, folder)
-    files = {
-        number: path
-        for number, entry in enumerate(entries.latents)
-        if (path := _file(folder, entry.record)).is_file()
-    }
+    # the set's own folder has no part in the name of an image's file
+    paths = [
+        (folder / entry.record.identifier.partition("/")[2]).with_suffix(".pt") for entry in entries.latents
+    ]
+    files = {number: path for number, path in enumerate(paths) if path.is_file()}
     if not files:
         what = "none of its .pt files has the name of an image"
         raise DataError(what, where=str(folder), remedy="name them as the images: cat.pt for cat.png")
     problems: list[Problem] = []
-    first: dict[Path, ImageRecord] = {}
+    firsts: dict[Path, ImageRecord] = {}
     for number, path in files.items():
-        context.stop.raise_if_requested()
+        context.alive(Phase.CACHE)
         record = entries.latents[number].record
+        first = firsts.setdefault(path, record)
         try:
-            _require_one_image(path, record, first.setdefault(path, record))
+            # images of two sets, or one that is held out, may have the file's name
+            if (record.content_sha256, record.caption) != (first.content_sha256, first.caption):
+                raise _FileError(f"it may be of {first.path} or of {record.path}")
             _tensors(context, record, path)
         except _FileError as error:
             problems.append(Problem(what=str(error), where=str(path), remedy=_REMEDY))
@@ -69,31 +71,15 @@ def import_entries(context: Context, entries: Entries, folder: Path) -> None:
         raise DataError(capped(problems))
     kept = 0
     for number, path in files.items():
-        context.stop.raise_if_requested()
-        latents, text = _tensors(context, entries.latents[number].record, path)
-        keys = ("latents", entries.latents[number].key), ("text", entries.texts[number].key)
-        for (kind, key), tensors in zip(keys, (latents, text), strict=True):
-            if entries.cache.has(kind, key):
+        context.alive(Phase.CACHE)
+        both: tuple[Entry, Entry] = entries.latents[number], entries.texts[number]
+        for entry, tensors in zip(both, _tensors(context, entries.latents[number].record, path), strict=True):
+            if entries.cache.has(entry.kind, entry.key):
                 kept += 1
             else:
-                entries.cache.write(kind, key, tensors)
-        context.status.beat(Phase.CACHE)
-    _tell(context, folder, frozenset(files.values()), 2 * len(files), kept)
-
-
-def _file(folder: Path, record: ImageRecord) -> Path:
-    """Where the file of an image would be: the set's own folder has no part in its name."""
-    return (folder / record.identifier.partition("/")[2]).with_suffix(".pt")
-
-
-def _require_one_image(path: Path, record: ImageRecord, first: ImageRecord) -> None:
-    """Raise _FileError where images of two sets, or one that is held out, have the file's name."""
-    if (record.content_sha256, record.caption) != (first.content_sha256, first.caption):
-        raise _FileError(f"it may be of {first.path} or of {record.path}")
-
-
-def _tell(context: Context, folder: Path, taken: frozenset[Path], entries: int, kept: int) -> None:
-    said = f"imported {len(taken)} files from {folder}: {entries - kept} entries written"
+                entries.cache.write(entry.kind, entry.key, tensors)
+    taken = frozenset(files.values())
+    said = f"imported {len(taken)} files from {folder}: {2 * len(files) - kept} entries written"
     context.say(f"{said}, {kept} were there before and stay" if kept else said)
     others = sorted(str(path) for path in folder.rglob("*.pt") if path not in taken)
     if others:
@@ -105,7 +91,7 @@ def _tell(context: Context, folder: Path, taken: frozenset[Path], entries: int, 
 
 
 def _require_plain(context: Context, entries: Entries, folder: Path) -> None:
-    """Raise ConfigError for what such files say nothing of."""
+    """Raise ConfigError for samples of which such files say too little."""
     records = [entry.record for entry in entries.latents]
     reasons = {
         "the family trains on conversations": not records,
@@ -115,9 +101,8 @@ def _require_plain(context: Context, entries: Entries, folder: Path) -> None:
     }
     for what, applies in reasons.items():
         if applies:
-            raise ConfigError(
-                f"cannot be imported: {what}", where=str(folder), remedy="leave --import-pt out"
-            )
+            what = f"cannot be imported: {what}"
+            raise ConfigError(what, where=str(folder), remedy="leave --import-pt out")
 
 
 def _tensors(
@@ -131,16 +116,10 @@ def _tensors(
         raise _FileError(f"not a file of plain tensors ({reason:.120})") from error
     if not isinstance(loaded, dict) or not all(isinstance(one, torch.Tensor) for one in loaded.values()):
         raise _FileError("not a dict of tensors")
-    family, data = context.family, context.config.data
-    shape = Shape(
-        batch_size=1,
-        width=record.bucket_width,
-        height=record.bucket_height,
-        text_tokens=data.max_sequence_length,
-        bytes_per_value=4,
-    )
-    config = context.source.component_config(family.trained_component)
-    expected = family.synthetic_batch(config, shape, 0)
+    family, size = context.family, {"width": record.bucket_width, "height": record.bucket_height}
+    tokens = context.config.data.max_sequence_length
+    shape = Shape(batch_size=1, **size, text_tokens=tokens, bytes_per_value=4)
+    expected = family.synthetic_batch(context.source.component_config(family.trained_component), shape, 0)
     if loaded.keys() != {_LATENTS, *expected.text}:
         names = ", ".join(sorted({_LATENTS, *expected.text}))
         raise _FileError(f"it holds {', '.join(map(str, sorted(loaded, key=str)))}, and {names} are needed")

@@ -1,8 +1,9 @@
-"""Which samples a run trains on, which it is measured on and which it edits. Imports no torch."""
+"""The samples that a run trains on, is measured on and edits. Imports no torch."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -56,7 +57,7 @@ def scan_samples(
     problems: list[Problem] = []
     for what, scanned in scans.items():
         try:
-            found.append(family.scan(scanned, _told(progress, what)))
+            found.append(family.scan(scanned, progress and functools.partial(progress, what)))
         except DataError as error:
             problems += error.problems
     if problems:
@@ -79,22 +80,18 @@ def _held_out(
     records: Sequence[Record], count: int, seed: int
 ) -> tuple[tuple[Record, ...], tuple[Record, ...]]:
     """Split into (train, held out): regularisation sets train only, and the held-out loss has no weights."""
-    regularising = {record.content_sha256 for record in records if _is_reg(record)}
+    regularising = {one.content_sha256 for one in records if isinstance(one, ImageRecord) and one.is_reg}
     others = [record for record in records if record.content_sha256 not in regularising]
-    if not regularising:
-        training, held_out = held_out_split(records, count, seed)
-    else:
-        training, held_out = held_out_split(others, count, seed) if others or count else ((), ())
+    # sets of regularisation alone have nothing to split
+    splits = bool(others or count or not regularising)
+    training, held_out = held_out_split(others, count, seed) if splits else ((), ())
+    if regularising:
         kept = {record.identifier for record in held_out}
         training = tuple(record for record in records if record.identifier not in kept)
     return training, tuple(
         dataclasses.replace(record, loss_weight=1.0) if isinstance(record, ImageRecord) else record
         for record in held_out
     )
-
-
-def _is_reg(record: Record) -> bool:
-    return isinstance(record, ImageRecord) and record.is_reg
 
 
 def prompt_controls(
@@ -125,10 +122,6 @@ def prompt_controls(
     if named:
         return tuple(measure_controls(paths) for paths in named)
     return tuple(records[number % len(records)].controls for number in range(len(validation.prompts)))
-
-
-def _told(progress: Callable[[str, int, int], None] | None, what: str) -> Callable[[int, int], None] | None:
-    return None if progress is None else lambda done, total: progress(what, done, total)
 
 
 def _require_untrained(training: Sequence[Record], held_out: Sequence[Record]) -> None:

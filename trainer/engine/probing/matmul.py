@@ -10,6 +10,7 @@ from collections.abc import Callable
 import torch
 
 from trainer.engine.probing.attention import Measured, median_milliseconds, relative_error
+from trainer.ways.storages import find
 
 Linear = Callable[[torch.Tensor], torch.Tensor]
 _REFERENCE_ROWS = 1024
@@ -18,7 +19,7 @@ _REFERENCE_ROWS = 1024
 def measure_matmul(
     kernel: str, tokens: int, rows: int, columns: int, device: str, begin: Callable[[], None]
 ) -> Measured:
-    """(tokens, columns) through a weight (rows, columns) stored in `kernel`: bf16, fp8, int8 or nf4.
+    """(tokens, columns) through a weight (rows, columns) stored in `kernel`, a word of `features.weights`.
 
     `begin` is called just before the weight is stored so. Milliseconds include quantising what comes in, and
     unpacking the weight.
@@ -75,15 +76,15 @@ def _linear(kernel: str, weight: torch.Tensor) -> Linear:
     from trainer.modeling.vision import make_torchvision_importable
 
     make_torchvision_importable()  # the libraries that store int8 and nf4 import transformers
-    rows, columns = weight.shape
+    way, (rows, columns) = find(kernel), weight.shape
     layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
     layer.weight = torch.nn.Parameter(weight.clone(), requires_grad=False)
-    replace = replacer(kernel, ())
-    assert replace is not None, f"{kernel} is not a way to store weights"
+    replace = replacer(way, ())
+    assert replace is not None, f"{kernel} is no storage of frozen weights"
     stored = replace("linear", layer)
     assert stored is not None
     # bitsandbytes' kernels are as they are; int8 values are unpacked by what the compiler makes
-    return stored if kernel == "nf4" else _compiled(stored, weight)
+    return stored if len({*way.unpack_traffic}) == 1 else _compiled(stored, weight)
 
 
 def _fp8(weight: torch.Tensor) -> Linear:

@@ -7,50 +7,27 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import re
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trainer.config.interpreter import python
-from trainer.engine.probing.attention import Measured, measure_attention
+from trainer.engine.probing.attention import Measured
+from trainer.engine.probing.child import Answer, Child, last_words
 from trainer.families.values import AttentionShape
 from trainer.machine.facts import Facts, KernelVerdict
 from trainer.machine.host import parse_meminfo
-from trainer.planning.shapes.shape_classes import matmul_shape, matmul_shape_class, shape_class
+from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
+from trainer.ways.kernels import KERNELS, NOT_INSTALLED, Kernel
+from trainer.ways.storages import WAYS, Way
 
-ATTENTION = (
-    "attention.cudnn_strided",
-    "attention.cudnn",
-    "attention.flash",
-    "attention.flash_attn_2",
-    "attention.flash_attn_3",
-    "attention.flash_attn_4",
-    "attention.efficient",
-    "attention.math",
-)
-MATMUL = ("matmul.bf16", "matmul.fp8", "matmul.int8", "matmul.nf4")
-"""What a frozen linear layer may be stored and multiplied in; `trainer.engine.probing.matmul`."""
 TIMEOUT_SECONDS = 60.0
-NOT_INSTALLED = "not installed"
 MEMINFO = Path("/proc/meminfo")
 
 _TOLERANCE = 2e-2
-# quantised values are off by themselves: 2 %, 1 % and 9 % of a weight, fp8 activations as much again
-_TOLERANCES = {"matmul.fp8": 6e-2, "matmul.int8": 3e-2, "matmul.nf4": 1.5e-1}
 """Largest relative error of output and gradients against float32; bf16 kernels that work stay under 1e-2."""
-_PACKAGES = {
-    "attention.flash_attn_2": "flash_attn",
-    "attention.flash_attn_3": "flash_attn_interface",
-    "attention.flash_attn_4": "flash_attn.cute",
-    "matmul.nf4": "bitsandbytes",
-}
-_HOPPER, _FP8_CAPABILITY = (9, 0), (8, 9)
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b(:|$)")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that no kernel raises: somebody, or the host short of memory, ended the process."""
@@ -77,11 +54,25 @@ def kernels_for(facts: Facts, device: str, dtype: str) -> tuple[str, ...]:
     if device != "cuda":
         return ("attention.math",)
     capability = facts.gpu.capability
-    refused = set() if capability == _HOPPER else {"attention.flash_attn_3"}
-    if capability < _FP8_CAPABILITY:
-        refused.add("matmul.fp8")
-    names = (*ATTENTION, *MATMUL) if dtype == "bf16" else ATTENTION
-    return tuple(name for name in names if name not in refused)
+    attention = [
+        name for name, row in attention_kernels().items() if row.only_capability in (None, capability)
+    ]
+    if dtype != "bf16":
+        return tuple(attention)
+    return (
+        *attention,
+        *(name for name, row in matmul_kernels().items() if capability >= row.least_capability),
+    )
+
+
+def attention_kernels() -> dict[str, Kernel]:
+    """Every kernel of attention that is measured, by its name in verdicts."""
+    return {f"attention.{name}": row for name, row in KERNELS.items() if row.measured}
+
+
+def matmul_kernels() -> dict[str, Way]:
+    """Every way to store and multiply frozen linears that is measured, the more precise first."""
+    return {way.verdict: way for way in sorted(WAYS.values(), key=lambda way: way.tier) if way.verdict}
 
 
 def unmeasured(kernels: Sequence[str], facts: Facts, shape: AttentionShape, dtype: str) -> tuple[str, ...]:
@@ -94,7 +85,7 @@ def unmeasured(kernels: Sequence[str], facts: Facts, shape: AttentionShape, dtyp
 
 def verdict_key(kernel: str, shape: AttentionShape, dtype: str) -> tuple[str, str, str]:
     """(kernel, shape class, type) of the verdict on a kernel that a run in `dtype` looks for."""
-    if kernel in MATMUL:
+    if kernel in matmul_kernels():
         return kernel, matmul_shape_class(shape), "bf16"
     return kernel, shape_class(shape), dtype
 
@@ -112,31 +103,39 @@ def probe(
     All of them share TIMEOUT_SECONDS; a kernel that no time is left for gets no verdict.
     """
     deadline = time.monotonic() + TIMEOUT_SECONDS
-    asked = [_Request(kernel=name, shape=shape, dtype=dtype, device=device) for name in kernels]
-    verdicts = [one.failed(NOT_INSTALLED) for one in asked if not _installed(one.kernel)]
-    present = [one for one in asked if _installed(one.kernel)]
+    present = [name for name in kernels if _installed(name)]
+    verdicts = [_failed(name, shape, dtype, NOT_INSTALLED) for name in kernels if name not in present]
     unsettled: list[KernelVerdict] = []
     held = 0.0
     with contextlib.ExitStack() as stack:
-        following = _start(environment, stack) if present else None
-        for number, request in enumerate(present):
+
+        def start() -> Child:
+            child = Child(environment)
+            stack.callback(child.end)
+            return child
+
+        following = start() if present else None
+        for number, kernel in enumerate(present):
             assert following is not None
-            process = following
+            child = following
             # the next process imports torch while this one measures
-            following = _start(environment, stack) if number + 1 < len(present) else None
-            answer = _ask(process, request, deadline - time.monotonic())
+            following = start() if number + 1 < len(present) else None
+            request = {"kernel": kernel, "shape": asdict(shape), "dtype": dtype, "device": device}
+            answer = child.ask(request, deadline - time.monotonic())
             # only a kernel that had all of the time has failed by not using it
-            if answer.verdict is None and number > 0:
+            if answer.code is None and number > 0:
                 break
-            verdict = answer.verdict or request.failed(f"no result within {TIMEOUT_SECONDS:.0f} s")
-            (verdicts if answer.settled else unsettled).append(verdict)
-            held = max(held, answer.held)
+            settled, verdict = _verdict(kernel, shape, dtype, device, answer)
+            (verdicts if settled else unsettled).append(verdict)
+            if answer.code is not None:
+                held = max(held, _held(answer))
     return Probed(verdicts=tuple(verdicts), unsettled=tuple(unsettled), held=held)
 
 
 def _installed(kernel: str) -> bool:
     """Whether a kernel's package is there, found without importing any of it."""
-    package, _, part = _PACKAGES.get(kernel, "").partition(".")
+    row = attention_kernels().get(kernel) or matmul_kernels().get(kernel)
+    package, _, part = (row.module if row else "").partition(".")
     if not package:
         return True
     spec = importlib.util.find_spec(package)
@@ -147,99 +146,52 @@ def _installed(kernel: str) -> bool:
     return spec.origin is not None  # the folder alone may be there for the sake of another package's part
 
 
-def _start(environment: Mapping[str, str], stack: contextlib.ExitStack) -> subprocess.Popen[str]:
-    """A process that waits for a request, ended with `stack`."""
-    process = subprocess.Popen(
-        python("-m", "trainer.engine.probing.probe"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=dict(environment),
-    )
-    stack.callback(_end, process)
-    return process
+def _held(answer: Answer) -> float:
+    """Share of the GPU's memory that others held; a process tells it once all but its kernel has worked."""
+    return float(answer.rows[0]["held"]) if answer.rows else 0.0
 
 
-def _end(process: subprocess.Popen[str]) -> None:
-    process.kill()  # nothing where it has ended already
-    process.communicate()
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Request:
-    """What one process is asked for."""
-
-    kernel: str
-    shape: AttentionShape
-    dtype: str
-    device: str
-
-    def failed(self, reason: str) -> KernelVerdict:
-        """The verdict on a kernel that gave no result."""
-        return _failed(self.kernel, self.shape, self.dtype, reason)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Answer:
-    """What one process said."""
-
-    verdict: KernelVerdict | None
-    """None where the time did not suffice."""
-    settled: bool
-    """Whether it is about the kernel."""
-    held: float = 0.0
-
-
-def _ask(process: subprocess.Popen[str], request: _Request, seconds: float) -> _Answer:
-    """The answer of one process within `seconds`."""
-    try:
-        output, errors = process.communicate(json.dumps(asdict(request)), timeout=max(seconds, 0.0))
-    except subprocess.TimeoutExpired:
-        process.kill()
-        output, _ = process.communicate()
+def _verdict(
+    kernel: str, shape: AttentionShape, dtype: str, device: str, answer: Answer
+) -> tuple[bool, KernelVerdict]:
+    """Whether the answer is about the kernel, and the verdict on it."""
+    begun, code = bool(answer.rows), answer.code
+    if code is None:
         # any kernel may be slow on cores that others use
-        return _Answer(verdict=None, settled="{" in output and request.device != "cpu")
-    # the first says that everything but the kernel worked; what libraries print is none of ours
-    begun, *rest = [json.loads(line) for line in output.splitlines() if line.startswith("{")] or [None]
-    held = float(begun["held"]) if begun else 0.0
-    if process.returncode == 0:
-        measured = Measured(**rest[-1])
-        verdict = judge(request.kernel, request.shape, measured, request.dtype)
-        return _Answer(verdict=verdict, settled=True, held=held)
-    reason = _death(process.returncode, errors)
-    if not begun:
-        reason = f"before it began: {reason}"
-    settled = bool(begun) and _about_the_kernel(process.returncode, reason, held)
-    return _Answer(verdict=request.failed(reason), settled=settled, held=held)
-
-
-def _about_the_kernel(code: int, reason: str, held: float) -> bool:
-    """Whether the end of a process tells of its kernel; `held` is others' share of the GPU's memory."""
-    if code < 0:
-        return -code not in _FROM_OUTSIDE
-    if _OUT_OF_MEMORY.search(reason):
-        return held < MOST_HELD
-    return not _FILES.search(reason)
+        reason, settled = f"no result within {TIMEOUT_SECONDS:.0f} s", begun and device != "cpu"
+    elif code == 0:
+        return True, judge(kernel, shape, Measured(**answer.rows[-1]), dtype)
+    else:
+        # what CUDA's errors say stands in their first line, advice in those after it
+        raised = [line for line in answer.errors.splitlines() if code > 0 and _EXCEPTION.match(line)]
+        said = last_words("\n".join(raised) or answer.errors) or "no message"
+        reason = f"crashed with {signal.Signals(-code).name}: {said}" if code < 0 else f"failed: {said}"
+        if not begun:
+            settled, reason = False, f"before it began: {reason}"
+        elif code < 0:
+            settled = -code not in _FROM_OUTSIDE
+        elif _OUT_OF_MEMORY.search(reason):
+            settled = _held(answer) < MOST_HELD
+        else:
+            settled = not _FILES.search(reason)
+    return settled, _failed(kernel, shape, dtype, reason)
 
 
 def judge(kernel: str, shape: AttentionShape, measured: Measured, dtype: str = "bf16") -> KernelVerdict:
     """Whether what was measured is near enough to float32."""
-    allowed = _TOLERANCES.get(kernel, _TOLERANCE)
+    way = matmul_kernels().get(kernel)
+    allowed = way.tolerance if way else _TOLERANCE
     # a NaN would be lost in max
     bad = [name for name, error in measured.errors.items() if not error < float("inf")]
     if bad:
         return _failed(kernel, shape, dtype, f"not finite: {', '.join(bad)}")
     part, error = max(measured.errors.items(), key=lambda item: item[1])
-    _, at, kind = verdict_key(kernel, shape, dtype)
-    return KernelVerdict(
-        kernel=kernel,
-        shape_class=at,
-        dtype=kind,
+    reason = f"relative error {error:.1e} against float32 ({part}), allowed {allowed:g}"
+    return replace(
+        _failed(kernel, shape, dtype, reason),
         works=error <= allowed,
         milliseconds=round(measured.milliseconds, 3),
         relative_error=float(f"{error:.2e}"),
-        reason=f"relative error {error:.1e} against float32 ({part}), allowed {allowed:g}",
     )
 
 
@@ -256,20 +208,6 @@ def _failed(kernel: str, shape: AttentionShape, dtype: str, reason: str) -> Kern
     )
 
 
-def _death(code: int, stderr: str) -> str:
-    """How the process ended, with the exception it raised, else the last line it wrote."""
-    lines = [line for line in stderr.strip().splitlines() if line.strip()]
-    # what CUDA's errors say stands in their first line, advice in those after it
-    raised = [line for line in lines if code > 0 and _EXCEPTION.match(line)]
-    last = (raised or lines or ["no message"])[-1].strip()[:200]
-    if code < 0:
-        return f"crashed with {signal.Signals(-code).name}: {last}"
-    return f"failed: {last}"
-
-
-# from here on, in the process of one kernel
-
-
 def held_by_others(device: str) -> float:
     """Share of the GPU's memory that is taken before this process takes any; 0 on a CPU."""
     import torch
@@ -282,33 +220,3 @@ def held_by_others(device: str) -> float:
         return 1.0 - memory["MemAvailable"] / memory["MemTotal"]
     free, total = torch.cuda.mem_get_info()
     return 1.0 - free / total
-
-
-def _main() -> None:
-    import torch
-
-    from trainer.engine.probing.matmul import measure_matmul
-
-    line = sys.stdin.readline()  # after the imports: they take longer than the process before
-    if not line:
-        return
-    asked = json.loads(line)
-    kind, _, name = asked["kernel"].partition(".")
-    shape, device = AttentionShape(**asked["shape"]), asked["device"]
-    held = held_by_others(device)
-
-    def begin() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()  # what was launched before must not fail in the kernel's name
-        print(json.dumps({"held": held}), flush=True)
-
-    if kind == "attention":
-        packaged = asked["kernel"] in _PACKAGES
-        measured = measure_attention(name, asked["dtype"], shape, device, begin, packaged=packaged)
-    else:
-        measured = measure_matmul(name, *matmul_shape(shape), device, begin)
-    print(json.dumps({"milliseconds": measured.milliseconds, "errors": dict(measured.errors)}))
-
-
-if __name__ == "__main__":
-    _main()

@@ -1,19 +1,17 @@
 """How fast the base model's own files reach the GPU, by loader, from disk and from the page cache.
 
-The process that reads is `python -m trainer.engine.probing.reading`; the parent imports no torch.
+The parent imports no torch.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from trainer.config.interpreter import python
+from trainer.engine.probing.child import Child, last_words
 from trainer.machine.facts import ReadVerdict
 from trainer.planning.choose.loading import MOST_BYTES, OURS, PACKAGE, STATES
 
@@ -39,39 +37,22 @@ def probe_reading(
     At most MOST_BYTES are read each time. What was not reached in time has a rate of 0: a slow disk is
     measured once, as others are.
     """
+    child = Child(environment)
     try:
-        done = subprocess.run(
-            python("-m", "trainer.engine.probing.reading", str(file)),
-            env=dict(environment),
-            capture_output=True,
-            text=True,
-            timeout=TIMEOUT_SECONDS,
-        )
-    except subprocess.TimeoutExpired as error:
-        # bytes, also where text was asked for
-        reached = _rows((error.stdout or b"").decode(), disk)
-        return _with_unreached(reached, disk), f"not all was read within {TIMEOUT_SECONDS:.0f} s"
-    trouble = ""
-    if done.returncode != 0:
-        lines = done.stderr.strip().splitlines() or [f"exit code {done.returncode}"]
-        trouble = lines[-1][:200]
-    return _rows(done.stdout, disk), trouble
-
-
-def _rows(printed: str, disk: str) -> tuple[ReadVerdict, ...]:
-    """Whole lines of what the process printed; it may have been ended in one."""
-    lines = (line for line in printed.splitlines() if line.startswith("{") and line.endswith("}"))
-    return tuple(ReadVerdict(disk=disk, **json.loads(line)) for line in lines)
-
-
-def _with_unreached(reached: tuple[ReadVerdict, ...], disk: str) -> tuple[ReadVerdict, ...]:
-    """The rows in order of measurement, those that are missing with a rate of 0."""
-    found = {(row.loader, row.state): row for row in reached}
-    return tuple(
+        answer = child.ask({"file": str(file)}, TIMEOUT_SECONDS)
+    finally:
+        child.end()
+    rows = tuple(ReadVerdict(disk=disk, **row) for row in answer.rows)
+    if answer.code is not None:
+        trouble = last_words(answer.errors) or f"exit code {answer.code}"
+        return rows, trouble if answer.code else ""
+    found = {(row.loader, row.state): row for row in rows}
+    every = tuple(
         found.get((loader, state), ReadVerdict(disk=disk, loader=loader, state=state, gib_per_second=0.0))
         for state in STATES
         for loader in (OURS, PACKAGE)
     )
+    return every, f"not all was read within {TIMEOUT_SECONDS:.0f} s"
 
 
 # from here on, in the process that reads
@@ -118,7 +99,8 @@ def _bring(path: Path, state: str, most: int) -> None:
         os.close(descriptor)
 
 
-def _main(path: Path, device: str) -> None:
+def print_rates(path: Path, device: str) -> None:
+    """Measure both loaders in each state that the file can be brought into; a line of JSON for each."""
     from trainer.modeling.base.reading import page_cache_share
 
     for state in ("cold", "cached"):
@@ -130,7 +112,3 @@ def _main(path: Path, device: str) -> None:
         for loader in (OURS, PACKAGE):
             rate = round(measure(path, loader, state, device), 3)
             print(json.dumps({"loader": loader, "state": state, "gib_per_second": rate}), flush=True)
-
-
-if __name__ == "__main__":
-    _main(Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else "cuda:0")

@@ -16,8 +16,15 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.engine.records.fingerprint import REFUSED, changes
-from trainer.errors import ConfigError, Problem, StorageError
-from trainer.files.atomic import no_space_told, reading_told, sync_directory, unused_name, write_text
+from trainer.errors import ConfigError, Problem
+from trainer.files.atomic import (
+    no_space_told,
+    reading_told,
+    sync_directory,
+    unused_name,
+    whole_folder,
+    write_text,
+)
 from trainer.modeling.tensor_file import split_shards, write_tensors
 
 FORMAT_VERSION = 1
@@ -64,57 +71,29 @@ def save(
     Raises StorageError with the older checkpoints untouched and the partial one removed.
     """
     target = folder_of(root, snapshot.step)
-    temporary = target.with_name(target.name + ".tmp")
-    try:
-        with no_space_told(target):
-            root.mkdir(parents=True, exist_ok=True)
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir()
-            checksums = _write_group(temporary, "weights", weights, on_tensor)
-            checksums |= _write_group(temporary, "optimizer", optimizer, on_tensor)
-            _write_state(temporary, snapshot, checksums)
-            if target.exists():
-                shutil.rmtree(target)
-            temporary.replace(target)
-            sync_directory(root)
-            _prune(root, keep, snapshot.step)
-    except StorageError:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
+    with no_space_told(target):
+        with whole_folder(target) as temporary:
+            checksums: dict[str, str] = {}
+            for group, tensors in (("weights", weights), ("optimizer", optimizer)):
+                shards = split_shards(tensors, SHARD_BYTES)
+                for number, shard in enumerate(shards, start=1):
+                    name = f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
+                    checksums[name] = write_tensors(temporary / name, shard, {}, on_tensor)
+            state: dict[str, Any] = {
+                "version": FORMAT_VERSION,
+                **dataclasses.asdict(snapshot),
+                "files": {name: (temporary / name).stat().st_size for name in checksums},
+                "sha256": checksums,
+            }
+            state[_OWN] = _own_checksum(state)
+            # it makes the folder a whole checkpoint
+            write_text(temporary / _STATE, json.dumps(state, indent=1, sort_keys=True))
+        _prune(root, keep, snapshot.step)
     return target
 
 
-def _write_state(folder: Path, snapshot: Snapshot, checksums: Mapping[str, str]) -> None:
-    """Write state.json, which makes the folder a whole checkpoint."""
-    state: dict[str, Any] = {
-        "version": FORMAT_VERSION,
-        "step": snapshot.step,
-        "interval_loss": snapshot.interval_loss,
-        "interval_steps": snapshot.interval_steps,
-        "fingerprint": dict(snapshot.fingerprint),
-        "settings": dict(snapshot.settings),
-        "files": {name: (folder / name).stat().st_size for name in checksums},
-        "sha256": dict(checksums),
-    }
-    state[_OWN] = _own_checksum(state)
-    write_text(folder / _STATE, json.dumps(state, indent=1, sort_keys=True))
-    sync_directory(folder)
-
-
-def _write_group(
-    folder: Path, group: str, tensors: Mapping[str, torch.Tensor], on_tensor: Callable[[], None]
-) -> dict[str, str]:
-    """Write a group's shards; gives the SHA-256 of each file by its name."""
-    shards = split_shards(tensors, SHARD_BYTES)
-    checksums: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        name = f"{group}-{number:05d}-of-{len(shards):05d}.safetensors"
-        checksums[name] = write_tensors(folder / name, shard, {}, on_tensor)
-    return checksums
-
-
 def _own_checksum(state: Mapping[str, Any]) -> str:
-    """SHA-256 of what state.json says besides this."""
+    """SHA-256 of the content of state.json besides this checksum."""
     said = {key: value for key, value in state.items() if key != _OWN}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
@@ -175,7 +154,7 @@ def set_aside(root: Path, step: int, say: Callable[[str], None]) -> None:
 
 
 def damage(folder: Path, on_chunk: Callable[[], None]) -> str | None:
-    """What is wrong with a checkpoint, or None; every byte is read where the checkpoint has checksums.
+    """The fault of a checkpoint, or None; every byte is read where the checkpoint has checksums.
 
     Raises as `newest_valid`.
     """
@@ -192,9 +171,11 @@ def damage(folder: Path, on_chunk: Callable[[], None]) -> str | None:
         if path.stat().st_size != size:
             return f"{name} has {path.stat().st_size} bytes, not {size}"
         if not state["sha256"]:
-            problem = _unreadable(path)
-            if problem is not None:
-                return f"{name} is not readable ({problem})"
+            try:
+                with safe_open(path, framework="pt"):
+                    pass
+            except SafetensorError as error:
+                return f"{name} is not readable ({error})"
         elif _file_checksum(path, on_chunk) != state["sha256"].get(name):
             return f"the checksum of {name} is wrong: its bytes are not those that were written"
     return None
@@ -205,7 +186,7 @@ class _DamagedError(Exception):
 
 
 def _read_state(folder: Path) -> dict[str, Any]:
-    """What state.json says, with `settings` and `sha256` empty where it is of 0.1.0. Raises _DamagedError."""
+    """The content of state.json; `settings` and `sha256` are empty in one of 0.1.0. Raises _DamagedError."""
     path = folder / _STATE
     try:
         with reading_told(path):
@@ -243,15 +224,6 @@ _STATE_TYPES: Mapping[str, Any] = {
 }
 
 
-def _unreadable(path: Path) -> str | None:
-    """Why a file without a checksum cannot be opened, or None."""
-    try:
-        with safe_open(path, framework="pt"):
-            return None
-    except SafetensorError as error:
-        return str(error)
-
-
 def _file_checksum(path: Path, on_chunk: Callable[[], None]) -> str:
     digest = hashlib.sha256()
     buffer = memoryview(bytearray(_CHUNK_BYTES))
@@ -265,13 +237,7 @@ def _file_checksum(path: Path, on_chunk: Callable[[], None]) -> str:
 def read_snapshot(folder: Path) -> Snapshot:
     """The counters and the values of a valid checkpoint."""
     state = _read_state(folder)
-    return Snapshot(
-        step=state["step"],
-        interval_loss=state["interval_loss"],
-        interval_steps=state["interval_steps"],
-        fingerprint=state["fingerprint"],
-        settings=state["settings"],
-    )
+    return Snapshot(**{one.name: state[one.name] for one in dataclasses.fields(Snapshot)})
 
 
 def read_group(folder: Path, group: str, device: str) -> dict[str, torch.Tensor]:
@@ -290,7 +256,7 @@ _OTHERWISE = {
     "data": "images, captions or what is done with them are not those that the run began with",
     "sample_order": "this version puts other samples into a step: go on with the version that began the run",
 }
-"""What is told where the values say nothing to a reader."""
+"""Told of values that say nothing to a reader."""
 
 
 def require_same_run(
@@ -298,7 +264,7 @@ def require_same_run(
 ) -> None:
     """Raise ConfigError listing every difference between a checkpoint's run and this one.
 
-    What an older trainer did not record cannot be compared, and is said.
+    A value that an older trainer did not record cannot be compared, and is said.
     """
     found, unrecorded = changes(REFUSED, saved, current)
     if found:

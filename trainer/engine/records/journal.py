@@ -1,4 +1,4 @@
-"""What a run records at log steps, in one call: metrics.jsonl, TensorBoard, Prometheus, progress."""
+"""The record of a run's log steps, in one call: metrics.jsonl, TensorBoard, Prometheus, progress."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from trainer.telemetry.sinks.records import (
     DAMAGED_SUFFIX,
     METRICS_LOG,
     MetricsLog,
+    Sink,
     StepRecord,
     ValidationRecord,
 )
@@ -31,10 +32,11 @@ class Journal:
 
     def __init__(self, context: Context, runtime_dir: Path, tracker: Tracker | None = None) -> None:
         self.context = context
-        self.tracker = tracker
         self.metrics_log = MetricsLog(context.run_dir / METRICS_LOG)
         self.events = EventLog(context.run_dir / "tensorboard")
         self.metrics = RunMetrics(runtime_dir)
+        sent = () if tracker is None else (tracker,)
+        self._sinks: tuple[Sink, ...] = (self.metrics_log, self.events, *sent, self.metrics)
         config = context.config
         self.metrics.build_info(
             version=__version__, torch=torch.__version__, family=config.family, method=config.method
@@ -72,12 +74,8 @@ class Journal:
 
     def log_validation(self, record: ValidationRecord) -> None:
         """Record a held-out loss on a line of its own."""
-        self.metrics_log.append(record)
-        self.events.validation(record)
-        if self.tracker is not None:
-            self.tracker.scalars(record)
-        self.metrics.validation(record.validation_loss)
-        self.metrics.write()
+        for sink in self._sinks:
+            sink.record(record)
 
     def log_step(
         self,
@@ -109,28 +107,25 @@ class Journal:
             device_memory_reserved_peak_bytes=peak_memory_bytes(device),
             validation_loss=None if validation is None else validation.validation_loss,
             validation_data=None if validation is None else validation.validation_data,
+            steps=steps,
+            samples=samples,
+            planned_steps=self.context.config.train.max_train_steps,
         )
-        total = self.context.config.train.max_train_steps
-        self.metrics_log.append(record)
-        self.events.scalars(record)
-        if self.tracker is not None:
-            self.tracker.scalars(record)
-        self.metrics.step(record, planned_steps=total, steps=steps, samples=samples)
-        self.metrics.write()
+        for sink in self._sinks:
+            sink.record(record)
         # what writing took belongs to the next step: nothing that the run waits for is left out of its times
         self._marked = now
-        return step_line(record, total=total)
+        return step_line(record)
 
     def picture(self, tag: str, path: Path, step: int) -> None:
-        """Add a PNG to TensorBoard, and to the tracker."""
-        self.events.image(tag, path.read_bytes(), step=step)
-        if self.tracker is not None:
-            self.tracker.image(tag, path, step=step)
+        """Show a PNG where pictures are taken."""
+        for sink in self._sinks:
+            sink.image(tag, path, step=step)
 
     def sync(self) -> None:
         """Put everything recorded on the disk, before a checkpoint that relies on it becomes valid."""
-        self.metrics_log.flush_and_sync()
-        self.events.flush_and_sync()
+        for sink in self._sinks:
+            sink.sync()
 
     def __enter__(self) -> Journal:
         return self
@@ -143,10 +138,8 @@ class Journal:
 
     def close(self, *, finished: bool = True) -> None:
         """Close the files, and tell the tracker whether the run came to its end."""
-        self.metrics_log.close()
-        self.events.close()
-        if self.tracker is not None:
-            self.tracker.close(finished=finished)
+        for sink in self._sinks:
+            sink.close(finished=finished)
 
 
 def start_tracker(context: Context) -> Tracker | None:

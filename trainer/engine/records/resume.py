@@ -1,25 +1,25 @@
-"""What a run folder holds already, and whether this run may go on in it."""
+"""Whether a run may go on in its folder, and from which checkpoint."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.records import checkpoint
-from trainer.engine.records.fingerprint import TOLD, changes, refused, told
+from trainer.engine.records.fingerprint import REFUSED, TOLD, changes, values
 from trainer.errors import ConfigError, NoSpaceError
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
+from trainer.words.sizes import GIB
 
 RUN_FILE = "run.json"
 _WRITTEN = ("lora", "model", "best")
-_GIB = 1024**3
 _ELSEWHERE = "choose another output_dir, or remove this one"
 
 
@@ -45,40 +45,34 @@ def start(context: Context, records: Sequence[Record]) -> Start:
     Raises ConfigError where this is another run, or the folder holds results of one.
     """
     found = _wanted_checkpoint(context)
-    context = _with_its_encoders(context, _began_with(context) if found is None else found[1].fingerprint)
-    fingerprint, settings = refused(context, records), told(context, records)
+    record = context.run_dir / RUN_FILE
+    if found is not None:
+        saved = found[1].fingerprint
+    else:  # values of a run whose results are here and that left no checkpoint
+        saved = _read_record(record) if record.is_file() and _results(context.run_dir) else {}
+    began, now = saved.get("text_encoders"), context.plan.text_encoder_weights
+    if began is not None and began != now:
+        # captions are encoded as they were: free memory, which decides it, changes between two starts
+        context.say(f"captions stay encoded in {began}, as the run began; this start alone would take {now}")
+        plan = dataclasses.replace(context.plan, text_encoder_weights=began)
+        context = dataclasses.replace(context, plan=plan)
+    fingerprint, settings = values(REFUSED, context, records), values(TOLD, context, records)
+    relabels = False
     if found is None:
         require_free_folder(context, fingerprint)
-        relabels = False
     else:
-        require_may_go_on(context, *found, fingerprint)
-        relabels = _tell_changes(context, found[1], settings)
-        checkpoint.set_aside(context.run_dir / "checkpoints", found[1].step, context.say)
+        folder, snapshot = found
+        checkpoint.require_same_run(folder, saved, fingerprint, context.say)
+        total = context.config.train.max_train_steps
+        if snapshot.step > total:
+            raise ConfigError(
+                f"the newest checkpoint is of step {snapshot.step}, beyond max_train_steps {total}",
+                where=str(folder),
+                remedy="raise train.max_train_steps, or choose another output_dir",
+            )
+        relabels = _tell_changes(context, snapshot, settings)
+        checkpoint.set_aside(context.run_dir / "checkpoints", snapshot.step, context.say)
     return Start(context=context, found=found, fingerprint=fingerprint, settings=settings, relabels=relabels)
-
-
-def _with_its_encoders(context: Context, fingerprint: Mapping[str, str]) -> Context:
-    """Captions are encoded as they were: free memory, which decides it, changes between two starts."""
-    began, now = fingerprint.get("text_encoders"), context.plan.text_encoder_weights
-    if began is None or began == now:
-        return context
-    context.say(f"captions stay encoded in {began}, as the run began; this start alone would take {now}")
-    plan = dataclasses.replace(context.plan, text_encoder_weights=began)
-    return dataclasses.replace(context, plan=plan)
-
-
-def require_may_go_on(
-    context: Context, folder: Path, snapshot: checkpoint.Snapshot, fingerprint: Mapping[str, str]
-) -> None:
-    """Raise ConfigError where a checkpoint is of another run, or beyond this one's end."""
-    checkpoint.require_same_run(folder, snapshot.fingerprint, fingerprint, context.say)
-    total = context.config.train.max_train_steps
-    if snapshot.step > total:
-        raise ConfigError(
-            f"the newest checkpoint is of step {snapshot.step}, beyond max_train_steps {total}",
-            where=str(folder),
-            remedy="raise train.max_train_steps, or choose another output_dir",
-        )
 
 
 def _tell_changes(context: Context, snapshot: checkpoint.Snapshot, settings: Mapping[str, str]) -> bool:
@@ -102,59 +96,46 @@ def _tell_changes(context: Context, snapshot: checkpoint.Snapshot, settings: Map
 
 
 def _wanted_checkpoint(context: Context) -> tuple[Path, checkpoint.Snapshot] | None:
-    wanted = context.config.checkpoint.resume_from_checkpoint
+    """The newest valid checkpoint, or the named one; raises ConfigError where it cannot be used."""
+    wanted, where = context.config.checkpoint.resume_from_checkpoint, "checkpoint.resume_from_checkpoint"
     root = context.run_dir / "checkpoints"
-    where = "checkpoint.resume_from_checkpoint"
+    steps = checkpoint.steps_on_disk(root)
 
     def on_chunk() -> None:
-        context.stop.raise_if_requested()
-        context.status.beat(Phase.LOAD)
+        context.alive(Phase.LOAD)
 
-    if isinstance(wanted, Path):
-        return _named_checkpoint(wanted, root, where, on_chunk)
-    found = checkpoint.newest_valid(root, context.say, on_chunk)
-    if found is not None and wanted == "never":
-        remedy = "set it to auto to continue, or choose another output_dir"
-        raise ConfigError(f"{found[0]} exists and resuming is forbidden", where=where, remedy=remedy)
-    if found is None and checkpoint.steps_on_disk(root):
-        remedy = "remove them to start afresh, or choose another output_dir"
-        raise ConfigError("none of the checkpoints here can be used", where=str(root), remedy=remedy)
-    return found
-
-
-def _named_checkpoint(
-    folder: Path, root: Path, where: str, on_chunk: Callable[[], None]
-) -> tuple[Path, checkpoint.Snapshot]:
-    """The checkpoint of a path; raises ConfigError where it is damaged or `root` holds later ones."""
-    if not folder.is_dir():
-        held = ", ".join(str(path) for path in checkpoint.steps_on_disk(root)) or "none"
+    if not isinstance(wanted, Path):
+        found = checkpoint.newest_valid(root, context.say, on_chunk)
+        if found is not None and wanted == "never":
+            remedy = "set it to auto to continue, or choose another output_dir"
+            raise ConfigError(f"{found[0]} exists and resuming is forbidden", where=where, remedy=remedy)
+        if found is None and steps:
+            remedy = "remove them to start afresh, or choose another output_dir"
+            raise ConfigError("none of the checkpoints here can be used", where=str(root), remedy=remedy)
+        return found
+    if not wanted.is_dir():
+        held = ", ".join(map(str, steps)) or "none"
         remedy = f"name a folder such as checkpoints/step-000500; the run's own are: {held}"
-        raise ConfigError(f"there is no folder {folder}", where=where, remedy=remedy)
-    problem = checkpoint.damage(folder, on_chunk)
+        raise ConfigError(f"there is no folder {wanted}", where=where, remedy=remedy)
+    problem = checkpoint.damage(wanted, on_chunk)
     if problem is not None:
         remedy = "name another one, or set auto, which takes the newest intact one"
-        raise ConfigError(f"{folder} is no usable checkpoint: {problem}", where=where, remedy=remedy)
-    chosen = checkpoint.read_snapshot(folder)
-    if any(checkpoint.step_of(path) > chosen.step for path in checkpoint.steps_on_disk(root)):
+        raise ConfigError(f"{wanted} is no usable checkpoint: {problem}", where=where, remedy=remedy)
+    chosen = checkpoint.read_snapshot(wanted)
+    if any(checkpoint.step_of(path) > chosen.step for path in steps):
         remedy = "move them away to go on from the older one, or set auto"
         raise ConfigError(f"{root} holds later checkpoints", where=where, remedy=remedy)
-    return folder, chosen
+    return wanted, chosen
 
 
 def _results(run_dir: Path) -> list[Path]:
-    """What a run has left in its folder besides checkpoints."""
+    """The results of a run in its folder besides checkpoints."""
     metrics = run_dir / METRICS_LOG
-    results = [
+    folders = [
         path for path in (run_dir / "lora", run_dir / "model") if path.is_dir() and any(path.iterdir())
     ]
     # what was measured before the first step is no result
-    return results + ([metrics] if any(row["step"] for row in read_metrics(metrics)) else [])
-
-
-def _began_with(context: Context) -> Mapping[str, str]:
-    """Values of the run whose results are here and that left no checkpoint; empty where there is none."""
-    record = context.run_dir / RUN_FILE
-    return _read_record(record) if record.is_file() and _results(context.run_dir) else {}
+    return folders + ([metrics] if any(row["step"] for row in read_metrics(metrics)) else [])
 
 
 def require_free_folder(context: Context, fingerprint: Mapping[str, str]) -> None:
@@ -194,7 +175,7 @@ def require_space(context: Context) -> None:
     needed = context.plan.disk_bytes - sum(path.stat().st_size for path in held if path.is_file())
     if free < needed:
         raise NoSpaceError(
-            f"{free / _GIB:.3g} GiB free, checkpoints and final files need {needed / _GIB:.3g} GiB more",
+            f"{free / GIB:.3g} GiB free, checkpoints and final files need {needed / GIB:.3g} GiB more",
             where=str(context.run_dir),
             remedy="free space, lower checkpoint.checkpoints_total_limit, or use --output on another disk",
         )

@@ -25,7 +25,7 @@ from trainer.modeling.tensor_file import split_shards, write_tensors
 from trainer.telemetry.status import Phase
 
 _TEXTS = re.compile(r"(LICEN[CS]E|NOTICE)[\w.-]*|model_index\.json", re.IGNORECASE)
-"""What lies beside the components and holds for a model that was made from the base."""
+"""Files beside the components that hold for a model that was made from the base."""
 
 
 def export_full(context: Context, model: Any) -> Path:
@@ -35,33 +35,24 @@ def export_full(context: Context, model: Any) -> Path:
     Configs, tokenizers and the scheduler of the base are copied beside it, and the weights that were not
     trained are links to the base's files.
     """
-    target = context.run_dir / "model"
-    temporary = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    target, component = context.run_dir / "model", context.family.trained_component
+    with atomic.whole_folder(target) as temporary:
         with atomic.no_space_told(temporary):
-            (temporary / context.family.trained_component).mkdir(parents=True)
-            _write_others(context, temporary)
-        _write_shards(context, model, temporary / context.family.trained_component)
-        with atomic.no_space_told(target):
-            shutil.rmtree(target, ignore_errors=True)
-            temporary.replace(target)
-            atomic.sync_directory(target.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+            if component:
+                (temporary / component).mkdir()
+                _write_others(context, temporary)
+        _write_shards(context, model, temporary / component)
     return target
 
 
 def _write_others(context: Context, target: Path) -> None:
-    """What belongs to the base besides the trained component."""
-    source, trained = context.source, context.family.trained_component
-    if not trained:
-        return
+    """The parts of the base besides the trained component."""
+    source = context.source
     for file in sorted(source.folder.iterdir()):
         if file.is_file() and _TEXTS.fullmatch(file.name):
             shutil.copyfile(file, target / file.name)
     for name in components(context.family):
-        if name == trained:
+        if name == context.family.trained_component:
             continue
         (target / name).mkdir(parents=True)
         weights = () if name in source.random_components else weight_files(source.folder / name).files
@@ -81,31 +72,30 @@ def _link(context: Context, file: Path, link: Path) -> None:
         context.say(f"{link.parent.name}/{link.name} is not in the saved model: no link ({error.strerror})")
 
 
-def _write_shards(context: Context, model: Any, temporary: Path) -> None:
-    component = context.family.trained_component
-    stem, state = _stem(model), saved_state(model)
+def _write_shards(context: Context, model: Any, folder: Path) -> None:
+    """Write the trained component as its library's own files are called."""
+    from transformers import PreTrainedModel
+
+    stem = "model" if isinstance(model, PreTrainedModel) else "diffusion_pytorch_model"
+    state, metadata = saved_state(model), {"format": "pt", **file_metadata(context)}
     shards = split_shards(state, SHARD_BYTES)
     weight_map: dict[str, str] = {}
-
-    def beat() -> None:
-        context.status.beat(Phase.SAVE)
-
     for number, shard in enumerate(shards, start=1):
         suffix = "" if len(shards) == 1 else f"-{number:05d}-of-{len(shards):05d}"
         name = f"{stem}{suffix}.safetensors"
-        write_tensors(temporary / name, shard, {"format": "pt", **file_metadata(context)}, beat)
+        write_tensors(folder / name, shard, metadata, lambda: context.status.beat(Phase.SAVE))
         weight_map |= dict.fromkeys(shard, name)
+    texts = {"config.json": _config(context)}
     if len(shards) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        atomic.write_text(
-            temporary / f"{stem}.safetensors.index.json", json.dumps(index, indent=1, sort_keys=True)
-        )
-    atomic.write_text(temporary / "config.json", json.dumps(_config(context), indent=1, sort_keys=True))
-    if not component:
+        texts[f"{stem}.safetensors.index.json"] = index
+    for name, content in texts.items():
+        atomic.write_text(folder / name, json.dumps(content, indent=1, sort_keys=True))
+    if not context.family.trained_component:
         # the folder is the whole model: with its tokenizer it loads by itself
         for file in tokenizer_files(context.source.folder):
-            shutil.copyfile(file, temporary / file.name)
+            shutil.copyfile(file, folder / file.name)
 
 
 def _config(context: Context) -> dict[str, Any]:
@@ -122,18 +112,8 @@ def _config(context: Context) -> dict[str, Any]:
 
 def saved_state(model: Any) -> dict[str, torch.Tensor]:
     """The model's tensors, tied ones once, as its library's files hold them."""
-    state: dict[str, torch.Tensor] = model.state_dict()
-    tied = {name for name, _ in model.named_parameters(remove_duplicate=False)} - {
-        name for name, _ in model.named_parameters()
-    }
-    return {name: tensor for name, tensor in state.items() if name not in tied}
-
-
-def _stem(model: Any) -> str:
-    """How the library of the model's class calls its weight files."""
-    from transformers import PreTrainedModel
-
-    return "model" if isinstance(model, PreTrainedModel) else "diffusion_pytorch_model"
+    every, once = ({n for n, _ in model.named_parameters(remove_duplicate=kind)} for kind in (False, True))
+    return {name: tensor for name, tensor in model.state_dict().items() if name not in every - once}
 
 
 def prove_full(context: Context, model: Any, folder: Path) -> int:

@@ -23,12 +23,12 @@ from trainer.modeling.base.base import tokenizer_files
 from trainer.modeling.base.load import shard_files
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.tensor_file import write_tensors
+from trainer.ways.storages import frozen
 
 _PLAIN = (torch.float32, torch.bfloat16, torch.float16)
 """Types in which a weight can be changed."""
-_QUANTIZED = ("int8", "nf4", "fp8")
 _TEXTS = re.compile(r"(LICEN[CS]E|NOTICE|README)[\w.-]*|model_index\.json", re.IGNORECASE)
-"""What lies beside the components and belongs to the model."""
+"""Files beside the components that belong to the model."""
 
 
 def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Callable[[str], None]) -> int:
@@ -40,17 +40,10 @@ def merge(loaded: Loaded, source: ModelSource, lora: Path, target: Path, say: Ca
     family = families.get(loaded.config.family)
     adapter = read_adapter(lora)
     _require(loaded, family, source, adapter, lora, target)
-    temporary = target.with_name(f"{target.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
+    with atomic.whole_folder(target) as temporary:
         with atomic.no_space_told(target):
-            temporary.mkdir(parents=True)
             _copy_others(family, source, temporary)
         _merge_shards(family, source, adapter, temporary, say)
-        temporary.replace(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    atomic.sync_directory(target.parent)
     return len(adapter.layers)
 
 
@@ -59,7 +52,7 @@ def _require(
 ) -> None:
     """Raise for everything that is wrong before a byte is written."""
     weights, key = loaded.config.features.weights, "features.weights"
-    if weights in _QUANTIZED:
+    if weights in frozen():
         what = f"`{key}: {weights}` is a base that is quantised as it loads, and merging is into its files"
         raise ConfigError(what, where=loaded.sources.get(key, key), remedy=f"leave {key} out")
     if "quantization_config" in source.component_config(family.trained_component):

@@ -77,46 +77,34 @@ def _same_size(images: Sequence[Image.Image]) -> list[Image.Image]:
 
 @dataclass(frozen=True, kw_only=True)
 class _Page:
-    """Measures of a before-and-after picture, in pixels."""
+    """Measures of a before-and-after picture, in pixels, and its fonts."""
 
-    cell_width: int
-    cell_height: int
-    columns: int
-    """In every block but perhaps the last."""
-    title_size: int
-    caption_size: int
-
-    @property
-    def title_line(self) -> int:
-        return round(self.title_size * 1.6)
-
-    @property
-    def caption_line(self) -> int:
-        return round(self.caption_size * 1.3)
-
-    def left(self, column: int) -> int:
-        """Of the pictures in a column."""
-        return _PAGE_MARGIN + column * (self.cell_width + _PAGE_GAP)
-
-    def block_height(self, caption_lines: int) -> int:
-        """Two titled rows and the captions below."""
-        return 2 * (self.title_line + self.cell_height + _ROW_GAP) + caption_lines * self.caption_line
+    cell: tuple[int, int]
+    """Width and height of a picture."""
+    lefts: tuple[int, ...]
+    """Of the pictures in each column; a block has so many columns, but perhaps the last."""
+    title_font: _Font
+    title_line: int
+    caption_font: _Font
+    caption_line: int
 
 
 def _page(width: int, height: int, count: int) -> _Page:
     """Small pictures are enlarged by a whole number, large ones made smaller; blocks are equally full."""
     longest = max(width, height)
     scale = max(1, -(-_CELL_MINIMUM // longest)) if longest <= _CELL_MAXIMUM else _CELL_MAXIMUM / longest
-    cell_width, cell_height = max(1, round(width * scale)), max(1, round(height * scale))
-    fitting = (_PAGE_WIDTH - 2 * _PAGE_MARGIN + _PAGE_GAP) // (cell_width + _PAGE_GAP)
+    cell = max(1, round(width * scale)), max(1, round(height * scale))
+    fitting = (_PAGE_WIDTH - 2 * _PAGE_MARGIN + _PAGE_GAP) // (cell[0] + _PAGE_GAP)
     blocks = -(-count // min(_PAGE_COLUMNS, fitting))
-    caption_size = max(15, round(max(cell_width, cell_height) / 16))
+    caption_size = max(15, round(max(cell) / 16))
+    title_size = round(caption_size * 1.2)
     return _Page(
-        cell_width=cell_width,
-        cell_height=cell_height,
-        columns=-(-count // blocks),
-        title_size=round(caption_size * 1.2),
-        caption_size=caption_size,
+        cell=cell,
+        lefts=tuple(_PAGE_MARGIN + column * (cell[0] + _PAGE_GAP) for column in range(-(-count // blocks))),
+        title_font=ImageFont.load_default(size=title_size),
+        title_line=round(title_size * 1.6),
+        caption_font=ImageFont.load_default(size=caption_size),
+        caption_line=round(caption_size * 1.3),
     )
 
 
@@ -128,37 +116,37 @@ def before_after(
     rows: before and after. More columns than fit become further blocks below.
     """
     both = _same_size([image for images in rows for image in images])
-    before, after = both[: len(captions)], both[len(captions) :]
-    page = _page(before[0].width, before[0].height, len(captions))
-    title_font = ImageFont.load_default(size=page.title_size)
-    caption_font = ImageFont.load_default(size=page.caption_size)
-    texts = [_wrapped(caption, caption_font, page.cell_width) for caption in captions]
-    starts = range(0, len(captions), page.columns)
-    heights = [page.block_height(max(map(len, texts[start : start + page.columns]))) for start in starts]
-    width = max(
-        page.left(page.columns) - _PAGE_GAP, *(_PAGE_MARGIN + round(title_font.getlength(t)) for t in titles)
+    page = _page(*both[0].size, len(captions))
+    (cell_width, cell_height), columns = page.cell, len(page.lefts)
+    texts = [_wrapped(caption, page.caption_font, cell_width) for caption in captions]
+    blocks = [slice(start, start + columns) for start in range(0, len(captions), columns)]
+    heights = [
+        2 * (page.title_line + cell_height + _ROW_GAP) + max(map(len, texts[block])) * page.caption_line
+        for block in blocks
+    ]
+    ends = [_PAGE_MARGIN + round(page.title_font.getlength(title)) for title in titles]
+    size = (
+        max(page.lefts[-1] + cell_width, *ends) + _PAGE_MARGIN,
+        2 * _PAGE_MARGIN + sum(heights) + _BLOCK_GAP * (len(blocks) - 1),
     )
-    size = (width + _PAGE_MARGIN, 2 * _PAGE_MARGIN + sum(heights) + _BLOCK_GAP * (len(starts) - 1))
     picture = Image.new("RGB", size, "white")
     draw = ImageDraw.Draw(picture)
     top = _PAGE_MARGIN
-    for start, height in zip(starts, heights, strict=True):
+    for block, height in zip(blocks, heights, strict=True):
         y = top
-        for title, images in zip(titles, (before, after), strict=True):
-            draw.text((_PAGE_MARGIN, y), title, fill=_TITLE_COLOUR, font=title_font)
+        for title, images in zip(titles, (both[: len(captions)], both[len(captions) :]), strict=True):
+            draw.text((_PAGE_MARGIN, y), title, fill=_TITLE_COLOUR, font=page.title_font)
             y += page.title_line
-            for column, image in enumerate(images[start : start + page.columns]):
-                left, right = page.left(column), page.left(column) + page.cell_width
+            for left, image in zip(page.lefts, images[block], strict=False):
                 # around the picture, not on it: one on white ends somewhere
-                frame = (left - 1, y - 1, right, y + page.cell_height)
+                frame = (left - 1, y - 1, left + cell_width, y + cell_height)
                 draw.rectangle(frame, outline=_FRAME_COLOUR)
-                cell = image.resize((page.cell_width, page.cell_height), Image.Resampling.LANCZOS)
-                picture.paste(cell, (left, y))
-            y += page.cell_height + _ROW_GAP
-        for column, lines in enumerate(texts[start : start + page.columns]):
+                picture.paste(image.resize(page.cell, Image.Resampling.LANCZOS), (left, y))
+            y += cell_height + _ROW_GAP
+        for left, lines in zip(page.lefts, texts[block], strict=False):
             for number, text in enumerate(lines):
-                place = (page.left(column), y + number * page.caption_line)
-                draw.text(place, text, fill=_CAPTION_COLOUR, font=caption_font)
+                place = (left, y + number * page.caption_line)
+                draw.text(place, text, fill=_CAPTION_COLOUR, font=page.caption_font)
         top += height + _BLOCK_GAP
     return picture
 

@@ -1,15 +1,12 @@
-"""Proof that a saved file does what training did: load it from disk and compare the model's
-outputs.
-"""
+"""LoRA files, and the proof that a file does what training did: loaded from disk, outputs are equal."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import math
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -19,10 +16,11 @@ from safetensors import SafetensorError, safe_open
 
 from trainer import __version__
 from trainer.config.secrets import redacted
+from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
 from trainer.errors import DataError, DivergedError, Problem
 from trainer.families.family import Family
-from trainer.families.values import ON_HOST, Batch, Draw, Shape
+from trainer.families.values import Shape
 from trainer.files import atomic
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.comfyui import unnamed, write_comfyui
@@ -34,13 +32,13 @@ _SEED = 20_240_801
 _INPUTS = 2
 _GROWS_FROM_ZERO = {".lora_B": (".lora_A",), ".lokr_w1": (".lokr_w2", ".lokr_w2_a")}
 """Parts of an adapter that training starts at zero, and what each is multiplied with."""
-_MOST_TOKENS = 512
-"""A language model's output is tokens x vocabulary: a full row would be gigabytes."""
+_MOST_SIDE, _MOST_TOKENS = 512, 512
+"""Size of the inputs. A language model's output is tokens x vocabulary: a full row would be gigabytes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Proof:
-    """What was measured. Differences are relative: ||a - b|| / ||b||."""
+    """Measured differences; they are relative: ||a - b|| / ||b||."""
 
     reload_error: float
     """Trained adapter against the adapter loaded from the file; how exactly the file carries it."""
@@ -57,47 +55,19 @@ class Proof:
 
 def fixed_outputs(context: Context, model: Any) -> list[torch.Tensor]:
     """The model's predictions, fp32 on the CPU, for two fixed inputs that need no data set."""
-    settings = context.family.settings(context.source, context.config)
-    config = context.source.component_config(context.family.trained_component)
-    side = (
-        min(context.config.data.resolution, 512)
-        // context.family.pixel_multiple
-        * context.family.pixel_multiple
-    )
-    tokens = min(context.config.data.max_sequence_length, _MOST_TOKENS)
+    data, multiple = context.config.data, context.family.pixel_multiple
+    side = min(data.resolution, _MOST_SIDE) // multiple * multiple
+    tokens = min(data.max_sequence_length, _MOST_TOKENS)
     shape = Shape(batch_size=1, width=side, height=side, text_tokens=tokens, bytes_per_value=4)
     outputs = []
     was_training = model.training
     model.eval()
     with torch.no_grad():
         for number in range(_INPUTS):
-            batch = context.family.synthetic_batch(config, shape, _SEED + number)
-            header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
-            draw = context.family.draw(settings, [number], header)
-            batch, draw = to_device(batch, draw, context.device, context.dtype)
-            outputs.append(context.family.predict(model, batch, draw, settings).float().cpu())
+            batch, draw = synthetic(context, shape, seed=_SEED + number, position=number)
+            outputs.append(context.family.predict(model, batch, draw, context.settings).float().cpu())
     model.train(was_training)
     return outputs
-
-
-def to_device(batch: Batch, draw: Draw | None, device: str, dtype: torch.dtype) -> tuple[Batch, Draw | None]:
-    """Move a batch (text in the model's dtype) and its draw (fp32); waits only where memory is not pinned."""
-    batch = dataclasses.replace(
-        batch,
-        latents={name: tensor.to(device, non_blocking=True) for name, tensor in batch.latents.items()},
-        text={
-            name: tensor.to(
-                "cpu" if name in ON_HOST else device,
-                dtype if tensor.is_floating_point() else tensor.dtype,
-                non_blocking=True,
-            )
-            for name, tensor in batch.text.items()
-        },
-    )
-    if draw is None:
-        return batch, None
-    moved = {name: tensor.to(device, non_blocking=True) for name, tensor in vars(draw).items()}
-    return batch, Draw(**moved)
 
 
 def relative_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
@@ -115,8 +85,10 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
     """Write the LoRA into `lora/` through the family's pipeline, proved first, then its ComfyUI twin if any.
 
     Files of an earlier run stay until the new ones are proved; what is proved stays whatever becomes of its
-    twin. Raises as `prove_lora`, and StorageError.
+    twin. Raises DivergedError for an adapter that is not finite, as `prove_lora`, and StorageError.
     """
+    if not all(bool(torch.isfinite(tensor).all()) for tensor in lora.adapter_state(model).values()):
+        raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
     folder = context.run_dir / "lora"
     temporary = context.run_dir / "lora.tmp"
     shutil.rmtree(temporary, ignore_errors=True)
@@ -124,17 +96,64 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
         with atomic.no_space_told(folder):
             temporary.mkdir(parents=True)
             folder.mkdir(exist_ok=True)
-        path = _write_lora_file(context, model, temporary)
+        path = _write_lora(context, model, temporary)
         proof = prove_lora(context, model, path)
-        write_proof(path, proof)
+        figures = json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n"
+        atomic.write_text(path.with_suffix(".proof.json"), figures)
         # of another LoRA from here on
-        _comfyui_file(context, folder).unlink(missing_ok=True)
+        (folder / _name(context, ".comfyui")).unlink(missing_ok=True)
         _move(temporary, folder)
-        comfyui = _write_comfyui_file(context, model, temporary)
+        comfyui = _write_twin(context, model, temporary)
         _move(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
+
+
+def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, Path | None]:
+    """Write both files into `folder`, not proved; None where ComfyUI does not take them.
+
+    Raises StorageError.
+    """
+    return _write_lora(context, model, folder), _write_twin(context, model, folder)
+
+
+def _name(context: Context, kind: str = "") -> str:
+    return f"{context.run_dir.resolve().name}{kind}.safetensors"
+
+
+def _move(source: Path, folder: Path) -> None:
+    with atomic.no_space_told(folder):
+        for file in sorted(source.iterdir()):
+            file.replace(folder / file.name)
+        atomic.sync_directory(folder)
+
+
+def _write_lora(context: Context, model: Any, folder: Path) -> Path:
+    state, config = lora.adapter_state(model), lora.adapter_config(model)
+    return save_adapter(context.family, state, config, file_metadata(context), folder / _name(context))
+
+
+def _write_twin(context: Context, model: Any, folder: Path) -> Path | None:
+    """None where ComfyUI takes no LoRA of the family, or has no name for one of its layers, which is said."""
+    family, state = context.family, lora.adapter_state(model)
+    if family.comfyui is None:
+        return None
+    nameless = unnamed(state, family.comfyui_keys)
+    if nameless:
+        context.say(f"no file for ComfyUI: it has no name for {len(nameless)} layers, first {nameless[0]}")
+        return None
+    path = folder / _name(context, ".comfyui")
+    write_comfyui(
+        state,
+        path,
+        file_metadata(context),
+        config=lora.adapter_config(model),
+        key_of=family.comfyui_keys,
+        weight_of=lambda module: model.get_submodule(module).get_base_layer().weight,
+        swapped=family.comfyui_swaps,
+    )
+    return path
 
 
 def save_adapter(
@@ -161,56 +180,8 @@ def save_adapter(
     return written
 
 
-def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, Path | None]:
-    """Write both files into `folder`, not proved; None where ComfyUI does not take them.
-
-    Raises StorageError.
-    """
-    path = _write_lora_file(context, model, folder)
-    return path, _write_comfyui_file(context, model, folder)
-
-
-def _move(source: Path, folder: Path) -> None:
-    with atomic.no_space_told(folder):
-        for file in sorted(source.iterdir()):
-            file.replace(folder / file.name)
-        atomic.sync_directory(folder)
-
-
-def _write_lora_file(context: Context, model: Any, folder: Path) -> Path:
-    path = folder / f"{context.run_dir.resolve().name}.safetensors"
-    state, config = lora.adapter_state(model), lora.adapter_config(model)
-    return save_adapter(context.family, state, config, file_metadata(context), path)
-
-
-def _comfyui_file(context: Context, folder: Path) -> Path:
-    return folder / f"{context.run_dir.resolve().name}.comfyui.safetensors"
-
-
-def _write_comfyui_file(context: Context, model: Any, folder: Path) -> Path | None:
-    """None where ComfyUI takes no LoRA of the family, or has no name for one of its layers, which is said."""
-    family, state = context.family, lora.adapter_state(model)
-    if family.comfyui is None:
-        return None
-    nameless = unnamed(state, family.comfyui_keys)
-    if nameless:
-        context.say(f"no file for ComfyUI: it has no name for {len(nameless)} layers, first {nameless[0]}")
-        return None
-    path = _comfyui_file(context, folder)
-    write_comfyui(
-        state,
-        path,
-        file_metadata(context),
-        config=lora.adapter_config(model),
-        key_of=family.comfyui_keys,
-        weight_of=lambda module: model.get_submodule(module).get_base_layer().weight,
-        swapped=family.comfyui_swaps,
-    )
-    return path
-
-
 def file_metadata(context: Context) -> dict[str, str]:
-    """What a saved file says of itself: its base model and how it was trained. No path, time or host."""
+    """Metadata of a saved file: its base model and how it was trained. No path, time or host."""
     config, source = context.config, context.source
     metadata = {
         "family": config.family,
@@ -225,11 +196,6 @@ def file_metadata(context: Context) -> dict[str, str]:
     return {name: redacted(value) for name, value in metadata.items()}
 
 
-def is_finite_adapter(model: Any) -> bool:
-    """Whether every value of the adapter is finite."""
-    return all(bool(torch.isfinite(tensor).all()) for tensor in lora.adapter_state(model).values())
-
-
 def prove_lora(context: Context, model: Any, path: Path) -> Proof:
     """Take the trained adapter off, load the file onto the same base, compare; the file's adapter stays on.
 
@@ -241,18 +207,12 @@ def prove_lora(context: Context, model: Any, path: Path) -> Proof:
     base = fixed_outputs(context, model)
     load_lora(context, model, path)
     loaded = fixed_outputs(context, model)
-    proof = Proof(
-        reload_error=relative_difference(loaded, trained),
-        effect=relative_difference(loaded, base),
-        layers=layers,
-    )
-    _require(proof, path, TOLERANCE[context.dtype])
-    return proof
+    return _proved(context, path, layers, relative_difference(loaded, trained), loaded, base)
 
 
 def verify_on_fresh_base(context: Context, model: Any, path: Path) -> Proof:
     """Load the file onto an untouched base and measure its effect; the recorded outputs of training are not
-    needed.
+    needed. Raises as `prove_lora`.
     """
     layers = check_file(path)
     base = fixed_outputs(context, model)
@@ -262,9 +222,34 @@ def verify_on_fresh_base(context: Context, model: Any, path: Path) -> Proof:
     restored = relative_difference(fixed_outputs(context, model), base)
     load_lora(context, model, path)
     again = relative_difference(fixed_outputs(context, model), first)
-    proof = Proof(reload_error=max(restored, again), effect=relative_difference(first, base), layers=layers)
-    _require(proof, path, TOLERANCE[context.dtype])
-    return proof
+    return _proved(context, path, layers, max(restored, again), first, base)
+
+
+def _proved(
+    context: Context,
+    path: Path,
+    layers: int,
+    reload_error: float,
+    loaded: Sequence[torch.Tensor],
+    base: Sequence[torch.Tensor],
+) -> Proof:
+    effect, tolerance = relative_difference(loaded, base), TOLERANCE[context.dtype]
+    if math.isnan(reload_error) or math.isnan(effect):
+        raise DivergedError("the model's output with the saved LoRA is not finite", where=str(path))
+    if reload_error > tolerance:
+        raise DataError(
+            f"loaded from disk, the LoRA gives other outputs (relative difference {reload_error:.2e}, "
+            f"allowed {tolerance:.0e})",
+            where=str(path),
+            remedy="this is a defect of the trainer: please report it; the checkpoints stay",
+        )
+    if effect == 0.0:
+        raise DivergedError(
+            "the LoRA does not change the model's output",
+            where=str(path),
+            remedy="train more steps, or raise train.learning_rate",
+        )
+    return Proof(reload_error=reload_error, effect=effect, layers=layers)
 
 
 def load_lora(context: Context, model: Any, path: Path) -> None:
@@ -282,50 +267,23 @@ def check_file(path: Path) -> int:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot be read as safetensors ({error})", where=str(path)) from error
-    ups = [name for name in tensors if any(part in name for part in _GROWS_FROM_ZERO)]
-    problems = _file_problems(tensors, ups)
+    ups = {name: part for name in tensors for part in _GROWS_FROM_ZERO if part in name}
+    problems = [Problem(what=what, where=str(path)) for what in _file_problems(tensors, ups)]
     if problems:
-        raise DataError([Problem(what=what, where=str(path)) for what in problems])
+        raise DataError(problems)
     return len(ups)
 
 
-def _file_problems(tensors: Mapping[str, torch.Tensor], ups: Sequence[str]) -> list[str]:
-    problems = [
-        f"{name} is not finite" for name, value in tensors.items() if not bool(torch.isfinite(value).all())
-    ]
+def _file_problems(tensors: Mapping[str, torch.Tensor], ups: Mapping[str, str]) -> Iterator[str]:
+    """`ups` are the names of the tensors that grow from zero, with the part of the name that says so."""
+    for name, value in tensors.items():
+        if not bool(torch.isfinite(value).all()):
+            yield f"{name} is not finite"
     if not ups:
-        problems.append("holds no lora_B tensor: this is not a LoRA, or it was saved empty")
-    for name in ups:
-        part = next(part for part in _GROWS_FROM_ZERO if part in name)
+        yield "holds no lora_B tensor: this is not a LoRA, or it was saved empty"
+    for name, part in ups.items():
         partners = _GROWS_FROM_ZERO[part]
         if not any(name.replace(part, partner) in tensors for partner in partners):
-            problems.append(f"{name} has no partner {partners[0][1:]}")
+            yield f"{name} has no partner {partners[0][1:]}"
     if ups and not any(bool(tensors[name].any()) for name in ups):
-        grown = next(part for part in _GROWS_FROM_ZERO if part in ups[0])
-        problems.append(f"every {grown[1:]} is zero: the adapter changes nothing")
-    return problems
-
-
-def _require(proof: Proof, path: Path, tolerance: float) -> None:
-    if math.isnan(proof.reload_error) or math.isnan(proof.effect):
-        raise DivergedError("the model's output with the saved LoRA is not finite", where=str(path))
-    if proof.reload_error > tolerance:
-        raise DataError(
-            f"loaded from disk, the LoRA gives other outputs (relative difference {proof.reload_error:.2e}, "
-            f"allowed {tolerance:.0e})",
-            where=str(path),
-            remedy="this is a defect of the trainer: please report it; the checkpoints stay",
-        )
-    if proof.effect == 0.0:
-        raise DivergedError(
-            "the LoRA does not change the model's output",
-            where=str(path),
-            remedy="train more steps, or raise train.learning_rate",
-        )
-
-
-def write_proof(path: Path, proof: Proof) -> Path:
-    """Write the figures beside the file as `<name>.proof.json`."""
-    target = path.with_suffix(".proof.json")
-    atomic.write_text(target, json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n")
-    return target
+        yield f"every {next(iter(ups.values()))[1:]} is zero: the adapter changes nothing"

@@ -21,47 +21,48 @@ from trainer.telemetry.sinks.records import ValidationRecord
 FOLDER, RECORD = "best", "best.json"
 _NEW, _OLD = f"{FOLDER}.tmp", f"{FOLDER}.old"
 _TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
-"""Largest relative difference between the loss in training and from the file, without what joins layers."""
+"""Largest relative difference between the loss in training and from the file, without joined layers."""
+_RECORD_TYPES: dict[str, Any] = {
+    "file": str,
+    "step": int,
+    "validation_loss": float | int,
+    "validation_data": str,
+}
 
 
 def keep(context: Context, model: Any, record: ValidationRecord) -> None:
     """Write the adapter as it is where no kept one has a lower loss on the same held-out samples."""
     if not _wanted(context) or not math.isfinite(record.validation_loss):
         return
-    kept = read(context.run_dir)
+    run_dir = context.run_dir
+    folder, new, old = run_dir / FOLDER, run_dir / _NEW, run_dir / _OLD
+    kept = read(run_dir)
     comparable = kept is not None and kept["validation_data"] == record.validation_data
     if kept is not None and comparable and kept["validation_loss"] <= record.validation_loss:
         return
-    temporary = context.run_dir / _NEW
-    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.rmtree(new, ignore_errors=True)
     try:
-        with atomic.no_space_told(temporary):
-            temporary.mkdir(parents=True)
-        path, _ = proof.write_lora_files(context, model, temporary)
+        with atomic.no_space_told(new):
+            new.mkdir(parents=True)
+        path, _ = proof.write_lora_files(context, model, new)
         row = {"file": path.name, **vars(record)}
         # last: with it the folder is whole
-        atomic.write_text(temporary / RECORD, json.dumps(row, indent=1, sort_keys=True) + "\n")
+        atomic.write_text(new / RECORD, json.dumps(row, indent=1, sort_keys=True) + "\n")
     except StorageError:
-        shutil.rmtree(temporary, ignore_errors=True)
+        shutil.rmtree(new, ignore_errors=True)
         raise
-    with atomic.no_space_told(context.run_dir / FOLDER):
-        _put_in_place(context.run_dir)
+    with atomic.no_space_told(folder):  # a kill at any moment leaves a whole one that `restore` finds
+        if folder.exists():
+            shutil.rmtree(old, ignore_errors=True)
+            folder.replace(old)
+        new.replace(folder)
+        atomic.sync_directory(run_dir)
+        shutil.rmtree(old, ignore_errors=True)
     context.say(f"best so far: step {record.step}, held-out loss {record.validation_loss:.4g}")
 
 
-def _put_in_place(run_dir: Path) -> None:
-    """Make the whole new folder the kept one; a kill at any moment leaves one that `restore` finds."""
-    folder, old = run_dir / FOLDER, run_dir / _OLD
-    if folder.exists():
-        shutil.rmtree(old, ignore_errors=True)
-        folder.replace(old)
-    (run_dir / _NEW).replace(folder)
-    atomic.sync_directory(run_dir)
-    shutil.rmtree(old, ignore_errors=True)
-
-
 def restore(context: Context) -> None:
-    """Finish what a kill interrupted: the newest whole folder is the kept one, others go.
+    """Finish a replacement that a kill interrupted: the newest whole folder is the kept one, others go.
 
     A kept one whose record is damaged stays under another name: of what step it is nobody knows.
     """
@@ -71,7 +72,7 @@ def restore(context: Context) -> None:
             (run_dir / name).replace(run_dir / FOLDER)
         shutil.rmtree(run_dir / name, ignore_errors=True)
     kept = run_dir / FOLDER
-    if kept.is_dir() and any(kept.iterdir()) and _record(kept) is None:
+    if kept.is_dir() and any(kept.iterdir()) and _record(run_dir) is None:
         aside = atomic.unused_name(kept.with_name(f"{FOLDER}.damaged"))
         kept.rename(aside)
         context.say(f"{FOLDER}/{RECORD} is damaged or missing: what lies beside it is kept in {aside.name}/")
@@ -86,22 +87,22 @@ def forget_after(context: Context, step: int) -> None:
 
 
 def forget(context: Context) -> None:
-    """Remove what an earlier start of this run kept, which starts afresh."""
+    """Remove the LoRA that an earlier start of this run kept, which starts afresh."""
     for name in (FOLDER, _NEW, _OLD):
         shutil.rmtree(context.run_dir / name, ignore_errors=True)
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:
-    """What is known of the kept one: step, validation_loss, validation_data, file; None without one."""
-    found = _record(run_dir / FOLDER)
+    """The record of the kept one: step, validation_loss, validation_data, file; None without one."""
+    found = _record(run_dir)
     # somebody may have moved the file away
     return found if found is not None and (run_dir / FOLDER / found["file"]).is_file() else None
 
 
-def _record(folder: Path) -> dict[str, Any] | None:
-    """What best.json says; None where it is missing or is not one of ours."""
+def _record(run_dir: Path) -> dict[str, Any] | None:
+    """The content of best.json; None where it is missing or is not one of ours."""
     try:
-        found = json.loads((folder / RECORD).read_text())
+        found = json.loads((run_dir / FOLDER / RECORD).read_text())
     except (OSError, ValueError, RecursionError):
         return None
     if not isinstance(found, dict):
@@ -110,27 +111,20 @@ def _record(folder: Path) -> dict[str, Any] | None:
     return found if whole and Path(found["file"]).name == found["file"] else None
 
 
-_RECORD_TYPES: dict[str, Any] = {
-    "file": str,
-    "step": int,
-    "validation_loss": float | int,
-    "validation_data": str,
-}
-
-
 def prove(context: Context, model: Any, held_out: HeldOut | None, last: Path) -> str:
     """Measure the kept file's loss again and say what it is; the adapter of `last` is on `model` before and
-    after. Empty where nothing was kept. Raises DataError when it is another loss.
+    after. Empty where nothing was kept, and where nothing was measured since the held-out samples changed.
+    Raises DataError when it is another loss.
     """
     kept = read(context.run_dir)
-    if not _wanted(context) or held_out is None or kept is None:
+    if not _wanted(context) or held_out is None or kept is None or kept["validation_data"] != held_out.data:
         return ""
-    if kept["validation_data"] != held_out.data:
-        return ""  # nothing was measured since the held-out samples changed: its loss is not of these
     path = context.run_dir / FOLDER / kept["file"]
-    _exchange(context, model, path)
+    lora.remove_lora(model)
+    proof.load_lora(context, model, path)
     again = measure(context, model, held_out, step=kept["step"]).validation_loss
-    _exchange(context, model, last)
+    lora.remove_lora(model)
+    proof.load_lora(context, model, last)
     loss = kept["validation_loss"]
     if abs(again - loss) > _TOLERANCE[context.dtype] * abs(loss):
         raise DataError(
@@ -144,8 +138,3 @@ def prove(context: Context, model: Any, held_out: HeldOut | None, last: Path) ->
 
 def _wanted(context: Context) -> bool:
     return context.config.checkpoint.keep_best and context.config.method == "lora"
-
-
-def _exchange(context: Context, model: Any, path: Path) -> None:
-    lora.remove_lora(model)
-    proof.load_lora(context, model, path)

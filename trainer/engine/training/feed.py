@@ -5,24 +5,25 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-from trainer.data.cache import Cache
 from trainer.data.sampler import MicroBatch, Sampler
 from trainer.engine.building.fast import NOTHING_VARIES, Varies
-from trainer.engine.caching.entries import Entries, load_batch, padded_header
+from trainer.engine.caching.batches import draw_for, load_batch, padded_header
+from trainer.engine.caching.entries import Entries, TextEntry
+from trainer.engine.caching.store import Cache
 from trainer.engine.context import Context
 from trainer.engine.training.graphs import OF_ONE_PICTURE
 from trainer.errors import OutOfMemoryError
 from trainer.families.values import Batch, Draw, Header
+from trainer.words.sizes import GIB
 
 # reading, random numbers and copies leave the interpreter to others: two threads make nearly twice as much
 _THREADS = 2
 _AHEAD = 4
-_GIB = 1024**3
 # samples whose steps are looked at for what is said of all of them
 _COUNTED = 4000
 
@@ -38,16 +39,12 @@ class Fed:
 
 def make_sampler(context: Context, entries: Entries) -> Sampler:
     """The run's steps, parted by the family's batch key with and without the caption."""
-    family, config, cache = context.family, context.config, entries.cache
+    family, config, plan = context.family, context.config, context.plan
     count = len(entries.records)
-    latents = [cache.header("latents", one.key) for one in entries.latents] or [{}] * count
-    headers = {one.key: cache.header("text", one.key) for one in {*entries.texts, *entries.empties}}
-    if context.plan.text_padding:
-        for key, header in headers.items():
-            headers[key] = padded_header(header, family)
-    texts = [headers[one.key] for one in entries.texts]
-    empties = [headers[one.key] for one in entries.empties] or texts
-    sizes, row_size, plan = [1] * count, 1, context.plan
+    latents = [entries.headers[one.key] for one in entries.latents] or [{}] * count
+    texts = _text_headers(context, entries, entries.texts)
+    empties = _text_headers(context, entries, entries.empties) or texts
+    sizes, row_size = [1] * count, 1
     if family.packed_by is not None:
         sizes = [header[family.packed_by][0] for header in texts]
         row_size = config.data.max_sequence_length
@@ -65,6 +62,14 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
     )
 
 
+def _text_headers(context: Context, entries: Entries, texts: Sequence[TextEntry]) -> list[Header]:
+    """Shapes of text entries as they are batched: padded where the plan pads captions."""
+    headers = [entries.headers[one.key] for one in texts]
+    if not context.plan.text_padding:
+        return headers
+    return [padded_header(header, context.family) for header in headers]
+
+
 def parted(sampler: Sampler, steps: int) -> str:
     """How many micro-batches steps make, and of how many samples these are, in words; of the first steps."""
     counted = min(steps, max(1, _COUNTED // sampler.rows))
@@ -74,31 +79,24 @@ def parted(sampler: Sampler, steps: int) -> str:
 
 
 def varies(context: Context, entries: Entries) -> Varies:
-    """What differs in size among the run's micro-batches, captions as they are padded; nothing where no block
+    """Which sizes differ among the run's micro-batches, captions as they are padded; nothing where no block
     is compiled, to which it does not matter.
     """
-    if not context.plan.compile:
+    plan, packed = context.plan, context.family.packed_by is not None
+    if not plan.compile:
         return NOTHING_VARIES
-    cache = entries.cache
-    latents = (_sizes(cache.header("latents", one.key)) for one in entries.latents)
-    texts = (cache.header("text", one.key) for one in {*entries.texts, *entries.empties})
-    if context.plan.text_padding:
-        texts = (padded_header(header, context.family) for header in texts)
-    # what is left of a bucket makes smaller batches
-    batches = context.plan.micro_batch_size > 1 and context.family.packed_by is None
-    captions = context.family.packed_by is not None or _differ(texts)
-    return Varies(pictures=_differ(latents), captions=captions, batches=batches)
-
-
-def _differ(headers: Iterator[Header]) -> bool:
-    """Whether there are two; reads no more than it needs for that."""
-    first = next(headers, None)
-    return any(header != first for header in headers)
-
-
-def _sizes(header: Header) -> dict[str, tuple[int, ...]]:
-    """Of pictures, without what is as large as one of them and not every sample has."""
-    return {name: shape for name, shape in header.items() if name not in OF_ONE_PICTURE}
+    # of pictures, without tensors as large as one of them that not every sample has
+    latents = [
+        {name: shape for name, shape in entries.headers[one.key].items() if name not in OF_ONE_PICTURE}
+        for one in entries.latents
+    ]
+    texts = _text_headers(context, entries, [*entries.texts, *entries.empties])
+    return Varies(
+        pictures=any(one != latents[0] for one in latents),
+        captions=packed or any(one != texts[0] for one in texts),
+        # what is left of a bucket makes smaller batches
+        batches=plan.micro_batch_size > 1 and not packed,
+    )
 
 
 def keep_bytes(context: Context, entries: Entries) -> int:
@@ -112,8 +110,8 @@ def keep_bytes(context: Context, entries: Entries) -> int:
     needed = entries.cache.held_bytes({(one.kind, one.key) for one in entries.all()})
     if needed > room:
         raise OutOfMemoryError(
-            f"all entries of the cache take {needed / _GIB:.2f} GiB in memory, "
-            f"the plan leaves {room / _GIB:.2f} GiB for them",
+            f"all entries of the cache take {needed / GIB:.2f} GiB in memory, "
+            f"the plan leaves {room / GIB:.2f} GiB for them",
             where="data.cache_in_memory",
             remedy="write auto: what does not fit is read from the disk",
         )
@@ -138,8 +136,7 @@ def feed(
         samples = [(sample.record, sample.dropped) for sample in micro_batch.samples]
         text_padding = context.plan.text_padding
         batch = load_batch(context, kept, samples, pin_memory=pin_memory, text_padding=text_padding)
-        header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
-        draw = context.family.draw(settings, [sample.position for sample in micro_batch.samples], header)
+        draw = draw_for(context.family, batch, settings, [one.position for one in micro_batch.samples])
         if draw is not None and pin_memory:
             draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
         return Fed(micro_batch=micro_batch, batch=batch, draw=draw)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trainer.families.flow import LOSS_MASK, LOSS_WEIGHT
+from trainer.families.losses import LOSS_MASK, LOSS_WEIGHT
 from trainer.families.values import Batch, Draw
 
 Compute = Callable[[Batch, Draw | None, float | torch.Tensor], torch.Tensor]

@@ -1,7 +1,8 @@
-"""What a micro-batch computes: forward and backward, or forward alone."""
+"""One micro-batch: forward and backward, or forward alone."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ import torch
 from trainer.engine.building.build import Built
 from trainer.engine.building.fast import uncompiled
 from trainer.engine.context import Context
+from trainer.engine.training.graphs import Graphs
 from trainer.families.values import ENDS, Batch, Draw
 from trainer.modeling.attention.text_lengths import padded_text
 
@@ -43,6 +45,14 @@ def _mark_lengths(batch: Batch) -> None:
 
 
 def predict(context: Context, built: Built, settings: Any, batch: Batch, draw: Draw | None) -> None:
-    """One forward pass as it is written, for what a model keeps by the shapes that it saw."""
+    """One forward pass as it is written, for the tables that a model keeps by the shapes that it saw."""
     with torch.no_grad(), uncompiled(context), padded_text(built.text_readers, batch.text_mask):
         context.family.predict(built.model, batch, draw, settings)
+
+
+def as_graphs(context: Context, built: Built) -> Graphs | None:
+    """`compute` as CUDA graphs, where the plan says so."""
+    if not context.plan.cuda_graphs:
+        return None
+    parts = (context, built, context.settings)
+    return Graphs(functools.partial(compute, *parts), functools.partial(predict, *parts), context.say)

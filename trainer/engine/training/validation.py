@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,10 +11,9 @@ from typing import Any
 import torch
 
 from trainer.data.records import Record
-from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries, load_batch
+from trainer.engine.caching.batches import draw_for, load_batch, to_device
+from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries
 from trainer.engine.context import Context
-from trainer.engine.results.proof import to_device
-from trainer.families import flow
 from trainer.telemetry.sinks.records import ValidationRecord
 from trainer.telemetry.status import Phase
 
@@ -28,11 +28,11 @@ class HeldOut:
     settings: Any
     """The family's, with validation.seed for train.seed, and draws that training never sees."""
     data: str
-    """Hash of what the loss depends on besides the weights."""
+    """Hash of everything that the loss depends on besides the weights."""
 
 
 def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | None:
-    """What `measure` needs; None without records."""
+    """The samples that `measure` needs; None without records."""
     if not records:
         return None
     config = context.config
@@ -43,7 +43,7 @@ def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | N
     return HeldOut(
         entries=list_entries(context, records),
         # of a language model nothing is drawn
-        settings=None if settings is None else flow.held_out(settings, _DRAWS),
+        settings=None if settings is None else dataclasses.replace(settings, measured_draws=_DRAWS),
         data=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
     )
 
@@ -54,26 +54,22 @@ def measure(context: Context, model: Any, held_out: HeldOut, *, step: int) -> Va
     Before the first step a stop request ends it. Later none does: the row of a step is written once, and
     needs the loss of all samples.
     """
-    entries, settings = held_out.entries, held_out.settings
+    family, settings, total_steps = context.family, held_out.settings, context.config.train.max_train_steps
     total, weight = torch.zeros((), device=context.device), 0.0
     was_training = model.training
     model.eval()  # without an adapter's dropout
-    for record in range(len(entries.records)):
+    for record in range(len(held_out.entries.records)):
         if step == 0:
             context.stop.raise_if_requested()
-        loaded = load_batch(context, entries, [(record, False)], pin_memory=False)
-        header, _ = entries.headers(record, dropped=False)
-        for number in range(_DRAWS):
-            draw = context.family.draw(settings, [record * _DRAWS + number], header)
-            weight += loaded.weight
-            batch, moved = to_device(loaded, draw, context.device, context.dtype)
+        loaded = load_batch(context, held_out.entries, [(record, False)], pin_memory=False)
+        # nothing is drawn for a language model: once is enough
+        for number in range(1 if settings is None else _DRAWS):
+            draw = draw_for(family, loaded, settings, [record * _DRAWS + number])
+            batch, draw = to_device(loaded, draw, context.device, context.dtype)
+            weight += batch.weight
             with torch.no_grad():
-                total += context.family.loss(model, batch, moved, settings).sum()
-            if draw is None:  # nothing is drawn: once is enough
-                break
-        context.status.beat(
-            Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=context.config.train.max_train_steps
-        )
+                total += family.loss(model, batch, draw, settings).sum()
+        context.status.beat(Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=total_steps)
     model.train(was_training)
     loss = float(total.item()) / weight
     return ValidationRecord(step=step, validation_loss=loss, validation_data=held_out.data)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from trainer.config.schema import LoraSection
 from trainer.errors import ConfigError, Problem
+from trainer.words.near import closest
 
 TARGETS = "lora.target_modules"
 
@@ -78,8 +78,8 @@ def _meant(suffix: str, names: Collection[str]) -> str:
     """What to write in its place: the nearest of `names`, and all of them."""
     known = _within_blocks(names)
     endings = sorted({name.partition(".")[2] for name in known if "." in name})
-    close = difflib.get_close_matches(suffix, [*endings, *known], n=1)
-    hint = f"did you mean {close[0]!r}? " if close else ""
+    near = closest(suffix, (*endings, *known))
+    hint = f"did you mean {near!r}? " if near else ""
     return f"{hint}known: {', '.join(known)}"
 
 

@@ -18,25 +18,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import flop_registry, register_flop_formula
 
-OWN_SLOT = "_native_cudnn"
-BACKENDS: dict[str, str] = {
-    "flash": OWN_SLOT,
-    "cudnn": OWN_SLOT,
-    "efficient": "_native_efficient",
-    "math": "_native_math",
-    "native": "native",
-    "cudnn_strided": OWN_SLOT,
-    "flash_attn_2": OWN_SLOT,
-    "flash_attn_3": OWN_SLOT,
-    "flash_attn_4": OWN_SLOT,
-}
-"""The plan's names, and diffusers' names of what they are set by.
-
-diffusers' names are a closed list, its flash function takes no padding, and those of the flash-attn
-packages check or download things at run time: functions of ours take the place of its cuDNN function,
-whichever was set last.
-"""
-
 SDPA_BACKENDS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,

@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-WITHOUT_MASK = ("flash", "cudnn", "cudnn_strided", "flash_attn_4")
-"""Kernels whose padding is left out here; torch's others take a mask."""
-TAKE_A_MASK = ("native", "efficient", "math")
+from trainer.ways.kernels import KERNELS
 
 _aten = torch.ops.aten
 
@@ -32,10 +30,11 @@ def attend_without_padding(
     Tensors (B, tokens, heads, width), as many heads of keys as of queries; so is the result. Each sample has
     a real key. The gradient of a padded key and of its value is zero.
     """
-    if kernel in TAKE_A_MASK:
+    row = KERNELS[kernel]
+    if row.takes_mask:
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         return scaled_dot_product_attention(query, key, value, attn_mask=mask[:, None, None]).transpose(1, 2)
-    assert kernel in WITHOUT_MASK, f"{kernel} is given captions without padding"
+    assert not row.exact_only, f"{kernel} is given captions without padding"
     # outside the function, so that a compiler can merge these passes with their neighbours
     real = mask[:, :, None, None]
     number = mask.sum(dim=1, dtype=torch.float32)

@@ -18,8 +18,8 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import flop_registry
 
-from trainer.modeling.attention.kernels import BACKENDS, ContiguousGradient, attend, selected
-from trainer.ways.kernels import ROW_KERNELS
+from trainer.modeling.attention.kernels import ContiguousGradient, attend, selected
+from trainer.ways.kernels import KERNELS
 
 Segments = Sequence[int] | torch.Tensor
 """The samples' lengths, or `ends` of the row: see `row_ends`."""
@@ -34,7 +34,8 @@ def row_ends(lengths: Sequence[int]) -> torch.Tensor:
 
 def segments_of(model: Any, lengths: torch.Tensor, ends: torch.Tensor) -> Segments:
     """What the model's attention reads of a row's `ends` (on its device) and `lengths` (on the host)."""
-    by_ends = model.config._attn_implementation in map(implementation, ROW_KERNELS)
+    names = (implementation(name) for name, kernel in KERNELS.items() if kernel.reads_ends)
+    by_ends = model.config._attn_implementation in names
     # with dropout the row's call would draw other numbers when it is computed again
     if by_ends and reads_ends(ends.device.type) and not model.config.attention_dropout:
         return ends
@@ -43,13 +44,13 @@ def segments_of(model: Any, lengths: torch.Tensor, ends: torch.Tensor) -> Segmen
 
 def segments_for(kernel: str, lengths: Sequence[int], device: str) -> Segments:
     """What this kernel reads of a row of samples."""
-    if kernel in ROW_KERNELS and reads_ends(device):
+    if KERNELS[kernel].reads_ends and reads_ends(device):
         return row_ends(lengths).to(device)
     return tuple(lengths)
 
 
 def reads_ends(device: str) -> bool:
-    """Whether `ROW_KERNELS` take `ends` there: torch's own has no such form for CPUs."""
+    """Whether kernels take `ends` there: torch's own has no such form for CPUs."""
     return device == "cuda"
 
 
@@ -59,7 +60,7 @@ def implementation(kernel: str) -> str:
     It must not hold the word "flash", from which transformers concludes that its own flash attention is asked
     for.
     """
-    return f"trainer_packed_{list(BACKENDS).index(kernel)}"
+    return f"trainer_packed_{list(KERNELS).index(kernel)}"
 
 
 def set_packed_attention(model: Any, kernel: str) -> None:

@@ -7,8 +7,9 @@ from typing import Any
 
 import torch
 
-from trainer.modeling.attention.kernels import BACKENDS, OWN_SLOT, attention
+from trainer.modeling.attention.kernels import attention
 from trainer.modeling.attention.key_padding import attend_without_padding
+from trainer.ways.kernels import KERNELS, OWN_SLOT
 
 
 def set_attention(model: Any, kernel: str) -> None:
@@ -20,9 +21,9 @@ def set_attention(model: Any, kernel: str) -> None:
 
         set_packed_attention(model, kernel)
         return
-    if BACKENDS[kernel] == OWN_SLOT:
+    if KERNELS[kernel].backend == OWN_SLOT:
         _register(kernel)
-    model.set_attention_backend(BACKENDS[kernel])
+    model.set_attention_backend(KERNELS[kernel].backend)
 
 
 def _register(kernel: str) -> None:

@@ -40,11 +40,9 @@ def local_folder(config: RunConfig) -> Path | None:
             remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME)",
         )
     # a language model's folder has a config.json in place of the index of its parts
-    for index in ("model_index.json", "config.json"):
-        folder = hub.cached(name, config.model.revision, [index])
-        if folder is not None and (folder / index).is_file():
-            return folder
-    return None
+    folder = hub.cached(name, config.model.revision)
+    indexes = ("model_index.json", "config.json")
+    return folder if folder is not None and any((folder / index).is_file() for index in indexes) else None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,6 +5,7 @@ Downloads land in huggingface_hub's own cache (HF_HOME) and resume where they st
 
 from __future__ import annotations
 
+import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
@@ -15,11 +16,15 @@ from typing import Any
 from trainer.config import environment
 from trainer.errors import AccessError, NoSpaceError, TrainerError
 from trainer.files.atomic import no_space_told
+from trainer.words.sizes import GB
 
-_GB = 1e9
 # the same weights once more, as the model's own code reads them
 _OTHER_LAYOUT = ["*consolidated*.safetensors"]
 _KEY = "model.pretrained_model_name_or_path"
+# as huggingface_hub.utils.validate_repo_id has it, and the layout of the cache: that module and the one that
+# knows the layout take longer to import than a plan takes to make
+_REPOSITORY = re.compile(r"\b[\w\-.]{1,96}\b/\b[\w\-.]{1,96}\b", re.ASCII)
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,33 +51,22 @@ def is_offline() -> bool:
 
 def is_repository_id(name: str) -> bool:
     """Whether `name` can be a repository: OWNER/NAME. Anything else was meant as a path."""
-    from huggingface_hub.errors import HFValidationError
-    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # not in its __all__
-
-    try:
-        validate_repo_id(name)
-    except HFValidationError:
-        return False
-    return name.count("/") == 1
+    fits = _REPOSITORY.fullmatch(name) is not None and not name.endswith(".git")
+    return fits and "--" not in name and ".." not in name
 
 
-def cached(repository: str, revision: str | None, patterns: Sequence[str]) -> Path | None:
-    """The repository's folder on this disk, without network; None when it is not here or not complete."""
-    from huggingface_hub import constants, snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
+def cached(repository: str, revision: str | None) -> Path | None:
+    """The repository's folder on this disk, without network, as far as it is here; None where it is not."""
+    from huggingface_hub import constants
 
-    try:
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision,
-                cache_dir=constants.HF_HUB_CACHE,
-                allow_patterns=list(patterns),
-                local_files_only=True,
-            )
-        )
-    except LocalEntryNotFoundError:
-        return None
+    parts = ("models", *repository.split("/"))
+    folder = Path(constants.HF_HUB_CACHE).expanduser().resolve() / constants.REPO_ID_SEPARATOR.join(parts)
+    commit = revision or constants.DEFAULT_REVISION
+    if not _COMMIT.fullmatch(commit):
+        reference = folder / "refs" / commit
+        commit = reference.read_text() if reference.exists() else ""
+    snapshot = folder / "snapshots" / commit
+    return snapshot if commit and snapshot.exists() else None
 
 
 def download(
@@ -154,8 +148,8 @@ def _free_bytes(folder: Path) -> int:
 def _require_space(plan: Download) -> None:
     if plan.missing_bytes > plan.free_bytes:
         raise NoSpaceError(
-            f"{plan.repository} needs {plan.missing_bytes / _GB:.1f} GB more, "
-            f"{plan.free_bytes / _GB:.1f} GB are free",
+            f"{plan.repository} needs {plan.missing_bytes / GB:.1f} GB more, "
+            f"{plan.free_bytes / GB:.1f} GB are free",
             where=str(plan.folder),
             remedy="free space there, or set HF_HOME to a folder on a larger disk",
         )

@@ -32,7 +32,7 @@ from trainer.modeling.base.random_weights import random_module, random_replaced
 from trainer.modeling.base.reading import Shard, ShardReader
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.storage.quantize import Replace, count_quantized, packed_linear, replacer
-from trainer.ways.storages import ENCODERS_KEEP
+from trainer.ways.storages import ENCODERS_KEEP, WAYS
 
 # buffers that older files hold and newer models compute; transformers' own loader skips the same
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
@@ -54,7 +54,7 @@ def load_component(
             name,
             device=device,
             dtype=dtype,
-            replace=replacer(source.quantized_to, ENCODERS_KEEP),
+            replace=replacer(WAYS[source.quantized_to], ENCODERS_KEEP),
             on_shard=lambda done, total: None,
             extra_tensors=True,
         )

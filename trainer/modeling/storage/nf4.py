@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import register_flop_formula
 
+from trainer.modeling.storage.stored import StoredLinear
 from trainer.ways.storages import NF4_MOST_UNPACKED
 
 _TILE = 128
@@ -22,7 +23,7 @@ _TILE = 128
 """
 
 
-class Nf4Linear(torch.nn.Linear):
+class Nf4Linear(StoredLinear):
     """A linear layer that computes in the inputs' dtype with an unpacked copy of its weight.
 
     `weight` holds two values a byte, (out * in / 2, 1) uint8; `absmax` a scale for every `blocksize` of them,
@@ -30,6 +31,7 @@ class Nf4Linear(torch.nn.Linear):
     backward, and nothing but the inputs has a gradient.
     """
 
+    kind = "nf4"
     absmax: torch.Tensor
     nested_absmax: torch.Tensor | None
     nested_code: torch.Tensor | None

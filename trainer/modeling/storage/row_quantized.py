@@ -10,6 +10,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from trainer.modeling.storage.fp8 import MULTIPLE, fp8_linear, quantize_rows
+from trainer.modeling.storage.stored import StoredLinear
 
 if torch.version.cuda is not None:
     from trainer.modeling.triton import fp8_rows
@@ -18,13 +19,14 @@ Kind = Literal["int8", "fp8"]
 VALUES: dict[Kind, torch.dtype] = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 
 
-class RowScaledLinear(torch.nn.Linear):
+class RowScaledLinear(StoredLinear):
     """A linear layer that computes in FP8, or in the inputs' dtype with an unpacked copy of its weight.
 
     `weight` holds the values' bytes (out, in) uint8: libraries that look for a model's dtype pass it by.
     `weight_scale` is (out, 1) fp32. Neither has a gradient, and nothing but them is kept for backward.
     """
 
+    kind: Kind
     weight_scale: torch.Tensor
     transposed: torch.Tensor | None
 
@@ -40,7 +42,7 @@ class RowScaledLinear(torch.nn.Linear):
     ) -> None:
         rows, columns = values.shape
         super().__init__(columns, rows, bias=False, device="meta")
-        self.kind: Kind = kind
+        self.kind = kind
         self.fp8_compute = fp8_compute
         self.weight = torch.nn.Parameter(values.view(torch.uint8), requires_grad=False)
         self.register_buffer("weight_scale", scale)

@@ -6,10 +6,10 @@ import dataclasses
 import math
 from dataclasses import dataclass
 
-from trainer.config.schema import size_bytes
 from trainer.planning.choose import allocator
 from trainer.planning.choose.switches import Situation
-from trainer.planning.cost.memory import GIB, HOST_BYTES, gib
+from trainer.planning.cost.memory import HOST_BYTES
+from trainer.words.sizes import GIB, gib, size_bytes
 
 KEY = "features.memory_budget"
 _AS_GOOD_AS = 0.99

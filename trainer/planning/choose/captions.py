@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from trainer.planning.choose.switches import NEEDS_COMPILED, Situation, on_off
 from trainer.planning.cost.memory import Storage
-from trainer.planning.cost.roofline import EXACT_ONLY
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import Geometry
+from trainer.ways.kernels import KERNELS
 
 
 def text_padding(situation: Situation, geometry: Geometry, storage: Storage, attention: str) -> Decision:
@@ -31,7 +31,7 @@ def _padding_obstacle(geometry: Geometry, storage: Storage, attention: str) -> s
     """Why captions are not padded to a few lengths; empty where they can be."""
     if not geometry.captions_vary:
         return "this family's captions are not of different lengths"
-    if attention in EXACT_ONLY:
+    if KERNELS[attention].exact_only:
         return f"padding cannot be left out of {attention}"
     if storage.method != "lora":
         return "only beside a frozen base"

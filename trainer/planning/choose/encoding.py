@@ -6,12 +6,12 @@ import dataclasses
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
-from trainer.planning.choose.candidates import PACKAGES
 from trainer.planning.cost import memory
-from trainer.planning.cost.memory import Storage, gib
+from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import Geometry
-from trainer.ways.storages import QUANTIZED
+from trainer.ways.storages import WAYS
+from trainer.words.sizes import gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,11 +30,12 @@ def text_storage(
     """The first storage of text encoders that fits beside one caption's activations, else the smallest."""
     if not memory.parameters(geometry, "text_encoder"):
         return TextStorage(kind="", no_more="")
-    kinds = ["", *(kind for kind in QUANTIZED if PACKAGES[kind] in packages)]
+    stored = [way for way in WAYS.values() if way.encoder_bytes]
+    kinds = ["", *(way.weights for way in stored if way.package in packages)]
     absent = [
-        f"{kind} needs {package}, which is not installed"
-        for kind, package in PACKAGES.items()
-        if package not in packages
+        f"{way.weights} needs {way.package}, which is not installed"
+        for way in stored
+        if way.package not in packages
     ]
     fitting = [kind for kind in kinds if needed_bytes(storage, geometry, kind) <= budget_bytes]
     return TextStorage(kind=[*fitting, kinds[-1]][0], no_more="; ".join(absent))
@@ -49,7 +50,8 @@ def rows(storage: Storage, geometry: Geometry) -> Iterator[Decision]:
     """The row of quantised text encoders: what the more precise storages need."""
     chosen = storage.text_encoders
     if chosen:
-        precise = ("", *QUANTIZED[: QUANTIZED.index(chosen)])
+        kinds = [way.weights for way in WAYS.values() if way.encoder_bytes]
+        precise = ("", *kinds[: kinds.index(chosen)])
         needs = {kind or storage.dtype: needed_bytes(storage, geometry, kind) for kind in precise}
         reason = "; ".join(f"{name} needs {gib(size)}" for name, size in needs.items())
         yield Decision(feature="text_encoders", value=chosen, source="auto", reason=reason)

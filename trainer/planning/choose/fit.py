@@ -12,11 +12,12 @@ from trainer.planning.choose import candidates, encoding, swapping
 from trainer.planning.choose.budget import Budget
 from trainer.planning.choose.switches import TIGHT, Situation, fp8_verdict, on_off
 from trainer.planning.cost import memory, roofline
-from trainer.planning.cost.memory import Storage, gib
+from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision, MemoryRow
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.planning.shapes.geometry import Geometry
-from trainer.ways.storages import PACKED
+from trainer.ways.storages import WAYS, Way, find
+from trainer.words.sizes import gib
 
 _MOST_NAMED = 3
 """Settings that a reason names."""
@@ -44,7 +45,6 @@ class Outcome:
     """One setting with what it would need and take."""
 
     storage: Storage
-    tier: int
     milliseconds: float
     """Predicted for a batch; only proportions count where the machine's rates are unknown."""
     train: tuple[MemoryRow, ...]
@@ -53,19 +53,19 @@ class Outcome:
     cache_note: str
 
     @property
+    def way(self) -> Way:
+        """How the base is stored and multiplied with."""
+        return self.storage.way
+
+    @property
+    def tier(self) -> int:
+        """Of the way, in this run."""
+        return self.storage.way.tier
+
+    @property
     def peak_bytes(self) -> int:
         """The larger of training and caching."""
         return max(memory.total(self.train), memory.total(self.cache))
-
-    @property
-    def kind(self) -> str:
-        """How the base is stored and multiplied, in words."""
-        storage = self.storage
-        if storage.weights != "fp8":
-            return storage.weights
-        word = "fp8 unpacked" if storage.compute != "fp8" else "fp8"
-        word += " kept twice" if storage.weight_copies == 2 else ""
-        return f"{word} with modulation in {storage.modulation}" if storage.modulation else word
 
 
 def speed(situation: Situation, geometry: Geometry, attention: str, dtype: str) -> Speed:
@@ -86,8 +86,8 @@ def predicted(storage: Storage, geometry: Geometry, speed: Speed) -> float:
 
 def compile_gain(situation: Situation, dtype: str, geometry: Geometry, speed: Speed) -> float:
     """Milliseconds that a batch is predicted to gain by compiled blocks, in the first setting."""
-    kind = candidates.Kind(weights=dtype, compute=dtype)
-    _, eager = next(candidates.storages(situation, dtype, [kind], geometry, speed.attention, compiled=False))
+    ways = [find(dtype)]
+    eager = next(candidates.storages(situation, dtype, ways, geometry, speed.attention, compiled=False))
     compiled = dataclasses.replace(eager, compile=True)
     return predicted(eager, geometry, speed) - predicted(compiled, geometry, speed)
 
@@ -107,12 +107,12 @@ def choose(
     With `swap` blocks of the smallest setting may wait in host memory where none fits. Raises DoesNotFitError
     with the smallest need where nothing fits.
     """
-    ladder = candidates.ladder(situation, dtype, geometry)
+    ways, no_more = candidates.ladder(situation, dtype, geometry)
     ordered = sorted(
         (
-            (tier, predicted(storage, geometry, speed), storage)
-            for tier, storage in candidates.storages(
-                situation, dtype, ladder.kinds, geometry, speed.attention, compiled=compiled
+            (storage.way.tier, predicted(storage, geometry, speed), storage)
+            for storage in candidates.storages(
+                situation, dtype, ways, geometry, speed.attention, compiled=compiled
             )
         ),
         key=lambda entry: entry[:2],
@@ -125,7 +125,6 @@ def choose(
         if outcome.peak_bytes <= limit.bytes:
             return _roomier(outcome, outcomes, limit), skipped
         skipped.append(outcome)
-    no_more = ladder.no_more
     recomputing = [one for one in skipped if one.storage.checkpointing and not one.storage.recomputed]
     if swap and recomputing:
         outcome = _swapped(geometry, recomputing, limit, speed)
@@ -180,7 +179,7 @@ def _outcomes(
     }
     if all(max(map(memory.total, stages.values())) > limit.bytes for stages in caching.values()):
         ordered = ordered[-1:]  # no setting of training helps
-    for tier, milliseconds, untiled in ordered:
+    for _, milliseconds, untiled in ordered:
         for tiled in tilings:
             stored = bool(geometry.stored_as)
             storage = dataclasses.replace(untiled, tiling=tiled, stored=stored, text_encoders=encoders)
@@ -188,7 +187,6 @@ def _outcomes(
             figures = ", then ".join(f"{name} {gib(memory.total(rows))}" for name, rows in stages.items())
             yield Outcome(
                 storage=storage,
-                tier=tier,
                 milliseconds=milliseconds,
                 train=memory.train_rows(storage, geometry),
                 cache=max(stages.values(), key=memory.total),
@@ -205,7 +203,7 @@ def _does_not_fit(
     phase = "training" if in_training else "encoding captions and images"
     storage, reason = least.storage, no_more[0 if in_training else 1]
     hint = f"; {reason}" if reason else ""
-    how = f"weights in {least.kind}, activation checkpointing {on_off(storage.checkpointing)}"
+    how = f"weights in {least.way.name}, activation checkpointing {on_off(storage.checkpointing)}"
     if storage.recomputed:
         how += f" for the first {storage.recomputed}"
     if not in_training:
@@ -233,25 +231,25 @@ def decisions(
     features, storage = situation.config.features, chosen.storage
     within = f"fits: {gib(chosen.peak_bytes)}"
     fits = "the checkpoint is stored so" if storage.stored else within
-    if storage.compute == "fp8" and chosen.tier == 0:
+    way = storage.way
+    if way.compute and chosen.tier == 0:
         fits = f"predicted to be faster than bf16; {fits}"
-    larger = [outcome for outcome in skipped if outcome.kind != chosen.kind]
+    larger = [outcome for outcome in skipped if outcome.way.name != way.name]
     needs = _needs(larger, chosen.tier)
-    if needs and storage.modulation:
-        needs += f"; with modulation in {storage.modulation} fp8 {within}"
-    rows = [_row(situation, "weights", storage.weights, features.weights, needs or fits)]
-    rows.append(
-        _row(situation, "compute", storage.compute, features.compute, _why(situation, geometry, chosen))
-    )
-    if storage.compute == "fp8":
-        reason = "a transposed copy for backward" if storage.weight_copies == 2 else "transposed each time"
-        rows.append(_row(situation, "weight_copies", str(storage.weight_copies), "auto", reason))
-    if storage.modulation or features.modulation != "auto":
-        plain = [one.peak_bytes for one in skipped if one.kind == "fp8"]
+    if needs and way.modulation:
+        needs += f"; with modulation in {way.modulation} {way.weights} {within}"
+    rows = [_row(situation, "weights", way.weights, features.weights, needs or fits)]
+    compute = way.compute or storage.dtype
+    rows.append(_row(situation, "compute", compute, features.compute, _why(situation, geometry, chosen)))
+    if way.compute:
+        reason = "a transposed copy for backward" if way.copies == 2 else "transposed each time"
+        rows.append(_row(situation, "weight_copies", str(way.copies), "auto", reason))
+    if way.modulation or features.modulation != "auto":
+        plain = [one.peak_bytes for one in skipped if one.way.name == "fp8"]
         reason = "half the bytes of bf16, and nearer to its values than FP8"
         if plain:
             reason += f"; with modulation in bf16 the run needs {gib(min(plain))} at least"
-        value = storage.modulation or "kept"
+        value = way.modulation or "kept"
         rows.append(_row(situation, "modulation", value, features.modulation, reason))
     rows += [compiling, *_recomputing_rows(situation, geometry, chosen, skipped)]
     without = min((memory.total(one.train) for one in skipped), default=0)
@@ -274,7 +272,8 @@ def _recomputing_rows(
     feature, value = "activation_checkpointing", on_off(storage.checkpointing)
     if storage.recomputed:
         value = f"{storage.recomputed} of {geometry.blocks} blocks"
-    same = [one for one in skipped if (one.kind, one.storage.tiling) == (chosen.kind, chosen.storage.tiling)]
+    alike = chosen.way.name, storage.tiling
+    same = [one for one in skipped if (one.way.name, one.storage.tiling) == alike]
     kept = "everything fits without, and the step is faster"
     if storage.activation_budget < 1.0:
         kept = "compiled blocks recompute their cheap part instead"
@@ -292,18 +291,19 @@ _HOST = "blocks that are not compiled wait for the host, which has more kernels 
 def _why(situation: Situation, geometry: Geometry, chosen: Outcome) -> str:
     """Why frozen linears are multiplied as they are."""
     storage, verdict = chosen.storage, fp8_verdict(situation, geometry)
-    if storage.compute == "fp8" and situation.config.features.weights == "fp8" and not verdict.faster:
-        return "follows from features.weights: fp8"
-    if storage.compute == "fp8":
+    way, asked = storage.way, situation.config.features.weights
+    if way.compute and asked == way.weights and not verdict.faster:
+        return f"follows from features.weights: {asked}"
+    if way.compute:
         return verdict.reason if verdict.faster or chosen.tier == 0 else "no bf16 base fits the budget"
-    if storage.weights in PACKED:
-        return f"{storage.weights} weights are unpacked for each product"
-    if situation.config.features.weights != "auto":
-        return f"follows from features.weights: {situation.config.features.weights}"
+    if not way.trains:
+        return f"{way.weights} weights are unpacked for each product"
+    if asked != "auto":
+        return f"follows from features.weights: {asked}"
     if needs_whole_base(situation.config):
         return f"follows from lora.type: {situation.config.lora.type}"
     if situation.on_gpu and storage.method == "lora" and not storage.stored:
-        obstacle = candidates.fp8_obstacle(situation, storage.dtype)
+        obstacle = candidates.product_obstacle(situation, storage.dtype, WAYS["fp8"])
         host = f", but {_HOST}" if not obstacle and verdict.faster and not storage.compile else ""
         return f"FP8: {obstacle or verdict.reason}{host}"
     return "as the base is stored"
@@ -313,7 +313,7 @@ def _needs(outcomes: Sequence[Outcome], tier: int) -> str:
     """What each kind of base needs at least; of the chosen one's tier, what was predicted to be faster."""
     least: dict[tuple[str, str], int] = {}
     for outcome in outcomes:
-        kind = outcome.kind, "at least" if outcome.tier < tier else "to be faster"
+        kind = outcome.way.name, "at least" if outcome.tier < tier else "to be faster"
         least[kind] = min(outcome.peak_bytes, least.get(kind, outcome.peak_bytes))
     return "; ".join(f"{kind} needs {gib(need)} {limit}" for (kind, limit), need in least.items())
 

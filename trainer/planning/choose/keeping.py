@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from trainer.planning.choose.budget import Budget
 from trainer.planning.choose.switches import Situation
-from trainer.planning.cost.memory import gib
 from trainer.planning.plan import Decision
+from trainer.words.sizes import gib
 
 KEY = "data.cache_in_memory"
 _FEATURE = "cache_in_memory"

@@ -8,8 +8,8 @@ from pathlib import Path
 from trainer.machine.facts import Facts
 from trainer.machine.mounts import holding, parse_mounts
 from trainer.planning.choose.switches import Situation
-from trainer.planning.cost.memory import GIB
 from trainer.planning.plan import Decision
+from trainer.words.sizes import GIB
 
 PACKAGE = "fastsafetensors"
 OURS = "parallel"

@@ -10,7 +10,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import TrainerError
 from trainer.planning.choose.fit import DoesNotFitError
 from trainer.planning.shapes.adapters import needs_whole_base
-from trainer.ways.storages import QUANTIZED
+from trainer.ways.storages import WAYS
 
 Change = tuple[str, Any]
 """Dotted key and the value to write."""
@@ -18,8 +18,6 @@ PeakOf = Callable[[Mapping[str, Any]], str]
 """Plans the configuration with other values by dotted key and returns its peak in words. Raises
 DoesNotFitError where that does not fit either, another TrainerError where configuration or machine refuse it.
 """
-SMALLER = {"fp32": QUANTIZED, "bf16": ("fp8", *QUANTIZED), "int8": ("nf4",), "fp8": ("nf4",)}
-"""How the base is stored, and what takes less."""
 _RESOLUTIONS = (1024, 768, 512)
 _LENGTHS = (2048, 1024, 512)
 _BUDGET = "features.memory_budget"
@@ -82,9 +80,9 @@ def _changes(config: RunConfig, budget: str) -> Iterator[Change]:
         yield "features.modulation", "auto"
     if needs_whole_base(config):
         yield "lora.type", "lora"
-    if config.method == "lora":
-        for storage in SMALLER.get(config.features.weights, ()):
-            yield "features.weights", storage
+    if config.method == "lora" and config.features.weights != "auto":
+        smaller = WAYS[config.features.weights].smaller
+        yield from (("features.weights", word) for word in sorted(smaller, key=lambda word: WAYS[word].tier))
     if config.features.vae_tiling is False:
         yield "features.vae_tiling", True
     if any(data_set.chat_file for data_set in config.data.sets):

@@ -9,10 +9,11 @@ from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
 from trainer.planning.choose.switches import Situation
 from trainer.planning.cost import memory
-from trainer.planning.cost.memory import Storage, gib
+from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.adapters import plain_path
 from trainer.planning.shapes.geometry import Geometry
+from trainer.words.sizes import gib
 
 FEATURE, KEY = "block_swap", "features.block_swap"
 NO_OFFLOAD = "DISABLE_CPU_OFFLOAD"

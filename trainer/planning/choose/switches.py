@@ -15,28 +15,15 @@ from trainer.planning.plan import Decision
 from trainer.planning.shapes.adapters import plain_path
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.torch_and_driver import BF16_CAPABILITY
-from trainer.ways.kernels import ROW_KERNELS
-from trainer.words import extras
+from trainer.ways.kernels import KERNELS, NOT_INSTALLED
 
-FP8_CAPABILITY = (8, 9)
 COMPILE_SECONDS = 45
 """What compiling a model's blocks costs, about: a run that gains less stays eager.
 
 On an H200 the first steps of two models took 38 s, and the next ones, until graphs served them, 5 to 12 s
 more than later ones.
 """
-NOT_INSTALLED = "not installed"
-"""The probe's reason where a kernel's package is missing: no failure that a plan needs to tell of."""
 MEASURE_AGAIN = "`trainer probe CONFIG` measures again"
-_ANYWHERE = ("efficient", "math")
-"""Attention kernels that every GPU and type has."""
-_ATTENTION_PACKAGES = {
-    "flash_attn_2": ("flash-attn", extras.remedy("flash-attn")),
-    "flash_attn_3": ("flash-attn-3", "build it from the folder hopper of flash-attn's repository"),
-    "flash_attn_4": ("flash-attn-4", extras.remedy("flash-attn-4")),
-}
-"""Package of each kernel that torch does not have, and how it is installed."""
-_FLASH_3_CAPABILITY = (9, 0)
 
 
 class KernelsFailedError(HardwareError):
@@ -156,8 +143,8 @@ def tf32(situation: Situation) -> Decision:
 def attention(situation: Situation, dtype: str, shape_class: str, *, packed: bool = False) -> Decision:
     """The attention kernel: the fastest that the probe saw working, else the profile's first safe one.
 
-    Over `packed` rows one of `ROW_KERNELS` comes first where blocks may be compiled: with others they are
-    compiled for each row anew.
+    Over `packed` rows a kernel that reads where samples end comes first where blocks may be compiled: with
+    others they are compiled for each row anew.
 
     Of cuDNN some versions crash in backward, and flash-attn's packages are built in many ways: they are taken
     where they were measured only. Raises HardwareError for a kernel that was asked for and cannot run, or
@@ -178,7 +165,7 @@ def attention(situation: Situation, dtype: str, shape_class: str, *, packed: boo
     ]
     if working:
         may_compile = situation.config.features.compile is not False and not _compile_obstacle(situation)
-        by_rows = [name for name in working if packed and may_compile and name in ROW_KERNELS]
+        by_rows = [name for name in working if packed and may_compile and KERNELS[name].reads_ends]
         best = min(by_rows or working, key=lambda name: working[name])
         times = ", ".join(
             f"{name} {ms:.2f} ms" for name, ms in sorted(working.items(), key=lambda item: item[1])
@@ -198,7 +185,7 @@ def _unmeasured_attention(
     best = None
     for name in names:
         obstacle = _attention_obstacle(situation, name, dtype)
-        if not obstacle and name.startswith(("cudnn", "flash_attn")):
+        if not obstacle and not KERNELS[name].safe:
             obstacle = "not measured here (`trainer probe CONFIG`)"
         if not obstacle:
             best = name
@@ -223,11 +210,11 @@ def _explicit_attention(
     obstacle = _attention_obstacle(situation, asked, dtype)
     if obstacle:
         raise situation.refuse(key, f"{asked} cannot run here: {obstacle}", f"leave {key} out")
-    package, install = _ATTENTION_PACKAGES.get(asked, ("", ""))
-    absent = verdict is None and package not in situation.facts.packages
-    if package and (absent or (verdict is not None and verdict.reason == NOT_INSTALLED)):
-        what = f"{asked} cannot run here: {package} is not installed"
-        raise situation.refuse(key, what, f"{install}; or leave {key} out")
+    kernel = KERNELS[asked]
+    absent = verdict is None and kernel.package not in situation.facts.packages
+    if kernel.package and (absent or (verdict is not None and verdict.reason == NOT_INSTALLED)):
+        what = f"{asked} cannot run here: {kernel.package} is not installed"
+        raise situation.refuse(key, what, f"{kernel.install}; or leave {key} out")
     if verdict is not None and not verdict.works:
         raise situation.refuse_failed(key, asked, verdict.reason)
     measured = "works here" if verdict is not None else "not measured here"
@@ -237,17 +224,16 @@ def _explicit_attention(
 
 def _attention_obstacle(situation: Situation, name: str, dtype: str) -> str:
     """Why a kernel cannot run at all, whatever was measured; empty where it can."""
-    if name == "native":
-        return ""
+    kernel = KERNELS[name]
     if not situation.on_gpu:
-        return "" if name == "math" else "a CPU has native and math only"
-    if name in _ANYWHERE:
-        return ""
-    if not situation.tensor_cores:
-        return f"needs compute capability 8.0, this is {situation.gpu}"
-    if name == "flash_attn_3" and situation.facts.gpu.capability != _FLASH_3_CAPABILITY:
-        return f"is for compute capability 9.0, this is {situation.gpu}"
-    return "" if dtype in ("bf16", "fp16") else f"needs bf16, the run computes in {dtype}"
+        others = " and ".join(one.name for one in KERNELS.values() if one.on_cpu)
+        return "" if kernel.on_cpu else f"a CPU has {others} only"
+    capability, only = situation.facts.gpu.capability, kernel.only_capability
+    if capability < kernel.least_capability:
+        return f"needs compute capability {version_text(kernel.least_capability)}, this is {situation.gpu}"
+    if only not in (None, capability):
+        return f"is for compute capability {version_text(only)}, this is {situation.gpu}"
+    return f"needs bf16, the run computes in {dtype}" if kernel.half and dtype == "fp32" else ""
 
 
 @dataclass(frozen=True, kw_only=True)

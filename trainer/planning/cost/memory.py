@@ -9,28 +9,19 @@ from dataclasses import dataclass
 from trainer.planning.cost import states
 from trainer.planning.plan import MemoryRow
 from trainer.planning.shapes.activations import COUNTED_ATTENTION
-from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack
+from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack, linears_of
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Role
-from trainer.ways.storages import (
-    ENCODERS_KEEP,
-    NF4_MOST_UNPACKED,
-    PACK_MODULATION,
-    PACKED,
-    QUANTIZED,
-    VALUE_BYTES,
-)
+from trainer.ways.storages import ENCODERS_KEEP, VALUE_BYTES, WAYS, Way
+from trainer.words.sizes import GIB
 
-GIB = 1024**3
 # CUDA context, its kernels, workspaces of cuBLAS and cuDNN: what nvidia-smi shows beyond torch's own
 CUDA_CONTEXT_BYTES = int(0.75 * GIB)
 # holes that weights leave which are quantised one at a time
 _HOLES_BYTES = int(0.15 * GIB)
 # share of all else that the caching allocator holds in blocks it cannot hand out
 _FRAGMENTATION = 0.02
-# nf4 has one byte of scale a block of values, and one fp32 scale a block of those; code tables and offset of
-# each weight are tiny, but the allocator gives out 512 bytes at least
-_NF4_BLOCK, _NF4_OUTER_BLOCK = 64, 256
-_NF4_TABLE_BYTES = 2048
+# scales of one byte that share one in fp32
+_OUTER_BLOCK = 256
 # resident size of Python with torch, diffusers and transformers imported, and with CUDA's libraries in use
 _PROCESS_BYTES = 1 * GIB
 _CUDA_PROCESS_BYTES = int(3.5 * GIB)
@@ -38,13 +29,9 @@ _CUDA_PROCESS_BYTES = int(3.5 * GIB)
 _RING_BYTES = GIB // 2
 HOST_BYTES = _CUDA_PROCESS_BYTES + _RING_BYTES
 """What the training process holds in host memory beside the device's, without blocks that wait there."""
-_SCALE_BYTES = 4
 # blocks that wait in host memory pass through two buffers
 _WAITING_BUFFERS = 2
 _ONE_SAMPLE = "one sample"
-# what one value takes while it is packed or unpacked: int8 goes through fp32 and its product with the scale,
-# nf4 straight to and from the run's type, of four bytes at most
-_ENCODER_UNPACKED_BYTES = {"int8": 8, "nf4": 4}
 # bytes more of a parameter that a bf16 run keeps in fp32: frozen, and in weight, gradient and moments
 _FP32_EXTRA = {"frozen": 2, "weights": 2, "gradients": 2, "optimizer": 2}
 
@@ -56,7 +43,8 @@ class Storage:
     method: str
     device: str
     dtype: str
-    weights: str
+    way: Way
+    """How the base is stored and multiplied with."""
     checkpointing: bool
     tiling: bool
     previews: bool
@@ -65,13 +53,7 @@ class Storage:
     recomputed: int = 0
     """Blocks that are recomputed with `checkpointing`, from the first on; 0: all."""
     stored: bool = False
-    """The checkpoint holds `weights` as they are: no choice."""
-    compute: str = "bf16"
-    """What frozen linears multiply in."""
-    weight_copies: int = 1
-    """2 where FP8 weights are kept transposed too."""
-    modulation: str = ""
-    """`int8` where the linears of `Family.modulation` are stored so beside FP8; else empty."""
+    """The checkpoint holds weights as they are: no choice."""
     compile: bool = False
     activation_budget: float = 1.0
     text_encoders: str = ""
@@ -84,11 +66,6 @@ class Storage:
     """A running mean of the trained weights is kept."""
 
     @property
-    def packs_modulation(self) -> bool:
-        """The linears of `Family.modulation` take fewer bytes than the run's type."""
-        return self.weights in PACK_MODULATION or self.modulation == "int8"
-
-    @property
     def value_bytes(self) -> int:
         """Bytes of one value in the compute type."""
         return VALUE_BYTES[self.dtype]
@@ -99,14 +76,9 @@ def total(rows: Sequence[MemoryRow]) -> int:
     return sum(row.bytes for row in rows)
 
 
-def gib(count: int) -> str:
-    """Bytes as GiB with one digit; small sizes as MiB."""
-    return f"{count / GIB:.1f} GiB" if count >= GIB // 10 else f"{count / 1024**2:.1f} MiB"
-
-
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """What training holds at its peak; previews take the place of activations, not room beside them."""
-    state = states.of(storage)
+    state = states.of(storage.method, storage.dtype, storage.optimizer)
     trained = parameters(geometry, "trained")
     count = geometry.lora_parameters if storage.method == "lora" else trained
     name = "adapter" if storage.method == "lora" else "trained weights"
@@ -129,9 +101,9 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
         size = _WAITING_BUFFERS * waiting_bytes(storage, geometry).largest
         detail = "two of the blocks that wait in host memory, in turn"
         rows.append(MemoryRow(name="blocks passing through", bytes=size, detail=detail))
-    if storage.weights in PACKED:
+    if not storage.way.trains:
         rows += _quantized_extra(storage, geometry)
-    holes = _HOLES_BYTES if storage.weights in PACKED else 0
+    holes = 0 if storage.way.trains else _HOLES_BYTES
     return (*rows, *_overhead(storage, rows, holes=holes))
 
 
@@ -160,27 +132,23 @@ def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """What encoding captions holds: all text encoders, as they are stored, and one caption's activations."""
     name, kind, count = "text encoders", storage.text_encoders, parameters(geometry, "text_encoder")
     peak = MemoryRow(name=f"{name}: activations", bytes=geometry.text_bytes_peak, detail=_ONE_SAMPLE)
-    if kind not in QUANTIZED:
+    if not kind:
         detail = f"{_count(count)}, {storage.dtype}"
         whole = MemoryRow(name=name, bytes=count * storage.value_bytes, detail=detail)
         return _stage(storage, whole, peak)
     sizes = [size for part in _encoders(geometry) for size in _quantized(part).values()]
-    packed, rows = sum(out * into for out, into in sizes), sum(out for out, _ in sizes)
-    quantized = packed + rows * _SCALE_BYTES if kind == "int8" else _nf4_size(packed, len(sizes))
-    largest = max((out * into for out, into in sizes), default=0)
-    if kind == "nf4":
-        largest = min(largest, NF4_MOST_UNPACKED)
+    linears, way = linears_of(sizes), WAYS[kind]
+    packed, stored = linears.parameters, _packed_bytes(way, linears, NO_LINEARS, len(sizes))
     return _stage(
         storage,
         MemoryRow(
             name=name,
-            bytes=quantized + (count - packed) * storage.value_bytes,
+            bytes=stored + (count - packed) * storage.value_bytes,
             detail=f"{_count(packed)} in {kind}, {_count(count - packed)} in {storage.dtype}",
         ),
         MemoryRow(
             name=f"{kind} unpacked",
-            bytes=(largest if kind == "int8" else min(largest, NF4_MOST_UNPACKED))
-            * _ENCODER_UNPACKED_BYTES[kind],
+            bytes=min(linears.largest, way.most_unpacked or linears.largest) * way.encoder_bytes,
             detail="one weight at a time, transient",
         ),
         peak,
@@ -220,32 +188,58 @@ def waiting_bytes(storage: Storage, geometry: Geometry) -> WaitingBytes:
 
 
 def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:
-    packed, rows, others = stack.quantized, stack.rows, stack.others
-    if storage.packs_modulation and geometry.modulation.parameters:
-        more = stack.modulation
-        packed, rows, others = packed + more.parameters, rows + more.rows, others - more.parameters
-    kept = others * storage.value_bytes + stack.fp32 * _FP32_EXTRA["frozen"]
-    if storage.weights not in PACKED:
-        return packed * storage.value_bytes + kept
-    everything = max(1, packed_linears(storage, geometry).parameters)
-    return (
-        kept
-        + {
-            "int8": packed + rows * _SCALE_BYTES,
-            "fp8": _fp8_bytes(storage, packed, stack.modulation.parameters) + rows * _SCALE_BYTES,
-            "nf4": _nf4_bytes(storage, geometry) * packed // everything,
-        }[storage.weights]
-    )
+    way, modulation = storage.way, NO_LINEARS
+    if _packed_modulation(way, geometry).parameters:
+        modulation = stack.modulation
+    own = Linears(parameters=stack.quantized, rows=stack.rows)
+    kept = (stack.others - modulation.parameters) * storage.value_bytes + stack.fp32 * _FP32_EXTRA["frozen"]
+    if way.trains:
+        return own.parameters * storage.value_bytes + kept
+    if way.layer_bytes:
+        everything = max(1, packed_linears(way, geometry).parameters)
+        return kept + _base_bytes(way, geometry) * (own.parameters + modulation.parameters) // everything
+    return kept + _packed_bytes(way, own, modulation)
 
 
-def packed_linears(storage: Storage, geometry: Geometry) -> Linears:
-    """What a quantised base of this storage holds quantised."""
-    more = geometry.modulation if storage.packs_modulation else NO_LINEARS
-    return Linears(
-        parameters=geometry.quantized_parameters + more.parameters,
-        rows=geometry.quantized_rows + more.rows,
-        largest=max(geometry.largest_quantized, more.largest),
-    )
+def packed_linears(way: Way, geometry: Geometry) -> Linears:
+    """The linears that a base stored so holds packed."""
+    return _together(_own(geometry), _packed_modulation(way, geometry))
+
+
+def _own(geometry: Geometry) -> Linears:
+    """The linears without those of `Family.modulation`."""
+    parameters, rows = geometry.quantized_parameters, geometry.quantized_rows
+    return Linears(parameters=parameters, rows=rows, largest=geometry.largest_quantized)
+
+
+def _packed_modulation(way: Way, geometry: Geometry) -> Linears:
+    return geometry.modulation if way.packs or way.modulation else NO_LINEARS
+
+
+def _together(one: Linears, other: Linears) -> Linears:
+    parameters, rows = one.parameters + other.parameters, one.rows + other.rows
+    return Linears(parameters=parameters, rows=rows, largest=max(one.largest, other.largest))
+
+
+def _base_bytes(way: Way, geometry: Geometry) -> int:
+    """Of all packed linears, or as the checkpoint's files hold them."""
+    layers = sum(len(part.linears) for part in geometry.components if part.role == "trained")
+    if geometry.stored_bytes:
+        return geometry.stored_bytes + layers * way.layer_bytes
+    return _packed_bytes(way, _own(geometry), _packed_modulation(way, geometry), layers)
+
+
+def _packed_bytes(way: Way, own: Linears, modulation: Linears, layers: int = 0) -> int:
+    """Of weights stored so with their scales; modulation in a storage of its own is never kept twice."""
+    if way.modulation:
+        return _packed_bytes(WAYS[way.modulation], modulation, NO_LINEARS) + _packed_bytes(
+            dataclasses.replace(way, modulation=""), own, NO_LINEARS, layers
+        )
+    linears = _together(own, modulation)
+    scales = linears.parameters // way.block if way.block else 0
+    values = way.copies * (linears.parameters * way.bits // 8)
+    outer = scales // _OUTER_BLOCK * 4
+    return values + scales + outer + linears.rows * way.row_bytes + layers * way.layer_bytes
 
 
 def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
@@ -277,8 +271,9 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int, copies
         count, master, final = geometry.lora_parameters, 4, 2 * storage.value_bytes
     else:
         count, master, final = parameters(geometry, "trained"), storage.value_bytes, storage.value_bytes
+    state = states.of(storage.method, storage.dtype, storage.optimizer)
     mean = states.MEAN_BYTES if storage.averaged else 0
-    per_checkpoint = int(count * (master + states.of(storage).optimizer + mean))
+    per_checkpoint = int(count * (master + state.optimizer + mean))
     return checkpoints * per_checkpoint + copies * count * final
 
 
@@ -295,43 +290,18 @@ def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
 def _whole_base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
     size, extra = storage.value_bytes, geometry.fp32_parameters * _FP32_EXTRA["frozen"]
     fp32 = f", {_count(geometry.fp32_parameters)} in fp32" if geometry.fp32_parameters else ""
-    if storage.weights not in PACKED:
-        detail = f"{_count(trained)}, {storage.weights}{fp32}"
+    way = storage.way
+    if way.trains:
+        detail = f"{_count(trained)}, {way.weights}{fp32}"
         return MemoryRow(name="base weights", bytes=trained * size + extra, detail=detail)
-    all_packed = packed_linears(storage, geometry)
-    packed, rows = all_packed.parameters, all_packed.rows
-    kept = trained - packed
-    quantized = {
-        "int8": packed + rows * _SCALE_BYTES,
-        "fp8": _fp8_bytes(storage, packed, geometry.modulation.parameters) + rows * _SCALE_BYTES,
-        "nf4": _nf4_bytes(storage, geometry),
-    }[storage.weights]
-    beside = geometry.modulation.parameters if storage.modulation else 0
-    parts = [
-        f"{_count(packed - beside)} in {storage.weights}{' twice' if storage.weight_copies == 2 else ''}"
-    ]
+    packed = packed_linears(way, geometry).parameters
+    kept, beside = trained - packed, geometry.modulation.parameters if way.modulation else 0
+    parts = [f"{_count(packed - beside)} in {way.weights}{' twice' if way.copies == 2 else ''}"]
     if beside:
-        parts.append(f"{_count(beside)} in {storage.modulation}")
+        parts.append(f"{_count(beside)} in {way.modulation}")
     parts.append(f"{_count(kept - geometry.fp32_parameters)} in {storage.dtype}{fp32}")
-    return MemoryRow(name="base weights", bytes=quantized + kept * size + extra, detail=", ".join(parts))
-
-
-def _fp8_bytes(storage: Storage, packed: int, modulation: int) -> int:
-    """Bytes of `packed` values without their scales; modulation, if it is among them, is never kept twice."""
-    return packed + (storage.weight_copies - 1) * (packed - (modulation if storage.modulation else 0))
-
-
-def _nf4_bytes(storage: Storage, geometry: Geometry) -> int:
-    """Half a byte a value, with double quantised scales; or what the checkpoint's files hold."""
-    linears = sum(len(part.linears) for part in geometry.components if part.role == "trained")
-    if geometry.stored_bytes:
-        return geometry.stored_bytes + linears * _NF4_TABLE_BYTES
-    return _nf4_size(packed_linears(storage, geometry).parameters, linears)
-
-
-def _nf4_size(count: int, linears: int) -> int:
-    scales = count // _NF4_BLOCK
-    return count // 2 + scales + scales // _NF4_OUTER_BLOCK * 4 + linears * _NF4_TABLE_BYTES
+    whole = _base_bytes(way, geometry) + kept * size + extra
+    return MemoryRow(name="base weights", bytes=whole, detail=", ".join(parts))
 
 
 def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
@@ -339,12 +309,10 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
     if storage.swapped:
         activations = dataclasses.replace(activations, recomputed=activations.outside)
     count = storage.recomputed or len(activations.whole.blocks) if storage.checkpointing else 0
-    # FP8 that is unpacked is multiplied by the same operator as int8
-    counted_as = "int8" if storage.weights == "fp8" and storage.compute != "fp8" else storage.weights
     training = activations.peak(
         recomputed=count,
         budget=storage.activation_budget,
-        weights=counted_as,
+        weights=storage.way.counted_as or storage.way.weights,
         flash=storage.attention == COUNTED_ATTENTION,
     )
     detail = "saved for backward"
@@ -365,15 +333,15 @@ def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     """A product needs one weight unpacked, or in FP8 transposed unless a copy is kept so, and at another time
     modulation in int8 unpacked; nf4's scales are unpacked to fp32 beside it.
     """
-    largest = packed_linears(storage, geometry).largest
-    name, size = f"{storage.weights} unpacked", largest * storage.value_bytes
-    if storage.weights == "nf4":
-        size = min(largest, NF4_MOST_UNPACKED) * storage.value_bytes + largest // _NF4_BLOCK * 4
-    if storage.compute == "fp8":
-        name, size = "fp8 transposed", geometry.largest_quantized if storage.weight_copies == 1 else 0
-        unpacked = geometry.modulation.largest * storage.value_bytes if storage.modulation else 0
+    way, largest = storage.way, packed_linears(storage.way, geometry).largest
+    name, size = f"{way.weights} unpacked", min(largest, way.most_unpacked or largest) * storage.value_bytes
+    if way.block:
+        size += largest // way.block * 4
+    if way.compute == "fp8":
+        name, size = "fp8 transposed", geometry.largest_quantized if way.copies == 1 else 0
+        unpacked = geometry.modulation.largest * storage.value_bytes if way.modulation else 0
         if unpacked > size:
-            name, size = f"{storage.modulation} unpacked", unpacked
+            name, size = f"{way.modulation} unpacked", unpacked
     return [MemoryRow(name=name, bytes=size, detail="one weight at a time, transient")] if size else []
 
 

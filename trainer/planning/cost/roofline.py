@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from trainer.machine.facts import Gpu, KernelVerdict
 from trainer.planning.cost.memory import Storage, packed_linears, waiting_bytes
 from trainer.planning.shapes.geometry import Geometry
-from trainer.ways.storages import PACKED, QUANTIZED
+from trainer.ways.kernels import KERNELS
+from trainer.ways.storages import WAYS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,18 +54,6 @@ GENERIC = Rates(bf16=312, fp8=624, bandwidth=2.0)
 
 # H200: 720 of 989 TFLOP/s in bf16, 1430 of 1979 in FP8
 _MATMUL_SHARE = {"bf16": 0.728, "fp8": 0.723}
-# H200, forward and backward: cuDNN 507 of 989 TFLOP/s, flash 277; the others by the probe's times
-_CUDNN_SHARE = 0.513
-_ATTENTION_SHARE = {
-    "cudnn": _CUDNN_SHARE,
-    # counted as cuDNN until they are measured, which they are before they are chosen
-    "cudnn_strided": _CUDNN_SHARE,
-    "flash_attn_2": _CUDNN_SHARE,
-    "flash_attn_3": _CUDNN_SHARE,
-    "flash_attn_4": _CUDNN_SHARE,
-    "efficient": 0.137,
-    "math": 0.035,
-}
 _BANDWIDTH_SHARE = 0.8
 # pointwise work, forward and backward: bytes moved for each byte that is kept for backward, and time of
 # launches a block, which the device waits for
@@ -76,10 +65,6 @@ _LAUNCHES_MS = {"eager": 1.2, "compiled": 0.45}
 _HOST_PRODUCT_MS, _HOST_ADAPTER_MS, _HOST_PACKED_MS = 0.3, 0.65, 0.35
 # quantising activations and gradients, bytes moved likewise
 _FP8_TRAFFIC = 1.5
-# bytes moved to unpack one value of a weight for one product: eager int8 as it was on the H200, the others by
-# what is read and written
-_UNPACK_BYTES = {"int8": 14.0, "nf4": 6.0, "fp8": 14.0}
-_UNPACK_BYTES_COMPILED = {"int8": 3.0, "nf4": 6.0, "fp8": 3.0}
 _ATTENTION_BACKWARD = 2.5
 """Work of attention's backward in forwards."""
 _FORWARD_POINTWISE = 0.35
@@ -130,9 +115,9 @@ def measured(
     }
     base = found.get("matmul.bf16")
     shares = {
-        kind: ms / base
-        for kind in (*QUANTIZED, "fp8")
-        if base and (ms := found.get(f"matmul.{kind}")) is not None
+        way.weights: ms / base
+        for way in WAYS.values()
+        if base and not way.trains and (ms := found.get(way.verdict)) is not None
     }
     return Measured(attention_ms=found.get(f"attention.{attention}"), matmul=shares)
 
@@ -167,7 +152,7 @@ def _part_ms(
     attention_forwards = forwards + _ATTENTION_BACKWARD
     saved = share * geometry.usual_share * geometry.activations.saved
     traffic = _TRAFFIC[style] * saved
-    if storage.compute == "fp8" and "fp8" not in seen.matmul:
+    if storage.way.compute == "fp8" and "fp8" not in seen.matmul:
         traffic += _FP8_TRAFFIC * saved
     computing = (
         products * _product_ms(storage, geometry, peaks, seen, share)
@@ -180,13 +165,9 @@ def _part_ms(
     return computing + _copying_ms(storage, geometry, computing)
 
 
-EXACT_ONLY = ("flash_attn_2", "flash_attn_3")
-"""Kernels that are given captions without padding."""
-
-
 def usual_parts(storage: Storage, geometry: Geometry, attention: str) -> tuple[float, ...]:
     """Micro-batches of one, two ... of a batch's samples, on average, captions as they are padded."""
-    padded = storage.compile and storage.method == "lora" and attention not in EXACT_ONLY
+    padded = storage.compile and storage.method == "lora" and not KERNELS[attention].exact_only
     return (geometry.usual_parts_padded if padded else geometry.usual_parts) or (1.0,)
 
 
@@ -194,13 +175,14 @@ def _host_ms(storage: Storage, geometry: Geometry) -> float:
     """What the host takes to begin all kernels of eager blocks, which a fast GPU waits for."""
     if storage.compile:
         return 0.0
-    packed = _HOST_PACKED_MS if storage.weights in PACKED else 0.0
+    packed = 0.0 if storage.way.trains else _HOST_PACKED_MS
     return geometry.products * (_HOST_PRODUCT_MS + packed) + geometry.lora_layers * _HOST_ADAPTER_MS
 
 
 def _modulation_ms(storage: Storage, geometry: Geometry, move_ms: float) -> float:
     """Unpacking modulation that is stored beside FP8: once a forward pass, it has no gradient."""
-    each = (_UNPACK_BYTES_COMPILED if storage.compile else _UNPACK_BYTES).get(storage.modulation, 0.0)
+    beside = storage.way.modulation
+    each = WAYS[beside].unpack_traffic[storage.compile] if beside else 0.0
     return each * geometry.modulation.parameters * move_ms
 
 
@@ -228,7 +210,7 @@ def _recomputed(storage: Storage, geometry: Geometry) -> float:
 
 def _repeats_products(storage: Storage) -> bool:
     """Whether a budget keeps no product's result: those that unpack their weight are all repeated."""
-    packed = storage.weights in _UNPACK_BYTES and storage.compute != "fp8"
+    packed = not storage.way.trains and not storage.way.compute
     return packed and storage.activation_budget < 1.0
 
 
@@ -243,7 +225,7 @@ def _products_repeated(storage: Storage) -> float:
 
 def _transposes(storage: Storage) -> bool:
     """Whether every weight is read and written once more in backward, transposed."""
-    return storage.compute == "fp8" and storage.weight_copies == 1
+    return storage.way.compute == "fp8" and storage.way.copies == 1
 
 
 def _rate(storage: Storage, peaks: Rates) -> float:
@@ -255,16 +237,13 @@ def _product_ms(storage: Storage, geometry: Geometry, peaks: Rates, seen: Measur
     """All linear layers of the blocks once, for this share of the batch."""
     flops = share * geometry.matmul_flops
     plain = flops / (_rate(storage, peaks) * _MATMUL_SHARE["bf16"])
-    kind = storage.weights
-    if kind in seen.matmul and storage.compute == ("fp8" if kind == "fp8" else storage.dtype):
-        return plain * seen.matmul[kind]
-    if storage.compute == "fp8":
+    way = storage.way
+    if way.verdict and way.weights in seen.matmul:
+        return plain * seen.matmul[way.weights]
+    if way.compute == "fp8":
         return flops / ((peaks.fp8 or peaks.bf16) * 1e9 * _MATMUL_SHARE["fp8"])
-    each = (_UNPACK_BYTES_COMPILED if storage.compile else _UNPACK_BYTES).get(kind, 0.0)
-    unpacked = (
-        each * packed_linears(storage, geometry).parameters * 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
-    )
-    return plain + unpacked
+    traffic = way.unpack_traffic[storage.compile] * packed_linears(way, geometry).parameters
+    return plain + traffic * 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
 
 
 def _attention_ms(
@@ -275,5 +254,5 @@ def _attention_ms(
         # probed with the longest captions
         usual_ms = seen.attention_ms * geometry.usual_share**2
         return geometry.attention_calls * usual_ms / (1 + _ATTENTION_BACKWARD)
-    share = _ATTENTION_SHARE.get(attention, peaks.flash)
+    share = KERNELS[attention].peak_share or peaks.flash
     return geometry.attention_flops / (_rate(storage, peaks) * share)

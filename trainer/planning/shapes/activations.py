@@ -1,4 +1,4 @@
-"""What a micro-batch's activations take: counts of one block, times the run's blocks and tokens.
+"""Bytes of a micro-batch's activations: counts of one block, times the run's blocks and tokens.
 
 The counts (activations.json) were made on a GPU by `python -m bench count`, in units of
 tokens x width x bytes of a value: what a block keeps for backward is the same for any number of blocks and
@@ -39,33 +39,33 @@ class Held:
     """Bytes under one way to keep activations."""
 
     fixed: int
-    """Outside the blocks."""
+    """Bytes outside the blocks."""
     blocks: tuple[int, ...]
-    """Of each block, in the order in which they compute."""
+    """Bytes of each block, in the order in which blocks compute."""
     beyond: int
-    """What is held at the highest point besides: mostly gradients of one block."""
+    """Bytes besides at the highest point: mostly gradients of one block."""
 
     @property
     def kept(self) -> int:
-        """After the forward pass."""
+        """Bytes after the forward pass."""
         return self.fixed + sum(self.blocks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Activations:
-    """What one micro-batch holds beside weights and optimizer, in bytes."""
+    """Bytes that one micro-batch holds beside weights and optimizer."""
 
     whole: Held
-    """Nothing is recomputed."""
+    """No block is recomputed."""
     recomputed: Held
-    """Every block is: its input stays."""
+    """Every block is recomputed: its input stays."""
     outside: Held
-    """The same from outside what is compiled of a block, as where its weights wait in host memory."""
+    """Every block is recomputed from outside its compiled part, as where its weights wait in host memory."""
     shares: Mapping[float, Held] = field(default_factory=dict)
     """Compiled blocks that keep a share of their activations, by `features.activation_budget`."""
     other_shares: Mapping[tuple[str, str], Mapping[float, Held]] = field(default_factory=dict)
-    """The same by (attention kernel, storage), counted with OTHER_ATTENTION, or with weights that a product
-    unpacks: compilers keep other things there. An empty kernel is COUNTED_ATTENTION.
+    """`shares` by (attention kernel, storage), counted with OTHER_ATTENTION, or with weights that a product
+    unpacks: compilers keep other tensors there. An empty kernel is COUNTED_ATTENTION.
     """
     head: int = 0
     """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
@@ -99,9 +99,9 @@ class Activations:
         )
 
     def _budgets(self, weights: str, *, flash: bool) -> Mapping[float, Held]:
-        """What is held by the share that is kept, as far as it was counted for such kernels and products.
+        """Activations by the share that is kept, as far as it was counted for such kernels and products.
 
-        Small shares that were not are left out: they are planned as the next larger one.
+        Small shares that were not counted are left out: they are planned as the next larger one.
         """
         plain, packed = dict(self.shares), dict(self.other_shares.get(("", weights), {}))
         if not flash or weights == _FP8:

@@ -16,7 +16,7 @@ from trainer.planning.shapes.blocks import Size, by_block
 from trainer.planning.shapes.geometry import ComponentGeometry
 
 COUNTED_RANK = 16
-"""Of the plain LoRA that activations are counted with."""
+"""Rank of the plain LoRA that activations are counted with."""
 _MOST_JOINED = 3
 """Layers that share an input: queries, keys and values."""
 # diffusers' names of what sees the caption's tokens only, in blocks with two streams
@@ -96,7 +96,7 @@ def kept_bytes(
     tokens_of: Callable[[str], int],
     value_bytes: int,
 ) -> Kept:
-    """What peft's layers hold for `lora.type` and `lora.dropout`, counted as what autograd saves of one.
+    """Bytes that peft's layers hold for `lora.type` and `lora.dropout`, counted as autograd saves them.
 
     DoRA: the base's output and the adapter's; while it computes its change, the changed weight and what they
     are made of. LoKr: the change, as large as the weight. Dropout: the input that is left, and its mask. A

@@ -23,7 +23,7 @@ class Linears:
 
     parameters: int = 0
     rows: int = 0
-    """Of their outputs."""
+    """Rows of their outputs."""
     largest: int = 0
     """Parameters of the largest."""
 
@@ -32,7 +32,7 @@ NO_LINEARS = Linears()
 
 
 def linears_of(sizes: Iterable[Size]) -> Linears:
-    """Of weights (out, in)."""
+    """The numbers of weights (out, in)."""
     known = list(sizes)
     each = [math.prod(size) for size in known]
     return Linears(parameters=sum(each), rows=sum(rows for rows, _ in known), largest=max(each, default=0))
@@ -51,9 +51,9 @@ class Stack:
     others: int
     """All other parameters of the block."""
     fp32: int
-    """Those of the others that the model's class keeps in fp32."""
+    """Parameters among the others that the model's class keeps in fp32."""
     modulation: Linears = NO_LINEARS
-    """Those of the others that int8 and nf4 bases quantise."""
+    """Linears among the others that int8 and nf4 bases quantise."""
 
 
 def stacks(
@@ -102,7 +102,7 @@ def linear_blocks(linears: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
 
 
 def by_block(named: Mapping[str, _T]) -> dict[str, dict[str, _T]]:
-    """What is in a numbered module, by that module and by name."""
+    """Values of the names that lie in a numbered module, by that module and by name."""
     found: dict[str, dict[str, _T]] = {}
     for name, value in named.items():
         block = _BLOCK.match(name)

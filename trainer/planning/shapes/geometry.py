@@ -1,4 +1,4 @@
-"""What memory is computed from: parameters from real tensors, activations from the family."""
+"""Sizes that memory and time are predicted from: shapes of real tensors, and activations from the family."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -72,17 +72,14 @@ def linear_weights(shapes: Shapes) -> dict[str, Size]:
 
 
 def quantized_linears(linears: Mapping[str, Size], high_precision: Sequence[str]) -> dict[str, Size]:
-    """Those that a quantised base holds quantised: no pattern of `high_precision` matches a whole name."""
+    """The linears that a quantised base holds quantised: those whose names match no pattern as a whole."""
     kept = re.compile("|".join(f"(?:{pattern})" for pattern in high_precision) or "(?!)")
     return {name: size for name, size in linears.items() if not kept.fullmatch(name)}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
-    """What `resolve` needs to know of one run's model, all of it in numbers.
-
-    Built by the caller (see `cli`), because floors below the families cannot ask them.
-    """
+    """One run's model in numbers: everything that `resolve` needs to know of it. See `run_geometry`."""
 
     components: tuple[ComponentGeometry, ...]
     lora_parameters: int
@@ -99,41 +96,41 @@ class Geometry:
     largest_quantized: int = 0
     """Parameters of the largest of those weights."""
     modulation: Linears = NO_LINEARS
-    """What int8 and nf4 bases hold quantised besides: see `Family.modulation`."""
+    """Linears that int8 and nf4 bases hold quantised besides: see `Family.modulation`."""
     fp32_parameters: int = 0
     """Parameters that the model's class keeps in fp32 in a bf16 run."""
     matmul_flops: float = 0.0
-    """Of the blocks' linear layers in one forward pass of a micro-batch with captions of usual length."""
+    """FLOP of the blocks' linear layers in one forward pass, with captions of usual length."""
     attention_flops: float = 0.0
-    """The same of attention."""
+    """FLOP of attention in that pass."""
     attention_calls: int = 0
-    """Calls of the kernel that `attention_shape_class` names, in one forward pass."""
+    """Calls of the kernel that `attention_shape_class` names, in that pass."""
     products: int = 0
     """Linear layers of the blocks."""
     usual_share: float = 1.0
-    """Tokens of such a micro-batch, as a share of those with the longest captions."""
+    """Tokens of that pass, as a share of those with the longest captions."""
     usual_parts: tuple[float, ...] = ()
     """Micro-batches of one, two ... of its samples, on average, as their shapes differ; empty: it is one."""
     pictures_known: bool = False
-    """Whether that is by the shapes of the run's pictures; else these are of six."""
+    """Whether `usual_parts` follow from the shapes of the run's pictures; else pictures are of six shapes."""
     usual_parts_alike: tuple[float, ...] = ()
-    """The same where captions are of one length: by the shapes of pictures alone."""
+    """`usual_parts` where captions are of one length: by the shapes of pictures alone."""
     usual_parts_padded: tuple[float, ...] = ()
-    """The same where captions are padded to a few lengths."""
+    """`usual_parts` where captions are padded to a few lengths."""
     blocks: int = 0
     """Repeated blocks."""
     stacks: tuple[Stack, ...] = ()
-    """They in their stacks, the longest first."""
+    """Stacks of these blocks, the longest first."""
     text_bytes_peak: int = 0
     """Activations of the text encoders while caching, in bytes."""
     vae_bytes_peak: int = 0
     """Activations of the VAE for one image of the run, whole, in bytes."""
     vae_bytes_peak_tiled: int = 0
-    """The same with tiling."""
+    """Activations of the VAE with tiling, in bytes."""
     attention_shape_class: str = ""
     """Key of the probe's verdicts on attention: heads, head width and tokens of the run."""
     matmul_shape_class: str = ""
-    """Key of those on linear layers: tokens, rows and columns."""
+    """Key of the verdicts on linear layers: tokens, rows and columns."""
     captions_vary: bool = False
     """The family's encoder does not pad captions: each has a length of its own."""
     packed: bool = False
@@ -190,7 +187,11 @@ def read_table(path: Path) -> Mapping[str, Shapes]:
             family, _, theirs = rows.partition("/")
             found[component] = read_table(path.with_name(f"{family}.json"))[theirs]
         else:
-            found[component] = expand(rows)
+            found[component] = {
+                pattern.replace("{i}", str(index)): tuple(shape)
+                for pattern, shape, count in rows
+                for index in range(count)
+            }
     return found
 
 
@@ -198,31 +199,3 @@ def read_table(path: Path) -> Mapping[str, Shapes]:
 def kept_in_fp32(family: str) -> tuple[str, ...]:
     """Parts of tensor names that the class of the family's trained component keeps in fp32 always."""
     return tuple(json.loads((TABLES / f"{family}.json").read_text()).get("kept_in_fp32", ()))
-
-
-def expand(rows: Iterable[tuple[str, list[int], int]]) -> Shapes:
-    """Shapes from rows of (name with {i}, shape, count)."""
-    return {
-        pattern.replace("{i}", str(index)): tuple(shape)
-        for pattern, shape, count in rows
-        for index in range(count)
-    }
-
-
-def compact(shapes: Shapes) -> list[tuple[str, list[int], int]]:
-    """The rows that `expand` makes `shapes` of again: equal shapes under indices 0..n-1 become one row."""
-    groups: dict[tuple[str, tuple[int, ...]], list[tuple[int, str]]] = {}
-    for name, shape in shapes.items():
-        found = re.search(r"(?<=\.)\d+(?=\.)", name)
-        if found is None:
-            groups.setdefault((name, shape), []).append((0, name))
-        else:
-            pattern = f"{name[: found.start()]}{{i}}{name[found.end() :]}"
-            groups.setdefault((pattern, shape), []).append((int(found[0]), name))
-    rows: list[tuple[str, list[int], int]] = []
-    for (pattern, shape), members in groups.items():
-        if sorted(index for index, _ in members) == list(range(len(members))):
-            rows.append((pattern, list(shape), len(members)))
-        else:
-            rows.extend((name, list(shape), 1) for _, name in members)
-    return rows

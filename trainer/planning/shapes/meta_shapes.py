@@ -16,7 +16,6 @@ from trainer.config.interpreter import python
 from trainer.errors import AccessError
 from trainer.files.cachefile import read_entries, write_entries
 from trainer.files.component_shapes import Shapes
-from trainer.planning.shapes.geometry import compact, expand
 
 SOURCE = "built on the meta device from config.json"
 LIBRARIES = ("diffusers", "transformers")
@@ -59,14 +58,14 @@ def component_class(folder: Path, component: str) -> tuple[str, str]:
 @functools.lru_cache(maxsize=16)  # a cache folder that cannot be written costs one child, not one a question
 def _kept(folder: Path, library: str, class_name: str, path: Path) -> Shapes:
     """The shapes from the file at `path`, else from a child, whose answer is written there."""
-    rows = read_entries(path).get("rows")
-    if rows is None:
-        rows = _ask_child(folder, library, class_name)
-        write_entries(path, {"class": f"{library}.{class_name}", "rows": rows})
-    return expand(rows)
+    shapes = read_entries(path).get("shapes")
+    if shapes is None:
+        shapes = [*_ask_child(folder, library, class_name).items()]  # a list keeps its order in the file
+        write_entries(path, {"class": f"{library}.{class_name}", "shapes": shapes})
+    return {name: tuple(shape) for name, shape in shapes}
 
 
-def _ask_child(folder: Path, library: str, class_name: str) -> list[tuple[str, list[int], int]]:
+def _ask_child(folder: Path, library: str, class_name: str) -> dict[str, list[int]]:
     command = python("-m", "trainer.modeling.base.meta_shapes", str(folder), library, class_name)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_TIMEOUT_SECONDS, check=True)
@@ -78,5 +77,5 @@ def _ask_child(folder: Path, library: str, class_name: str) -> list[tuple[str, l
             where=str(folder / "config.json"),
             remedy="correct the config, or name a folder with weights",
         ) from error
-    shapes = json.loads(done.stdout.splitlines()[-1])
-    return compact({name: tuple(shape) for name, shape in shapes.items()})
+    shapes: dict[str, list[int]] = json.loads(done.stdout.splitlines()[-1])
+    return shapes

@@ -16,7 +16,7 @@ Pictures = tuple[tuple[int, int, int], ...]
 """A shape's number, how many pictures have it, and how often each of these comes in an epoch."""
 
 USUAL_PICTURES: Pictures = tuple((shape, 100_000, 1) for shape in range(6))
-"""Of a set that is not known: six shapes, any number of each."""
+"""Pictures of a set that is not known: six shapes, any number of each."""
 
 # captions of 1 to 300 tokens, as many short as long by their logarithm
 _MOST_TOKENS = 300
@@ -87,7 +87,7 @@ def _epoch(repeats: list[int], chooser: random.Random) -> list[int]:
 
 
 def _caption_lengths(count: int, captions: Captions, most: int, chooser: random.Random) -> list[int]:
-    """Of so many captions the lengths: as many short as long by their logarithm, in any order."""
+    """Lengths of so many captions: as many short as long by their logarithm, in any order."""
     if captions == "alike":
         return [0] * count
     lengths = [min(most, int((_MOST_TOKENS + 1) ** ((at + 0.5) / count))) for at in range(count)]

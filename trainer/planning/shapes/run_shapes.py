@@ -29,7 +29,6 @@ from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack, fp32_para
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Role, component_shapes, kept_in_fp32
 from trainer.planning.shapes.meta_shapes import SOURCE, built_shapes
 from trainer.planning.shapes.mix import padded_length
-from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
 from trainer.planning.shapes.work import USUAL_MIX, Mix, with_work
 from trainer.ways.storages import VALUE_BYTES
 
@@ -66,12 +65,8 @@ def run_geometry(
     written. Memory is that of the longest caption, time that of samples of the shapes of `mix`.
     Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is none.
     """
-    folders = {name: _folder(model_folder, name, downloads) for name in roles(family)}
-    components = tuple(
-        _component(family, config, folders[name], name, role, downloads=downloads)
-        for name, role in roles(family).items()
-    )
-    trained = next(part for part in components if part.role == "trained")
+    folders, components = _components(family, config, model_folder, downloads=downloads)
+    trained = components[0]
     model_config = component_config(family, folders[trained.name], trained.name)
     shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
     attention = family.attention_shape(model_config, shape)
@@ -100,8 +95,6 @@ def run_geometry(
         text_bytes_peak=_text_peak(components, config.data.max_sequence_length, shape.bytes_per_value),
         vae_bytes_peak=vae,
         vae_bytes_peak_tiled=vae_tiled,
-        attention_shape_class=shape_class(attention),
-        matmul_shape_class=matmul_shape_class(attention),
     )
     return with_work(geometry, family, config, model_config, trained, shape, mix)
 
@@ -156,7 +149,7 @@ def _activations(
     repeated: Sequence[Stack],
     adapter: Kept,
 ) -> tuple[Activations, Activations]:
-    """What a micro-batch holds, eager and compiled, from the family's counts."""
+    """Activations of a micro-batch, eager and compiled, from the family's counts."""
     linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
     talks = family.sample_kind == "conversation"
     planned = functools.partial(
@@ -195,7 +188,7 @@ def _controls(config: RunConfig, family: Family) -> int:
 
 
 def roles(family: Family) -> dict[str, Role]:
-    """What each component with weights is for."""
+    """Each component with weights and what it is for, first what trains."""
     found: dict[str, Role] = {family.trained_component: "trained"}
     found.update({name: "text_encoder" for name in family.encoder_components.get("text", ())})
     found.update({name: "vae" for name in family.encoder_components.get("latents", ())})
@@ -219,6 +212,18 @@ def component_config(family: Family, model_folder: Path | None, component: str) 
     """A component's config.json from the base model, else the family's committed one."""
     folder = CONFIGS / family.name if model_folder is None else model_folder
     return read_config(folder / component / "config.json")
+
+
+def _components(
+    family: Family, config: RunConfig, model_folder: Path | None, *, downloads: bool
+) -> tuple[Mapping[str, Path | None], tuple[ComponentGeometry, ...]]:
+    """(the folder that each component with weights is below, their sizes, first of what trains)."""
+    folders = {name: _folder(model_folder, name, downloads) for name in roles(family)}
+    sizes = (
+        _component(family, config, folders[name], name, role, downloads=downloads)
+        for name, role in roles(family).items()
+    )
+    return folders, tuple(sizes)
 
 
 def _component(

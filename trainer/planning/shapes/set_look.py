@@ -1,6 +1,6 @@
-"""What is seen of a data set at a glance: its samples by their names, and some pictures' sizes.
+"""A data set at a glance: its samples by their names, and some pictures' sizes.
 
-Nothing is checked, and nothing is decoded: what cannot be read the run tells.
+No file is checked, no picture decoded: the run tells which cannot be read.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pathlib import Path
 
 from trainer.config.schema import DataSet
 from trainer.data.pictures.buckets import Size, buckets, nearest_bucket
-from trainer.data.pictures.images import claimed_size
 from trainer.data.sets.controls import control_folders, pair_controls, without_controls
 from trainer.data.sets.listing import list_folder
 from trainer.data.sets.metadata import read_metadata
@@ -48,7 +47,7 @@ def seen(sets: Sets, family: Family) -> tuple[Seen, ...]:
 
 
 def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Pictures:
-    """Of the shapes that samples come in at this resolution, how many samples have each.
+    """The shapes that samples come in at this resolution, and how many samples have each.
 
     Control images are counted as if they came into buckets too.
     """
@@ -104,6 +103,8 @@ def _of_set(
 
 @functools.lru_cache(maxsize=8)
 def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ...]:
+    from trainer.data.pictures.images import claimed_size
+
     found = []
     for one, every in zip(sets, _samples(sets, controls, stamp) or (), strict=False):
         # by chance: names often take turns

@@ -1,4 +1,4 @@
-"""What one forward pass computes, for the prediction of its time. Imports no torch."""
+"""The work of one forward pass, from which its time is predicted. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from trainer.planning.shapes.adapters import TEXT_SIDE
 from trainer.planning.shapes.blocks import linear_blocks
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
 from trainer.planning.shapes.mix import USUAL_PICTURES, Captions, Pictures, usual_parts
+from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
 
 # captions of 1 to 300 tokens, as many short as long by their logarithm: 104 on average when they are padded
 _CAPTION_TOKENS = 104
@@ -25,12 +26,12 @@ _CAPTION_TOKENS_WITH_IMAGES = 384
 
 @dataclass(frozen=True, kw_only=True)
 class Mix:
-    """Of what shapes samples are, as far as it is known."""
+    """The shapes of samples, as far as they are known."""
 
     caption_tokens: int | None = None
-    """Of every caption, and pictures are of one shape; None: a usual mix of lengths."""
+    """Tokens of every caption, with pictures of one shape; None: a usual mix of lengths."""
     pictures: Pictures = ()
-    """Empty: of six shapes, as many of each."""
+    """How many pictures have each shape; empty: six shapes, as many of each."""
 
 
 USUAL_MIX = Mix()
@@ -65,6 +66,8 @@ def with_work(
     parts, alike, padded = micro_batches(family, config, mix.pictures) if drawn else ((), (), ())
     return dataclasses.replace(
         geometry,
+        attention_shape_class=shape_class(longest),
+        matmul_shape_class=matmul_shape_class(longest),
         matmul_flops=flops,
         attention_flops=4.0 * pairs * width * calls,
         attention_calls=calls,
@@ -83,9 +86,9 @@ Parts = tuple[float, ...]
 
 
 def micro_batches(family: Family, config: RunConfig, pictures: Pictures) -> tuple[Parts, Parts, Parts]:
-    """Those that a batch makes with captions as they are, of one length, and padded to a few lengths.
+    """Parts of a batch with captions as they are, of one length, and padded to a few lengths.
 
-    `pictures` are those of each shape, else of six. Empty where samples are packed into rows.
+    `pictures` says how many have each shape; else there are six. Empty where samples are packed into rows.
     """
     if family.packed_by is not None:
         return (), (), ()

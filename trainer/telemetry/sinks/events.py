@@ -11,12 +11,13 @@ import hashlib
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO
 
 from trainer.files import atomic
 from trainer.telemetry.sinks.records import StepRecord, ValidationRecord
+from trainer.words.sizes import GIB
 
 if TYPE_CHECKING:
     from tensorboard.compat.proto.event_pb2 import Event
@@ -37,36 +38,38 @@ class EventLog:
         self._directory = directory
         self._file: BinaryIO | None = None
 
-    def scalars(self, record: StepRecord) -> None:
-        """Write a log step's values."""
-        values: dict[str, float] = {
-            "train/loss": record.loss,
-            "train/learning_rate": record.learning_rate,
-            "train/grad_norm": record.grad_norm,
-            "speed/seconds_per_step": record.seconds_per_step,
-            "speed/samples_per_second": record.samples_per_second,
-            "memory/device_peak_gib": record.device_memory_peak_bytes / 1024**3,
-        }
-        if record.tokens_per_second is not None:
-            values["speed/tokens_per_second"] = record.tokens_per_second
-        if record.validation_loss is not None:
-            values["validation/loss"] = record.validation_loss
-        self._write(record.step, scalars_summary(values))
-
-    def validation(self, record: ValidationRecord) -> None:
-        """Write a held-out loss that was measured between no steps."""
-        self._write(record.step, scalars_summary({"validation/loss": record.validation_loss}))
-
-    def image(self, tag: str, png: bytes, *, step: int) -> None:
-        """Write a PNG picture (the file's bytes) under `tag`."""
+    def record(self, record: StepRecord | ValidationRecord) -> None:
+        """Write the values as one event with a scalar per tag."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
+        values: dict[str, float | None] = {}
+        if isinstance(record, StepRecord):
+            values = {
+                "train/loss": record.loss,
+                "train/learning_rate": record.learning_rate,
+                "train/grad_norm": record.grad_norm,
+                "speed/seconds_per_step": record.seconds_per_step,
+                "speed/samples_per_second": record.samples_per_second,
+                "memory/device_peak_gib": record.device_memory_peak_bytes / GIB,
+                "speed/tokens_per_second": record.tokens_per_second,
+            }
+        values["validation/loss"] = record.validation_loss
+        scalars = [
+            Summary.Value(tag=tag, simple_value=value) for tag, value in values.items() if value is not None
+        ]
+        self._write(record.step, Summary(value=scalars))
+
+    def image(self, tag: str, path: Path, *, step: int) -> None:
+        """Write the picture of a PNG file under `tag`."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        png = path.read_bytes()
         width, height = _PNG_SIZE.unpack_from(png, 16)  # IHDR is always the first chunk
         picture = Summary.Image(width=width, height=height, colorspace=_RGB, encoded_image_string=png)
         self._write(step, Summary(value=[Summary.Value(tag=tag, image=picture)]))
 
-    def flush_and_sync(self) -> None:
-        """Put every event on the disk; called before a checkpoint becomes valid."""
+    def sync(self) -> None:
+        """Put every event on the disk."""
         if self._file is not None:
             with atomic.no_space_told(self._directory):
                 self._file.flush()
@@ -97,7 +100,7 @@ class EventLog:
             path.unlink()
         atomic.sync_directory(self._directory)
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = True) -> None:
         """Close the file of this session; the next event opens another."""
         if self._file is not None:
             self._file.close()
@@ -123,13 +126,6 @@ class EventLog:
         # others may have put copies under names of their own here
         numbers = [int(parts[3]) for parts in names if len(parts) == 5 and parts[3].isdecimal()]
         return self._directory / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}.trainer"
-
-
-def scalars_summary(values: Mapping[str, float]) -> Summary:
-    """One summary message with a scalar per tag."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-
-    return Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in values.items()])
 
 
 def _frames(path: Path) -> Iterator[tuple[bytes, Event]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,28 +21,15 @@ from prometheus_client import (
 from trainer.config.secrets import redacted
 from trainer.errors import StorageError
 from trainer.files import atomic
-from trainer.telemetry.sinks.records import StepRecord
+from trainer.telemetry.sinks.records import StepRecord, ValidationRecord
 from trainer.telemetry.status import Phase
 
 METRICS_FILE = "metrics.prom"
+# fmt: off
 _STEP_BUCKETS_SECONDS = (
-    0.05,
-    0.1,
-    0.2,
-    0.3,
-    0.5,
-    0.75,
-    1.0,
-    1.5,
-    2.0,
-    3.0,
-    5.0,
-    10.0,
-    20.0,
-    30.0,
-    60.0,
-    120.0,
+    0.05, 0.1, 0.2, 0.3, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0,
 )
+# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,101 +37,47 @@ class Metric:
     """One row of the table."""
 
     name: str
-    kind: Literal["gauge", "counter", "histogram"]
     help: str
+    kind: Literal["gauge", "counter", "histogram"] = "gauge"
     labels: tuple[str, ...] = ()
     writer: Literal["run", "supervisor"] = "run"
     """`run` keeps its last value when the training process hangs or dies; `supervisor` is always current."""
 
 
+# fmt: off
 METRICS: tuple[Metric, ...] = (
-    Metric(name="trainer_step", kind="gauge", help="Optimizer steps done at the last log step."),
-    Metric(name="trainer_planned_steps", kind="gauge", help="Optimizer steps that the run will do in all."),
-    Metric(name="trainer_loss", kind="gauge", help="Training loss, mean since the log step before."),
-    Metric(name="trainer_validation_loss", kind="gauge", help="Loss on held-out samples at fixed noise."),
-    Metric(name="trainer_learning_rate", kind="gauge", help="Learning rate of the last step."),
-    Metric(name="trainer_grad_norm", kind="gauge", help="Norm of the gradients before clipping."),
-    Metric(
-        name="trainer_samples_total", kind="counter", help="Samples trained on since the process started."
-    ),
-    Metric(
-        name="trainer_step_seconds",
-        kind="histogram",
-        help="Time of an optimizer step; each step counts with the mean since the log step before.",
-    ),
-    Metric(name="trainer_last_step_timestamp_seconds", kind="gauge", help="Unix time of the last log step."),
-    Metric(
-        name="trainer_device_memory_peak_bytes",
-        kind="gauge",
-        help="Highest device memory allocated by the process.",
-    ),
-    Metric(
-        name="trainer_device_memory_reserved_bytes",
-        kind="gauge",
-        help="Device memory held by the allocator now.",
-    ),
-    Metric(
-        name="trainer_memory_budget_bytes",
-        kind="gauge",
-        help="Device memory that the plan keeps within; on a CPU of the host's.",
-    ),
-    Metric(name="trainer_checkpoint_step", kind="gauge", help="Step of the newest valid checkpoint."),
-    Metric(
-        name="trainer_cache_entries_total",
-        kind="counter",
-        help="Cache entries of the data set by origin: reused or encoded.",
-        labels=("origin",),
-    ),
-    Metric(
-        name="trainer_phase",
-        kind="gauge",
-        help="1 for the phase the run is in, 0 for the others.",
-        labels=("phase",),
-    ),
-    Metric(
-        name="trainer_plan_info",
-        kind="gauge",
-        help="Decisions of the hardware plan.",
-        labels=("feature", "value"),
-    ),
-    Metric(
-        name="trainer_build_info",
-        kind="gauge",
-        help="Versions and what is trained.",
-        labels=("version", "torch", "family", "method"),
-    ),
-    Metric(
-        name="trainer_supervisor_info",
-        kind="gauge",
-        help="Version of the supervisor.",
-        labels=("version",),
-        writer="supervisor",
-    ),
-    Metric(
-        name="trainer_child_up",
-        kind="gauge",
-        help="1 while the training process is alive.",
-        writer="supervisor",
-    ),
-    Metric(
-        name="trainer_healthy",
-        kind="gauge",
-        help="1 when /healthz says healthy, else 0.",
-        writer="supervisor",
-    ),
-    Metric(
-        name="trainer_heartbeat_timestamp_seconds",
-        kind="gauge",
-        help="Unix time of the run's last heartbeat.",
-        writer="supervisor",
-    ),
-    Metric(
-        name="trainer_host_memory_available_bytes",
-        kind="gauge",
-        help="MemAvailable of the host, which is also the device's memory on unified memory machines.",
-        writer="supervisor",
-    ),
+    Metric(name="trainer_step", help="Optimizer steps done at the last log step."),
+    Metric(name="trainer_planned_steps", help="Optimizer steps that the run will do in all."),
+    Metric(name="trainer_loss", help="Training loss, mean since the log step before."),
+    Metric(name="trainer_validation_loss", help="Loss on held-out samples at fixed noise."),
+    Metric(name="trainer_learning_rate", help="Learning rate of the last step."),
+    Metric(name="trainer_grad_norm", help="Norm of the gradients before clipping."),
+    Metric(name="trainer_samples_total", kind="counter",
+           help="Samples trained on since the process started."),
+    Metric(name="trainer_step_seconds", kind="histogram",
+           help="Time of an optimizer step; each step counts with the mean since the log step before."),
+    Metric(name="trainer_last_step_timestamp_seconds", help="Unix time of the last log step."),
+    Metric(name="trainer_device_memory_peak_bytes", help="Highest device memory allocated by the process."),
+    Metric(name="trainer_device_memory_reserved_bytes", help="Device memory held by the allocator now."),
+    Metric(name="trainer_memory_budget_bytes",
+           help="Device memory that the plan keeps within; on a CPU of the host's."),
+    Metric(name="trainer_checkpoint_step", help="Step of the newest valid checkpoint."),
+    Metric(name="trainer_cache_entries_total", kind="counter", labels=("origin",),
+           help="Cache entries of the data set by origin: reused or encoded."),
+    Metric(name="trainer_phase", labels=("phase",), help="1 for the phase the run is in, 0 for the others."),
+    Metric(name="trainer_plan_info", labels=("feature", "value"), help="Decisions of the hardware plan."),
+    Metric(name="trainer_build_info", labels=("version", "torch", "family", "method"),
+           help="Versions and what is trained."),
+    Metric(name="trainer_supervisor_info", labels=("version",), writer="supervisor",
+           help="Version of the supervisor."),
+    Metric(name="trainer_child_up", writer="supervisor", help="1 while the training process is alive."),
+    Metric(name="trainer_healthy", writer="supervisor", help="1 when /healthz says healthy, else 0."),
+    Metric(name="trainer_heartbeat_timestamp_seconds", writer="supervisor",
+           help="Unix time of the run's last heartbeat."),
+    Metric(name="trainer_host_memory_available_bytes", writer="supervisor",
+           help="MemAvailable of the host, which is also the device's memory on unified memory machines."),
 )
+# fmt: on
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,15 +116,8 @@ def build_registry(writer: Literal["run", "supervisor"]) -> Registry:
     )
 
 
-def metrics_markdown() -> str:
-    """The table of all metrics for the documentation."""
-    lines = ["| metric | type | labels | written by | meaning |", "|---|---|---|---|---|"]
-    lines += [f"| `{m.name}` | {m.kind} | {', '.join(m.labels)} | {m.writer} | {m.help} |" for m in METRICS]
-    return "\n".join(lines) + "\n"
-
-
 class RunMetrics:
-    """The training process's metrics. Nothing is visible outside before `write`."""
+    """The training process's metrics. Nothing is visible outside before `write` or `record`."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -199,25 +126,24 @@ class RunMetrics:
 
     def build_info(self, *, version: str, torch: str, family: str, method: str) -> None:
         """Say what runs."""
-        self._gauge("trainer_build_info").labels(
-            version=version, torch=torch, family=family, method=method
-        ).set(1)
+        info = self._registry.gauges["trainer_build_info"]
+        info.labels(version=version, torch=torch, family=family, method=method).set(1)
 
     def plan_info(self, rows: Mapping[str, str]) -> None:
         """Export the plan's decisions, feature to value."""
-        info = self._gauge("trainer_plan_info")
+        info = self._registry.gauges["trainer_plan_info"]
         info.clear()
         for feature, value in rows.items():
             info.labels(feature=feature, value=value).set(1)
 
     def memory_budget(self, budget_bytes: int) -> None:
         """Say within how much device memory the plan keeps."""
-        self._gauge("trainer_memory_budget_bytes").set(budget_bytes)
+        self._registry.gauges["trainer_memory_budget_bytes"].set(budget_bytes)
 
     def phase(self, phase: Phase) -> None:
         """Say which phase the run is in."""
         for other in Phase:
-            self._gauge("trainer_phase").labels(phase=other.value).set(other is phase)
+            self._registry.gauges["trainer_phase"].labels(phase=other.value).set(other is phase)
 
     def cache_entries(self, *, reused: int, encoded: int) -> None:
         """Count entries of the cache that were found valid, and that had to be encoded."""
@@ -225,38 +151,43 @@ class RunMetrics:
         entries.labels(origin="reused").inc(reused)
         entries.labels(origin="encoded").inc(encoded)
 
-    def step(self, record: StepRecord, *, planned_steps: int, steps: int, samples: int) -> None:
-        """Take over a log step: `steps` optimizer steps and `samples` samples since the one before."""
-        values: dict[str, float] = {
-            "trainer_step": record.step,
-            "trainer_planned_steps": planned_steps,
-            "trainer_loss": record.loss,
-            "trainer_learning_rate": record.learning_rate,
-            "trainer_grad_norm": record.grad_norm,
-            "trainer_device_memory_peak_bytes": record.device_memory_peak_bytes,
-            "trainer_device_memory_reserved_bytes": record.device_memory_reserved_bytes,
-        }
+    def record(self, record: StepRecord | ValidationRecord) -> None:
+        """Take in the values and the counts, and publish them."""
+        values: dict[str, float] = {}
+        if isinstance(record, StepRecord):
+            values = {
+                "trainer_step": record.step,
+                "trainer_planned_steps": record.planned_steps,
+                "trainer_loss": record.loss,
+                "trainer_learning_rate": record.learning_rate,
+                "trainer_grad_norm": record.grad_norm,
+                "trainer_device_memory_peak_bytes": record.device_memory_peak_bytes,
+                "trainer_device_memory_reserved_bytes": record.device_memory_reserved_bytes,
+                "trainer_last_step_timestamp_seconds": time.time(),
+            }
+            self._registry.counters["trainer_samples_total"].inc(record.samples)
+            for _ in range(record.steps):
+                self._registry.histograms["trainer_step_seconds"].observe(record.seconds_per_step)
         if record.validation_loss is not None:
             values["trainer_validation_loss"] = record.validation_loss
         for name, value in values.items():
-            self._gauge(name).set(value)
-        self._gauge("trainer_last_step_timestamp_seconds").set_to_current_time()
-        self._registry.counters["trainer_samples_total"].inc(samples)
-        for _ in range(steps):
-            self._registry.histograms["trainer_step_seconds"].observe(record.seconds_per_step)
+            self._registry.gauges[name].set(value)
+        self.write()
 
-    def validation(self, loss: float) -> None:
-        """Take over a held-out loss that was measured between no steps."""
-        self._gauge("trainer_validation_loss").set(loss)
+    def image(self, tag: str, path: Path, *, step: int) -> None:
+        """Pictures are not kept here."""
+
+    def sync(self) -> None:
+        """Nothing to do: no checkpoint relies on the metrics."""
+
+    def close(self, *, finished: bool = True) -> None:
+        """Nothing to do: the last values stay."""
 
     def checkpoint(self, step: int) -> None:
         """Say that a checkpoint of `step` became valid."""
-        self._gauge("trainer_checkpoint_step").set(step)
+        self._registry.gauges["trainer_checkpoint_step"].set(step)
 
     def write(self) -> None:
         """Publish all values at once for the supervisor to serve; a full folder keeps the last ones."""
         with contextlib.suppress(StorageError):  # the heartbeat, written to the same folder, has told it
             atomic.write_text(self._path, redacted(self._registry.text()), sync=False)
-
-    def _gauge(self, name: str) -> Gauge:
-        return self._registry.gauges[name]

@@ -1,4 +1,4 @@
-"""Metrics.jsonl, one line per log step, which can be cut back to a checkpoint."""
+"""Records of log steps, what takes them in, and metrics.jsonl, which can be cut back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from trainer.files import atomic
 
@@ -30,7 +30,7 @@ class ValidationRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class StepRecord:
-    """What is known at a log step. Times and rates are means since the log step before."""
+    """The values of a log step. Times and rates are means since the log step before."""
 
     step: int
     """Optimizer steps done."""
@@ -51,10 +51,40 @@ class StepRecord:
     validation_loss: float | None = None
     """Only at steps that validate."""
     validation_data: str | None = None
-    """As in ValidationRecord."""
+    """Hash of what the held-out loss was measured on, as in ValidationRecord."""
+    steps: int = 1
+    """Optimizer steps since the log step before; it and the two counts below are for counters, not written
+    as values."""
+    samples: int = 0
+    """Samples since the log step before."""
+    planned_steps: int = 0
+    """Optimizer steps that the run will do in all."""
 
 
-_NUMBERS = frozenset(field.name for field in dataclasses.fields(StepRecord)) - {"validation_data"}
+_COUNTS = frozenset({"steps", "samples", "planned_steps"})
+_NUMBERS = frozenset(field.name for field in dataclasses.fields(StepRecord)) - _COUNTS - {"validation_data"}
+
+
+def written_values(record: StepRecord | ValidationRecord) -> dict[str, Any]:
+    """The values of a record by name, without counts and without those that are None."""
+    values = dataclasses.asdict(record).items()
+    return {name: value for name, value in values if value is not None and name not in _COUNTS}
+
+
+class Sink(Protocol):
+    """A place that takes in a run's figures and pictures."""
+
+    def record(self, record: StepRecord | ValidationRecord) -> None:
+        """Take in a log step, or a held-out loss that was measured between no steps. Raises StorageError."""
+
+    def image(self, tag: str, path: Path, *, step: int) -> None:
+        """Take in the picture of a PNG file under `tag`. Raises StorageError."""
+
+    def sync(self) -> None:
+        """Put everything taken in on the disk; called before a checkpoint becomes valid."""
+
+    def close(self, *, finished: bool = True) -> None:
+        """Let go of files and connections; `finished`: the run came to its end."""
 
 
 class MetricsLog:
@@ -66,16 +96,21 @@ class MetricsLog:
         cut_torn_line(path)
         self._file = path.open("ab")
 
-    def append(self, record: StepRecord | ValidationRecord) -> None:
+    def record(self, record: StepRecord | ValidationRecord) -> None:
         """Write one line, readable at once. A value that is not finite becomes null: JSON has no NaN."""
-        values = dataclasses.asdict(record).items()
-        row = {key: _json_value(value) for key, value in values if value is not None}
+        row = {
+            name: None if isinstance(value, float) and not math.isfinite(value) else value
+            for name, value in written_values(record).items()
+        }
         with atomic.no_space_told(self._path):
             self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
             self._file.flush()
 
-    def flush_and_sync(self) -> None:
-        """Put every line on the disk; called before a checkpoint becomes valid."""
+    def image(self, tag: str, path: Path, *, step: int) -> None:
+        """Pictures are not kept here."""
+
+    def sync(self) -> None:
+        """Put every line on the disk."""
         with atomic.no_space_told(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -96,7 +131,7 @@ class MetricsLog:
         self._file = self._path.open("ab")
         return damaged
 
-    def close(self) -> None:
+    def close(self, *, finished: bool = True) -> None:
         """Close the file."""
         self._file.close()
 
@@ -153,7 +188,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Whole lines and what they say; None for one that is not what `append` writes."""
+    """Whole lines and what they say; None for one that is not what `MetricsLog.record` writes."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):
@@ -173,7 +208,3 @@ def _row(line: bytes) -> dict[str, Any] | None:
 
 def _short(value: float | None) -> str:
     return "not finite" if value is None else f"{value:.3g}"
-
-
-def _json_value(value: float | int | str) -> float | int | str | None:
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -5,7 +5,6 @@ Only losses, rates, memory and previews are given to it: no machine statistics, 
 
 from __future__ import annotations
 
-import dataclasses
 import secrets
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,10 +13,9 @@ from typing import Any
 from trainer.config import environment
 from trainer.errors import ConfigError
 from trainer.files import atomic
-from trainer.telemetry.sinks.records import StepRecord, ValidationRecord
+from trainer.telemetry.sinks.records import StepRecord, ValidationRecord, written_values
 
 _ID_FILE = "wandb.id"
-_SKIPPED = ("step", "validation_data")
 
 
 class Tracker:
@@ -54,24 +52,22 @@ class Tracker:
                 settings=quiet,
             )
         except (wandb.errors.Error, ValueError) as error:
-            raise ConfigError(
-                f"wandb cannot start ({error})",
-                where="train.report_to",
-                remedy="set WANDB_API_KEY or WANDB_API_KEY_FILE, or WANDB_MODE=offline, or leave the key out",
-            ) from error
+            what = f"wandb cannot start ({error})"
+            remedy = "set WANDB_API_KEY or WANDB_API_KEY_FILE, or WANDB_MODE=offline, or leave the key out"
+            raise ConfigError(what, where="train.report_to", remedy=remedy) from error
 
-    def scalars(self, record: StepRecord | ValidationRecord) -> None:
-        """Send a log step's values; those of a step that was sent before a resume are left out by wandb."""
-        values = {
-            key: value
-            for key, value in dataclasses.asdict(record).items()
-            if key not in _SKIPPED and value is not None
-        }
-        self._run.log(values, step=record.step)
+    def record(self, record: StepRecord | ValidationRecord) -> None:
+        """Send the values; those of a step that was sent before a resume are left out by wandb."""
+        values = written_values(record)
+        values.pop("validation_data", None)
+        self._run.log(values, step=values.pop("step"))
 
     def image(self, tag: str, path: Path, *, step: int) -> None:
         """Send a picture."""
         self._run.log({tag: self._wandb.Image(str(path))}, step=step)
+
+    def sync(self) -> None:
+        """Nothing to do: wandb sends by itself."""
 
     def close(self, *, finished: bool = True) -> None:
         """Send what is left, and whether the run came to its end."""
@@ -86,8 +82,5 @@ def _api_key() -> str | None:
     try:
         return Path(file).expanduser().read_text().strip()
     except OSError as error:
-        raise ConfigError(
-            f"{file} cannot be read: {error.strerror}",
-            where="WANDB_API_KEY_FILE",
-            remedy="name a file that this user may read",
-        ) from error
+        what, remedy = f"{file} cannot be read: {error.strerror}", "name a file that this user may read"
+        raise ConfigError(what, where="WANDB_API_KEY_FILE", remedy=remedy) from error

@@ -1,11 +1,13 @@
-"""What the supervisor asks the kernel: memory that is left, OOM kills, why a process died."""
+"""The supervisor's questions to the kernel: memory that is left, OOM kills, why a process died."""
 
 from __future__ import annotations
 
+import re
 import signal
 from pathlib import Path
 
 from trainer.errors import ExitCode
+from trainer.machine.host import parse_meminfo
 
 MEMINFO = Path("/proc/meminfo")
 _SELF_CGROUP = Path("/proc/self/cgroup")
@@ -25,14 +27,9 @@ CAUSES: dict[int, str] = {
 def available_bytes(meminfo: Path = MEMINFO) -> int | None:
     """MemAvailable of the host in bytes; None when it cannot be read."""
     try:
-        text = meminfo.read_text()
+        return parse_meminfo(meminfo.read_text()).get("MemAvailable")
     except OSError:
         return None
-    for line in text.splitlines():
-        words = line.split()
-        if len(words) >= 2 and words[0] == "MemAvailable:" and words[1].isdigit():
-            return int(words[1]) * 1024
-    return None
 
 
 def memory_events_path() -> Path | None:
@@ -57,11 +54,10 @@ def oom_kills(path: Path | None) -> int:
     if path is None:
         return 0
     try:
-        text = path.read_text()
+        found = re.search(r"^oom_kill (\d+)", path.read_text(), re.MULTILINE)
     except OSError:
         return 0
-    counts = [line.split()[1] for line in text.splitlines() if line.startswith("oom_kill ")]
-    return int(counts[0]) if counts else 0
+    return int(found[1]) if found else 0
 
 
 def explain_death(signum: int, *, oom_kills_since_start: int) -> tuple[int, str]:

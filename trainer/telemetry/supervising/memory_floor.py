@@ -14,7 +14,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-GIB = 1024**3
+from trainer.words.sizes import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Floors:
     save_seconds: float = 75.0
     """To end a micro-batch and to save."""
     save_bytes: int = 2 * GIB
-    """What a trend must leave above the hard floor meanwhile: saving takes memory too."""
+    """Bytes that a trend must leave above the hard floor meanwhile: saving takes memory too."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,7 +57,7 @@ class Sample:
 
 
 class Action(enum.Enum):
-    """What to do with the training process."""
+    """An order to the training process."""
 
     KEEP = enum.auto()
     ASK = enum.auto()
@@ -66,7 +66,7 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Decision:
-    """What to do, and why unless it is to keep on."""
+    """An order, and the reason unless it is to keep on."""
 
     action: Action
     reason: str = ""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import http.server
+import math
 import socket
 import socketserver
 import sys
@@ -45,14 +46,11 @@ def metrics_text(
         run = ""
     registry = build_registry("supervisor")
     registry.gauges["trainer_supervisor_info"].labels(version=version).set(1)
-    values = {
-        "trainer_child_up": float(child_up),
-        "trainer_healthy": float(verdict.healthy),
-        "trainer_heartbeat_timestamp_seconds": 0.0 if status is None else status.beat_unix_seconds,
-        "trainer_host_memory_available_bytes": float("nan") if available is None else float(available),
-    }
-    for name, value in values.items():
-        registry.gauges[name].set(value)
+    beat = 0.0 if status is None else status.beat_unix_seconds
+    registry.gauges["trainer_child_up"].set(child_up)
+    registry.gauges["trainer_healthy"].set(verdict.healthy)
+    registry.gauges["trainer_heartbeat_timestamp_seconds"].set(beat)
+    registry.gauges["trainer_host_memory_available_bytes"].set(math.nan if available is None else available)
     return run + registry.text()
 
 
@@ -77,12 +75,10 @@ def serving(
         match path.partition("?")[0]:
             case "/metrics":
                 return 200, _METRICS_TYPE, metrics()
-            case "/healthz":
+            case "/healthz" | "/readyz" as asked:
                 judged = health()
-                return (200 if judged.healthy else 503), _TEXT_TYPE, judged.reason + "\n"
-            case "/readyz":
-                judged = health()
-                return (200 if judged.ready else 503), _TEXT_TYPE, judged.reason + "\n"
+                good = judged.healthy if asked == "/healthz" else judged.ready
+                return (200 if good else 503), _TEXT_TYPE, judged.reason + "\n"
         return 404, _TEXT_TYPE, "try /metrics, /healthz or /readyz\n"
 
     server = _bind(address, port, answer)
@@ -108,23 +104,15 @@ def _bind(address: str, port: int, answer: Callable[[str], Answer]) -> http.serv
         if address == ALL and error.errno in _NO_IPV6:
             return _bind(ALL_IPV4, port, answer)
         if error.errno in _NO_IPV6:
-            raise ConfigError(
-                f"this machine has no address {address}",
-                where=ADDRESS_VARIABLE,
-                remedy=f"write {LOOPBACK} for this machine alone, or {ALL} for all its addresses",
-            ) from error
+            what = f"this machine has no address {address}"
+            remedy = f"write {LOOPBACK} for this machine alone, or {ALL} for all its addresses"
+            raise ConfigError(what, where=ADDRESS_VARIABLE, remedy=remedy) from error
         if error.errno not in (errno.EADDRINUSE, errno.EACCES):
             raise
-        what = (
-            "is in use by another process"
-            if error.errno == errno.EADDRINUSE
-            else "may not be opened by this user"
-        )
-        raise ConfigError(
-            f"port {port} {what}",
-            where=PORT_VARIABLE,
-            remedy=f"choose another port with {PORT_VARIABLE}, or 0 for no server",
-        ) from error
+        in_use = error.errno == errno.EADDRINUSE
+        what = "is in use by another process" if in_use else "may not be opened by this user"
+        remedy = f"choose another port with {PORT_VARIABLE}, or 0 for no server"
+        raise ConfigError(f"port {port} {what}", where=PORT_VARIABLE, remedy=remedy) from error
 
 
 class _Server(http.server.ThreadingHTTPServer):

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import TextIO
@@ -24,15 +24,7 @@ from trainer.config.secrets import shown
 from trainer.errors import ConfigError, ExitCode, StorageError
 from trainer.telemetry import locks, status, stop
 from trainer.telemetry.sinks.metrics import METRICS_FILE
-from trainer.telemetry.status import (
-    BUDGET_SECONDS,
-    HUNG_FACTOR,
-    LOCK_FILE,
-    STATUS_FILE,
-    Phase,
-    StatusWriter,
-    Verdict,
-)
+from trainer.telemetry.status import LOCK_FILE, STATUS_FILE, Phase, StatusWriter, Verdict
 from trainer.telemetry.supervising import host, memory_floor, server
 
 RUNTIME_DIR_VARIABLE = "TRAINER_RUNTIME_DIR"
@@ -83,10 +75,11 @@ def supervise(
         for name in (STATUS_FILE, METRICS_FILE):  # of the run before
             (runtime_dir / name).unlink(missing_ok=True)
         watch = _Watch(
-            runtime_dir=runtime_dir,
+            directory=runtime_dir,
             unified_memory=unified_memory,
             meminfo=meminfo_path,
             memory_events=events,
+            oom_kills_before=host.oom_kills(events),
             limits=limits,
             console=console,
         )
@@ -122,51 +115,42 @@ def require_free(runtime_dir: Path) -> None:
         pass
 
 
+@dataclass(eq=False, kw_only=True)
 class _Watch:
     """One child and what is known about it. `verdict` and `metrics_text` may be called on other threads."""
 
-    def __init__(
-        self,
-        *,
-        runtime_dir: Path,
-        unified_memory: bool,
-        meminfo: Path,
-        memory_events: Path | None,
-        limits: Limits,
-        console: TextIO,
-    ) -> None:
-        self.child: subprocess.Popen[bytes] | None = None
-        self._directory = runtime_dir
-        self._unified_memory = unified_memory
-        self._meminfo = meminfo
-        self._memory_events = memory_events
-        self._limits = limits
-        self._console = console
-        self._oom_kills_before = host.oom_kills(memory_events)
-        self._asked: tuple[float, signal.Signals, ExitCode] | None = None
-        self._killed: tuple[float, int, str] | None = None
-        self._samples: tuple[memory_floor.Sample, ...] = ()
-        self._trained = False
-        self._was_healthy = True
-        self._awake_since = -math.inf
+    directory: Path
+    unified_memory: bool
+    meminfo: Path
+    memory_events: Path | None
+    oom_kills_before: int
+    limits: Limits
+    console: TextIO
+    child: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    _asked: tuple[float, signal.Signals, ExitCode] | None = field(default=None, init=False)
+    _killed: tuple[float, int, str] | None = field(default=None, init=False)
+    _samples: tuple[memory_floor.Sample, ...] = field(default=(), init=False)
+    _trained: bool = field(default=False, init=False)
+    _was_healthy: bool = field(default=True, init=False)
+    _awake_since: float = field(default=-math.inf, init=False)
 
     def verdict(self) -> Verdict:
         """Judge the run now."""
-        return self._judge(status.read_status(self._directory))
+        return self._judge(status.read_status(self.directory))
 
     def _judge(self, current: status.Status | None) -> Verdict:
-        return status.verdict(current, time.monotonic(), scale=self._limits.budget_scale)
+        return status.verdict(current, time.monotonic(), scale=self.limits.budget_scale)
 
     def metrics_text(self) -> str:
-        """What /metrics answers."""
-        current = status.read_status(self._directory)
+        """The text of /metrics."""
+        current = status.read_status(self.directory)
         return server.metrics_text(
-            self._directory,
+            self.directory,
             version=trainer.__version__,
             child_up=self.child is not None and self.child.returncode is None,
             verdict=self._judge(current),
             status=current,
-            available=host.available_bytes(self._meminfo),
+            available=host.available_bytes(self.meminfo),
         )
 
     def run(self, received: list[tuple[float, int]]) -> int:
@@ -177,7 +161,7 @@ class _Watch:
         if cause:
             self._say(cause)
         with contextlib.suppress(StorageError):  # the exit code is worth more than its note
-            status.write_end(self._directory, exit_code=code, cause=cause)
+            status.write_end(self.directory, exit_code=code, cause=cause)
         return code
 
     def _wait(self, received: list[tuple[float, int]]) -> int | None:
@@ -186,14 +170,14 @@ class _Watch:
         next_look = time.monotonic()
         while True:
             try:
-                return child.wait(timeout=min(_TICK_SECONDS, self._limits.interval_seconds))
+                return child.wait(timeout=min(_TICK_SECONDS, self.limits.interval_seconds))
             except subprocess.TimeoutExpired:
                 now = time.monotonic()
             self._answer(received)
             if now >= next_look:
-                if now - next_look > _PAUSED_LOOKS * self._limits.interval_seconds:
+                if now - next_look > _PAUSED_LOOKS * self.limits.interval_seconds:
                     self._awake_since = now
-                next_look = now + self._limits.interval_seconds
+                next_look = now + self.limits.interval_seconds
                 self._look(now)
             if self._killed is not None and now - self._killed[0] > _KILL_PATIENCE_SECONDS:
                 self._say("the training process does not die: it is stuck in the kernel, mostly in a driver")
@@ -212,29 +196,31 @@ class _Watch:
 
     def _look(self, now: float) -> None:
         """Look at the heartbeat, at the time since the child was asked to end, and at the memory."""
-        current = status.read_status(self._directory)
+        current = status.read_status(self.directory)
         judged = self._judge(current)
         if judged.healthy != self._was_healthy:
             self._was_healthy = judged.healthy
-            kill_at = "" if judged.budget is None else f"; killed at {HUNG_FACTOR * judged.budget:.1f} s"
+            kill_at = (
+                "" if judged.budget is None else f"; killed at {status.HUNG_FACTOR * judged.budget:.1f} s"
+            )
             self._say("healthy again" if judged.healthy else f"unhealthy: {judged.reason}{kill_at}")
         # After a pause of the whole machine or container the child gets a budget's time to beat again.
         if judged.hung and judged.budget is not None and now - self._awake_since > judged.budget:
             self._kill(ExitCode.HUNG, f"killed as hung: {judged.reason}")
-        grace = BUDGET_SECONDS[Phase.SAVE] * self._limits.budget_scale
+        grace = status.BUDGET_SECONDS[Phase.SAVE] * self.limits.budget_scale
         if self._asked is not None and now - self._asked[0] > grace:
             self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
         self._trained = self._trained or (current is not None and current.phase is Phase.TRAIN)
-        if self._unified_memory:
+        if self.unified_memory:
             self._look_at_memory(now)
 
     def _look_at_memory(self, now: float) -> None:
-        available = host.available_bytes(self._meminfo)
+        available = host.available_bytes(self.meminfo)
         if available is None:
             return
         newest = memory_floor.Sample(at=now, available=available, trained=self._trained)
-        self._samples = memory_floor.remember(self._samples, newest, self._limits)
-        decision = memory_floor.decide(self._samples, self._limits)
+        self._samples = memory_floor.remember(self._samples, newest, self.limits)
+        decision = memory_floor.decide(self._samples, self.limits)
         if decision.action is memory_floor.Action.KILL:
             self._kill(ExitCode.OUT_OF_MEMORY, decision.reason)
         elif decision.action is memory_floor.Action.ASK:
@@ -260,7 +246,7 @@ class _Watch:
         if self._killed is not None and returncode in (None, -signal.SIGKILL):
             return self._killed[1], self._killed[2]
         assert returncode is not None, "only a kill is not waited for to the end"
-        oom_kills = host.oom_kills(self._memory_events) - self._oom_kills_before
+        oom_kills = host.oom_kills(self.memory_events) - self.oom_kills_before
         if returncode in set(ExitCode):
             return returncode, ""
         if returncode > 0:
@@ -276,7 +262,7 @@ class _Watch:
         return self.child
 
     def _say(self, text: str) -> None:
-        _print(text, self._console)
+        _print(text, self.console)
 
 
 def _print(text: str, console: TextIO) -> None:

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from tests.unit.data.pictures import record
-from trainer.data.cache import Cache
-from trainer.data.fill import Entry, FillReport, LatentsEntry, TextEntry, fill, latents_entry, text_entry
+from trainer.engine.caching.entries import Entry, LatentsEntry, TextEntry, latents_entry, text_entry
+from trainer.engine.caching.fill import FillReport, fill
+from trainer.engine.caching.store import Cache
 from trainer.errors import DivergedError, StoppedError
 
 PARTS = {"encoder": "tiny", "dtype": "fp32"}

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainer.data.cache import Cache, DamagedEntryError, entry_key, prune
 from trainer.data.entry_file import DamagedFileError, read_header, write_safetensors
+from trainer.engine.caching.store import Cache, DamagedEntryError, entry_key, prune
 from trainer.errors import ConfigError, ExitCode, NoSpaceError
 
 KEY = entry_key("text", {"caption": "a cat"})
@@ -75,7 +75,7 @@ def test_the_header_gives_shapes_without_torch(cache: Cache) -> None:
     code = f"""
         import sys
         from pathlib import Path
-        from trainer.data.cache import Cache
+        from trainer.engine.caching.store import Cache
         shapes = Cache(Path({str(cache.directory)!r}), "flux1_dev").header("text", {KEY!r})
         assert "torch" not in sys.modules
         print(shapes)
@@ -237,7 +237,7 @@ def test_killed_inside_a_write_leaves_no_entry(cache: Cache, call: str) -> None:
     run_killed(f"""
         import os, signal, torch
         from pathlib import Path
-        from trainer.data.cache import Cache
+        from trainer.engine.caching.store import Cache
         def die(*arguments):
             os.kill(os.getpid(), signal.SIGKILL)
         if {call!r} == "fsync":
@@ -261,7 +261,7 @@ def test_killed_at_any_moment_every_entry_is_whole(cache: Cache) -> None:
     code = f"""
         import torch
         from pathlib import Path
-        from trainer.data.cache import Cache, entry_key
+        from trainer.engine.caching.store import Cache, entry_key
         cache = Cache(Path({str(cache.directory)!r}), "flux1_dev")
         print("ready", flush=True)
         for number in range(100000):

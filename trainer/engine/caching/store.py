@@ -36,6 +36,8 @@ _SUFFIX = ".safetensors"
 _ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _STALE_NAME = re.compile(r"\.[0-9a-f]{64}\.safetensors\..*\.tmp")
 _STALE_AFTER_SECONDS = 3600.0
+MISSING = "it is gone"
+"""Told of an entry that is not there."""
 # Python's own objects for one entry of two tensors
 _OBJECT_BYTES = 2048
 _MOVE = "move it away, or remove it, and start again"
@@ -73,26 +75,21 @@ class Cache:
 
     def has(self, kind: str, key: str) -> bool:
         """Whether the entry is there, with a valid header and the right size; its tensors are not read."""
-        try:
-            return self.damage(kind, key, thorough=False) is None
-        except FileNotFoundError:
-            return False
+        return self.damage(kind, key, thorough=False) is None
 
     def damage(self, kind: str, key: str, *, thorough: bool) -> str | None:
-        """What is wrong with an entry, or None; `thorough` reads all of it. Raises FileNotFoundError."""
+        """The fault of an entry, `MISSING`, or None; `thorough` reads all of it."""
         path = self.path(kind, key)
         try:
             with _reading(path):
-                header = read_header(path)
-            if header.metadata != {"kind": kind, "key": key}:
-                return "it belongs to another entry"
-            if thorough:
-                with _reading(path):
+                if read_header(path).metadata != {"kind": kind, "key": key}:
+                    return "it belongs to another entry"
+                if thorough:
                     verify(path)
         except DamagedFileError as error:
             return str(error)
-        except (NotADirectoryError, IsADirectoryError) as error:  # `write` says what stands in the way
-            raise FileNotFoundError(str(error)) from error
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # `write` says what is in the way
+            return MISSING
         return None
 
     def header(self, kind: str, key: str) -> dict[str, tuple[int, ...]]:
@@ -137,13 +134,9 @@ class Cache:
         found = []
         for kind, key in entries:
             on_entry()
-            try:
-                problem = self.damage(kind, key, thorough=True)
-            except FileNotFoundError as error:
-                found.append(self._damaged(kind, key, error))
-                continue
+            problem = self.damage(kind, key, thorough=True)
             if problem is not None:
-                found.append(self._damaged(kind, key, DamagedFileError(problem)))
+                found.append(self._damaged(kind, key, problem))
         return found
 
     def write(self, kind: str, key: str, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -168,13 +161,13 @@ class Cache:
                 remedy="set data.cache_dir or TRAINER_CACHE_DIR to a folder that this user may write",
             ) from error
 
-    def _damaged(self, kind: str, key: str, error: Exception) -> DamagedEntryError:
+    def _damaged(self, kind: str, key: str, problem: str | Exception) -> DamagedEntryError:
         """The error for an unusable entry, which is removed so that it is encoded again."""
         path = self.path(kind, key)
         path.unlink(missing_ok=True)
-        what = "is gone" if isinstance(error, FileNotFoundError) else f"is damaged: {error}"
+        gone = problem == MISSING or isinstance(problem, FileNotFoundError)
         return DamagedEntryError(
-            f"this cache entry {what}",
+            "this cache entry is gone" if gone else f"this cache entry is damaged: {problem}",
             where=str(path),
             remedy="start again: it is encoded anew; if this comes back, check the disk",
         )

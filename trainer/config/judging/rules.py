@@ -1,0 +1,332 @@
+"""What each key alone cannot tell: contradictions, and settings without effect."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from trainer.config import fields
+from trainer.config.judging import path_rules
+from trainer.config.judging.rule import Clash, Context, Rule
+from trainer.config.schema import RunConfig, ValidationSection
+from trainer.words.near import did_you_mean
+
+_QUANTIZED = ("int8", "nf4", "fp8")
+_SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".pt", ".bin")
+_LEAST_PRODIGY_RATE = 0.1
+_MOST_VIEWS_TOGETHER = 64
+_BUDGET, _SWAP = "features.activation_budget", "features.block_swap"
+_RECOMPUTE, _MODEL = "features.activation_checkpointing", "model.pretrained_model_name_or_path"
+_ALL_RECOMPUTED = "all blocks are recomputed where some wait in host memory"
+
+
+def _validates(config: RunConfig) -> bool:
+    held_out = config.validation
+    return bool(held_out.held_out or held_out.img_dir is not None or held_out.chat_file is not None)
+
+
+def keeps_best(config: RunConfig) -> bool:
+    """Whether the run keeps the LoRA of its lowest held-out loss."""
+    return config.method == "lora" and config.checkpoint.keep_best and _validates(config)
+
+
+_UNUSED: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str, str], ...] = (
+    (tuple(key for key in fields.dotted_keys() if key.startswith("lora.")),
+     lambda run: run.method == "full",
+     "with `method: full`", "remove it, or write `method: lora`"),
+    (("flow.logit_mean", "flow.logit_std"),
+     lambda run: run.flow.weighting_scheme != "logit_normal",
+     "without `flow.weighting_scheme: logit_normal`", "remove it, or write that scheme"),
+    (("flow.mode_scale",),
+     lambda run: run.flow.weighting_scheme != "mode",
+     "without `flow.weighting_scheme: mode`", "remove it, or write that scheme"),
+    (("validation.control_dir",),
+     lambda run: run.validation.img_dir is None,
+     "without `validation.img_dir`", "remove it, or write img_dir"),
+    (("train.lr_num_cycles",),
+     lambda run: run.train.lr_scheduler != "cosine_with_restarts",
+     "without `train.lr_scheduler: cosine_with_restarts`", "remove it"),
+    (("train.lr_power",),
+     lambda run: run.train.lr_scheduler != "polynomial",
+     "without `train.lr_scheduler: polynomial`", "remove it"),
+    (("train.tracker_project_name",),
+     lambda run: run.train.report_to != "wandb",
+     "without `train.report_to: wandb`", "remove it"),
+    (("features.modulation",),
+     lambda run: "fp8" not in (run.features.weights, run.features.compute),
+     "without `features.weights: fp8`", "remove it"),
+    (("checkpoint.keep_best",),
+     lambda run: run.method == "full" or not _validates(run),
+     "without held-out samples and `method: lora`", "remove it"),
+)  # fmt: skip
+"""Keys, when they have no effect, why, and what to do where one is written."""
+
+
+def unused_keys(config: RunConfig) -> frozenset[str]:
+    """Keys without effect in this configuration; `dump` leaves them out so that its text loads again."""
+    return frozenset(key for keys, applies, _, _ in _UNUSED if applies(config) for key in keys)
+
+
+def _without_effect(context: Context) -> Iterator[Clash]:
+    for keys, applies, why, remedy in _UNUSED:
+        if applies(context.config):
+            for key in filter(context.written, keys):
+                yield {"key": key, "why": why, "remedy": remedy}
+
+
+def _budgeted(context: Context) -> bool:
+    return context.config.features.activation_budget not in ("auto", 1.0)
+
+
+def _swaps(context: Context) -> bool:
+    return context.config.features.block_swap not in ("auto", 0)
+
+
+def _fp8_weights(context: Context) -> bool:
+    return context.config.features.weights in ("auto", "fp8")
+
+
+def _recompute(context: Context) -> bool | int | str:
+    return context.config.features.activation_checkpointing
+
+
+def _address(context: Context) -> Iterator[Clash]:
+    name = context.config.model.pretrained_model_name_or_path
+    if "://" in name:
+        repository = "/".join(name.partition("://")[2].split("/")[1:3])
+        yield {"repository": f"the repository id `{repository}`" if repository else "a repository id"}
+
+
+def _single_file(context: Context) -> bool:
+    name = context.config.model.pretrained_model_name_or_path
+    return "://" not in name and Path(name).suffix.lower() in _SINGLE_FILES
+
+
+def _revision_of_folder(context: Context) -> bool:
+    model = context.config.model
+    asked = bool(model.revision) and context.written("model.revision")
+    return (
+        asked and not _single_file(context) and path_rules.is_dir(Path(model.pretrained_model_name_or_path))
+    )
+
+
+def _unknown_preset(context: Context) -> Iterator[Clash]:
+    presets, target = context.lora_presets.get(context.config.family), context.config.lora.target_modules
+    if presets is None or not isinstance(target, str) or context.config.method == "full":
+        return
+    if target not in presets:
+        yield {"hint": did_you_mean(target, presets) or f"presets: {', '.join(presets)}. "}
+
+
+def _training_sets(config: RunConfig) -> Iterator[tuple[str, Path]]:
+    """Key and path of the samples of each set."""
+    for index, one in enumerate(config.data.sets):
+        kind = "chat_file" if one.img_dir is None else "img_dir"
+        path = vars(one)[kind]
+        if path is not None:
+            yield f"data.sets.{index}.{kind}", path
+
+
+def _sets_of_nothing(context: Context) -> Iterator[Clash]:
+    for index, one in enumerate(context.config.data.sets):
+        if one.img_dir is None and one.chat_file is None:
+            written = (name for name in context.sources if name.startswith(f"data.sets.{index}."))
+            yield {"index": str(index), "where": context.blame(*written, "data.sets")}
+
+
+def _sets_of_two_kinds(context: Context) -> Iterator[Clash]:
+    for index, one in enumerate(context.config.data.sets):
+        if one.img_dir is not None and one.chat_file is not None:
+            yield {"index": str(index), "key": f"data.sets.{index}.chat_file"}
+
+
+def _same_set_twice(context: Context) -> Iterator[Clash]:
+    seen: dict[str, str] = {}
+    for key, path in _training_sets(context.config):
+        first = seen.setdefault(path_rules.real(path), key)
+        if first != key:
+            yield {"key": key, "path": str(path), "first": context.source(first)}
+
+
+def _held_out(validation: ValidationSection) -> tuple[str, Path | None]:
+    """Key and path of the samples for the validation loss."""
+    kind = "chat_file" if validation.img_dir is None and validation.chat_file is not None else "img_dir"
+    return f"validation.{kind}", vars(validation)[kind]
+
+
+def _held_out_two_ways(context: Context) -> Iterator[Clash]:
+    key, path = _held_out(context.config.validation)
+    if path is not None and context.config.validation.held_out:
+        yield {"key": key}
+
+
+def _held_out_trained(context: Context) -> Iterator[Clash]:
+    key, held_out = _held_out(context.config.validation)
+    for trained, path in _training_sets(context.config):
+        if held_out is not None and path_rules.real(held_out) == path_rules.real(path):
+            chats = trained.endswith("chat_file")
+            others = "file of other conversations" if chats else "folder of other images"
+            yield {"key": key, "path": str(held_out), "trained": context.source(trained), "others": others}
+
+
+def _other_adapter(context: Context) -> bool:
+    return context.config.method == "lora" and context.config.lora.type != "lora"
+
+
+def _bad_patterns(context: Context) -> Iterator[Clash]:
+    lora = context.config.lora
+    for name, keys in (("lora.rank_pattern", lora.rank_pattern), ("lora.alpha_pattern", lora.alpha_pattern)):
+        for key in keys if context.config.method == "lora" else ():
+            try:
+                re.compile(f"(.*)({key})")  # as peft puts it into a larger one
+            except re.error as error:
+                yield {"key": name, "pattern": repr(key), "error": error.msg}
+
+
+def _beside_the_plain_path(context: Context) -> Iterator[Clash]:
+    config, features = context.config, context.config.features
+    options = {
+        f"lora.type: {config.lora.type}": _other_adapter(context),
+        f"lora.dropout: {config.lora.dropout}": config.method == "lora" and config.lora.dropout > 0,
+        "model.dtype: fp16": config.model.dtype == "fp16",
+    }
+    asked = {
+        "features.compile": features.compile is True,
+        "features.cuda_graphs": features.cuda_graphs is True,
+        _BUDGET: _budgeted(context),
+        _SWAP: _swaps(context),
+    }
+    for option in (option for option, taken in options.items() if taken):
+        for feature in (feature for feature, written in asked.items() if written):
+            where = context.blame(option.partition(":")[0], feature)
+            yield {"option": option, "feature": feature, "source": context.source(feature), "where": where}
+
+
+def _low_rate(context: Context) -> Iterator[Clash]:
+    train = context.config.train
+    if train.optimizer == "prodigy" and train.learning_rate < _LEAST_PRODIGY_RATE:
+        yield {"rate": f"{train.learning_rate:g}"}
+
+
+def _no_file(context: Context) -> bool:
+    path = context.config.lora.init_from
+    return context.config.method == "lora" and path is not None and not path_rules.is_file(path)
+
+
+def _many_views(context: Context) -> Iterator[Clash]:
+    sets = context.config.data.sets
+    counts = [max(1, one.random_crop) * (2 if one.flip else 1) for one in sets]
+    if math.lcm(*counts) > _MOST_VIEWS_TOGETHER:
+        key = next(f"data.sets.{index}.random_crop" for index, one in enumerate(sets) if one.random_crop)
+        yield {"key": key, "counts": ", ".join(map(str, counts)), "longer": str(math.lcm(*counts))}
+
+
+RULES: tuple[Rule[Context], ...] = (
+    Rule(("method", "flow.weighting_scheme", "validation.img_dir", "features.weights"), _without_effect,
+         "`{key}` has no effect {why}", "{remedy}"),
+    Rule(("features.weights", "method"),
+         lambda at: at.config.method == "full" and at.config.features.weights in _QUANTIZED,
+         "`features.weights: {features.weights}` cannot be trained by `method: full`: {features.weights}"
+         " weights are frozen", "write `method: lora`, or leave features.weights out"),
+    Rule(("features.compute", "features.weights", "method"),
+         lambda at: at.config.features.compute == "fp8" and not _fp8_weights(at),
+         "`features.compute: fp8` multiplies FP8 weights, but {=features.weights}",
+         "leave features.weights out, or write fp8 there too"),
+    Rule(("features.compute", "features.weights", "method"),
+         lambda at: at.config.features.compute == "fp8" and _fp8_weights(at) and at.config.method == "full",
+         "`features.compute: fp8` is for a frozen base, and `method: full` trains it",
+         "write `method: lora`, or leave features.compute out"),
+    Rule((_BUDGET, "features.compile", _RECOMPUTE),
+         lambda at: _budgeted(at) and at.config.features.compile is False,
+         "`features.activation_budget` contradicts {=features.compile}: only compiled blocks keep a share of"
+         " their activations", "remove one of them", at=(_BUDGET,)),
+    Rule((_BUDGET, "features.compile", _RECOMPUTE),
+         lambda at: _budgeted(at) and _recompute(at) != "auto" and _recompute(at) is not False,
+         "`features.activation_budget` contradicts {=features.activation_checkpointing}: checkpointing"
+         " recomputes blocks whole", "remove one of them", at=(_BUDGET,)),
+    Rule((_SWAP, "method", _RECOMPUTE, _BUDGET),
+         lambda at: _swaps(at) and at.config.method == "full",
+         "`features.block_swap` is for a frozen base, and `method: full` trains it",
+         "write `method: lora`, or leave features.block_swap out", at=(_SWAP, "method")),
+    Rule((_SWAP, "method", _RECOMPUTE, _BUDGET),
+         lambda at: _swaps(at) and _recompute(at) != "auto" and _recompute(at) is not True,  # 1 is not true
+         "`features.block_swap` contradicts {=features.activation_checkpointing}: " + _ALL_RECOMPUTED,
+         "remove one of them", at=(_SWAP,)),
+    Rule((_SWAP, "method", _RECOMPUTE, _BUDGET),
+         lambda at: _swaps(at) and _budgeted(at),
+         "`features.block_swap` contradicts {=features.activation_budget}: " + _ALL_RECOMPUTED,
+         "remove one of them", at=(_SWAP,)),
+    Rule(("features.weights", "model.dtype"),
+         lambda at: at.config.features.weights in ("bf16", "fp32")
+         and at.config.model.dtype not in ("auto", at.config.features.weights),
+         "`features.weights: {features.weights}` contradicts {=model.dtype}",
+         "write the same in both, or leave features.weights out"),
+    Rule(("train.lr_warmup_steps", "train.max_train_steps"),
+         lambda at: at.config.train.lr_warmup_steps >= at.config.train.max_train_steps,
+         "`train.lr_warmup_steps` is {train.lr_warmup_steps}, but `train.max_train_steps` is"
+         " {train.max_train_steps} ({@train.max_train_steps})",
+         "a run must be longer than its warm-up: a tenth of the steps is plenty"),
+    Rule(("data.trigger_word", "data.caption_dropout_rate"),
+         lambda at: at.config.data.trigger_word is not None and at.config.data.caption_dropout_rate == 1.0,
+         "`data.trigger_word` is never seen: `data.caption_dropout_rate` is 1 ({@data.caption_dropout_rate}),"
+         " which drops every caption",
+         "remove it, or lower `data.caption_dropout_rate`: it is a share, 0.01 means 1 %",
+         at=("data.trigger_word",)),
+    Rule((_MODEL, "model.revision"), _address,
+         "`model.pretrained_model_name_or_path` is an address", "write {repository}", at=(_MODEL,)),
+    Rule((_MODEL, "model.revision"), _single_file,
+         "`model.pretrained_model_name_or_path` is a single file",
+         "name a folder in diffusers' layout (with model_index.json), or a repository id", at=(_MODEL,)),
+    Rule((_MODEL, "model.revision"), _revision_of_folder,
+         "`model.revision` has no effect on a folder ({model.pretrained_model_name_or_path})",
+         "remove it, or name a repository", at=("model.revision",)),
+    Rule(("family", "method", "lora.target_modules"), _unknown_preset,
+         '`lora.target_modules`: "{lora.target_modules}" is no preset of {family}',
+         "{hint}Module name suffixes are written as a list: [to_q, to_v]", at=("lora.target_modules",)),
+    Rule(("data.sets",), _sets_of_nothing, "`data.sets.{index}.img_dir` is missing", "add `img_dir: DIR`"),
+    Rule(("data.sets",), _sets_of_two_kinds, "`data.sets.{index}` has both `img_dir` and `chat_file`",
+         "make it two sets, or remove one of them"),
+    Rule(("data.sets",), _same_set_twice, "`{key}`: {path} is a set already ({first})",
+         "remove it, and write `repeats: 2` in the other"),
+    Rule(("data.sets",), lambda at: all(one.is_reg for one in at.config.data.sets),
+         "every one of `data.sets` is a regularisation set",
+         "add the set to be learned, or leave is_reg out", at=("data.sets.0.is_reg",)),
+    Rule(("validation.img_dir", "validation.held_out"), _held_out_two_ways,
+         "`{key}` and {=validation.held_out} both say what is held out",
+         "choose one: remove the other, or write `held_out: 0`"),
+    Rule(("validation.img_dir", "data.sets"), _held_out_trained,
+         "`{key}`: {path} is a training set ({trained})",
+         "name a {others}, or write `held_out: 2` to keep two of these out"),
+    *path_rules.RULES,
+    Rule(("model.dtype", "method"),
+         lambda at: at.config.model.dtype == "fp16" and at.config.method == "full",
+         "`model.dtype: fp16` is for `method: lora`: a full fine-tune in it would lose small updates",
+         "write bf16 or fp32, or `method: lora`"),
+    Rule(("lora.type", "features.weights", "method", "lora.dropout", "features.compute"),
+         lambda at: _other_adapter(at) and at.config.features.weights in _QUANTIZED,
+         "`lora.type: {lora.type}` contradicts {=features.weights}: its file could not be proved",
+         "remove one of them", at=("lora.type", "features.weights")),
+    Rule(("lora.type", "features.weights", "method", "lora.dropout", "features.compute"),
+         lambda at: _other_adapter(at) and at.config.features.compute == "fp8",
+         "`lora.type: {lora.type}` contradicts {=features.compute}: its file could not be proved",
+         "remove one of them", at=("lora.type", "features.compute")),
+    Rule(("lora.dropout", "lora.type", "method", "features.weights", "features.compute"),
+         lambda at: _other_adapter(at) and at.config.lora.type == "lokr" and at.config.lora.dropout > 0,
+         "`lora.dropout` has no effect with `lora.type: lokr`", "remove it, or write dora or lora",
+         at=("lora.dropout", "lora.type")),
+    Rule(("method", "lora.rank_pattern", "lora.alpha_pattern"), _bad_patterns,
+         "`{key}`: {pattern} is no regular expression ({error})",
+         "write the end of a layer's name, or escape what is meant literally by a backslash"),
+    Rule(("method", "model.dtype", "lora.type", "lora.dropout", "features"), _beside_the_plain_path,
+         "`{option}` keeps to the plain path, without `{feature}` ({source})", "remove one of them"),
+    Rule(("train.optimizer", "train.learning_rate"), _low_rate,
+         "`train.learning_rate` is {rate} ({@train.learning_rate}): prodigy finds the rate itself and"
+         " multiplies it by this", "write `train.learning_rate: 1`"),
+    Rule(("lora.init_from", "method"), _no_file, "`lora.init_from`: {lora.init_from} is no file",
+         "name a .safetensors file of an earlier run", at=("lora.init_from",)),
+    Rule(("data.sets",), _many_views,
+         "sets with {counts} views an image: with their shares kept an epoch is {longer} times as long",
+         "give the sets counts that divide one another: 2, 4, 8, 16"),
+)  # fmt: skip

@@ -1,0 +1,208 @@
+"""Encode what the cache lacks: text first, then latents, one kind of encoder in memory at a time."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+
+import torch
+from PIL import Image
+
+from trainer.data.pictures.images import fit, read_image, to_pixels
+from trainer.data.records import Record
+from trainer.data.sets.masks import mask_pixels
+from trainer.engine.caching.entries import (
+    ControlView,
+    Entries,
+    Entry,
+    TextEntry,
+    control_views,
+    encoding_type,
+    quantized_encoders,
+)
+from trainer.engine.caching.store import MISSING, Cache
+from trainer.engine.context import Context, free_memory
+from trainer.errors import DivergedError, one_line
+from trainer.families import losses
+from trainer.families.values import EntryKind
+from trainer.telemetry.progress import bars
+from trainer.telemetry.status import Phase
+
+Encode = Callable[[Entry], Mapping[str, torch.Tensor]]
+"""Loaded encoders of one kind: an entry's tensors on the CPU."""
+OpenEncoders = Callable[[EntryKind], AbstractContextManager[Encode]]
+"""Loads the encoders of a kind on entering, frees them on leaving; called only if one is needed."""
+KINDS: tuple[EntryKind, ...] = ("text", "latents")
+"""Order in which kinds are encoded: each one's encoders are gone before the next ones load."""
+_CUT_SHOWN = 50
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FillReport:
+    """Counts of entries."""
+
+    reused: int
+    encoded: int
+    damaged: int
+    """How many of the encoded ones replaced a damaged entry."""
+
+
+def fill(
+    cache: Cache,
+    entries: Iterable[Entry],
+    open_encoders: OpenEncoders,
+    *,
+    stop_check: Callable[[], None],
+    on_progress: Callable[[str, int, int], None],
+    verify: bool = False,
+) -> FillReport:
+    """Make every entry valid: texts first, then latents; entries of equal key are encoded once.
+
+    Entries that are there keep their bytes; with `verify` their tensors are read and compared too. Damaged
+    ones are named in a warning and encoded again. `stop_check()` runs before every entry and may raise;
+    `on_progress(kind, done, total)` runs after every one. Raises NoSpaceError, and what encoders raise;
+    entries finished by then stay valid.
+    """
+    distinct = {(entry.kind, entry.key): entry for entry in entries}
+    encoded = damaged = 0
+    for kind in KINDS:
+        wanted = [entry for entry in distinct.values() if entry.kind == kind]
+        missing: list[Entry] = []
+        for seen, entry in enumerate(wanted, start=1):
+            stop_check()
+            problem = cache.damage(kind, entry.key, thorough=verify)
+            if problem is None:
+                on_progress(kind, seen - len(missing), len(wanted))
+                continue
+            missing.append(entry)
+            if problem != MISSING:
+                path = cache.path(kind, entry.key)
+                _log.warning(
+                    "cache entry %s of %s is damaged (%s) and is encoded again", path, entry.name, problem
+                )
+                damaged += 1
+        encoded += len(missing)
+        if not missing:
+            continue
+        with open_encoders(kind) as encode:
+            for done, entry in enumerate(missing, start=len(wanted) - len(missing) + 1):
+                stop_check()
+                tensors = encode(entry)
+                _require_finite(entry, tensors)
+                cache.write(kind, entry.key, tensors)
+                on_progress(kind, done, len(wanted))
+    return FillReport(reused=len(distinct) - encoded, encoded=encoded, damaged=damaged)
+
+
+def _require_finite(entry: Entry, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise DivergedError rather than cache NaN or infinite values, which would poison every later run."""
+    for name, tensor in tensors.items():
+        if not bool(tensor.isfinite().all()):
+            raise DivergedError(
+                f"encoding {entry.name} gave values in `{name}` that are not finite",
+                where=f"{entry.kind} encoder",
+                remedy="encode in a wider type (model.dtype: fp32), and check the encoder's weights",
+            )
+
+
+def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> FillReport:
+    """Encode what is missing. A stop request raises between two samples; what is written by then stays valid.
+
+    With `verify` the entries that are there are read and compared with their checksums. Text encoders and VAE
+    are never in memory together.
+    """
+    with bars() as advance:
+
+        def on_progress(kind: str, done: int, total: int) -> None:
+            context.status.beat(Phase.CACHE, step=done, total=total)
+            advance(f"caching {kind}", done, total)
+
+        report = fill(
+            entries.cache,
+            entries.all(),
+            functools.partial(_encoders, context),
+            stop_check=context.stop.raise_if_requested,
+            on_progress=on_progress,
+            verify=verify,
+        )
+    context.say(f"cache: {report.reused} entries were there, {report.encoded} encoded")
+    return report
+
+
+@contextlib.contextmanager
+def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
+    """The family's encoders of one kind, on the device for as long as the block runs."""
+    family, dtype = context.family, encoding_type(context, kind)
+    context.status.beat(Phase.LOAD)
+    quantized = quantized_encoders(context) if kind == "text" else None
+    source = dataclasses.replace(context.source, quantized_to=quantized)
+    tiling = context.plan.vae_tiling
+    loaded = [family.load_encoders(kind, source, device=context.device, dtype=dtype, vae_tiling=tiling)]
+
+    def encode(entry: Entry) -> Mapping[str, torch.Tensor]:
+        if isinstance(entry, TextEntry):
+            return family.encode_text(
+                loaded[0],
+                entry.caption,
+                [_control_image(view) for view in entry.controls],
+                prompt=entry.prompt,
+                max_sequence_length=context.config.data.max_sequence_length,
+            )
+        record, controls = entry.record, []
+        picture = read_image(record.path, content_sha256=record.content_sha256)
+        image = fit(picture, record.bucket_width, record.bucket_height, record.view)
+        for view in control_views(record):
+            control = _control_image(view)
+            if view.crop is None:  # whole: of the size that the family's pipeline gives it
+                control = control.resize(family.control_size(*control.size), Image.Resampling.LANCZOS)
+            controls.append(to_pixels(control))
+        encoded = family.encode_pixels(loaded[0], to_pixels(image), controls)
+        return encoded if record.mask is None else encoded | losses.mask_entry(mask_pixels(record), encoded)
+
+    context.status.beat(Phase.CACHE)
+    try:
+        yield encode
+    finally:
+        loaded.clear()
+        free_memory(context.device)
+
+
+def _control_image(view: ControlView) -> Image.Image:
+    """A control image as the encoders see it: cut as its target is, or whole."""
+    picture = read_image(view.path, content_sha256=view.content_sha256)
+    if view.crop is not None:
+        return fit(picture, *view.crop, view.view)
+    return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.view.flip else picture
+
+
+def tell_cut_captions(context: Context, records: Sequence[Record]) -> None:
+    """Warn of every caption with more tokens than `data.max_sequence_length`, with its file and count.
+
+    Nothing is told of families that refuse such samples instead of cutting them.
+    """
+    count, limit = context.family.caption_tokens(context.source), context.config.data.max_sequence_length
+    if count is None:
+        return
+    tokens: dict[str, int] = {}
+    lines: dict[str, None] = {}
+    for record in records:
+        if record.caption not in tokens:
+            context.alive(Phase.LOAD)
+            tokens[record.caption] = count(record.caption)
+        if tokens[record.caption] > limit:
+            lines[f"{record.path}: {tokens[record.caption]} tokens"] = None
+    if not lines:
+        return
+    shown = [one_line(line) for line in list(lines)[:_CUT_SHOWN]]
+    hidden = len(lines) - len(shown)
+    _log.warning(
+        "%d caption%s than data.max_sequence_length, %d tokens: the rest is not read\n%s",
+        len(lines), " is longer" if len(lines) == 1 else "s are longer", limit,
+        "\n".join([*shown, *([f"... and {hidden} more"] if hidden else [])]),
+    )  # fmt: skip

@@ -1,0 +1,47 @@
+"""The process of one measurement: reads a request, a line of JSON, and prints the answer."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+
+from trainer.engine.probing.attention import measure_attention
+from trainer.engine.probing.matmul import measure_matmul
+from trainer.engine.probing.probe import held_by_others
+from trainer.engine.probing.reading import print_rates
+from trainer.families.values import AttentionShape
+from trainer.planning.shapes.shape_classes import matmul_shape
+from trainer.ways.kernels import KERNELS
+
+
+def main() -> None:
+    """Measure a kernel, or how fast a file is read."""
+    line = sys.stdin.readline()  # after the imports: they take longer than the process before
+    if not line:
+        return
+    asked = json.loads(line)
+    if "file" in asked:
+        print_rates(Path(asked["file"]), "cuda:0")
+        return
+    kind, _, name = asked["kernel"].partition(".")
+    shape, device = AttentionShape(**asked["shape"]), asked["device"]
+    held = held_by_others(device)
+
+    def begin() -> None:
+        if device == "cuda":
+            torch.cuda.synchronize()  # what was launched before must not fail in the kernel's name
+        print(json.dumps({"held": held}), flush=True)
+
+    if kind == "attention":
+        packaged = bool(KERNELS[name].package)
+        measured = measure_attention(name, asked["dtype"], shape, device, begin, packaged=packaged)
+    else:
+        measured = measure_matmul(name, *matmul_shape(shape), device, begin)
+    print(json.dumps({"milliseconds": measured.milliseconds, "errors": dict(measured.errors)}))
+
+
+if __name__ == "__main__":
+    main()

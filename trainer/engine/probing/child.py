@@ -1,0 +1,63 @@
+"""A measurement in a process of its own, which answers with lines of JSON: its crash is an answer too.
+
+The process is `python -m trainer.engine.probing`; the parent imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainer.config.interpreter import python
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """The end of one process."""
+
+    code: int | None
+    """Its exit code, negative for a signal; None where its time ran out."""
+    rows: list[dict[str, Any]]
+    """Whole lines of JSON that it printed; other lines are of libraries."""
+    errors: str
+    """Everything that it wrote to stderr."""
+
+
+class Child:
+    """One process, started before it is asked: importing torch takes it seconds."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self._process = subprocess.Popen(
+            python("-m", "trainer.engine.probing"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=dict(environment),
+        )
+
+    def ask(self, request: Mapping[str, object], seconds: float) -> Answer:
+        """Its answer to the one request, within so many seconds."""
+        code = None
+        try:
+            output, errors = self._process.communicate(json.dumps(request), timeout=max(seconds, 0.0))
+            code = self._process.returncode
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            output, errors = self._process.communicate()
+        lines = [line for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
+        return Answer(code=code, rows=[json.loads(line) for line in lines], errors=errors)
+
+    def end(self) -> None:
+        """Kill it; nothing where it has ended already."""
+        self._process.kill()
+        self._process.communicate()
+
+
+def last_words(errors: str) -> str:
+    """The last line of stderr that says anything, of at most 200 characters; empty where there is none."""
+    lines = [line for line in errors.strip().splitlines() if line.strip()]
+    return lines[-1].strip()[:200] if lines else ""
