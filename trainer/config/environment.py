@@ -152,6 +152,14 @@ def snapshot() -> dict[str, str]:
     return dict(os.environ)
 
 
+def without_plugins() -> None:
+    """Keep pydantic from looking for plugins, here and in processes that are started from now on.
+
+    It would read all installed packages' metadata, which takes longer than to read a configuration.
+    """
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
+
 def add_python_path(folder: str) -> None:
     """Have the Python processes that are started from now on import from `folder` as well."""
     others = os.environ.get("PYTHONPATH")
