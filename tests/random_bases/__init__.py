@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Literal
 
 from tests.random_bases.common import Base
+from trainer import families
 from trainer.modeling.quiet import quiet_libraries
 
-FAMILIES = ("flux1_dev", "flux1_kontext", "flux2_dev", "kandinsky5", "llama", "qwen_image", "qwen_image_edit")
+FAMILIES = families.names()
 CONFIGS = Path(__file__).resolve().parents[2] / "trainer" / "families" / "configs"
 """The component configs of the published bases, by family."""
 
