@@ -233,8 +233,8 @@ class FeaturesSection(Section):
     """What the hardware plan decides: `auto` unless written; what is written is honoured or refused."""
 
     attention: Literal[
-        "auto", "flash", "cudnn", "cudnn_strided", "flash_attn_2", "flash_attn_3", "flash_attn_4", "efficient",
-        "math", "native",
+        "auto", "flash", "cudnn", "cudnn_strided", "flash_attn_2", "flash_attn_3", "flash_attn_4",
+        "efficient", "math", "native",
     ] = "auto"  # fmt: skip
     """Attention kernel, forward and backward; flash_attn_2 to 4 are packages that are installed apart."""
     weights: Literal["auto", "bf16", "fp32", "int8", "nf4", "fp8"] = "auto"

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from trainer.config.reading.layers import Layer, from_file
-from trainer.config.tree import Node, describe, leaves, relabelled
+from trainer.config.reading.layers import Layer, emptied, from_file
+from trainer.config.tree import Node, describe, from_plain, leaves
 from trainer.errors import ConfigError, Problem
 from trainer.words.near import did_you_mean
 
@@ -47,7 +47,7 @@ def _layer(name: str, known: Sequence[str]) -> Layer:
         what, remedy = f'unknown preset "{name}"', f"{did_you_mean(name, known)}known: {', '.join(known)}"
         return None, [Problem(what=what, where=f"--preset {name}", remedy=remedy)]
     tree, problems = from_file(shipped_folder() / "presets" / f"{name}.yaml")
-    return None if tree is None else relabelled(tree, f"preset {name}"), problems
+    return None if tree is None else emptied(from_plain(tree.plain(), f"preset {name}")), problems
 
 
 def told(
