@@ -70,9 +70,8 @@ def _output_among_images(context: Context) -> Iterator[Clash]:
 
 def _cache_among_images(context: Context) -> Iterator[Clash]:
     cache, where = _cache(context)
-    return (
-        {"cache": str(cache), "folder": folder, "where": where} for folder in _image_folders(context, cache)
-    )
+    found = _image_folders(context, cache)
+    return ({"cache": str(cache), "folder": folder, "where": where} for folder in found)
 
 
 def _output_in_model(context: Context) -> Iterator[Clash]:
@@ -112,9 +111,8 @@ def _too_long(context: Context) -> Iterator[Clash]:
     for key, path, where, beside in _paths(context):
         limits = (*(_NAME_BYTES for _ in path.parts[1:]), _NAME_BYTES - beside)
         texts = [("has a name", "shorter name", *pair) for pair in zip(path.parts, limits, strict=False)]
-        texts.append(
-            ("is a path", "place with a shorter path", str(path.absolute()), _PATH_BYTES - _BELOW_FOLDER)
-        )
+        whole = _PATH_BYTES - _BELOW_FOLDER
+        texts.append(("is a path", "place with a shorter path", str(path.absolute()), whole))
         for is_long, other, text, most in texts:
             size = len(text.encode("utf-8", "surrogatepass"))
             if size > most:

@@ -67,9 +67,8 @@ def load(
     problems = [problem for _, found in (*files, *chosen, *single) for problem in found]
     problems += environment.misspelt(environ, fields.dotted_keys())
     foreign = list(elsewhere.variables(environ))
-    problems += [
-        Problem(what=row.says, where=name, remedy=row.remedy) for name, row in foreign if row.is_error
-    ]
+    harmful = ((name, row) for name, row in foreign if row.is_error)
+    problems += [Problem(what=row.says, where=name, remedy=row.remedy) for name, row in harmful]
     if any(tree is None and found for tree, found in (*files, *chosen, *single)):
         raise ConfigError(_sorted(problems))  # with a layer missing, what else is wrong cannot be told
 
