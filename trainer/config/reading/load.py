@@ -65,10 +65,8 @@ def load(
     single = layers.from_variables(environ) + layers.from_overrides(overrides)
     single += layers.from_options(dataset, output, budget)
     problems = [problem for _, found in (*files, *chosen, *single) for problem in found]
-    problems += environment.misspelt(environ, fields.dotted_keys())
-    foreign = list(elsewhere.variables(environ))
-    harmful = ((name, row) for name, row in foreign if row.is_error)
-    problems += [Problem(what=row.says, where=name, remedy=row.remedy) for name, row in harmful]
+    warnings, harmful = _foreign(environ)
+    problems += environment.misspelt(environ, fields.dotted_keys()) + harmful
     if any(tree is None and found for tree, found in (*files, *chosen, *single)):
         raise ConfigError(_sorted(problems))  # with a layer missing, what else is wrong cannot be told
 
@@ -92,7 +90,6 @@ def load(
     notes = presets.told(given, from_files, sources, unused_keys(config))
     if dataset is not None:
         notes += _others_pictures(config, sources["validation.img_dir"])
-    warnings = tuple(f"{name}: {row.says}; {row.remedy}" for name, row in foreign)
     return Loaded(config=config, sources=sources, notes=tuple(notes), warnings=warnings)
 
 
@@ -124,6 +121,15 @@ def _others_pictures(config: RunConfig, source: str) -> list[str]:
 
 def _trees(written: Sequence[layers.Layer]) -> list[Node]:
     return [tree for tree, _ in written if tree is not None]
+
+
+def _foreign(environ: Mapping[str, str]) -> tuple[tuple[str, ...], list[Problem]]:
+    """Variables that do nothing here, in words, and those with which no run can do what it should."""
+    problems, words = [], []
+    for name, row in elsewhere.variables(environ):
+        words.append(f"{name}: {row.says}; {row.remedy}")
+        problems += [Problem(what=row.says, where=name, remedy=row.remedy)] if row.is_error else []
+    return tuple(words), problems
 
 
 def _family(user: Node, known: tuple[str, ...]) -> tuple[str | None, list[Problem]]:
