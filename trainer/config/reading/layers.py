@@ -27,7 +27,7 @@ def from_file(path: Path) -> Layer:
 
 
 def emptied(node: Node, path: KeyPath = ()) -> Node:
-    """`node` at `path`: `{}` or nothing for a mapping (`lora.rank_pattern`) empties it in lower layers too."""
+    """`node` at `path`: `{}` or nothing for a mapping (`lora.rank_pattern`) empties lower layers too."""
     if not isinstance(node.value, dict) and node.value is not None:
         return node
     if not node.value and fields.takes(path, dict):
