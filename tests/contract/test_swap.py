@@ -23,7 +23,7 @@ from tests.contract.runs import (
     products,
 )
 from trainer.engine.building.build import load_base
-from trainer.modeling.base import empty
+from trainer.modeling.base import structure
 from trainer.modeling.base.base import local_folder
 from trainer.modeling.blocks.compiled import graphs_compiled
 from trainer.modeling.storage.swap import swapped_of, waiting_blocks
@@ -85,13 +85,13 @@ def test_what_waits_goes_to_the_host_as_soon_as_it_is_complete(
 ) -> None:
     """Before the rest of the model is loaded, and never back to the device."""
     moved: list[tuple[str, torch.nn.Module]] = []
-    plain = empty._move
+    plain = structure.move
 
     def told(module: torch.nn.Module, device: str) -> None:
-        moved.append(("host" if sys._getframe(1).f_code.co_name == "to_host" else "device", module))
+        moved.append(("host" if sys._getframe(1).f_code.co_name == "place" else "device", module))
         plain(module, device)
 
-    monkeypatch.setattr(empty, "_move", told)
+    monkeypatch.setattr(structure, "move", told)
     model = load_base(
         swapping(workshop.job(Case(family="flux1_dev", method="lora"), tmp_path, *options), 3).context
     )

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 
+from tests.quantized_layers import from_linear
 from tests.unit.modeling.small_models import Storage, adapt, quantize
 from trainer.config.schema import FlowSection
 from trainer.engine.building.fast import Fused, fuse
@@ -21,7 +22,6 @@ from trainer.modeling.adapter import lora
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks, eager, varying_sizes
 from trainer.modeling.blocks.recompute import recompute_blocks
-from trainer.modeling.storage.row_quantized import from_linear
 
 DEVICE = "cuda"
 PACKED = "fp8, modulation in int8"

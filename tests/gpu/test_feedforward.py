@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.gpu.fast_models import DEVICE, SETTINGS, build, inputs, trainable
+from tests.quantized_layers import from_linear
 from tests.unit.modeling.small_models import difference, relative
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.modeling.blocks.compiled import compile_blocks
@@ -17,7 +18,7 @@ from trainer.modeling.fused.feedforward import (
     gelu_backward_quantize_rows,
     gelu_quantize_rows,
 )
-from trainer.modeling.storage.row_quantized import RowScaledLinear, from_linear
+from trainer.modeling.storage.row_quantized import RowScaledLinear
 
 pytestmark = pytest.mark.gpu
 

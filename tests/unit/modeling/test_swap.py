@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,8 @@ import torch
 from tests.unit.modeling.small_models import Case, Storage, case
 from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
 from trainer.modeling.adapter.lora import adapter_state, remove_lora
-from trainer.modeling.base import empty
-from trainer.modeling.base.empty import modules_inside
+from trainer.modeling.base import structure
+from trainer.modeling.base.structure import Structure, modules_inside
 from trainer.modeling.blocks.recompute import Recomputed, recompute_blocks
 from trainer.modeling.storage.swap import Swapped, swap_blocks, swapped_of, waiting_blocks
 from trainer.modeling.storage.waiting import waiting
@@ -235,12 +236,12 @@ def test_the_longest_stack_waits_first() -> None:
 def test_modules_that_wait_are_left_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = case("flux1_dev", adapted=False).model
     block = model.single_transformer_blocks[1]
-    names = modules_inside(model, lambda _: ["single_transformer_blocks.1"])
+    names = modules_inside(model, ["single_transformer_blocks.1"])
     assert {"single_transformer_blocks.1", "single_transformer_blocks.1.attn.to_q"} <= names
-    assert modules_inside(model, None) == frozenset()
+    assert modules_inside(model, ()) == frozenset()
     moved: list[torch.nn.Module] = []
-    monkeypatch.setattr(empty, "_move", lambda module, device: moved.append(module))
-    empty.to_device(model, "cpu", names)
+    monkeypatch.setattr(structure, "move", lambda module, device: moved.append(module))
+    Structure(module=model, folder=Path(), device="cpu").complete(names)
     assert {*map(id, moved)} == {*map(id, model.modules())} - {*map(id, block.modules())}
 
 

@@ -43,17 +43,13 @@ INT4 = Way(
 class Int4Linear(StoredLinear):
     """A layer that computes as torch's."""
 
-    kind = "int4"
-
 
 @pytest.fixture
 def int4(monkeypatch: pytest.MonkeyPatch) -> Way:
     """The made-up row among the others, and its layer."""
     monkeypatch.setitem(WAYS, "int4", INT4)
     monkeypatch.setitem(WAYS, "bf16", dataclasses.replace(WAYS["bf16"], smaller=("int4",)))
-    monkeypatch.setitem(
-        quantize.LAYERS, "int4", lambda linear, way: Int4Linear(linear.in_features, linear.out_features)
-    )
+    monkeypatch.setitem(quantize.LAYERS, "int4", Int4Linear)
     return INT4
 
 

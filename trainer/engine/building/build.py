@@ -7,7 +7,6 @@ that wait go to host memory) -> attention kernel. `build`: LoRA -> activation ch
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +21,7 @@ from trainer.modeling.adapter.start_from import start_from
 from trainer.modeling.adapter.targets import target_pattern
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.attention.text_lengths import TextReader
-from trainer.modeling.base.load import load_streamed
+from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks
 from trainer.modeling.storage.quantize import count_quantized, replacer
 from trainer.modeling.storage.swap import swap_blocks, waiting_blocks
@@ -121,21 +120,23 @@ def _streamed(context: Context) -> Any:
             if done == total:
                 show(100)
 
-        return load_streamed(
+        structure = build_structure(
             family.model_class(context.source),
             context.source,
             family.trained_component,
             device=context.device,
             dtype=context.dtype,
             replace=replacer(plan.way, family.high_precision, family.modulation),
-            on_shard=on_shard,
             fill_zeros=context.config.method == "lora",
+        )
+        count = plan.swapped_blocks
+        return fill_structure(
+            structure,
+            on_host=waiting_blocks(structure.module, family.blocks, count) if count else (),
             loader=plan.loader,
+            on_shard=on_shard,
             on_bytes=on_bytes,
             say=context.say,
-            waiting=functools.partial(waiting_blocks, kinds=family.blocks, count=plan.swapped_blocks)
-            if plan.swapped_blocks
-            else None,
         )
 
 
