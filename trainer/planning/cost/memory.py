@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from trainer.planning.cost import states
 from trainer.planning.plan import MemoryRow
 from trainer.planning.shapes.activations import COUNTED_ATTENTION
-from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack, linears_of
-from trainer.planning.shapes.geometry import Geometry, Role
+from trainer.planning.shapes.geometry import NO_LINEARS, Geometry, Linears, Role, Stack, linears_of
 from trainer.ways.storages import ENCODERS_KEEP, VALUE_BYTES, WAYS, Way
 from trainer.words.sizes import GIB
 
