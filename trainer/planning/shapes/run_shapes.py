@@ -95,11 +95,12 @@ def run_geometry(
     model_config = component_config(family, folders[trained.name], trained.name)
     shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
     kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
-    repeated = stacks(trained, family.high_precision, family.modulation, kept)
+    packed, modulation, stored, stored_bytes = _packed(family, config, trained, folders[trained.name])
+    # nothing is stored beside what a stored base holds packed
+    repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
     attention = family.attention_shape(model_config, shape)
     parameters, layers, adapter = planned_adapter(family, config, trained, attention, shape, sources)
     eager, compiled = _activations(family, config, model_config, shape, repeated, adapter)
-    packed, modulation, stored, stored_bytes = _packed(family, config, trained, folders[trained.name])
     vae, vae_tiled = _vae_peaks(family, config, folders, shape.bytes_per_value)
     parts = micro_batches(family, config, pictures) if caption_tokens is None else {}
     geometry = Geometry(
