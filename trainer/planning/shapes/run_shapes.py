@@ -77,34 +77,31 @@ def run_geometry(
     caption_tokens: int | None = None,
     pictures: Pictures = (),
 ) -> Geometry:
-    """Everything that memory is computed from, for the run's model, resolution, batch size and compute type.
+    """Everything that memory and time are computed from, in the run's compute type.
 
     `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
-    missing files are to come: a component is as large as its config says. `sources` says where keys were
-    written. Memory is that of the longest caption. Time is that of `pictures`, how many have each shape, or
-    where that is empty of six shapes with as many of each, and of a usual mix of captions; with
-    `caption_tokens` all captions are so long, and all pictures of one shape.
-    Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is none.
+    missing files are to come: a component is as large as its config says. `sources` says where keys stand.
+    Memory is that of the longest caption. Time is that of `pictures`, how many have each shape, or of six
+    shapes, with usual captions; with `caption_tokens` all samples are alike. Raises AccessError for unknown
+    sizes, ConfigError for an adapter on a layer that is none.
     """
     folders = {name: component_base(model_folder, name, downloads=downloads) for name in roles(family)}
-    components = tuple(
+    components = [
         _component(family, config, folders[name], name, role, downloads=downloads)
         for name, role in roles(family).items()
-    )
-    trained = components[0]
-    model_config = component_config(family, folders[trained.name], trained.name)
+    ]
+    trained, base = components[0], folders[family.trained_component]
+    model_config = component_config(family, base, trained.name)
     shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
-    kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
-    packed, modulation, stored, stored_bytes = _packed(family, config, trained, folders[trained.name])
-    # nothing is stored beside what a stored base holds packed
-    repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
     attention = family.attention_shape(model_config, shape)
     parameters, layers, adapter = planned_adapter(family, config, trained, attention, shape, sources)
+    packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
+    kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
+    repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
     eager, compiled = _activations(family, config, model_config, shape, repeated, adapter)
-    vae, vae_tiled = _vae_peaks(family, config, folders, shape.bytes_per_value)
-    parts = micro_batches(family, config, pictures) if caption_tokens is None else {}
+    vae, tiled = _vae_peaks(family, config, folders, shape.bytes_per_value)
     geometry = Geometry(
-        components=components,
+        components=tuple(components),
         lora_parameters=parameters,
         lora_layers=layers,
         quantized=packed,
@@ -115,23 +112,21 @@ def run_geometry(
         activations_compiled=compiled,
         fp32_parameters=fp32_parameters(trained.shapes, kept),
         stacks=repeated,
-        captions_vary=family.caption is not None,
-        packed=family.packed_by is not None,
         text_bytes_peak=_text_peak(components, config.data.max_sequence_length, shape.bytes_per_value),
         vae_bytes_peak=vae,
-        vae_bytes_peak_tiled=vae_tiled,
-        usual_parts=parts,
-        pictures_known=bool(parts and pictures),
+        vae_bytes_peak_tiled=tiled,
     )
-    return _with_work(geometry, family, model_config, shape, caption_tokens)
+    return _with_work(geometry, family, config, model_config, shape, caption_tokens, pictures)
 
 
 def _with_work(
     geometry: Geometry,
     family: Family,
+    config: RunConfig,
     model_config: Mapping[str, Any],
     shape: Shape,
     caption_tokens: int | None,
+    pictures: Pictures,
 ) -> Geometry:
     """The geometry with the work of a batch of `shape` at most, whose captions are of usual lengths, or all
     of `caption_tokens`.
@@ -150,6 +145,7 @@ def _with_work(
     # a block of text alone has no attention of its own
     calls = sum(1 for _, others, _ in blocks if others)
     pairs = attention.batch_size * attention.tokens * (attention.reach or attention.tokens)
+    parts = micro_batches(family, config, pictures) if caption_tokens is None else {}
     return dataclasses.replace(
         geometry,
         attention_shape_class=shape_class(longest),
@@ -160,6 +156,10 @@ def _with_work(
         products=sum(linears for _, _, linears in blocks),
         blocks=len(blocks),
         usual_share=attention.tokens / longest.tokens,
+        usual_parts=parts,
+        pictures_known=bool(parts and pictures),
+        captions_vary=family.caption is not None,
+        packed=family.packed_by is not None,
     )
 
 
