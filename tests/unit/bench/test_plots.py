@@ -43,7 +43,9 @@ def test_every_row_is_named_inside_the_picture(stem: str) -> None:
         drawn(figure)
         left, bottom, right, top = figure.bbox.extents
         (axes,) = figure.axes
-        texts = [axes.title, *axes.texts, *axes.get_yticklabels(), *figure.legends[0].get_texts()]
+        texts = [axes.title, *axes.texts, *figure.legends[0].get_texts()]
+        # ticks of numbers may lie beyond the axis, and are not drawn there
+        texts += axes.get_yticklabels() if figure is bars else []
         for text in texts:
             box = text.get_window_extent()
             assert left <= box.x0 and box.x1 <= right and bottom <= box.y0 and box.y1 <= top, text

@@ -124,7 +124,7 @@ def test_names_of_runs_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest
     for name in ("_one", "$2$"):
         a_run(Path(name), rank=1, losses=(1.0,))
     assert main(["runs", "compare", "_one", "$2$", "--plot", "losses.png"]) == 0
-    assert shown == ["loss of _one", "loss of $2$"]
+    assert shown == [f"loss and held-out loss of {name}" for name in ("_one", "$2$")]
 
 
 def test_without_matplotlib_the_install_line_is_told(
