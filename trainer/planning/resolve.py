@@ -282,7 +282,8 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
     at = geometry.attention_shape_class
     attention = switches.attention(situation, dtype.value, at, packed=geometry.packed)
     limit, loader = budget(situation), loading.loader(situation)
-    speed = fit.speed(situation, geometry, attention.value, dtype.value)
+    gpu, verdicts = situation.facts.gpu if situation.on_gpu else None, situation.facts.verdicts
+    speed = roofline.speed(gpu, verdicts, geometry, attention.value, dtype.value)
     gain = fit.compile_gain(situation, dtype.value, geometry, speed)
     compiling = switches.compiling(situation, gain, batching.micro_batches(situation.config))
     compiled = compiling.value == "on"

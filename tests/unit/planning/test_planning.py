@@ -191,8 +191,8 @@ def test_packed_parameters_are_those_that_are_quantised(
     more = geometry.modulation if besides else NO_LINEARS
     assert geometry.modulation.parameters > 0
     quantized = sum(module.in_features * module.out_features for module in replaced)
-    assert geometry.quantized_parameters + more.parameters == quantized
-    assert geometry.quantized_rows + more.rows == sum(module.out_features for module in replaced)
+    assert geometry.quantized.parameters + more.parameters == quantized
+    assert geometry.quantized.rows + more.rows == sum(module.out_features for module in replaced)
 
 
 def test_a_full_fine_tune_and_wide_targets_keep_more_activations(config: Config) -> None:

@@ -27,6 +27,13 @@ class Linears:
     largest: int = 0
     """Parameters of the largest."""
 
+    def __add__(self, other: Linears) -> Linears:
+        return Linears(
+            parameters=self.parameters + other.parameters,
+            rows=self.rows + other.rows,
+            largest=max(self.largest, other.largest),
+        )
+
 
 NO_LINEARS = Linears()
 
@@ -44,10 +51,8 @@ class Stack:
 
     name: str
     blocks: int
-    quantized: int
-    """Parameters of the linear weights that a quantised base would hold quantised."""
-    rows: int
-    """Their output rows."""
+    quantized: Linears
+    """Linear weights that a quantised base would hold quantised."""
     others: int
     """All other parameters of the block."""
     fp32: int
@@ -80,8 +85,7 @@ def stacks(
             Stack(
                 name=stack,
                 blocks=len(members),
-                quantized=own.parameters,
-                rows=own.rows,
+                quantized=own,
                 others=sizes[largest] - own.parameters,
                 fp32=fp32_parameters(tensors[largest], kept_in_fp32),
                 modulation=linears_of(more.get(largest, {}).values()),

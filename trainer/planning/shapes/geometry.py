@@ -86,15 +86,11 @@ class Geometry:
     """Parameters that the adapter adds for the run's rank and targets; 0 for `method: full`."""
     lora_layers: int = 0
     """Linear layers that have one."""
-    quantized_parameters: int
-    """Parameters of linear weights that a quantised base would hold quantised, or that are stored so."""
-    quantized_rows: int
-    """Output rows of those weights: one scale each in int8 and fp8."""
+    quantized: Linears
+    """Linear weights that a quantised base would hold quantised, or that are stored so."""
     activations: Activations
     activations_compiled: Activations
     """With compiled blocks."""
-    largest_quantized: int = 0
-    """Parameters of the largest of those weights."""
     modulation: Linears = NO_LINEARS
     """Linears that int8 and nf4 bases hold quantised besides: see `Family.modulation`."""
     fp32_parameters: int = 0
