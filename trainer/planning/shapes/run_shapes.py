@@ -81,9 +81,8 @@ def run_geometry(
 
     `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
     missing files are to come: a component is as large as its config says. `sources` says where keys stand.
-    Memory is that of the longest caption. Time is that of `pictures`, how many have each shape, or of six
-    shapes, with usual captions; with `caption_tokens` all samples are alike. Raises AccessError for unknown
-    sizes, ConfigError for an adapter on a layer that is none.
+    Memory is that of the longest caption, time of `pictures`, how many have each shape (else there are six),
+    with usual captions; with `caption_tokens` samples are alike. Raises AccessError, ConfigError.
     """
     folders = {name: component_base(model_folder, name, downloads=downloads) for name in roles(family)}
     components = [
