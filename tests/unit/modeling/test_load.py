@@ -21,7 +21,7 @@ from trainer.files.component_shapes import header_shapes, packed_size
 from trainer.modeling.base import structure
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.base.source import ModelSource
-from trainer.modeling.blocks.recompute import recompute_blocks
+from trainer.modeling.blocks.recompute import recompute_blocks, repeated_blocks
 from trainer.modeling.storage.quantize import Replace, count_quantized, fill, replacer
 from trainer.ways.storages import find
 
@@ -288,6 +288,6 @@ def test_blocks_of_a_language_model_recompute(llama: Path) -> None:
     calls: list[int] = []
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    recompute_blocks(model, ("LlamaDecoderLayer",))
+    recompute_blocks(repeated_blocks(model, ("LlamaDecoderLayer",)))
     model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert len(calls) == 4
