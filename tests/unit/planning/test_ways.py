@@ -74,7 +74,7 @@ def test_the_schemas_words_are_the_tables() -> None:
 
 
 def test_every_frozen_storage_has_a_layer_and_less_bytes_than_what_trains() -> None:
-    assert set(quantize.LAYERS) == set(frozen()) == {"int8", "nf4", "fp8"}
+    assert set(quantize.LAYERS) == set(frozen()) >= {"int8", "nf4", "fp8"}
     for way in WAYS.values():
         assert find(way.weights, way.compute, way.copies, way.modulation) is way
         assert way.trains == (way.bits > 8) and all(
