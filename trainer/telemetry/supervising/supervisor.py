@@ -21,7 +21,7 @@ from typing import TextIO
 import trainer
 from trainer.config.environment import LOOPBACK
 from trainer.config.secrets import shown
-from trainer.errors import ConfigError, ExitCode, StorageError
+from trainer.errors import ConfigError, ExitCode, Problem, StorageError
 from trainer.telemetry import locks, status, stop
 from trainer.telemetry.sinks.metrics import METRICS_FILE
 from trainer.telemetry.status import LOCK_FILE, STATUS_FILE, Phase, StatusWriter, Verdict
@@ -71,7 +71,7 @@ def supervise(
     runtime_dir.mkdir(parents=True, exist_ok=True)
     events = host.memory_events_path() if memory_events_path is None else memory_events_path
     console = sys.stderr if console is None else console
-    with _holding(runtime_dir, console) as lock, _signals() as received:
+    with _holding(runtime_dir, console) as lock, _signals() as received, contextlib.ExitStack() as serving:
         for name in (STATUS_FILE, METRICS_FILE):  # of the run before
             (runtime_dir / name).unlink(missing_ok=True)
         watch = _Watch(
@@ -85,28 +85,20 @@ def supervise(
         )
         # The first beat is ours, before the first question: a child that cannot even import is found out too.
         StatusWriter(runtime_dir).beat(Phase.LOAD)
-        with _serving(watch, runtime_dir, port, address):
-            watch.child = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                env={**environment, RUNTIME_DIR_VARIABLE: str(runtime_dir)},
-                process_group=0,  # a terminal's Ctrl-C reaches only us, and we can kill its workers with it
-                pass_fds=(lock,),  # the folder stays taken while the child outlives us to save
-            )
-            return watch.run(received)
-
-
-@contextlib.contextmanager
-def _serving(watch: _Watch, runtime_dir: Path, port: int | None, address: str) -> Iterator[None]:
-    """Answer for the watched run; where the port cannot be had, nothing runs."""
-    with contextlib.ExitStack() as stack:
+        answers = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
         try:
-            serving = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
-            stack.enter_context(serving)
-        except ConfigError:
+            serving.enter_context(answers)
+        except ConfigError:  # the port cannot be had: nothing runs
             (runtime_dir / STATUS_FILE).unlink()
             raise
-        yield
+        watch.child = subprocess.Popen(
+            list(command),
+            stdin=subprocess.DEVNULL,
+            env={**environment, RUNTIME_DIR_VARIABLE: str(runtime_dir)},
+            process_group=0,  # a terminal's Ctrl-C reaches only us, and we can kill its workers with it
+            pass_fds=(lock,),  # the folder stays taken while the child outlives us to save
+        )
+        return watch.run(received)
 
 
 def require_free(runtime_dir: Path) -> None:
@@ -280,9 +272,11 @@ def _holding(runtime_dir: Path, console: TextIO) -> contextlib.AbstractContextMa
     return locks.holding(
         runtime_dir / LOCK_FILE,
         supervisor=os.getpid(),
-        what=f"{runtime_dir} is used by another run",
-        where=RUNTIME_DIR_VARIABLE,
-        remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
+        taken=Problem(
+            what=f"{runtime_dir} is used by another run",
+            where=RUNTIME_DIR_VARIABLE,
+            remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
+        ),
         on_wait=on_wait,
     )
 
