@@ -54,7 +54,8 @@ class Foreign:
 
 def key(name: str) -> Row | None:
     """What another trainer's key is here; hyphens and capitals do not count."""
-    return _by_name().get(name.lower().lstrip("-").replace("-", "_"))
+    plain = name.lower().lstrip("-").replace("-", "_")
+    return next((row for rows in keys().values() for row in rows if plain in row.names), None)
 
 
 def file(name: str) -> Row | None:
@@ -95,11 +96,6 @@ def files() -> tuple[Row, ...]:
 def foreign() -> tuple[Foreign, ...]:
     """Variables without a use here."""
     return tuple(_made(Foreign, row) for row in _document(0))
-
-
-@cache
-def _by_name() -> dict[str, Row]:
-    return {name: row for rows in keys().values() for row in rows for name in row.names}
 
 
 def _made(kind: type[R], row: Mapping[str, Any]) -> R:

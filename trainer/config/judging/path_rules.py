@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.config import environment
@@ -24,19 +24,11 @@ def real(path: Path) -> str:
     return os.path.realpath(path)
 
 
-def is_dir(path: Path) -> bool:
-    """Whether `path` is a folder; False where nobody can tell."""
+def known(is_kind: Callable[[], bool]) -> bool:
+    """What a path's `is_dir` or `is_file` answers; False where nobody can tell."""
     try:
-        return path.is_dir()
+        return is_kind()
     except OSError:  # a name that is too long, or a folder that may not be entered
-        return False
-
-
-def is_file(path: Path) -> bool:
-    """Whether `path` is a file; False where nobody can tell."""
-    try:
-        return path.is_file()
-    except OSError:
         return False
 
 
@@ -76,20 +68,20 @@ def _cache_among_images(context: Context) -> Iterator[Clash]:
 
 def _output_in_model(context: Context) -> Iterator[Clash]:
     model = Path(context.config.model.pretrained_model_name_or_path)
-    if is_dir(model) and _inside(context.config.output_dir, model):
+    if known(model.is_dir) and _inside(context.config.output_dir, model):
         yield {"folder": str(model)}
 
 
 def _folders_are_files(context: Context) -> Iterator[Clash]:
     folders = {"output_dir": context.config.output_dir, "data.cache_dir": context.config.data.cache_dir}
     for key, folder in folders.items():
-        if folder is not None and is_file(folder):
+        if folder is not None and known(folder.is_file):
             yield {"key": key, "folder": str(folder)}
 
 
 def _resume_word(context: Context) -> Iterator[Clash]:
     resume = context.config.checkpoint.resume_from_checkpoint
-    if not isinstance(resume, str) and len(resume.parts) == 1 and not is_dir(resume):
+    if not isinstance(resume, str) and len(resume.parts) == 1 and not known(resume.is_dir):
         meant = _RESUME_WORDS.get(str(resume).lower()) or closest(str(resume), ("auto", "never"))
         remedy = f"did you mean `{meant}`?" if meant else "write auto, never, or the path of a checkpoint"
         yield {"remedy": remedy}

@@ -107,9 +107,8 @@ def _single_file(context: Context) -> bool:
 def _revision_of_folder(context: Context) -> bool:
     model = context.config.model
     asked = bool(model.revision) and context.written("model.revision")
-    return (
-        asked and not _single_file(context) and path_rules.is_dir(Path(model.pretrained_model_name_or_path))
-    )
+    folder = Path(model.pretrained_model_name_or_path)
+    return asked and not _single_file(context) and path_rules.known(folder.is_dir)
 
 
 def _unknown_preset(context: Context) -> Iterator[Clash]:
@@ -212,7 +211,7 @@ def _low_rate(context: Context) -> Iterator[Clash]:
 
 def _no_file(context: Context) -> bool:
     path = context.config.lora.init_from
-    return context.config.method == "lora" and path is not None and not path_rules.is_file(path)
+    return context.config.method == "lora" and path is not None and not path_rules.known(path.is_file)
 
 
 def _many_views(context: Context) -> Iterator[Clash]:
