@@ -9,7 +9,7 @@ KeyPath = tuple[str, ...]
 """Keys and list positions from the root: `("data", "sets", "0", "img_dir")`."""
 Scalar = str | int | float | bool | None
 Plain = Scalar | dict[str, "Plain"] | list["Plain"]
-"""What a tree is without its sources: the input of pydantic."""
+"""A tree without its sources: the input of pydantic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +58,7 @@ def _children(node: Node) -> Iterable[tuple[str, Node]]:
 
 
 def describe(node: Node) -> str:
-    """What a value is, in words for a message."""
+    """A value in words for a message."""
     if isinstance(node.value, dict):
         return "a mapping"
     if isinstance(node.value, list):

@@ -11,7 +11,7 @@ from trainer.config.judging.rule import Clash, Context, Rule
 from trainer.words.near import closest
 
 _NAME_BYTES, _PATH_BYTES = 255, 4095
-"""What Linux takes."""
+"""The longest name and path, in bytes, that Linux takes."""
 _BESIDE_NAME, _BELOW_FOLDER = 64, 256
 """Bytes that files called as a run, while they are written, and paths below its folder are longer."""
 _RESUME_WORDS = {"latest": "auto", "true": "auto", "yes": "auto", "false": "never", "no": "never"}
@@ -25,7 +25,7 @@ def real(path: Path) -> str:
 
 
 def known(is_kind: Callable[[], bool]) -> bool:
-    """What a path's `is_dir` or `is_file` answers; False where nobody can tell."""
+    """The answer of a path's `is_dir` or `is_file`; False where nobody can tell."""
     try:
         return is_kind()
     except OSError:  # a name that is too long, or a folder that may not be entered

@@ -1,4 +1,4 @@
-"""What each key alone cannot tell: contradictions, and settings without effect."""
+"""Contradictions between keys, and settings without effect."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def with_settings(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
 
 
 def _others_pictures(config: RunConfig, source: str) -> list[str]:
-    """What --dataset leaves of a file that was written for other pictures."""
+    """A note of the held-out pictures and prompts that --dataset leaves of a file for other pictures."""
     folder = config.validation.img_dir
     if folder is None or source.startswith("--set"):
         return []

@@ -59,7 +59,7 @@ _STAND_INS: dict[str, Any] = {
     "model": {"pretrained_model_name_or_path": "-"},
     "data": {"sets": [_SET]},
 }
-"""For required keys, by name."""
+"""Values of bad required keys, by name."""
 
 _HINTS: dict[str, str] = {
     "model.dtype": "write bf16, fp16 or fp32",

@@ -22,7 +22,7 @@ def dump(config: RunConfig) -> str:
 
 
 def dump_with_sources(config: RunConfig, sources: Mapping[str, str]) -> str:
-    """As `dump`, with the source of each value as a comment behind it."""
+    """The text of `dump` with the source of each value as a comment behind it."""
     lines = _lines(config)
     width = max((len(text) for text, key in lines if key and len(text) <= _MAX_COMMENT_COLUMN), default=0)
     return "".join(
