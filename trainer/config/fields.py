@@ -61,7 +61,7 @@ def dotted_keys() -> tuple[str, ...]:
 
 
 def expected(path: KeyPath) -> str:
-    """The values that may stand at `path`, in words: "a whole number of at least 1", "auto, true or false"."""
+    """The values that `path` takes, in words: "a whole number of at least 1", "auto, true or false"."""
     flat = [word for option, metadata in _options_at(path) for word in _words(option, metadata)]
     return flat[0] if len(flat) == 1 else f"{', '.join(flat[:-1])} or {flat[-1]}"
 

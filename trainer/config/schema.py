@@ -1,4 +1,4 @@
-"""Everything that a user may ask for. Frozen models that forbid unknown keys, spelled as in diffusers' scripts.
+"""The keys that a user may write. Frozen models that forbid unknown keys, spelled as in diffusers' scripts.
 
 The string under a field is its help: `trainer config schema` hands it to editors. Error messages are built
 from the declared types, so a bound written here needs no second place.
