@@ -128,7 +128,7 @@ def test_the_plan_counts_the_blocks_that_wait(case: Case, workshop: Workshop, tm
         assert set(waiting_blocks(model, context.family.blocks, count)) == planned
     for stack in geometry.stacks:
         block = model.get_submodule(f"{stack.name}.0")
-        assert sum(p.numel() for p in block.parameters()) == stack.quantized + stack.others
+        assert sum(p.numel() for p in block.parameters()) == stack.quantized.parameters + stack.others
 
 
 @pytest.mark.usefixtures("traced")

@@ -78,13 +78,7 @@ ALPHAS = Words("a mapping of layers to numbers above 0, such as {to_q: 8}")
 class Section(BaseModel):
     """Base of every section: frozen, unknown keys forbidden, NaN and infinity refused."""
 
-    model_config = ConfigDict(
-        frozen=True,
-        extra="forbid",
-        allow_inf_nan=False,
-        protected_namespaces=(),
-        use_attribute_docstrings=True,
-    )
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
 class ModelSection(Section):

@@ -1,4 +1,4 @@
-"""What every part of a run is given."""
+"""The run that every part of the engine is given: configuration, plan, family, and channels outside."""
 
 from __future__ import annotations
 

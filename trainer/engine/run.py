@@ -29,7 +29,7 @@ from trainer.engine.spec import Spec
 from trainer.engine.training import best, loop, state
 from trainer.engine.training.feed import varies
 from trainer.engine.training.microbatch import as_graphs
-from trainer.engine.training.preview import sample, write_before_after
+from trainer.engine.training.preview import drop_previews_after, sample, write_before_after
 from trainer.engine.training.validation import HeldOut, held_out_entries
 from trainer.errors import DivergedError
 from trainer.files import atomic
@@ -100,7 +100,8 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
     journal.cut_back(now.step)
     _tell_changed_held_out(context, held_out)
-    state.forget_later(context, now.step)
+    best.restore(context, now.step)
+    drop_previews_after(context, now.step)
     run = state.Run(
         context=context,
         built=built,
@@ -113,44 +114,48 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     with journal:
         with _damage_found_at_once(context, entries, held_out):
             loop.train(run, now)
-        context.status.beat(Phase.SAVE)
-        journal.phase(Phase.SAVE)
-        summary = _finish(run, now.step, before)
-        _say_peaks(context, caching_peak)
-        # from the file, so that it holds for resumed runs too
-        line = held_out_line(read_metrics(context.run_dir / METRICS_LOG))
-        if held_out is not None and line is not None:
-            context.say(line)
-        journal.phase(Phase.DONE)
-        context.say(summary)
+        _finish(run, now.step, caching_peak, before)
 
 
-def _finish(run: state.Run, step: int, before: list[torch.Tensor] | None) -> str:
-    """Save, prove and draw the result; gives the line that says so.
-
-    `before` are the outputs of a full fine-tune's base; None for a LoRA.
-    """
+def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Tensor] | None) -> None:
+    """Export and prove the result, draw it, and say what came of the run."""
     context, model = run.context, run.built.model
+    context.status.beat(Phase.SAVE)
+    run.journal.phase(Phase.SAVE)
     with loop.beside_training(run):
         if before is None:
             summary = _finish_lora(context, model, run.held_out)
         else:
             summary = _finish_full(context, model, before)
-        # of the saved result: the LoRA is the one loaded from its file
-        strip = loop.preview(run, step)
+        strip = loop.preview(run, step)  # of the saved result: the LoRA is the one loaded from its file
         if strip is not None:
             context.say(f"previews: {strip}")
             together = write_before_after(context, run.entries, step)
             if together is not None:
                 context.say(f"before and after: {together}")
-    return summary
+    if context.device != "cpu":  # a plan that is wrong should be seen
+        plan, training = context.plan, peak_memory_bytes(context.device)
+        parts = [
+            f"{name} {measured / GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / GIB:.1f})"
+            for name, measured, planned in (
+                ("caching", caching_peak, plan.cache_memory),
+                ("loading and training", training, plan.train_memory),
+            )
+        ]
+        context.say(f"device memory at its peak: {', '.join(parts)}")
+    # from the file, so that it holds for resumed runs too
+    line = held_out_line(read_metrics(context.run_dir / METRICS_LOG))
+    if run.held_out is not None and line is not None:
+        context.say(line)
+    run.journal.phase(Phase.DONE)
+    context.say(summary)
 
 
 @contextlib.contextmanager
 def _damage_found_at_once(
     context: Context, entries: Entries, held_out: HeldOut | None
 ) -> Generator[None, None, None]:
-    """Where one entry of the cache is damaged, look at all others too: they would end a start each."""
+    """Look at all entries of the cache once one is damaged: the others would end a start each."""
     try:
         yield
     except DamagedEntryError as first:
@@ -174,21 +179,6 @@ def _tell_changed_held_out(context: Context, held_out: HeldOut | None) -> None:
             f"the held-out images or settings changed: from here on the held-out loss does not compare with "
             f"that of step {rows[-1]['step']} and before"
         )
-
-
-def _say_peaks(context: Context, caching: int) -> None:
-    """Measured against planned device memory: a plan that is wrong should be seen."""
-    if context.device == "cpu":
-        return
-    plan, training = context.plan, peak_memory_bytes(context.device)
-    parts = [
-        f"{name} {measured / GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / GIB:.1f})"
-        for name, measured, planned in (
-            ("caching", caching, plan.cache_memory),
-            ("loading and training", training, plan.train_memory),
-        )
-    ]
-    context.say(f"device memory at its peak: {', '.join(parts)}")
 
 
 def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:

@@ -1,4 +1,4 @@
-"""What the parent hands the process that trains: one JSON file. Imports no torch."""
+"""The job that the parent hands to the process that trains: one JSON file. Imports no torch."""
 
 from __future__ import annotations
 

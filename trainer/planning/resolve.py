@@ -186,7 +186,7 @@ def _one_by_one(batched: _Decided, sized: GeometryOf, *, swap: bool) -> _Decided
     are often full or the pictures are not known, single samples fit only less precisely or clearly slower, or
     the machine's rates are not known.
     """
-    situation, parts = batched.situation, batched.geometry.usual_parts_alike
+    situation, parts = batched.situation, batched.geometry.usual_parts.get("alike", ())
     rarely_full = len(parts) > 1 and sum(parts) > _RARELY_FULL * len(parts)
     fixed = situation.config.method == "full" or situation.goes_on
     if not (rarely_full and batched.geometry.pictures_known) or fixed or not batched.step_milliseconds:
@@ -249,7 +249,7 @@ class _Decided:
 
     def one_by_one(self, batched: _Decided) -> Decision:
         """The row of a step whose samples are taken one by one."""
-        shapes, graphs = sum(batched.geometry.usual_parts_alike), self.graphs.value == "on"
+        shapes, graphs = sum(batched.geometry.usual_parts["alike"]), self.graphs.value == "on"
         return batching.one_by_one(self.situation.config, batched.situation.config, shapes, graphs=graphs)
 
     @property
@@ -282,7 +282,8 @@ def _decide(situation: Situation, geometry: Geometry, *, swap: bool) -> _Decided
     at = geometry.attention_shape_class
     attention = switches.attention(situation, dtype.value, at, packed=geometry.packed)
     limit, loader = budget(situation), loading.loader(situation)
-    speed = fit.speed(situation, geometry, attention.value, dtype.value)
+    gpu, verdicts = situation.facts.gpu if situation.on_gpu else None, situation.facts.verdicts
+    speed = roofline.speed(gpu, verdicts, geometry, attention.value, dtype.value)
     gain = fit.compile_gain(situation, dtype.value, geometry, speed)
     compiling = switches.compiling(situation, gain, batching.micro_batches(situation.config))
     compiled = compiling.value == "on"

@@ -14,7 +14,7 @@ from trainer.cli import main, measure
 from trainer.cli.options import load_config
 from trainer.config.reading.load import Loaded
 from trainer.engine.probing import probe, reading
-from trainer.engine.probing.attention import Measured
+from trainer.engine.probing.child import Measured
 from trainer.engine.probing.probe import Probed
 from trainer.errors import HardwareError
 from trainer.families.values import AttentionShape

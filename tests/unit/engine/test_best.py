@@ -64,7 +64,7 @@ def test_only_a_lower_loss_on_the_same_samples_takes_the_place(tmp_path: Path) -
         assert kept(tmp_path) == after
     best.keep(context(tmp_path, wanted=False), 6, record(6, 0.1, "b"))
     assert kept(tmp_path) == (5, 9.0)
-    best.forget(context(tmp_path))
+    best.restore(context(tmp_path), 0)
     assert best.read(tmp_path) is None
 
 
@@ -99,7 +99,7 @@ def test_a_kill_at_any_moment_leaves_the_old_one_or_the_new_one(tmp_path: Path) 
                 ended = True
             except KilledError:
                 ended = False
-        best.restore(context(run_dir))
+        best.restore(context(run_dir), 2)
         seen.add(kept(run_dir))
         assert kept(run_dir) in ((1, 2.0), (2, 1.0))
         if ended:
@@ -119,7 +119,7 @@ def test_a_kill_of_the_first_one_leaves_none_or_a_whole_one(tmp_path: Path) -> N
                 return
             except KilledError:
                 pass
-        best.restore(context(run_dir))
+        best.restore(context(run_dir), 2)
         assert kept(run_dir) in (None, (2, 1.0))
     raise AssertionError("it never ends")
 
@@ -143,10 +143,10 @@ def test_what_was_kept_after_the_step_that_a_run_goes_on_from_is_removed(tmp_pat
     said: list[str] = []
     run: Any = SimpleNamespace(**{**vars(context(tmp_path)), "say": said.append})
     best.keep(run, 300, record(300, 1.0))
-    best.forget_after(run, 300)
+    best.restore(run, 300)
     assert kept(tmp_path) == (300, 1.0)
     said.clear()
-    best.forget_after(run, 250)
+    best.restore(run, 250)
     assert list(tmp_path.iterdir()) == []
     assert said == ["best/ was kept at step 300, which this run has not reached: removed"]
 
@@ -158,7 +158,7 @@ def test_a_damaged_record_is_kept_aside_with_its_lora(tmp_path: Path, text: str)
     best.keep(run, 1, record(1, 1.0))
     (tmp_path / "best" / "best.json").write_text(text)
     assert best.read(tmp_path) is None
-    best.restore(run)
+    best.restore(run, 1)
     assert (tmp_path / "best.damaged" / "x.safetensors").read_text() == "1"
     assert "kept in best.damaged/" in said[-1]
     best.keep(run, 2, record(2, 2.0))

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing.average import Average
-from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.optimizer import Average, Updater
 from trainer.engine.optimizing.schedule import learning_rate
 
 

@@ -17,7 +17,7 @@ from tests.unit.planning.conftest import machine, with_gpu
 from trainer.cli.probe import describe
 from trainer.config import environment
 from trainer.engine.probing import attention, probe
-from trainer.engine.probing.attention import Measured
+from trainer.engine.probing.child import Measured
 from trainer.families.values import AttentionShape
 from trainer.machine.facts import KernelVerdict
 from trainer.modeling.attention import packed_rows

@@ -11,8 +11,8 @@ import pytest
 
 from trainer.config.schema import RunConfig
 from trainer.machine.facts import Facts, Gpu, facts_from_json
-from trainer.planning.shapes.activations import Activations, Held
-from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
+from trainer.planning.shapes.activations import PLAIN, Activations, Held
+from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Linears
 from trainer.ways.storages import Way, find
 
 MACHINES = Path(__file__).parent.parent.parent / "golden" / "machines"
@@ -68,7 +68,7 @@ def kept(
         whole=held(whole),
         recomputed=held(inputs, block),
         outside=held(inputs, block),
-        shares={share: held(size) for share, size in (shares or {}).items()},
+        shares={("", PLAIN): {share: held(size) for share, size in (shares or {}).items()}},
     )
 
 
@@ -87,8 +87,7 @@ def geometry() -> Geometry:
             component("vae", "vae", 1024, 1024, 128),
         ),
         lora_parameters=1024 * 1024,
-        quantized_parameters=GIB,
-        quantized_rows=0,
+        quantized=Linears(parameters=GIB),
         activations=kept(6 * GIB),
         activations_compiled=kept(5 * GIB, shares={0.6: 3 * GIB, 0.2: 2 * GIB}),
         matmul_flops=59.5e12,

@@ -10,8 +10,7 @@ import pytest
 from tests.unit.planning.conftest import GIB, kept, way_of
 from trainer.planning.cost import memory
 from trainer.planning.cost.memory import Storage
-from trainer.planning.shapes.blocks import Linears
-from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
+from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Linears
 from trainer.ways.storages import find
 
 NONE = kept(0, inputs=0, block=0)
@@ -85,12 +84,19 @@ def test_quantised_layers_keep_no_inputs_for_backward(geometry: Geometry) -> Non
 
 
 def test_fp8_takes_a_byte_and_a_scale_a_row_for_each_copy(geometry: Geometry) -> None:
-    scaled = dataclasses.replace(geometry, quantized_rows=1000)
+    scaled = dataclasses.replace(geometry, quantized=dataclasses.replace(geometry.quantized, rows=1000))
     once = rows(storage(weights="fp8", compute="fp8"), scaled)
     assert once["base weights"] == GIB + 4 * 1000 + 2 * GIB
     assert "fp8 transposed" not in once  # the geometry has no matrix
     twice = rows(storage(weights="fp8", compute="fp8", weight_copies=2), scaled)
     assert twice["base weights"] == 2 * GIB + 4 * 1000 + 2 * GIB  # scales lie along one axis: both share them
+
+
+def with_largest(geometry: Geometry) -> Geometry:
+    """The geometry whose largest weight is known."""
+    return dataclasses.replace(
+        geometry, quantized=dataclasses.replace(geometry.quantized, largest=1024 * 4096)
+    )
 
 
 @pytest.mark.parametrize(
@@ -104,12 +110,12 @@ def test_fp8_takes_a_byte_and_a_scale_a_row_for_each_copy(geometry: Geometry) ->
 def test_one_weight_at_a_time_is_unpacked(
     geometry: Geometry, changes: dict[str, Any], name: str, bytes_a_value: int
 ) -> None:
-    geometry = dataclasses.replace(geometry, largest_quantized=1024 * 4096)
+    geometry = with_largest(geometry)
     assert rows(storage(**changes), geometry)[name] == 1024 * 4096 * bytes_a_value
 
 
 def test_a_transposed_copy_needs_no_transposing(geometry: Geometry) -> None:
-    geometry = dataclasses.replace(geometry, largest_quantized=1024 * 4096)
+    geometry = with_largest(geometry)
     twice = rows(storage(weights="fp8", compute="fp8", weight_copies=2), geometry)
     assert "fp8 transposed" not in twice
 
@@ -118,7 +124,7 @@ def test_a_transposed_copy_needs_no_transposing(geometry: Geometry) -> None:
 def test_modulation_beside_fp8_takes_a_byte_a_value_once(geometry: Geometry, copies: int) -> None:
     """Of 2 GiB that are not quantised else 1.5 are modulation, whose largest weight is unpacked to bf16."""
     mod = Linears(parameters=3 * GIB // 4, rows=1000, largest=1024 * 4096)
-    found = dataclasses.replace(geometry, modulation=mod, largest_quantized=1024 * 4096)
+    found = dataclasses.replace(with_largest(geometry), modulation=mod)
     packed = storage(weights="fp8", compute="fp8", weight_copies=copies, modulation="int8")
     held = rows(packed, found)
     assert held["base weights"] == copies * GIB + 3 * GIB // 4 + 4 * 1000 + GIB // 2
@@ -174,8 +180,7 @@ def test_nf4_bytes_are_those_of_a_real_layer() -> None:
     geometry = Geometry(
         components=(part,),
         lora_parameters=0,
-        quantized_parameters=1024 * 512,
-        quantized_rows=1024,
+        quantized=Linears(parameters=1024 * 512, rows=1024),
         activations=NONE,
         activations_compiled=NONE,
     )

@@ -30,8 +30,7 @@ from trainer.modeling.base.meta_shapes import meta_shapes as build_shapes
 from trainer.planning.planning import local_folder, plan_run, predict, run_attention
 from trainer.planning.render import plan_from_json
 from trainer.planning.shapes import meta_shapes
-from trainer.planning.shapes.blocks import NO_LINEARS
-from trainer.planning.shapes.geometry import TABLES
+from trainer.planning.shapes.geometry import NO_LINEARS, TABLES
 from trainer.planning.shapes.run_shapes import CONFIGS, run_geometry
 from trainer.ways.storages import find
 
@@ -191,8 +190,8 @@ def test_packed_parameters_are_those_that_are_quantised(
     more = geometry.modulation if besides else NO_LINEARS
     assert geometry.modulation.parameters > 0
     quantized = sum(module.in_features * module.out_features for module in replaced)
-    assert geometry.quantized_parameters + more.parameters == quantized
-    assert geometry.quantized_rows + more.rows == sum(module.out_features for module in replaced)
+    assert geometry.quantized.parameters + more.parameters == quantized
+    assert geometry.quantized.rows + more.rows == sum(module.out_features for module in replaced)
 
 
 def test_a_full_fine_tune_and_wide_targets_keep_more_activations(config: Config) -> None:

@@ -13,10 +13,9 @@ from tests.unit.planning.test_memory import storage
 from trainer.config.schema import RunConfig
 from trainer.families import get
 from trainer.machine.facts import KernelVerdict
-from trainer.planning.cost.roofline import Rates, measured, milliseconds, rates
+from trainer.planning.cost.roofline import Rates, Speed, milliseconds, rates, speed
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.shapes.run_shapes import run_geometry
-from trainer.planning.shapes.work import Mix
 
 H200 = rates(machine("h200").gpus[0])
 COMPILED: dict[str, Any] = {"compile": True}
@@ -34,12 +33,12 @@ def full_size(family: str) -> Geometry:
             "output_dir": "/out",
         }
     )
-    return run_geometry(get(family), config, model_folder=None, dtype="bf16", mix=Mix(caption_tokens=512))
+    return run_geometry(get(family), config, model_folder=None, dtype="bf16", caption_tokens=512)
 
 
 def predicted(family: str, attention: str = "cudnn", **changes: Any) -> float:
     assert H200 is not None
-    return milliseconds(storage(**changes), full_size(family), attention, H200)
+    return milliseconds(storage(**changes), full_size(family), Speed(rates=H200, attention=attention))
 
 
 # 1024 px, batch 1, LoRA rank 16 on attention: measured with a prototype of the step on one H200, November
@@ -124,7 +123,7 @@ def test_order(faster: dict[str, Any], slower: dict[str, Any]) -> None:
 def test_a_slower_machine_takes_longer() -> None:
     def on(peaks: Rates | None) -> float:
         assert peaks is not None
-        return milliseconds(storage(), full_size("flux1_dev"), "cudnn", peaks)
+        return milliseconds(storage(), full_size("flux1_dev"), Speed(rates=peaks, attention="cudnn"))
 
     times = [on(rates(machine(name).gpus[0])) for name in ("h200", "a100-80gb", "rtx-4090", "dgx-spark")]
     assert times == sorted(times)
@@ -157,16 +156,14 @@ def test_measured_kernels_replace_shares_of_the_peak(geometry: Geometry) -> None
         verdict("matmul.nf4", 3.0, matmul),
         verdict("matmul.int8", 9.0, "m1 n1 k1"),
     ]
-    seen = measured(verdicts, geometry, "cudnn")
+    gpu = machine("h200").gpu
+    seen = speed(gpu, verdicts, geometry, "cudnn")
     assert (seen.attention_ms, dict(seen.matmul)) == (2.0, {"nf4": 3.0})
-    assert measured(verdicts, geometry, "flash").attention_ms is None
+    assert speed(gpu, verdicts, geometry, "flash").attention_ms is None
 
-    assert H200 is not None
-    bf16, nf4 = (
-        milliseconds(storage(weights=weights), geometry, "cudnn", H200, seen) for weights in ("bf16", "nf4")
-    )
+    bf16, nf4 = (milliseconds(storage(weights=weights), geometry, seen) for weights in ("bf16", "nf4"))
     products = 2 * geometry.matmul_flops / (989e9 * 0.728)
     assert nf4 - bf16 == pytest.approx(2 * products, rel=0.01)
     twice = dataclasses.replace(seen, attention_ms=4.0)
-    more = milliseconds(storage(), geometry, "cudnn", H200, twice) - bf16
+    more = milliseconds(storage(), geometry, twice) - bf16
     assert more == pytest.approx(57 * 2.0)

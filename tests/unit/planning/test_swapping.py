@@ -20,11 +20,20 @@ from trainer.planning.cost import roofline
 from trainer.planning.cost.memory import Storage, host_rows, total, train_rows, waiting_bytes
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.planning import plan_run
-from trainer.planning.shapes.blocks import Linears, Stack, stacks
-from trainer.planning.shapes.geometry import TABLES, Geometry, linear_weights, quantized_linears, read_table
+from trainer.planning.shapes.geometry import (
+    TABLES,
+    ComponentGeometry,
+    Geometry,
+    Linears,
+    Stack,
+    read_table,
+    stacks,
+)
 
 Config = Callable[..., RunConfig]
-STACK = Stack(name="blocks", blocks=10, quantized=GIB // 16, rows=1024, others=1024 * 1024, fp32=0)
+STACK = Stack(
+    name="blocks", blocks=10, quantized=Linears(parameters=GIB // 16, rows=1024), others=1024 * 1024, fp32=0
+)
 
 
 @pytest.fixture
@@ -204,19 +213,19 @@ def test_blocks_wait_with_their_modulation(stacked: Geometry, modulation: str, c
     fp8 = storage(weights="fp8", compute="fp8", weight_copies=copies, modulation=modulation, swapped=1)
     scales = 4 * (1024 + 512 * bool(modulation))
     size = 512 * 1024 * (3 if modulation else 4)
-    assert waiting_bytes(fp8, found).all == copies * GIB // 16 + size + scales
+    assert waiting_bytes(fp8, found)[0] == copies * GIB // 16 + size + scales
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "fp8", "nf4"])
 def test_what_waits_is_not_on_the_device(stacked: Geometry, weights: str) -> None:
     none = storage(weights=weights)
     four = dataclasses.replace(none, swapped=4)
-    sizes = waiting_bytes(four, stacked)
-    assert sizes.all == 4 * sizes.largest > 0
+    whole, largest = waiting_bytes(four, stacked)
+    assert whole == 4 * largest > 0
     rows = [{row.name: row.bytes for row in train_rows(one, stacked)} for one in (none, four)]
-    assert rows[0]["base weights"] - rows[1]["base weights"] == sizes.all
-    assert rows[1]["blocks passing through"] == 2 * sizes.largest
-    assert total(host_rows(four, stacked)) - total(host_rows(none, stacked)) == sizes.all
+    assert rows[0]["base weights"] - rows[1]["base weights"] == whole
+    assert rows[1]["blocks passing through"] == 2 * largest
+    assert total(host_rows(four, stacked)) - total(host_rows(none, stacked)) == whole
 
 
 def test_blocks_that_wait_are_recomputed_from_outside(stacked: Geometry) -> None:
@@ -234,33 +243,34 @@ def test_blocks_that_wait_are_recomputed_from_outside(stacked: Geometry) -> None
 
 
 def test_a_copy_that_takes_longer_than_the_blocks_before_it_is_waited_for(stacked: Geometry) -> None:
-    peaks = roofline.Rates(bf16=165, fp8=330, bandwidth=1.01)
+    speed = roofline.Speed(rates=roofline.Rates(bf16=165, fp8=330, bandwidth=1.01), attention="flash")
 
     def ms(swapped: int, geometry: Geometry) -> float:
-        return roofline.milliseconds(storage(swapped=swapped), geometry, "flash", peaks)
+        return roofline.milliseconds(storage(swapped=swapped), geometry, speed)
 
     assert ms(10, stacked) == ms(0, stacked)
     short = dataclasses.replace(
         stacked, matmul_flops=1e9, attention_flops=0.0, activations=kept(0, inputs=0, block=0)
     )
-    copy = waiting_bytes(storage(swapped=1), short).all / 20e9 * 1e3
+    copy = waiting_bytes(storage(swapped=1), short)[0] / 20e9 * 1e3
     assert ms(0, short) < ms(1, short) <= ms(0, short) + 2 * copy
     assert ms(10, short) - ms(0, short) > 5 * (ms(1, short) - ms(0, short))
 
 
 def test_stacks_of_a_table_are_all_blocks_the_longest_first() -> None:
     shapes = read_table(TABLES / "flux2_dev.json")["transformer"]
-    linears = quantized_linears(linear_weights(shapes), families.get("flux2_dev").high_precision)
-    found = stacks(shapes, linears)
+    part = ComponentGeometry(name="transformer", role="trained", shapes=shapes, source="table")
+    found = stacks(part, families.get("flux2_dev").high_precision)
     assert [(one.name, one.blocks) for one in found] == [
         ("single_transformer_blocks", 48),
         ("transformer_blocks", 8),
     ]
-    inside = sum(one.blocks * (one.quantized + one.others) for one in found)
+    inside = sum(one.blocks * (one.quantized.parameters + one.others) for one in found)
     assert inside == sum(math.prod(shapes[name]) for name in shapes if "transformer_blocks." in name)
 
 
 def test_what_stays_fp32_is_counted_in_its_block() -> None:
     shapes = {f"layers.0.{name}.weight": (4, 4) for name in ("up", "down", "modulation")}
-    found = stacks(shapes, {"layers.0.up": (4, 4), "layers.0.down": (4, 4)}, ("modulation",))
-    assert [(one.quantized, one.others, one.fp32) for one in found] == [(32, 16, 16)]
+    part = ComponentGeometry(name="transformer", role="trained", shapes=shapes, source="test")
+    found = stacks(part, (r".*modulation",), (), ("modulation",))
+    assert [(one.quantized.parameters, one.others, one.fp32) for one in found] == [(32, 16, 16)]

@@ -20,7 +20,7 @@ from trainer.modeling.storage import quantize
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.planning.choose import encoding
 from trainer.planning.render import plan_from_json, plan_to_json
-from trainer.planning.shapes.geometry import Geometry
+from trainer.planning.shapes.geometry import Geometry, Linears
 from trainer.ways.kernels import KERNELS, Kernel
 from trainer.ways.storages import WAYS, Way, find, frozen
 
@@ -92,7 +92,9 @@ def test_a_row_is_offered_priced_and_written_down(config: Config, geometry: Geom
     assert "bf16 needs" in row(found, "weights").reason
     assert row(found, "compute").reason == "int4 weights are unpacked for each product"
     assert plan_from_json(plan_to_json(found)) == found
-    held = rows(storage(weights="int4"), dataclasses.replace(geometry, quantized_rows=1000))
+    held = rows(
+        storage(weights="int4"), dataclasses.replace(geometry, quantized=Linears(parameters=GIB, rows=1000))
+    )
     assert held["base weights"] == GIB // 2 + 4 * 1000 + 2 * GIB
     int8 = plan(config(features__weights="int8"), machine("h200"), geometry)
     asked = changed(config(), {"features.weights": "int4"})

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from trainer.config.schema import RunConfig
+from trainer.config.writing.help import helps
 
 _DIALECT = "http://json-schema.org/draft-07/schema#"
 
@@ -19,9 +20,9 @@ def json_schema(family_names: Sequence[str]) -> dict[str, Any]:
             section.pop("required", None)
         if name == "DataSet":
             section["oneOf"] = [{"required": [key]} for key in ("img_dir", "chat_file")]
-        _tidy(section["properties"])
+        _tidy(section["properties"], helps()[name])
     schema.pop("required")
-    _tidy(schema["properties"])
+    _tidy(schema["properties"], helps()["RunConfig"])
     for name, field in schema["properties"].items():
         if "$ref" in field:
             # what a section looks like while all its keys are commented out
@@ -32,11 +33,13 @@ def json_schema(family_names: Sequence[str]) -> dict[str, Any]:
     return {"$schema": _DIALECT, **schema}
 
 
-def _tidy(properties: dict[str, Any]) -> None:
-    """Leave out what only repeats the key."""
-    for field in properties.values():
+def _tidy(properties: dict[str, Any], helps: Mapping[str, str]) -> None:
+    """Add help, and leave out what only repeats the key."""
+    for name, field in properties.items():
         field.pop("title", None)
         if "$ref" in field:
             field.pop("default", None)
         for option in field.get("anyOf", ()):
             option.pop("title", None)
+        help_text = {"description": helps[name]} if name in helps else {}
+        properties[name] = dict(sorted({**field, **help_text}.items()))

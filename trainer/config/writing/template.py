@@ -6,13 +6,12 @@ import textwrap
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic.fields import FieldInfo
-
 from trainer.config import fields
 from trainer.config.judging.rules import unused_keys
 from trainer.config.schema import DataSet, RunConfig
 from trainer.config.tree import from_plain, merge
 from trainer.config.writing.dump import entry
+from trainer.config.writing.help import helps
 
 _WIDTH = 110
 _DECIDED = "features"
@@ -46,42 +45,39 @@ def template(family: str, defaults: Mapping[str, Any], *, conversations: bool) -
         section, value = fields.section_of(field.annotation), vars(config)[name]
         lines.append("")
         if section is None:
-            lines += _key((name,), field, value, commented=False)
+            lines += _key((name,), helps()["RunConfig"], value, commented=False)
             continue
         lines += [*_comment(section.__doc__ or "", ""), f"{name}:"]
-        for inner, inner_field in section.model_fields.items():
-            path, inner_value = (name, inner), vars(value)[inner]
+        for inner, inner_value in vars(value).items():
+            path, texts = (name, inner), helps()[section.__name__]
             if path == ("data", "sets"):
-                lines += _sets(path, inner_field, sets[0])
+                lines += _sets(texts["sets"], sets[0])
             else:
                 hidden = inner_value is None or name == _DECIDED or ".".join(path) in left_out
-                lines += _key(path, inner_field, inner_value, commented=hidden)
+                lines += _key(path, texts, inner_value, commented=hidden)
     return "\n".join(lines) + "\n"
 
 
-def _key(path: tuple[str, ...], field: FieldInfo, value: Any, *, commented: bool) -> list[str]:
+def _key(path: tuple[str, ...], texts: Mapping[str, str], value: Any, *, commented: bool) -> list[str]:
     """Help above, the value below; both indented as deep as the key is."""
-    indent = "  " * (len(path) - 1)
+    indent, mark = "  " * (len(path) - 1), "# " if commented else ""
     takes = f" Takes {fields.expected(path)}." if path != ("family",) else ""
-    written = [text for text, _ in entry(path[-1], value, ".".join(path), "")]
-    mark = "# " if commented else ""
-    return [*_comment(f"{field.description}{takes}", indent), *(f"{indent}{mark}{line}" for line in written)]
+    written = [f"{indent}{mark}{text}" for text, _ in entry(path[-1], value, ".".join(path), "")]
+    return [*_comment(f"{texts[path[-1]]}{takes}", indent), *written]
 
 
-def _sets(path: tuple[str, ...], field: FieldInfo, one: Mapping[str, str]) -> list[str]:
+def _sets(text: str, one: Mapping[str, str]) -> list[str]:
     """The list of data sets: one, whose other keys are commented out."""
     ((key, value),) = one.items()
-    lines = [*_comment(field.description or "", "  "), "  sets:", f"    - {key}: {value}"]
-    for name, inner in DataSet.model_fields.items():
-        lines += _comment(
-            f"{name}: {inner.description} Takes {fields.expected((*path, '0', name))}.", "      "
-        )
+    lines = [*_comment(text, "  "), "  sets:", f"    - {key}: {value}"]
+    for name, field in DataSet.model_fields.items():
+        takes = fields.expected(("data", "sets", "0", name))
+        lines += _comment(f"{name}: {helps()['DataSet'][name]} Takes {takes}.", "      ")
         if name != key:
-            lines += [f"      # {text}" for text, _ in entry(name, inner.default, "", "")]
+            lines += [f"      # {text}" for text, _ in entry(name, field.default, "", "")]
     return lines
 
 
 def _comment(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(
-        " ".join(text.split()), _WIDTH, initial_indent=f"{indent}# ", subsequent_indent=f"{indent}# "
-    )
+    mark = f"{indent}# "
+    return textwrap.wrap(" ".join(text.split()), _WIDTH, initial_indent=mark, subsequent_indent=mark)

@@ -6,10 +6,14 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import TYPE_CHECKING
 
 from trainer.data.sets.listing import Listing, list_folder
 from trainer.data.sets.metadata import METADATA_NAME, Metadata, one_form
 from trainer.errors import Problem
+
+if TYPE_CHECKING:
+    from trainer.config.schema import DataSet
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +31,11 @@ def control_folders(control_dir: Path | Sequence[Path] | None) -> tuple[Path, ..
     if control_dir is None:
         return ()
     return (control_dir,) if isinstance(control_dir, Path) else tuple(control_dir)
+
+
+def set_folders(one: DataSet) -> tuple[Path, ...]:
+    """Every folder that a set names."""
+    return (*control_folders(one.control_dir), *(path for path in (one.img_dir, one.mask_dir) if path))
 
 
 def without_controls(listing: Listing, metadata: Metadata) -> Listing:

@@ -14,7 +14,7 @@ from trainer.data.pictures.images import Measured
 from trainer.data.pictures.opened import control_of, open_all
 from trainer.data.records import ImageRecord, Mask, Scan
 from trainer.data.sets import notices
-from trainer.data.sets.controls import control_folders, pair_controls, without_controls
+from trainer.data.sets.controls import control_folders, pair_controls, set_folders, without_controls
 from trainer.data.sets.listing import Listing, list_folder
 from trainer.data.sets.masks import pair_masks
 from trainer.data.sets.metadata import METADATA_NAMES, Metadata, one_form, read_metadata
@@ -79,7 +79,7 @@ def scan_images(
     """
     sizes = buckets(resolution, multiple)
     found = _Found()
-    apart = [folder for one in sets for folder in _folders(one)]
+    apart = [folder for one in sets for folder in set_folders(one)]
     for set_index, one in enumerate(sets):
         _list_set(set_index, one, controls, found, apart)
     masks = {item.mask for item in found.images if item.mask is not None}
@@ -101,11 +101,6 @@ def scan_images(
         raise nothing_left(found.problems)
     notices.tell(records, good, sets)
     return Scan(records=tuple(records), left_out=left_out)
-
-
-def _folders(one: DataSet) -> list[Path]:
-    """Every folder that a set names."""
-    return [*control_folders(one.control_dir), *(path for path in (one.img_dir, one.mask_dir) if path)]
 
 
 def _list_set(

@@ -27,7 +27,7 @@ from trainer.modeling.base.source import ModelSource
 from trainer.planning.base_check import INDEX, named_class
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
 
-# what the libraries' classes raise on configs and files that are not theirs
+# raised by the libraries' classes on configs and files that are not theirs
 _REFUSED = (
     OSError, ValueError, TypeError, KeyError, AttributeError, IndexError, ArithmeticError, RuntimeError,
     AssertionError, ImportError, StrictDataclassError,
@@ -50,11 +50,12 @@ def check_loadable(family: Family, source: ModelSource) -> None:
 
 
 def _problems(family: Family, source: ModelSource, name: str) -> Iterator[str]:
-    if name in roles(family):
+    has_weights = name in roles(family)
+    if has_weights:
         yield from _weights(family, source, name)
-    elif name == "scheduler":
+    if name == "scheduler":
         yield from _scheduler(source.folder / name)
-    if not name or (name not in roles(family) and name != "scheduler"):
+    elif not name or not has_weights:  # the folder of a language model holds its tokenizer as well
         yield from _tokenizer(family, source, name)
 
 
@@ -64,21 +65,18 @@ def _problems(family: Family, source: ModelSource, name: str) -> Iterator[str]:
 def _weights(family: Family, source: ModelSource, name: str) -> Iterator[str]:
     """A component's class, its config and its files must be of one model."""
     folder, class_name = source.folder / name, named_class(family, name)
-    library = "transformers" if not name else _library(family, name)
+    index = json.loads((CONFIGS / family.name / INDEX).read_text()) if name else {}
+    library = str(index[name][0]) if name else "transformers"
     try:
         component_class = getattr(importlib.import_module(library), class_name)
         module = built_empty(component_class, folder, torch.bfloat16)
     except _REFUSED as error:
         yield f"{class_name} cannot be built from its config ({_line(error)})"
         return
-    # what a library stores quantised has shapes of its own, which its loader knows
+    # a component that is stored quantised has shapes of its own, which its loader knows
     foreign = name != family.trained_component and "quantization_config" in source.component_config(name)
     if name not in source.random_components and not foreign:
         yield from _files(folder, module)
-
-
-def _library(family: Family, name: str) -> str:
-    return str(json.loads((CONFIGS / family.name / INDEX).read_text())[name][0])
 
 
 def _files(folder: Path, module: torch.nn.Module) -> Iterator[str]:
@@ -93,17 +91,14 @@ def _files(folder: Path, module: torch.nn.Module) -> Iterator[str]:
     differing = [name for name, shape in found.items() if wanted.get(name, shape) != shape]
     if differing:
         first = differing[0]
+        is_not = [" x ".join(map(str, held[first])) or "one value" for held in (found, wanted)]
         yield (
             f"{len(differing)} tensors of its files have another shape than its config says, first {first}:"
-            f" {_shape(found[first])}, not {_shape(wanted[first])}"
+            f" {', not '.join(is_not)}"
         )
     for file in weight_files(folder).files:
         if _is_empty(file):
             yield f"{file.name} holds nothing but zeros"
-
-
-def _shape(shape: tuple[int, ...]) -> str:
-    return " x ".join(map(str, shape)) or "one value"
 
 
 def _is_empty(file: Path) -> bool:
@@ -121,7 +116,7 @@ def _is_empty(file: Path) -> bool:
     return bool(tensors)
 
 
-# ---- what has no weights
+# ---- components without weights
 
 
 def _scheduler(folder: Path) -> Iterator[str]:
@@ -161,16 +156,12 @@ def _tokenizer(family: Family, source: ModelSource, name: str) -> Iterator[str]:
         yield f"it knows none of the words {_WORDS!r}: its vocabulary is missing"
         return
     encoder = source.folder / (name.replace("tokenizer", "text_encoder") if name else "")
-    config = encoder / "config.json"
-    size = _vocabulary(json.loads(config.read_text())) if config.is_file() else None
-    if size is not None and max(ids) >= size:
+    file = encoder / "config.json"
+    config = json.loads(file.read_text()) if file.is_file() else {}
+    # some say it of their language model alone
+    size = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
+    if isinstance(size, int) and max(ids) >= size:
         yield f"it gives the token {max(ids)}, and {encoder.name or 'the model'} knows {size}"
-
-
-def _vocabulary(config: dict[str, Any]) -> int | None:
-    """Tokens that a text encoder knows; some say it of their language model alone."""
-    found = config.get("vocab_size") or config.get("text_config", {}).get("vocab_size")
-    return found if isinstance(found, int) else None
 
 
 def _line(error: BaseException) -> str:

@@ -106,20 +106,16 @@ def _streamed(context: Context) -> Any:
     shown = 0
     with progress(100, f"loading {family.trained_component}, percent") as bar:
 
-        def show(percent: int) -> None:
-            nonlocal shown
-            bar.advance(percent - shown)
-            shown = percent
-
         def on_bytes(done: int, total: int) -> None:
+            nonlocal shown
             context.stop.raise_if_requested()
-            show(100 * done // total)
+            bar.advance(100 * done // total - shown)
+            shown = 100 * done // total
 
         def on_shard(done: int, total: int) -> None:
-            context.stop.raise_if_requested()
-            context.status.beat(Phase.LOAD, step=done, total=total, item_done=True)
+            context.alive(Phase.LOAD, step=done, total=total, item_done=True)
             if done == total:
-                show(100)
+                on_bytes(1, 1)
 
         return load_streamed(
             family.model_class(context.source),

@@ -83,7 +83,7 @@ def _fuse_and_compact(context: Context, model: Any) -> Fused:
 
 @dataclass(frozen=True, kw_only=True)
 class Varies:
-    """Which sizes differ from one micro-batch of a run to another."""
+    """Sizes that differ from one micro-batch of a run to another."""
 
     pictures: bool = False
     captions: bool = False

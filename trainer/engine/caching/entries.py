@@ -1,4 +1,4 @@
-"""Which cache entries a run needs, and the key of each: a hash of everything that its tensors depend on."""
+"""The cache entries that a run needs; the key of each is a hash of everything that its tensors depend on."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def latents_entry(record: ImageRecord, parts: Mapping[str, str]) -> LatentsEntry
         "size": f"{record.bucket_width}x{record.bucket_height}",
         "crop_version": str(CROP_VERSION),
     }
-    # what a picture does not have is no part of its key: keys of before there was such a thing hold
+    # a property that a picture lacks is no part of its key: keys of before there was such a property hold
     own |= {"colour": record.colour} if record.colour else {}
     own |= {"view": record.view.key} if record.view.key else {}
     if record.mask is not None:
@@ -199,7 +199,7 @@ def list_entries(
 
 def _parts(context: Context, kind: EntryKind) -> dict[str, str]:
     """The encoders of one kind, their revision, precision and settings, on which its entries depend."""
-    source, plan = context.source, context.plan
+    source, (dtype, stored) = context.source, precision(context, kind)
     components = context.family.encoder_components.get(kind, ())
     built = [name for name in components if name in source.random_components]
     parts = {
@@ -209,26 +209,26 @@ def _parts(context: Context, kind: EntryKind) -> dict[str, str]:
         # a snapshot of the hub keeps its revision when learned weights join the configs
         "weights": f"random {','.join(built)}" if built else "pretrained",
         "components": ",".join(components),
-        "dtype": str(encoding_type(context, kind)),
+        "dtype": str(dtype),
     }
     if built:
         parts["seed"] = str(source.seed)
     if kind == "latents":
-        return parts | {"tiling": str(plan.vae_tiling)}
-    if quantized_encoders(context) is not None:
-        parts["stored"] = plan.text_encoder_weights
+        return parts | {"tiling": str(context.plan.vae_tiling)}
+    if stored is not None:
+        parts["stored"] = stored
     return parts | {"max_sequence_length": str(context.config.data.max_sequence_length)}
 
 
-def encoding_type(context: Context, kind: EntryKind) -> torch.dtype:
-    """Text is encoded in the run's type; the VAE runs in fp32: latents are made once and kept."""
-    return context.dtype if kind == "text" else torch.float32
+def precision(context: Context, kind: EntryKind) -> tuple[torch.dtype, str | None]:
+    """The type that entries are encoded in, and the storage of the encoders' layers where that is another.
 
-
-def quantized_encoders(context: Context) -> str | None:
-    """Storage of the text encoders' layers, where that is not the run's type."""
+    Text is encoded in the run's type; the VAE runs in fp32: latents are made once and kept.
+    """
+    if kind == "latents":
+        return torch.float32, None
     stored = context.plan.text_encoder_weights
-    return None if stored == context.plan.dtype else stored
+    return context.dtype, None if stored == context.plan.dtype else stored
 
 
 def data_fingerprint(records: Sequence[Record]) -> str:

@@ -16,15 +16,7 @@ from PIL import Image
 from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.data.records import Record
 from trainer.data.sets.masks import mask_pixels
-from trainer.engine.caching.entries import (
-    ControlView,
-    Entries,
-    Entry,
-    TextEntry,
-    control_views,
-    encoding_type,
-    quantized_encoders,
-)
+from trainer.engine.caching.entries import ControlView, Entries, Entry, TextEntry, control_views, precision
 from trainer.engine.caching.store import MISSING, Cache
 from trainer.engine.context import Context, free_memory
 from trainer.errors import DivergedError, one_line
@@ -138,10 +130,9 @@ def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> F
 @contextlib.contextmanager
 def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
     """The family's encoders of one kind, on the device for as long as the block runs."""
-    family, dtype = context.family, encoding_type(context, kind)
+    family, (dtype, stored) = context.family, precision(context, kind)
     context.status.beat(Phase.LOAD)
-    quantized = quantized_encoders(context) if kind == "text" else None
-    source = dataclasses.replace(context.source, quantized_to=quantized)
+    source = dataclasses.replace(context.source, quantized_to=stored)
     tiling = context.plan.vae_tiling
     loaded = [family.load_encoders(kind, source, device=context.device, dtype=dtype, vae_tiling=tiling)]
 

@@ -26,7 +26,7 @@ from trainer.telemetry.status import Phase
 
 _LATENTS = "latents"
 _REMEDY = "leave it out of the folder, and the image is encoded here"
-# what torch.load raises on files that are not what it wrote
+# raised by torch.load on files that it did not write
 _LOAD_ERRORS = (
     pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, OSError, struct.error,
     AssertionError, AttributeError, ArithmeticError,
@@ -129,7 +129,7 @@ def _tensors(
         name: _fitting(name, loaded[name], value[0], any_length=value.ndim == 3)
         for name, value in expected.text.items()
     }
-    # what was saved is one draw, or the mode: there is nothing left to draw
+    # the file holds one draw, or the mode: there is nothing left to draw
     spread = {"std": torch.zeros_like(latents)} if "std" in expected.latents else {}
     return {"mean": latents, **spread}, text
 

@@ -70,7 +70,7 @@ class Cache:
         self._lock = threading.Lock()
 
     def path(self, kind: str, key: str) -> Path:
-        """Where an entry is kept."""
+        """The file of an entry."""
         return self.folder / kind / key[:2] / f"{key}{_SUFFIX}"
 
     def has(self, kind: str, key: str) -> bool:

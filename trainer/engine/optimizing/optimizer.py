@@ -10,12 +10,13 @@ import torch
 
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing import optimizers
-from trainer.engine.optimizing.average import Average
 from trainer.engine.optimizing.fp32_masters import FlatMasters
-from trainer.engine.optimizing.loss_scale import LossScale
 
 _FLAT = "flat"
 _MEAN = "ema"
+_START, _GROWTH_STEPS = 2.0**16, 2000
+FLOOR = 1.0
+"""Below this the gradients themselves overflow: no scale makes them fit."""
 
 
 class HostFlag:
@@ -46,6 +47,79 @@ def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) ->
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_(gradients, factor)
     return norm
+
+
+class Average:
+    """A mean of some values over the steps, younger ones weighing more.
+
+    The decay grows to `decay` as (1 + n) / (10 + n) after n steps, as diffusers' EMAModel has it: the mean of
+    a short run is not the untrained start.
+    """
+
+    def __init__(self, values: Sequence[torch.Tensor], decay: float) -> None:
+        self._least = 1.0 - decay
+        self.means = [value.detach().float().clone() for value in values]
+
+    @torch.no_grad()
+    def update(
+        self,
+        values: Sequence[torch.Tensor],
+        steps_taken: int | torch.Tensor,
+        bad: torch.Tensor | None = None,
+    ) -> None:
+        """Take the values after another step into the mean; `steps_taken` counts it.
+
+        With `bad` nothing where that is 1.0, without waiting for the device; `steps_taken` is a tensor then,
+        which counts the steps that were not bad.
+        """
+        share: float | torch.Tensor
+        if bad is None:
+            share = max(self._least, 9.0 / (10.0 + int(steps_taken)))
+        else:
+            share = (9.0 / (10.0 + torch.as_tensor(steps_taken))).clamp(min=self._least) * (1.0 - bad)
+        # one after the other: those of a full fine-tune would be copied to fp32 all at once
+        for mean, value in zip(self.means, values, strict=True):
+            mean.lerp_(value.detach().float(), share)
+
+
+class LossScale:
+    """Multiplies the loss so that fp16 gradients do not vanish; halved after a step that overflowed, which is
+    skipped, and doubled after 2000 steps that did not. Nothing here waits for the device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._scale = torch.full((), _START, device=device)
+        self._growth = torch.zeros((), dtype=torch.int32, device=device)
+        self.applied = torch.zeros((), dtype=torch.int64, device=device)
+        """Number of steps that were not skipped."""
+
+    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        """The loss to start backward from."""
+        return loss * self._scale
+
+    @torch.no_grad()
+    def unscale(self, values: Sequence[torch.nn.Parameter]) -> None:
+        """Make the fp32 gradients those of the loss itself."""
+        gradients = [value.grad for value in values if value.grad is not None]
+        torch._foreach_mul_(gradients, self._scale.reciprocal())
+
+    @torch.no_grad()
+    def update(self, bad: torch.Tensor) -> torch.Tensor:
+        """Count a step, which overflowed where `bad` is 1.0; gives 1.0 where the scale is below its floor."""
+        self.applied += (bad == 0).long()
+        # as torch.amp.GradScaler.update; the class itself wants fp32 parameters and a copy of the flag
+        torch._amp_update_scale_(self._scale, self._growth, bad, 2.0, 0.5, _GROWTH_STEPS)
+        return (self._scale < FLOOR).float()
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """For a checkpoint."""
+        return {"loss/scale": self._scale, "loss/growth": self._growth, "loss/applied": self.applied}
+
+    def load(self, state: dict[str, Any]) -> int:
+        """Take what `state` gave out of `state`; returns how many steps were not skipped."""
+        for name, held in self.state().items():
+            held.copy_(state.pop(name))
+        return int(self.applied.item())
 
 
 class Updater:

@@ -68,7 +68,7 @@ _BUILD: Mapping[str, Callable[[list[torch.nn.Parameter], TrainSection, Settings]
     "prodigy": _prodigy,
 }
 WHOLE_STATE = ("adamw_8bit", "prodigy")
-"""Those whose state is kept as it is: its tensors have other shapes than the parameters."""
+"""Optimizers whose state is saved as it is: its tensors have other shapes than the parameters."""
 
 
 def whole_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:

@@ -22,34 +22,22 @@ def learning_rate(train: TrainSection, step: int) -> float:
     return _COURSES[train.lr_scheduler](train, min(1.0, (step - 1 - train.lr_warmup_steps) / rest))
 
 
-def _constant(train: TrainSection, progress: float) -> float:
-    return train.learning_rate
-
-
-def _linear(train: TrainSection, progress: float) -> float:
-    return train.learning_rate * (1.0 - progress)
+def _polynomial(train: TrainSection, progress: float) -> float:
+    end = min(_POLYNOMIAL_END, train.learning_rate)
+    return end + (train.learning_rate - end) * (1.0 - progress) ** train.lr_power
 
 
 def _cosine(train: TrainSection, progress: float) -> float:
     return train.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
-def _restarts(train: TrainSection, progress: float) -> float:
-    if progress >= 1.0:
-        return 0.0
-    return _cosine(train, (progress * train.lr_num_cycles) % 1.0)
-
-
-def _polynomial(train: TrainSection, progress: float) -> float:
-    end = min(_POLYNOMIAL_END, train.learning_rate)
-    return end + (train.learning_rate - end) * (1.0 - progress) ** train.lr_power
-
-
 _COURSES: Mapping[str, Callable[[TrainSection, float], float]] = {
-    "constant": _constant,
-    "constant_with_warmup": _constant,
-    "linear": _linear,
+    "constant": lambda train, _: train.learning_rate,
+    "constant_with_warmup": lambda train, _: train.learning_rate,
+    "linear": lambda train, progress: train.learning_rate * (1.0 - progress),
     "cosine": _cosine,
-    "cosine_with_restarts": _restarts,
+    "cosine_with_restarts": lambda train, progress: (
+        _cosine(train, (progress * train.lr_num_cycles) % 1.0) if progress < 1.0 else 0.0
+    ),
     "polynomial": _polynomial,
 }

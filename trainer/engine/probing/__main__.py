@@ -32,7 +32,7 @@ def main() -> None:
 
     def begin() -> None:
         if device == "cuda":
-            torch.cuda.synchronize()  # what was launched before must not fail in the kernel's name
+            torch.cuda.synchronize()  # earlier work must not fail in the kernel's name
         print(json.dumps({"held": held}), flush=True)
 
     if kind == "attention":

@@ -1,38 +1,29 @@
-"""What attention costs by its kernel, forward and backward, against float32.
+"""Time and error of attention by its kernel, forward and backward, against float32.
 
-Runs in the probe's process of one kernel.
+Runs in the process of one measurement.
 """
 
 from __future__ import annotations
 
 import itertools
 import random
+import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
 
+import torch
+
+from trainer.engine.probing.child import Measured
 from trainer.families.values import AttentionShape
+from trainer.modeling.attention import packed_rows
+from trainer.modeling.attention.kernels import attention
 from trainer.planning.shapes.shape_classes import key_heads
-
-if TYPE_CHECKING:
-    import torch
 
 _REFERENCE_HEADS = 2
 _WARMUP, _REPEATS = 3, 10
 # rows that differ, and how much longer a sample of one may be than another
 _DIVISIONS, _LONGEST = 1 + _WARMUP + _REPEATS, 4000.0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What one process measured."""
-
-    milliseconds: float
-    """Median of forward plus backward."""
-    errors: Mapping[str, float]
-    """Relative error against float32 of the output and of each gradient, by name."""
 
 
 def measure_attention(
@@ -49,8 +40,6 @@ def measure_attention(
     `packaged`: it is none of torch's own, so whether it compiles is measured too. Tensors are contiguous (B,
     tokens, heads, width), as diffusers has them. A row of several samples is divided anew in each call.
     """
-    import torch
-
     inputs, upstream = _tensors(dtype, shape, device)
     rows = deque(_divided(shape.tokens, shape.samples, seed) for seed in range(_DIVISIONS))
 
@@ -91,21 +80,16 @@ def _attended(
     tensors: Sequence[torch.Tensor], kernel: str, shape: AttentionShape, lengths: Sequence[int], device: str
 ) -> torch.Tensor:
     """The flattened output; `lengths` are those of a row's samples."""
-    from trainer.modeling.attention.kernels import attention
-    from trainer.modeling.attention.packed_rows import packed_attention, segments_for
-
     query, key, value = tensors
     if not shape.causal:
         return attention(query, key, value, kernel).flatten(2, 3)
     query, key, value = (tensor.transpose(1, 2) for tensor in tensors)
-    segments = segments_for(kernel, lengths, device)
-    return packed_attention(query, key, value, kernel, segments=segments).flatten(2, 3)
+    segments = packed_rows.segments_for(kernel, lengths, device)
+    return packed_rows.packed_attention(query, key, value, kernel, segments=segments).flatten(2, 3)
 
 
 def _tensors(dtype: str, shape: AttentionShape, device: str) -> tuple[list[torch.Tensor], torch.Tensor]:
     """Query, key and value (B, tokens, heads, width), and the gradient of the flattened output."""
-    import torch
-
     torch.manual_seed(0)
     kind = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     size = (shape.batch_size, shape.tokens)
@@ -124,17 +108,13 @@ def _divided(tokens: int, samples: int, seed: int) -> list[int]:
     return [1 + after - before for before, after in itertools.pairwise([0, *ends])]
 
 
-def relative_error(found: Any, wanted: Any) -> float:
-    """Norm of the difference over that of `wanted`, two tensors."""
+def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    """Norm of the difference over that of `wanted`."""
     return float(((found.float() - wanted).norm() / wanted.norm()).item())
 
 
 def median_milliseconds(work: Callable[[], object], device: str) -> float:
     """Of `work` after a warm-up: the GPU's own clock on `cuda`, the host's on `cpu`."""
-    import statistics
-
-    import torch
-
     for _ in range(_WARMUP):
         work()
     if device == "cpu":

@@ -26,6 +26,16 @@ class Answer:
     """Everything that it wrote to stderr."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class Measured:
+    """The measurement of one kernel."""
+
+    milliseconds: float
+    """Median of forward plus backward."""
+    errors: Mapping[str, float]
+    """Relative error against float32 of the output and of each gradient, by name."""
+
+
 class Child:
     """One process, started before it is asked: importing torch takes it seconds."""
 

@@ -1,6 +1,6 @@
-"""What a frozen linear layer costs by how it is stored: forward, and the gradient of its input.
+"""Time and error of a frozen linear layer by how it is stored: forward, and the gradient of its input.
 
-Runs in the probe's process of one kernel.
+Runs in the process of one measurement.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from collections.abc import Callable
 
 import torch
 
-from trainer.engine.probing.attention import Measured, median_milliseconds, relative_error
+from trainer.engine.probing.attention import median_milliseconds, relative_error
+from trainer.engine.probing.child import Measured
 from trainer.ways.storages import find
 
 Linear = Callable[[torch.Tensor], torch.Tensor]

@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from trainer.engine.probing.attention import Measured
-from trainer.engine.probing.child import Answer, Child, last_words
+from trainer.engine.probing.child import Answer, Child, Measured, last_words
 from trainer.families.values import AttentionShape
 from trainer.machine.facts import Facts, KernelVerdict
 from trainer.machine.host import parse_meminfo
@@ -39,7 +38,7 @@ MOST_HELD = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class Probed:
-    """What came of asking for some kernels."""
+    """The answers about some kernels."""
 
     verdicts: tuple[KernelVerdict, ...]
     """About the kernels: these are worth keeping."""
@@ -76,7 +75,7 @@ def matmul_kernels() -> dict[str, Way]:
 
 
 def unmeasured(kernels: Sequence[str], facts: Facts, shape: AttentionShape, dtype: str) -> tuple[str, ...]:
-    """Those of `kernels` that have no verdict at the run's shape and type, or whose package has come or gone
+    """The `kernels` that have no verdict at the run's shape and type, or whose package has come or gone
     since.
     """
     known = {(row.kernel, row.shape_class, row.dtype): row.reason != NOT_INSTALLED for row in facts.verdicts}
@@ -162,7 +161,7 @@ def _verdict(
     elif code == 0:
         return True, judge(kernel, shape, Measured(**answer.rows[-1]), dtype)
     else:
-        # what CUDA's errors say stands in their first line, advice in those after it
+        # CUDA's errors say their reason in the first line, and give advice in the lines after it
         raised = [line for line in answer.errors.splitlines() if code > 0 and _EXCEPTION.match(line)]
         said = last_words("\n".join(raised) or answer.errors) or "no message"
         reason = f"crashed with {signal.Signals(-code).name}: {said}" if code < 0 else f"failed: {said}"
@@ -178,7 +177,7 @@ def _verdict(
 
 
 def judge(kernel: str, shape: AttentionShape, measured: Measured, dtype: str = "bf16") -> KernelVerdict:
-    """Whether what was measured is near enough to float32."""
+    """The verdict on a measured kernel: whether it is near enough to float32."""
     way = matmul_kernels().get(kernel)
     allowed = way.tolerance if way else _TOLERANCE
     # a NaN would be lost in max

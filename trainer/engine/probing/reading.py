@@ -1,4 +1,4 @@
-"""How fast the base model's own files reach the GPU, by loader, from disk and from the page cache.
+"""Rates at which the base model's own files reach the GPU, by loader, from disk and from the page cache.
 
 The parent imports no torch.
 """
@@ -68,7 +68,7 @@ def measure(path: Path, loader: str, state: str, device: str, most: int = MOST_B
     if loader == PACKAGE:
         choice = Choice(method="fastsafetensors", reason="measured")
     with ShardReader(device, choice=lambda _: choice) as reader:
-        # what a run pays once is not what differs: buffers are made and the library is imported before
+        # costs that a run pays once do not count: buffers are made and the library is imported before
         with reader.open(path) as shard:
             shard.get_tensor(next(iter(shard.ends)))
         _bring(path, state, most)

@@ -38,9 +38,7 @@ _CHUNK_BYTES = 1 << 24
 
 @dataclass(frozen=True, kw_only=True)
 class Snapshot:
-    """Where a run stands after `step` optimizer steps. No generator state: draws come from (seed,
-    position).
-    """
+    """The counters of a run after `step` optimizer steps. No RNG state: draws come from (seed, position)."""
 
     step: int
     interval_loss: float

@@ -18,7 +18,7 @@ from trainer.planning.choose.optimizers import second_beta_and_decay
 from trainer.planning.plan import Plan
 
 SAMPLE_ORDER = "drawn by the step"
-"""How samples become steps; up to 0.1.0 they waited for others of equal shape, which made up a step."""
+"""The way samples become steps; up to 0.1.0 they waited for others of equal shape, which made up a step."""
 
 Value = Callable[[Context, Sequence[Record]], str | None]
 """The value as text; None where the run has no such thing."""

@@ -1,4 +1,4 @@
-"""The record of a run's log steps, in one call: metrics.jsonl, TensorBoard, Prometheus, progress."""
+"""The records of a run, written in one call: metrics.jsonl, TensorBoard, Prometheus, a tracker, progress."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Journal:
         self.metrics.plan_info({row.feature: row.value for row in context.plan.decisions})
         self.metrics.memory_budget(context.plan.budget_bytes)
         self.metrics.write()
-        self._marked = time.monotonic()
+        self.start_clock()
 
     def cut_back(self, step: int) -> None:
         """Forget all after a checkpoint's step; at 0 everything: a fresh start measures that step again."""
@@ -113,7 +113,7 @@ class Journal:
         )
         for sink in self._sinks:
             sink.record(record)
-        # what writing took belongs to the next step: nothing that the run waits for is left out of its times
+        # writing is timed with the next step: nothing that the run waits for is left out of its times
         self._marked = now
         return step_line(record)
 
@@ -144,10 +144,10 @@ class Journal:
 
 def start_tracker(context: Context) -> Tracker | None:
     """The run at Weights & Biases, where the configuration wants one; raises ConfigError as Tracker."""
-    train = context.config.train
-    if train.report_to != "wandb":
+    config = context.config
+    if config.train.report_to != "wandb":
         return None
-    settings = {row.feature: row.value for row in context.plan.decisions}
-    shown = {"family": context.config.family, "method": context.config.method, **settings}
+    shown = {"family": config.family, "method": config.method}
+    shown |= {row.feature: row.value for row in context.plan.decisions}
     shown = {name: redacted(value) for name, value in shown.items()}
-    return Tracker(context.run_dir, train.tracker_project_name, shown)
+    return Tracker(context.run_dir, config.train.tracker_project_name, shown)

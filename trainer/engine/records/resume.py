@@ -25,7 +25,7 @@ _ELSEWHERE = "choose another output_dir, or remove this one"
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """How a run starts: afresh, or from a checkpoint."""
+    """The start of a run: afresh, or from a checkpoint."""
 
     context: Context
     """With the decisions that the run's data depend on as they were when it began."""
@@ -134,7 +134,7 @@ def _results(run_dir: Path) -> list[Path]:
     folders = [
         path for path in (run_dir / "lora", run_dir / "model") if path.is_dir() and any(path.iterdir())
     ]
-    # what was measured before the first step is no result
+    # a loss measured before the first step is no result
     return folders + ([metrics] if any(row["step"] for row in read_metrics(metrics)) else [])
 
 
@@ -171,7 +171,7 @@ def require_space(context: Context) -> None:
     # others below `checkpoints` were renamed and stay
     folders += checkpoint.steps_on_disk(context.run_dir / "checkpoints")
     held = [path for folder in folders for path in folder.rglob("*")]
-    # what an earlier start of this run wrote is part of the need
+    # files that an earlier start of this run wrote are part of the need
     needed = context.plan.disk_bytes - sum(path.stat().st_size for path in held if path.is_file())
     if free < needed:
         raise NoSpaceError(

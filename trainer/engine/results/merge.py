@@ -69,7 +69,7 @@ def _require(
     if target.exists():
         raise ConfigError(f"{target} exists", where="--to", remedy="name a new folder, or move it away")
     if target.resolve().is_relative_to(source.folder.resolve()):
-        # what is copied would hold its own copy
+        # the copy would hold itself
         what = f"{target} is in the base model's folder"
         raise ConfigError(what, where="--to", remedy="name another place")
 

@@ -170,7 +170,7 @@ def _wrapped(text: str, font: _Font, width: int, *, most: int = _CAPTION_LINES) 
 
 
 def _head(text: str, font: _Font, width: int) -> str:
-    """As many characters as fit, at least one."""
+    """The longest beginning that fits, at least one character."""
     return next(text[:n] for n in range(len(text), 0, -1) if n == 1 or font.getlength(text[:n]) <= width)
 
 

@@ -6,7 +6,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -268,22 +268,15 @@ def check_file(path: Path) -> int:
     except (OSError, SafetensorError) as error:
         raise DataError(f"cannot be read as safetensors ({error})", where=str(path)) from error
     ups = {name: part for name in tensors for part in _GROWS_FROM_ZERO if part in name}
-    problems = [Problem(what=what, where=str(path)) for what in _file_problems(tensors, ups)]
-    if problems:
-        raise DataError(problems)
-    return len(ups)
-
-
-def _file_problems(tensors: Mapping[str, torch.Tensor], ups: Mapping[str, str]) -> Iterator[str]:
-    """`ups` are the names of the tensors that grow from zero, with the part of the name that says so."""
-    for name, value in tensors.items():
-        if not bool(torch.isfinite(value).all()):
-            yield f"{name} is not finite"
+    faults = [f"{name} is not finite" for name, value in tensors.items() if not bool(value.isfinite().all())]
     if not ups:
-        yield "holds no lora_B tensor: this is not a LoRA, or it was saved empty"
+        faults.append("holds no lora_B tensor: this is not a LoRA, or it was saved empty")
     for name, part in ups.items():
         partners = _GROWS_FROM_ZERO[part]
         if not any(name.replace(part, partner) in tensors for partner in partners):
-            yield f"{name} has no partner {partners[0][1:]}"
+            faults.append(f"{name} has no partner {partners[0][1:]}")
     if ups and not any(bool(tensors[name].any()) for name in ups):
-        yield f"every {next(iter(ups.values()))[1:]} is zero: the adapter changes nothing"
+        faults.append(f"every {next(iter(ups.values()))[1:]} is zero: the adapter changes nothing")
+    if faults:
+        raise DataError([Problem(what=fault, where=str(path)) for fault in faults])
+    return len(ups)

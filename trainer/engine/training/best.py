@@ -61,35 +61,29 @@ def keep(context: Context, model: Any, record: ValidationRecord) -> None:
     context.say(f"best so far: step {record.step}, held-out loss {record.validation_loss:.4g}")
 
 
-def restore(context: Context) -> None:
-    """Finish a replacement that a kill interrupted: the newest whole folder is the kept one, others go.
+def restore(context: Context, step: int) -> None:
+    """Leave what may be kept by a run that goes on from `step`: nothing of an earlier start where that is 0,
+    and nothing of a step that the run has not reached.
 
-    A kept one whose record is damaged stays under another name: of what step it is nobody knows.
+    Finishes a replacement that a kill interrupted: the newest whole folder is the kept one, others go. A kept
+    one whose record is damaged stays under another name: of what step it is nobody knows.
     """
-    run_dir = context.run_dir
+    run_dir, kept = context.run_dir, context.run_dir / FOLDER
+    if step == 0:
+        for name in (FOLDER, _NEW, _OLD):
+            shutil.rmtree(run_dir / name, ignore_errors=True)
     for name in (_NEW, _OLD):
-        if (run_dir / name / RECORD).is_file() and not (run_dir / FOLDER).exists():
-            (run_dir / name).replace(run_dir / FOLDER)
+        if (run_dir / name / RECORD).is_file() and not kept.exists():
+            (run_dir / name).replace(kept)
         shutil.rmtree(run_dir / name, ignore_errors=True)
-    kept = run_dir / FOLDER
     if kept.is_dir() and any(kept.iterdir()) and _record(run_dir) is None:
         aside = atomic.unused_name(kept.with_name(f"{FOLDER}.damaged"))
         kept.rename(aside)
         context.say(f"{FOLDER}/{RECORD} is damaged or missing: what lies beside it is kept in {aside.name}/")
-
-
-def forget_after(context: Context, step: int) -> None:
-    """Remove a kept LoRA of a step that this run, which goes on from `step`, has yet to reach."""
-    kept = read(context.run_dir)
-    if kept is not None and kept["step"] > step:
-        context.say(f"{FOLDER}/ was kept at step {kept['step']}, which this run has not reached: removed")
-        forget(context)
-
-
-def forget(context: Context) -> None:
-    """Remove the LoRA that an earlier start of this run kept, which starts afresh."""
-    for name in (FOLDER, _NEW, _OLD):
-        shutil.rmtree(context.run_dir / name, ignore_errors=True)
+    found = read(run_dir)
+    if found is not None and found["step"] > step:
+        context.say(f"{FOLDER}/ was kept at step {found['step']}, which this run has not reached: removed")
+        shutil.rmtree(kept, ignore_errors=True)
 
 
 def read(run_dir: Path) -> dict[str, Any] | None:

@@ -71,7 +71,7 @@ def _text_headers(context: Context, entries: Entries, texts: Sequence[TextEntry]
 
 
 def parted(sampler: Sampler, steps: int) -> str:
-    """How many micro-batches steps make, and of how many samples these are, in words; of the first steps."""
+    """The number of micro-batches in a step and of samples in these, in words; counted in the first steps."""
     counted = min(steps, max(1, _COUNTED // sampler.rows))
     made = [len(one.samples) for step in range(counted) for one in sampler.step(step)]
     per_step = f"{len(made) / counted:.1f} micro-batches a step, of {min(made)} to {max(made)} samples"
@@ -79,8 +79,8 @@ def parted(sampler: Sampler, steps: int) -> str:
 
 
 def varies(context: Context, entries: Entries) -> Varies:
-    """Which sizes differ among the run's micro-batches, captions as they are padded; nothing where no block
-    is compiled, to which it does not matter.
+    """Sizes that differ among the run's micro-batches, captions as they are padded; none where no block is
+    compiled, to which it does not matter.
     """
     plan, packed = context.plan, context.family.packed_by is not None
     if not plan.compile:
@@ -94,7 +94,7 @@ def varies(context: Context, entries: Entries) -> Varies:
     return Varies(
         pictures=any(one != latents[0] for one in latents),
         captions=packed or any(one != texts[0] for one in texts),
-        # what is left of a bucket makes smaller batches
+        # the rest of a bucket makes smaller batches
         batches=plan.micro_batch_size > 1 and not packed,
     )
 

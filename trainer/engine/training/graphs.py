@@ -138,7 +138,7 @@ class Graphs:
             self._say("a new size has no room beside the CUDA graphs: they are made anew")
             return False
         self._with_tables.add(key)
-        torch.cuda.empty_cache()  # what the allocator keeps for others is not the pool's
+        torch.cuda.empty_cache()  # memory that the allocator keeps for others is not the pool's
         return True
 
     def _say_uncaptured(self) -> None:

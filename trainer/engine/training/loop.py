@@ -12,8 +12,7 @@ import torch
 
 from trainer.engine.building.fast import uncompiled
 from trainer.engine.caching.batches import to_device
-from trainer.engine.optimizing.loss_scale import FLOOR
-from trainer.engine.optimizing.optimizer import HostFlag
+from trainer.engine.optimizing.optimizer import FLOOR, HostFlag
 from trainer.engine.optimizing.schedule import learning_rate
 from trainer.engine.records import checkpoint
 from trainer.engine.results.pictures import write_strip
@@ -84,7 +83,7 @@ def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
         if run.graphs is not None:
             loss += run.graphs(batch, draw, torch.full((), weight, device=context.device))
         else:
-            # what the adapter drops in a micro-batch follows from the seed and its first sample alone
+            # the dropout of a micro-batch follows from the seed and its first sample alone
             label = f"{config.train.seed}/dropout/{fed.micro_batch.samples[0].position}"
             with seeded(label, context.device) if drops else contextlib.nullcontext():
                 loss += microbatch.compute(context, run.built, context.settings, batch, draw, weight)
@@ -124,11 +123,11 @@ def _check_finite(run: Run, state: State) -> None:
 
 def _last_save(run: Run, state: State) -> str:
     """The checkpoint that the run can go on from, read once more before anybody relies on it."""
-    step, folder, status = state.saved_step, state.saved_in, run.context.status
-    if folder is None:
+    step, status = state.saved_step, run.context.status
+    if state.saved_in is None:
         return "nothing was saved"
     try:
-        problem = checkpoint.damage(folder, lambda: status.beat(Phase.SAVE, step=step))
+        problem = checkpoint.damage(state.saved_in, lambda: status.beat(Phase.SAVE, step=step))
     except TrainerError as error:
         problem = str(error)
     if problem is not None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from PIL import Image
 
 from trainer.config.secrets import redacted
@@ -69,7 +71,7 @@ def _image_path(row_path: Path, number: int) -> Path:
 
 
 def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
-    """What an image shows and how it was drawn, kept inside it."""
+    """The prompt of an image and the settings that it was drawn with, kept inside its file."""
     request = _request(context)
     side = context.config.validation.resolution or context.config.data.resolution
     values = {**vars(request), "seed": request.seed + number}
@@ -122,13 +124,8 @@ def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] 
 
     The VAE is loaded for the time of the previews only. A stop request raises between two denoising steps.
     """
-    import torch
-
     context.status.beat(Phase.PREVIEW)
-
-    def on_step() -> None:
-        context.stop.raise_if_requested()
-        context.status.beat(Phase.PREVIEW, item_done=True)
+    alive = functools.partial(context.alive, Phase.PREVIEW, item_done=True)
 
     encoders = context.family.load_encoders(
         "latents" if "latents" in context.family.encoder_components else "text",
@@ -143,7 +140,7 @@ def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] 
         with torch.no_grad():
             prompts = [_prompt(context, entries, one) for one in entries.prompts]
             request = _request(context)
-            return context.family.preview(model, context.source, encoders, prompts, request, on_step)
+            return context.family.preview(model, context.source, encoders, prompts, request, alive)
     finally:
         model.train(was_training)
         del encoders

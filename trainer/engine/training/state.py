@@ -16,9 +16,7 @@ from trainer.engine.optimizing.optimizer import HostFlag, Updater
 from trainer.engine.records import checkpoint
 from trainer.engine.records.journal import Journal
 from trainer.engine.records.resume import Start
-from trainer.engine.training import best
 from trainer.engine.training.graphs import Graphs
-from trainer.engine.training.preview import drop_previews_after
 from trainer.engine.training.validation import HeldOut
 from trainer.telemetry.status import Phase
 
@@ -127,12 +125,3 @@ def restore(context: Context, updater: Updater, start: Start) -> State:
         saved_step=snapshot.step,
         saved_in=folder,
     )
-
-
-def forget_later(context: Context, step: int) -> None:
-    """Remove what a process left that trained on after this step, and what it left half done."""
-    if step == 0:
-        best.forget(context)
-    best.restore(context)
-    best.forget_after(context, step)
-    drop_previews_after(context, step)

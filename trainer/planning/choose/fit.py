@@ -13,6 +13,7 @@ from trainer.planning.choose.budget import Budget
 from trainer.planning.choose.switches import TIGHT, Situation, fp8_verdict, on_off
 from trainer.planning.cost import memory, roofline
 from trainer.planning.cost.memory import Storage
+from trainer.planning.cost.roofline import Speed
 from trainer.planning.plan import Decision, MemoryRow
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.planning.shapes.geometry import Geometry
@@ -27,17 +28,6 @@ class DoesNotFitError(HardwareError):
     """No combination that the user left open fits the budget; the smallest one needs `least_bytes`."""
 
     least_bytes = 0
-
-
-@dataclass(frozen=True, kw_only=True)
-class Speed:
-    """What times are predicted from."""
-
-    rates: roofline.Rates
-    known: bool
-    """False where `rates` stand in for those of a machine that is not known."""
-    seen: roofline.Measured
-    attention: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,28 +58,12 @@ class Outcome:
         return max(memory.total(self.train), memory.total(self.cache))
 
 
-def speed(situation: Situation, geometry: Geometry, attention: str, dtype: str) -> Speed:
-    """The machine's rates, or generic ones that put settings in order."""
-    known = roofline.rates(situation.facts.gpu) if situation.on_gpu else None
-    return Speed(
-        rates=known or roofline.GENERIC,
-        known=known is not None,
-        seen=roofline.measured(situation.facts.verdicts, geometry, attention, dtype),
-        attention=attention,
-    )
-
-
-def predicted(storage: Storage, geometry: Geometry, speed: Speed) -> float:
-    """Milliseconds of a batch, in the micro-batches that it usually makes."""
-    return roofline.milliseconds(storage, geometry, speed.attention, speed.rates, speed.seen)
-
-
 def compile_gain(situation: Situation, dtype: str, geometry: Geometry, speed: Speed) -> float:
     """Milliseconds that a batch is predicted to gain by compiled blocks, in the first setting."""
     ways = [find(dtype)]
     eager = next(candidates.storages(situation, dtype, ways, geometry, speed.attention, compiled=False))
     compiled = dataclasses.replace(eager, compile=True)
-    return predicted(eager, geometry, speed) - predicted(compiled, geometry, speed)
+    return roofline.milliseconds(eager, geometry, speed) - roofline.milliseconds(compiled, geometry, speed)
 
 
 def choose(
@@ -110,7 +84,7 @@ def choose(
     ways, no_more = candidates.ladder(situation, dtype, geometry)
     ordered = sorted(
         (
-            (storage.way.tier, predicted(storage, geometry, speed), storage)
+            (storage.way.tier, roofline.milliseconds(storage, geometry, speed), storage)
             for storage in candidates.storages(
                 situation, dtype, ways, geometry, speed.attention, compiled=compiled
             )
@@ -157,7 +131,7 @@ def _swapped(geometry: Geometry, outcomes: Sequence[Outcome], limit: Budget, spe
     return dataclasses.replace(
         least,
         storage=storage,
-        milliseconds=predicted(storage, geometry, speed),
+        milliseconds=roofline.milliseconds(storage, geometry, speed),
         train=memory.train_rows(storage, geometry),
     )
 

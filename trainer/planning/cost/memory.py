@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from trainer.planning.cost import states
 from trainer.planning.plan import MemoryRow
 from trainer.planning.shapes.activations import COUNTED_ATTENTION
-from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack, linears_of
-from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Role
+from trainer.planning.shapes.geometry import Geometry, Linears, Role, Stack, linears_of
 from trainer.ways.storages import ENCODERS_KEEP, VALUE_BYTES, WAYS, Way
 from trainer.words.sizes import GIB
 
@@ -28,12 +27,13 @@ _CUDA_PROCESS_BYTES = int(3.5 * GIB)
 # what a shard passes through on its way to the device
 _RING_BYTES = GIB // 2
 HOST_BYTES = _CUDA_PROCESS_BYTES + _RING_BYTES
-"""What the training process holds in host memory beside the device's, without blocks that wait there."""
+"""Host memory of a process that trains on a GPU, without blocks that wait there."""
 # blocks that wait in host memory pass through two buffers
 _WAITING_BUFFERS = 2
-_ONE_SAMPLE = "one sample"
-# bytes more of a parameter that a bf16 run keeps in fp32: frozen, and in weight, gradient and moments
-_FP32_EXTRA = {"frozen": 2, "weights": 2, "gradients": 2, "optimizer": 2}
+_ONE_SAMPLE, _ONE_WEIGHT = "one sample", "one weight at a time, transient"
+# more of a parameter that a bf16 run keeps in fp32: of its weight, and where it trains of its gradient and in
+# the optimizer
+_FP32_MORE_BYTES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ class Storage:
     swapped: int = 0
     """Repeated blocks whose frozen weights wait in host memory."""
     optimizer: str = "adamw"
-    """As `train.optimizer`."""
+    """The word in `train.optimizer`."""
     averaged: bool = False
     """A running mean of the trained weights is kept."""
 
@@ -70,6 +70,11 @@ class Storage:
         """Bytes of one value in the compute type."""
         return VALUE_BYTES[self.dtype]
 
+    @property
+    def state(self) -> states.State:
+        """Bytes of a trained parameter."""
+        return states.of(self.method, self.dtype, self.optimizer)
+
 
 def total(rows: Sequence[MemoryRow]) -> int:
     """Sum of the rows in bytes."""
@@ -77,34 +82,27 @@ def total(rows: Sequence[MemoryRow]) -> int:
 
 
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
-    """What training holds at its peak; previews take the place of activations, not room beside them."""
-    state = states.of(storage.method, storage.dtype, storage.optimizer)
-    trained = parameters(geometry, "trained")
-    count = geometry.lora_parameters if storage.method == "lora" else trained
-    name = "adapter" if storage.method == "lora" else "trained weights"
-    more = dict.fromkeys(_FP32_EXTRA, 0)
-    if storage.method == "full":
-        more = {part: geometry.fp32_parameters * size for part, size in _FP32_EXTRA.items()}
-    weights, gradients = count * state.weights + more["weights"], count * state.gradients + more["gradients"]
-    moments = int(count * state.optimizer) + more["optimizer"]
+    """Memory of training at its peak; previews take the place of activations, not room beside them."""
+    weights, gradients, optimizer, kept, summed, moments = storage.state
+    lora, trained = storage.method == "lora", parameters(geometry, "trained")
+    count = geometry.lora_parameters if lora else trained
+    more = 0 if lora else geometry.fp32_parameters * _FP32_MORE_BYTES
     rows = [
-        MemoryRow(name=name, bytes=weights, detail=f"{_count(count)}, {state.kept_as}"),
-        MemoryRow(name="gradients", bytes=gradients, detail=state.summed_as),
-        MemoryRow(name="optimizer state", bytes=moments, detail=state.moments),
+        *([_base_row(storage, geometry, trained)] if lora else []),
+        _row("adapter" if lora else "trained weights", count * weights + more, f"{_count(count)}, {kept}"),
+        _row("gradients", count * gradients + more, summed),
+        _row("optimizer state", int(count * optimizer) + more, moments),
         _activation_row(storage, geometry),
     ]
     if storage.averaged:
-        rows.append(MemoryRow(name="EMA", bytes=count * states.MEAN_BYTES, detail="the weights' mean, fp32"))
-    if storage.method == "lora":
-        rows.insert(0, _base_row(storage, geometry, trained))
+        rows.append(_row("EMA", count * states.MEAN_BYTES, "the weights' mean, fp32"))
     if storage.swapped:
-        size = _WAITING_BUFFERS * waiting_bytes(storage, geometry).largest
+        _, largest = waiting_bytes(storage, geometry)
         detail = "two of the blocks that wait in host memory, in turn"
-        rows.append(MemoryRow(name="blocks passing through", bytes=size, detail=detail))
-    if not storage.way.trains:
-        rows += _quantized_extra(storage, geometry)
-    holes = 0 if storage.way.trains else _HOLES_BYTES
-    return (*rows, *_overhead(storage, rows, holes=holes))
+        rows.append(_row("blocks passing through", _WAITING_BUFFERS * largest, detail))
+    if storage.way.trains:
+        return _with_overhead(storage, rows)
+    return _with_overhead(storage, [*rows, *_unpacked(storage, geometry)], holes=_HOLES_BYTES)
 
 
 def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[MemoryRow, ...]]:
@@ -113,129 +111,78 @@ def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[Memory
     A language model has neither, and one stage that makes tokens of text.
     """
     if not any(component.role != "trained" for component in geometry.components):
-        return {"tokens": _overhead(storage, ())}
-    vae_peak = geometry.vae_bytes_peak_tiled if storage.tiling else geometry.vae_bytes_peak
+        return {"tokens": _with_overhead(storage, [])}
     # latents are encoded in fp32 whatever the run computes in; the geometry's peak is that of the run's type
-    vae_peak = vae_peak * VALUE_BYTES["fp32"] // storage.value_bytes
-    vae = parameters(geometry, "vae")
-    return {
-        "text encoders": text_rows(storage, geometry),
-        "VAE": _stage(
-            storage,
-            MemoryRow(name="VAE", bytes=vae * VALUE_BYTES["fp32"], detail=f"{_count(vae)}, fp32"),
-            MemoryRow(name="VAE: activations", bytes=vae_peak, detail=_ONE_SAMPLE),
-        ),
-    }
+    size, vae = VALUE_BYTES["fp32"], parameters(geometry, "vae")
+    peak = _vae_peak(storage, geometry) * size // storage.value_bytes
+    rows = [_row("VAE", vae * size, f"{_count(vae)}, fp32"), _row("VAE: activations", peak, _ONE_SAMPLE)]
+    return {"text encoders": text_rows(storage, geometry), "VAE": _with_overhead(storage, rows)}
 
 
 def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
-    """What encoding captions holds: all text encoders, as they are stored, and one caption's activations."""
+    """Memory of encoding captions: all text encoders, as they are stored, and one caption's activations."""
     name, kind, count = "text encoders", storage.text_encoders, parameters(geometry, "text_encoder")
-    peak = MemoryRow(name=f"{name}: activations", bytes=geometry.text_bytes_peak, detail=_ONE_SAMPLE)
+    peak = _row(f"{name}: activations", geometry.text_bytes_peak, _ONE_SAMPLE)
     if not kind:
-        detail = f"{_count(count)}, {storage.dtype}"
-        whole = MemoryRow(name=name, bytes=count * storage.value_bytes, detail=detail)
-        return _stage(storage, whole, peak)
-    sizes = [size for part in _encoders(geometry) for size in _quantized(part).values()]
+        whole = _row(name, count * storage.value_bytes, f"{_count(count)}, {storage.dtype}")
+        return _with_overhead(storage, [whole, peak])
+    parts = (part for part in geometry.components if part.role == "text_encoder")
+    sizes = [size for part in parts for size in part.quantized(ENCODERS_KEEP).values()]
     linears, way = linears_of(sizes), WAYS[kind]
-    packed, stored = linears.parameters, _packed_bytes(way, linears, NO_LINEARS, len(sizes))
-    return _stage(
-        storage,
-        MemoryRow(
-            name=name,
-            bytes=stored + (count - packed) * storage.value_bytes,
-            detail=f"{_count(packed)} in {kind}, {_count(count - packed)} in {storage.dtype}",
-        ),
-        MemoryRow(
-            name=f"{kind} unpacked",
-            bytes=min(linears.largest, way.most_unpacked or linears.largest) * way.encoder_bytes,
-            detail="one weight at a time, transient",
-        ),
-        peak,
-    )
+    packed, largest = linears.parameters, linears.largest
+    stored = _linear_bytes(way, linears, len(sizes)) + (count - packed) * storage.value_bytes
+    detail = f"{_count(packed)} in {kind}, {_count(count - packed)} in {storage.dtype}"
+    unpacked = min(largest, way.most_unpacked or largest) * way.encoder_bytes
+    rows = [_row(name, stored, detail), _row(f"{kind} unpacked", unpacked, _ONE_WEIGHT), peak]
+    return _with_overhead(storage, rows)
 
 
-def _stage(storage: Storage, *rows: MemoryRow) -> tuple[MemoryRow, ...]:
-    return (*rows, *_overhead(storage, rows))
-
-
-def _encoders(geometry: Geometry) -> list[ComponentGeometry]:
-    return [part for part in geometry.components if part.role == "text_encoder"]
-
-
-def _quantized(part: ComponentGeometry) -> Mapping[str, tuple[int, int]]:
-    """(out, in) of the linears of a text encoder that are quantised, by name."""
-    return part.quantized(ENCODERS_KEEP)
-
-
-@dataclass(frozen=True, kw_only=True)
-class WaitingBytes:
-    """Sizes of the blocks that wait in host memory."""
-
-    all: int
-    largest: int
-
-
-def waiting_bytes(storage: Storage, geometry: Geometry) -> WaitingBytes:
-    """Frozen weights of `storage.swapped` blocks: all of the longest stack before any of the next."""
+def waiting_bytes(storage: Storage, geometry: Geometry) -> tuple[int, int]:
+    """Frozen weights of `storage.swapped` blocks, (all, the largest): the longest stack before the next."""
     left, whole, largest = storage.swapped, 0, 0
     for stack in geometry.stacks:
         count = min(left, stack.blocks)
         if count:
             size = _block_bytes(storage, geometry, stack)
             whole, largest, left = whole + count * size, max(largest, size), left - count
-    return WaitingBytes(all=whole, largest=largest)
+    return whole, largest
 
 
 def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:
-    way, modulation = storage.way, NO_LINEARS
-    if _packed_modulation(way, geometry).parameters:
-        modulation = stack.modulation
-    own = Linears(parameters=stack.quantized, rows=stack.rows)
-    kept = (stack.others - modulation.parameters) * storage.value_bytes + stack.fp32 * _FP32_EXTRA["frozen"]
+    way, own, packed = storage.way, stack.quantized.parameters, packed_linears(storage.way, stack)
+    kept = (stack.others + own - packed.parameters) * storage.value_bytes + stack.fp32 * _FP32_MORE_BYTES
     if way.trains:
-        return own.parameters * storage.value_bytes + kept
+        return own * storage.value_bytes + kept
     if way.layer_bytes:
-        everything = max(1, packed_linears(way, geometry).parameters)
-        return kept + _base_bytes(way, geometry) * (own.parameters + modulation.parameters) // everything
-    return kept + _packed_bytes(way, own, modulation)
+        every = max(1, packed_linears(way, geometry).parameters)
+        return kept + _base_bytes(way, geometry) * packed.parameters // every
+    return kept + _packed_bytes(way, stack)
 
 
-def packed_linears(way: Way, geometry: Geometry) -> Linears:
+def packed_linears(way: Way, part: Geometry | Stack) -> Linears:
     """The linears that a base stored so holds packed."""
-    return _together(_own(geometry), _packed_modulation(way, geometry))
-
-
-def _own(geometry: Geometry) -> Linears:
-    """The linears without those of `Family.modulation`."""
-    parameters, rows = geometry.quantized_parameters, geometry.quantized_rows
-    return Linears(parameters=parameters, rows=rows, largest=geometry.largest_quantized)
-
-
-def _packed_modulation(way: Way, geometry: Geometry) -> Linears:
-    return geometry.modulation if way.packs or way.modulation else NO_LINEARS
-
-
-def _together(one: Linears, other: Linears) -> Linears:
-    parameters, rows = one.parameters + other.parameters, one.rows + other.rows
-    return Linears(parameters=parameters, rows=rows, largest=max(one.largest, other.largest))
+    return part.quantized + part.modulation if way.packs or way.modulation else part.quantized
 
 
 def _base_bytes(way: Way, geometry: Geometry) -> int:
-    """Of all packed linears, or as the checkpoint's files hold them."""
+    """Bytes of all packed linears, or as the checkpoint's files hold them."""
     layers = sum(len(part.linears) for part in geometry.components if part.role == "trained")
     if geometry.stored_bytes:
         return geometry.stored_bytes + layers * way.layer_bytes
-    return _packed_bytes(way, _own(geometry), _packed_modulation(way, geometry), layers)
+    return _packed_bytes(way, geometry, layers)
 
 
-def _packed_bytes(way: Way, own: Linears, modulation: Linears, layers: int = 0) -> int:
-    """Of weights stored so with their scales; modulation in a storage of its own is never kept twice."""
+def _packed_bytes(way: Way, part: Geometry | Stack, layers: int = 0) -> int:
+    """Bytes of packed weights; modulation in a storage of its own is never kept twice."""
     if way.modulation:
-        return _packed_bytes(WAYS[way.modulation], modulation, NO_LINEARS) + _packed_bytes(
-            dataclasses.replace(way, modulation=""), own, NO_LINEARS, layers
+        return _linear_bytes(WAYS[way.modulation], part.modulation) + _linear_bytes(
+            way, part.quantized, layers
         )
-    linears = _together(own, modulation)
+    return _linear_bytes(way, packed_linears(way, part), layers)
+
+
+def _linear_bytes(way: Way, linears: Linears, layers: int = 0) -> int:
+    """Bytes of weights with their scales."""
     scales = linears.parameters // way.block if way.block else 0
     values = way.copies * (linears.parameters * way.bits // 8)
     outer = scales // _OUTER_BLOCK * 4
@@ -243,16 +190,15 @@ def _packed_bytes(way: Way, own: Linears, modulation: Linears, layers: int = 0) 
 
 
 def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
-    """What the training process holds in host memory; on a CPU that is what training holds."""
+    """Host memory of the training process; none on a CPU, where all that training holds is host memory."""
     if storage.device == "cpu":
         return ()
+    size, _ = waiting_bytes(storage, geometry)
     detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned"
-    size = waiting_bytes(storage, geometry).all
-    waiting = [MemoryRow(name="waiting blocks", bytes=size, detail=detail)] if storage.swapped else []
     return (
-        *waiting,
-        MemoryRow(name="process", bytes=_CUDA_PROCESS_BYTES, detail="Python, CUDA and libraries"),
-        MemoryRow(name="loading", bytes=_RING_BYTES, detail="buffers that shards pass through"),
+        *([_row("waiting blocks", size, detail)] if storage.swapped else []),
+        _row("process", _CUDA_PROCESS_BYTES, "Python, CUDA and libraries"),
+        _row("loading", _RING_BYTES, "buffers that shards pass through"),
     )
 
 
@@ -262,46 +208,37 @@ def parameters(geometry: Geometry, role: Role) -> int:
 
 
 def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int, copies: int = 1) -> int:
-    """As many checkpoints as exist at one time, and the final files in so many `copies`.
+    """Disk for as many checkpoints as exist at one time, and the final files in so many `copies`.
 
     A checkpoint holds the master weights and the optimizer's state, in the types that they train in. The
     final files are the adapter twice (diffusers and ComfyUI) or the whole model.
     """
-    if storage.method == "lora":
-        count, master, final = geometry.lora_parameters, 4, 2 * storage.value_bytes
-    else:
-        count, master, final = parameters(geometry, "trained"), storage.value_bytes, storage.value_bytes
-    state = states.of(storage.method, storage.dtype, storage.optimizer)
+    size, lora = storage.value_bytes, storage.method == "lora"
+    count = geometry.lora_parameters if lora else parameters(geometry, "trained")
+    master, final = (4, 2 * size) if lora else (size, size)
     mean = states.MEAN_BYTES if storage.averaged else 0
-    per_checkpoint = int(count * (master + state.optimizer + mean))
-    return checkpoints * per_checkpoint + copies * count * final
+    return checkpoints * int(count * (master + storage.state[2] + mean)) + copies * count * final
 
 
 def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
     """All of the base but the blocks that wait in host memory."""
-    row = _whole_base_row(storage, geometry, trained)
-    if not storage.swapped:
-        return row
-    detail = f"{row.detail}; without {storage.swapped} of {geometry.blocks} blocks"
-    size = max(0, row.bytes - waiting_bytes(storage, geometry).all)
-    return MemoryRow(name=row.name, bytes=size, detail=detail)
-
-
-def _whole_base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
-    size, extra = storage.value_bytes, geometry.fp32_parameters * _FP32_EXTRA["frozen"]
-    fp32 = f", {_count(geometry.fp32_parameters)} in fp32" if geometry.fp32_parameters else ""
-    way = storage.way
-    if way.trains:
-        detail = f"{_count(trained)}, {way.weights}{fp32}"
-        return MemoryRow(name="base weights", bytes=trained * size + extra, detail=detail)
-    packed = packed_linears(way, geometry).parameters
-    kept, beside = trained - packed, geometry.modulation.parameters if way.modulation else 0
-    parts = [f"{_count(packed - beside)} in {way.weights}{' twice' if way.copies == 2 else ''}"]
-    if beside:
-        parts.append(f"{_count(beside)} in {way.modulation}")
-    parts.append(f"{_count(kept - geometry.fp32_parameters)} in {storage.dtype}{fp32}")
-    whole = _base_bytes(way, geometry) + kept * size + extra
-    return MemoryRow(name="base weights", bytes=whole, detail=", ".join(parts))
+    way, kept_fp32 = storage.way, geometry.fp32_parameters
+    fp32 = f", {_count(kept_fp32)} in fp32" if kept_fp32 else ""
+    packed = 0 if way.trains else packed_linears(way, geometry).parameters
+    size = (trained - packed) * storage.value_bytes + kept_fp32 * _FP32_MORE_BYTES
+    detail = f"{_count(trained)}, {way.weights}{fp32}"
+    if not way.trains:
+        size += _base_bytes(way, geometry)
+        beside = geometry.modulation.parameters if way.modulation else 0
+        twice = " twice" if way.copies == 2 else ""
+        parts = [f"{_count(packed - beside)} in {way.weights}{twice}"]
+        parts += [f"{_count(beside)} in {way.modulation}"] if beside else []
+        parts.append(f"{_count(trained - packed - kept_fp32)} in {storage.dtype}{fp32}")
+        detail = ", ".join(parts)
+    if storage.swapped:
+        size = max(0, size - waiting_bytes(storage, geometry)[0])
+        detail += f"; without {storage.swapped} of {geometry.blocks} blocks"
+    return _row("base weights", size, detail)
 
 
 def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
@@ -321,15 +258,18 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
     if storage.activation_budget < 1.0:
         detail = f"saved for backward, {storage.activation_budget:g} of what blocks compute"
     if not storage.previews:
-        return MemoryRow(name="activations", bytes=training, detail=detail)
-    decode = geometry.vae_bytes_peak_tiled if storage.tiling else geometry.vae_bytes_peak
-    preview = parameters(geometry, "vae") * storage.value_bytes + decode
+        return _row("activations", training, detail)
+    preview = parameters(geometry, "vae") * storage.value_bytes + _vae_peak(storage, geometry)
     if preview > training:
-        return MemoryRow(name="activations", bytes=preview, detail="VAE and its activations in previews")
-    return MemoryRow(name="activations", bytes=training, detail=f"{detail}; previews need less")
+        return _row("activations", preview, "VAE and its activations in previews")
+    return _row("activations", training, f"{detail}; previews need less")
 
 
-def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
+def _vae_peak(storage: Storage, geometry: Geometry) -> int:
+    return geometry.vae_bytes_peak_tiled if storage.tiling else geometry.vae_bytes_peak
+
+
+def _unpacked(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     """A product needs one weight unpacked, or in FP8 transposed unless a copy is kept so, and at another time
     modulation in int8 unpacked; nf4's scales are unpacked to fp32 beside it.
     """
@@ -338,19 +278,23 @@ def _quantized_extra(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     if way.block:
         size += largest // way.block * 4
     if way.compute == "fp8":
-        name, size = "fp8 transposed", geometry.largest_quantized if way.copies == 1 else 0
+        name, size = "fp8 transposed", geometry.quantized.largest if way.copies == 1 else 0
         unpacked = geometry.modulation.largest * storage.value_bytes if way.modulation else 0
         if unpacked > size:
             name, size = f"{way.modulation} unpacked", unpacked
-    return [MemoryRow(name=name, bytes=size, detail="one weight at a time, transient")] if size else []
+    return [_row(name, size, _ONE_WEIGHT)] if size else []
 
 
-def _overhead(storage: Storage, rows: Sequence[MemoryRow], *, holes: int = 0) -> tuple[MemoryRow, ...]:
+def _with_overhead(storage: Storage, rows: Sequence[MemoryRow], *, holes: int = 0) -> tuple[MemoryRow, ...]:
+    """The rows with one of the process, or of CUDA."""
     if storage.device == "cpu":
-        return (MemoryRow(name="process", bytes=_PROCESS_BYTES, detail="Python and libraries"),)
-    lost = int(total(rows) * _FRAGMENTATION) + holes
-    detail = f"context and workspaces, {_FRAGMENTATION:.0%} lost between blocks"
-    return (MemoryRow(name="CUDA", bytes=CUDA_CONTEXT_BYTES + lost, detail=detail),)
+        return (*rows, _row("process", _PROCESS_BYTES, "Python and libraries"))
+    size = CUDA_CONTEXT_BYTES + int(total(rows) * _FRAGMENTATION) + holes
+    return (*rows, _row("CUDA", size, f"context and workspaces, {_FRAGMENTATION:.0%} lost between blocks"))
+
+
+def _row(name: str, size: int, detail: str) -> MemoryRow:
+    return MemoryRow(name=name, bytes=size, detail=detail)
 
 
 def _count(parameters: int) -> str:

@@ -7,7 +7,7 @@ other GPUs the same shares are taken of their makers' figures.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.machine.facts import Gpu, KernelVerdict
 from trainer.planning.cost.memory import Storage, packed_linears, waiting_bytes
@@ -91,21 +91,30 @@ _LESS = ("Laptop", "Max-Q", "MIG")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
-    """What the probe measured at the run's shapes, where it did."""
+class Speed:
+    """Everything that times are predicted from."""
 
+    rates: Rates
+    known: bool = True
+    """False where `rates` stand in for those of a machine that is not known."""
+    attention: str
+    """The kernel that the run uses."""
     attention_ms: float | None = None
-    """One attention call, forward and backward, of the kernel that the run uses."""
-    matmul: Mapping[str, float]
-    """Time of a frozen linear layer by its kind, as a share of bf16's."""
+    """One call of it, forward and backward, where the probe measured it at the run's shape."""
+    matmul: Mapping[str, float] = field(default_factory=dict)
+    """Time of a frozen linear layer by its kind, as a share of bf16's, where the probe measured it."""
 
 
-def measured(
-    verdicts: Sequence[KernelVerdict], geometry: Geometry, attention: str, dtype: str = "bf16"
-) -> Measured:
-    """The verdicts that count at this geometry: on attention in the run's type, on linear layers as they are.
+def speed(
+    gpu: Gpu | None,
+    verdicts: Sequence[KernelVerdict],
+    geometry: Geometry,
+    attention: str,
+    dtype: str = "bf16",
+) -> Speed:
+    """The rates of a GPU, or generic ones that put settings in order, and the verdicts that count here.
 
-    What linear layers take is a share of bf16's, in which all of them are measured.
+    Those on attention are of the run's type; those on linear layers are all measured in bf16.
     """
     counting = {(geometry.attention_shape_class, dtype), (geometry.matmul_shape_class, "bf16")}
     found = {
@@ -113,53 +122,58 @@ def measured(
         for row in verdicts
         if row.works and (row.shape_class, row.dtype) in counting
     }
-    base = found.get("matmul.bf16")
+    base, known = found.get("matmul.bf16"), rates(gpu) if gpu is not None else None
     shares = {
         way.weights: ms / base
         for way in WAYS.values()
         if base and not way.trains and (ms := found.get(way.verdict)) is not None
     }
-    return Measured(attention_ms=found.get(f"attention.{attention}"), matmul=shares)
+    return Speed(
+        rates=known or GENERIC,
+        known=known is not None,
+        attention=attention,
+        attention_ms=found.get(f"attention.{attention}"),
+        matmul=shares,
+    )
 
 
-def milliseconds(
-    storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured | None = None
-) -> float:
+def milliseconds(storage: Storage, geometry: Geometry, speed: Speed) -> float:
     """A batch, forward and backward, without the optimizer's step, in the micro-batches that its samples'
     shapes usually make.
 
     A frozen base has the gradient of the input only, so backward costs as much as forward; a trained one
     twice that. Recomputing adds forward's share.
     """
-    seen, parts = seen or Measured(matmul={}), usual_parts(storage, geometry, attention)
+    parts = usual_parts(storage, geometry, speed.attention)
     return sum(
-        count * _part_ms(storage, geometry, attention, peaks, seen, samples / len(parts))
+        count * _part_ms(storage, geometry, speed, samples / len(parts))
         for samples, count in enumerate(parts, 1)
     )
 
 
-def _part_ms(
-    storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured, share: float
-) -> float:
+def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -> float:
     """One micro-batch of this share of the batch's samples."""
-    again, repeated = _recomputed(storage, geometry), _products_repeated(storage)
+    way, style = storage.way, "compiled" if storage.compile else "eager"
+    again, repeated = _recomputed(storage, geometry)
     forwards, backwards = 1.0 + again, 2.0 if storage.method == "full" else 1.0
     products = 1.0 + again * repeated + backwards
-    move_ms = 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
-    style = "compiled" if storage.compile else "eager"
+    move_ms = 1e-9 / (speed.rates.bandwidth * _BANDWIDTH_SHARE)
     pointwise = (1 - _FORWARD_POINTWISE) + _FORWARD_POINTWISE * forwards
     # traffic is of what eager blocks keep: that is what the figures were fitted to
-    attention_forwards = forwards + _ATTENTION_BACKWARD
     saved = share * geometry.usual_share * geometry.activations.saved
     traffic = _TRAFFIC[style] * saved
-    if storage.way.compute == "fp8" and "fp8" not in seen.matmul:
+    if way.compute == "fp8" and "fp8" not in speed.matmul:
         traffic += _FP8_TRAFFIC * saved
+    # without a second copy every weight is read and written once more in backward, transposed
+    transposed = geometry.quantized.parameters * 2 if way.compute == "fp8" and way.copies == 1 else 0
+    # modulation beside FP8 is unpacked once a forward pass: it has no gradient
+    beside = WAYS[way.modulation].unpack_traffic[storage.compile] if way.modulation else 0.0
     computing = (
-        products * _product_ms(storage, geometry, peaks, seen, share)
-        + share * attention_forwards * _attention_ms(storage, geometry, attention, peaks, seen)
+        products * _product_ms(storage, geometry, speed, share)
+        + share * (forwards + _ATTENTION_BACKWARD) * _attention_ms(storage, geometry, speed)
         + pointwise * (traffic * move_ms + geometry.blocks * _LAUNCHES_MS[style])
-        + (geometry.quantized_parameters * 2 * move_ms if _transposes(storage) else 0.0)
-        + _modulation_ms(storage, geometry, move_ms) * forwards
+        + transposed * move_ms
+        + beside * geometry.modulation.parameters * move_ms * forwards
     )
     computing = max(computing, pointwise * _host_ms(storage, geometry))
     return computing + _copying_ms(storage, geometry, computing)
@@ -168,64 +182,42 @@ def _part_ms(
 def usual_parts(storage: Storage, geometry: Geometry, attention: str) -> tuple[float, ...]:
     """Micro-batches of one, two ... of a batch's samples, on average, captions as they are padded."""
     padded = storage.compile and storage.method == "lora" and not KERNELS[attention].exact_only
-    return (geometry.usual_parts_padded if padded else geometry.usual_parts) or (1.0,)
+    return geometry.usual_parts.get("padded" if padded else "as they are", (1.0,))
 
 
 def _host_ms(storage: Storage, geometry: Geometry) -> float:
-    """What the host takes to begin all kernels of eager blocks, which a fast GPU waits for."""
+    """Time in which the host begins all kernels of eager blocks, for which a fast GPU waits."""
     if storage.compile:
         return 0.0
     packed = 0.0 if storage.way.trains else _HOST_PACKED_MS
     return geometry.products * (_HOST_PRODUCT_MS + packed) + geometry.lora_layers * _HOST_ADAPTER_MS
 
 
-def _modulation_ms(storage: Storage, geometry: Geometry, move_ms: float) -> float:
-    """Unpacking modulation that is stored beside FP8: once a forward pass, it has no gradient."""
-    beside = storage.way.modulation
-    each = WAYS[beside].unpack_traffic[storage.compile] if beside else 0.0
-    return each * geometry.modulation.parameters * move_ms
-
-
 def _copying_ms(storage: Storage, geometry: Geometry, computing_ms: float) -> float:
-    """What the device waits for blocks from host memory, each copied while those before it compute.
+    """Time in which the device waits for blocks from host memory, each copied while those before it compute.
 
     A third of the work is forward, the rest recomputes and goes back.
     """
     if not storage.swapped:
         return 0.0
-    copy = waiting_bytes(storage, geometry).all / storage.swapped / _HOST_COPY_BYTES * 1e3
+    copy = waiting_bytes(storage, geometry)[0] / storage.swapped / _HOST_COPY_BYTES * 1e3
     longest = max(stack.blocks for stack in geometry.stacks)
     between = max(1.0, longest / storage.swapped) * computing_ms / max(1, geometry.blocks)
     return storage.swapped * sum(max(0.0, copy - share * between) for share in (1 / 3, 2 / 3))
 
 
-def _recomputed(storage: Storage, geometry: Geometry) -> float:
-    """Forward passes that backward repeats: 0 to 1."""
+def _recomputed(storage: Storage, geometry: Geometry) -> tuple[float, float]:
+    """(forward passes that backward repeats, 0 to 1, share of a pass's products that it repeats then)."""
+    # a budget keeps no result of products that unpack their weight
+    all_repeated = not storage.way.trains and not storage.way.compute and storage.activation_budget < 1.0
+    # a graph leaves out what nothing waits for; `_CHEAP_FIRST` was fitted to whole passes
+    inside = storage.compile and not storage.swapped and (storage.checkpointing or all_repeated)
+    again = 1.0
     if storage.checkpointing:
-        return storage.recomputed / geometry.blocks if storage.recomputed else 1.0
-    if _repeats_products(storage):
-        return 1.0
-    return float((1.0 - storage.activation_budget) ** _CHEAP_FIRST)
-
-
-def _repeats_products(storage: Storage) -> bool:
-    """Whether a budget keeps no product's result: those that unpack their weight are all repeated."""
-    packed = not storage.way.trains and not storage.way.compute
-    return packed and storage.activation_budget < 1.0
-
-
-def _products_repeated(storage: Storage) -> float:
-    """Share of a forward pass's products where it is repeated: a graph leaves out what nothing waits for.
-
-    All of them where a budget keeps some: `_CHEAP_FIRST` was fitted to whole passes.
-    """
-    inside = storage.compile and not storage.swapped
-    return _INSIDE if inside and (storage.checkpointing or _repeats_products(storage)) else 1.0
-
-
-def _transposes(storage: Storage) -> bool:
-    """Whether every weight is read and written once more in backward, transposed."""
-    return storage.way.compute == "fp8" and storage.way.copies == 1
+        again = storage.recomputed / geometry.blocks if storage.recomputed else 1.0
+    elif not all_repeated:
+        again = float((1.0 - storage.activation_budget) ** _CHEAP_FIRST)
+    return again, _INSIDE if inside else 1.0
 
 
 def _rate(storage: Storage, peaks: Rates) -> float:
@@ -233,26 +225,23 @@ def _rate(storage: Storage, peaks: Rates) -> float:
     return peaks.bf16 * (0.5 if storage.dtype == "fp32" else 1.0) * 1e9
 
 
-def _product_ms(storage: Storage, geometry: Geometry, peaks: Rates, seen: Measured, share: float) -> float:
+def _product_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -> float:
     """All linear layers of the blocks once, for this share of the batch."""
-    flops = share * geometry.matmul_flops
+    way, peaks, flops = storage.way, speed.rates, share * geometry.matmul_flops
     plain = flops / (_rate(storage, peaks) * _MATMUL_SHARE["bf16"])
-    way = storage.way
-    if way.verdict and way.weights in seen.matmul:
-        return plain * seen.matmul[way.weights]
+    if way.verdict and way.weights in speed.matmul:
+        return plain * speed.matmul[way.weights]
     if way.compute == "fp8":
         return flops / ((peaks.fp8 or peaks.bf16) * 1e9 * _MATMUL_SHARE["fp8"])
     traffic = way.unpack_traffic[storage.compile] * packed_linears(way, geometry).parameters
     return plain + traffic * 1e-9 / (peaks.bandwidth * _BANDWIDTH_SHARE)
 
 
-def _attention_ms(
-    storage: Storage, geometry: Geometry, attention: str, peaks: Rates, seen: Measured
-) -> float:
+def _attention_ms(storage: Storage, geometry: Geometry, speed: Speed) -> float:
     """All attention calls, forward."""
-    if seen.attention_ms is not None:
+    if speed.attention_ms is not None:
         # probed with the longest captions
-        usual_ms = seen.attention_ms * geometry.usual_share**2
+        usual_ms = speed.attention_ms * geometry.usual_share**2
         return geometry.attention_calls * usual_ms / (1 + _ATTENTION_BACKWARD)
-    share = KERNELS[attention].peak_share or peaks.flash
-    return geometry.attention_flops / (_rate(storage, peaks) * share)
+    share = KERNELS[speed.attention].peak_share or speed.rates.flash
+    return geometry.attention_flops / (_rate(storage, speed.rates) * share)

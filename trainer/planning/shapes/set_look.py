@@ -14,10 +14,11 @@ from pathlib import Path
 
 from trainer.config.schema import DataSet
 from trainer.data.pictures.buckets import Size, buckets, nearest_bucket
-from trainer.data.sets.controls import control_folders, pair_controls, without_controls
+from trainer.data.sets.controls import control_folders, pair_controls, set_folders, without_controls
 from trainer.data.sets.listing import list_folder
 from trainer.data.sets.metadata import read_metadata
 from trainer.families.family import Family
+from trainer.files.component_shapes import Stamp, stamp_of
 from trainer.planning.shapes.mix import Pictures
 
 _MOST_LOOKED_AT = 200
@@ -63,18 +64,11 @@ def shapes_of(looked: Sequence[Seen], resolution: int, multiple: int) -> Picture
     return tuple((shape, max(1, round(weight)), repeats) for (shape, repeats), weight in weights.items())
 
 
-Stamp = tuple[tuple[Path, int], ...]
-
-
 def _stamp(sets: Sets) -> Stamp:
-    """When the folders were changed: what is remembered of others is of no use."""
-    found = []
-    for folder in itertools.chain.from_iterable(map(_folders, sets)):
-        try:
-            found.append((folder, folder.stat().st_mtime_ns))
-        except OSError:
-            found.append((folder, 0))
-    return tuple(found)
+    """The folders as they are now: what is remembered of others is of no use."""
+    folders = (folder for one in sets for folder in set_folders(one))
+    # pathlib's exists() raises for a folder that may not be entered
+    return stamp_of(folder for folder in folders if os.path.exists(folder))  # noqa: PTH110
 
 
 @functools.lru_cache(maxsize=8)
@@ -83,7 +77,7 @@ def _samples(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple
     for one in sets:
         if one.img_dir is None or not _is_small(one.img_dir):
             return None
-        apart = [folder for other in sets for folder in _folders(other) if folder != one.img_dir]
+        apart = [folder for other in sets for folder in set_folders(other) if folder != one.img_dir]
         found.append(_of_set(one, one.img_dir, apart, controls))
     return tuple(found) if all(found) else None
 
@@ -116,12 +110,6 @@ def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ..
         weight = len(every) / len(known)
         found += [(row, weight, one.repeats) for row in known]
     return tuple(found)
-
-
-def _folders(one: DataSet) -> tuple[Path, ...]:
-    """All folders of a set."""
-    others = (path for path in (one.img_dir, one.mask_dir) if path is not None)
-    return (*others, *control_folders(one.control_dir))
 
 
 def _is_small(folder: Path) -> bool:
