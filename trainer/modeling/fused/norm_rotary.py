@@ -92,7 +92,7 @@ class _NormRotary(torch.autograd.Function):
             return tuple(_forward(values, weights, tables, low, eps))
         found = kernels.norm_rotary(values, weights, tables, low, eps)
         if norms == 2 and count == 1:
-            found.append(_apart(values[0], len(weights[0]))[2])
+            return *found, _apart(values[0], len(weights[0]))[2]
         return tuple(found)
 
     @staticmethod
