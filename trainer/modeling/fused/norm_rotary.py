@@ -48,7 +48,9 @@ def norm_rotary(streams: Sequence[Stream], eps: float) -> tuple[torch.Tensor, ..
     """
     if streams[0].hidden is not None and not _is_added_here(streams):
         streams = [
-            Stream(add_low_rank(one.values, one.hidden, *one.ups), one.weights, one.tables) for one in streams
+            Stream(add_low_rank(one.values, one.hidden, *one.ups), one.weights, one.tables)
+            for one in streams
+            if one.hidden is not None
         ]
     weights = [weight for one in streams for weight in one.weights]
     tables = [table for one in streams for table in one.tables]

@@ -165,6 +165,7 @@ class _Parallel(FusedProcessor):
 
 
 Tables = tuple[torch.Tensor, ...]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 def _heads(
@@ -173,7 +174,7 @@ def _heads(
     image_tables: Tables,
     text: torch.Tensor | None = None,
     text_tables: Tables = (),
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+) -> Heads:
     """Queries, keys and values of a stream (batch, tokens, channels), or of two, the text's tokens first."""
     streams = [((attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), image, image_tables)]
     if text is not None:
@@ -191,16 +192,16 @@ def _heads(
     apart = []
     for part, (layers, norms, inputs, tables) in zip(parts, streams, strict=True):
         if part is None:
-            products = [layer(inputs) for layer in layers]
+            products = tuple(layer(inputs) for layer in layers)
         else:
             products = add_low_rank(*part[:2], *part[2]).chunk(3, dim=-1)
         apart.append(([one.unflatten(-1, (-1, len(norms[0].weight))) for one in products], norms, tables))
     return _normed(apart[::-1])
 
 
-def _normed(streams: list[tuple[list[torch.Tensor], tuple[Any, Any], Tables]]) -> Any:
+def _normed(streams: list[tuple[list[torch.Tensor], tuple[Any, Any], Tables]]) -> Heads:
     """Queries, keys and values of each stream's heads, norms of its queries and keys, and tables."""
-    turned = [
+    query, key = [
         norm_rotary(
             [Stream(heads[which], (norms[which].weight,), tables) for heads, norms, tables in streams],
             torch_eps(streams[0][1][which].eps),
@@ -208,7 +209,7 @@ def _normed(streams: list[tuple[list[torch.Tensor], tuple[Any, Any], Tables]]) -
         for which in range(2)
     ]
     values = [heads[2] for heads, _, _ in streams]
-    return *turned, values[0] if len(values) == 1 else torch.cat(values, dim=1)
+    return query, key, values[0] if len(values) == 1 else torch.cat(values, dim=1)
 
 
 def _separate(attn: Any, attended: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

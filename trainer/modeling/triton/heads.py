@@ -174,10 +174,9 @@ def _turn_back(  # type: ignore[no-untyped-def]
             changed = _whole((left - real * mean) * inverse, (right - imaginary * mean) * inverse)
         else:
             changed = _load_rows(gradient, head * gradient_head, inside)
+            low_right = _low_columns(low, head, WIDTH, RANK) if RANK > 0 else None
         tl.store(result + head * WIDTH, changed, mask=inside)
         if RANK > 0:
-            if not NORMED:
-                low_right = _low_columns(low, head, WIDTH, RANK)
             # rounded as it is stored: that is what the gradient of the right side is made of
             found = tl.dot(low_right, tl.trans(changed.to(low_right.dtype)), found)
     if RANK > 0:
