@@ -36,6 +36,12 @@ def add_common(parser: argparse.ArgumentParser, *names: str) -> None:
         parser.add_argument(name, **COMMON[name])
 
 
+def add_choices(parser: argparse.ArgumentParser, name: str, known: Iterable[str]) -> None:
+    """An option that takes one of the names that the epilog lists, and may be given several times."""
+    parser.add_argument(name, action="append", choices=list(known), metavar=name[2:-1].upper(),
+                        help="one of those below, only it; may be given several times")  # fmt: skip
+
+
 def write_rows(path: Path | None, rows: object) -> None:
     """The rows of `--record` as JSON, where there is a path."""
     if path:

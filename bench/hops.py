@@ -11,7 +11,6 @@ way is what lies on the stack when the training loop calls the model.
 from __future__ import annotations
 
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,11 +18,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 from bench import arguments as types
-from bench import jobs, processes
+from bench import jobs
 from bench.processes import REPOSITORY
-from trainer.cli.options import load_config
-from trainer.config import environment
-from trainer.planning.planning import machine_facts, plan_run, requested_profile
 
 ROOT = REPOSITORY / "trainer"
 LOOP = ROOT / "engine" / "training" / "loop.py"
@@ -41,13 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print every function too")
     types.add_common(parser, "--set")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="hops-") as name:
-        folder = Path(name)
-        loaded = load_config((options.config,), (*_SHORT, *options.overrides), None, folder / "run")
-        plan = plan_run(loaded, machine_facts(), requested_profile())
-        given = {"spec": jobs.write_job(loaded, plan, folder)}
-        child = plan.child_environment(environment.snapshot())
-        ended = processes.call(measure, given, child, folder / "log.txt")
+    overrides = (*_SHORT, *options.overrides)
+    ended = jobs.call_run(measure, options.config, overrides, {}, quiet=True)
     if ended.answer is None or ended.answer["code"]:
         print(ended.said[-2000:], file=sys.stderr)
         return 1

@@ -20,7 +20,8 @@ MOST_UTILISATION = 5
 """Percent."""
 _GPU_FIELDS = "name,driver_version,memory.total,memory.used,utilization.gpu"
 _PROCESS_FIELDS = "pid,process_name,used_memory"
-_PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 30.0
+"""For our own last process, which may take some seconds to disappear from the GPU."""
 _HIDDEN = ("", "-1")
 """First values of CUDA_VISIBLE_DEVICES that hide every GPU."""
 
@@ -136,11 +137,6 @@ def require_idle(
             )
         sleep(1.0)
         waited += 1.0
-
-
-def wait_until_idle() -> None:
-    """Between two measurements: our own last process may take some seconds to disappear from the GPU."""
-    require_idle(patience=_PATIENCE_SECONDS)
 
 
 def describe(month: str | None = None) -> Machine:

@@ -67,16 +67,14 @@ PEERS: dict[str, Peer] = {
     "torchao": Peer(
         package="torchao", precision="fp8", compiled=True, settings=f"float8 rowwise, {_COMPILED}"
     ),
-    "quanto": Peer(
-        package="optimum.quanto", precision="bf16", compiled=False, settings=f"int8 weights, {_EXAMPLES}"
-    ),
+    "quanto": Peer(precision="bf16", compiled=False, settings=f"int8 weights, {_EXAMPLES}"),
 }
 
 
 def measure(variant: str, job: Mapping[str, Any], profile: bool) -> dict[str, Any]:
     """One variant's figures, or under `problem` why there are none; `job` has the fields of `ours.Job`."""
     peer, given = PEERS[variant], Job(**{**job, "base": Path(job["base"])})
-    if peer.package and not _importable(peer.package):
+    if peer.package and importlib.util.find_spec(peer.package) is None:
         return {"problem": "not installed"}
     family = families.get(given.family)
     source, config = random_source(family, given.base)
@@ -94,14 +92,6 @@ def measure(variant: str, job: Mapping[str, Any], profile: bool) -> dict[str, An
         row["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
         row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     return row | (_profiled(step) if profile else {})
-
-
-def _importable(package: str) -> bool:
-    """Whether a module is there, without importing more than its parent."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def random_source(family: Family, base: Path) -> tuple[ModelSource, RunConfig]:

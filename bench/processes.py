@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,6 +75,24 @@ def main(job: str, given: str, answer: str) -> None:
     module, _, name = job.partition(":")
     found = vars(importlib.import_module(module))[name](**json.loads(given))
     Path(answer).write_text(json.dumps(found))
+
+
+@contextlib.contextmanager
+def meanwhile(look: Callable[[], None], pause_seconds: float) -> Iterator[None]:
+    """Call `look` again and again in a thread, while the block of the `with` statement runs."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(pause_seconds):
+            look()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def visible() -> list[str]:

@@ -32,10 +32,9 @@ _GATE_OR_UP = re.compile(r"(.*\.)(?:gate|up)_proj")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print for every product, forward and backward, the numbers of rows that are refused."""
     parser = types.command_parser("rows", __doc__)
-    parser.add_argument("--most", type=types.positive, default=1100, help="rows are 1 to this; 1100")
-    parser.add_argument(
-        "--multiples", type=types.counts, default=(8, 16, 32, 64, 128), help="judged apart: 8,16,32,64,128"
-    )
+    add = parser.add_argument
+    add("--most", type=types.positive, default=1100, help="rows are 1 to this; 1100")
+    add("--multiples", type=types.counts, default=(8, 16, 32, 64, 128), help="judged apart: 8,16,32,64,128")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise HardwareError("no CUDA device", where="bench rows", remedy="run it where a GPU is visible")

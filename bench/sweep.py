@@ -17,7 +17,6 @@ none out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -51,23 +50,22 @@ _LONG = "train.max_train_steps=3000"
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; print a line of JSON each and what auto's choice costs beside the best."""
-    options = _parser().parse_args(arguments)
+    parser = types.command_parser("sweep", __doc__)
+    add = parser.add_argument
+    add("family", type=types.family_base, metavar="FAMILY=BASE")
+    add("--budgets", type=types.amounts, default=(16.0, 24.0, 48.0), help="GiB, separated by commas")
+    add("--all", action="store_true", help="measure what cannot be the best, too")
+    types.add_common(parser, "--record")
+    options = parser.parse_args(arguments)
     family, base = options.family
     base = types.require_base(base, f"{family}={base}")
     machine.require_gpu(remedy="use a machine with one; `trainer plan --budget` predicts without")
     found = processes.visible()
     blocks = sum(jobs.block_counts(family, base).values())
-    settings = {f"auto, {budget:g} GiB": _auto(budget) for budget in options.budgets} | all_settings(blocks)
+    auto = {f"auto, {one:g} GiB": (f"features.memory_budget={one:g}GiB",) for one in options.budgets}
     cases = [
-        memory.Case(
-            family,
-            base,
-            name,
-            (_LONG, *overrides),
-            timed=_TIMED,
-            one_copy=name.startswith("fp8, one copy"),
-        )
-        for name, overrides in settings.items()
+        memory.Case(family, base, name, (_LONG, *overrides), timed=_TIMED, one_copy="one copy" in name)
+        for name, overrides in (auto | all_settings(blocks)).items()
     ]
     for case in cases[: len(options.budgets)]:
         _probe(case)
@@ -179,10 +177,6 @@ def all_settings(blocks: int) -> dict[str, tuple[str, ...]]:
     return compiled | eager
 
 
-def _auto(budget: float) -> tuple[str, ...]:
-    return (f"features.memory_budget={budget:g}GiB",)
-
-
 def judge(rows: Sequence[dict[str, Any]], budget: float) -> dict[str, Any]:
     """auto's milliseconds under a budget beside the fastest measured setting that keeps within it.
 
@@ -211,14 +205,3 @@ def judge(rows: Sequence[dict[str, Any]], budget: float) -> dict[str, Any]:
 def peak(row: dict[str, Any]) -> float:
     """Device memory of a measured row in GiB: the allocator's, and what the driver shows beyond it."""
     return float(row["held_gib"]) + float(row["driver_gib"])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = types.command_parser("sweep", __doc__)
-    parser.add_argument("family", type=types.family_base, metavar="FAMILY=BASE")
-    parser.add_argument(
-        "--budgets", type=types.amounts, default=(16.0, 24.0, 48.0), help="GiB, separated by commas"
-    )
-    parser.add_argument("--all", action="store_true", help="measure what cannot be the best, too")
-    types.add_common(parser, "--record")
-    return parser

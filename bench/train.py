@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for variant in options.variants:
                 if any(sample.get("problem") for sample in samples[variant]):
                     continue
-                machine.wait_until_idle()
+                machine.require_idle(patience=machine.PATIENCE_SECONDS)
                 profile = options.profile and number == 1
                 sample = _run(job, variant, Path(name), number, profile=profile, memory=options.memory)
                 samples[variant].append(sample)
@@ -135,7 +135,7 @@ def _run(
         return _peer(job, variant, folder, profile=profile)
     sample = ours.train(job, variant, folder, work / "shared", memory=memory)
     if profile and "problem" not in sample:
-        machine.wait_until_idle()
+        machine.require_idle(patience=machine.PATIENCE_SECONDS)
         sample |= _profile(job, folder)
     return sample
 
@@ -150,9 +150,8 @@ def _peer(job: ours.Job, variant: str, folder: Path, *, profile: bool) -> dict[s
 
 def _profile(job: ours.Job, folder: Path) -> dict[str, Any]:
     """Busy fraction and copy share of the run's configuration, measured on a synthetic batch."""
-    configs = [Path(name) for name in ours.configs(job, folder)]
     given = {"steps": _PROFILED_STEPS, "tokens": job.tokens}
-    ended = profiled(configs, job.overrides, given, log=folder / "profile.txt")
+    ended = profiled(ours.configs(job, folder), job.overrides, given, log=folder / "profile.txt")
     if ended.code:
         print(ended.said[-2000:], file=sys.stderr)
         return {}

@@ -5,7 +5,7 @@
 `score` knows colours and where they are, not what is drawn: the sheet's blue along the picture's border, and
 what is drawn in shades of the style's three inks. The lesser of the two shares is the score. Two colours are
 not enough for it, nor is blue ink on white paper, nor a red thing on a blue sheet. Nothing in it is learned;
-how it tells real pictures apart is in tests/unit/scripts/test_style.py. `overlap` knows shapes alone.
+how it tells real pictures apart is in tests/unit/scripts/test_style.py.
 """
 
 from __future__ import annotations
@@ -35,31 +35,18 @@ _Colours = NDArray[np.float64]
 
 def score(picture: Image.Image) -> float:
     """Share of the border that is the sheet, or of what is drawn that is in its inks: the lesser, 0 to 1."""
-    colours = _colours(picture)
-    is_sheet = np.linalg.norm(colours - BLUE, axis=-1) < SHEET_DISTANCE
+    seen = _colours(picture)
+    is_sheet = np.linalg.norm(seen - BLUE, axis=-1) < SHEET_DISTANCE
     drawn = ~is_sheet
     if drawn.mean() < LEAST_DRAWN:
         return 0.0
-    in_ink = _distance_to_inks(colours[drawn]) < INK_DISTANCE
+    in_ink = _distance_to_inks(seen[drawn]) < INK_DISTANCE
     return float(min(is_sheet[_border()].mean(), in_ink.mean()))
 
 
 def is_style(picture: Image.Image) -> bool:
     """Whether the score is at least PASSES."""
     return score(picture) >= PASSES
-
-
-def overlap(picture: Image.Image, other: Image.Image) -> float:
-    """How far two pictures draw the same shape, 0 to 1: what either draws, and the share that both draw."""
-    one, two = _drawn(picture), _drawn(other)
-    return float((one & two).sum() / max(1, (one | two).sum()))
-
-
-def _drawn(picture: Image.Image) -> NDArray[np.bool_]:
-    """Where the picture differs from its border, whatever colour that has."""
-    colours = _colours(picture)
-    sheet = np.median(colours[_border()], axis=0)
-    return np.linalg.norm(colours - sheet, axis=-1) >= SHEET_DISTANCE
 
 
 def _colours(picture: Image.Image) -> _Colours:

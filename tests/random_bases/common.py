@@ -29,8 +29,8 @@ class Base:
 
     tokenizers: Mapping[str, Callable[[], Any]]
     """How each tokenizer is made, by its folder's name."""
-    tiny_configs: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
-    """Configs of the tiny models by component, given the tokenizers."""
+    encoders: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
+    """What tiny.yaml cannot say of the tiny models, by component, given the tokenizers."""
     classes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """(library, class) by component, where the committed configs have no model_index.json."""
     prepare: Callable[[str, Any], None] = lambda component, model: None
@@ -137,21 +137,4 @@ def tiny_t5(tokenizer: Any, width: int) -> dict[str, Any]:
         "feed_forward_proj": "gated-gelu",
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-    }
-
-
-def tiny_vae(latent_channels: int) -> dict[str, Any]:
-    """Three levels: one latent covers 4x4 pixels."""
-    return {
-        "block_out_channels": [8, 16, 16],
-        "down_block_types": ["DownEncoderBlock2D"] * 3,
-        "up_block_types": ["UpDecoderBlock2D"] * 3,
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "latent_channels": latent_channels,
-        "sample_size": 64,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
     }

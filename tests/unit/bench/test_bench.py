@@ -208,7 +208,7 @@ def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
     for variant in ours.OURS:
         content = ours.layer(job, variant, data_set, tmp_path / "cache")
         (tmp_path / "layer.yaml").write_text(yaml.safe_dump(content))
-        loaded = load_config([Path(path) for path in ours.configs(job, tmp_path)], output=tmp_path / "run")
+        loaded = load_config(ours.configs(job, tmp_path), output=tmp_path / "run")
         check_family(families.get(family), loaded)
         config = loaded.config
         assert (config.train.max_train_steps, config.train.log_every_steps) == (3, 1)
