@@ -1,4 +1,4 @@
-"""Whether faster settings learn what bf16 learns: the same run under each, loss by loss and tensor by tensor.
+"""Compare what faster settings learn with what bf16 learns: one run under each, by losses and tensors.
 
     python -m bench converge --steps 300
     python -m bench converge train_configs/flux1_dev_lora.yaml --base BASE --blocks 4,8
@@ -46,7 +46,7 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     "int8": ("features.compile=true", "features.weights=int8"),
     "nf4": ("features.compile=true", "features.weights=nf4"),
 }
-"""What the rows are called, and the overrides that make them; the others are compared with the first."""
+"""Overrides of each row by its name; the other rows are compared with the first."""
 _PART = 50
 
 
@@ -124,7 +124,7 @@ def _train(
 
 
 def _compared(run: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of a run beside those of the reference."""
+    """Figures of a run compared with those of the reference."""
     if "problem" in run:
         return {"problem": run["problem"]}
     pairs = list(zip(run["losses"], reference["losses"], strict=True))

@@ -1,4 +1,4 @@
-"""What one more block of a model keeps for backward, counted on a GPU: the calculator's figures.
+"""Count on a GPU what one more block of a model keeps for backward: the calculator's figures.
 
     python -m bench count flux1_dev=BASE qwen_image=BASE --jobs 4 --table
 
@@ -59,9 +59,9 @@ MODES: Mapping[str, tuple[str, ...]] = {
         *(_OTHER, "features.activation_budget=0.2"),
     ),
 }
-"""What the rows are called, and the overrides that make them."""
+"""Overrides of each row by its name."""
 _NEEDED = ("eager", "eager, recomputed", "compiled", "compiled, recomputed")
-"""Without which a family has no entry."""
+"""Modes without which a family has no entry."""
 _WARM_UP = 2
 
 
@@ -121,7 +121,7 @@ def counted_row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]
 
 
 def count(spec: str, tokens: int) -> dict[str, Any]:
-    """In the child: build, and count with one block of each kind, and with one more of each."""
+    """Build in the child, and count with one block of each kind, and with one more of each."""
     import torch
 
     from bench import steps
@@ -136,7 +136,7 @@ def count(spec: str, tokens: int) -> dict[str, Any]:
     counted = {}
     for cut in cuts:
         for one, number in zip(lists, cut, strict=True):
-            one.parent._modules[one.name] = torch.nn.ModuleList(list(one.blocks)[:number])
+            one.parent.register_module(one.name, torch.nn.ModuleList(list(one.blocks)[:number]))
         for _ in range(_WARM_UP):
             _held(forward)
         counted[",".join(map(str, cut))] = _held(forward)
@@ -225,13 +225,13 @@ def _beyond(row: Mapping[str, Any]) -> int:
 
 
 def _ones(row: Mapping[str, Any]) -> Mapping[str, int]:
-    """What one block of each stack holds."""
+    """Bytes that a model with one block of each stack holds."""
     ones: Mapping[str, int] = row["counted"][",".join("1" for _ in row["stacks"])]
     return ones
 
 
 def _more(row: Mapping[str, Any]) -> list[int]:
-    """What one more block of each stack keeps."""
+    """Bytes that one more block of each stack keeps."""
     numbers = range(len(row["stacks"]))
     cuts = [",".join("2" if number == kind else "1" for number in numbers) for kind in numbers]
     return [row["counted"][cut]["kept"] - _ones(row)["kept"] for cut in cuts]

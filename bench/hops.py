@@ -1,4 +1,4 @@
-"""Which functions of `trainer` a run enters, from a picture to the saved LoRA: what a reader has to follow.
+"""List the functions of `trainer` that a run enters, from a picture to the saved LoRA: a reader follows them.
 
     python -m bench hops
     python -m bench hops train_configs/llama_lora.yaml --set model.pretrained_model_name_or_path=BASE --list
@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(spec: str) -> dict[str, Any]:
-    """In the child: the real run, followed; gives its exit code, the functions and the way to the model."""
+    """Follow the real run in the child; gives its exit code, the functions and the way to the model."""
     import torch
 
     from trainer.engine import __main__ as engine
@@ -71,14 +71,14 @@ class Followed:
         """The way is taken at the first call of a goal, a function outside of `root`, while it is due."""
         self.entered: list[str] = []
         self.way: list[str] = []
-        """From the first function of `start` on the stack to the last one before the goal."""
+        """Functions on the stack from the first one of `start` to the last one before the goal."""
         self._root, self._start, self._is_goal, self._is_due = f"{root}/", str(start), is_goal, is_due
         # by identity, which is cheap to ask at each call; kept, so that no other object gets the same
         self._seen: dict[int, CodeType] = {}
         self._goals: set[int] = set()
 
     def through(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns, followed."""
+        """Follow `work`; gives what it returns."""
         threading.setprofile(self._look)
         sys.setprofile(self._look)
         try:

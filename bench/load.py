@@ -1,4 +1,4 @@
-"""How fast shards reach the device: the disk alone, both libraries, and ours, cold and from the page cache.
+"""Time shards on their way to the device: the disk alone, both libraries, and ours, cold and cached.
 
     python -m bench load --gib 22 --files 3 --folder DIR
     python -m bench load --gib 22 --folder DIR --rings 4x64x16,16x16x16,8x64x32
@@ -56,7 +56,7 @@ class Measured:
     """Resident memory at its highest beyond that before the first read."""
     device_peak_gib: float
     how: str
-    """What `auto` chose for the first file."""
+    """The method that `auto` chose for the first file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -179,7 +179,7 @@ def in_child(variant: str, state: str, paths: Sequence[Path], device: str) -> Me
 
 
 def job(variant: str, state: str, paths: Sequence[str], device: str) -> dict[str, Any]:
-    """In the child: `measure`."""
+    """Call `measure` in the child; gives its fields."""
     return asdict(measure(variant, state, [Path(path) for path in paths], device))
 
 
@@ -300,7 +300,7 @@ def _size(paths: Sequence[Path]) -> int:
 
 @contextlib.contextmanager
 def host_memory() -> Iterator[dict[str, int]]:
-    """Under `bytes`, by how much this process's resident memory rose at most, mapped files included."""
+    """A dict with `bytes`: how much this process's resident memory rose at most, mapped files included."""
     growth, start = {"bytes": 0}, _resident()
 
     def look() -> None:

@@ -42,7 +42,7 @@ from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 SET = REPOSITORY / "tests" / "data" / "real_shaped"
 MICRO_BATCHES = {"flux2_dev": 40}
-"""Of batches of one sample, where they are not 120."""
+"""Micro-batches of a run whose batches are of one sample, for families where they are not 120."""
 _MICRO_BATCHES, _BATCHED = 120, 30
 # their cells are compared with those of one caption length: a step each micro-batch gives medians of 60 steps
 _COMPARED = ("qwen_image", "kandinsky5")
@@ -188,7 +188,7 @@ def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
 
 
 def _layer(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
-    """What is laid over the family's shipped configuration."""
+    """The configuration that is laid over the family's shipped one."""
     family = families.get(cell.family)
     shipped = yaml.safe_load((REPOSITORY / "train_configs" / f"{cell.family}_lora.yaml").read_text())
     alone = cell.batch > 1 or cell.every
@@ -235,7 +235,7 @@ def _lengths(of: str) -> list[dict[str, str]]:
 
 
 def _alike(family: str, work: Path) -> Path:
-    """The pictures with one caption for all: of the tokenizer's lengths that which is nearest to the mean."""
+    """The pictures with one caption for all, whose token count is the nearest to the set's mean."""
     rows = _lengths("pictures")
     mean = statistics.fmean(int(row[family]) for row in rows)
     nearest = min(rows, key=lambda row: abs(int(row[family]) - mean))["file"]
@@ -249,7 +249,7 @@ def _alike(family: str, work: Path) -> Path:
 
 
 def _figures(run: Path, log: str) -> dict[str, Any]:
-    """Of a run that ended well."""
+    """Figures of a run that ended well, by the names of `COLUMNS`."""
     plan = json.loads((run / "plan.json").read_text())
     rows = [row for row in read_metrics(run / METRICS_LOG) if "seconds_per_step" in row]
     each = plan["accumulation_steps"]

@@ -1,4 +1,4 @@
-"""Planned beside measured device memory, over many settings: how right the calculator is.
+"""Compare planned with measured device memory over many settings: how right the calculator is.
 
     python -m bench memory flux1_dev=BASE qwen_image=BASE --blocks flux1_dev=2,4 --record FILE
 
@@ -48,7 +48,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "fp8, two copies": ("features.compile=true", "features.compute=fp8"),
     "nf4, recomputed": ("features.weights=nf4", _RECOMPUTED),
 }
-"""What the rows are called, and the overrides that make them."""
+"""Overrides of each row by its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -91,7 +91,7 @@ class Case(NamedTuple):
     timed: int = 0
     """Steps that are timed after those that warm up."""
     one_copy: bool = False
-    """Of FP8 weights, where a plan takes two if they fit; with overrides that settle what is recomputed."""
+    """One copy of FP8 weights where a plan takes two if they fit; overrides settle what is recomputed."""
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
@@ -135,27 +135,23 @@ def _compare(row: dict[str, Any]) -> None:
 
 
 def measured_row(case: Case, environ: Mapping[str, str]) -> dict[str, Any]:
-    """One setting's row, as `_row` gives it, and a line on stderr: many take long."""
-    row = _row(case, environ)
+    """One setting, planned here and measured in a child; `refused` or `failed` where it could not be.
+
+    The row is printed on stderr too: many settings take long.
+    """
+    found, plan = in_child(case, measure, {"tokens": case.tokens, "timed": case.timed}, environ)
+    blocks = ",".join(map(str, case.blocks))
+    row = {"family": case.family, "setting": case.setting, "blocks": blocks, **found}
+    if plan is not None:
+        planned_bytes = {part.name: part.bytes for part in plan.train_memory}
+        row |= {
+            "way": f"{plan.compute}, {'compiled' if plan.compile else 'eager'}",
+            "planned_gib": round(sum(planned_bytes.values()) / GIB, 3),
+            "planned_milliseconds": round(plan.step_milliseconds, 1),
+            "parts": {name: round(size / GIB, 3) for name, size in planned_bytes.items()},
+        }
     print(json.dumps(row), file=sys.stderr, flush=True)
     return row
-
-
-def _row(case: Case, environ: Mapping[str, str]) -> dict[str, Any]:
-    """One setting, planned here and measured in a child; `refused` or `failed` where it could not be."""
-    row = {"family": case.family, "setting": case.setting, "blocks": ",".join(map(str, case.blocks))}
-    found, plan = in_child(case, measure, {"tokens": case.tokens, "timed": case.timed}, environ)
-    if plan is None:
-        return {**row, **found}
-    planned_bytes = {part.name: part.bytes for part in plan.train_memory}
-    return {
-        **row,
-        **found,
-        "way": f"{plan.compute}, {'compiled' if plan.compile else 'eager'}",
-        "planned_gib": round(sum(planned_bytes.values()) / GIB, 3),
-        "planned_milliseconds": round(plan.step_milliseconds, 1),
-        "parts": {name: round(size / GIB, 3) for name, size in planned_bytes.items()},
-    }
 
 
 def in_child(
@@ -201,7 +197,7 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
 
 
 def measure(spec: str, tokens: int, timed: int) -> dict[str, float]:
-    """In the child: build, train; gives what was held while building and while training."""
+    """Build and train in the child; gives the memory held while building and while training, in GiB."""
     import torch
 
     from bench import steps

@@ -44,7 +44,7 @@ _WORDS = ("amber", "bridge", "cloud", "desert", "ember", "forest", "garden", "ha
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is the same for every variant of one command."""
+    """The part of a measurement that is the same for every variant of one command."""
 
     family: str
     base: Path
@@ -164,7 +164,7 @@ def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = 
 
 
 def problem(ended: Ended) -> dict[str, Any]:
-    """What is recorded of a run that failed; its last words go to stderr."""
+    """The figures of a run that failed: its problem; its last lines go to stderr."""
     print("\n".join(ended.said.strip().splitlines()[-12:]), file=sys.stderr)
     return {"problem": f"exit code {ended.code}"}
 
@@ -194,7 +194,7 @@ def figures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def planned(path: Path) -> dict[str, Any]:
-    """What the plan of a run predicted and decided."""
+    """Settings, precision and memory that the plan of a run decided and predicted."""
     plan = json.loads(path.read_text())
     names: tuple[str, ...] = ("weights", "compile", "attention", "activation_checkpointing")
     if plan["compute"] == "fp8":
@@ -227,7 +227,7 @@ def _free_port() -> int:
 
 @contextlib.contextmanager
 def watch(log: Path, *, memory: bool = False) -> Iterator[dict[str, float | None]]:
-    """What is seen of a run from outside, while it runs.
+    """Look at a run from outside, while it runs; gives two figures.
 
     `first_step_seconds`: from the start until the log had a line, to a quarter of a second; None before.
     `device_gib`: most memory of the GPU in use, by the driver, asked every two seconds if at all.

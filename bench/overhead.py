@@ -1,4 +1,4 @@
-"""What a step costs beside its mathematics: data loading, noise, heartbeat, log and metrics.
+"""Measure what a step costs beside its mathematics: data loading, noise, heartbeat, log and metrics.
 
     python -m bench overhead
     python -m bench overhead --step-ms 240 --set data.resolution=1024
@@ -50,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(spec: str, steps: int, step_ms: float) -> dict[str, float]:
-    """In the child: the real run with a sleep in the place of its mathematics."""
+    """Run the real training in the child with a sleep in the place of its mathematics; gives milliseconds."""
     import torch
 
     from trainer.engine import __main__ as engine

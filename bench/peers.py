@@ -1,4 +1,4 @@
-"""A LoRA step as others write it, timed: what ours is compared with. One variant in one process.
+"""Time a LoRA step as others write it, to compare ours with. One variant in one process.
 
 diffusers  as diffusers' and peft's own examples: eager, activation checkpointing, flash attention, bf16
            autocast over an fp32 adapter, AdamW
@@ -47,12 +47,12 @@ _FP8_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """How one of the others sets up its step."""
+    """The set-up of one of the others' steps."""
 
     package: str = ""
     """Module that must be importable besides torch, diffusers and peft."""
     precision: str
-    """What frozen layers multiply in."""
+    """Precision in which frozen layers multiply."""
     compiled: bool
     """Blocks compiled, cuDNN attention, bf16 adapter, fused AdamW; else as diffusers' examples."""
     settings: str

@@ -35,9 +35,9 @@ class Ended:
     host_gib: float
     """Resident memory of the largest process among it and its own children, at its peak."""
     said: str
-    """Both outputs, where they went to a log."""
+    """The text of stdout and stderr, where they went to a log."""
     answer: Any = None
-    """What the function returned; None where it failed."""
+    """The function's return value; None where it failed."""
 
 
 def run(command: Sequence[str], environ: Mapping[str, str] | None = None, log: Path | None = None) -> Ended:

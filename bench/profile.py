@@ -1,4 +1,4 @@
-"""Where the milliseconds of a training step go: the real model and optimizer on a synthetic batch, profiled.
+"""Profile a training step: the real model and optimizer on a synthetic batch, by kind of kernel.
 
     python -m bench profile train_configs/flux1_dev_lora.yaml --set model.weights=random \\
         --set model.pretrained_model_name_or_path=BASE --set features.compute=fp8 --steps 3
@@ -84,7 +84,7 @@ def profile(
     operators: bool = False,
     trace: str | None = None,
 ) -> dict[str, Any]:
-    """In the child: build, time, profile, print the table; gives the figures and all that the table says."""
+    """Build, time and profile in the child; prints the table, gives the figures and all that it says."""
     import torch
 
     from bench.steps import make_step, record_trace

@@ -24,9 +24,9 @@ class Row:
     variant: str
     family: str
     precision: str
-    """What frozen layers multiply in: bf16, fp8, int8."""
+    """Precision in which frozen layers multiply: bf16, fp8, int8."""
     settings: str
-    """What else parts it from the other rows, for people; may be empty."""
+    """Further differences from the other rows, for people; may be empty."""
     resolution: int
     """Pixels; 0 for a language model."""
     batch: int
@@ -53,7 +53,7 @@ class Row:
     copy_share: float | None = None
     floor_milliseconds: float | None = None
     problem: str = ""
-    """Why there are no figures."""
+    """The reason why there are no figures; empty where there are."""
 
     @property
     def share_of_floor(self) -> float | None:
@@ -136,7 +136,7 @@ def to_json(record: Record | Table) -> str:
 
 
 def from_json(text: str, where: str) -> Record | Table:
-    """What `to_json` wrote, or a table of another command. Raises DataError naming `where`."""
+    """The record that `to_json` wrote, or a table of another command. Raises DataError naming `where`."""
     try:
         content = json.loads(text)
         machine = Machine(**content.pop("machine"))

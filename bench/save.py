@@ -1,4 +1,4 @@
-"""How long a LoRA checkpoint takes to write, to check and to read back.
+"""Time a LoRA checkpoint: writing it, checking it, reading it back.
 
     python -m bench save --folder DIR --tensors 1000
 

@@ -1,4 +1,4 @@
-"""How far two pictures draw the same shape, whatever their colours."""
+"""Compare the shapes that two pictures draw, whatever their colours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from PIL import Image
 
 SIDE_PIXELS, BORDER_PIXELS = 64, 2
 SHEET_DISTANCE = 50.0
-"""Within which a colour counts as the sheet's; Euclidean, of values 0 to 255."""
+"""Greatest distance of a colour that counts as the sheet's; Euclidean, of values 0 to 255."""
 
 
 def overlap(picture: Image.Image, other: Image.Image) -> float:
@@ -18,7 +18,7 @@ def overlap(picture: Image.Image, other: Image.Image) -> float:
 
 
 def _drawn(picture: Image.Image) -> NDArray[np.bool_]:
-    """Where the picture differs from its border, whatever colour that has."""
+    """Mask of the pixels that differ from the border, whatever colour that has."""
     small = picture.convert("RGB").resize((SIDE_PIXELS, SIDE_PIXELS), Image.Resampling.BOX)
     colours = np.asarray(small, dtype=np.float64)
     border = np.ones((SIDE_PIXELS, SIDE_PIXELS), dtype=np.bool_)

@@ -1,4 +1,4 @@
-"""What tiny random bases share: the entry type, tokenizers built offline, small component configs."""
+"""Shared parts of tiny random bases: the entry type, tokenizers built offline, small component configs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from above, side view, white background, bright colors, dark shadows, yellow and
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """What the committed configs of a family (CONFIGS) leave open."""
+    """The part of a random base that the committed configs of its family (CONFIGS) leave open."""
 
     tokenizers: Mapping[str, Callable[[], Any]]
-    """How each tokenizer is made, by its folder's name."""
+    """Maker of each tokenizer by its folder's name."""
     encoders: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
-    """What tiny.yaml cannot say of the tiny models, by component, given the tokenizers."""
+    """Config keys that depend on the tokenizers, by component of the tiny model; tiny.yaml has the others."""
     classes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """(library, class) by component, where the committed configs have no model_index.json."""
     prepare: Callable[[str, Any], None] = lambda component, model: None

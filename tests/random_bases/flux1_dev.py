@@ -9,7 +9,7 @@ from tests.random_bases.common import Base, clip_tokenizer, t5_tokenizer, tiny_c
 
 
 def encoders(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Both are 32 wide."""
+    """CLIP and T5 configs, both 32 wide."""
     return {
         "text_encoder": tiny_clip(tokenizers["tokenizer"], 32),
         "text_encoder_2": tiny_t5(tokenizers["tokenizer_2"], 32),

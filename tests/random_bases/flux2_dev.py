@@ -63,7 +63,7 @@ def _merges() -> list[tuple[str, str]]:
 
 
 def encoders(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """A Mistral that is 32 wide."""
+    """A Mistral config, 32 wide."""
     return {"text_encoder": tiny_mistral(tokenizers["tokenizer"].tokenizer, 32)}
 
 

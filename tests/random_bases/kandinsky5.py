@@ -37,7 +37,7 @@ def tiny_qwen_vl(tokenizer: Any, width: int) -> dict[str, Any]:
 
 
 def encoders(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Both are 32 wide."""
+    """Qwen2.5-VL and CLIP configs, both 32 wide."""
     return {
         "text_encoder": tiny_qwen_vl(tokenizers["tokenizer"].tokenizer, 32),
         "text_encoder_2": tiny_clip(tokenizers["tokenizer_2"], 32),

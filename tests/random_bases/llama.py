@@ -56,7 +56,7 @@ def tokenizer() -> Any:
 
 
 def encoders(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """What the model has from its tokenizer."""
+    """Config keys of the model that its tokenizer decides."""
     made = tokenizers[""]
     return {
         "": {

@@ -38,7 +38,7 @@ def qwen_tokenizer() -> Any:
 
 
 def encoders(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """32 wide."""
+    """A Qwen2.5-VL config, 32 wide."""
     return {"text_encoder": tiny_qwen_vl(tokenizers["tokenizer"], 32)}
 
 

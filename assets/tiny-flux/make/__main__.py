@@ -49,7 +49,7 @@ def make_data(arguments: argparse.Namespace) -> None:
 
 
 def make_vae(arguments: argparse.Namespace) -> None:
-    """BASE/vae."""
+    """Train the VAE and write BASE/vae."""
     from make import vae
 
     pixels = vae.stack(
@@ -65,7 +65,7 @@ def make_vae(arguments: argparse.Namespace) -> None:
 
 
 def make_text(arguments: argparse.Namespace) -> None:
-    """BASE's tokenizers and text encoders, from captions and the VAE's latents of their pictures."""
+    """Train BASE's tokenizers and text encoders on captions and the VAE's latents of their pictures."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -96,7 +96,7 @@ def make_text(arguments: argparse.Namespace) -> None:
 
 
 def make_transformer(arguments: argparse.Namespace) -> None:
-    """RUN/model/transformer, by `trainer train`; a run that was stopped goes on."""
+    """Train RUN/model/transformer by `trainer train`; a run that was stopped goes on."""
     shutil.copy(FAMILY_CONFIGS / "model_index.json", BASE)
     shutil.copytree(FAMILY_CONFIGS / "scheduler", BASE / "scheduler", dirs_exist_ok=True)
     (BASE / "transformer").mkdir(exist_ok=True)
@@ -107,7 +107,7 @@ def make_transformer(arguments: argparse.Namespace) -> None:
 
 
 def assemble(arguments: argparse.Namespace) -> None:
-    """ASSETS: BASE with the trained transformer."""
+    """Write ASSETS: BASE with the trained transformer."""
     for component in BASE.iterdir():
         shutil.rmtree(ASSETS / component.name, ignore_errors=True)
     shutil.copytree(BASE, ASSETS, ignore=shutil.ignore_patterns("transformer"), dirs_exist_ok=True)
@@ -119,7 +119,7 @@ def assemble(arguments: argparse.Namespace) -> None:
 
 
 def make_card(arguments: argparse.Namespace) -> None:
-    """Sample grid, curves, recognition figures and README of ASSETS."""
+    """Write the sample grid, curves, recognition figures and README of ASSETS."""
     card.write(ASSETS, DATA, LOGS, RUN)
 
 

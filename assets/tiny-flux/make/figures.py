@@ -1,4 +1,4 @@
-"""What the tiny base can do, in numbers: its pictures are compared with the drawings that it learned from."""
+"""Measure the tiny base: its pictures are compared with the drawings that it learned from."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def words(name: str) -> str:
 
 
 def read_captions(data: Path) -> set[str]:
-    """All that the transformer was told."""
+    """Every caption that the transformer was trained with."""
     files = sorted(data.glob("*/metadata.jsonl"))
     return {json.loads(line)["text"] for file in files for line in file.read_text().splitlines()}
 
@@ -103,7 +103,7 @@ def recognised(pictures: Pictures, names: Sequence[str], references: References)
 
 
 def common(pipeline: Any, trained: References) -> dict[str, Any]:
-    """COMMON, plainly asked for."""
+    """Recognition of the things of COMMON, each drawn by its plain prompt."""
     prompts = [article(words(name)) for name in COMMON]
     rows = recognised(draw(pipeline, prompts, range(len(COMMON))), COMMON, trained)
     rows = [
@@ -133,7 +133,7 @@ def held_out(pipeline: Any, names: Sequence[str], everything: References) -> dic
 
 
 def real_pairs(data: Path, pairs: Sequence[tuple[str, str]]) -> Pictures:
-    """The same by the artist's hand: what the criterion says of these is the most that it can say."""
+    """The artist's drawings of these pairs: what `judge_pairs` says of them is the most that it can say."""
     made = read(data, [name for name, _ in pairs], "flat")
     return np.stack(
         [compare.pixels(on_sheet(one, sheet)) for one, (_, sheet) in zip(made, pairs, strict=True)]

@@ -30,7 +30,7 @@ def tokenizers(captions: Sequence[str]) -> dict[str, Any]:
 
 
 def encoder_configs(made: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Two layers of WIDTH each."""
+    """Configs of two text encoders with two layers of WIDTH each."""
     heads = 4
     clip = {"intermediate_size": 4 * WIDTH, "num_attention_heads": heads}
     t5 = {"d_kv": WIDTH // heads, "num_heads": heads, "dropout_rate": 0.0}

@@ -317,7 +317,7 @@ def test_tables_of_other_commands_are_printed_as_they_are() -> None:
     )
     read = record.from_json(record.to_json(table), "x.json")
     assert read == table
-    assert "| loader | GiB/s |\n|---|---|\n| safetensors | 1.8 |" in page.page({"load": table}, page.MARK)
+    assert "| loader | GiB/s |\n| --- | --- |\n| safetensors | 1.8 |" in page.page({"load": table}, page.MARK)
 
 
 def test_notes_without_a_place_for_the_records_are_refused() -> None:
