@@ -263,8 +263,7 @@ def _norm_rotary_backward(  # type: ignore[no-untyped-def]
         of_first += sample * first_tokens * row + column
         stream_backward(
             which, stream, low, sample, head, table_row, (gradient, stride_token, stride_head), of_first,
-            (of_hidden, inner), block, heads, row_heads,
-            EPS, QKV, SPLIT, WIDTH, TOKENS, HEADS, RANK,
+            (of_hidden, inner), block, heads, row_heads, EPS, QKV, SPLIT, WIDTH, TOKENS, HEADS, RANK,
         )  # fmt: skip
     elif JOINED:
         other = (second, second_query, second_key, second_cos, second_sin, second_tokens,
@@ -275,8 +274,7 @@ def _norm_rotary_backward(  # type: ignore[no-untyped-def]
         of_hidden += first_tokens * inner
         stream_backward(
             which, other, added, sample, head, table_row, (gradient, stride_token, stride_head), of_second,
-            (of_hidden, inner), block - blocks, heads, row_heads,
-            EPS, QKV, SPLIT, WIDTH, TOKENS, HEADS, RANK,
+            (of_hidden, inner), block - blocks, heads, row_heads, EPS, QKV, SPLIT, WIDTH, TOKENS, HEADS, RANK,
         )  # fmt: skip
 
 
