@@ -19,11 +19,6 @@ _MODEL = "model.pretrained_model_name_or_path"
 _RESUME = "checkpoint.resume_from_checkpoint"
 
 
-def real(path: Path) -> str:
-    """`path` without links and dots; unlike Path.resolve it never raises."""
-    return os.path.realpath(path)
-
-
 def known(is_kind: Callable[[], bool]) -> bool:
     """The answer of a path's `is_dir` or `is_file`; False where nobody can tell."""
     try:
@@ -34,7 +29,7 @@ def known(is_kind: Callable[[], bool]) -> bool:
 
 def _inside(path: Path, folder: Path) -> bool:
     """True if `path` is `folder` or lies below it; neither need exist."""
-    return Path(real(path)).is_relative_to(real(folder))
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))  # Path.resolve may raise
 
 
 def _image_folders(context: Context, path: Path) -> Iterator[str]:

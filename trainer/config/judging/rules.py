@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -144,7 +145,7 @@ def _sets_of_two_kinds(context: Context) -> Iterator[Clash]:
 def _same_set_twice(context: Context) -> Iterator[Clash]:
     seen: dict[str, str] = {}
     for key, path in _training_sets(context.config):
-        first = seen.setdefault(path_rules.real(path), key)
+        first = seen.setdefault(os.path.realpath(path), key)
         if first != key:
             yield {"key": key, "path": str(path), "first": context.source(first)}
 
@@ -164,7 +165,7 @@ def _held_out_two_ways(context: Context) -> Iterator[Clash]:
 def _held_out_trained(context: Context) -> Iterator[Clash]:
     key, held_out = _held_out(context.config.validation)
     for trained, path in _training_sets(context.config):
-        if held_out is not None and path_rules.real(held_out) == path_rules.real(path):
+        if held_out is not None and os.path.realpath(held_out) == os.path.realpath(path):
             chats = trained.endswith("chat_file")
             others = "file of other conversations" if chats else "folder of other images"
             yield {"key": key, "path": str(held_out), "trained": context.source(trained), "others": others}
