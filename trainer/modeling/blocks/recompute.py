@@ -42,7 +42,7 @@ def recomputed(
     draws: bool,
     contexts: Callable[[], tuple[Around, Around]] = noop_context_fn,
 ) -> Any:
-    """The result of `call`, which is called again for backward, with the same random numbers where it `draws`.
+    """The result of `call`, called again for backward, with the same random numbers where it `draws`.
 
     `contexts` makes the contexts around both calls. torch's checkpoint finds the device whose RNG state it
     restores by positional tensors only, so named inputs are passed by position too.
