@@ -1,8 +1,8 @@
 """Ways to store the weights of a base and to multiply with them: one row each, read by every floor.
 
-Predicted memory and time, what `auto` tries in which order, suggestions, the probe's kernels and the layers
-of `modeling.storage` follow from these rows. A new way is a row here, a layer in `modeling.storage.quantize`
-and its word in `features.weights`.
+Predicted memory and time, what `auto` tries in which order, suggestions, the probe's kernels, the words
+of `features` and the layers of `modeling.storage` follow from these rows. A new way is a row here and a layer
+in `modeling.storage.quantize`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Way:
     tier: int = 0
     """A higher one changes the base's precision more: it is tried where nothing of the lower ones fits."""
     automatic: bool = True
-    """Whether `auto` may choose it; others are for who writes how modulation is stored."""
+    """Whether `auto` may choose it; others are for who writes their storage, or how modulation is stored."""
     instead_of: str = ""
     """The storage that it stands in for, where `auto` cannot have that one."""
     smaller: tuple[str, ...] = ()
