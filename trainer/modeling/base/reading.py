@@ -17,7 +17,7 @@ import mmap
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
@@ -176,8 +176,7 @@ class ShardReader:
             self._ring.close()
             self._ring = None
 
-    @contextmanager
-    def open(self, path: Path) -> Iterator[Shard]:
+    def open(self, path: Path) -> AbstractContextManager[Shard]:
         """The shard at `path`. Raises SafetensorError where it is not what its header says."""
         header = _entries(path)
         choice = self._choice(path)
@@ -190,11 +189,16 @@ class ShardReader:
         else:
             self._ring = self._ring or Ring(self._device, self._size)
             opened = _streamed(path, header, self._device, self._ring, choice.direct, self._unified)
-        with opened as get_tensor:
-            yield Shard(ends={name: entry.end for name, entry in header.items()}, get_tensor=get_tensor)
+        return _shard({name: entry.end for name, entry in header.items()}, opened)
 
 
 _Get = Callable[[str], torch.Tensor]
+
+
+@contextmanager
+def _shard(ends: Mapping[str, int], opened: AbstractContextManager[_Get]) -> Iterator[Shard]:
+    with opened as get_tensor:
+        yield Shard(ends=ends, get_tensor=get_tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
