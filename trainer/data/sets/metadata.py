@@ -8,7 +8,6 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-import json
 import posixpath
 import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,7 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer.data.captions import MAX_CAPTION_BYTES, TextError, clean_caption, decode_text, encodable
+from trainer.data.captions import (
+    MAX_CAPTION_BYTES,
+    TextError,
+    clean_caption,
+    decode_text,
+    encodable,
+    parse_json,
+)
 from trainer.errors import Problem
 from trainer.words.near import closest
 
@@ -159,12 +165,7 @@ def _header(cells: list[str]) -> list[str]:
 def _parse(line: bytes) -> dict[str, Any]:
     """One line as an object in which every key is there once."""
     shape = _SHAPES[METADATA_NAME]
-    try:
-        value = json.loads(decode_text(line), object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        raise TextError(f"not valid JSON: {error.msg} (column {error.colno})", f"write {shape}") from error
-    except (ValueError, RecursionError) as error:
-        raise TextError(f"not valid JSON: {error}", f"write {shape}") from error
+    value = parse_json(decode_text(line), shape, hook=_object)
     if not isinstance(value, dict):
         raise TextError("the line is not a JSON object", f"write {shape}")
     return value
