@@ -62,12 +62,15 @@ def report_left_out(left_out: Sequence[LeftOut], folder: Path | None) -> None:
     if folder is not None:
         rows = [json.dumps({"file": one.file, "reason": one.reason}, ensure_ascii=False) for one in left_out]
         atomic.write_text(folder / LEFT_OUT_NAME, "\n".join(rows) + "\n")
-    lines = [one_line(f"{one.file}: {one.reason}") for one in left_out[:MAX_PROBLEMS_SHOWN]]
-    hidden = len(left_out) - len(lines)
-    if hidden:
-        lines.append(f"... and {hidden} more")
     where = f", all listed in {folder / LEFT_OUT_NAME}" if folder is not None else ""
     _log.warning(
         "data.on_bad_file is skip: %d file%s left out%s\n%s",
-        len(left_out), " is" if len(left_out) == 1 else "s are", where, "\n".join(lines),
+        len(left_out), " is" if len(left_out) == 1 else "s are", where,
+        first_lines([f"{one.file}: {one.reason}" for one in left_out], MAX_PROBLEMS_SHOWN),
     )  # fmt: skip
+
+
+def first_lines(texts: Sequence[str], most: int) -> str:
+    """Each of the first texts on one line, and how many more there are."""
+    hidden = len(texts) - most
+    return "\n".join([*map(one_line, texts[:most]), *([f"... and {hidden} more"] if hidden > 0 else [])])

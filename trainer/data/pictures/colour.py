@@ -121,7 +121,7 @@ def _applied(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Image
 
 
 def _applying(icc: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | str:
-    """How a profile is applied to a picture of this mode, else why it is not; empty where there is no need."""
+    """How a profile is applied to a picture of this mode, else why not; empty where there is no need."""
     found = _transform(icc, mode) if icc is not None else ""
     return found if isinstance(found, str) or not _is_srgb(found, mode) else ""
 

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from trainer.data.sets.listing import Listing, list_folder
-from trainer.data.sets.metadata import METADATA_NAME, Metadata, one_form
+from trainer.data.sets.metadata import METADATA_NAME, Metadata, one_form, read_metadata
 from trainer.errors import Problem
 
 if TYPE_CHECKING:
@@ -38,14 +38,24 @@ def set_folders(one: DataSet) -> tuple[Path, ...]:
     return (*control_folders(one.control_dir), *(path for path in (one.img_dir, one.mask_dir) if path))
 
 
-def without_controls(listing: Listing, metadata: Metadata) -> Listing:
-    """The listing without the images that metadata names as controls only: they are no samples."""
-    named = {name for names in metadata.controls.values() for name in names} - set(metadata.named)
-    images = tuple(path for path in listing.images if listing.key(path) not in named)
-    return dataclasses.replace(listing, images=images)
+def read_set(
+    one: DataSet, folder: Path, apart: Sequence[Path], counts: tuple[int, int]
+) -> tuple[Listing, Metadata, list[Problem], Pairs]:
+    """(samples in the set's `folder`, metadata, its problems, control images), without what lies `apart`.
+
+    Images that metadata names as controls only are no samples.
+    """
+    folders, listing = control_folders(one.control_dir), list_folder(folder, apart=apart)
+    metadata, problems = read_metadata(listing.metadata, folder)
+    samples = listing
+    if not folders:
+        named = {name for names in metadata.controls.values() for name in names} - set(metadata.named)
+        images = tuple(path for path in listing.images if listing.key(path) not in named)
+        samples = dataclasses.replace(listing, images=images)
+    return samples, metadata, problems, _pair_controls(samples, metadata, folders, counts, beside=listing)
 
 
-def pair_controls(
+def _pair_controls(
     listing: Listing, metadata: Metadata, folders: Sequence[Path], counts: tuple[int, int], *, beside: Listing
 ) -> Pairs:
     """The control images of every image in `listing`; `counts` are the least and most that a sample has.

@@ -8,10 +8,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.config.schema import DataSet
+from trainer.data.leftout import first_lines
 from trainer.data.pictures.images import Measured
 from trainer.data.pictures.variants import names_a_side
 from trainer.data.records import ImageRecord
-from trainer.errors import one_line
 
 _SHOWN = 20
 # what kohya's scripts read repeats from
@@ -53,7 +53,8 @@ def _tell_copies(records: Sequence[ImageRecord]) -> None:
     if lines:
         _log.warning(
             "%d of %d images %s of others and count again (to weigh images on purpose, write `repeats`):\n%s",
-            len(lines), len(records), "is a copy" if len(lines) == 1 else "are copies", _first(lines),
+            len(lines), len(records), "is a copy" if len(lines) == 1 else "are copies",
+            first_lines(lines, _SHOWN),
         )  # fmt: skip
 
 
@@ -63,7 +64,7 @@ def _tell_unapplied(records: Sequence[ImageRecord], measured: Mapping[Path, Meas
     found = {path: measured[path].unapplied for paths in files for path in paths}
     lines = [f"{path}: {problem}" for path, problem in found.items() if problem]
     if lines:
-        _log.warning("%d images are read as sRGB:\n%s", len(lines), _first(lines))
+        _log.warning("%d images are read as sRGB:\n%s", len(lines), first_lines(lines, _SHOWN))
 
 
 def _tell_sides(records: Sequence[ImageRecord], sets: Sequence[DataSet]) -> None:
@@ -74,7 +75,7 @@ def _tell_sides(records: Sequence[ImageRecord], sets: Sequence[DataSet]) -> None
         _log.warning(
             "`flip` is on, and %d captions say left or right, which is wrong of the mirrored image. Leave "
             "flip out for these, or reword them:\n%s",
-            len(wrong), _first(lines),
+            len(wrong), first_lines(lines, _SHOWN),
         )  # fmt: skip
 
 
@@ -95,8 +96,3 @@ def _tell_numbered_folders(records: Sequence[ImageRecord], sets: Sequence[DataSe
             "set of its own under data.sets, with `repeats: %s`, if that is meant.",
             folder, number_text, number_text,
         )  # fmt: skip
-
-
-def _first(lines: Sequence[str]) -> str:
-    hidden = len(lines) - _SHOWN
-    return "\n".join([*map(one_line, lines[:_SHOWN]), *([f"... and {hidden} more"] if hidden > 0 else [])])

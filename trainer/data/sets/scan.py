@@ -14,10 +14,10 @@ from trainer.data.pictures.images import Measured
 from trainer.data.pictures.opened import control_of, open_all
 from trainer.data.records import ImageRecord, Mask, Scan
 from trainer.data.sets import notices
-from trainer.data.sets.controls import control_folders, pair_controls, set_folders, without_controls
-from trainer.data.sets.listing import Listing, list_folder
+from trainer.data.sets.controls import read_set, set_folders
+from trainer.data.sets.listing import Listing
 from trainer.data.sets.masks import pair_masks
-from trainer.data.sets.metadata import METADATA_NAMES, Metadata, one_form, read_metadata
+from trainer.data.sets.metadata import METADATA_NAMES, Metadata, one_form
 from trainer.errors import DataError, Problem
 
 if TYPE_CHECKING:
@@ -108,11 +108,7 @@ def _list_set(
 ) -> None:
     """The images of one set with captions, control images and masks; not those in folders of others."""
     assert one.img_dir is not None, "the configuration was checked"
-    folders = control_folders(one.control_dir)
-    listing = list_folder(one.img_dir, apart=apart)
-    metadata, metadata_problems = read_metadata(listing.metadata, one.img_dir)
-    beside, listing = listing, listing if folders else without_controls(listing, metadata)
-    pairs = pair_controls(listing, metadata, folders, counts, beside=beside)
+    listing, metadata, metadata_problems, pairs = read_set(one, one.img_dir, apart, counts)
     masks, mask_problems, mask_listing = pair_masks(listing, one.mask_dir)
     captions, caption_problems = _captions(listing, metadata)
     problems = (*listing.problems, *metadata_problems, *caption_problems, *pairs.problems, *mask_problems)
