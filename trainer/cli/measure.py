@@ -96,7 +96,7 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
     from trainer.config import environment
     from trainer.engine.probing.reading import largest, probe_reading
     from trainer.files.weight_files import weight_files
-    from trainer.machine.verdicts import FILE_NAME, write_readings
+    from trainer.machine.verdicts import FILE_NAME, keep
     from trainer.modeling.base.base import local_folder
     from trainer.planning.choose import loading
     from trainer.planning.planning import weights_folder
@@ -117,7 +117,7 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
         say(f"  {row.loader}, {row.state}: {_rate(row.gib_per_second)}", err=True)
     if trouble:
         say(f"  ended early: {trouble}", err=True)
-    if found and not write_readings(environment.user_cache_dir() / FILE_NAME, facts, found):
+    if found and not keep(environment.user_cache_dir() / FILE_NAME, facts, readings=found):
         say("  these cannot be kept: they will be measured again", err=True)
     others = tuple(row for row in facts.readings if row.disk != disk or not found)
     return dataclasses.replace(facts, readings=(*others, *found))
@@ -143,7 +143,7 @@ def measure_kernels(
     from trainer.cli.jobs import child_environment
     from trainer.config import environment
     from trainer.engine.probing import probe
-    from trainer.machine.verdicts import FILE_NAME, merged, untyped, write_verdicts
+    from trainer.machine.verdicts import FILE_NAME, keep, merged, untyped
     from trainer.planning.planning import run_attention
 
     shape = run_attention(loaded, plan.micro_batch_size)
@@ -164,7 +164,7 @@ def measure_kernels(
     found = probe.probe(missing, shape, plan.dtype, child_environment(plan, facts), device=plan.device)
     unsettled.update((row.kernel, row.shape_class, row.dtype) for row in found.unsettled)
     _tell(found)
-    if not write_verdicts(path, facts, found.verdicts):
+    if not keep(path, facts, verdicts=found.verdicts):
         say(f"  {path} cannot be written: they will be measured again", err=True)
     return dataclasses.replace(facts, verdicts=merged(facts.verdicts, found.verdicts))
 

@@ -163,15 +163,7 @@ def _guarded(profile: Profile, gpu: Gpu, reason: str) -> tuple[Profile, str]:
     """The profile with the guards of unified memory where the GPU has it, whatever the profile is called."""
     if not gpu.integrated or profile.headroom_bytes is not None:
         return profile, reason
-    guarded = replace(
-        profile,
-        budget_share=_UNIFIED.budget_share,
-        headroom_bytes=_UNIFIED.headroom_bytes,
-        pin_memory=_UNIFIED.pin_memory,
-        environment=_UNIFIED.environment,
-        notes=_UNIFIED.notes,
-        by_facts=True,
-    )
+    guarded = replace(_UNIFIED, name=profile.name, title=profile.title, match=profile.match, by_facts=True)
     return guarded, f"{reason}; its memory is guarded as that of {_UNIFIED.name}: it is shared with the CPU"
 
 

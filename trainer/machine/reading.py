@@ -62,9 +62,8 @@ def read_facts(
         packages=installed(PACKAGES),
         c_compiler=any(shutil.which(name) for name in C_COMPILERS),
     )
-    kept = cache_dir / verdicts.FILE_NAME
-    known, readings = verdicts.read_verdicts(kept, facts), verdicts.read_readings(kept, facts)
-    return dataclasses.replace(facts, verdicts=known, readings=readings)
+    kept = verdicts.read_kept(cache_dir / verdicts.FILE_NAME, facts)
+    return dataclasses.replace(facts, verdicts=kept.verdicts, readings=kept.readings)
 
 
 def read_recorded(path: Path, named_by: str = "") -> Facts:
