@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from trainer.data.records import LeftOut
@@ -26,7 +26,7 @@ def capped(problems: Sequence[Problem]) -> list[Problem]:
     return shown
 
 
-def list_left_out(problems: Sequence[Problem], samples: Mapping[str, Sequence[str]]) -> tuple[LeftOut, ...]:
+def list_left_out(problems: Sequence[Problem], samples: Mapping[str, Iterable[str]]) -> tuple[LeftOut, ...]:
     """One row for each file that is left out, with all reasons.
 
     `samples` are the samples that a place spoils: the image of a caption, of a line of metadata, of a mask.

@@ -106,10 +106,15 @@ def _read(path: Path, problems: list[Problem]) -> Iterator[Row]:
 
 
 def _json_rows(data: bytes) -> Iterator[Row]:
+    """A row a line: an object in which every key is there once."""
+    shape = _SHAPES[METADATA_NAME]
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             try:
-                yield number, _known_keys(_parse(line))
+                value = parse_json(decode_text(line), shape, hook=_object)
+                if not isinstance(value, dict):
+                    raise TextError("the line is not a JSON object", f"write {shape}")
+                yield number, _known_keys(value)
             except TextError as error:
                 yield number, error
 
@@ -160,15 +165,6 @@ def _header(cells: list[str]) -> list[str]:
         if key not in names:
             raise TextError(f"the column `{key}` is missing", "begin with the line file_name,text")
     return names
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    """One line as an object in which every key is there once."""
-    shape = _SHAPES[METADATA_NAME]
-    value = parse_json(decode_text(line), shape, hook=_object)
-    if not isinstance(value, dict):
-        raise TextError("the line is not a JSON object", f"write {shape}")
-    return value
 
 
 def _known_keys(value: dict[str, Any]) -> dict[str, Any]:

@@ -36,11 +36,12 @@ class _Captioned:
     path: Path
     caption: str
     controls: tuple[Path, ...]
-    mask: Path | None
+    masks: tuple[Path, ...]
+    """One, or none."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return (self.path, *self.controls, *([self.mask] if self.mask else []))
+        return (self.path, *self.controls, *self.masks)
 
 
 @dataclass(kw_only=True)
@@ -51,14 +52,12 @@ class _Found:
     problems: list[Problem] = field(default_factory=list)
     fatal: bool = False
     """Whether a folder is wrong as a whole, which no skipping helps."""
-    spoils: dict[str, list[str]] = field(default_factory=dict)
+    spoils: dict[str, dict[str, None]] = field(default_factory=dict)
     """Places of problems -> images that cannot be used because of them."""
 
     def blame(self, where: str, image: Path) -> None:
         """A problem at `where` is one of this image."""
-        images = self.spoils.setdefault(where, [])
-        if str(image) not in images:
-            images.append(str(image))
+        self.spoils.setdefault(where, {})[str(image)] = None
 
 
 def scan_images(
@@ -82,7 +81,7 @@ def scan_images(
     apart = [folder for one in sets for folder in set_folders(one)]
     for set_index, one in enumerate(sets):
         _list_set(set_index, one, controls, found, apart)
-    masks = {item.mask for item in found.images if item.mask is not None}
+    masks = {mask for item in found.images for mask in item.masks}
     files = (path for item in found.images for path in item.files)
     opened = open_all(files, masks=masks, progress=progress)
     found.problems += [problem for one in opened.values() if not isinstance(one, Measured) for problem in one]
@@ -109,20 +108,19 @@ def _list_set(
     """The images of one set with captions, control images and masks; not those in folders of others."""
     assert one.img_dir is not None, "the configuration was checked"
     listing, metadata, metadata_problems, pairs = read_set(one, one.img_dir, apart, counts)
-    masks, mask_problems, mask_listing = pair_masks(listing, one.mask_dir)
+    masks = pair_masks(listing, one.mask_dir)
     captions, caption_problems = _captions(listing, metadata)
-    problems = (*listing.problems, *metadata_problems, *caption_problems, *pairs.problems, *mask_problems)
+    problems = (*listing.problems, *metadata_problems, *caption_problems, *pairs.problems, *masks.problems)
     found.problems += {(problem.what, problem.where): problem for problem in problems}.values()
-    found.fatal = found.fatal or listing.unusable or pairs.unusable
-    found.fatal = found.fatal or (mask_listing is not None and mask_listing.unusable)
+    found.fatal = found.fatal or listing.unusable or pairs.unusable or masks.unusable
     for image in listing.images:
         item = _Captioned(
             set_index=set_index,
             name=listing.name(image),
             path=image,
             caption=captions.get(image, ""),
-            controls=pairs.controls.get(image, ()),
-            mask=masks.get(image),
+            controls=pairs.found.get(image, ()),
+            masks=masks.found.get(image, ()),
         )
         found.images.append(item)
         for file in item.files:
@@ -192,14 +190,14 @@ def _no_caption(image: Path, metadata: Sequence[Path]) -> Problem:
 
 def _mask_problems(images: Sequence[_Captioned], good: Mapping[Path, Measured]) -> Iterator[Problem]:
     """A problem for every mask of another aspect than its image, so that nobody knows what it covers."""
-    for item in images:
-        if item.mask is None or item.mask not in good or item.path not in good:
+    for item, path in ((one, mask) for one in images for mask in one.masks):
+        if path not in good or item.path not in good:
             continue
-        image, mask = good[item.path], good[item.mask]
+        image, mask = good[item.path], good[path]
         if abs(mask.width * image.height / (mask.height * image.width) - 1) > _ASPECT_TOLERANCE:
             what = f"the mask has {mask.width}x{mask.height} pixels, its image {image.width}x{image.height}"
             remedy = "give it the image's size, or another of its aspect"
-            yield Problem(what=what, where=str(item.mask), remedy=remedy)
+            yield Problem(what=what, where=str(path), remedy=remedy)
 
 
 def _record(
@@ -213,7 +211,7 @@ def _record(
     assert item.caption, "an image without a caption was left in"
     measured = good[item.path]
     bucket_width, bucket_height = nearest_bucket(measured.width, measured.height, sizes)
-    mask = None if item.mask is None else Mask(path=item.mask, content_sha256=good[item.mask].content_sha256)
+    masks = [Mask(path=path, content_sha256=good[path].content_sha256) for path in item.masks]
     return ImageRecord(
         path=item.path,
         identifier=f"{item.set_index}/{item.name}",
@@ -228,7 +226,7 @@ def _record(
         colour=measured.colour,
         controls=tuple(control_of(path, good[path]) for path in item.controls),
         set_index=item.set_index,
-        mask=mask,
+        mask=masks[0] if masks else None,
         loss_weight=one.loss_weight,
         is_reg=one.is_reg,
     )

@@ -77,7 +77,7 @@ def _samples(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple
             return None
         apart = [folder for other in sets for folder in set_folders(other) if folder != one.img_dir]
         listing, _, _, pairs = read_set(one, one.img_dir, apart, controls)
-        before = pairs.controls if controls[1] else {}
+        before = pairs.found if controls[1] else {}
         found.append(tuple((path, *before.get(path, ())) for path in listing.images))
     return tuple(found) if all(found) else None
 
