@@ -41,7 +41,7 @@ def list_left_out(problems: Sequence[Problem], samples: Mapping[str, Iterable[st
             told = reasons.setdefault(file, [])
             if named not in told:
                 told.append(named)
-    return tuple(LeftOut(file=file, reason="; ".join(told)) for file, told in reasons.items())
+    return tuple((file, "; ".join(told)) for file, told in reasons.items())
 
 
 def nothing_left(problems: Sequence[Problem]) -> DataError:
@@ -60,13 +60,13 @@ def report_left_out(left_out: Sequence[LeftOut], folder: Path | None) -> None:
             (folder / LEFT_OUT_NAME).unlink(missing_ok=True)
         return
     if folder is not None:
-        rows = [json.dumps({"file": one.file, "reason": one.reason}, ensure_ascii=False) for one in left_out]
+        rows = [json.dumps({"file": file, "reason": why}, ensure_ascii=False) for file, why in left_out]
         atomic.write_text(folder / LEFT_OUT_NAME, "\n".join(rows) + "\n")
     where = f", all listed in {folder / LEFT_OUT_NAME}" if folder is not None else ""
     _log.warning(
         "data.on_bad_file is skip: %d file%s left out%s\n%s",
         len(left_out), " is" if len(left_out) == 1 else "s are", where,
-        first_lines([f"{one.file}: {one.reason}" for one in left_out], MAX_PROBLEMS_SHOWN),
+        first_lines([f"{file}: {why}" for file, why in left_out], MAX_PROBLEMS_SHOWN),
     )  # fmt: skip
 
 

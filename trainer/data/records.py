@@ -100,13 +100,10 @@ class ChatRecord:
 Record = ImageRecord | ChatRecord
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """A file that is not trained on because of `data.on_bad_file: skip`."""
-
-    file: str
-    """The sample's, or that of a stray file; a conversation's with its row."""
-    reason: str
+LeftOut = tuple[str, str]
+"""A file that is not trained on because of `data.on_bad_file: skip`, and why: a sample's or a stray one, a
+conversation's with its row.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

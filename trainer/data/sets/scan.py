@@ -90,7 +90,7 @@ def scan_images(
     if found.problems and (found.fatal or on_bad_file == "error"):
         raise DataError(capped(found.problems))
     left_out = list_left_out(found.problems, found.spoils)
-    bad = {row.file for row in left_out}
+    bad = {file for file, _ in left_out}
     records = [
         _record(item, sets[item.set_index], good, sizes, trigger_word)
         for item in found.images
