@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
 _SHAPE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
-# what a message may hold besides that would change what is learned, by the values that change nothing
+# keys of a message that would change what is learned, and the values with which they change nothing
 _UNREAD_KEYS: dict[str, tuple[object, ...]] = {
     "tool_calls": (None, []),
     "function_call": (None,),

@@ -74,7 +74,7 @@ class ImageRecord:
     loss_weight: float = 1.0
     """The factor on its loss."""
     is_reg: bool = False
-    """Of a regularisation set: no trigger word, never held out."""
+    """Whether it is of a regularisation set: it gets no trigger word and is never held out."""
 
     def crops_alike(self, control: Control) -> bool:
         """Whether a control is cut as the image is: of equal size, the two show the same things."""

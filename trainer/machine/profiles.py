@@ -53,7 +53,7 @@ class Profile:
     """Kernels in the order in which `auto` prefers them while none was measured."""
     pin_memory: bool
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Set before the training process starts; `OMP_*` only where the user's own environment has no value."""
+    """Variables of the training process; `OMP_*` only where the user's own environment has no value."""
     notes: tuple[tuple[str, str], ...] = ()
     """(feature, why) of policies that are fixed for this machine."""
     by_facts: bool = False

@@ -33,7 +33,7 @@ def machine_key(facts: Facts) -> str:
 
 
 def read_kept(path: Path, facts: Facts) -> MachineVerdicts:
-    """What is kept of this machine; empty where nothing was measured or the file is broken.
+    """This machine's verdicts in the file; empty where nothing was measured or the file is broken.
 
     Verdicts of versions that did not write down their type are left out: nobody can tell what they are of.
     """

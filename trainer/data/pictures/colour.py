@@ -102,7 +102,7 @@ def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
         return image
     if "transparency" in image.info:
         raise UnreadableModeError("16 bits, of which one value means transparent")
-    values = np.asarray(image)  # of 16 bits, or of 32 with a sign: nothing wider, pictures may be huge
+    values = np.asarray(image)  # 16 bits, or 32 with a sign: nothing wider, pictures may be huge
     if values.dtype.itemsize > 2 and (values.min() < 0 or values.max() > 0xFFFF):
         raise UnreadableModeError("values of 32 bits, of which nobody says what is white")
     if inverted:

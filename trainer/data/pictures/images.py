@@ -224,7 +224,7 @@ def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
         raise DataError(what, where=where, remedy=remedy)
     try:
         with warnings.catch_warnings(action="ignore"):
-            # of odd metadata, and of large pictures, which are no reason to warn
+            # PIL warns of odd metadata and of large pictures, which are no reason to warn a user
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
             _refuse_more_frames(image, where)
             image.load()
@@ -247,7 +247,7 @@ def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
 def _refuse_more_frames(image: Image.Image, where: str) -> None:
     """Raise DataError where there is a second frame or page; the extras of a phone's jpg are neither."""
     if image.format == "MPO":
-        return  # what PIL makes of a jpg with a second picture: a depth or gain map
+        return  # PIL's name for a jpg with a second picture, which is a depth or gain map
     try:
         image.seek(1)
     except EOFError:

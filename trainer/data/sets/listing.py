@@ -97,7 +97,7 @@ def list_folder(folder: Path, *, apart: Sequence[Path] = ()) -> Listing:
 
 
 def _names(folder: Path) -> list[str] | Problem:
-    """What lies in a folder, by name order; a problem where it cannot be listed, or not be entered."""
+    """The names in a folder, sorted; a problem where it cannot be listed, or not be entered."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries)

@@ -129,7 +129,7 @@ def _csv_rows(data: bytes) -> Iterator[Row]:
         return
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
-    # of the line on which a row begins: a text may have line breaks within quotes
+    # numbers of the lines on which rows begin: a text may have line breaks within quotes
     number = following = 1
     try:
         for cells in reader:

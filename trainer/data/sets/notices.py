@@ -14,7 +14,7 @@ from trainer.data.pictures.variants import names_a_side
 from trainer.data.records import ImageRecord
 
 _SHOWN = 20
-# what kohya's scripts read repeats from
+# the names of folders from which kohya's scripts read repeats
 _REPEATS_IN_NAME = re.compile(r"(\d+)_.+")
 _log = logging.getLogger(__name__)
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainer.config.schema import DataSet
 
 _ASPECT_TOLERANCE = 0.01
-"""By how much a mask's aspect may differ from its image's."""
+"""The largest difference of a mask's aspect from its image's, as a share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,7 @@ def _record(
     return ImageRecord(
         path=item.path,
         identifier=f"{item.set_index}/{item.name}",
-        # what a regularisation set shows is what the word does not mean
+        # the pictures of a regularisation set show everything that the trigger word does not mean
         caption=item.caption if one.is_reg else with_trigger_word(item.caption, trigger_word),
         width=measured.width,
         height=measured.height,

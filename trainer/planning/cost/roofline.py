@@ -30,7 +30,7 @@ class Rates:
 
 # torch's flash kernel was not written for Hopper
 _HOPPER_FLASH = 0.28
-# as the makers' data sheets have them, dense; GeForce cards sum in fp32 at half of their FP8 figure
+# figures of the makers' data sheets, dense; GeForce cards sum in fp32 at half of their FP8 figure
 _RATES: tuple[tuple[str, Rates], ...] = (
     ("GH200", Rates(bf16=989, fp8=1979, bandwidth=4.0, flash=_HOPPER_FLASH)),
     ("H200", Rates(bf16=989, fp8=1979, bandwidth=4.8, flash=_HOPPER_FLASH)),
@@ -59,9 +59,9 @@ _BANDWIDTH_SHARE = 0.8
 # launches a block, which the device waits for
 _TRAFFIC = {"eager": 20.5, "compiled": 6.8}
 _LAUNCHES_MS = {"eager": 1.2, "compiled": 0.45}
-# what the host takes in eager blocks to begin a linear layer's kernels, forward and backward, more for its
-# adapter, and more where it multiplies in FP8 or unpacks its weight: of two models in bf16 and two in FP8, on
-# the host of an H200 (docs/benchmarks.md)
+# time of the host to begin a linear layer's kernels in eager blocks, forward and backward, more for its
+# adapter, and more where it multiplies in FP8 or unpacks its weight: measured with two models in bf16 and two
+# in FP8 on the host of an H200 (docs/benchmarks.md)
 _HOST_PRODUCT_MS, _HOST_ADAPTER_MS, _HOST_PACKED_MS = 0.3, 0.65, 0.35
 # quantising activations and gradients, bytes moved likewise
 _FP8_TRAFFIC = 1.5

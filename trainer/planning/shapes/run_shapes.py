@@ -53,13 +53,13 @@ _ATTENTION_PRESET = "attention"
 # 44.6 of (tokens x ff)
 _VAE_UNITS = 3.25
 _TEXT_UNITS = 48
-# what the pipelines scale control images of another size to, and their previews' too
+# side that the pipelines scale control images of another size to, in previews too
 _CONTROL_SIDE = 1024
 # text tokens of a control image that the text encoder is shown at 384 x 384 pixels, with what is beside them
 _CONTROL_TOKENS = 200
 # captions of 1 to 300 tokens, as many short as long by their logarithm: 104 on average when they are padded
 _CAPTION_TOKENS = 104
-# of families whose text encoder sees the images too, one of 384 x 384 pixels among them
+# the same for families whose text encoder sees the images too, one of 384 x 384 pixels among them
 _CAPTION_TOKENS_WITH_IMAGES = 384
 # one logit with its fp32 copy, softmax and gradients, as counted on a GPU
 _LOGIT_BYTES = 12.5
@@ -82,7 +82,8 @@ def run_geometry(
     `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
     missing files are to come: a component is as large as its config says. `sources` says where keys stand.
     Memory is that of the longest caption, time of `pictures`, how many have each shape (else there are six),
-    with usual captions; with `caption_tokens` samples are alike. Raises AccessError, ConfigError.
+    with usual captions; with `caption_tokens` samples are alike. Raises AccessError for unknown sizes,
+    ConfigError for an adapter on no layer.
     """
     folders = {name: component_base(model_folder, name, downloads=downloads) for name in roles(family)}
     components = [
@@ -92,8 +93,7 @@ def run_geometry(
     trained, base = components[0], folders[family.trained_component]
     model_config = component_config(family, base, trained.name)
     shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
-    attention = family.attention_shape(model_config, shape)
-    parameters, layers, adapter = planned_adapter(family, config, trained, attention, shape, sources)
+    parameters, layers, adapter = planned_adapter(family, config, trained, model_config, shape, sources)
     packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
     kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
     repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
