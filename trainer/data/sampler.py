@@ -23,11 +23,8 @@ class SampleRef:
     """Whether it is trained with the empty caption."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Samples of one key, in the order in which the step took them."""
-
-    samples: tuple[SampleRef, ...]
+MicroBatch = tuple[SampleRef, ...]
+"""Samples of one key, in the order in which the step took them."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -106,7 +103,7 @@ class Sampler:
         for row in self._draw():
             by_key.setdefault(row.key, []).append(row)
         return tuple(
-            MicroBatch(samples=tuple(sample for row in part for sample in row.samples))
+            tuple(sample for row in part for sample in row.samples)
             for same in by_key.values()
             for part in (same[n : n + self._rows_at_once] for n in range(0, len(same), self._rows_at_once))
         )

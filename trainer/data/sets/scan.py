@@ -151,9 +151,10 @@ def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], li
     captions: dict[Path, str] = {}
     names = {one_form(name): name for name in listing.names}
     for image in listing.images:
-        sidecar, name = sidecars.get(listing.stem(image)), listing.key(image)
-        if sidecar is not None and name in metadata.named:
-            what = f"the image has a caption in {sidecar.name} and in {metadata.named[name]}"
+        stem, name = listing.stem(image), listing.key(image)
+        sidecar, row, written = sidecars.get(stem), metadata.named.get(name), names.get(f"{stem}.txt")
+        if sidecar is not None and row is not None:
+            what = f"the image has a caption in {sidecar.name} and in {row}"
             problems.append(Problem(what=what, where=str(image), remedy="remove one of them"))
         elif sidecar is not None:
             try:
@@ -162,13 +163,12 @@ def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], li
                 problems += error.problems
         elif name in metadata.rows:
             captions[image] = metadata.rows[name]
-        elif name not in metadata.named and f"{listing.stem(image)}.txt" not in names:
+        elif row is None and written is None:
             problems.append(_no_caption(image, listing.metadata))
-        elif name not in metadata.named:
-            caption = listing.folder / names[f"{listing.stem(image)}.txt"]
-            if caption.is_dir():  # anything else that it can be was told by the listing
-                remedy = "write the caption into a text file of this name"
-                problems.append(Problem(what="the caption is a folder", where=str(caption), remedy=remedy))
+        # anything else that it can be was told by the listing
+        elif row is None and written and (caption := listing.folder / written).is_dir():
+            remedy = "write the caption into a text file of this name"
+            problems.append(Problem(what="the caption is a folder", where=str(caption), remedy=remedy))
     images = {listing.key(image) for image in listing.images}
     for name, where in metadata.named.items():
         if name not in images:
