@@ -123,17 +123,16 @@ def speed(
         if row.works and (row.shape_class, row.dtype) in counting
     }
     base, known = found.get("matmul.bf16"), rates(gpu) if gpu is not None else None
-    shares = {
-        way.weights: ms / base
-        for way in WAYS.values()
-        if base and not way.trains and (ms := found.get(way.verdict)) is not None
-    }
     return Speed(
         rates=known or GENERIC,
         known=known is not None,
         attention=attention,
         attention_ms=found.get(f"attention.{attention}"),
-        matmul=shares,
+        matmul={
+            way.weights: ms / base
+            for way in WAYS.values()
+            if base and not way.trains and (ms := found.get(way.verdict)) is not None
+        },
     )
 
 

@@ -45,8 +45,7 @@ def planned_adapter(
     # leave out
     embedding = next((name for name in linears if name.rpartition(".")[2] == _EMBEDDING), None)
     if embedding is not None:
-        size = linears.pop(embedding)
-        linears.setdefault(_HEAD, size)
+        linears.setdefault(_HEAD, linears.pop(embedding))
     pattern = target_pattern(lora, family.lora_targets, linears, sources)
 
     def tokens_of(name: str) -> int:

@@ -179,11 +179,10 @@ def micro_batches(
         found = usual_parts(size, size * steps, captions=captions, pictures=known, most_tokens=most)
         return tuple(one / steps for one in found)
 
-    unpadded = config.features.text_padding is False
     return {
         "alike": parts("alike"),
         "as they are": parts("as they are"),
-        "padded": parts("as they are" if unpadded else "padded"),
+        "padded": parts("as they are" if config.features.text_padding is False else "padded"),
     }
 
 
@@ -247,8 +246,7 @@ def _activations(
 def activation_units(family: Family, model_config: Mapping[str, Any], shape: Shape) -> Units:
     """Bytes of one value of every token of a micro-batch."""
     attention = family.attention_shape(model_config, shape)
-    width = model_config.get("hidden_size", attention.heads * attention.head_width)
-    value = width * shape.bytes_per_value
+    value = model_config.get("hidden_size", attention.heads * attention.head_width) * shape.bytes_per_value
     return attention.batch_size * attention.tokens * value, shape.batch_size * shape.text_tokens * value
 
 
@@ -294,8 +292,7 @@ def _component(
     read = not (scratch and role == "trained")
     found = weight_files(folder)
     if read and found.state == "complete":
-        base = config.model.pretrained_model_name_or_path
-        return stored_component(model_folder, name, role, base=base)
+        return stored_component(model_folder, name, role, base=config.model.pretrained_model_name_or_path)
     if read and found.state == "partial" and not downloads:
         raise AccessError(found.lacking, where=str(folder), remedy="copy the missing files into the folder")
     lacking = f", because {found.lacking} of {name}" if read and found.state == "partial" else ""
