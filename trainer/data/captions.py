@@ -63,11 +63,9 @@ def clean_caption(text: str) -> str:
     if not caption:
         raise TextError("the caption is empty", "describe the picture in a few words")
     if not encodable(caption):
-        what, remedy = (
-            "the caption holds half of a surrogate pair",
-            "write the character itself, or remove it",
+        raise TextError(
+            "the caption holds half of a surrogate pair", "write the character itself, or remove it"
         )
-        raise TextError(what, remedy)
     return caption
 
 

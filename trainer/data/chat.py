@@ -101,8 +101,7 @@ def _read_lines(file: Path) -> Sequence[object]:
         raise _unreadable(file, error) from error
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError("the text is UTF-16, not UTF-8", where=str(file), remedy="save it as UTF-8")
-    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    return [line if line.strip() else None for line in lines]
+    return [line if line.strip() else None for line in data.removeprefix(codecs.BOM_UTF8).split(b"\n")]
 
 
 def _read_parquet(file: Path) -> Sequence[object]:

@@ -175,8 +175,7 @@ def _automatic(facts: Facts) -> tuple[Profile, str]:
     gpu = facts.gpu
     fitting = next(p for p in _TABLE if p.device == "cuda" and not p.match.contradiction(gpu))
     memory = f"{gpu.total_memory_bytes / GIB:.1f} GiB, {_memory_kind(gpu.integrated)}"
-    reason = f"{gpu.name}: compute capability {version_text(gpu.capability)}, {memory}"
-    return _guarded(fitting, gpu, reason)
+    return _guarded(fitting, gpu, f"{gpu.name}: compute capability {version_text(gpu.capability)}, {memory}")
 
 
 def _no_gpu(facts: Facts, what: str) -> HardwareError:

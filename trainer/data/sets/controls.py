@@ -99,14 +99,12 @@ def pair_stems(listing: Listing, folders: Sequence[Path], noun: str) -> Pairs:
                 found[image] = (*found[image], other)
             elif not others.unusable:
                 what = f"no {noun} {listing.stem(image)}.* in {others.folder}"
-                remedy = "add it, or remove this image"
-                problems.append(Problem(what=what, where=str(image), remedy=remedy))
+                problems.append(Problem(what=what, where=str(image), remedy="add it, or remove this image"))
         for stem, other in by_stem.items():
             if stem not in stems:
                 what, remedy = f"a {noun} without an image of the same stem", "add the image, or remove this"
                 problems.append(Problem(what=what, where=str(other), remedy=remedy))
-    unusable = any(others.unusable for others in listings)
-    return Pairs(found=found, problems=tuple(problems), unusable=unusable)
+    return Pairs(found=found, problems=tuple(problems), unusable=any(others.unusable for others in listings))
 
 
 def its_own(found: Mapping[Path, Sequence[Path]], noun: str, remedy: str) -> Iterator[Problem]:

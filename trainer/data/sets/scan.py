@@ -82,8 +82,7 @@ def scan_images(
     for set_index, one in enumerate(sets):
         _list_set(set_index, one, controls, found, apart)
     masks = {mask for item in found.images for mask in item.masks}
-    files = (path for item in found.images for path in item.files)
-    opened = open_all(files, masks=masks, progress=progress)
+    opened = open_all((path for item in found.images for path in item.files), masks=masks, progress=progress)
     found.problems += [problem for one in opened.values() if not isinstance(one, Measured) for problem in one]
     good = {path: one for path, one in opened.items() if isinstance(one, Measured)}
     found.problems += _mask_problems(found.images, good)
