@@ -80,7 +80,14 @@ def _pair_controls(
         problems += pairs.problems
     problems += its_own(found, "control", "name the image before the edit")
     known = {problem.where for problem in problems}
-    problems += [problem for problem in _wrong_counts(found, counts) if problem.where not in known]
+    least, most = counts
+    for image, controls in found.items():
+        what = f"the image has {len(controls)} control images, the family"
+        if len(controls) < least and str(image) not in known:
+            remedy = f"set data.sets.control_dir, or write `control_file_name` in {METADATA_NAME}"
+            problems.append(Problem(what=f"{what} needs {least}", where=str(image), remedy=remedy))
+        elif len(controls) > most and str(image) not in known:
+            problems.append(Problem(what=f"{what} takes {most}", where=str(image), remedy="leave some out"))
     return Pairs(found=found, problems=tuple(problems), unusable=unusable)
 
 
@@ -130,16 +137,3 @@ def _by_name(
         if not missing:
             found[image] = tuple(by_name[name] for name in names)
     return found
-
-
-def _wrong_counts(found: Mapping[Path, tuple[Path, ...]], counts: tuple[int, int]) -> Iterator[Problem]:
-    """A problem for every image with too few or too many controls."""
-    least, most = counts
-    for image, controls in found.items():
-        if len(controls) < least:
-            what = f"the image has {len(controls)} control images, the family needs {least}"
-            remedy = f"set data.sets.control_dir, or write `control_file_name` in {METADATA_NAME}"
-            yield Problem(what=what, where=str(image), remedy=remedy)
-        elif len(controls) > most:
-            what = f"the image has {len(controls)} control images, the family takes {most}"
-            yield Problem(what=what, where=str(image), remedy="leave some out")

@@ -124,11 +124,7 @@ def _list_set(
         found.images.append(item)
         for file in item.files:
             found.blame(str(file), image)
-    _blame_captions(listing, metadata, found)
-
-
-def _blame_captions(listing: Listing, metadata: Metadata, found: _Found) -> None:
-    """Also caption files and rows of metadata that cannot be used spoil their images."""
+    # also rows of metadata and caption files that cannot be used spoil their images
     by_name = {listing.key(image): image for image in listing.images}
     for where, name in (*((row, name) for name, row in metadata.named.items()), *metadata.again.items()):
         if name in by_name:
@@ -136,11 +132,10 @@ def _blame_captions(listing: Listing, metadata: Metadata, found: _Found) -> None
     by_stem: dict[str, list[Path]] = {}
     for image in listing.images:
         by_stem.setdefault(listing.stem(image), []).append(image)
-    for name in listing.names:
-        path = PurePosixPath(name)
+    for path in map(PurePosixPath, listing.names):
         if path.suffix.lower() == ".txt":
             for image in by_stem.get(one_form(path.with_suffix("").as_posix()), ()):
-                found.blame(str(listing.folder / name), image)
+                found.blame(str(listing.folder / path), image)
 
 
 def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], list[Problem]]:

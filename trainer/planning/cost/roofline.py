@@ -174,7 +174,11 @@ def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -
         + transposed * move_ms
         + beside * geometry.modulation.parameters * move_ms * forwards
     )
-    computing = max(computing, pointwise * _host_ms(storage, geometry))
+    if not storage.compile:
+        # the host begins all kernels of eager blocks, and a fast GPU waits for that
+        each = _HOST_PRODUCT_MS + (0.0 if way.trains else _HOST_PACKED_MS)
+        host = geometry.products * each + geometry.lora_layers * _HOST_ADAPTER_MS
+        computing = max(computing, pointwise * host)
     return computing + _copying_ms(storage, geometry, computing)
 
 
@@ -182,14 +186,6 @@ def usual_parts(storage: Storage, geometry: Geometry, attention: str) -> tuple[f
     """Micro-batches of one, two ... of a batch's samples, on average, captions as they are padded."""
     padded = storage.compile and storage.method == "lora" and not KERNELS[attention].exact_only
     return geometry.usual_parts.get("padded" if padded else "as they are", (1.0,))
-
-
-def _host_ms(storage: Storage, geometry: Geometry) -> float:
-    """Time in which the host begins all kernels of eager blocks, for which a fast GPU waits."""
-    if storage.compile:
-        return 0.0
-    packed = 0.0 if storage.way.trains else _HOST_PACKED_MS
-    return geometry.products * (_HOST_PRODUCT_MS + packed) + geometry.lora_layers * _HOST_ADAPTER_MS
 
 
 def _copying_ms(storage: Storage, geometry: Geometry, computing_ms: float) -> float:

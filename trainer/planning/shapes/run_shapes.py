@@ -98,7 +98,7 @@ def run_geometry(
     kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
     repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
     eager, compiled = _activations(family, config, model_config, shape, repeated, adapter)
-    vae, tiled = _vae_peaks(family, config, folders, shape.bytes_per_value)
+    text, vae, tiled = _encoder_peaks(family, config, components, folders, shape.bytes_per_value)
     geometry = Geometry(
         components=tuple(components),
         lora_parameters=parameters,
@@ -111,7 +111,7 @@ def run_geometry(
         activations_compiled=compiled,
         fp32_parameters=fp32_parameters(trained.shapes, kept),
         stacks=repeated,
-        text_bytes_peak=_text_peak(components, config.data.max_sequence_length, shape.bytes_per_value),
+        text_bytes_peak=text,
         vae_bytes_peak=vae,
         vae_bytes_peak_tiled=tiled,
     )
@@ -323,8 +323,16 @@ def _component(
     return ComponentGeometry(name=name, role=role, shapes=shapes, source=f"{name} {SOURCE}{lacking}")
 
 
-def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) -> int:
-    """Activations of one caption in the widest text encoder."""
+def _encoder_peaks(
+    family: Family,
+    config: RunConfig,
+    components: Sequence[ComponentGeometry],
+    folders: Mapping[str, Path | None],
+    size: int,
+) -> tuple[int, int, int]:
+    """Activations of one caption in the widest text encoder, and of the run's largest image in the VAE, whole
+    and in tiles of its own sample size; `size` are the bytes of a value.
+    """
     widths = [
         shape[0]
         for part in components
@@ -332,20 +340,13 @@ def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) 
         for name, shape in part.shapes.items()
         if len(shape) == 2 and not _OVER_THE_VOCABULARY.search(name)
     ]
-    return _TEXT_UNITS * tokens * max(widths, default=0) * size
-
-
-def _vae_peaks(
-    family: Family, config: RunConfig, folders: Mapping[str, Path | None], size: int
-) -> tuple[int, int]:
-    """Activations of the VAE for the largest image of the run, whole and in tiles of its own sample size."""
+    text = _TEXT_UNITS * config.data.max_sequence_length * max(widths, default=0) * size
+    names = family.encoder_components.get("latents", ())
+    if not names:
+        return text, 0, 0
     side = max(config.data.resolution, config.validation.resolution or 0)
     if family.control_counts[1]:
         side = max(side, _CONTROL_SIDE)
-    names = family.encoder_components.get("latents", ())
-    if not names:
-        return 0, 0
     channels, tile = family.vae_shape(component_config(family, folders[names[0]], names[0]))
-    unit = _VAE_UNITS * channels * size
-    tile = min(side, tile)
-    return int(unit * side * side), int(unit * tile * tile)
+    unit, tile = _VAE_UNITS * channels * size, min(side, tile)
+    return text, int(unit * side * side), int(unit * tile * tile)
