@@ -1,4 +1,4 @@
-"""Which functions of `trainer` a run enters, from a picture to the saved LoRA: what a reader has to follow.
+"""List the functions of `trainer` that a run enters, from a picture to the saved LoRA: a reader follows them.
 
     python -m bench hops
     python -m bench hops train_configs/llama_lora.yaml --set model.pretrained_model_name_or_path=BASE --list
@@ -11,7 +11,6 @@ way is what lies on the stack when the training loop calls the model.
 from __future__ import annotations
 
 import sys
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -19,11 +18,8 @@ from types import CodeType, FrameType
 from typing import Any
 
 from bench import arguments as types
-from bench import jobs, processes
+from bench import jobs
 from bench.processes import REPOSITORY
-from trainer.cli.options import load_config
-from trainer.config import environment
-from trainer.planning.planning import machine_facts, plan_run, requested_profile
 
 ROOT = REPOSITORY / "trainer"
 LOOP = ROOT / "engine" / "training" / "loop.py"
@@ -41,13 +37,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--list", action="store_true", help="print every function too")
     types.add_common(parser, "--set")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="hops-") as name:
-        folder = Path(name)
-        loaded = load_config((options.config,), (*_SHORT, *options.overrides), None, folder / "run")
-        plan = plan_run(loaded, machine_facts(), requested_profile())
-        given = {"spec": jobs.write_job(loaded, plan, folder)}
-        child = plan.child_environment(environment.snapshot())
-        ended = processes.call(measure, given, child, folder / "log.txt")
+    overrides = (*_SHORT, *options.overrides)
+    ended = jobs.call_run(measure, options.config, overrides, {}, quiet=True)
     if ended.answer is None or ended.answer["code"]:
         print(ended.said[-2000:], file=sys.stderr)
         return 1
@@ -58,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def measure(spec: str) -> dict[str, Any]:
-    """In the child: the real run, followed; gives its exit code, the functions and the way to the model."""
+    """Follow the real run in the child; gives its exit code, the functions and the way to the model."""
     import torch
 
     from trainer.engine import __main__ as engine
@@ -80,14 +71,14 @@ class Followed:
         """The way is taken at the first call of a goal, a function outside of `root`, while it is due."""
         self.entered: list[str] = []
         self.way: list[str] = []
-        """From the first function of `start` on the stack to the last one before the goal."""
+        """Functions on the stack from the first one of `start` to the last one before the goal."""
         self._root, self._start, self._is_goal, self._is_due = f"{root}/", str(start), is_goal, is_due
         # by identity, which is cheap to ask at each call; kept, so that no other object gets the same
         self._seen: dict[int, CodeType] = {}
         self._goals: set[int] = set()
 
     def through(self, work: Callable[[], Any]) -> Any:
-        """What `work` returns, followed."""
+        """Follow `work`; gives what it returns."""
         threading.setprofile(self._look)
         sys.setprofile(self._look)
         try:
