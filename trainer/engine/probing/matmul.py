@@ -84,7 +84,7 @@ def _linear(kernel: str, weight: torch.Tensor) -> Linear:
     assert replace is not None, f"{kernel} is no storage of frozen weights"
     stored = replace("linear", layer)
     assert stored is not None
-    # bitsandbytes' kernels are as they are; int8 values are unpacked by what the compiler makes
+    # bitsandbytes has kernels of its own; int8 values are unpacked by a kernel that the compiler makes
     return stored if len({*way.unpack_traffic}) == 1 else _compiled(stored, weight)
 
 
