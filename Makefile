@@ -6,8 +6,6 @@ SHELL := /bin/bash
 BIN := .venv/bin
 STAMP := .venv/.installed
 CONTAINER_STAMP := .venv/.installed-container
-# A pip beside that of .venv: older ones download every wheel in a dry run.
-PINS_PIP := build/pins-pip
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt
 # Interpreters that are tried, in this order: the first of a supported version that can make a virtual environment.
 PYTHONS ?= python3 python3.13 python3.12 python3.11 python3.14
@@ -78,11 +76,8 @@ lint: $(STAMP) ## ruff, import-linter, shellcheck, hadolint
 type: $(STAMP) ## mypy, strict below the data floor
 	$(BIN)/mypy
 
-$(PINS_PIP)/pip/__init__.py: $(STAMP)
-	@$(PIP) --target $(PINS_PIP) --upgrade pip==26.3
-
-pins: $(PINS_PIP)/pip/__init__.py ## every pin of the images for GPUs has a wheel for its platform (asks the package index)
-	@PYTHONPATH=$(PINS_PIP) $(BIN)/python -m scripts.check_pins
+pins: $(STAMP) ## every pin has a wheel for each platform, none is missing or not needed (asks the package index)
+	@$(BIN)/python -m scripts.check_pins
 
 docs: $(STAMP) ## write the generated files: schema.json, families.md, benchmarks.md, coming-from.md, tables of DOCKER.md, compose/variables.env, k8s' copies
 	@mkdir -p build

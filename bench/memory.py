@@ -31,7 +31,6 @@ from trainer.config.reading.load import Loaded
 from trainer.errors import ConfigError, TrainerError
 from trainer.planning.plan import Plan
 from trainer.planning.planning import machine_facts, plan_run, requested_profile
-from trainer.planning.shapes.work import Mix
 
 _STEPS = 6
 _BF16 = ("features.weights=bf16", "features.compute=bf16")
@@ -202,8 +201,8 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
     loaded = load_config((config,), overrides, None, folder / "run")
     # the synthetic batch is of one shape, and is not parted
     several = loaded.config.train.train_batch_size > 1
-    alike = Mix(caption_tokens=loaded.config.data.max_sequence_length) if several else None
-    plan = plan_run(loaded, machine_facts(), requested_profile(), mix=alike)
+    alike = loaded.config.data.max_sequence_length if several else None
+    plan = plan_run(loaded, machine_facts(), requested_profile(), caption_tokens=alike)
     if case.one_copy and plan.weight_copies == 2:
         # in less than two copies need, the plan takes one
         less = sum(part.bytes for part in plan.train_memory) / GIB

@@ -73,7 +73,4 @@ if [[ $# -eq 0 ]]; then
     set -- probe
 fi
 
-# two statements: eval "$(...)" would go on after a failure
-exports="$(trainer preflight -- "$@")"
-eval "$exports"
-exec trainer "$@"
+trainer preflight -- "$@" && exec trainer "$@"

@@ -68,7 +68,7 @@ def test_a_step_holds_what_is_committed(
         if "recomputed" in way:
             kept, peak = planned.recomputed.kept, planned.peak(recomputed=sum(blocks.values()))
         elif "budget" in way:
-            weights = next((one for _, one in planned.other_shares if f", {one}, " in way), "bf16")
+            weights = next((one for _, one in planned.shares if f", {one}, " in way), "bf16")
             flash, share = f", {OTHER_ATTENTION}, " not in way, float(way.rpartition(" ")[2])
             kept = planned._budgets(weights, flash=flash)[share].kept
             peak = planned.peak(budget=share, weights=weights, flash=flash)

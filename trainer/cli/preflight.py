@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 REPORTED = "probe"
 """The command that a container without one runs: it says itself what would stop a run."""
 ON_MACHINE = frozenset({"train", "cache", "sample", "verify-lora"})
-"""Commands that compute; with a configuration they have a plan, whose environment is exported."""
+"""Commands that compute; with a configuration they have a plan, whose environment their children get."""
 IN_CONTAINER = ON_MACHINE | {"fetch", "merge"}
 """Commands whose mounts and folders are checked; all others need nothing of their machine."""
 MOUNTINFO = Path("/proc/self/mountinfo")
@@ -35,12 +35,11 @@ IMAGE = Path(PREFIX)
     context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
     epilog="""\b
 Problems go to stderr, with the exit code that they have everywhere.
-On stdout are the lines of `trainer plan --export`, for a shell.
 
 \b
 Examples:
   trainer preflight train my.yaml --output /output/my-lora
-  exports="$(trainer preflight -- "$@")" || exit; eval "$exports"
+  trainer preflight -- "$@" && exec trainer "$@"
 """,
 )
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
@@ -58,10 +57,9 @@ def preflight(words: tuple[str, ...]) -> int:
 
 
 def _checked(name: str, words: Sequence[str], loaded: Loaded | None) -> int:
-    """Print problems, or exports; raises what the plan raises."""
+    """Print problems; raises what the plan raises."""
     from trainer.container.preflight import warnings
     from trainer.planning.planning import plan_run, requested_profile
-    from trainer.planning.render import environment_exports
 
     on_machine = name in ON_MACHINE and loaded is not None
     surroundings = _surroundings(_folders(name, loaded), _named(words, loaded), on_machine=on_machine)
@@ -71,7 +69,7 @@ def _checked(name: str, words: Sequence[str], loaded: Loaded | None) -> int:
     for warning in warnings(surroundings):
         say(f"warning: {warning}", err=True)
     if facts is not None and loaded is not None:
-        click.echo(environment_exports(plan_run(loaded, facts, requested_profile())), nl=False)
+        plan_run(loaded, facts, requested_profile())
     return 0
 
 

@@ -30,7 +30,7 @@ from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
 from trainer.engine.training.preview import drop_previews_after, sample, write_before_after
-from trainer.errors import DivergedError
+from trainer.errors import DivergedError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
 from trainer.planning.kept_decisions import PLAN_FILE
@@ -70,9 +70,11 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
     with locks.holding(
         context.run_dir / LOCK_FILE,
         supervisor=os.getpid() if spec.supervisor_pid is None else spec.supervisor_pid,
-        what="another run is using this folder",
-        where=str(context.run_dir),
-        remedy="wait for it, stop it, or choose another output_dir",
+        taken=Problem(
+            what="another run is using this folder",
+            where=str(context.run_dir),
+            remedy="wait for it, stop it, or choose another output_dir",
+        ),
         on_wait=on_wait,
     ):
         _train(context, samples, spec)

@@ -11,7 +11,7 @@ from trainer.families.family import Family
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import base_at
 from trainer.planning.plan import Decision
-from trainer.planning.shapes.geometry import component_shapes
+from trainer.planning.shapes.geometry import table_component
 from trainer.planning.shapes.run_shapes import roles
 from trainer.words.sizes import GB
 
@@ -56,6 +56,6 @@ def missing_bytes(family: Family, folder: Path | None) -> int:
         if found is not None and found.total_bytes is not None:
             whole = found.total_bytes
         else:
-            whole = _STORED_BYTES * component_shapes(None, family.name, name, role).parameters
+            whole = _STORED_BYTES * table_component(family.name, name, role).parameters
         total += max(0, whole - here)
     return total

@@ -28,9 +28,8 @@ from trainer.planning.choose.swapping import NO_OFFLOAD
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.resolve import GeometryOf, dtype_of, resolve
 from trainer.planning.shapes.geometry import Geometry
-from trainer.planning.shapes.run_shapes import run_geometry, run_shape, trained_config
+from trainer.planning.shapes.run_shapes import component_base, component_config, run_geometry, run_shape
 from trainer.planning.shapes.set_look import seen, shapes_of
-from trainer.planning.shapes.work import Mix
 from trainer.planning.torch_and_driver import require_memory_kind
 
 
@@ -52,15 +51,16 @@ def plan_run(
     requested_profile: str = "auto",
     *,
     find_model: Callable[[RunConfig], Path | None] | None = None,
-    mix: Mix | None = None,
+    caption_tokens: int | None = None,
 ) -> Plan:
     """The plan of a run on the machine that `facts` describe.
 
-    `find_model` says where the base model is on this disk; `local_folder` if not given. `mix` says of what
-    shapes samples are; what a look at the data set shows if not given. Raises ConfigError
-    (78) for a profile that does not exist and for an adapter on layers that the model has none of,
-    HardwareError (69) where the machine cannot do it, AccessError (77) where the base model is a folder that
-    is not there. UNIFIED_MEMORY, DISABLE_CPU_OFFLOAD and PYTORCH_ALLOC_CONF are obeyed.
+    `find_model` says where the base model is on this disk; `local_folder` if not given. With
+    `caption_tokens` all samples are of one shape, with captions so long; else they are of the shapes that a
+    look at the data set shows. Raises ConfigError (78) for a profile that does not exist and for an adapter
+    on layers that the model has none of, HardwareError (69) where the machine cannot do it, AccessError (77)
+    where the base model is a folder that is not there. UNIFIED_MEMORY, DISABLE_CPU_OFFLOAD and
+    PYTORCH_ALLOC_CONF are obeyed.
     """
     unified, no_offload = environment.switch("UNIFIED_MEMORY"), environment.switch(NO_OFFLOAD)
     config, sources = loaded.config, loaded.sources
@@ -77,7 +77,7 @@ def plan_run(
         check_family(family, changed)
         return changed.config
 
-    geometry_of = _geometries(family, loaded, folder, mix)
+    geometry_of = _geometries(family, loaded, folder, caption_tokens)
     source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
     plan = resolve(
         config,
@@ -97,11 +97,13 @@ def plan_run(
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
 
 
-def _geometries(family: Family, loaded: Loaded, folder: Path | None, mix: Mix | None) -> GeometryOf:
+def _geometries(
+    family: Family, loaded: Loaded, folder: Path | None, caption_tokens: int | None
+) -> GeometryOf:
     """The geometry of the run, changed, in a compute type."""
     downloads = is_repository(loaded.config)
     # of single samples it does not matter what shapes they have
-    looks = mix is None and loaded.config.train.train_batch_size > 1
+    looks = caption_tokens is None and loaded.config.train.train_batch_size > 1
     looked = seen(loaded.config.data.sets, family) if looks else ()
 
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
@@ -112,7 +114,8 @@ def _geometries(family: Family, loaded: Loaded, folder: Path | None, mix: Mix | 
             dtype=dtype,
             sources=loaded.sources,
             downloads=downloads,
-            mix=mix or Mix(pictures=shapes_of(looked, changed.data.resolution, family.pixel_multiple)),
+            caption_tokens=caption_tokens,
+            pictures=shapes_of(looked, changed.data.resolution, family.pixel_multiple),
         )
 
     return geometry_of
@@ -177,7 +180,8 @@ def run_attention(loaded: Loaded, batch_size: int) -> AttentionShape:
     train = loaded.config.train.model_copy(update={"train_batch_size": batch_size})
     config = loaded.config.model_copy(update={"train": train})
     family = families.get(config.family)
-    model_config = trained_config(family, local_folder(config), downloads=is_repository(config))
+    name = family.trained_component
+    base = component_base(local_folder(config), name, downloads=is_repository(config))
     # which kernel runs depends on heads, width and tokens, not on the bytes of a value
     shape = run_shape(config, family, bytes_per_value=2)
-    return family.attention_shape(model_config, shape)
+    return family.attention_shape(component_config(family, base, name), shape)

@@ -186,7 +186,7 @@ def _one_by_one(batched: _Decided, sized: GeometryOf, *, swap: bool) -> _Decided
     are often full or the pictures are not known, single samples fit only less precisely or clearly slower, or
     the machine's rates are not known.
     """
-    situation, parts = batched.situation, batched.geometry.usual_parts_alike
+    situation, parts = batched.situation, batched.geometry.usual_parts.get("alike", ())
     rarely_full = len(parts) > 1 and sum(parts) > _RARELY_FULL * len(parts)
     fixed = situation.config.method == "full" or situation.goes_on
     if not (rarely_full and batched.geometry.pictures_known) or fixed or not batched.step_milliseconds:
@@ -249,7 +249,7 @@ class _Decided:
 
     def one_by_one(self, batched: _Decided) -> Decision:
         """The row of a step whose samples are taken one by one."""
-        shapes, graphs = sum(batched.geometry.usual_parts_alike), self.graphs.value == "on"
+        shapes, graphs = sum(batched.geometry.usual_parts["alike"]), self.graphs.value == "on"
         return batching.one_by_one(self.situation.config, batched.situation.config, shapes, graphs=graphs)
 
     @property

@@ -3,10 +3,10 @@
     npm pack @iconify-json/fluent-emoji-flat@1.2.6 @iconify-json/fluent-emoji-high-contrast@1.2.6
     PYTHONPATH=assets/tiny-flux python -m make --icons .          # all stages, on a GPU if there is one
 
-Needs the extra `tiny-base` (pip install -c constraints.txt -e '.[tiny-base]'). Stages, each from what the one
-before left in build/tiny-flux: data (drawings and captions), vae, text (both encoders), transformer (by
-`trainer train`, method full, from random weights), assemble (into assets/tiny-flux), card (pictures, figures
-and the model card). Figures of the committed model are in its README.
+Needs the extras `tiny-base` and `plots` (pip install -c constraints.txt -e '.[tiny-base,plots]').
+Each stage starts from what the one before left in build/tiny-flux: data (drawings and captions), vae,
+text (both encoders), transformer (by `trainer train`, method full, from random weights), assemble (into
+assets/tiny-flux), card (pictures, figures, the model card). Figures of the committed model are in its README.
 """
 
 from __future__ import annotations

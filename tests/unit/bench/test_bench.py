@@ -15,7 +15,7 @@ import pytest
 import yaml
 
 from bench import __main__ as bench
-from bench import machine, ours, page, plots, processes, record, train
+from bench import machine, ours, page, processes, record, train
 from bench.floor import Ceilings, Work, count_work, floor_milliseconds
 from bench.machine import Gpu, Machine
 from bench.processes import Ended
@@ -335,18 +335,6 @@ def test_the_command_writes_the_same_files_again(tmp_path: Path) -> None:
     assert first == written()
     assert first["page.md"] == page.PAGE.read_bytes()
     assert any(name.endswith(".png") for name in first)
-
-
-def test_bars_are_as_long_as_the_times() -> None:
-    picture = plots.bars(record_of(row(milliseconds=50.0), row("diffusers", milliseconds=100.0)))
-
-    def widest(colour: tuple[int, int, int]) -> int:
-        pixels = picture.load()
-        assert pixels is not None
-        lines = range(picture.height)
-        return max(sum(pixels[x, y] == colour for x in range(picture.width)) for y in lines)
-
-    assert widest((0x09, 0x69, 0xDA)) == pytest.approx(widest((0x8C, 0x95, 0x9F)) / 2, abs=2)
 
 
 @pytest.mark.slow

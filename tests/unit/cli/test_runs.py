@@ -6,7 +6,9 @@ import csv
 import fcntl
 import io
 import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -84,7 +86,7 @@ def test_plot(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "compare", "runs/one", "runs/more/two", "--plot", "losses.png"]) == 0
     picture = Image.open("losses.png")
     assert picture.format == "PNG"
-    counts = {colour: count for count, colour in picture.getcolors(1 << 24) or []}
+    counts = {colour: count for count, colour in picture.convert("RGB").getcolors(1 << 24) or []}
 
     def pixels(colour: str) -> int:
         return counts.get(tuple(bytes.fromhex(colour[1:])), 0)
@@ -104,6 +106,36 @@ def test_a_falling_loss_falls_in_the_picture(folder: Path) -> None:
         [y for y in range(24, 660) if picture.getpixel((x, y)) == colour] for x in (700, 1100)
     ]  # the losses are at steps 10 and 20 of 20: from the middle to the right
     assert rows[0] and rows[1] and min(rows[0]) < min(rows[1])
+
+
+def test_names_of_runs_are_shown_as_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """matplotlib would read `$` as a formula, and hide a name that begins with an underscore."""
+    from matplotlib.figure import Figure
+
+    shown: list[str] = []
+    draw = Figure.savefig
+
+    def savefig(self: Figure, *given: Any, **named: Any) -> None:
+        draw(self, *given, **named)
+        shown.extend(text.get_text() for text in self.legends[0].get_texts())
+
+    monkeypatch.setattr(Figure, "savefig", savefig)
+    monkeypatch.chdir(tmp_path)
+    for name in ("_one", "$2$"):
+        a_run(Path(name), rank=1, losses=(1.0,))
+    assert main(["runs", "compare", "_one", "$2$", "--plot", "losses.png"]) == 0
+    assert shown == [f"loss and held-out loss of {name}" for name in ("_one", "$2$")]
+
+
+def test_without_matplotlib_the_install_line_is_told(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert main(["runs", "list", "runs", "--plot", "losses.png"]) == 78
+    said = capsys.readouterr().err
+    assert "--plot: matplotlib is not installed" in said
+    assert "pip install -c constraints.txt -e '.[plots]'" in said
+    assert not Path("losses.png").exists()
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,9 @@ from trainer.errors import MEANING
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 DIRECT = [Requirement(text) for text in PROJECT["dependencies"]]
 OPTIONAL = [
-    Requirement(text) for extra in ("dev", "tiny-base") for text in PROJECT["optional-dependencies"][extra]
+    Requirement(text)
+    for extra in ("dev", "parquet", "plots", "tiny-base")
+    for text in PROJECT["optional-dependencies"][extra]
 ]
 MAKE_TARGETS = [
     "help", "setup", "demo", "test", "test-container", "test-gpu",

@@ -11,9 +11,8 @@ import pytest
 
 from trainer.config.schema import RunConfig
 from trainer.machine.facts import Facts, Gpu, facts_from_json
-from trainer.planning.shapes.activations import Activations, Held
-from trainer.planning.shapes.blocks import Linears
-from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
+from trainer.planning.shapes.activations import PLAIN, Activations, Held
+from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Linears
 from trainer.ways.storages import Way, find
 
 MACHINES = Path(__file__).parent.parent.parent / "golden" / "machines"
@@ -69,7 +68,7 @@ def kept(
         whole=held(whole),
         recomputed=held(inputs, block),
         outside=held(inputs, block),
-        shares={share: held(size) for share, size in (shares or {}).items()},
+        shares={("", PLAIN): {share: held(size) for share, size in (shares or {}).items()}},
     )
 
 

@@ -8,9 +8,8 @@ import pytest
 
 from trainer import families
 from trainer.families import language
-from trainer.planning.shapes.activations import Activations, Held, activations, counted
-from trainer.planning.shapes.blocks import stacks
-from trainer.planning.shapes.geometry import TABLES, linear_weights, quantized_linears, read_table
+from trainer.planning.shapes.activations import PLAIN, Activations, Held, activations, counted
+from trainer.planning.shapes.geometry import stacks, table_component
 from trainer.planning.shapes.run_shapes import component_config
 
 COUNTS: dict[str, Any] = {
@@ -56,7 +55,8 @@ def test_inputs_of_all_linears_are_kept_beside_or_recomputed() -> None:
     assert wide.whole.blocks == (140, 140, 2500, 2500, 2500)
     assert wide.recomputed.blocks == found().recomputed.blocks
     assert wide.recomputed.beyond == 3000 + 500
-    assert found(compiled=True, linear_inputs=True).shares[0.6].blocks == (100, 100, 1500, 1500, 1500)
+    shares = found(compiled=True, linear_inputs=True).shares["", PLAIN]
+    assert shares[0.6].blocks == (100, 100, 1500, 1500, 1500)
 
 
 def test_the_first_blocks_are_recomputed_when_the_others_are_done() -> None:
@@ -144,10 +144,9 @@ def test_a_head_counts_where_it_is_more_than_a_block_s_gradients() -> None:
 @pytest.mark.parametrize("name", families.names())
 def test_every_family_has_counts_of_all_its_stacks(name: str) -> None:
     family = families.get(name)
-    shapes = read_table(TABLES / f"{name}.json")[family.trained_component]
+    part = table_component(name, family.trained_component, "trained")
     counts = counted(family.counted_as(component_config(family, None, family.trained_component)))
-    linears = quantized_linears(linear_weights(shapes), family.high_precision)
-    assert {one.name for one in stacks(shapes, linears)} == set(counts["stacks"])
+    assert {one.name for one in stacks(part, family.high_precision)} == set(counts["stacks"])
     assert set(counts["captions"]) <= set(counts["stacks"])
     for way, row in counts["ways"].items():
         assert len(row["blocks"]) == len(counts["stacks"]), way

@@ -79,7 +79,7 @@ def test_what_the_user_set_stays_and_is_told(
     assert row(plan)[2].startswith(f"{value}, {said}")
     child = plan.child_environment({"HOME": "/", **environ})
     assert {key: child[key] for key in NAMES if key in child} == {NEW: value}, "one spelling"
-    # a container's entrypoint plans, exports, and the command plans again
+    # a shell that was given what `plan --export` prints, and the command plans again
     shown = subprocess.run(
         ["sh", "-c", environment_exports(plan) + "env"],
         env=environ,

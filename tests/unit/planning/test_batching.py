@@ -21,8 +21,7 @@ from trainer.planning.cost import roofline
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.shapes.mix import Captions, Pictures, padded_length, usual_parts
-from trainer.planning.shapes.run_shapes import run_geometry
-from trainer.planning.shapes.work import Mix, micro_batches
+from trainer.planning.shapes.run_shapes import micro_batches, run_geometry
 
 CAPTIONS: dict[Captions, Callable[[int], int]] = {
     "alike": lambda tokens: 0,
@@ -117,20 +116,21 @@ def test_the_host_begins_every_micro_batch(config: Config, family: str, parts: s
 
 
 def test_rows_of_conversations_are_of_one_shape(config: Config) -> None:
-    assert micro_batches(get("llama"), config(train__train_batch_size=4), ()) == ((), (), ())
+    assert micro_batches(get("llama"), config(train__train_batch_size=4), ()) == {}
 
 
 def test_captions_are_no_longer_than_the_run_reads(config: Config) -> None:
     asked = config(train__train_batch_size=4, data__max_sequence_length=64)
-    _, alike, padded = micro_batches(get("qwen_image"), asked, once(50))
-    assert padded == alike == (0, 0, 0, 1)
+    parts = micro_batches(get("qwen_image"), asked, once(50))
+    assert parts["padded"] == parts["alike"] == (0, 0, 0, 1)
 
 
 def test_captions_that_are_not_padded_make_more(config: Config) -> None:
     asked = {"train__train_batch_size": 4, "features__compile": True}
-    parts, _, padded = micro_batches(get("qwen_image"), config(**asked), ())
-    unpadded = config(**asked, features__text_padding=False)
-    assert micro_batches(get("qwen_image"), unpadded, ())[::2] == (parts, parts)
+    found = micro_batches(get("qwen_image"), config(**asked), ())
+    parts, padded = found["as they are"], found["padded"]
+    unpadded = micro_batches(get("qwen_image"), config(**asked, features__text_padding=False), ())
+    assert unpadded["as they are"] == unpadded["padded"] == parts
     assert sum(padded) < 0.95 * sum(parts)
     geometry = run_geometry(
         get("qwen_image"), config(family="qwen_image", **asked), model_folder=None, dtype="bf16"
@@ -156,7 +156,7 @@ def splits(
     asked = config(family=family, train__train_batch_size=4, **values)
 
     def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
-        return run_geometry(get(family), changed, model_folder=None, dtype=dtype, mix=Mix(pictures=pictures))
+        return run_geometry(get(family), changed, model_folder=None, dtype=dtype, pictures=pictures)
 
     # nothing was probed: what was would count for its own batch only
     unprobed = replace(machine("h200"), verdicts=())

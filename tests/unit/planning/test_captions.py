@@ -13,8 +13,7 @@ from trainer.errors import HardwareError
 from trainer.families import get, names
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.shapes.mix import padded_length
-from trainer.planning.shapes.run_shapes import run_geometry
-from trainer.planning.shapes.work import _CAPTION_TOKENS, Mix
+from trainer.planning.shapes.run_shapes import _CAPTION_TOKENS, run_geometry
 
 VARYING = {"qwen_image", "qwen_image_edit", "kandinsky5"}
 
@@ -69,9 +68,7 @@ def test_time_is_that_of_the_stated_mix_and_memory_that_of_the_longest(config: C
     assert round(mean) == _CAPTION_TOKENS
     asked = config(family="qwen_image", data__max_sequence_length=512)
     usual, longest = (
-        run_geometry(
-            get("qwen_image"), asked, model_folder=None, dtype="bf16", mix=Mix(caption_tokens=tokens)
-        )
+        run_geometry(get("qwen_image"), asked, model_folder=None, dtype="bf16", caption_tokens=tokens)
         for tokens in (None, 512)
     )
     assert usual.activations == longest.activations

@@ -17,10 +17,11 @@ from trainer.planning.shapes.adapters import adapter_parameters
 from trainer.planning.shapes.geometry import (
     TABLES,
     Role,
-    component_shapes,
     linear_weights,
     quantized_linears,
     read_table,
+    stored_component,
+    table_component,
 )
 
 ROLES: dict[str, Role] = {
@@ -42,7 +43,7 @@ def write_header(file: Path, shapes: Shapes) -> None:
 
 
 def test_the_committed_table_is_flux1_dev() -> None:
-    parts = {name: component_shapes(None, "flux1_dev", name, role) for name, role in ROLES.items()}
+    parts = {name: table_component("flux1_dev", name, role) for name, role in ROLES.items()}
     # 11.9 B; T5-XXL's encoder 4.76 B; CLIP-L's text model 123 M; the VAE 84 M
     assert parts["transformer"].parameters == 11_901_408_320
     assert parts["text_encoder_2"].parameters == 4_762_310_656
@@ -76,9 +77,7 @@ def test_headers_of_all_shards_are_read(tmp_path: Path) -> None:
     write_header(tmp_path / "transformer/model-00002-of-00002.safetensors", {"b.weight": (4,)})
     write_header(tmp_path / "vae/model.safetensors", {"c.weight": (5, 1, 1, 1)})
     wanted: dict[str, Role] = {"transformer": "trained", "vae": "vae"}
-    trained, vae = (
-        component_shapes(tmp_path, "flux1_dev", name, role, base="my/base") for name, role in wanted.items()
-    )
+    trained, vae = (stored_component(tmp_path, name, role, base="my/base") for name, role in wanted.items())
     assert trained.shapes == {"a.weight": (2, 3), "b.weight": (4,)}
     assert (trained.parameters, vae.parameters) == (10, 5)
     assert trained.source == "safetensors headers of my/base"
@@ -87,7 +86,7 @@ def test_headers_of_all_shards_are_read(tmp_path: Path) -> None:
 def test_a_component_without_files_is_named(tmp_path: Path) -> None:
     write_header(tmp_path / "transformer/model.safetensors", {"a.weight": (2, 3)})
     with pytest.raises(AccessError, match="no weights for vae"):
-        component_shapes(tmp_path, "flux1_dev", "vae", "vae")
+        stored_component(tmp_path, "vae", "vae")
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff" * 8, struct.pack("<Q", 10) + b"not json!!"])

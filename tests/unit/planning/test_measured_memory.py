@@ -11,7 +11,7 @@ import pytest
 from bench import memory, sweep
 from tests.unit.planning.conftest import GIB, MACHINES
 from trainer import families
-from trainer.planning.shapes import work
+from trainer.planning.shapes import run_shapes
 from trainer.planning.shapes.run_shapes import CONFIGS
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -109,7 +109,7 @@ def test_fp8_beside_modulation_in_int8_is_planned_as_measured(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     _probed_h200(tmp_path, monkeypatch)
-    monkeypatch.setattr(work, "_CAPTION_TOKENS", 512)
+    monkeypatch.setattr(run_shapes, "_CAPTION_TOKENS", 512)
     overrides = ("train.max_train_steps=2000", f"features.memory_budget={budget}")
     _, plan = memory.planned(memory.Case(family, CONFIGS / family, budget, overrides), tmp_path)
     assert (plan.weights, plan.compute, plan.weight_copies, plan.modulation) == ("fp8", "fp8", 1, "int8")

@@ -10,8 +10,7 @@ import pytest
 from tests.unit.planning.conftest import GIB, kept, way_of
 from trainer.planning.cost import memory
 from trainer.planning.cost.memory import Storage
-from trainer.planning.shapes.blocks import Linears
-from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
+from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Linears
 from trainer.ways.storages import find
 
 NONE = kept(0, inputs=0, block=0)

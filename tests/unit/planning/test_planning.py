@@ -30,8 +30,7 @@ from trainer.modeling.base.meta_shapes import meta_shapes as build_shapes
 from trainer.planning.planning import local_folder, plan_run, predict, run_attention
 from trainer.planning.render import plan_from_json
 from trainer.planning.shapes import meta_shapes
-from trainer.planning.shapes.blocks import NO_LINEARS
-from trainer.planning.shapes.geometry import TABLES
+from trainer.planning.shapes.geometry import NO_LINEARS, TABLES
 from trainer.planning.shapes.run_shapes import CONFIGS, run_geometry
 from trainer.ways.storages import find
 

@@ -16,7 +16,6 @@ from trainer.machine.facts import KernelVerdict
 from trainer.planning.cost.roofline import Rates, Speed, milliseconds, rates, speed
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.shapes.run_shapes import run_geometry
-from trainer.planning.shapes.work import Mix
 
 H200 = rates(machine("h200").gpus[0])
 COMPILED: dict[str, Any] = {"compile": True}
@@ -34,7 +33,7 @@ def full_size(family: str) -> Geometry:
             "output_dir": "/out",
         }
     )
-    return run_geometry(get(family), config, model_folder=None, dtype="bf16", mix=Mix(caption_tokens=512))
+    return run_geometry(get(family), config, model_folder=None, dtype="bf16", caption_tokens=512)
 
 
 def predicted(family: str, attention: str = "cudnn", **changes: Any) -> float:

@@ -20,8 +20,15 @@ from trainer.planning.cost import roofline
 from trainer.planning.cost.memory import Storage, host_rows, total, train_rows, waiting_bytes
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.planning import plan_run
-from trainer.planning.shapes.blocks import Linears, Stack, stacks
-from trainer.planning.shapes.geometry import TABLES, Geometry, linear_weights, quantized_linears, read_table
+from trainer.planning.shapes.geometry import (
+    TABLES,
+    ComponentGeometry,
+    Geometry,
+    Linears,
+    Stack,
+    read_table,
+    stacks,
+)
 
 Config = Callable[..., RunConfig]
 STACK = Stack(
@@ -252,8 +259,8 @@ def test_a_copy_that_takes_longer_than_the_blocks_before_it_is_waited_for(stacke
 
 def test_stacks_of_a_table_are_all_blocks_the_longest_first() -> None:
     shapes = read_table(TABLES / "flux2_dev.json")["transformer"]
-    linears = quantized_linears(linear_weights(shapes), families.get("flux2_dev").high_precision)
-    found = stacks(shapes, linears)
+    part = ComponentGeometry(name="transformer", role="trained", shapes=shapes, source="table")
+    found = stacks(part, families.get("flux2_dev").high_precision)
     assert [(one.name, one.blocks) for one in found] == [
         ("single_transformer_blocks", 48),
         ("transformer_blocks", 8),
@@ -264,5 +271,6 @@ def test_stacks_of_a_table_are_all_blocks_the_longest_first() -> None:
 
 def test_what_stays_fp32_is_counted_in_its_block() -> None:
     shapes = {f"layers.0.{name}.weight": (4, 4) for name in ("up", "down", "modulation")}
-    found = stacks(shapes, {"layers.0.up": (4, 4), "layers.0.down": (4, 4)}, ("modulation",))
+    part = ComponentGeometry(name="transformer", role="trained", shapes=shapes, source="test")
+    found = stacks(part, (r".*modulation",), (), ("modulation",))
     assert [(one.quantized.parameters, one.others, one.fp32) for one in found] == [(32, 16, 16)]

@@ -20,8 +20,7 @@ from trainer.modeling.storage import quantize
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.planning.choose import encoding
 from trainer.planning.render import plan_from_json, plan_to_json
-from trainer.planning.shapes.blocks import Linears
-from trainer.planning.shapes.geometry import Geometry
+from trainer.planning.shapes.geometry import Geometry, Linears
 from trainer.ways.kernels import KERNELS, Kernel
 from trainer.ways.storages import WAYS, Way, find, frozen
 

@@ -1,106 +1,127 @@
-"""Pins that have no wheel are named, on the platform that lacks them; a fake pip answers."""
+"""Pins that do not resolve, are missing or not needed are named; a fake uv and a fake pip answer."""
 
 from __future__ import annotations
 
-import itertools
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+import tomllib
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
 
-from scripts.check_pins import MACHINES, read_pins
-from scripts.pip_dry_run import PinError, Place, Wheel, resolve
+from scripts.check_pins import BASES, COMPILED, MACHINES
 from tests.unit.container_files.test_dockerfile import STAGES
 from tests.unit.house.sources import ROOT
 from trainer.container.appliance import TARGETS
 
-SPARK = Place(machine="aarch64", python="3.12.3", glibc=39)
-
-# What a version is, is told by the constraints or by the requirement.
-FAKE_PIP = """
-import json, pathlib, re, sys
-here = pathlib.Path(__file__).parent
+CONSTRAINTS = (ROOT / "constraints.txt").read_text()
+# what a project needs is told by the pins and by $NEEDED and $NEEDLESS; its calls and settings are kept
+FAKE_UV = """
+import os, pathlib, re, sys
 words = sys.argv[1:]
-if "--version" in words:
-    print("pip VERSION from here")
-elif "config" in words:
-    print("global.find-links='/a/folder'\\nglobal.index-url='the-index'")
-elif "index" in words:
-    print(json.dumps({"versions": ["1.0"] if "LACKING" in words else re.findall(r"[=]=([^ ]+)", COMPILED)}))
+with open(pathlib.Path(__file__).parent / "calls", "a") as calls:
+    index, proxy = os.environ.get("UV_DEFAULT_INDEX"), os.environ.get("ALL_PROXY")
+    print(*words, f"index={index} proxy={proxy} links={os.environ.get('UV_FIND_LINKS')}", file=calls)
+lacking = os.environ.get("LACKING", "no such package")
+place = next((word for word in words if word.startswith("--python-platform=")), "")
+if "-" in words:
+    names = [sys.stdin.read()]
+    if lacking in names[0]:
+        sys.exit("error: No solution found: there is no version of " + names[0])
+elif lacking in open("constraints.txt").read() and "aarch64" in place:
+    sys.exit(f"error: No solution found: {lacking} has no usable wheels")
 else:
-    pins = dict(re.findall(r"^([\\w-]+)==([^ \\n]+)", open(words[words.index("-c") + 1]).read(), re.M))
-    wheels = []
-    for word in words[words.index("-c") + 2 :]:
-        name, version = re.match(r"[\\w-]+", word)[0], re.search("==([^,]+)", word)
-        if name in "LACKING" and "linux_aarch64" in words:
-            sys.exit(f"ERROR: Could not find it\\nERROR: No matching distribution found for {word}")
-        metadata = {"name": name, "version": pins.get(name) or (version[1] if version else "1.0")}
-        if name == "torch":
-            arm = 'only-arm==2.0; platform_machine == "aarch64"'
-            metadata["requires_dist"] = [arm, 'only-windows; sys_platform == "win32"']
-        wheels.append({"metadata": metadata, "download_info": {"url": (here / "wheel").as_uri()}})
-    print(json.dumps({"install": wheels}))
+    pinned = re.findall(r"^[\\w.-]+==[^ \\n]+", open("constraints.txt").read(), re.M)
+    needless = os.environ.get("NEEDLESS", "-")
+    names = [one for one in pinned if not one.startswith(needless + "==")]
+    names += ["nvidia-cublas==13.0", "triton==3.5", *os.environ.get("NEEDED", "").split()]
+print(*names, sep="\\n")
+"""
+FAKE_PIP = """
+print(":env:.cert='/a/file'")
+print("global.find-links='/a/folder'\\nglobal.index-url='of-all'")
+print("install.index-url='the-index'\\nglobal.proxy='the-proxy'")
 """
 
 
-def asked(folder: Path, *, version: str = "26.3", lacking: str = "") -> subprocess.CompletedProcess[str]:
-    """`check_pins` with a pip that finds everything but one wheel for aarch64."""
-    module = folder / "pip"
-    module.mkdir()
-    (module / "__init__.py").touch()
-    (module / "wheel").write_bytes(b"0" * 1000)
-    text = FAKE_PIP.replace("VERSION", version).replace("LACKING", lacking or "-")
-    (module / "__main__.py").write_text(text.replace("COMPILED", repr(" ".join(read_pins(ROOT).compiled))))
-    command = [sys.executable, "-m", "scripts.check_pins"]
-    environ = {**os.environ, "PYTHONPATH": str(folder)}
-    return subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True)
+def asked(folder: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    """`check_pins` with both."""
+    for name, text in (("uv", FAKE_UV), ("pip", FAKE_PIP)):
+        (folder / name).mkdir()
+        (folder / name / "__init__.py").touch()
+        (folder / name / "__main__.py").write_text(text)
+    own = {name: value for name, value in os.environ.items() if name not in ("UV_DEFAULT_INDEX", "ALL_PROXY")}
+    return subprocess.run(
+        [sys.executable, "-m", "scripts.check_pins"],
+        cwd=ROOT,
+        env={**own, "PYTHONPATH": str(folder), **variables},
+        capture_output=True,
+        text=True,
+    )
 
 
-def test_every_target_has_its_platforms_and_what_they_take(tmp_path: Path) -> None:
+def calls(folder: Path) -> list[str]:
+    return (folder / "uv" / "calls").read_text().splitlines()
+
+
+def test_every_platform_is_asked_for_with_each_python_and_all_extras(tmp_path: Path) -> None:
     answer = asked(tmp_path)
     assert (answer.returncode, answer.stderr) == (0, "")
-    _, *rows, compiled = answer.stdout.splitlines()
-    found = [(target, platform) for target, platform, *_ in map(str.split, rows)]
-    wanted = [
-        (profile, platform) for profile, some in TARGETS.items() if profile != "cpu" for platform in some
-    ]
-    assert found == [pair for pair in wanted for _ in range(2)], "with two Pythons each"
-    packages = {(row.split()[1], int(row.split()[4])) for row in rows}
-    roots = len({Requirement(text).name for text in read_pins(ROOT).wheels})
-    assert packages == {("linux/amd64", roots), ("linux/arm64", roots + 1)}, (
-        "a marker is that of the platform"
-    )
-    assert "flash-attn==" in compiled
+    *rows, compiled = answer.stdout.splitlines()
+    count = len(re.findall(r"^[\w.-]+==", CONSTRAINTS, re.MULTILINE)) + 2
+    wanted = [(platform, base, python) for platform in MACHINES for base, (python, _) in BASES.items()]
+    assert rows == [f"{platform}, {base}, Python {python}: {count}" for platform, base, python in wanted]
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    *resolved, of_compiled = calls(tmp_path)
+    for call, (platform, base, python) in zip(resolved, wanted, strict=True):
+        assert f"--python-platform={MACHINES[platform]}-manylinux_2_{BASES[base][1]} " in call
+        assert f"--python-version={python} " in call and "--only-binary :all: " in call
+        assert set(re.findall(r"--extra=([\w-]+)", call)) == set(extras) - {COMPILED}
+    assert "--no-deps" in of_compiled and f"{COMPILED}==" in compiled
+
+
+def test_uv_takes_the_index_that_pip_is_told_and_no_folder_of_wheels(tmp_path: Path) -> None:
+    asked(tmp_path)
+    assert all(call.endswith("index=the-index proxy=the-proxy links=None") for call in calls(tmp_path))
+
+
+def test_the_users_own_settings_of_uv_stay(tmp_path: Path) -> None:
+    asked(tmp_path, UV_DEFAULT_INDEX="mine")
+    assert all("index=mine " in call for call in calls(tmp_path))
 
 
 def test_a_pin_without_a_wheel_is_named_with_its_platform(tmp_path: Path) -> None:
-    answer = asked(tmp_path, lacking="bitsandbytes")
+    answer = asked(tmp_path, LACKING="bitsandbytes")
     assert answer.returncode == 1
-    errors = answer.stderr.splitlines()
-    assert len(errors) == 2
-    for line, base in zip(errors, ("bookworm", "noble"), strict=True):
-        assert line.startswith(f"error: linux/arm64, {base}: No matching distribution found for bitsandbytes")
-    rows = {row.split()[0]: row for row in answer.stdout.splitlines()}
-    assert rows["dgx-spark"].endswith(" no") and rows["rtx-4090"].endswith(" 0.00")
+    assert answer.stderr.splitlines() == [
+        f"error: linux/arm64, {base}: No solution found: bitsandbytes has no usable wheels" for base in BASES
+    ]
+    found = [row.endswith("not resolved") for row in answer.stdout.splitlines()[:4]]
+    assert found == [False, False, True, True]
+
+
+def test_a_package_that_is_needed_and_not_pinned_is_named(tmp_path: Path) -> None:
+    answer = asked(tmp_path, NEEDED="newcomer==1.0")
+    assert answer.returncode == 1
+    assert answer.stderr == "error: newcomer is needed, and constraints.txt does not pin it\n"
+
+
+def test_a_pin_that_nothing_needs_is_named(tmp_path: Path) -> None:
+    answer = asked(tmp_path, NEEDLESS="tzdata")
+    assert answer.returncode == 1
+    assert answer.stderr == "error: tzdata is pinned, and nothing needs it\n"
 
 
 def test_a_version_that_does_not_exist_is_named(tmp_path: Path) -> None:
-    answer = asked(tmp_path, lacking="flash-attn")
+    answer = asked(tmp_path, LACKING="flash-attn==")
     assert answer.returncode == 1
-    assert "error: flash-attn==" in answer.stderr and ": no such version" in answer.stderr
+    assert answer.stderr.startswith("error: No solution found: there is no version of flash-attn==")
 
 
-def test_a_pip_that_would_download_everything_is_refused(tmp_path: Path) -> None:
-    answer = asked(tmp_path, version="23.9")
-    assert answer.returncode == 1
-    assert answer.stderr.startswith("error: pip 23.9 downloads whole wheels") and "make pins" in answer.stderr
-
-
-def test_what_is_checked_is_what_the_dockerfile_installs(tmp_path: Path) -> None:
+@pytest.mark.parametrize("file", ["cpu.txt", "cuda.txt"])
+def test_what_is_checked_has_all_that_the_dockerfile_installs(file: str, tmp_path: Path) -> None:
     """Its own script, run here."""
     _, instructions = STAGES["requirements"]
     for name in ("pyproject.toml", "constraints.txt"):
@@ -109,67 +130,19 @@ def test_what_is_checked_is_what_the_dockerfile_installs(tmp_path: Path) -> None
     (script,) = [one.words for one in instructions if one.name == "RUN"]
     path = f"{Path(sys.executable).parent}:/usr/bin:/bin"
     subprocess.run(["/bin/sh", "-euc", script], cwd=tmp_path, env={**defaults, "PATH": path}, check=True)
-    installed = [
-        *(tmp_path / "torch.txt").read_text().split("\n"),
-        *(tmp_path / "cuda.txt").read_text().split("\n"),
-    ]
-    assert sorted(filter(None, installed)) == sorted(read_pins(ROOT).wheels)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {name: words for name, words in project["optional-dependencies"].items() if name != COMPILED}
+    checked = {*project["dependencies"], *(word for words in extras.values() for word in words)}
+    installed = set((tmp_path / file).read_text().splitlines())
+    assert {*project["dependencies"], *extras["plots"]} <= installed <= checked
+    for pin in (tmp_path / "torch.txt").read_text().splitlines():
+        assert re.search(rf"^{re.escape(pin)} ", CONSTRAINTS, re.MULTILINE), pin
 
 
 def test_every_platform_of_a_target_has_a_machine() -> None:
     assert {platform for platforms in TARGETS.values() for platform in platforms} == set(MACHINES)
 
 
-def index(**requires: Sequence[str]) -> tuple[list[list[str]], object]:
-    """A finder with two versions of everything, and what it was asked for."""
-    rounds: list[list[str]] = []
-
-    def wheels(requirements: Sequence[Requirement]) -> Iterator[Wheel]:
-        for one in requirements:
-            (newest, *_) = [version for version in ("2.0", "1.0") if version in one.specifier] or [""]
-            if not newest:
-                raise PinError(f"no {one}")
-            needed = tuple(requires.get(one.name, ()))
-            yield Wheel(name=one.name, version=newest, url="", requires=needed)
-
-    def find(requirements: Sequence[Requirement]) -> list[Wheel]:
-        rounds.append([str(one) for one in requirements])
-        return list(wheels(requirements))
-
-    return rounds, find
-
-
-def test_extras_and_markers_are_those_of_the_place() -> None:
-    rounds, find = index(
-        a=('b[fast]; platform_machine == "aarch64"', 'c; python_version < "3.12"', 'd; extra == "dev"'),
-        b=('e; extra == "fast"', 'f; extra == "slow"'),
-    )
-    found = resolve(["a"], find, SPARK.markers())
-    assert sorted(found) == ["a", "b", "e"]
-    assert rounds == [["a"], ["b[fast]"], ["e"]], "nothing is asked for twice"
-
-
-def test_a_version_that_a_later_package_excludes_is_asked_for_again() -> None:
-    rounds, find = index(a=("c",), b=("c<2",))
-    found = resolve(["a", "b"], find, SPARK.markers())
-    assert found["c"].version == "1.0"
-    rounds, find = index(a=("c", "b"), b=("c<2",))
-    found = resolve(["a"], find, SPARK.markers())
-    assert found["c"].version == "1.0"
-    assert rounds == [["a"], ["c", "b"], ["c<2"]]
-
-
-def test_versions_that_contradict_each_other_are_refused() -> None:
-    _, find = index(a=("c==1.0",), b=("c==2.0",))
-    with pytest.raises(PinError, match=r"no c==1.0,==2.0"):
-        resolve(["a", "b"], find, SPARK.markers())
-
-
-def test_wheels_fit_machine_python_and_glibc() -> None:
-    words = SPARK.options()
-    platforms = [after for word, after in itertools.pairwise(words) if word == "--platform"]
-    assert platforms[0] == "manylinux_2_39_aarch64" and {"linux_aarch64", "manylinux2014_aarch64"} <= set(
-        platforms
-    )
-    assert words[words.index("--python-version") + 1] == "3.12"
-    assert "--only-binary=:all:" in words
+def test_the_default_base_image_is_among_the_bases() -> None:
+    (image,) = re.findall(r"^ARG BASE_IMAGE=(.+)$", (ROOT / "docker/Dockerfile").read_text(), re.MULTILINE)
+    assert image.partition(":")[2].removesuffix("-slim") in BASES

@@ -171,7 +171,7 @@ def waiting_blocks(model: torch.nn.Module, kinds: Sequence[str], count: int) -> 
     """Names of the `count` blocks that wait in host memory, in the model's order, which is that of computing.
 
     `kinds` are names of the repeated blocks' classes. The longest stack comes first, its blocks evenly spread
-    (see `trainer.planning.shapes.blocks`): small ones, of which two buffers take little.
+    (see `trainer.planning.shapes.geometry`): small ones, of which two buffers take little.
     """
     stacks: dict[str, list[str]] = {}
     for name, module in model.named_modules():

@@ -139,7 +139,7 @@ def _recomputing(situation: Situation, geometry: Geometry, *, compiled: bool) ->
     if budget != "auto":
         settings = [(0, budget)]
     else:
-        counted = geometry.activations_compiled.shares if compiled else {}
+        counted = geometry.activations_compiled.shares.get(("", "bf16"), {}) if compiled else {}
         settings = [(0, 1.0), *((0, share) for share in _BUDGETS if share in counted)]
     if asked == "auto" and budget in ("auto", 1.0):
         counts = {math.ceil(whole * part / _PARTS) for part in range(1, _PARTS + 1)}

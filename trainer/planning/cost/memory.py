@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from trainer.planning.cost import states
 from trainer.planning.plan import MemoryRow
 from trainer.planning.shapes.activations import COUNTED_ATTENTION
-from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack, linears_of
-from trainer.planning.shapes.geometry import Geometry, Role
+from trainer.planning.shapes.geometry import Geometry, Linears, Role, Stack, linears_of
 from trainer.ways.storages import ENCODERS_KEEP, VALUE_BYTES, WAYS, Way
 from trainer.words.sizes import GIB
 
@@ -71,6 +70,11 @@ class Storage:
         """Bytes of one value in the compute type."""
         return VALUE_BYTES[self.dtype]
 
+    @property
+    def state(self) -> states.State:
+        """Bytes of a trained parameter."""
+        return states.of(self.method, self.dtype, self.optimizer)
+
 
 def total(rows: Sequence[MemoryRow]) -> int:
     """Sum of the rows in bytes."""
@@ -79,17 +83,15 @@ def total(rows: Sequence[MemoryRow]) -> int:
 
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """Memory of training at its peak; previews take the place of activations, not room beside them."""
-    state = states.of(storage.method, storage.dtype, storage.optimizer)
-    lora, trained, more = storage.method == "lora", parameters(geometry, "trained"), 0
+    weights, gradients, optimizer, kept, summed, moments = storage.state
+    lora, trained = storage.method == "lora", parameters(geometry, "trained")
     count = geometry.lora_parameters if lora else trained
-    if not lora:
-        more = geometry.fp32_parameters * _FP32_MORE_BYTES
-    name, detail = "adapter" if lora else "trained weights", f"{_count(count)}, {state.kept_as}"
+    more = 0 if lora else geometry.fp32_parameters * _FP32_MORE_BYTES
     rows = [
         *([_base_row(storage, geometry, trained)] if lora else []),
-        _row(name, count * state.weights + more, detail),
-        _row("gradients", count * state.gradients + more, state.summed_as),
-        _row("optimizer state", int(count * state.optimizer) + more, state.moments),
+        _row("adapter" if lora else "trained weights", count * weights + more, f"{_count(count)}, {kept}"),
+        _row("gradients", count * gradients + more, summed),
+        _row("optimizer state", int(count * optimizer) + more, moments),
         _activation_row(storage, geometry),
     ]
     if storage.averaged:
@@ -128,7 +130,7 @@ def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     sizes = [size for part in parts for size in part.quantized(ENCODERS_KEEP).values()]
     linears, way = linears_of(sizes), WAYS[kind]
     packed, largest = linears.parameters, linears.largest
-    stored = _packed_bytes(way, linears, NO_LINEARS, len(sizes)) + (count - packed) * storage.value_bytes
+    stored = _linear_bytes(way, linears, len(sizes)) + (count - packed) * storage.value_bytes
     detail = f"{_count(packed)} in {kind}, {_count(count - packed)} in {storage.dtype}"
     unpacked = min(largest, way.most_unpacked or largest) * way.encoder_bytes
     rows = [_row(name, stored, detail), _row(f"{kind} unpacked", unpacked, _ONE_WEIGHT), peak]
@@ -147,24 +149,19 @@ def waiting_bytes(storage: Storage, geometry: Geometry) -> tuple[int, int]:
 
 
 def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:
-    way = storage.way
-    modulation = stack.modulation if _packed_modulation(way, geometry).parameters else NO_LINEARS
-    kept = (stack.others - modulation.parameters) * storage.value_bytes + stack.fp32 * _FP32_MORE_BYTES
+    way, own, packed = storage.way, stack.quantized.parameters, packed_linears(storage.way, stack)
+    kept = (stack.others + own - packed.parameters) * storage.value_bytes + stack.fp32 * _FP32_MORE_BYTES
     if way.trains:
-        return stack.quantized.parameters * storage.value_bytes + kept
+        return own * storage.value_bytes + kept
     if way.layer_bytes:
-        own = (stack.quantized + modulation).parameters
-        return kept + _base_bytes(way, geometry) * own // max(1, packed_linears(way, geometry).parameters)
-    return kept + _packed_bytes(way, stack.quantized, modulation)
+        every = max(1, packed_linears(way, geometry).parameters)
+        return kept + _base_bytes(way, geometry) * packed.parameters // every
+    return kept + _packed_bytes(way, stack)
 
 
-def packed_linears(way: Way, geometry: Geometry) -> Linears:
+def packed_linears(way: Way, part: Geometry | Stack) -> Linears:
     """The linears that a base stored so holds packed."""
-    return geometry.quantized + _packed_modulation(way, geometry)
-
-
-def _packed_modulation(way: Way, geometry: Geometry) -> Linears:
-    return geometry.modulation if way.packs or way.modulation else NO_LINEARS
+    return part.quantized + part.modulation if way.packs or way.modulation else part.quantized
 
 
 def _base_bytes(way: Way, geometry: Geometry) -> int:
@@ -172,16 +169,20 @@ def _base_bytes(way: Way, geometry: Geometry) -> int:
     layers = sum(len(part.linears) for part in geometry.components if part.role == "trained")
     if geometry.stored_bytes:
         return geometry.stored_bytes + layers * way.layer_bytes
-    return _packed_bytes(way, geometry.quantized, _packed_modulation(way, geometry), layers)
+    return _packed_bytes(way, geometry, layers)
 
 
-def _packed_bytes(way: Way, own: Linears, modulation: Linears, layers: int = 0) -> int:
-    """Bytes of weights with their scales; modulation in a storage of its own is never kept twice."""
+def _packed_bytes(way: Way, part: Geometry | Stack, layers: int = 0) -> int:
+    """Bytes of packed weights; modulation in a storage of its own is never kept twice."""
     if way.modulation:
-        plain = dataclasses.replace(way, modulation="")
-        beside = _packed_bytes(WAYS[way.modulation], modulation, NO_LINEARS)
-        return beside + _packed_bytes(plain, own, NO_LINEARS, layers)
-    linears = own + modulation
+        return _linear_bytes(WAYS[way.modulation], part.modulation) + _linear_bytes(
+            way, part.quantized, layers
+        )
+    return _linear_bytes(way, packed_linears(way, part), layers)
+
+
+def _linear_bytes(way: Way, linears: Linears, layers: int = 0) -> int:
+    """Bytes of weights with their scales."""
     scales = linears.parameters // way.block if way.block else 0
     values = way.copies * (linears.parameters * way.bits // 8)
     outer = scales // _OUTER_BLOCK * 4
@@ -212,13 +213,11 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int, copies
     A checkpoint holds the master weights and the optimizer's state, in the types that they train in. The
     final files are the adapter twice (diffusers and ComfyUI) or the whole model.
     """
-    if storage.method == "lora":
-        count, master, final = geometry.lora_parameters, 4, 2 * storage.value_bytes
-    else:
-        count, master, final = parameters(geometry, "trained"), storage.value_bytes, storage.value_bytes
-    optimizer = states.of(storage.method, storage.dtype, storage.optimizer).optimizer
+    size, lora = storage.value_bytes, storage.method == "lora"
+    count = geometry.lora_parameters if lora else parameters(geometry, "trained")
+    master, final = (4, 2 * size) if lora else (size, size)
     mean = states.MEAN_BYTES if storage.averaged else 0
-    return checkpoints * int(count * (master + optimizer + mean)) + copies * count * final
+    return checkpoints * int(count * (master + storage.state[2] + mean)) + copies * count * final
 
 
 def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:

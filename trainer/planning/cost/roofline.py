@@ -182,7 +182,7 @@ def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -
 def usual_parts(storage: Storage, geometry: Geometry, attention: str) -> tuple[float, ...]:
     """Micro-batches of one, two ... of a batch's samples, on average, captions as they are padded."""
     padded = storage.compile and storage.method == "lora" and not KERNELS[attention].exact_only
-    return (geometry.usual_parts_padded if padded else geometry.usual_parts) or (1.0,)
+    return geometry.usual_parts.get("padded" if padded else "as they are", (1.0,))
 
 
 def _host_ms(storage: Storage, geometry: Geometry) -> float:

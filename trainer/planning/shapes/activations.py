@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ OTHER_ATTENTION = "cudnn"
 """In names of ways with a budget: counted with cuDNN's kernel. With flash-attn 4 blocks keep the same."""
 # budgets from here on hold no more with other kernels and FP8 products; smaller ones may hold more
 _LARGE = 0.6
-_PLAIN, _FP8 = "bf16", "fp8"
+PLAIN, _FP8 = "bf16", "fp8"
 Units = tuple[int, int]
 """Bytes of one value of every token: of all that the blocks see, and of the caption's, as some blocks see no
 others.
@@ -61,11 +61,10 @@ class Activations:
     """Every block is recomputed: its input stays."""
     outside: Held
     """Every block is recomputed from outside its compiled part, as where its weights wait in host memory."""
-    shares: Mapping[float, Held] = field(default_factory=dict)
-    """Compiled blocks that keep a share of their activations, by `features.activation_budget`."""
-    other_shares: Mapping[tuple[str, str], Mapping[float, Held]] = field(default_factory=dict)
-    """`shares` by (attention kernel, storage), counted with OTHER_ATTENTION, or with weights that a product
-    unpacks: compilers keep other tensors there. An empty kernel is COUNTED_ATTENTION.
+    shares: Mapping[tuple[str, str], Mapping[float, Held]] = field(default_factory=dict)
+    """Compiled blocks that keep a share of their activations, by `features.activation_budget`: these by
+    (attention kernel, storage) that they were counted with, as compilers keep other tensors with
+    OTHER_ATTENTION, and with weights that a product unpacks. COUNTED_ATTENTION has an empty name.
     """
     head: int = 0
     """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
@@ -76,7 +75,7 @@ class Activations:
         return self.whole.kept + max(self.whole.beyond, self.head)
 
     def peak(
-        self, *, recomputed: int = 0, budget: float = 1.0, weights: str = _PLAIN, flash: bool = True
+        self, *, recomputed: int = 0, budget: float = 1.0, weights: str = PLAIN, flash: bool = True
     ) -> int:
         """The highest point with the first `recomputed` blocks recomputed, or with a budget below 1.
 
@@ -103,24 +102,21 @@ class Activations:
 
         Small shares that were not counted are left out: they are planned as the next larger one.
         """
-        plain, packed = dict(self.shares), dict(self.other_shares.get(("", weights), {}))
-        if not flash or weights == _FP8:
-            plain = {share: held for share, held in plain.items() if share >= _LARGE}
-            packed |= self.other_shares.get((OTHER_ATTENTION, weights), {})
+        other = not flash or weights == _FP8
+        plain = self.shares.get(("", PLAIN), {})
+        found = {share: held for share, held in plain.items() if share >= _LARGE or not other}
         if not flash and weights != _FP8:
-            plain |= self.other_shares.get((OTHER_ATTENTION, _PLAIN), {})
-        return {1.0: self.whole, **plain, **packed}
+            found |= self.shares.get((OTHER_ATTENTION, PLAIN), {})
+        if weights != PLAIN:
+            found |= self.shares.get(("", weights), {})
+            found |= self.shares.get((OTHER_ATTENTION, weights), {}) if other else {}
+        return {1.0: self.whole, **found}
 
 
 @functools.cache
-def _counts() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(COUNTS.read_text())
-    return table
-
-
 def counted(family: str) -> Mapping[str, Any]:
     """The counts of a family. Raises KeyError where it has none."""
-    found: Mapping[str, Any] = _counts()[family]
+    found: Mapping[str, Any] = json.loads(COUNTS.read_text())[family]
     return found
 
 
@@ -143,7 +139,8 @@ def activations(
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
     (every, captions), (kept, kept_beyond) = units, adapter
-    extra = _extra(ways, style, more, linear_inputs=linear_inputs)
+    plain, wide = (ways[way]["blocks"] for way in (style, f"{style}, {_ALL_LINEARS}"))
+    extra = [more + most - one if linear_inputs else more for most, one in zip(wide, plain, strict=True)]
     # the caption's tokens, which a block only reads
     caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]
 
@@ -161,42 +158,27 @@ def activations(
             beyond += max(extra) * every + max(caption_bytes) + max(kept.values(), default=0)
         return Held(fixed=int(found["fixed"] * every), blocks=tuple(each), beyond=int(beyond))
 
-    shares = {
-        counted_with: {share: held(way) for share, way in found.items()}
-        for counted_with, found in (_shares(ways) if compiled else {}).items()
-    }
     inside, outside = f"{style}, {_RECOMPUTED}", f"{style}, {_RECOMPUTED} outside"
     return Activations(
         whole=held(style),
         recomputed=held(inside, recomputes=True),
         outside=held(outside if outside in ways else inside, recomputes=True),
-        shares=shares.pop(("", _PLAIN), {}),
-        other_shares=shares,
+        shares=_shares({way: held(way) for way in ways if way.startswith(style) and _BUDGET in way}),
         head=head,
     )
 
 
-def _extra(ways: Mapping[str, Any], style: str, more: float, *, linear_inputs: bool) -> list[float]:
-    """Units that a block of each stack keeps beyond those of its way."""
-    plain = ways[style]["blocks"]
-    if not linear_inputs:
-        return [more] * len(plain)
-    wide = ways[f"{style}, {_ALL_LINEARS}"]["blocks"]
-    return [more + one - other for one, other in zip(wide, plain, strict=True)]
-
-
-def _shares(ways: Iterable[str]) -> dict[tuple[str, str], dict[float, str]]:
+def _shares(ways: Mapping[str, Held]) -> dict[tuple[str, str], dict[float, Held]]:
     """Ways with a budget by (attention kernel, storage) that they name, and by the share that is kept.
 
     "compiled, budget 0.6", "compiled, int8, budget 0.6", "compiled, cudnn, budget 0.6" and "compiled, int8,
     cudnn, budget 0.6".
     """
-    found: dict[tuple[str, str], dict[float, str]] = {}
-    for way in ways:
-        before, budget, share = way.rpartition(f", {_BUDGET} ")
+    found: dict[tuple[str, str], dict[float, Held]] = {}
+    for way, held in ways.items():
+        before, _, share = way.rpartition(f", {_BUDGET} ")
         parts = before.split(", ")[1:]
         kernel = OTHER_ATTENTION if OTHER_ATTENTION in parts else ""
-        if budget:
-            weights = next((part for part in parts if part != kernel), _PLAIN)
-            found.setdefault((kernel, weights), {})[float(share)] = way
+        weights = next((part for part in parts if part != kernel), PLAIN)
+        found.setdefault((kernel, weights), {})[float(share)] = held
     return found

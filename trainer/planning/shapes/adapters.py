@@ -12,8 +12,7 @@ from trainer.families.family import Family
 from trainer.families.values import AttentionShape, Shape
 from trainer.modeling.adapter.targets import pattern_value, target_pattern
 from trainer.planning.shapes.activations import NOTHING_KEPT, Kept
-from trainer.planning.shapes.blocks import Size, by_block
-from trainer.planning.shapes.geometry import ComponentGeometry
+from trainer.planning.shapes.geometry import ComponentGeometry, Size, by_block
 
 COUNTED_RANK = 16
 """Rank of the plain LoRA that activations are counted with."""
@@ -61,26 +60,22 @@ def planned_adapter(
 
 def adapter_parameters(linears: Mapping[str, Size], pattern: str, lora: LoraSection) -> int:
     """Parameters of an adapter on every linear layer, (out, in) by name, whose name matches `pattern`."""
-    return sum(
-        _layer(lora.type, size, int(pattern_value(lora.rank_pattern, name, lora.rank)))
-        for name, size in _adapted(linears, pattern).items()
-    )
+    total = 0
+    for name, (out, into) in _adapted(linears, pattern).items():
+        rank = int(pattern_value(lora.rank_pattern, name, lora.rank))
+        if lora.type != "lokr":
+            total += rank * (out + into) + (out if lora.type == "dora" else 0)
+            continue
+        (left_out, right_out), (left_in, right_in) = _near_square(out), _near_square(into)
+        # peft keeps the right factor whole where two of this rank would not be smaller
+        whole = rank >= max(right_out, right_in) / 2
+        total += left_out * left_in + (right_out * right_in if whole else rank * (right_out + right_in))
+    return total
 
 
 def _adapted(linears: Mapping[str, Size], pattern: str) -> dict[str, Size]:
     expression = re.compile(pattern)
     return {name: size for name, size in linears.items() if expression.fullmatch(name)}
-
-
-def _layer(kind: str, size: Size, rank: int) -> int:
-    out, into = size
-    if kind != "lokr":
-        return rank * (out + into) + (out if kind == "dora" else 0)
-    (left_out, right_out), (left_in, right_in) = _near_square(out), _near_square(into)
-    # peft keeps the right factor whole where two of this rank would not be smaller
-    whole = rank >= max(right_out, right_in) / 2
-    right = right_out * right_in if whole else rank * (right_out + right_in)
-    return left_out * left_in + right
 
 
 def _near_square(dimension: int) -> tuple[int, int]:
@@ -122,11 +117,11 @@ def kept_bytes(
             kept += tokens * into * (value_bytes + 1)
         layers[name] = kept
     largest: dict[str, int] = {}
-    inside = {block: sum(kept.values()) for block, kept in by_block(layers).items()}
-    for block, size in inside.items():
-        stack = block.rpartition(".")[0]
+    for block, inside in by_block(layers).items():
+        stack, size = block.rpartition(".")[0], sum(inside.values())
         largest[stack] = max(largest.get(stack, 0), size)
-    return largest, beyond + sum(layers.values()) - sum(inside.values())
+        beyond -= size
+    return largest, beyond + sum(layers.values())
 
 
 def plain_path(config: RunConfig) -> str:
@@ -134,7 +129,7 @@ def plain_path(config: RunConfig) -> str:
 
     What makes a run fast was tuned and proved for plain LoRA in bf16.
     """
-    if config.method == "lora" and config.lora.type != "lora":
+    if needs_whole_base(config):
         return f"lora.type: {config.lora.type}"
     if config.method == "lora" and config.lora.dropout:
         return f"lora.dropout: {config.lora.dropout:g}"

@@ -6,19 +6,69 @@ import functools
 import json
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 from trainer.errors import AccessError
 from trainer.files.component_shapes import Shapes, Stamp, shapes_in, stamp_of
 from trainer.files.weight_files import weight_files
 from trainer.planning.shapes.activations import Activations
-from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Size, Stack
+from trainer.planning.shapes.mix import Captions
 
+_T = TypeVar("_T")
 Role = Literal["trained", "text_encoder", "vae"]
+Size = tuple[int, int]
+"""(out, in) of a linear layer."""
 TABLES = Path(__file__).parent / "tables"
+_BLOCK = re.compile(r"(.*?\b\w+\.\d+)\.")
+"""Start of a tensor's name: the outermost numbered module that it is in."""
+_LEAST_LINEARS = 2
+"""A numbered module with fewer linear layers is no block."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Linears:
+    """Weights of some linear layers, in numbers."""
+
+    parameters: int = 0
+    rows: int = 0
+    """Rows of their outputs."""
+    largest: int = 0
+    """Parameters of the largest."""
+
+    def __add__(self, other: Linears) -> Linears:
+        return Linears(
+            parameters=self.parameters + other.parameters,
+            rows=self.rows + other.rows,
+            largest=max(self.largest, other.largest),
+        )
+
+
+NO_LINEARS = Linears()
+
+
+def linears_of(sizes: Collection[Size]) -> Linears:
+    """The numbers of weights (out, in)."""
+    each = [math.prod(size) for size in sizes]
+    return Linears(parameters=sum(each), rows=sum(rows for rows, _ in sizes), largest=max(each, default=0))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stack:
+    """Repeated blocks one after another, and the parameters of the largest of them."""
+
+    name: str
+    blocks: int
+    quantized: Linears
+    """Linear weights that a quantised base would hold quantised."""
+    others: int
+    """All other parameters of the block."""
+    fp32: int
+    """Parameters among the others that the model's class keeps in fp32."""
+    modulation: Linears = NO_LINEARS
+    """Linears among the others that int8 and nf4 bases quantise."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +127,71 @@ def quantized_linears(linears: Mapping[str, Size], high_precision: Sequence[str]
     return {name: size for name, size in linears.items() if not kept.fullmatch(name)}
 
 
+@functools.lru_cache(maxsize=64)
+def stacks(
+    part: ComponentGeometry,
+    high_precision: tuple[str, ...],
+    modulation: tuple[str, ...] = (),
+    kept_in_fp32: tuple[str, ...] = (),
+) -> tuple[Stack, ...]:
+    """All stacks of repeated blocks, the longest first: the order in which their blocks leave the device.
+
+    Linears are named by patterns, as in `Family`; `kept_in_fp32` is as in `fp32_parameters`.
+    """
+    tensors, more = by_block(part.shapes), by_block(part.matching(modulation))
+    linears = by_block(part.quantized(high_precision), least=_LEAST_LINEARS)
+    numbered: dict[str, list[str]] = {}
+    for name in linears:
+        numbered.setdefault(name.rpartition(".")[0], []).append(name)
+    made = []
+    for stack, members in numbered.items():
+        sizes = {name: sum(map(math.prod, tensors[name].values())) for name in members}
+        largest = max(members, key=sizes.__getitem__)
+        own = linears_of(linears[largest].values())
+        made.append(
+            Stack(
+                name=stack,
+                blocks=len(members),
+                quantized=own,
+                others=sizes[largest] - own.parameters,
+                fp32=fp32_parameters(tensors[largest], kept_in_fp32),
+                modulation=linears_of(more.get(largest, {}).values()),
+            )
+        )
+    return tuple(sorted(made, key=lambda one: (-one.blocks, one.name)))
+
+
+def fp32_parameters(shapes: Shapes, kept: Iterable[str]) -> int:
+    """Parameters of the tensors with one of these words in their names, which stay fp32 in a bf16 run."""
+    words = frozenset(kept)
+    return sum(math.prod(shape) for name, shape in shapes.items() if not words.isdisjoint(name.split(".")))
+
+
+def by_block(named: Mapping[str, _T], *, least: int = 1) -> dict[str, dict[str, _T]]:
+    """Values of the names that lie in a numbered module, by that module and by name, of modules with at
+    least so many.
+    """
+    found: dict[str, dict[str, _T]] = {}
+    for name, value in named.items():
+        block = _BLOCK.match(name)
+        if block is not None:
+            found.setdefault(block[1], {})[name] = value
+    return {block: inside for block, inside in found.items() if len(inside) >= least}
+
+
+@functools.lru_cache(maxsize=64)
+def linear_blocks(
+    part: ComponentGeometry, high_precision: tuple[str, ...], aside: re.Pattern[str]
+) -> tuple[tuple[int, int, int], ...]:
+    """(parameters of linears whose names hold `aside`, of the others, linears) of each repeated block."""
+    found = []
+    for linears in by_block(part.quantized(high_precision), least=_LEAST_LINEARS).values():
+        sizes = {name: math.prod(size) for name, size in linears.items()}
+        textual = sum(size for name, size in sizes.items() if aside.search(name))
+        found.append((textual, sum(sizes.values()) - textual, len(sizes)))
+    return tuple(found)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
     """One run's model in numbers: everything that `resolve` needs to know of it. See `run_geometry`."""
@@ -105,14 +220,12 @@ class Geometry:
     """Linear layers of the blocks."""
     usual_share: float = 1.0
     """Tokens of that pass, as a share of those with the longest captions."""
-    usual_parts: tuple[float, ...] = ()
-    """Micro-batches of one, two ... of its samples, on average, as their shapes differ; empty: it is one."""
+    usual_parts: Mapping[Captions, tuple[float, ...]] = field(default_factory=dict)
+    """Micro-batches of one, two ... of its samples, on average, as their shapes differ, by how captions are
+    taken; empty: it is one.
+    """
     pictures_known: bool = False
     """Whether `usual_parts` follow from the shapes of the run's pictures; else pictures are of six shapes."""
-    usual_parts_alike: tuple[float, ...] = ()
-    """`usual_parts` where captions are of one length: by the shapes of pictures alone."""
-    usual_parts_padded: tuple[float, ...] = ()
-    """`usual_parts` where captions are padded to a few lengths."""
     blocks: int = 0
     """Repeated blocks."""
     stacks: tuple[Stack, ...] = ()
@@ -137,33 +250,28 @@ class Geometry:
     """Bytes of its quantised weights with their scales, as they are in the files."""
 
 
-def component_shapes(
-    folder: Path | None, family: str, name: str, role: Role, *, base: str = ""
-) -> ComponentGeometry:
-    """Shapes of a component: safetensors headers below `folder`, or for None a committed table's.
+@functools.cache
+def table_component(family: str, name: str, role: Role) -> ComponentGeometry:
+    """A component of the full-size model, by the committed table."""
+    source = f"committed table of the full-size {family}"
+    shapes = read_table(TABLES / f"{family}.json")[name]
+    return ComponentGeometry(name=name, role=role, shapes=shapes, source=source)
 
-    The table is that of the full-size model. `base` is what the user called the folder. Raises AccessError
-    for files that cannot be read and for a component without any.
+
+def stored_component(folder: Path, name: str, role: Role, *, base: str = "") -> ComponentGeometry:
+    """A component by the safetensors headers below `folder`; `base` is what the user called the folder.
+
+    Raises AccessError for files that cannot be read and for a component without any.
     """
-    if folder is None:
-        found = _from_table(family, name, role)
-    else:
-        source = f"safetensors headers of {base or folder}"
-        found = _from_headers(stamp_of(weight_files(folder / name).files), name, role, source)
+    source = f"safetensors headers of {base or folder}"
+    found = _from_headers(stamp_of(weight_files(folder / name).files), name, role, source)
     if not found.shapes:
         raise AccessError(
             f"no weights for {name}",
-            where=str(folder or TABLES / f"{family}.json"),
+            where=str(folder),
             remedy="the download may be incomplete: run `trainer fetch` again",
         )
     return found
-
-
-@functools.cache
-def _from_table(family: str, name: str, role: Role) -> ComponentGeometry:
-    shapes = read_table(TABLES / f"{family}.json").get(name, {})
-    source = f"committed table of the full-size {family}"
-    return ComponentGeometry(name=name, role=role, shapes=shapes, source=source)
 
 
 # plans are made of the same files again and again: what is read of a file stands until the file changes

@@ -1,4 +1,5 @@
-"""One run's shapes for the planner: parameters from files or tables, activations from the family.
+"""One run's shapes for the planner: parameters from files or tables, activations from the family, and the
+work of one forward pass, from which its time is predicted.
 
 Imports no torch: `trainer plan` answers at once.
 """
@@ -24,12 +25,25 @@ from trainer.files.component_shapes import packed_size, stored_as
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import read_config
 from trainer.planning.shapes.activations import Activations, Kept, Units, activations, counted
-from trainer.planning.shapes.adapters import planned_adapter
-from trainer.planning.shapes.blocks import NO_LINEARS, Linears, Stack, fp32_parameters, linears_of, stacks
-from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Role, component_shapes, kept_in_fp32
+from trainer.planning.shapes.adapters import TEXT_SIDE, planned_adapter
+from trainer.planning.shapes.geometry import (
+    NO_LINEARS,
+    ComponentGeometry,
+    Geometry,
+    Linears,
+    Role,
+    Stack,
+    fp32_parameters,
+    kept_in_fp32,
+    linear_blocks,
+    linears_of,
+    stacks,
+    stored_component,
+    table_component,
+)
 from trainer.planning.shapes.meta_shapes import SOURCE, built_shapes
-from trainer.planning.shapes.mix import padded_length
-from trainer.planning.shapes.work import USUAL_MIX, Mix, with_work
+from trainer.planning.shapes.mix import USUAL_PICTURES, Captions, Pictures, padded_length, usual_parts
+from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
 from trainer.ways.storages import VALUE_BYTES
 
 CONFIGS = Path(__file__).parents[2] / "families" / "configs"
@@ -43,6 +57,10 @@ _TEXT_UNITS = 48
 _CONTROL_SIDE = 1024
 # text tokens of a control image that the text encoder is shown at 384 x 384 pixels, with what is beside them
 _CONTROL_TOKENS = 200
+# captions of 1 to 300 tokens, as many short as long by their logarithm: 104 on average when they are padded
+_CAPTION_TOKENS = 104
+# of families whose text encoder sees the images too, one of 384 x 384 pixels among them
+_CAPTION_TOKENS_WITH_IMAGES = 384
 # one logit with its fp32 copy, softmax and gradients, as counted on a GPU
 _LOGIT_BYTES = 12.5
 _OVER_THE_VOCABULARY = re.compile("embed|shared|lm_head")
@@ -56,28 +74,33 @@ def run_geometry(
     dtype: str,
     sources: Mapping[str, str] = MappingProxyType({}),
     downloads: bool = False,
-    mix: Mix = USUAL_MIX,
+    caption_tokens: int | None = None,
+    pictures: Pictures = (),
 ) -> Geometry:
-    """Everything that memory is computed from, for the run's model, resolution, batch size and compute type.
+    """Everything that memory and time are computed from, in the run's compute type.
 
     `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
-    missing files are to come: a component is as large as its config says. `sources` says where keys were
-    written. Memory is that of the longest caption, time that of samples of the shapes of `mix`.
-    Raises AccessError for unknown sizes, ConfigError for an adapter on a layer that is none.
+    missing files are to come: a component is as large as its config says. `sources` says where keys stand.
+    Memory is that of the longest caption, time of `pictures`, how many have each shape (else there are six),
+    with usual captions; with `caption_tokens` samples are alike. Raises AccessError, ConfigError.
     """
-    folders, components = _components(family, config, model_folder, downloads=downloads)
-    trained = components[0]
-    model_config = component_config(family, folders[trained.name], trained.name)
+    folders = {name: component_base(model_folder, name, downloads=downloads) for name in roles(family)}
+    components = [
+        _component(family, config, folders[name], name, role, downloads=downloads)
+        for name, role in roles(family).items()
+    ]
+    trained, base = components[0], folders[family.trained_component]
+    model_config = component_config(family, base, trained.name)
     shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
     attention = family.attention_shape(model_config, shape)
-    kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
-    repeated = _stacks(trained, family.high_precision, family.modulation, kept)
     parameters, layers, adapter = planned_adapter(family, config, trained, attention, shape, sources)
+    packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
+    kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
+    repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
     eager, compiled = _activations(family, config, model_config, shape, repeated, adapter)
-    packed, modulation, stored, stored_bytes = _packed(family, config, trained, folders[trained.name])
-    vae, vae_tiled = _vae_peaks(family, config, folders, shape.bytes_per_value)
+    vae, tiled = _vae_peaks(family, config, folders, shape.bytes_per_value)
     geometry = Geometry(
-        components=components,
+        components=tuple(components),
         lora_parameters=parameters,
         lora_layers=layers,
         quantized=packed,
@@ -88,24 +111,80 @@ def run_geometry(
         activations_compiled=compiled,
         fp32_parameters=fp32_parameters(trained.shapes, kept),
         stacks=repeated,
-        captions_vary=family.caption is not None,
-        packed=family.packed_by is not None,
         text_bytes_peak=_text_peak(components, config.data.max_sequence_length, shape.bytes_per_value),
         vae_bytes_peak=vae,
-        vae_bytes_peak_tiled=vae_tiled,
+        vae_bytes_peak_tiled=tiled,
     )
-    return with_work(geometry, family, config, model_config, trained, shape, mix)
+    return _with_work(geometry, family, config, model_config, shape, caption_tokens, pictures)
 
 
-@functools.lru_cache(maxsize=64)
-def _stacks(
-    trained: ComponentGeometry,
-    high_precision: tuple[str, ...],
-    modulation: tuple[str, ...],
-    kept: tuple[str, ...],
-) -> tuple[Stack, ...]:
-    """The repeated blocks of the trained component."""
-    return stacks(trained.shapes, trained.quantized(high_precision), kept, trained.matching(modulation))
+def _with_work(
+    geometry: Geometry,
+    family: Family,
+    config: RunConfig,
+    model_config: Mapping[str, Any],
+    shape: Shape,
+    caption_tokens: int | None,
+    pictures: Pictures,
+) -> Geometry:
+    """The geometry with the work of a batch of `shape` at most, whose captions are of usual lengths, or all
+    of `caption_tokens`.
+    """
+    usual = shape
+    if family.caption is not None:
+        mixed = _CAPTION_TOKENS_WITH_IMAGES if family.text_sees_controls else _CAPTION_TOKENS
+        tokens = min(shape.text_tokens, mixed if caption_tokens is None else caption_tokens)
+        usual = dataclasses.replace(shape, text_tokens=tokens)
+    longest, attention = (family.attention_shape(model_config, one) for one in (shape, usual))
+    every, text = attention.batch_size * attention.tokens, usual.batch_size * usual.text_tokens
+    blocks, flops = linear_blocks(geometry.components[0], family.high_precision, TEXT_SIDE), 0.0
+    for textual, others, _ in blocks:
+        flops += 2.0 * text * textual
+        flops += 2.0 * (every - text if textual else every) * others
+    # a block of text alone has no attention of its own
+    calls = sum(1 for _, others, _ in blocks if others)
+    pairs = attention.batch_size * attention.tokens * (attention.reach or attention.tokens)
+    parts = micro_batches(family, config, pictures) if caption_tokens is None else {}
+    return dataclasses.replace(
+        geometry,
+        attention_shape_class=shape_class(longest),
+        matmul_shape_class=matmul_shape_class(longest),
+        matmul_flops=flops,
+        attention_flops=4.0 * pairs * attention.heads * attention.head_width * calls,
+        attention_calls=calls,
+        products=sum(linears for _, _, linears in blocks),
+        blocks=len(blocks),
+        usual_share=attention.tokens / longest.tokens,
+        usual_parts=parts,
+        pictures_known=bool(parts and pictures),
+        captions_vary=family.caption is not None,
+        packed=family.packed_by is not None,
+    )
+
+
+def micro_batches(
+    family: Family, config: RunConfig, pictures: Pictures
+) -> Mapping[Captions, tuple[float, ...]]:
+    """Micro-batches of one, two ... of a batch's samples, on average, by how captions are taken.
+
+    `pictures` says how many have each shape; else there are six. Empty where samples are packed into rows.
+    """
+    if family.packed_by is not None:
+        return {}
+    size, steps = config.train.train_batch_size, config.train.gradient_accumulation_steps
+    known, most = pictures or USUAL_PICTURES, config.data.max_sequence_length
+
+    def parts(captions: Captions) -> tuple[float, ...]:
+        captions = "alike" if family.caption is None else captions
+        found = usual_parts(size, size * steps, captions=captions, pictures=known, most_tokens=most)
+        return tuple(one / steps for one in found)
+
+    unpadded = config.features.text_padding is False
+    return {
+        "alike": parts("alike"),
+        "as they are": parts("as they are"),
+        "padded": parts("as they are" if unpadded else "padded"),
+    }
 
 
 def _packed(
@@ -126,7 +205,9 @@ def _packed(
 
 def run_shape(config: RunConfig, family: Family, *, bytes_per_value: int) -> Shape:
     """One micro-batch of the run; buckets of other aspects have about the same area."""
-    tokens, controls = config.data.max_sequence_length, _controls(config, family)
+    tokens, most = config.data.max_sequence_length, family.control_counts[1]
+    # one for each folder, else as many as metadata.jsonl may name
+    controls = max(len(control_folders(one.control_dir)) or most for one in config.data.sets)
     if family.caption is not None:  # captions are not padded by the family's encoder
         tokens = padded_length(tokens + (controls * _CONTROL_TOKENS if family.text_sees_controls else 0))
     return Shape(
@@ -179,12 +260,6 @@ def head_bytes(family: Family, model_config: Mapping[str, Any], shape: Shape) ->
     return int(tokens * model_config["vocab_size"] * _LOGIT_BYTES)
 
 
-def _controls(config: RunConfig, family: Family) -> int:
-    """Most control images of a sample: one for each folder, else as many as metadata.jsonl may name."""
-    folders = (control_folders(one.control_dir) for one in config.data.sets)
-    return max(len(found) or family.control_counts[1] for found in folders)
-
-
 def roles(family: Family) -> dict[str, Role]:
     """Each component with weights and what it is for, first what trains."""
     found: dict[str, Role] = {family.trained_component: "trained"}
@@ -193,17 +268,11 @@ def roles(family: Family) -> dict[str, Role]:
     return found
 
 
-def _folder(model_folder: Path | None, component: str, downloads: bool) -> Path | None:
+def component_base(model_folder: Path | None, component: str, *, downloads: bool) -> Path | None:
     """The base model's folder, None for a component whose download has not begun."""
     if model_folder is None or (downloads and not (model_folder / component / "config.json").exists()):
         return None
     return model_folder
-
-
-def trained_config(family: Family, model_folder: Path | None, *, downloads: bool) -> Mapping[str, Any]:
-    """`component_config` of what trains, as far as it is here."""
-    name = family.trained_component
-    return component_config(family, _folder(model_folder, name, downloads), name)
 
 
 def component_config(family: Family, model_folder: Path | None, component: str) -> Mapping[str, Any]:
@@ -212,23 +281,11 @@ def component_config(family: Family, model_folder: Path | None, component: str) 
     return read_config(folder / component / "config.json")
 
 
-def _components(
-    family: Family, config: RunConfig, model_folder: Path | None, *, downloads: bool
-) -> tuple[Mapping[str, Path | None], tuple[ComponentGeometry, ...]]:
-    """(the folder that each component with weights is below, their sizes, first of what trains)."""
-    folders = {name: _folder(model_folder, name, downloads) for name in roles(family)}
-    sizes = (
-        _component(family, config, folders[name], name, role, downloads=downloads)
-        for name, role in roles(family).items()
-    )
-    return folders, tuple(sizes)
-
-
 def _component(
     family: Family, config: RunConfig, model_folder: Path | None, name: str, role: Role, *, downloads: bool
 ) -> ComponentGeometry:
     """One component: headers of the files that are loaded, else what its config says."""
-    table = functools.partial(component_shapes, None, family.name, name, role)
+    table = functools.partial(table_component, family.name, name, role)
     if model_folder is None:
         return table()
     scratch = config.model.weights == "random"
@@ -238,7 +295,7 @@ def _component(
     found = weight_files(folder)
     if read and found.state == "complete":
         base = config.model.pretrained_model_name_or_path
-        return component_shapes(model_folder, family.name, name, role, base=base)
+        return stored_component(model_folder, name, role, base=base)
     if read and found.state == "partial" and not downloads:
         raise AccessError(found.lacking, where=str(folder), remedy="copy the missing files into the folder")
     lacking = f", because {found.lacking} of {name}" if read and found.state == "partial" else ""
