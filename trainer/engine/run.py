@@ -220,7 +220,7 @@ def sample_once(context: Context, spec: Spec) -> None:
     file, target = Path(spec.lora_file), Path(spec.output_file)
     if spec.lora_file:
         proof.check_file(file)
-    model = load_base(context)
+    model = load_base(context).module
     rows, titles = [], []
     if spec.before_after or not spec.lora_file:
         rows.append([shown(one) for one in sample(context, model, entries)])
@@ -241,5 +241,5 @@ def verify_file(context: Context, spec: Spec) -> None:
     apply_backend_settings(context)
     path = Path(spec.lora_file)
     context.say(f"file: {proof.check_file(path)} layers, all finite, not zero")
-    result = proof.verify_on_fresh_base(context, load_base(context), path)
+    result = proof.verify_on_fresh_base(context, load_base(context).module, path)
     context.say(f"verified: {result}")

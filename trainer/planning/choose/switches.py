@@ -85,8 +85,8 @@ class Situation:
 def dtype(situation: Situation) -> Decision:
     """`bf16` or `fp32`; raises HardwareError for bf16 that the GPU does not have."""
     features = situation.config.features
-    asked, weights = situation.config.model.dtype, features.weights
-    key = "model.dtype"
+    asked: str = situation.config.model.dtype
+    weights, key = features.weights, "model.dtype"
     if features.compute == "bf16" and (asked in ("fp16", "fp32") or weights == "fp32"):
         other = "model.dtype" if asked in ("fp16", "fp32") else "features.weights"
         raise ConfigError(
