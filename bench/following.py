@@ -45,7 +45,7 @@ class Followed:
         """The way is taken at the first call of a goal, a function outside of `root`, while it is due."""
         self.entered: list[str] = []
         self.way: list[str] = []
-        """From the first function of `start` on the stack to the last one before the goal."""
+        """Functions on the stack from the first one of `start` to the last one before the goal."""
         self._root, self._start, self._is_goal, self._is_due = f"{root}/", str(start), is_goal, is_due
         # by identity, which is cheap to ask at each call; kept, so that no other object gets the same
         self._seen: dict[int, CodeType] = {}

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from scripts.style import is_style, overlap
+from scripts.style import is_style
 from tests.contract.runs import ROOT, job_of
 from tests.e2e.conftest import environment, free_port
+from tests.overlap import overlap
 
 QUICKSTART = ROOT / "train_configs" / "quickstart.yaml"
 STYLE, HELD_OUT = ROOT / "examples" / "style", ROOT / "examples" / "style-held-out"
