@@ -58,8 +58,7 @@ def read_recorded(path: Path) -> TorchBuild:
 
 def write_recorded(path: Path) -> None:
     """Record the installed torch, for an image build: `python -m trainer.machine.torch_build FILE`."""
-    build = read_torch_build(recorded=None, cache_dir=path.parent)
-    path.write_text(codec.to_json(build))
+    path.write_text(codec.to_json(read_torch_build(recorded=None, cache_dir=path.parent)))
 
 
 def torch_folder() -> Path | None:

@@ -74,7 +74,7 @@ def _text_headers(context: Context, entries: Entries, texts: Sequence[TextEntry]
 def parted(sampler: Sampler, steps: int) -> str:
     """The number of micro-batches in a step and of samples in these, in words; counted in the first steps."""
     counted = min(steps, max(1, _COUNTED // sampler.rows))
-    made = [len(one.samples) for step in range(counted) for one in sampler.step(step)]
+    made = [len(one) for step in range(counted) for one in sampler.step(step)]
     per_step = f"{len(made) / counted:.1f} micro-batches a step, of {min(made)} to {max(made)} samples"
     return f"samples of a step that are of one shape are computed together: {per_step}"
 
@@ -132,10 +132,10 @@ def feed(
     kept, pin_memory = dataclasses.replace(entries, cache=cache), context.plan.pin_memory
 
     def prepare(micro_batch: MicroBatch) -> Fed:
-        samples = [(sample.record, sample.dropped) for sample in micro_batch.samples]
+        samples = [(sample.record, sample.dropped) for sample in micro_batch]
         text_padding = context.plan.text_padding
         batch = load_batch(context, kept, samples, pin_memory=pin_memory, text_padding=text_padding)
-        draw = draw_for(context.family, batch, settings, [one.position for one in micro_batch.samples])
+        draw = draw_for(context.family, batch, settings, [one.position for one in micro_batch])
         if draw is not None and pin_memory:
             draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
         return Fed(micro_batch=micro_batch, batch=batch, draw=draw)

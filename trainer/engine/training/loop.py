@@ -87,7 +87,7 @@ def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
             loss += run.graphs(batch, draw, torch.full((), weight, device=context.device))
         else:
             # the dropout of a micro-batch follows from the seed and its first sample alone
-            label = f"{config.train.seed}/dropout/{fed.micro_batch.samples[0].position}"
+            label = f"{config.train.seed}/dropout/{fed.micro_batch[0].position}"
             with seeded(label, context.device) if drops else contextlib.nullcontext():
                 loss += compute(context, run.built, batch, draw, weight)
         phase = Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
@@ -140,7 +140,7 @@ def _check_finite(run: Run, state: State) -> None:
     if state.flag is None or state.flag.read() == 0.0:
         return
     records = run.entries.records
-    files = sorted({str(records[sample.record].path) for micro in state.suspects for sample in micro.samples})
+    files = sorted({str(records[sample.record].path) for micro in state.suspects for sample in micro})
     step, status = state.saved_step, run.context.status
     saved = f"the checkpoint of step {step} is intact (its checksums were compared just now)"
     if state.saved_in is None:

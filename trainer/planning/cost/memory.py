@@ -24,7 +24,7 @@ _OUTER_BLOCK = 256
 # resident size of Python with torch, diffusers and transformers imported, and with CUDA's libraries in use
 _PROCESS_BYTES = 1 * GIB
 _CUDA_PROCESS_BYTES = int(3.5 * GIB)
-# what a shard passes through on its way to the device
+# buffers that a shard passes through on its way to the device
 _RING_BYTES = GIB // 2
 HOST_BYTES = _CUDA_PROCESS_BYTES + _RING_BYTES
 """Host memory of a process that trains on a GPU, without blocks that wait there."""
