@@ -56,10 +56,9 @@ def fill(
 ) -> FillReport:
     """Make every entry valid: texts first, then latents; entries of equal key are encoded once.
 
-    Entries that are there keep their bytes; with `verify` their tensors are read and compared too. Damaged
-    ones are named in a warning and encoded again. `stop_check()` runs before every entry and may raise;
-    `on_progress(kind, done, total)` runs after every one. Raises NoSpaceError, and what encoders raise;
-    entries finished by then stay valid.
+    Entries that are there keep their bytes; with `verify` their tensors are compared too. Damaged ones are
+    named in a warning and encoded again. `stop_check()` runs before every entry and may raise;
+    `on_progress(kind, done, total)` runs after every one. Entries finished before an error stay valid.
     """
     distinct = {(entry.kind, entry.key): entry for entry in entries}
     encoded = damaged = 0
