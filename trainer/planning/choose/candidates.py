@@ -78,7 +78,7 @@ def _asked(situation: Situation, dtype: str, geometry: Geometry, asked: str) -> 
     features, ways = situation.config.features, [way for way in WAYS.values() if way.weights == asked]
     _require_storage(situation, dtype, geometry, ways[0])
     if features.modulation == "auto":
-        ways = [way for way in ways if way.automatic]
+        ways = [way for way in ways if way.automatic] or ways
     elif any(way.modulation for way in ways):
         beside = "" if features.modulation == "kept" else features.modulation
         ways = [way for way in ways if way.modulation == beside]
