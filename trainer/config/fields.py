@@ -75,8 +75,8 @@ def choices(path: KeyPath) -> list[str]:
 def suggest_key(path: KeyPath) -> str:
     """Remedy for an unknown key: what may have been meant, else what exists beside it."""
     key, field = path[-1].lower().replace("-", "_"), field_at(path[:-1])
-    section = RunConfig if field is None else section_of(field.annotation)
-    siblings = () if section is None else tuple(section.model_fields)
+    parent = RunConfig if field is None else section_of(field.annotation)
+    siblings = () if parent is None else tuple(parent.model_fields)
     everywhere = {name.rpartition(".")[2]: name for name in reversed(dotted_keys())} | _keys_of_items()
     if path[-1] in dotted_keys():
         section, _, leaf = path[-1].partition(".")
