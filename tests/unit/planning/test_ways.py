@@ -23,6 +23,7 @@ from trainer.planning.render import plan_from_json, plan_to_json
 from trainer.planning.shapes.geometry import Geometry, Linears
 from trainer.ways.kernels import KERNELS, Kernel
 from trainer.ways.storages import WAYS, Way, find, frozen
+from trainer.words import extras
 
 INT4 = Way(
     name="int4",
@@ -33,7 +34,7 @@ INT4 = Way(
     unpack_traffic=(20.0, 10.0),
     package="made-up",
     module="torch",
-    install="install made-up",
+    extra="nf4",
     least_capability=(8, 9),
     verdict="matmul.int4",
     tier=4,
@@ -113,7 +114,7 @@ def test_a_row_is_refused_below_its_capability_and_without_its_package(
         plan(asked, dataclasses.replace(small(80), packages={"made-up": "1.0"}), geometry)
     with pytest.raises(HardwareError, match="int4 needs made-up, which is not installed") as caught:
         plan(asked, card(80), geometry)
-    assert caught.value.problems[0].remedy == "install made-up"
+    assert caught.value.problems[0].remedy == extras.remedy("nf4")
     with pytest.raises(HardwareError, match="int4 needs made-up"):
         plan(config(), card(4.5), geometry)
 

@@ -14,6 +14,7 @@ from trainer.planning.plan import Decision
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.planning.shapes.geometry import Geometry
 from trainer.ways.storages import WAYS, Way, find, frozen
+from trainer.words import extras
 
 _BUDGETS = (0.6,)
 """Shares of a compiled block's activations that `auto` tries: what is cheap is recomputed. For less memory
@@ -242,7 +243,7 @@ def _stored(situation: Situation, geometry: Geometry) -> Way:
         raise situation.refuse("lora.type", what, "write lora, or use the model's full-precision files")
     missing = _unstored(situation, geometry, way)
     if missing:
-        raise situation.refuse("features.weights", f"{config}: {missing}", way.install)
+        raise situation.refuse("features.weights", f"{config}: {missing}", extras.remedy(way.extra))
     return way
 
 
@@ -259,7 +260,7 @@ def _require_storage(situation: Situation, dtype: str, geometry: Geometry, way: 
     what = "" if way.modulation else _unstored(situation, geometry, way)
     if what:
         absent = way.package not in ("", *situation.facts.packages)
-        raise situation.refuse(key, what, way.install if absent else f"leave {key} out")
+        raise situation.refuse(key, what, extras.remedy(way.extra) if absent else f"leave {key} out")
     compiling_key = _compiling_key(situation)
     if compiling_key and uncompiled(situation, way):
         why = product_obstacle(situation, dtype, way)
@@ -270,4 +271,6 @@ def _require_storage(situation: Situation, dtype: str, geometry: Geometry, way: 
         missing = _unstored(situation, geometry, dataclasses.replace(way, modulation=beside))
         if missing:
             key, none = "features.modulation", not geometry.modulation.parameters
-            raise situation.refuse(key, missing, f"leave {key} out" if none else WAYS[beside].install)
+            raise situation.refuse(
+                key, missing, f"leave {key} out" if none else extras.remedy(WAYS[beside].extra)
+            )

@@ -16,6 +16,7 @@ from trainer.planning.shapes.adapters import plain_path
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.torch_and_driver import BF16_CAPABILITY
 from trainer.ways.kernels import KERNELS, NOT_INSTALLED
+from trainer.words import extras
 
 COMPILE_SECONDS = 45
 """What compiling a model's blocks costs, about: a run that gains less stays eager.
@@ -214,7 +215,9 @@ def _explicit_attention(
     absent = verdict is None and kernel.package not in situation.facts.packages
     if kernel.package and (absent or (verdict is not None and verdict.reason == NOT_INSTALLED)):
         what = f"{asked} cannot run here: {kernel.package} is not installed"
-        raise situation.refuse(key, what, f"{kernel.install}; or leave {key} out")
+        raise situation.refuse(
+            key, what, f"{kernel.build or extras.remedy(kernel.extra)}; or leave {key} out"
+        )
     if verdict is not None and not verdict.works:
         raise situation.refuse_failed(key, asked, verdict.reason)
     measured = "works here" if verdict is not None else "not measured here"
