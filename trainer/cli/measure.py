@@ -25,7 +25,7 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
 
     A run that kept verdicts alone would refuse is measured anew before it is refused.
     """
-    from trainer.planning.choose.switches import KernelsFailedError
+    from trainer.planning.choose.situation import KernelsFailedError
     from trainer.planning.planning import machine_facts, plan_run, prepare_base, requested_profile
 
     prepare_base(loaded)
@@ -63,7 +63,7 @@ def measured_anew(loaded: Loaded, facts: Facts) -> Facts:
     import dataclasses
 
     from trainer.machine.verdicts import merged
-    from trainer.planning.choose.switches import KernelsFailedError
+    from trainer.planning.choose.situation import KernelsFailedError
     from trainer.planning.planning import plan_run, requested_profile
 
     fresh, profile = dataclasses.replace(facts, verdicts=()), requested_profile()

@@ -19,6 +19,16 @@ class Decision:
     reason: str
 
 
+def row(feature: str, value: str, source: str, reason: str) -> Decision:
+    """One row, its cells in the table's order."""
+    return Decision(feature=feature, value=value, source=source, reason=reason)
+
+
+def on_off(value: bool) -> str:
+    """How the plan's table writes a switch."""
+    return "on" if value else "off"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
     """One predicted component of device or host memory, in bytes."""
