@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.errors import OutOfMemoryError
+from trainer.planning.choose.suggestions import setting
 from trainer.planning.cost import memory
 from trainer.planning.kept_decisions import going_on
 from trainer.planning.plan import Plan
@@ -44,7 +45,7 @@ def _remedies(phase: Phase | None, config: RunConfig, plan: Plan, allowed: Allow
     for key, values in _changes(phase, config, plan):
         fitting = (value for value in values if allowed({key: value}))
         for value in [*fitting][:1]:
-            yield f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
+            yield setting(key, value)
     if plan.micro_batch_size > 1 and phase is not Phase.CACHE:
         yield "a smaller train.train_batch_size"
 
