@@ -52,12 +52,12 @@ class Decided:
 
     def is_better_than(self, other: Decided) -> bool:
         """Whether it changes the base's precision less, or is clearly faster with as much of it."""
-        tiers = self.chosen.way.tier, other.chosen.way.tier
-        sizes = (one.situation.config.train.train_batch_size for one in (self, other))
-        mine, others = (
-            one.chosen.milliseconds / size for one, size in zip((self, other), sizes, strict=True)
-        )
-        return tiers[0] < tiers[1] or (tiers[0] == tiers[1] and mine < _CLEARLY * others)
+        tier, others = self.chosen.way.tier, other.chosen.way.tier
+        return tier < others or (tier == others and self._sample_ms < _CLEARLY * other._sample_ms)
+
+    @property
+    def _sample_ms(self) -> float:
+        return self.chosen.milliseconds / self.situation.config.train.train_batch_size
 
 
 def decide(situation: Situation, *, swap: bool) -> Decided:
@@ -72,7 +72,7 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
     verdicts = situation.facts.verdicts
     speed = roofline.speed(gpu, verdicts, situation.geometry, kernel.value, situation.dtype)
     compiling = switches.compiling(situation, fit.compile_gain(situation, speed), known=speed.known)
-    swap = swap and swapping.may_swap(situation)
+    swap = swap and situation.config.features.block_swap == "auto" and not swapping.obstacle(situation)
     chosen, skipped = fit.choose(situation, limit, speed, compiled=compiling.value == "on", swap=swap)
     what = swapping.no_room(situation, chosen.storage)
     if what:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -59,20 +60,13 @@ def resolve(
     except DoesNotFitError as error:
         remedy = nearest_fit(situation.config, peak_of, least_imposed(error.least_bytes))
         if not offload:
-            remedy = _offloaded(situation) + remedy
+            with contextlib.suppress(DoesNotFitError):
+                peak = gib(_parted(situation, swap=True)[0].chosen.peak_bytes)
+                remedy = f"fits without {swapping.NO_OFFLOAD} ({peak}); {remedy}"
         raise HardwareError(
             [Problem(what=problem.what, where=problem.where, remedy=remedy) for problem in error.problems]
         ) from None
     return plan_of(decided, rows, split)
-
-
-def _offloaded(situation: Situation) -> str:
-    """Whether the run fits where blocks may wait in host memory, as the beginning of a remedy."""
-    try:
-        peak = _parted(situation, swap=True)[0].chosen.peak_bytes
-    except DoesNotFitError:
-        return ""
-    return f"fits without {swapping.NO_OFFLOAD} ({gib(peak)}); "
 
 
 def _best(situation: Situation) -> Parted:
@@ -93,7 +87,8 @@ def _parted(situation: Situation, *, swap: bool) -> Parted:
     last: DoesNotFitError | None = None
     for config in (asked, *batching.smaller(asked)):
         try:
-            found = decide(dataclasses.replace(situation, config=config), swap=swap)
+            other = situation if config is asked else dataclasses.replace(situation, config=config)
+            found = decide(other, swap=swap)
         except DoesNotFitError as error:
             last = error
             continue

@@ -225,7 +225,8 @@ MACHINE: tuple[Rule[Situation], ...] = (
     _refused(_COMPILE, lambda at: at.config.features.compile is True and switches.compile_obstacle(at),
              f"install it, or leave {_COMPILE} out"),
     _refused(_SHARE, _no_share),
-    _refused(_COMPUTE, candidates.no_asked_product,
+    _refused(_COMPUTE,
+             lambda at: at.config.features.compute == "fp8" and candidates.no_product(at, WAYS["fp8"]),
              f"leave {_COMPUTE} out; features.weights: fp8 saves memory anyway"),
     _refused(_WEIGHTS,
              lambda at: at.config.features.weights not in ("auto", at.geometry.stored_as)

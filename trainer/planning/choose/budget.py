@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from trainer.errors import HardwareError
 from trainer.planning.choose import allocator
 from trainer.planning.choose.situation import Situation
 from trainer.planning.cost.memory import HOST_BYTES
@@ -58,7 +57,8 @@ def budget(situation: Situation) -> Budget:
     if imposed:
         source, most, wanted = situation.source(KEY), min(most, cap), size_bytes(asked)
         if most < wanted * _AS_GOOD_AS:
-            raise _too_much(situation, asked, most)
+            what = f"{asked} is more than {situation.gpu} has to give, {most / GIB:.2f} GiB"
+            raise situation.refuse(KEY, what, f"leave {KEY} out, or write at most {most * 10 // GIB / 10}GiB")
         size, reason = min(wanted, most), f"imposed, of {gib(total)}"
         if most < wanted:
             reason = f"imposed: of the {asked} that were written {most / GIB:.2f} GiB are there"
@@ -72,12 +72,6 @@ def budget(situation: Situation) -> Budget:
         source=source,
         reason=f"{reason}; {1 - filled:.0%} is left for what predictions miss",
     )
-
-
-def _too_much(situation: Situation, asked: str, most: int) -> HardwareError:
-    """The refusal of a budget of which only `most` bytes are there."""
-    what = f"{asked} is more than {situation.gpu} has to give, {most / GIB:.2f} GiB"
-    return situation.refuse(KEY, what, f"leave {KEY} out, or write at most {most * 10 // GIB / 10}GiB")
 
 
 def least_imposed(peak_bytes: int) -> str:

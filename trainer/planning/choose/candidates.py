@@ -161,12 +161,6 @@ def no_product(situation: Situation, way: Way) -> str:
     )
 
 
-def no_asked_product(situation: Situation) -> str:
-    """Why products that were written cannot be had; empty where they can, or none were."""
-    asked = (way for way in WAYS.values() if way.compute == situation.config.features.compute)
-    return next((no_product(situation, way) for way in asked), "")
-
-
 def fp8_verdict(situation: Situation) -> tuple[bool | None, str]:
     """Whether the probe saw FP8 products take less time than bf16 at the run's shape, and why; None where it
     saw them failing.

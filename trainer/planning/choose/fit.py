@@ -83,7 +83,7 @@ def choose(
             return _roomier(outcome, outcomes, limit), skipped
         skipped.append(outcome)
     recomputing = [one for one in skipped if one.storage.checkpointing and not one.storage.recomputed]
-    if swap and recomputing:
+    if swap and geometry.stacks and recomputing:
         # as few blocks in host memory as fit, of the smallest setting
         least = min(recomputing, key=lambda outcome: memory.total(outcome.train))
         storage = swapping.fewest(least.storage, geometry, most)

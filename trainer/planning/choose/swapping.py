@@ -50,12 +50,6 @@ def refused(situation: Situation) -> str:
     return what
 
 
-def may_swap(situation: Situation) -> bool:
-    """Whether `auto` may let blocks wait."""
-    automatic = situation.config.features.block_swap == "auto"
-    return automatic and not obstacle(situation) and bool(situation.geometry.stacks)
-
-
 def obstacle(situation: Situation) -> str:
     """Why no block can wait in host memory; empty where they can."""
     if not situation.on_gpu:
