@@ -95,7 +95,7 @@ def measure(work: Path) -> Measure:
     fill_cache(context, entries)
 
     def measured(file: Path | None) -> Measured:
-        model = load_base(context)
+        model = load_base(context).module
         if file is not None:
             context.family.load_adapter(model, file, adapter_name=ADAPTER)
         loss = measure(context, model, held_out, step=0).validation_loss

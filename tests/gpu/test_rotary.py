@@ -17,6 +17,7 @@ from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks
+from trainer.modeling.blocks.recompute import repeated_blocks
 from trainer.modeling.fused.norms import fuse_head_norms
 from trainer.modeling.fused.rotary import fuse_rotary, norm_rotary
 from trainer.modeling.fused.rotation import Part
@@ -141,7 +142,7 @@ def test_a_fused_model_computes_what_the_plain_one_does(name: str, compiled: boo
             fuse_head_norms(model)
             assert fuse_rotary(model) == (3 if name == "flux" else 2)
             if compiled:
-                compile_blocks(model, family.blocks, activation_budget=1.0)
+                compile_blocks(repeated_blocks(model, family.blocks), activation_budget=1.0)
         with torch.no_grad():
             output = family.predict(model, batch, draw, SETTINGS)
         family.loss(model, batch, draw, SETTINGS).sum().backward()
@@ -157,7 +158,7 @@ def test_a_fused_model_computes_what_the_plain_one_does(name: str, compiled: boo
 def test_nothing_complex_is_computed_in_compiled_blocks() -> None:
     model, (batch, draw) = qwen(), qwen_inputs()
     fuse_rotary(model)
-    compile_blocks(model, QWEN_IMAGE.blocks, activation_budget=1.0)
+    compile_blocks(repeated_blocks(model, QWEN_IMAGE.blocks), activation_budget=1.0)
 
     def step() -> None:
         QWEN_IMAGE.loss(model, batch, draw, SETTINGS).sum().backward()

@@ -76,9 +76,7 @@ Examples:
 """
 )
 @config_arguments
-def show(
-    layers: Layers,
-) -> None:
+def show(layers: Layers) -> None:
     """Print the merged configuration, with the source of each value behind it."""
     from trainer.config.reading.load import dump_with_sources
     from trainer.config.secrets import redacted
@@ -95,9 +93,7 @@ Examples:
 """
 )
 @config_arguments
-def check(
-    layers: Layers,
-) -> None:
+def check(layers: Layers) -> None:
     """Check the files as one configuration; all mistakes are listed at once. Loads no image and no model."""
     loaded = layers.load()
     for path in layers.configs:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 import click
 
 from trainer.cli.output import say
 from trainer.words import extras
+from trainer.words.sizes import GIB
+from trainer.words.tables import markdown
 
 if TYPE_CHECKING:
     from trainer.families.family import Family
@@ -20,12 +23,12 @@ Examples:
   trainer families --markdown > docs/families.md
 """
 )
-@click.option("--markdown", is_flag=True, help="The table of docs/families.md.")
-def families(markdown: bool) -> None:
+@click.option("--markdown", "as_markdown", is_flag=True, help="The table of docs/families.md.")
+def families(as_markdown: bool) -> None:
     """List the model families, with their licences and presets of `lora.target_modules`."""
     from trainer.families import get, names
 
-    if markdown:
+    if as_markdown:
         click.echo(_markdown([get(name) for name in names()]), nl=False)
         return
     for name in names():
@@ -43,7 +46,7 @@ def _markdown(families: list[Family]) -> str:
         "family": lambda one: f"`{one.name}`",
         "base model": lambda one: one.defaults["model"]["pretrained_model_name_or_path"],
         "its licence": lambda one: one.licence,
-        "trained part": _size,
+        "trained part": lambda one: f"{_parameters(one) / 1e9:.1f} B parameters",
         "trains on": _samples,
         "text tokens, at most": lambda one: f"{one.max_sequence_length:,}",
         "`lora.target_modules`": lambda one: ", ".join(f"`{preset}`" for preset in one.lora_targets),
@@ -51,9 +54,8 @@ def _markdown(families: list[Family]) -> str:
         "LoRA file": lambda one: "diffusers" if one.sample_kind == "image" else "PEFT",
         "ComfyUI": lambda one: f"yes: {one.comfyui}" if one.comfyui else "no",
     }
-    lines = [_HEAD, "| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(cell(one) for cell in columns.values()) + " |" for one in families]
-    return "\n".join(lines) + "\n" + _FOOT
+    rows = ([cell(one) for cell in columns.values()] for one in families)
+    return _HEAD + markdown([*columns], rows) + _FOOT
 
 
 _HEAD = f"""# Model families
@@ -62,6 +64,7 @@ Written by `make docs` from the families themselves. Every family trains by `met
 a LoRA also trains over a base in int8 (optimum-quanto) or nf4 (bitsandbytes, `{extras.command("nf4")}`),
 and over a base that is stored in nf4 already. "At least" is the weights, gradients and optimizer state alone,
 without activations; recorded machines are those of tests/golden/machines, the largest an H200 of 140 GiB.
+
 """
 _FOOT = """
 ComfyUI: where its own source maps the names of the file's layers. ComfyUI 0.33.0, run on a CPU with tiny
@@ -81,14 +84,10 @@ def _samples(family: Family) -> str:
 
 def _parameters(family: Family) -> int:
     """Size of the component that trains, from the committed table of the full-size model."""
-    from trainer.planning.shapes.geometry import TABLES, ComponentGeometry, read_table
+    from trainer.planning.shapes.geometry import TABLES, read_table
 
     shapes = read_table(TABLES / f"{family.name}.json")[family.trained_component]
-    return ComponentGeometry(name="", role="trained", shapes=shapes, source="").parameters
-
-
-def _size(family: Family) -> str:
-    return f"{_parameters(family) / 1e9:.1f} B parameters"
+    return sum(math.prod(shape) for shape in shapes.values())
 
 
 _LARGEST_GIB = 129
@@ -98,7 +97,6 @@ _LARGEST_GIB = 129
 def _full(family: Family) -> str:
     """What a full fine-tune keeps on one device, and whether a recorded machine has so much."""
     from trainer.planning.cost.states import state_bytes
-    from trainer.words.sizes import GIB
 
     needed = _parameters(family) * state_bytes("full", "bf16") / GIB
     return f"{needed:.0f} GiB at least{', which no recorded machine has' if needed > _LARGEST_GIB else ''}"

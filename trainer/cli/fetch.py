@@ -29,9 +29,7 @@ commit of `model.revision`; `trainer train` then uses what is here without askin
 """
 )
 @config_arguments
-def fetch(
-    layers: Layers,
-) -> None:
+def fetch(layers: Layers) -> None:
     """Download what is missing of the base model, check that it is complete, and say where it is."""
     from trainer import families
     from trainer.modeling.base.base import local_folder
@@ -64,9 +62,7 @@ def fetch(
     say(f"weights     {weights_line(source, components)}")
 
 
-def _reporter(
-    stack: contextlib.ExitStack,
-) -> tuple[Callable[[Download], None], Callable[[int, int], None]]:
+def _reporter(stack: contextlib.ExitStack) -> tuple[Callable[[Download], None], Callable[[int, int], None]]:
     """For `resolve_source`: a function that prints the sizes and opens a bar, and one that moves it."""
     from trainer.telemetry.progress import Progress, progress
 

@@ -52,11 +52,7 @@ Needs room on the disk for a second copy of the base model, and host memory for 
 @config_arguments
 @click.option("--lora", type=_FILE, required=True, help="LoRA file, for diffusers or of PEFT.")
 @click.option("--to", "target", metavar="DIR", type=_PATH, required=True, help="New folder for the model.")
-def merge(
-    layers: Layers,
-    lora: Path,
-    target: Path,
-) -> None:
+def merge(layers: Layers, lora: Path, target: Path) -> None:
     """Write the base model with a LoRA in it: a whole model that needs no LoRA."""
     from trainer import families
     from trainer.cli.targets import require_writable

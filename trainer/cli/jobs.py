@@ -1,19 +1,25 @@
-"""What commands that start the training process share: plan, spec, supervisor."""
+"""Start of the training process: what its commands share, from checks of the folders to the supervisor."""
 
 from __future__ import annotations
 
 import os
 import re
-from typing import TYPE_CHECKING
+import signal
+from types import FrameType
 
 from trainer.cli.output import say
+from trainer.cli.targets import nearest, require_writable_folder
+from trainer.config import environment
 from trainer.config.interpreter import python, with_safe_path
-
-if TYPE_CHECKING:
-    from trainer.config.reading.load import Loaded
-    from trainer.engine.spec import Mode
-    from trainer.machine.facts import Facts
-    from trainer.planning.plan import Plan
+from trainer.config.reading.load import Loaded, dump
+from trainer.engine.spec import Job, Mode, Spec, write_spec
+from trainer.errors import StoppedError
+from trainer.files import atomic
+from trainer.machine.facts import Facts
+from trainer.planning.plan import Plan
+from trainer.planning.render import plan_to_json
+from trainer.telemetry.supervising import server, supervisor
+from trainer.telemetry.supervising.jobfolder import job_folder
 
 _FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _LAUNCHED = re.compile(
@@ -32,46 +38,19 @@ _SHARED_MODES: frozenset[Mode] = frozenset({"train", "cache"})
 """
 
 
-def run_job(
-    loaded: Loaded,
-    facts: Facts,
-    plan: Plan,
-    mode: Mode,
-    *,
-    lora_file: str = "",
-    output_file: str = "",
-    before_after: bool = False,
-    verify: bool = False,
-    prune: bool = False,
-    import_folder: str = "",
-    port: int | None = None,
-) -> int:
+def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | None = None) -> int:
     """Hand one job to the training process, watch over it, and return its exit code."""
-    from trainer.config import environment
-    from trainer.config.reading.load import dump
-    from trainer.engine.spec import Spec, write_spec
-    from trainer.files import atomic
-    from trainer.planning.render import plan_to_json
-    from trainer.telemetry.supervising import supervisor
-    from trainer.telemetry.supervising.jobfolder import job_folder
-
     shared = environment.make_runtime_dir()
-    with job_folder(shared, mode) as folder:
-        runtime_dir, config_file = shared if mode in _SHARED_MODES else folder, folder / "config.yaml"
+    with job_folder(shared, job.mode) as folder:
+        runtime_dir, config_file = shared if job.mode in _SHARED_MODES else folder, folder / "config.yaml"
         atomic.write_text(config_file, dump(loaded.config))
         spec = Spec(
-            mode=mode,
+            **vars(job),
             config_file=str(config_file),
             plan_text=plan_to_json(plan),
             runtime_dir=str(runtime_dir),
             cache_dir=str(environment.cache_dir(loaded.config)),
             supervisor_pid=os.getpid(),
-            lora_file=lora_file,
-            output_file=output_file,
-            before_after=before_after,
-            verify=verify,
-            prune=prune,
-            import_folder=import_folder,
         )
         write_spec(spec, folder / "spec.json")
         return supervisor.supervise(
@@ -92,9 +71,6 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     folders, which a container loses, and flash-attn 4 keeps nothing at all. A folder that cannot be written
     to is told, and its compiler keeps to its own choice: flash-attn 4 would fail.
     """
-    from trainer.cli.targets import nearest
-    from trainer.config import environment
-
     ours = plan.child_environment(environment.snapshot())
     environ = with_safe_path({name: value for name, value in ours.items() if not _LAUNCHED.fullmatch(name)})
     if plan.device == "cpu" and not plan.compile:
@@ -128,10 +104,6 @@ def require_startable(loaded: Loaded, *, port: int | None = None, writes_run: bo
     That is a port or a runtime folder that another run has, and with `writes_run` an output folder that
     cannot be written.
     """
-    from trainer.cli.targets import require_writable_folder
-    from trainer.config import environment
-    from trainer.telemetry.supervising import server, supervisor
-
     supervisor.require_free(environment.make_runtime_dir())
     server.require_free(port, environment.metrics_address())
     if writes_run:
@@ -140,29 +112,9 @@ def require_startable(loaded: Loaded, *, port: int | None = None, writes_run: bo
 
 def stop_before_start() -> None:
     """From now on SIGTERM and Ctrl-C end with 75, as they do later when the supervisor has taken over."""
-    import signal
-    from types import FrameType
-
-    from trainer.errors import StoppedError
 
     def stop(signum: int, frame: FrameType | None) -> None:
         raise StoppedError("stopped before anything was started", remedy="start it again")
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)
-
-
-def with_prompts(loaded: Loaded, prompts: tuple[str, ...]) -> Loaded:
-    """The configuration with other prompts to draw."""
-    import dataclasses
-
-    validation = loaded.config.validation.model_copy(update={"prompts": prompts})
-    config = loaded.config.model_copy(update={"validation": validation})
-    return dataclasses.replace(loaded, config=config)
-
-
-def print_plan(plan: Plan) -> None:
-    """The plan as people read it, on stderr: stdout belongs to results."""
-    from trainer.planning.render import plan_text
-
-    say(plan_text(plan), err=True)

@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from trainer import families
+from trainer.cli.jobs import child_environment
 from trainer.cli.output import say
+from trainer.config import environment
+from trainer.config.reading.load import Loaded
+from trainer.engine.probing import probe as probing
+from trainer.engine.probing import reading
+from trainer.files.weight_files import weight_files
+from trainer.machine.facts import Facts
+from trainer.machine.verdicts import FILE_NAME, merged, untyped, write_readings, write_verdicts
+from trainer.modeling.base.base import local_folder
+from trainer.planning import planning
+from trainer.planning.choose import loading
+from trainer.planning.choose.situation import KernelsFailedError
+from trainer.planning.plan import Plan
 from trainer.planning.shapes.shape_classes import shape_class
-
-if TYPE_CHECKING:
-    from trainer.config.reading.load import Loaded
-    from trainer.engine.probing.probe import Probed
-    from trainer.machine.facts import Facts
-    from trainer.planning.plan import Plan
 
 KINDS = ("attention", "matmul")
 """First parts of kernels' names."""
@@ -25,34 +33,26 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
 
     A run that kept verdicts alone would refuse is measured anew before it is refused.
     """
-    from trainer.planning.choose.situation import KernelsFailedError
-    from trainer.planning.planning import machine_facts, plan_run, prepare_base, requested_profile
-
-    prepare_base(loaded)
-    facts, profile = machine_facts(), requested_profile()
+    planning.prepare_base(loaded)
+    facts, profile = planning.machine_facts(), planning.requested_profile()
     features = loaded.config.features
     asked = {"attention": features.attention, "matmul": features.compute}
     kinds = tuple(kind for kind, value in asked.items() if value == "auto")
     try:
-        plan = plan_run(loaded, facts, profile)
+        plan = planning.plan_run(loaded, facts, profile)
     except KernelsFailedError as error:
         if not probe:
             raise
         say(f"{error.problems[0].what}: measured again", err=True)
-        facts, kinds = _without_failed(facts), KINDS
-        plan = plan_run(loaded, facts, profile)
+        working = tuple(row for row in facts.verdicts if row.works)
+        facts, kinds = dataclasses.replace(facts, verdicts=working), KINDS
+        plan = planning.plan_run(loaded, facts, profile)
     if not (probe and plan.device == "cuda"):
         return facts, plan
     if features.loader == "auto":
         facts = measure_reading(loaded, facts, plan)
-        plan = plan_run(loaded, facts, profile)
-    unsettled: set[tuple[str, str, str]] = set()
-    for _ in range(_MOST_PROBES):
-        measured = measure_kernels(loaded, facts, plan, kinds, unsettled)
-        if measured == facts:
-            break
-        facts, plan = measured, plan_run(loaded, measured, profile)
-    return facts, plan
+        plan = planning.plan_run(loaded, facts, profile)
+    return _settled(loaded, facts, plan, kinds, failed_told=False)
 
 
 def measured_anew(loaded: Loaded, facts: Facts) -> Facts:
@@ -60,28 +60,35 @@ def measured_anew(loaded: Loaded, facts: Facts) -> Facts:
 
     Kept verdicts have no part in the plan that gives the shape, so that none of them can prevent this.
     """
-    import dataclasses
-
-    from trainer.machine.verdicts import merged
-    from trainer.planning.choose.situation import KernelsFailedError
-    from trainer.planning.planning import plan_run, requested_profile
-
-    fresh, profile = dataclasses.replace(facts, verdicts=()), requested_profile()
-    plan = plan_run(loaded, fresh, profile)
-    unsettled: set[tuple[str, str, str]] = set()
-    for _ in range(_MOST_PROBES):
-        measured = measure_kernels(loaded, fresh, plan, KINDS, unsettled)
-        if measured == fresh:
-            break
-        fresh = measured
-        try:
-            plan = plan_run(loaded, fresh, profile)
-        except KernelsFailedError as error:
-            say(f"warning: {error}", err=True)
-            break
+    fresh = dataclasses.replace(facts, verdicts=())
+    plan = planning.plan_run(loaded, fresh, planning.requested_profile())
+    fresh, plan = _settled(loaded, fresh, plan, KINDS, failed_told=True)
     if plan.device == "cuda":
         facts = measure_reading(loaded, facts, plan, anew=True)
     return dataclasses.replace(facts, verdicts=merged(facts.verdicts, fresh.verdicts))
+
+
+def _settled(
+    loaded: Loaded, facts: Facts, plan: Plan, kinds: Sequence[str], *, failed_told: bool
+) -> tuple[Facts, Plan]:
+    """Facts with a verdict for every kernel of those kinds at the shape of the plan that follows from them.
+
+    Raises KernelsFailedError where no plan follows; with `failed_told` that is a warning, and ends it.
+    """
+    unsettled: set[tuple[str, str, str]] = set()
+    for _ in range(_MOST_PROBES):
+        measured = measure_kernels(loaded, facts, plan, kinds, unsettled)
+        if measured == facts:
+            break
+        facts = measured
+        try:
+            plan = planning.plan_run(loaded, facts, planning.requested_profile())
+        except KernelsFailedError as error:
+            if not failed_told:
+                raise
+            say(f"warning: {error}", err=True)
+            break
+    return facts, plan
 
 
 def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = False) -> Facts:
@@ -89,32 +96,21 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
 
     Once for each disk, and with `anew` again, then also saying why not.
     """
-    import dataclasses
-
-    from trainer import families
-    from trainer.cli.jobs import child_environment
-    from trainer.config import environment
-    from trainer.engine.probing.reading import largest, probe_reading
-    from trainer.files.weight_files import weight_files
-    from trainer.machine.verdicts import FILE_NAME, write_readings
-    from trainer.modeling.base.base import local_folder
-    from trainer.planning.choose import loading
-    from trainer.planning.planning import weights_folder
-
     base, family = local_folder(loaded.config), families.get(loaded.config.family)
-    disk = loading.disk_of(weights_folder(family, base))
+    disk = loading.disk_of(planning.weights_folder(family, base))
     if loading.was_measured(facts, disk) and not anew:
         return facts
-    file = largest(weight_files(base / family.trained_component).files) if base and disk else None
+    file = reading.largest(weight_files(base / family.trained_component).files) if base and disk else None
     obstacle = loading.unmeasured(facts, disk) or ("" if file else "its files are small")
     if obstacle or file is None:
         if anew:
             say(f"reading the base model is not measured: {obstacle}", err=True)
         return facts
     say(f"measuring once how {file.name} is read from {disk}", err=True)
-    found, trouble = probe_reading(file, disk, child_environment(plan, facts))
+    found, trouble = reading.probe_reading(file, disk, child_environment(plan, facts))
     for row in found:
-        say(f"  {row.loader}, {row.state}: {_rate(row.gib_per_second)}", err=True)
+        rate = f"{row.gib_per_second:.2f} GiB/s" if row.gib_per_second else "not reached"
+        say(f"  {row.loader}, {row.state}: {rate}", err=True)
     if trouble:
         say(f"  ended early: {trouble}", err=True)
     if found and not write_readings(environment.user_cache_dir() / FILE_NAME, facts, found):
@@ -123,36 +119,20 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
     return dataclasses.replace(facts, readings=(*others, *found))
 
 
-def _rate(gib_per_second: float) -> str:
-    return f"{gib_per_second:.2f} GiB/s" if gib_per_second else "not reached"
-
-
 def measure_kernels(
-    loaded: Loaded,
-    facts: Facts,
-    plan: Plan,
-    kinds: Sequence[str],
-    unsettled: set[tuple[str, str, str]],
+    loaded: Loaded, facts: Facts, plan: Plan, kinds: Sequence[str], unsettled: set[tuple[str, str, str]]
 ) -> Facts:
     """The facts with a verdict for every kernel of those kinds at the plan's shape; kept on disk as well.
 
     `unsettled` collects the keys of kernels of which nothing could be said; those in it are not tried again.
     """
-    import dataclasses
-
-    from trainer.cli.jobs import child_environment
-    from trainer.config import environment
-    from trainer.engine.probing import probe
-    from trainer.machine.verdicts import FILE_NAME, merged, untyped, write_verdicts
-    from trainer.planning.planning import run_attention
-
-    shape = run_attention(loaded, plan.micro_batch_size)
-    candidates = probe.kernels_for(facts, plan.device, plan.dtype)
+    shape = planning.run_attention(loaded, plan.micro_batch_size)
+    candidates = probing.kernels_for(facts, plan.device, plan.dtype)
     wanted = [name for name in candidates if name.partition(".")[0] in kinds]
     missing = [
         name
-        for name in probe.unmeasured(wanted, facts, shape, plan.dtype)
-        if probe.verdict_key(name, shape, plan.dtype) not in unsettled
+        for name in probing.unmeasured(wanted, facts, shape, plan.dtype)
+        if probing.verdict_key(name, shape, plan.dtype) not in unsettled
     ]
     if not missing:
         return facts
@@ -161,32 +141,19 @@ def measure_kernels(
         say(f"{path}: kernels of an earlier version, whose type is not known, are forgotten", err=True)
     at = f"{shape_class(shape)} {plan.dtype}"
     say(f"measuring kernels once for {at}: {', '.join(missing)}", err=True)
-    found = probe.probe(missing, shape, plan.dtype, child_environment(plan, facts), device=plan.device)
+    found = probing.probe(missing, shape, plan.dtype, child_environment(plan, facts), device=plan.device)
     unsettled.update((row.kernel, row.shape_class, row.dtype) for row in found.unsettled)
-    _tell(found)
-    if not write_verdicts(path, facts, found.verdicts):
-        say(f"  {path} cannot be written: they will be measured again", err=True)
-    return dataclasses.replace(facts, verdicts=merged(facts.verdicts, found.verdicts))
-
-
-def _tell(found: Probed) -> None:
-    """What was measured, a line a kernel."""
-    from trainer.engine.probing.probe import MOST_HELD
-
     for row in found.verdicts:
         speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"
         say(f"  {row.kernel}: {'works' if row.works else 'fails'}, {speed}, {row.reason}", err=True)
     for row in found.unsettled:
         say(f"  {row.kernel}: not measured, and tried again at the next start: {row.reason}", err=True)
-    if found.held >= MOST_HELD:
+    if found.held >= probing.MOST_HELD:
         say(
             f"  warning: other processes held {found.held:.0%} of the GPU's memory meanwhile; if they"
             " computed too, these times are wrong: `trainer probe CONFIG` measures again",
             err=True,
         )
-
-
-def _without_failed(facts: Facts) -> Facts:
-    import dataclasses
-
-    return dataclasses.replace(facts, verdicts=tuple(row for row in facts.verdicts if row.works))
+    if not write_verdicts(path, facts, found.verdicts):
+        say(f"  {path} cannot be written: they will be measured again", err=True)
+    return dataclasses.replace(facts, verdicts=merged(facts.verdicts, found.verdicts))

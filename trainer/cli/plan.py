@@ -36,11 +36,7 @@ Examples:
 @click.option(
     "--export", "form", flag_value="export", help="Print the environment of the training process for a shell."
 )
-def plan(
-    layers: Layers,
-    facts_file: Path | None,
-    form: str | None,
-) -> None:
+def plan(layers: Layers, facts_file: Path | None, form: str | None) -> None:
     """Show every hardware decision with its source and reason, and the memory that the run will need."""
     from trainer.config.secrets import redacted
     from trainer.planning.data_rows import require_dataset, with_data

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -11,8 +10,9 @@ import click
 from trainer.cli.options import GivenPath, Layers, layer_options
 
 if TYPE_CHECKING:
-    from trainer.machine.facts import Facts, KernelVerdict, ReadVerdict
+    from trainer.machine.facts import Facts, KernelVerdict
 
+_COLUMNS = ("kernel", "verdict", "ms", "relative error", "at", "reason")
 _NUMBERS = (2, 3)
 _NEXT = """
 How to go on:
@@ -39,10 +39,7 @@ Examples:
 @click.argument("configs", metavar="[CONFIG]...", nargs=-1, type=GivenPath())
 @layer_options
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
-def probe(
-    layers: Layers,
-    as_json: bool,
-) -> int:
+def probe(layers: Layers, as_json: bool) -> int:
     """Say what this machine is and can do, and what would stop a run on it.
 
     With a configuration every kernel is measured forward and backward at the run's shape, and how fast the
@@ -63,13 +60,21 @@ def probe(
 def describe(facts: Facts, requested: str = "auto", toolkit: str = "none") -> list[str]:
     """The facts as lines for people, then the verdicts as a table, fastest first, and loaders' rates."""
     from trainer.container.describe import machine_rows, text
+    from trainer.words.tables import aligned
+
+    def order(verdict: KernelVerdict) -> tuple[str, str, float]:
+        speed = math.inf if verdict.milliseconds is None else verdict.milliseconds
+        return verdict.kernel.partition(".")[0], verdict.shape_class, speed
 
     lines = text(machine_rows(facts, requested, toolkit))
     if facts.verdicts:
-        lines += ["", *_table(facts.verdicts)]
-    if facts.readings:
-        lines += ["", *_readings(facts.readings)]
-    return lines
+        rows = [_COLUMNS, *(_row(one) for one in sorted(facts.verdicts, key=order))]
+        lines += ["", *aligned(rows, right=_NUMBERS)]
+    rates: dict[tuple[str, str], list[str]] = {}
+    for row in facts.readings:
+        rates.setdefault((row.disk, row.state), []).append(f"{row.loader} {row.gib_per_second:.2f} GiB/s")
+    blank = [""] if rates else []
+    return lines + blank + [f"reading from {', '.join(at)}: {', '.join(of)}" for at, of in rates.items()]
 
 
 def _screen(layers: Layers) -> int:
@@ -97,31 +102,6 @@ def _screen(layers: Layers) -> int:
     gpus = "" if requested_profile() == "cpu" else " --gpus all"
     click.echo(_IN_IMAGE.format(prefix=preflight.IMAGE, gpus=gpus) if in_image else _NEXT)
     return 0 if facts is not None else errors[0].exit_code
-
-
-def _readings(readings: Sequence[ReadVerdict]) -> Iterator[str]:
-    """Rates of loaders, a line for each disk and state."""
-    for disk, state in dict.fromkeys((row.disk, row.state) for row in readings):
-        rates = (
-            f"{row.loader} {row.gib_per_second:.2f} GiB/s"
-            for row in readings
-            if (row.disk, row.state) == (disk, state)
-        )
-        yield f"reading from {disk}, {state}: {', '.join(rates)}"
-
-
-def _table(verdicts: Sequence[KernelVerdict]) -> list[str]:
-    """Aligned columns, numbers to the right; verdicts of one shape stay together."""
-    from trainer.words.tables import aligned
-
-    order = sorted(verdicts, key=_order)
-    rows = [("kernel", "verdict", "ms", "relative error", "at", "reason"), *(_row(one) for one in order)]
-    return aligned(rows, right=_NUMBERS)
-
-
-def _order(verdict: KernelVerdict) -> tuple[str, str, float]:
-    kind, speed = verdict.kernel.partition(".")[0], verdict.milliseconds
-    return kind, verdict.shape_class, math.inf if speed is None else speed
 
 
 def _row(verdict: KernelVerdict) -> tuple[str, ...]:

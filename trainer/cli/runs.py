@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import click
 
 from trainer.cli.options import GivenPath
 from trainer.cli.output import say
-from trainer.errors import one_line
+from trainer.cli.targets import require_picture
+from trainer.errors import ConfigError, DataError, StorageError, one_line
+from trainer.words.tables import aligned
 
 if TYPE_CHECKING:
     from trainer.telemetry.runs import Run
 
-F = TypeVar("F", bound=Callable[..., Any])
 _PATH = GivenPath()
 
 
@@ -31,7 +32,7 @@ def runs() -> None:
     """List and compare finished and running runs."""
 
 
-def _shared(function: F) -> F:
+def _shared(function: Callable[..., None]) -> Callable[..., None]:
     """Add FOLDER... and what both commands can write: parameters folders, as_csv, plot."""
     folders = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True, type=_PATH)
     as_csv = click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of a table.")
@@ -78,7 +79,6 @@ def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
 
 def _read(folders: Sequence[Path], *, passing_over: bool) -> list[Run]:
     """The runs of these folders; damaged ones are told, and with `passing_over` do not hide the others."""
-    from trainer.errors import DataError, StorageError
     from trainer.telemetry.runs import find_runs, read_run
 
     paths = dict.fromkeys(path for folder in folders for path in find_runs(folder, _tell))
@@ -100,7 +100,6 @@ def _read(folders: Sequence[Path], *, passing_over: bool) -> list[Run]:
 
 
 def _tell(text: str) -> None:
-
     say(f"warning: {text}", err=True)
 
 
@@ -108,8 +107,6 @@ def _print(rows: Sequence[Sequence[str]], *, as_csv: bool) -> None:
     """CSV, or columns as wide as their widest cell."""
     import csv
     import io
-
-    from trainer.words.tables import aligned
 
     if as_csv:
         text = io.StringIO()
@@ -121,8 +118,6 @@ def _print(rows: Sequence[Sequence[str]], *, as_csv: bool) -> None:
 
 
 def _plot(found: Sequence[Run], path: Path | None) -> None:
-    from trainer.cli.targets import require_picture
-    from trainer.errors import ConfigError
     from trainer.telemetry.curves import write_curves
 
     if path is None:

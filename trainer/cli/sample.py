@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 import click
 
 from trainer.cli.options import GivenPath, Layers, LoraFile, config_arguments, layer_options
 from trainer.cli.output import say
-from trainer.errors import one_line
+from trainer.cli.targets import require_picture
+from trainer.errors import ConfigError, DataError, one_line
 
 _FILE = LoraFile()
 
@@ -34,33 +36,25 @@ def sample(
     picture: Path,
 ) -> int:
     """Draw prompts with the base model and a LoRA, through the family's own pipeline."""
-    from trainer.cli.jobs import run_job, with_prompts
+    from trainer.cli.jobs import run_job
     from trainer.cli.measure import planned
-    from trainer.cli.targets import require_picture
-    from trainer.errors import ConfigError
+    from trainer.config.schema import changed
+    from trainer.engine.spec import Job
 
     loaded = layers.load()
     if prompts:
-        loaded = with_prompts(loaded, prompts)
+        loaded = dataclasses.replace(loaded, config=changed(loaded.config, {"validation.prompts": prompts}))
     if not loaded.config.validation.prompts:
         raise ConfigError("nothing to draw", where="validation.prompts", remedy="give --prompt TEXT")
     if before_after and lora is None:
-        raise ConfigError(
-            "there is no after without a LoRA", where="--before-after", remedy="give --lora FILE"
-        )
+        what = "there is no after without a LoRA"
+        raise ConfigError(what, where="--before-after", remedy="give --lora FILE")
     require_picture(picture, "--picture")
     if lora is not None:
         _require_family(lora, loaded.config.family)
-    facts, plan = planned(loaded, probe=False)
-    return run_job(
-        loaded,
-        facts,
-        plan,
-        "sample",
-        lora_file=str(lora.resolve()) if lora else "",
-        output_file=str(picture.resolve()),
-        before_after=before_after,
-    )
+    lora_file, output_file = str(lora.resolve()) if lora else "", str(picture.resolve())
+    job = Job(mode="sample", lora_file=lora_file, output_file=output_file, before_after=before_after)
+    return run_job(loaded, *planned(loaded, probe=False), job)
 
 
 @click.command(
@@ -74,10 +68,7 @@ Examples:
 @click.argument("file", type=_FILE)
 @click.option("--config", "configs", multiple=True, type=GivenPath(), help="Also load it onto this base.")
 @layer_options
-def verify_lora(
-    file: Path,
-    layers: Layers,
-) -> int:
+def verify_lora(file: Path, layers: Layers) -> int:
     """Check a LoRA file: readable, finite, not zero; with a configuration also that it changes the output."""
     if not layers.configs:
         from trainer.engine.results.proof import check_file
@@ -86,11 +77,12 @@ def verify_lora(
         return 0
     from trainer.cli.jobs import run_job
     from trainer.cli.measure import planned
+    from trainer.engine.spec import Job
 
     loaded = layers.load()
     _require_family(file, loaded.config.family)
-    facts, plan = planned(loaded, probe=False)
-    return run_job(loaded, facts, plan, "verify", lora_file=str(file.resolve()))
+    job = Job(mode="verify", lora_file=str(file.resolve()))
+    return run_job(loaded, *planned(loaded, probe=False), job)
 
 
 def _require_family(file: Path, family: str) -> None:
@@ -102,7 +94,6 @@ def _require_family(file: Path, family: str) -> None:
     from safetensors import SafetensorError, safe_open
 
     from trainer import families
-    from trainer.errors import DataError
 
     try:
         with safe_open(file, framework="np") as opened:

@@ -6,6 +6,8 @@ import errno
 import tempfile
 from pathlib import Path
 
+from trainer.errors import ConfigError
+
 
 def nearest(path: Path) -> tuple[Path, str]:
     """The deepest folder of `path` that exists, and why nothing can be written into it; empty where it can.
@@ -25,8 +27,6 @@ def nearest(path: Path) -> tuple[Path, str]:
 
 def require_writable(path: Path, where: str, *, folder: bool = False) -> None:
     """Raise ConfigError where the file or new folder `path`, which option `where` names, cannot be made."""
-    from trainer.errors import ConfigError
-
     remedy = "name a place that this user may write"
     existing, error = nearest(path.absolute().parent)
     if error:
@@ -42,8 +42,6 @@ def require_writable(path: Path, where: str, *, folder: bool = False) -> None:
 
 def require_writable_folder(path: Path, where: str) -> None:
     """Raise ConfigError where no file can be written into the folder `path`, which need not exist yet."""
-    from trainer.errors import ConfigError
-
     path = path.absolute()
     existing, error = nearest(path)
     if not error and existing != path and any(one.is_file() for one in (path, *path.parents)):
@@ -55,8 +53,6 @@ def require_writable_folder(path: Path, where: str) -> None:
 
 def require_picture(path: Path, where: str) -> None:
     """As `require_writable`, of a PNG: raises ConfigError where the name would say something else."""
-    from trainer.errors import ConfigError
-
     require_writable(path, where)
     if path.suffix.lower() != ".png":
         what, remedy = "pictures are written as PNG", f"name it {path.with_suffix('.png').name}"

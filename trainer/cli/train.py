@@ -7,6 +7,7 @@ from pathlib import Path
 import click
 
 from trainer.cli.options import GivenPath, Layers, config_arguments_and_budget
+from trainer.cli.output import say
 
 
 @click.command(
@@ -21,16 +22,15 @@ The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save f
 )
 @config_arguments_and_budget
 @click.option("--no-probe", is_flag=True, help="Do not measure kernels that have no verdict yet.")
-def train(
-    layers: Layers,
-    no_probe: bool,
-) -> int:
+def train(layers: Layers, no_probe: bool) -> int:
     """Train, prove and save: a LoRA or a full fine-tune, as the configuration says."""
-    from trainer.cli.jobs import print_plan, require_startable, run_job, stop_before_start
+    from trainer.cli.jobs import require_startable, run_job, stop_before_start
     from trainer.cli.measure import planned
     from trainer.config import environment
+    from trainer.engine.spec import Job
     from trainer.planning.data_rows import require_dataset, with_data
     from trainer.planning.kept_decisions import continued
+    from trainer.planning.render import plan_text
 
     stop_before_start()
     require_dataset(layers.dataset)
@@ -39,8 +39,8 @@ def train(
     require_startable(loaded, port=port, writes_run=True)
     facts, plan = planned(loaded, probe=not no_probe)
     plan = with_data(plan, loaded.config)
-    print_plan(plan)
-    return run_job(loaded, facts, plan, "train", port=port)
+    say(plan_text(plan), err=True)  # stdout belongs to results
+    return run_job(loaded, facts, plan, Job(mode="train"), port=port)
 
 
 @click.command(
@@ -59,28 +59,17 @@ Examples:
     type=GivenPath(exists=True, file_okay=False),
     help="First take in another trainer's .pt files, one an image (docs/data.md).",
 )
-def cache(
-    layers: Layers,
-    verify: bool,
-    prune: bool,
-    import_pt: Path | None,
-) -> int:
+def cache(layers: Layers, verify: bool, prune: bool, import_pt: Path | None) -> int:
     """Encode images and captions ahead of a run; `train` then starts at once."""
     from trainer.cli.jobs import require_startable, run_job, stop_before_start
     from trainer.cli.measure import planned
+    from trainer.engine.spec import Job
     from trainer.planning.data_rows import require_dataset
 
     stop_before_start()
     require_dataset(layers.dataset)
     loaded = layers.load()
     require_startable(loaded)
-    facts, plan = planned(loaded, probe=False)
-    return run_job(
-        loaded,
-        facts,
-        plan,
-        "cache",
-        verify=verify,
-        prune=prune,
-        import_folder=str(import_pt.absolute()) if import_pt else "",
-    )
+    import_folder = str(import_pt.absolute()) if import_pt else ""
+    job = Job(mode="cache", verify=verify, prune=prune, import_folder=import_folder)
+    return run_job(loaded, *planned(loaded, probe=False), job)

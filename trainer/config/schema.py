@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from trainer.errors import one_line
+from trainer.ways.storages import WAYS
 from trainer.words.sizes import size_bytes
 
 
@@ -52,6 +53,15 @@ def _require_size(value: object) -> object:
 
 Positive = Annotated[int, Field(ge=1)]
 Toggle = Literal["auto"] | bool
+if TYPE_CHECKING:
+    Weights = str
+    Compute = str
+    Modulation = str
+else:
+    # the words of the table's rows; fp16 is for `model.dtype`
+    Weights = Literal["auto", *(way.weights for way in WAYS.values() if way.weights != "fp16")]
+    Compute = Literal["auto", "bf16", *filter(None, (way.compute for way in WAYS.values()))]
+    Modulation = Literal["auto", "kept", *filter(None, (way.modulation for way in WAYS.values()))]
 
 
 def _number_first(value: object) -> object:
@@ -252,11 +262,11 @@ class FeaturesSection(Section):
         "native",
     ] = "auto"
     """Attention kernel, forward and backward; flash_attn_2 to 4 are packages that are installed apart."""
-    weights: Literal["auto", "bf16", "fp32", "int8", "nf4", "fp8"] = "auto"
+    weights: Weights = "auto"
     """Storage of the base model's weights; int8, nf4 (4 bits) and fp8 are for `method: lora` only."""
-    compute: Literal["auto", "bf16", "fp8"] = "auto"
+    compute: Compute = "auto"
     """What the frozen base's linear layers multiply in; fp8 needs compute capability 8.9 and fp8 weights."""
-    modulation: Literal["auto", "kept", "int8"] = "auto"
+    modulation: Modulation = "auto"
     """How an fp8 base stores its modulation, which FP8 leaves out: `kept` in the run's type, or in int8."""
     compile: Toggle = "auto"
     """Compile the repeated blocks with torch.compile: a faster step after a minute of compiling."""

@@ -31,7 +31,7 @@ from trainer.engine.training.feed import varies
 from trainer.engine.training.microbatch import as_graphs
 from trainer.engine.training.preview import drop_previews_after, sample, write_before_after
 from trainer.engine.training.validation import HeldOut, held_out_entries
-from trainer.errors import DivergedError
+from trainer.errors import DivergedError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
 from trainer.planning.kept_decisions import PLAN_FILE
@@ -71,9 +71,11 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
     with locks.holding(
         context.run_dir / LOCK_FILE,
         supervisor=os.getpid() if spec.supervisor_pid is None else spec.supervisor_pid,
-        what="another run is using this folder",
-        where=str(context.run_dir),
-        remedy="wait for it, stop it, or choose another output_dir",
+        taken=Problem(
+            what="another run is using this folder",
+            where=str(context.run_dir),
+            remedy="wait for it, stop it, or choose another output_dir",
+        ),
         on_wait=on_wait,
     ):
         _train(context, samples, spec)
@@ -227,7 +229,7 @@ def sample_once(context: Context, spec: Spec) -> None:
     file, target = Path(spec.lora_file), Path(spec.output_file)
     if spec.lora_file:
         proof.check_file(file)
-    model = load_base(context)
+    model = load_base(context).module
     rows, titles = [], []
     if spec.before_after or not spec.lora_file:
         rows.append([shown(one) for one in sample(context, model, entries)])
@@ -248,5 +250,5 @@ def verify_file(context: Context, spec: Spec) -> None:
     apply_backend_settings(context)
     path = Path(spec.lora_file)
     context.say(f"file: {proof.check_file(path)} layers, all finite, not zero")
-    result = proof.verify_on_fresh_base(context, load_base(context), path)
+    result = proof.verify_on_fresh_base(context, load_base(context).module, path)
     context.say(f"verified: {result}")

@@ -13,18 +13,10 @@ Mode = Literal["train", "cache", "sample", "verify"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Spec:
-    """One job of the training process."""
+class Job:
+    """A job of the training process, as its command asks for it."""
 
     mode: Mode
-    config_file: str
-    """The resolved configuration."""
-    plan_text: str
-    """The plan as JSON."""
-    runtime_dir: str
-    cache_dir: str
-    supervisor_pid: int | None = None
-    """The process that watches; the job ends when it is gone."""
     lora_file: str = ""
     """For `sample` and `verify`: the adapter; empty for the base model alone."""
     output_file: str = ""
@@ -36,6 +28,20 @@ class Spec:
     """For `cache`: folder of another trainer's .pt files; empty for none."""
     prune: bool = False
     """For `cache`: remove the family's entries that this configuration does not use."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Spec(Job):
+    """A job with everything else that the training process needs to do it."""
+
+    config_file: str
+    """The resolved configuration."""
+    plan_text: str
+    """The plan as JSON."""
+    runtime_dir: str
+    cache_dir: str
+    supervisor_pid: int | None = None
+    """The process that watches; the job ends when it is gone."""
 
 
 def write_spec(spec: Spec, path: Path) -> None:

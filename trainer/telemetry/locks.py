@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from trainer.errors import ConfigError, StoppedError
+from trainer.errors import ConfigError, Problem, StoppedError
 
 _PATIENCE_SECONDS = 120.0
 _LOOK_SECONDS = 0.2
@@ -32,18 +32,16 @@ def holding(
     path: Path,
     *,
     supervisor: int,
-    what: str,
-    where: str,
-    remedy: str,
+    taken: Problem,
     on_wait: Callable[[str], None],
     patience_seconds: float = _PATIENCE_SECONDS,
 ) -> Iterator[int]:
     """Hold the lock file `path`; gives its descriptor. `supervisor` is the process that watches this run.
 
     A holder whose supervisor is gone, or is another machine's, is about to end: it is waited for, and
-    `on_wait(text)` runs meanwhile, once with a text. Raises ConfigError with `what`, `where` and
-    `remedy` where its supervisor lives, StoppedError (resumable) when it does not end. A file system without
-    locks is told by `on_wait` too, and keeps no two runs apart.
+    `on_wait(text)` runs meanwhile, once with a text. Raises ConfigError with `taken` where its supervisor
+    lives, StoppedError (resumable) when it does not end. A file system without locks is told by `on_wait`
+    too, and keeps no two runs apart.
     """
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
@@ -51,10 +49,10 @@ def holding(
         if error.errno != errno.ELOOP:
             raise
         link = f"{path} is a link, and is not followed"
-        raise ConfigError(link, where=where, remedy="remove it, and start again") from error
+        raise ConfigError(link, where=taken.where, remedy="remove it, and start again") from error
     try:
         try:
-            _take(descriptor, what, where, remedy, on_wait, patience_seconds)
+            _take(descriptor, taken, on_wait, patience_seconds)
         except OSError as error:
             if error.errno not in _NO_LOCKS:
                 raise
@@ -85,14 +83,7 @@ def is_held(path: Path) -> bool | None:
     return False
 
 
-def _take(
-    descriptor: int,
-    what: str,
-    where: str,
-    remedy: str,
-    on_wait: Callable[[str], None],
-    patience_seconds: float,
-) -> None:
+def _take(descriptor: int, taken: Problem, on_wait: Callable[[str], None], patience_seconds: float) -> None:
     """Wait for the lock as `holding` tells."""
     began = time.monotonic()
     told = False
@@ -103,13 +94,13 @@ def _take(
         waited = time.monotonic() - began
         if _may_live(descriptor):
             if waited > _PROBE_SECONDS:
-                raise ConfigError(what, where=where, remedy=remedy)
+                raise ConfigError([taken])
         elif waited > patience_seconds:
-            text = f"{what}, and has not ended within {patience_seconds:.0f} s"
-            raise StoppedError(text, where=where, remedy=remedy)
+            text = f"{taken.what}, and has not ended within {patience_seconds:.0f} s"
+            raise StoppedError(text, where=taken.where, remedy=taken.remedy)
         else:
             tell = not told and waited > _PROBE_SECONDS
-            on_wait(f"{what}, which is about to end: waiting for it" if tell else "")
+            on_wait(f"{taken.what}, which is about to end: waiting for it" if tell else "")
             told = told or tell
         time.sleep(_LOOK_SECONDS)
 

@@ -18,7 +18,7 @@ from trainer.words.sizes import GIB
 _ROOT = "trainer"
 
 
-def setup(run_dir: Path | None, *, level: int = logging.INFO) -> None:
+def setup(run_dir: Path | None) -> None:
     """Send the loggers of this package to stderr and, with a run folder, to its log.jsonl as well.
 
     Called again it replaces what it set up before: a command can log first and learn its run folder later.
@@ -27,7 +27,7 @@ def setup(run_dir: Path | None, *, level: int = logging.INFO) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    logger.setLevel(level)
+    logger.setLevel(logging.INFO)
     logger.propagate = False
     human = _StderrHandler()
     human.setFormatter(_HumanFormatter())

@@ -7,33 +7,45 @@ import functools
 import sys
 import time
 from collections.abc import Callable, Iterator
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
 
 _PLAIN_INTERVAL_SECONDS = 10.0
 
 
 class Progress(Protocol):
-    """Work of a known number of units. Use it in a `with` block."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
+    """Work of a known number of units."""
 
     def advance(self, n: int = 1, *, text: str = "") -> None:
         """Count `n` more units. A `text` is news: the bar shows it until the next, plain output prints it."""
 
 
-def progress(total: int, description: str, *, start: int = 0) -> Progress:
-    """A progress of `total` units of which `start` are done, on stderr: live on a terminal, else lines."""
-    if sys.stderr.isatty():
-        return _Live(total, description, start)
-    return _Plain(total, description, start)
+@contextlib.contextmanager
+def progress(total: int, description: str, *, start: int = 0) -> Iterator[Progress]:
+    """A progress of `total` units of which `start` are done, on stderr: lines, on a terminal a rich bar.
+
+    What is printed or logged to stderr meanwhile appears above the bar.
+    """
+    if not sys.stderr.isatty():
+        yield _Plain(total, description, start)
+        return
+    from rich import progress as rich
+
+    columns = (
+        rich.TextColumn("{task.description}"),
+        rich.BarColumn(),
+        rich.MofNCompleteColumn(),
+        rich.TimeElapsedColumn(),
+        rich.TimeRemainingColumn(),
+        rich.TextColumn("{task.fields[news]}"),
+    )
+    with rich.Progress(*columns, console=_console()) as bar:
+        yield _Live(bar=bar, task=bar.add_task(description, total=total, completed=start, news=""))
 
 
 @contextlib.contextmanager
@@ -53,23 +65,13 @@ def bars() -> Iterator[Callable[[str, int, int], None]]:
 class _Plain:
     """Prints when there is news, when the last unit is done, and otherwise every ten seconds."""
 
-    def __init__(
-        self, total: int, description: str, start: int, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._total, self._description, self._done, self._clock = total, description, start, clock
-        self._printed = clock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        return None
+    def __init__(self, total: int, description: str, start: int) -> None:
+        self._total, self._description, self._done = total, description, start
+        self._printed = time.monotonic()
 
     def advance(self, n: int = 1, *, text: str = "") -> None:
         self._done += n
-        now = self._clock()
+        now = time.monotonic()
         if not text and self._done < self._total and now - self._printed < _PLAIN_INTERVAL_SECONDS:
             return
         self._printed = now
@@ -77,37 +79,18 @@ class _Plain:
         print(f"{self._description} {self._done}/{self._total}{news}", file=sys.stderr, flush=True)
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Live:
-    """A rich bar; what is printed or logged to stderr meanwhile appears above it."""
+    """One task of a rich bar."""
 
-    def __init__(self, total: int, description: str, start: int) -> None:
-        from rich import progress as bars
-
-        self._bar = bars.Progress(
-            bars.TextColumn("{task.description}"),
-            bars.BarColumn(),
-            bars.MofNCompleteColumn(),
-            bars.TimeElapsedColumn(),
-            bars.TimeRemainingColumn(),
-            bars.TextColumn("{task.fields[news]}"),
-            console=_console(),
-        )
-        self._task = self._bar.add_task(description, total=total, completed=start, news="")
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._bar.stop()
+    bar: RichProgress
+    task: TaskID
 
     def advance(self, n: int = 1, *, text: str = "") -> None:
         if text:
-            self._bar.update(self._task, advance=n, news=text)
+            self.bar.update(self.task, advance=n, news=text)
         else:
-            self._bar.update(self._task, advance=n)
+            self.bar.update(self.task, advance=n)
 
 
 @functools.cache

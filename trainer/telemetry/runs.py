@@ -12,7 +12,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.files import atomic
 from trainer.telemetry.locks import is_held
 from trainer.telemetry.rundir import LOCK_FILE
-from trainer.telemetry.sinks.records import METRICS_LOG, count_damaged, held_out_line, read_metrics
+from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_undamaged
 from trainer.words.sizes import GIB
 
 CONFIG_FILE = "config.resolved.yaml"
@@ -89,7 +89,7 @@ def read_run(folder: Path) -> Run:
         if node is not None and not isinstance(node.value, dict | list):
             config[key] = "null" if node.value is None else str(node.value)
     with atomic.reading_told(folder / METRICS_LOG):
-        rows, damaged = read_metrics(folder / METRICS_LOG), count_damaged(folder / METRICS_LOG)
+        rows, damaged = read_undamaged(folder / METRICS_LOG)
     losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     held_out = [
         (row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None

@@ -21,7 +21,7 @@ from safetensors.torch import save_file
 from trainer.cli import jobs, main, measure
 from trainer.cli.options import load_config
 from trainer.engine.probing import probe
-from trainer.engine.spec import Mode
+from trainer.engine.spec import Job, Mode
 from trainer.errors import StoppedError
 from trainer.machine.facts import Facts
 from trainer.machine.reading import read_recorded
@@ -74,7 +74,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
 def start(mode: Mode, output: str) -> int:
     loaded = load_config([Path("c.yaml")], ["model.weights=random"], None, Path(output))
     facts = read_recorded(MACHINE)
-    return jobs.run_job(loaded, facts, plan_run(loaded, facts), mode)
+    return jobs.run_job(loaded, facts, plan_run(loaded, facts), Job(mode=mode))
 
 
 def test_a_second_command_leaves_the_first_ones_job_alone(seen: Seen, tmp_path: Path) -> None:

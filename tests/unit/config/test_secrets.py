@@ -166,8 +166,8 @@ def test_logs_status_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     status.write_end(tmp_path, exit_code=71, cause=EVERYTHING)
     assert HIDDEN in (tmp_path / status.STATUS_FILE).read_text()
     metrics = RunMetrics(tmp_path)
-    metrics.plan_info({"attention": EVERYTHING})
-    metrics.write()
+    build = {"version": "1", "torch": "2", "family": "tiny", "method": "lora"}
+    metrics.begin(build=build, decisions={"attention": EVERYTHING}, budget_bytes=1)
     texts = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert sum(HIDDEN in text for text in texts.values()) == 3, texts
     assert not [name for name, text in {**texts, "stderr": seen.getvalue()}.items() if leaked(text)]

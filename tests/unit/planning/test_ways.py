@@ -45,17 +45,13 @@ INT4 = Way(
 class Int4Linear(StoredLinear):
     """A layer that computes as torch's."""
 
-    kind = "int4"
-
 
 @pytest.fixture
 def int4(monkeypatch: pytest.MonkeyPatch) -> Way:
     """The made-up row among the others, and its layer."""
     monkeypatch.setitem(WAYS, "int4", INT4)
     monkeypatch.setitem(WAYS, "bf16", dataclasses.replace(WAYS["bf16"], smaller=("int4",)))
-    monkeypatch.setitem(
-        quantize.LAYERS, "int4", lambda linear, way: Int4Linear(linear.in_features, linear.out_features)
-    )
+    monkeypatch.setitem(quantize.LAYERS, "int4", Int4Linear)
     return INT4
 
 
@@ -80,7 +76,7 @@ def test_the_schemas_words_are_the_tables() -> None:
 
 
 def test_every_frozen_storage_has_a_layer_and_less_bytes_than_what_trains() -> None:
-    assert set(quantize.LAYERS) == set(frozen()) == {"int8", "nf4", "fp8"}
+    assert set(quantize.LAYERS) == set(frozen()) >= {"int8", "nf4", "fp8"}
     for way in WAYS.values():
         assert find(way.weights, way.compute, way.copies, way.modulation) is way
         assert way.trains == (way.bits > 8) and all(

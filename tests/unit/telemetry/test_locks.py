@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from trainer.errors import ConfigError, StoppedError
+from trainer.errors import ConfigError, Problem, StoppedError
 from trainer.telemetry import locks
 
 
@@ -21,9 +21,7 @@ def hold(path: Path, said: list[str], *, patience: float = 30.0, supervisor: int
     return locks.holding(
         path,
         supervisor=supervisor or os.getpid(),
-        what="taken",
-        where="here",
-        remedy="wait",
+        taken=Problem(what="taken", where="here", remedy="wait"),
         on_wait=said.append,
         patience_seconds=patience,
     )

@@ -22,13 +22,16 @@ from trainer.telemetry.supervising.server import metrics_text
 
 from .test_records import record
 
+BUILD = {"version": "0.1.0", "torch": "2.13.0", "family": "flux1_dev", "method": "lora"}
+
 
 def full_text(directory: Path) -> str:
     metrics = RunMetrics(directory)
-    metrics.build_info(version="0.1.0", torch="2.13.0", family="flux1_dev", method="lora")
-    metrics.plan_info({"attention": "old"})
-    metrics.plan_info({"attention": "flash", "weights": 'int8 "quoted"\nline'})
-    metrics.memory_budget(17 * 1024**3)
+    metrics.begin(
+        build=BUILD,
+        decisions={"attention": "flash", "weights": 'int8 "quoted"\nline'},
+        budget_bytes=17 * 1024**3,
+    )
     metrics.phase(Phase.CACHE)
     metrics.phase(Phase.TRAIN)
     metrics.cache_entries(reused=7, encoded=3)
@@ -67,7 +70,7 @@ def test_every_metric_of_the_table_is_served_with_its_value(tmp_path: Path) -> N
     assert values["trainer_cache_entries_total", ("origin", "reused")] == 7
     assert values["trainer_phase", ("phase", "train")] == 1
     assert sum(value for key, value in values.items() if key[0] == "trainer_phase") == 1
-    assert ("trainer_plan_info", ("feature", "attention"), ("value", "old")) not in values
+    assert values["trainer_build_info", *sorted(BUILD.items())] == 1
     assert values["trainer_plan_info", ("feature", "attention"), ("value", "flash")] == 1
     assert values["trainer_host_memory_available_bytes",] == 5
 

@@ -31,7 +31,7 @@ def test_plain_lines_are_few_but_carry_the_news(
 ) -> None:
     now = [0.0]
     monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
-    with module._Plain(100, "caching", 90, clock=lambda: now[0]) as bar:
+    with progress(100, "caching", start=90) as bar:
         bar.advance()  # 91: too soon
         bar.advance(text="loss 0.41")  # 92: news
         now[0] += 11
@@ -70,9 +70,3 @@ def test_a_terminal_gets_a_bar_with_the_log_above_it() -> None:
     assert "loss 0.41" in text
     assert "a line from the log\r\n" in text
     assert "Traceback" not in text
-
-
-def test_the_kind_follows_stderr(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert isinstance(progress(1, "x"), module._Plain)
-    monkeypatch.setattr(module.sys.stderr, "isatty", lambda: True)
-    assert isinstance(progress(1, "x"), module._Live)

@@ -11,10 +11,10 @@ from trainer.telemetry.sinks.records import (
     MetricsLog,
     StepRecord,
     ValidationRecord,
-    count_damaged,
     cut_torn_line,
     held_out_line,
     read_metrics,
+    read_undamaged,
 )
 
 
@@ -167,7 +167,7 @@ def test_damaged_lines_are_left_out_and_kept_beside(tmp_path: Path, line: bytes)
     damaged = first + line + b"\n" + second
     path.write_bytes(damaged)
     assert steps(path) == [1, 2]
-    assert count_damaged(path) == 1
+    assert read_undamaged(path) == (read_metrics(path), 1)
     assert log.truncate_after(1) == 1
     assert path.read_bytes() == first
     assert (tmp_path / "metrics.jsonl.damaged").read_bytes() == damaged

@@ -11,9 +11,9 @@ from trainer.config import fields
 from trainer.config.judging import path_rules
 from trainer.config.judging.rule import Clash, Context, Rule
 from trainer.config.schema import RunConfig, ValidationSection
+from trainer.ways.storages import frozen
 from trainer.words.near import did_you_mean
 
-_QUANTIZED = ("int8", "nf4", "fp8")
 _SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".pt", ".bin")
 _LEAST_PRODIGY_RATE = 0.1
 _MOST_VIEWS_TOGETHER = 64
@@ -227,7 +227,7 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(("method", "flow.weighting_scheme", "validation.img_dir", "features.weights"), _without_effect,
          "`{key}` has no effect {why}", "{remedy}"),
     Rule(("features.weights", "method"),
-         lambda at: at.config.method == "full" and at.config.features.weights in _QUANTIZED,
+         lambda at: at.config.method == "full" and at.config.features.weights in frozen(),
          "`features.weights: {features.weights}` cannot be trained by `method: full`: {features.weights}"
          " weights are frozen", "write `method: lora`, or leave features.weights out"),
     Rule(("features.compute", "features.weights", "method"),
@@ -314,7 +314,7 @@ RULES: tuple[Rule[Context], ...] = (
          "`model.dtype: fp16` is for `method: lora`: a full fine-tune in it would lose small updates",
          "write bf16 or fp32, or `method: lora`"),
     Rule(("lora.type", "features.weights", "method", "lora.dropout", "features.compute"),
-         lambda at: _other_adapter(at) and at.config.features.weights in _QUANTIZED,
+         lambda at: _other_adapter(at) and at.config.features.weights in frozen(),
          "`lora.type: {lora.type}` contradicts {=features.weights}: its file could not be proved",
          "remove one of them", at=("lora.type", "features.weights")),
     Rule(("lora.type", "features.weights", "method", "lora.dropout", "features.compute"),

@@ -21,9 +21,9 @@ from trainer.errors import AccessError, Problem
 from trainer.families.family import Family
 from trainer.files.component_shapes import header_shapes
 from trainer.files.weight_files import read_header, weight_files
-from trainer.modeling.base.empty import built_empty
 from trainer.modeling.base.load import renaming
 from trainer.modeling.base.source import ModelSource
+from trainer.modeling.base.structure import built_empty
 from trainer.planning.base_check import INDEX, named_class
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
 

@@ -37,13 +37,12 @@ class Journal:
         self.metrics = RunMetrics(runtime_dir)
         sent = () if tracker is None else (tracker,)
         self._sinks: tuple[Sink, ...] = (self.metrics_log, self.events, *sent, self.metrics)
-        config = context.config
-        self.metrics.build_info(
-            version=__version__, torch=torch.__version__, family=config.family, method=config.method
+        versions = {"version": __version__, "torch": torch.__version__}
+        self.metrics.begin(
+            build={**versions, "family": context.config.family, "method": context.config.method},
+            decisions={row.feature: row.value for row in context.plan.decisions},
+            budget_bytes=context.plan.budget_bytes,
         )
-        self.metrics.plan_info({row.feature: row.value for row in context.plan.decisions})
-        self.metrics.memory_budget(context.plan.budget_bytes)
-        self.metrics.write()
         self.start_clock()
 
     def cut_back(self, step: int) -> None:

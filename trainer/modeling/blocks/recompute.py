@@ -69,31 +69,37 @@ class RecomputedInside(torch.nn.Module):
     """
 
 
-def recompute_blocks(
-    model: torch.nn.Module, kinds: Sequence[str], count: int = 0, *, draws: bool = False, inside: bool = False
-) -> int:
-    """Let the first `count` repeated blocks be recomputed, or all for 0; their number. `kinds` name classes;
-    `draws` says that there is dropout in them, `inside` that they will be compiled to see to it themselves,
-    which those with dropout cannot.
+Blocks = Mapping[str, torch.nn.Module]
+"""A model's repeated blocks by name, in the model's order, which is the order in which they compute."""
+
+
+def repeated_blocks(model: torch.nn.Module, kinds: Sequence[str]) -> Blocks:
+    """The modules whose class is named in `kinds`, a family's `blocks`."""
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+
+
+def recompute_blocks(blocks: Blocks, count: int = 0, *, draws: bool = False, inside: bool = False) -> int:
+    """Let the first `count` blocks be recomputed in backward, or all for 0, and return their number.
+
+    `draws` says that the blocks contain dropout. `inside` says that they will be compiled with the
+    recomputation in their own graph, which blocks with dropout cannot.
 
     The libraries' own ways recompute all or nothing, and transformers' is inside the block's forward:
     compiled with it, joined layers could not hand outputs to each other.
     """
-    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in kinds]
-    if inside:
-        assert not draws, "the graph of a block with dropout would draw another mask"
-        first = blocks[: count or len(blocks)]
-        for block in first:
-            if not isinstance(block, RecomputedInside):
+    chosen = min(count, len(blocks)) if count else len(blocks)
+    assert not (inside and draws), "the graph of a block with dropout would draw another mask"
+    for number, block in enumerate(blocks.values()):
+        if inside:
+            if number < chosen and not isinstance(block, RecomputedInside):
                 give_base(block, RecomputedInside)
-        return len(first)
-    for number, block in enumerate(blocks):
+            continue
         if not isinstance(block, Recomputed):
             give_base(block, Recomputed)
+        assert isinstance(block, Recomputed)
         # one class for all of them: what is compiled for one serves the others
-        block.recomputes = not count or number < count
-        block.draws = draws
-    return sum(block.recomputes for block in blocks)
+        block.recomputes, block.draws = number < chosen, draws
+    return chosen
 
 
 def has_dropout(model: torch.nn.Module) -> bool:

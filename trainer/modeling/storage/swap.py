@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 
 from trainer.errors import HardwareError
-from trainer.modeling.blocks.recompute import Recomputed, give_base, recomputed
+from trainer.modeling.blocks.recompute import Blocks, Recomputed, give_base, recomputed
 from trainer.modeling.storage.block_memory import Packed, pack, pages, point, views
 from trainer.modeling.storage.waiting import waiting
 
@@ -167,40 +167,33 @@ class Swapped:
             torch.cuda.synchronize(self._device)
 
 
-def waiting_blocks(model: torch.nn.Module, kinds: Sequence[str], count: int) -> list[str]:
-    """Names of the `count` blocks that wait in host memory, in the model's order, which is that of computing.
+def waiting_blocks(blocks: Blocks, count: int) -> list[str]:
+    """Names of the `count` blocks that wait in host memory, in the order of `blocks`.
 
-    `kinds` are names of the repeated blocks' classes. The longest stack comes first, its blocks evenly spread
-    (see `trainer.planning.shapes.geometry`): small ones, of which two buffers take little.
+    The longest stack comes first, its blocks evenly spread (see `trainer.planning.shapes.geometry`): small
+    ones, of which two buffers take little.
     """
     stacks: dict[str, list[str]] = {}
-    for name, module in model.named_modules():
-        if type(module).__name__ in kinds:
-            stacks.setdefault(name.rpartition(".")[0], []).append(name)
+    for name in blocks:
+        stacks.setdefault(name.rpartition(".")[0], []).append(name)
     longest = [stacks[name] for name in sorted(stacks, key=lambda name: (-len(stacks[name]), name))]
     assert count <= sum(map(len, longest)), f"{count} blocks of {sum(map(len, longest))} are to wait"
     chosen = waiting([len(stack) for stack in longest], count)
     names = {stack[place] for stack, places in zip(longest, chosen, strict=True) for place in places}
-    return [name for name, _ in model.named_modules() if name in names]
+    return [name for name in blocks if name in names]
 
 
-def swap_blocks(model: torch.nn.Module, kinds: Sequence[str], count: int, *, device: str) -> Swapped:
+def swap_blocks(blocks: Blocks, count: int, *, device: str) -> Swapped:
     """Keep the frozen tensors of `waiting_blocks` in host memory from now on, wherever they are.
 
     Adapters may be there already or come later. Raises HardwareError where host memory cannot be pinned.
     """
-    blocks = [model.get_submodule(name) for name in waiting_blocks(model, kinds, count)]
-    swapped = Swapped(blocks, device)
-    for number, block in enumerate(blocks):
+    swapped = Swapped([blocks[name] for name in waiting_blocks(blocks, count)], device)
+    for number, block in enumerate(swapped.blocks):
         give_base(block, _Waiting)
         assert isinstance(block, _Waiting)
         block.swapped, block.number = swapped, number
     return swapped
-
-
-def swapped_of(model: torch.nn.Module) -> Swapped | None:
-    """What `swap_blocks` made of the model."""
-    return next((module.swapped for module in model.modules() if isinstance(module, _Waiting)), None)
 
 
 def _unpin(memories: Sequence[torch.Tensor]) -> None:

@@ -124,21 +124,16 @@ class RunMetrics:
         self._path = directory / METRICS_FILE
         self._registry = build_registry("run")
 
-    def build_info(self, *, version: str, torch: str, family: str, method: str) -> None:
-        """Say what runs."""
-        info = self._registry.gauges["trainer_build_info"]
-        info.labels(version=version, torch=torch, family=family, method=method).set(1)
-
-    def plan_info(self, rows: Mapping[str, str]) -> None:
-        """Export the plan's decisions, feature to value."""
-        info = self._registry.gauges["trainer_plan_info"]
-        info.clear()
-        for feature, value in rows.items():
-            info.labels(feature=feature, value=value).set(1)
-
-    def memory_budget(self, budget_bytes: int) -> None:
-        """Say within how much device memory the plan keeps."""
-        self._registry.gauges["trainer_memory_budget_bytes"].set(budget_bytes)
+    def begin(self, *, build: Mapping[str, str], decisions: Mapping[str, str], budget_bytes: int) -> None:
+        """Publish what runs, by the labels of `trainer_build_info`, and its plan: feature -> value, and the
+        device memory that it keeps within.
+        """
+        gauges = self._registry.gauges
+        gauges["trainer_build_info"].labels(**build).set(1)
+        for feature, value in decisions.items():
+            gauges["trainer_plan_info"].labels(feature=feature, value=value).set(1)
+        gauges["trainer_memory_budget_bytes"].set(budget_bytes)
+        self.write()
 
     def phase(self, phase: Phase) -> None:
         """Say which phase the run is in."""

@@ -138,12 +138,13 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, oldest first, without a half-written last one and without damaged ones."""
-    return [row for _, row in _rows(path) if row is not None] if path.exists() else []
+    return read_undamaged(path)[0]
 
 
-def count_damaged(path: Path) -> int:
-    """How many lines of a metrics.jsonl `read_metrics` leaves out because they are not what was written."""
-    return sum(row is None for _, row in _rows(path)) if path.exists() else 0
+def read_undamaged(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """`read_metrics`, and how many lines it leaves out because they are not what was written."""
+    rows = [row for _, row in _rows(path)] if path.exists() else []
+    return [row for row in rows if row is not None], rows.count(None)
 
 
 def held_out_line(rows: Sequence[Mapping[str, Any]]) -> str | None:

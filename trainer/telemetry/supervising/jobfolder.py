@@ -12,6 +12,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainer.telemetry.locks import is_held
+
 _NAME = re.compile(r"(train|cache|sample|verify)-[a-z0-9_]{8}")
 # between its making and its lock a folder looks like one that was left
 _LEFT_AFTER_SECONDS = 60.0
@@ -36,19 +38,7 @@ def job_folder(shared: Path, mode: str) -> Iterator[Path]:
 
 def _remove_left(shared: Path) -> None:
     for path in shared.iterdir():
-        if not _NAME.fullmatch(path.name):
-            continue
-        try:
-            descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except OSError:
-            continue  # gone by now, somebody else's, or no folder
-        try:
-            if time.time() - os.fstat(descriptor).st_mtime < _LEFT_AFTER_SECONDS:
-                continue
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            continue  # its job lives
-        else:
-            shutil.rmtree(path, ignore_errors=True)
-        finally:
-            os.close(descriptor)
+        with contextlib.suppress(OSError):  # gone by now, or somebody else's
+            old = time.time() - path.lstat().st_mtime > _LEFT_AFTER_SECONDS
+            if _NAME.fullmatch(path.name) and old and is_held(path) is False:
+                shutil.rmtree(path, ignore_errors=True)

@@ -21,7 +21,7 @@ from typing import TextIO
 import trainer
 from trainer.config.environment import LOOPBACK
 from trainer.config.secrets import shown
-from trainer.errors import ConfigError, ExitCode, StorageError
+from trainer.errors import ConfigError, ExitCode, Problem, StorageError
 from trainer.telemetry import locks, status, stop
 from trainer.telemetry.sinks.metrics import METRICS_FILE
 from trainer.telemetry.status import LOCK_FILE, STATUS_FILE, Phase, StatusWriter, Verdict
@@ -61,52 +61,40 @@ def supervise(
 ) -> int:
     """Run `command` to its end and return the exit code to pass on. Call it on the main thread.
 
-    `environment` is the child's whole environment; the runtime folder is added to it. `port` None: no server,
-    else one at `address`.
+    `environment` is the child's whole environment; the runtime folder is added to it. `port` None: no server.
     SIGTERM and SIGINT ask the child to save and end (75), a second SIGINT kills it (130). A child that is
     silent for two phase budgets, or does not end within the save budget after it was asked, is killed (74). A
     child that a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when the port or
     the folder is taken, StoppedError when a run that was to end does not leave the folder.
     """
     runtime_dir.mkdir(parents=True, exist_ok=True)
-    events = host.memory_events_path() if memory_events_path is None else memory_events_path
     console = sys.stderr if console is None else console
-    with _holding(runtime_dir, console) as lock, _signals() as received:
+    with _holding(runtime_dir, console) as lock, _signals() as received, contextlib.ExitStack() as serving:
         for name in (STATUS_FILE, METRICS_FILE):  # of the run before
             (runtime_dir / name).unlink(missing_ok=True)
         watch = _Watch(
             directory=runtime_dir,
             unified_memory=unified_memory,
             meminfo=meminfo_path,
-            memory_events=events,
-            oom_kills_before=host.oom_kills(events),
+            memory_events=memory_events_path or host.memory_events_path(),
             limits=limits,
             console=console,
         )
         # The first beat is ours, before the first question: a child that cannot even import is found out too.
         StatusWriter(runtime_dir).beat(Phase.LOAD)
-        with _serving(watch, runtime_dir, port, address):
-            watch.child = subprocess.Popen(
-                list(command),
-                stdin=subprocess.DEVNULL,
-                env={**environment, RUNTIME_DIR_VARIABLE: str(runtime_dir)},
-                process_group=0,  # a terminal's Ctrl-C reaches only us, and we can kill its workers with it
-                pass_fds=(lock,),  # the folder stays taken while the child outlives us to save
-            )
-            return watch.run(received)
-
-
-@contextlib.contextmanager
-def _serving(watch: _Watch, runtime_dir: Path, port: int | None, address: str) -> Iterator[None]:
-    """Answer for the watched run; where the port cannot be had, nothing runs."""
-    with contextlib.ExitStack() as stack:
+        answers = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
         try:
-            serving = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
-            stack.enter_context(serving)
-        except ConfigError:
+            serving.enter_context(answers)
+        except ConfigError:  # the port cannot be had: nothing runs
             (runtime_dir / STATUS_FILE).unlink()
             raise
-        yield
+        env = {**environment, RUNTIME_DIR_VARIABLE: str(runtime_dir)}
+        # In a group of its own a terminal's Ctrl-C reaches only us, and we can kill its workers with it; with
+        # the lock's descriptor the folder stays taken while the child outlives us to save.
+        watch.child = subprocess.Popen(
+            list(command), stdin=subprocess.DEVNULL, env=env, process_group=0, pass_fds=(lock,)
+        )
+        return watch.run(received)
 
 
 def require_free(runtime_dir: Path) -> None:
@@ -123,7 +111,6 @@ class _Watch:
     unified_memory: bool
     meminfo: Path
     memory_events: Path | None
-    oom_kills_before: int
     limits: Limits
     console: TextIO
     child: subprocess.Popen[bytes] | None = field(default=None, init=False)
@@ -155,9 +142,10 @@ class _Watch:
 
     def run(self, received: list[tuple[float, int]]) -> int:
         """Watch the child to its end; return the exit code. `received` fills with signals and their times."""
+        oom_kills_before = host.oom_kills(self.memory_events)
         returncode = self._wait(received)
         self._kill_group()  # workers that outlived it
-        code, cause = self._outcome(returncode)
+        code, cause = self._outcome(returncode, host.oom_kills(self.memory_events) - oom_kills_before)
         if cause:
             self._say(cause)
         with contextlib.suppress(StorageError):  # the exit code is worth more than its note
@@ -241,12 +229,14 @@ class _Watch:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process().pid, signal.SIGKILL)
 
-    def _outcome(self, returncode: int | None) -> tuple[int, str]:
-        """Exit code to pass on, and the cause when the child has not told it itself."""
+    def _outcome(self, returncode: int | None, oom_kills: int) -> tuple[int, str]:
+        """Exit code to pass on, and the cause when the child has not told it itself.
+
+        `oom_kills` are those of its group since it was started.
+        """
         if self._killed is not None and returncode in (None, -signal.SIGKILL):
             return self._killed[1], self._killed[2]
         assert returncode is not None, "only a kill is not waited for to the end"
-        oom_kills = host.oom_kills(self.memory_events) - self.oom_kills_before
         if returncode in set(ExitCode):
             return returncode, ""
         if returncode > 0:
@@ -280,9 +270,11 @@ def _holding(runtime_dir: Path, console: TextIO) -> contextlib.AbstractContextMa
     return locks.holding(
         runtime_dir / LOCK_FILE,
         supervisor=os.getpid(),
-        what=f"{runtime_dir} is used by another run",
-        where=RUNTIME_DIR_VARIABLE,
-        remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
+        taken=Problem(
+            what=f"{runtime_dir} is used by another run",
+            where=RUNTIME_DIR_VARIABLE,
+            remedy=f"wait for it, or give this run its own folder with {RUNTIME_DIR_VARIABLE}",
+        ),
         on_wait=on_wait,
     )
 
