@@ -98,7 +98,7 @@ def _require_family(family: Family, loaded: Loaded, said: Mapping[str, Any]) -> 
 
 
 def _pipeline(said: Mapping[str, Any]) -> str:
-    """What the whole is called: a pipeline's class, or a language model's."""
+    """The name of the whole: the class of a pipeline, or of a language model."""
     return str(said.get("_class_name") or next(iter(_architectures(said)), "model without a name"))
 
 
@@ -116,7 +116,7 @@ def _trained(said: Mapping[str, Any]) -> str:
 def _problems(
     family: Family, folder: Path, name: str, said: Mapping[str, Any]
 ) -> Iterator[tuple[Path, str, str]]:
-    """What is wrong with one component: the file that says so, what, and what to do."""
+    """Problems of one component: the file that shows one, what is wrong there, and what to do."""
     if not said:
         return
     has_weights = name in roles(family)

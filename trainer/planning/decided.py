@@ -30,7 +30,7 @@ _CLEARLY = 0.95
 
 @dataclass(frozen=True, kw_only=True)
 class Decided:
-    """What was chosen for a situation."""
+    """The decisions for one situation."""
 
     situation: Situation
     limit: Budget
@@ -192,7 +192,7 @@ def _disk(situation: Situation, chosen: fit.Outcome) -> tuple[int, Decision]:
 
 
 def _warnings(situation: Situation, host_bytes: int) -> Iterator[str]:
-    """What works, but deserves to be known."""
+    """Warnings about things that work, but deserve to be known."""
     facts, available = situation.facts, situation.facts.memory.available_bytes
     if host_bytes > available:
         yield f"the training process needs {gib(host_bytes)} of host memory, {gib(available)} are available"

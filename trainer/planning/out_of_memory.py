@@ -41,7 +41,7 @@ def out_of_memory(
 
 
 def _remedies(phase: Phase | None, config: RunConfig, plan: Plan, allowed: Allowed) -> Iterator[str]:
-    """What the run does not do yet, the cheapest first, and for each key the first value that is allowed."""
+    """Advice that the run does not follow yet, the cheapest first: for each key the first allowed value."""
     for key, values in _changes(phase, config, plan):
         fitting = (value for value in values if allowed({key: value}))
         for value in [*fitting][:1]:

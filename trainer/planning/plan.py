@@ -40,7 +40,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the run will do on this machine: typed fields for code, `decisions` for people."""
+    """The run's decisions on this machine: typed fields for code, `decisions` for people."""
 
     profile: str
     device: str
@@ -73,7 +73,7 @@ class Plan:
     activation_checkpointing: bool
     """Blocks are recomputed whole in backward."""
     recomputed_blocks: int
-    """Those, from the first on, where not all of them are; 0 for all, and for none."""
+    """Blocks that are recomputed, from the first on, where not all of them are; 0 for all, and for none."""
     swapped_blocks: int
     """Repeated blocks whose frozen weights wait in host memory and are copied to the device for each use."""
     micro_batch_size: int
@@ -99,7 +99,7 @@ class Plan:
     train_memory: tuple[MemoryRow, ...]
     cache_memory: tuple[MemoryRow, ...]
     host_memory: tuple[MemoryRow, ...]
-    """What the training process holds beside the device; empty on a CPU, whose memory is the device's."""
+    """Memory of the training process beside the device; empty on a CPU, whose memory is the device's."""
     step_milliseconds: float
     """Predicted time of `micro_batch_size` samples of usual shapes, forward and backward; 0.0 where the
     machine's rates are unknown.

@@ -25,7 +25,7 @@ ChangedBy = Callable[[Mapping[str, Any]], RunConfig]
 """The run's configuration with other values by dotted key, as `--set` loads them; ConfigError where that is
 refused."""
 Parted = tuple[Decided, Decision | None]
-"""What was decided, and the row of a step's samples where they are not taken as they were written."""
+"""Decisions, and the row of a step's samples where they are not taken as they were written."""
 
 
 def resolve(
@@ -70,7 +70,7 @@ def resolve(
 
 
 def _best(situation: Situation) -> Parted:
-    """As `_parted`, with blocks in host memory only where nothing fits without."""
+    """The decisions of `_parted`, with blocks in host memory only where nothing fits without."""
     try:
         return _parted(situation, swap=False)
     except DoesNotFitError:

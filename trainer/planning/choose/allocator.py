@@ -16,7 +16,8 @@ _CAPPED = re.compile(rf"\b{_CAP}\s*:\s*([^,\s]*)")
 
 
 Variables = tuple[dict[str, str], tuple[str, ...], list[Decision]]
-"""What the training process gets before it imports torch, other spellings that it must not see, and rows."""
+"""Variables that the training process gets before it imports torch, other spellings that it must not see, and
+rows of the plan."""
 
 
 def variables(profile: Profile, environ: Mapping[str, str]) -> Variables:

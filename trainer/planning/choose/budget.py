@@ -26,8 +26,9 @@ class Budget:
 
     bytes: int
     usable_bytes: int
-    """What a prediction may reach. More of an imposed budget, which is the user's word; beyond `bytes` the
-    allocator fails."""
+    """Bytes that a prediction may reach: more of an imposed budget, which is the user's word; beyond `bytes`
+    the allocator fails.
+    """
     imposed: bool
     """Whether the user wrote it."""
     source: str
@@ -35,9 +36,10 @@ class Budget:
 
 
 def budget(situation: Situation) -> Budget:
-    """What the user imposes, else the profile's share of the device's memory; less where that is the host's
-    and others use it, or where the user's own allocator variable has a smaller share. Raises HardwareError
-    for an imposed budget that is not there.
+    """The budget that the user imposes, else the profile's share of the device's memory.
+
+    It is less where that memory is the host's and others use it, or where the user's own allocator variable
+    has a smaller share. Raises HardwareError for an imposed budget that is not there.
     """
     profile, host = situation.profile, situation.facts.memory
     asked, imposed = situation.config.features.memory_budget, situation.asked(KEY) != "auto"

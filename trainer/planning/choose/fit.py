@@ -112,7 +112,7 @@ def _roomier(first: Outcome, others: Iterator[Outcome], limit: Budget) -> Outcom
 def _outcomes(
     situation: Situation, ordered: Sequence[tuple[float, Storage]], limit: Budget, encoders: str
 ) -> Iterator[Outcome]:
-    """What each setting needs, untiled and then tiled, with text encoders stored as `encoders`."""
+    """Memory and time of each setting, untiled and then tiled, with text encoders stored as `encoders`."""
     geometry, asked = situation.geometry, situation.config.features.vae_tiling
     tilings = (False, True) if asked == "auto" else (asked,)
     # caching does not depend on how the base is stored
@@ -240,7 +240,7 @@ def _product(situation: Situation, chosen: Outcome) -> str:
 
 
 def _needs(outcomes: Sequence[Outcome], tier: int) -> str:
-    """What each kind of base needs at least; of the chosen one's tier, what was predicted to be faster."""
+    """Least memory of each kind of base; of the chosen one's tier, of settings predicted to be faster."""
     least: dict[tuple[str, str], int] = {}
     for outcome in outcomes:
         kind = outcome.way.name, "at least" if outcome.way.tier < tier else "to be faster"
@@ -249,7 +249,7 @@ def _needs(outcomes: Sequence[Outcome], tier: int) -> str:
 
 
 def _kept(outcomes: Sequence[Outcome]) -> str:
-    """What settings need that recompute less: those that recompute no block, and the one with the most."""
+    """Memory of settings that recompute less: those that recompute no block, and the one with the most."""
     least: dict[str, int] = {}
     recomputing = [one for one in outcomes if one.storage.checkpointing]
     for outcome in [*(one for one in outcomes if not one.storage.checkpointing), *recomputing[-1:]]:

@@ -16,7 +16,7 @@ OURS = "parallel"
 """Parallel reads of our own, which `auto` takes without a measurement."""
 STATES = ("cold", "cached")
 MOST_BYTES = GIB // 2
-"""Of a file that is read to measure."""
+"""Bytes of a file that are read to measure."""
 LEAST_HOST_BYTES = 4 * GIB
 """Host memory that must be available: the process that measures loads torch, and the page cache takes what
 is read."""

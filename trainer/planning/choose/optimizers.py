@@ -56,7 +56,7 @@ def kahan(situation: Situation) -> bool:
 
 
 def rows(situation: Situation, kind: str) -> Iterator[Decision]:
-    """What AdamW in bf16 takes instead of the usual values, and a mean of the weights and a tracker, where
+    """Values that AdamW in bf16 takes instead of the usual ones; a mean of the weights and a tracker, where
     they were asked for.
     """
     train = situation.config.train

@@ -1,4 +1,4 @@
-"""What every decision looks at, and its words for what was written and for what cannot be had."""
+"""The situation that every decision looks at, with words for values that were written or cannot be had."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MEASURE_AGAIN = "`trainer probe CONFIG` measures again"
 
 
 class KernelsFailedError(HardwareError):
-    """What was asked for, or every kernel that is left, was seen failing: measuring again may help."""
+    """The kernel that was asked for, or every one that is left, was seen failing: measure again."""
 
 
 @dataclass(frozen=True, kw_only=True)
