@@ -7,14 +7,13 @@ import re
 from typing import Any
 
 import pytest
-from trainer.planning.shapes.blocks import Linears
 
 from tests.unit.planning.conftest import GIB, machine, with_gpu
 from tests.unit.planning.test_resolve import Config, matmuls, plan, row
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts
 from trainer.planning.planning import predict
-from trainer.planning.shapes.geometry import Geometry
+from trainer.planning.shapes.geometry import Geometry, Linears
 
 
 def hopper(gib: float = 80, **kernels: float | None) -> Facts:
