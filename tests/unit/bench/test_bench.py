@@ -208,7 +208,7 @@ def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
     for variant in ours.OURS:
         content = ours.layer(job, variant, data_set, tmp_path / "cache")
         (tmp_path / "layer.yaml").write_text(yaml.safe_dump(content))
-        loaded = load_config([Path(path) for path in ours.configs(job, tmp_path)], output=tmp_path / "run")
+        loaded = load_config(ours.configs(job, tmp_path), output=tmp_path / "run")
         judge(families.get(family), loaded)
         config = loaded.config
         assert (config.train.max_train_steps, config.train.log_every_steps) == (3, 1)
@@ -317,7 +317,7 @@ def test_tables_of_other_commands_are_printed_as_they_are() -> None:
     )
     read = record.from_json(record.to_json(table), "x.json")
     assert read == table
-    assert "| loader | GiB/s |\n|---|---|\n| safetensors | 1.8 |" in page.page({"load": table}, page.MARK)
+    assert "| loader | GiB/s |\n| --- | --- |\n| safetensors | 1.8 |" in page.page({"load": table}, page.MARK)
 
 
 def test_notes_without_a_place_for_the_records_are_refused() -> None:

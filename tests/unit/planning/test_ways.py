@@ -103,6 +103,17 @@ def test_a_row_is_offered_priced_and_written_down(config: Config, geometry: Geom
     assert slower.peak_bytes < int8.peak_bytes
 
 
+def test_a_row_that_is_not_automatic_is_for_who_writes_it(
+    config: Config, geometry: Geometry, int4: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = dataclasses.replace(int4, automatic=False)
+    monkeypatch.setitem(WAYS, "int4", written)
+    asked = changed(config(), {"features.weights": "int4"})
+    assert plan(asked, card(5.4, "made-up"), geometry).way == written
+    with pytest.raises(HardwareError, match="the run does not fit"):
+        plan(config(), card(5.4, "made-up"), geometry)
+
+
 def test_a_row_is_refused_below_its_capability_and_without_its_package(
     config: Config, geometry: Geometry, int4: Way
 ) -> None:

@@ -83,7 +83,7 @@ def _written(situation: Situation, asked: str) -> list[Way]:
     """Ways to have a storage that was written: multiplied in FP8 where that works and is left open."""
     features, ways = situation.config.features, [way for way in WAYS.values() if way.weights == asked]
     if features.modulation == "auto":
-        ways = [way for way in ways if way.automatic]
+        ways = [way for way in ways if way.automatic] or ways
     elif any(way.modulation for way in ways):
         beside = "" if features.modulation == "kept" else features.modulation
         ways = [way for way in ways if way.modulation == beside]
