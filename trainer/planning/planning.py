@@ -22,7 +22,7 @@ from trainer.modeling.base.base import is_repository, local_folder
 from trainer.modeling.base.source import prepare
 from trainer.planning.base_check import base_rows, check_base
 from trainer.planning.choose.loading import disk_of
-from trainer.planning.choose.situation import Situation
+from trainer.planning.choose.situation import GeometryOf, Situation
 from trainer.planning.choose.swapping import NO_OFFLOAD
 from trainer.planning.plan import Plan, row
 from trainer.planning.resolve import resolve
@@ -70,21 +70,6 @@ def plan_run(
     downloads = is_repository(config)
     profile, reason = select(facts, requested_profile)
     require_memory_kind(facts, profile, unified)
-    # of single samples it does not matter what shapes they have
-    looks = caption_tokens is None and config.train.train_batch_size > 1
-    looked = seen(config.data.sets, family) if looks else ()
-
-    def sized(changed: RunConfig, dtype: str) -> Geometry:
-        return run_geometry(
-            family,
-            changed,
-            model_folder=folder,
-            dtype=dtype,
-            sources=loaded.sources,
-            downloads=downloads,
-            caption_tokens=caption_tokens,
-            pictures=shapes_of(looked, changed.data.resolution, family.pixel_multiple),
-        )
 
     def changed_by(values: Mapping[str, Any]) -> RunConfig:
         changed = with_settings(loaded, values)
@@ -96,7 +81,7 @@ def plan_run(
         facts=facts,
         profile=profile,
         sources=loaded.sources,
-        sized=sized,
+        sized=_geometries(family, loaded, folder, caption_tokens),
         environ=environment.snapshot(),
         disk=disk_of(weights_folder(family, folder)),
         goes_on=loaded.goes_on,
@@ -106,6 +91,30 @@ def plan_run(
     plan = resolve(situation, profile_row=first, changed_by=changed_by, offload=not no_offload)
     rows = base_rows(family, config, folder) if downloads else ()
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
+
+
+def _geometries(
+    family: Family, loaded: Loaded, folder: Path | None, caption_tokens: int | None
+) -> GeometryOf:
+    """The geometry of the run, changed, in a compute type."""
+    downloads = is_repository(loaded.config)
+    # of single samples it does not matter what shapes they have
+    looks = caption_tokens is None and loaded.config.train.train_batch_size > 1
+    looked = seen(loaded.config.data.sets, family) if looks else ()
+
+    def geometry_of(changed: RunConfig, dtype: str) -> Geometry:
+        return run_geometry(
+            family,
+            changed,
+            model_folder=folder,
+            dtype=dtype,
+            sources=loaded.sources,
+            downloads=downloads,
+            caption_tokens=caption_tokens,
+            pictures=shapes_of(looked, changed.data.resolution, family.pixel_multiple),
+        )
+
+    return geometry_of
 
 
 def weights_folder(family: Family, folder: Path | None) -> Path | None:
