@@ -18,7 +18,7 @@ from trainer.machine.verdicts import FILE_NAME, keep, merged, untyped
 from trainer.modeling.base.base import local_folder
 from trainer.planning import planning
 from trainer.planning.choose import loading
-from trainer.planning.choose.switches import KernelsFailedError
+from trainer.planning.choose.situation import KernelsFailedError
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.shape_classes import shape_class
 

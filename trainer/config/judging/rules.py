@@ -263,6 +263,15 @@ RULES: tuple[Rule[Context], ...] = (
          and at.config.model.dtype not in ("auto", at.config.features.weights),
          "`features.weights: {features.weights}` contradicts {=model.dtype}",
          "write the same in both, or leave features.weights out"),
+    Rule(("features.compute", "features.weights", "model.dtype"),
+         lambda at: at.config.features.compute == "bf16" and at.config.model.dtype in ("fp16", "fp32"),
+         "features.compute is bf16, but model.dtype is {model.dtype}", "leave one of them out",
+         at=("features.compute",)),
+    Rule(("features.compute", "features.weights", "model.dtype"),
+         lambda at: at.config.features.compute == "bf16" and at.config.features.weights == "fp32"
+         and at.config.model.dtype not in ("fp16", "fp32"),
+         "features.compute is bf16, but features.weights is fp32", "leave one of them out",
+         at=("features.compute",)),
     Rule(("train.lr_warmup_steps", "train.max_train_steps"),
          lambda at: at.config.train.lr_warmup_steps >= at.config.train.max_train_steps,
          "`train.lr_warmup_steps` is {train.lr_warmup_steps}, but `train.max_train_steps` is"
