@@ -79,28 +79,28 @@ def describe(facts: Facts, requested: str = "auto", toolkit: str = "none") -> li
 
 def _screen(layers: Layers) -> int:
     """What this machine is, what it can do, what would stop a run on it, and how to go on."""
-    from trainer.cli import preflight
+    from trainer.cli import surroundings
     from trainer.cli.errors import error_text
     from trainer.cli.measure import measured_anew
     from trainer.container.describe import text, volume_rows
     from trainer.machine.host import WSL_SPILLS
     from trainer.planning.planning import requested_profile
 
-    facts, errors, surroundings = preflight.machine_judged()
+    facts, errors, given = surroundings.machine_judged()
     if facts is not None:
         if layers.configs:
             facts = measured_anew(layers.load(), facts)
-        for line in describe(facts, requested_profile(), preflight.toolkit()):
+        for line in describe(facts, requested_profile(), surroundings.toolkit()):
             click.echo(line)
-    in_image = preflight.IMAGE.is_dir()
+    in_image = surroundings.IMAGE.is_dir()
     if in_image:
-        click.echo("\n".join(("", *text(volume_rows(surroundings.mounts)))))
+        click.echo("\n".join(("", *text(volume_rows(given.mounts)))))
     for error in errors:
         click.echo(f"\na run would stop here:\n{error_text(error)}")
     if facts is not None and facts.wsl and facts.gpus:
         click.echo(f"\nwarning: {WSL_SPILLS}")
     gpus = "" if requested_profile() == "cpu" else " --gpus all"
-    click.echo(_IN_IMAGE.format(prefix=preflight.IMAGE, gpus=gpus) if in_image else _NEXT)
+    click.echo(_IN_IMAGE.format(prefix=surroundings.IMAGE, gpus=gpus) if in_image else _NEXT)
     return 0 if facts is not None else errors[0].exit_code
 
 
