@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainer.cli.output import say
+from trainer.cli.output import say, shown_below_options
 
 if TYPE_CHECKING:
     from trainer.config.reading.load import Loaded
@@ -18,20 +18,18 @@ IN_CONTAINER = ON_MACHINE | {"fetch", "merge"}
 """Commands whose mounts and folders are checked; all others need nothing of their machine."""
 
 
-@click.command(
-    context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
-    epilog="""\b
-Problems go to stderr, with the exit code that they have everywhere.
-
-\b
-Examples:
-  trainer preflight train my.yaml --output /output/my-lora
-  trainer preflight -- "$@" && exec trainer "$@"
-""",
-)
+@shown_below_options
+@click.command(context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
 @click.argument("words", nargs=-1, type=click.UNPROCESSED)
 def preflight(words: tuple[str, ...]) -> int:
-    """Check the machine, the mounts and the plan for the command WORDS, before anything is started."""
+    """Check the machine, the mounts and the plan for the command WORDS, before anything is started.
+    \f
+    Problems go to stderr, with the exit code that they have everywhere.
+
+    Examples:
+      trainer preflight train my.yaml --output /output/my-lora
+      trainer preflight -- "$@" && exec trainer "$@"
+    """
     if not words or words[0] not in IN_CONTAINER or "--help" in words:
         return 0
     from trainer.cli.errors import error_text

@@ -18,7 +18,7 @@ from trainer.machine import torch_build
 from trainer.machine.facts import Facts
 from trainer.machine.mounts import parse_mounts
 from trainer.modeling.base.base import can_download, find_base
-from trainer.planning.planning import machine_facts, requested_profile
+from trainer.planning import planning
 
 MOUNTINFO = Path("/proc/self/mountinfo")
 IMAGE = Path(PREFIX)
@@ -30,7 +30,7 @@ machine's first, and what the container was given."""
 
 
 def machine_judged() -> Judged:
-    """What would stop a run on this machine; in one of our images its volumes are judged too."""
+    """Judge this machine for any run; in one of our images its volumes are judged too."""
     volumes = VOLUMES if IMAGE.is_dir() else ()
     folders = (
         _folder(Path(volume.path), volume.meaning, is_result=volume.path == _OUTPUT)
@@ -41,7 +41,7 @@ def machine_judged() -> Judged:
 
 
 def command_judged(name: str, words: Sequence[str], loaded: Loaded | None, *, on_machine: bool) -> Judged:
-    """What would stop the command `words`, whose name is `name`; without `on_machine` it does not compute."""
+    """Judge the command `words`, whose name is `name`; the machine only where it computes, `on_machine`."""
     return _judged(_folders(name, loaded), _named(words, loaded), on_machine=on_machine)
 
 
@@ -57,10 +57,10 @@ def _judged(folders: Iterable[Folder], named: str, *, on_machine: bool) -> Judge
     facts: Facts | None = None
     machine: tuple[Problem, ...] = ()
     misnamed: tuple[Problem, ...] = ()
-    requested, unified = requested_profile(), environment.switch("UNIFIED_MEMORY")
+    requested, unified = planning.requested_profile(), environment.switch("UNIFIED_MEMORY")
     if on_machine:
         try:
-            facts = machine_facts()
+            facts = planning.machine_facts()
             machine = machine_problems(facts, requested, unified)
         except HardwareError as error:
             machine = error.problems
@@ -90,13 +90,9 @@ def _folder(path: Path, meaning: str, *, is_result: bool = False) -> Folder:
     # a link in the image may lead to a volume
     path = path.expanduser().resolve()
     existing, error = nearest(path)
+    here, owner = str(existing), existing.stat().st_uid
     return Folder(
-        path=str(path),
-        meaning=meaning,
-        existing=str(existing),
-        owner=existing.stat().st_uid,
-        error=error,
-        is_result=is_result,
+        path=str(path), meaning=meaning, existing=here, owner=owner, error=error, is_result=is_result
     )
 
 
