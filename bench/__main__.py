@@ -1,4 +1,4 @@
-"""What the project measures of itself, one command a subject.
+"""The project's measurements of itself, one command a subject.
 
 python -m bench train flux1_dev --base FOLDER     # a step of ours beside others'
 python -m bench page                              # docs/benchmarks.md from docs/benchmarks/*.json

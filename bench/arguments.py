@@ -36,6 +36,12 @@ def add_common(parser: argparse.ArgumentParser, *names: str) -> None:
         parser.add_argument(name, **COMMON[name])
 
 
+def add_choices(parser: argparse.ArgumentParser, name: str, known: Iterable[str]) -> None:
+    """An option that takes one of the names that the epilog lists, and may be given several times."""
+    parser.add_argument(name, action="append", choices=list(known), metavar=name[2:-1].upper(),
+                        help="one of those below, only it; may be given several times")  # fmt: skip
+
+
 def write_rows(path: Path | None, rows: object) -> None:
     """The rows of `--record` as JSON, where there is a path."""
     if path:
@@ -144,11 +150,12 @@ def require_base(base: Path, where: str) -> Path:
 
 
 COMMON: Mapping[str, Mapping[str, Any]] = {
-    "--set": {"dest": "overrides", "action": "append", "default": [], "metavar": "KEY=VALUE"},
+    "--set": {"dest": "overrides", "action": "append", "default": [], "metavar": "KEY=VALUE",
+              "help": "a setting of our run; may be given several times"},
     "--tokens": {"type": positive, "default": 512, "help": "text tokens"},
     "--jobs": {"type": positive, "default": 1, "help": "runs side by side"},
-    "--record": {"type": new_file, "help": "write the rows here"},
+    "--record": {"type": new_file, "help": "write the results here, as JSON"},
     "--work": {"type": folder, "help": "for the runs; the system's temporary folder if not given"},
     "--month": {"help": "of the record: 2026-11; the clock's if not given"},
-}
-"""What several commands take."""
+}  # fmt: skip
+"""Options of several commands, as `add_argument` takes them."""

@@ -1,4 +1,4 @@
-"""Whether faster settings learn what bf16 learns: the same run under each, loss by loss and tensor by tensor.
+"""Compare what faster settings learn with what bf16 learns: one run under each, by losses and tensors.
 
     python -m bench converge --steps 300
     python -m bench converge train_configs/flux1_dev_lora.yaml --base BASE --blocks 4,8
@@ -46,13 +46,19 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     "int8": ("features.compile=true", "features.weights=int8"),
     "nf4": ("features.compile=true", "features.weights=nf4"),
 }
-"""What the rows are called, and the overrides that make them; the others are compared with the first."""
+"""Overrides of each row by its name; the other rows are compared with the first."""
 _PART = 50
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train under every setting; print a line of JSON each."""
-    parser = _parser()
+    parser = types.command_parser("converge", __doc__, types.listed("settings", SETTINGS))
+    parser.add_argument("config", type=Path, nargs="?", default=Path("train_configs/quickstart.yaml"))
+    parser.add_argument("--steps", type=types.positive, default=300)
+    parser.add_argument("--base", type=Path, help="in place of the configuration's, with random weights")
+    parser.add_argument("--blocks", type=types.counts, help="cut that base: its blocks of each kind, 4,8")
+    types.add_choices(parser, "--settings", SETTINGS)
+    types.add_common(parser, "--set", "--jobs", "--record", "--work")
     options = parser.parse_args(arguments)
     if options.blocks and not options.base:
         parser.error("--blocks cuts the base that --base names: give both")
@@ -73,23 +79,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(json.dumps(row), flush=True)
     types.write_rows(options.record, rows)
     return 0
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = types.command_parser("converge", __doc__, types.listed("settings", SETTINGS))
-    parser.add_argument("config", type=Path, nargs="?", default=Path("train_configs/quickstart.yaml"))
-    parser.add_argument("--steps", type=types.positive, default=300)
-    parser.add_argument("--base", type=Path, help="in place of the configuration's, with random weights")
-    parser.add_argument("--blocks", type=types.counts, help="cut that base: its blocks of each kind, 4,8")
-    parser.add_argument(
-        "--settings",
-        action="append",
-        choices=list(SETTINGS),
-        metavar="SETTING",
-        help="one of those below, and the first; may be given several times",
-    )
-    types.add_common(parser, "--set", "--jobs", "--record", "--work")
-    return parser
 
 
 def _common(options: argparse.Namespace, folder: Path) -> list[str]:
@@ -117,11 +106,7 @@ def _train(
 ) -> dict[str, Any]:
     """One run: its losses, adapter and moments, or `problem`."""
     run = folder / name.replace(" ", "_").replace(",", "")
-    command = [sys.executable, "-m", "trainer", "train", str(config), "--output", str(run)]
-    for override in (*overrides, *SETTINGS[name]):
-        command += ["--set", override]
-    runtime = {"TRAINER_RUNTIME_DIR": str(folder / f"{run.name}.runtime")}
-    ended = processes.run(command, {**environ, **runtime}, folder / f"{run.name}.txt")
+    ended = jobs.train([config], run, (*overrides, *SETTINGS[name]), environ, 0)
     lines = ended.said.strip().splitlines()
     if ended.code:
         return {"problem": next((line for line in lines if "error:" in line), f"exit code {ended.code}")}
@@ -139,7 +124,7 @@ def _train(
 
 
 def _compared(run: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
-    """Figures of a run beside those of the reference."""
+    """Figures of a run compared with those of the reference."""
     if "problem" in run:
         return {"problem": run["problem"]}
     pairs = list(zip(run["losses"], reference["losses"], strict=True))

@@ -1,4 +1,4 @@
-"""What one more block of a model keeps for backward, counted on a GPU: the calculator's figures.
+"""Count on a GPU what one more block of a model keeps for backward: the calculator's figures.
 
     python -m bench count flux1_dev=BASE qwen_image=BASE --jobs 4 --table
 
@@ -11,18 +11,14 @@ work side by side: other processes' memory is not counted.
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from bench import arguments as types
 from bench import jobs, machine, memory, processes
-from trainer.errors import TrainerError
 from trainer.files import atomic
 from trainer.planning.shapes.activations import COUNTED_ATTENTION, COUNTS, OTHER_ATTENTION
 from trainer.planning.shapes.run_shapes import activation_units, head_bytes
@@ -63,9 +59,9 @@ MODES: Mapping[str, tuple[str, ...]] = {
         *(_OTHER, "features.activation_budget=0.2"),
     ),
 }
-"""What the rows are called, and the overrides that make them."""
+"""Overrides of each row by its name."""
 _NEEDED = ("eager", "eager, recomputed", "compiled", "compiled, recomputed")
-"""Without which a family has no entry."""
+"""Modes without which a family has no entry."""
 _WARM_UP = 2
 
 
@@ -80,7 +76,11 @@ class _List(NamedTuple):
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Count; print a line of JSON for each family and mode."""
-    parser = _parser()
+    parser = types.command_parser("count", __doc__, types.listed("modes", MODES))
+    parser.add_argument("families", nargs="*", type=types.family_base, metavar="FAMILY=BASE")
+    types.add_choices(parser, "--modes", MODES)
+    types.add_common(parser, "--tokens", "--jobs", "--record")
+    parser.add_argument("--table", action="store_true", help="write trainer/planning/shapes/activations.json")
     options = parser.parse_args(arguments)
     if not options.families:
         parser.error("name what to count: FAMILY=BASE")
@@ -95,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for mode in options.modes or MODES
     ]
     machine.require_gpu(remedy="use a machine with one")
-    rows = processes.side_by_side(_row, cases, jobs=options.jobs)
+    rows = processes.side_by_side(counted_row, cases, jobs=options.jobs)
     types.write_rows(options.record, rows)
     if options.table:
         for family in dict.fromkeys(case.family for case in cases):
@@ -110,41 +110,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(bool(missing))
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = types.command_parser("count", __doc__, types.listed("modes", MODES))
-    parser.add_argument("families", nargs="*", type=types.family_base, metavar="FAMILY=BASE")
-    parser.add_argument(
-        "--modes", action="append", choices=list(MODES), metavar="MODE", help="one of those below, only it"
-    )
-    types.add_common(parser, "--tokens", "--jobs", "--record")
-    parser.add_argument("--table", action="store_true", help="write trainer/planning/shapes/activations.json")
-    return parser
-
-
-def _row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
-    """One mode's row, and a line on stdout."""
-    row = counted_row(case, environ)
+def counted_row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
+    """One mode, counted in a child and printed; `refused` or `failed` where it could not be."""
+    keys = jobs.block_counts(case.family, case.base)
+    cut = case._replace(blocks=(2,) * len(keys))
+    found, _ = memory.in_child(cut, count, {"tokens": case.tokens}, environ)
+    row = {"family": case.family, "mode": case.setting, **found}
     print(json.dumps(row), flush=True)
     return row
 
 
-def counted_row(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
-    """One mode, counted in a child; `refused` or `failed` where it could not be."""
-    row: dict[str, Any] = {"family": case.family, "mode": case.setting}
-    with tempfile.TemporaryDirectory(prefix="count-") as scratch:
-        folder = Path(scratch)
-        keys = jobs.block_counts(case.family, case.base)
-        try:
-            loaded, plan = memory.planned(case._replace(blocks=(2,) * len(keys)), folder)
-        except TrainerError as error:
-            return {**row, "refused": str(error)}
-        given = {"spec": jobs.write_job(loaded, plan, folder), "tokens": case.tokens}
-        ended = processes.call(count, given, plan.child_environment(environ), folder / "log.txt")
-    return {**row, **(ended.answer or {"failed": ended.said.strip()[-300:]})}
-
-
 def count(spec: str, tokens: int) -> dict[str, Any]:
-    """In the child: build, and count with one block of each kind, and with one more of each."""
+    """Build in the child, and count with one block of each kind, and with one more of each."""
     import torch
 
     from bench import steps
@@ -159,7 +136,7 @@ def count(spec: str, tokens: int) -> dict[str, Any]:
     counted = {}
     for cut in cuts:
         for one, number in zip(lists, cut, strict=True):
-            one.parent._modules[one.name] = torch.nn.ModuleList(list(one.blocks)[:number])
+            one.parent.register_module(one.name, torch.nn.ModuleList(list(one.blocks)[:number]))
         for _ in range(_WARM_UP):
             _held(forward)
         counted[",".join(map(str, cut))] = _held(forward)
@@ -230,12 +207,7 @@ def table_entry(
             "blocks": [round(size / unit, 3) for size, unit in zip(more, units, strict=True)],
             "beyond": round(beyond / every, 3),
         }
-    return {
-        "stacks": list(some["stacks"]),
-        "captions": captions,
-        "beside": dict(beside),
-        "ways": ways,
-    }
+    return {"stacks": list(some["stacks"]), "captions": captions, "beside": dict(beside), "ways": ways}
 
 
 def _captions(recomputed: Mapping[str, Any]) -> list[str]:
@@ -253,13 +225,13 @@ def _beyond(row: Mapping[str, Any]) -> int:
 
 
 def _ones(row: Mapping[str, Any]) -> Mapping[str, int]:
-    """What one block of each stack holds."""
+    """Bytes that a model with one block of each stack holds."""
     ones: Mapping[str, int] = row["counted"][",".join("1" for _ in row["stacks"])]
     return ones
 
 
 def _more(row: Mapping[str, Any]) -> list[int]:
-    """What one more block of each stack keeps."""
+    """Bytes that one more block of each stack keeps."""
     numbers = range(len(row["stacks"]))
     cuts = [",".join("2" if number == kind else "1" for number in numbers) for kind in numbers]
     return [row["counted"][cut]["kept"] - _ones(row)["kept"] for cut in cuts]

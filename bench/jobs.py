@@ -5,16 +5,22 @@ from __future__ import annotations
 import json
 import shutil
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from bench import arguments as types
+from bench import processes
+from bench.processes import Ended
 from trainer import families
+from trainer.cli.options import load_config
+from trainer.config import environment
 from trainer.config.reading.load import Loaded, dump, load
 from trainer.engine.spec import Spec, read_spec, write_spec
 from trainer.errors import AccessError, ConfigError
 from trainer.planning.plan import Plan
+from trainer.planning.planning import machine_facts, plan_run, requested_profile
 from trainer.planning.render import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
@@ -37,6 +43,43 @@ def write_job(loaded: Loaded, plan: Plan, folder: Path) -> Path:
     )
     write_spec(spec, folder / "spec.json")
     return folder / "spec.json"
+
+
+def call_run(
+    job: Callable[..., Any], config: Path, overrides: Sequence[str], given: Mapping[str, Any], *, quiet: bool
+) -> Ended:
+    """`job` of the spec of a run that is planned here, in a process with the plan's environment."""
+    with tempfile.TemporaryDirectory(prefix="bench-") as name:
+        folder = Path(name)
+        loaded = load_config((config,), overrides, None, folder / "run")
+        plan = plan_run(loaded, machine_facts(), requested_profile())
+        return call(job, loaded, plan, folder, given, log=folder / "log.txt" if quiet else None)
+
+
+def call(
+    job: Callable[..., Any],
+    loaded: Loaded,
+    plan: Plan,
+    folder: Path,
+    given: Mapping[str, Any],
+    *,
+    environ: Mapping[str, str] | None = None,
+    log: Path | None = None,
+) -> Ended:
+    """`job` of the spec of a planned run, whose files are written into `folder`; else as `processes.call`."""
+    spec = write_job(loaded, plan, folder)
+    child = plan.child_environment(environ or environment.snapshot())
+    return processes.call(job, {"spec": spec, **given}, child, log)
+
+
+def train(
+    configs: Sequence[Path], run: Path, overrides: Sequence[str], environ: Mapping[str, str], port: int
+) -> Ended:
+    """`trainer train` into `run`; what it says and its runtime folder are beside that."""
+    command = [sys.executable, "-m", "trainer", "train", *map(str, configs), "--output", str(run)]
+    command += [word for override in overrides for word in ("--set", override)]
+    own = {"TRAINER_RUNTIME_DIR": f"{run}.runtime", "TRAINER_METRICS_PORT": str(port)}
+    return processes.run(command, {**environ, **own}, run.with_name(f"{run.name}.txt"))
 
 
 def make_context(spec_path: str) -> Context:

@@ -1,4 +1,4 @@
-"""How fast shards reach the device: the disk alone, both libraries, and ours, cold and from the page cache.
+"""Time shards on their way to the device: the disk alone, both libraries, and ours, cold and cached.
 
     python -m bench load --gib 22 --files 3 --folder DIR
     python -m bench load --gib 22 --folder DIR --rings 4x64x16,16x16x16,8x64x32
@@ -39,15 +39,8 @@ ROW = 3072
 THREADS, PIECE_BYTES = 16, 8 * MIB
 STATES = ("cold", "cached")
 VARIANTS = (
-    "raw-direct",
-    "raw-buffered",
-    "safetensors",
-    "fastsafetensors",
-    "fastsafetensors-tuned",
-    "fastsafetensors-batched",
-    "direct",
-    "buffered",
-    "auto",
+    *("raw-direct", "raw-buffered", "safetensors", "fastsafetensors", "fastsafetensors-tuned"),
+    *("fastsafetensors-batched", "direct", "buffered", "auto"),
 )
 
 
@@ -63,7 +56,7 @@ class Measured:
     """Resident memory at its highest beyond that before the first read."""
     device_peak_gib: float
     how: str
-    """What `auto` chose for the first file."""
+    """The method that `auto` chose for the first file."""
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -92,20 +85,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = types.command_parser("load", __doc__)
-    parser.add_argument("--gib", type=types.amount, default=22.0, help="size of all files")
-    parser.add_argument("--files", type=types.positive, default=3)
-    parser.add_argument(
-        "--folder",
-        type=types.folder,
-        default=Path("build/bench-load"),
-        help="on the disk to measure; build/bench-load is made if need be",
-    )
-    parser.add_argument("--device", default="", help="default: cuda:0 where there is one, else cpu")
-    parser.add_argument("--repeats", type=types.positive, default=1, help="rounds over all variants")
-    parser.add_argument("--variants", type=types.names_of("variant", VARIANTS), default=VARIANTS,
-                        help=f"out of {', '.join(VARIANTS)}")  # fmt: skip
-    parser.add_argument("--rings", type=_rings, default=(), help="for example 4x64x16,16x16x16")
-    parser.add_argument("--keep", action="store_true", help="leave the files for the next time")
+    add = parser.add_argument
+    add("--gib", type=types.amount, default=22.0, help="size of all files")
+    add("--files", type=types.positive, default=3)
+    add("--folder", type=types.folder, default=Path("build/bench-load"),
+        help="on the disk to measure; build/bench-load is made if need be")  # fmt: skip
+    add("--device", default="", help="default: cuda:0 where there is one, else cpu")
+    add("--repeats", type=types.positive, default=1, help="rounds over all variants")
+    add("--variants", type=types.names_of("variant", VARIANTS), default=VARIANTS,
+        help=f"out of {', '.join(VARIANTS)}")  # fmt: skip
+    add("--rings", type=_rings, default=(), help="for example 4x64x16,16x16x16")
+    add("--keep", action="store_true", help="leave the files for the next time")
     options = parser.parse_args(arguments)
     if not options.device:
         import torch
@@ -189,35 +179,28 @@ def in_child(variant: str, state: str, paths: Sequence[Path], device: str) -> Me
 
 
 def job(variant: str, state: str, paths: Sequence[str], device: str) -> dict[str, Any]:
-    """In the child: `measure`."""
+    """Call `measure` in the child; gives its fields."""
     return asdict(measure(variant, state, [Path(path) for path in paths], device))
 
 
 def measure(variant: str, state: str, paths: Sequence[Path], device: str) -> Measured:
     """Read all files once in this process, which has read none yet."""
-    how: list[str] = []
-    if variant.startswith("raw"):
-        with host_memory() as growth:
-            started = time.perf_counter()
-            read_raw(paths, direct=variant == "raw-direct")
-            seconds = time.perf_counter() - started
-        peak = 0.0
-    else:
-        import torch
+    import torch
 
-        read = reader_of(variant, how.append)
-        cuda = torch.device(device).type == "cuda"
+    how: list[str] = []
+    read, cuda = reader_of(variant, how.append), torch.device(device).type == "cuda"
+    if cuda:
+        torch.zeros(1, device=device)
+        torch.cuda.synchronize()
+    with host_memory() as growth:
+        started = time.perf_counter()
+        kept = list(read(paths, device))
         if cuda:
-            torch.zeros(1, device=device)
             torch.cuda.synchronize()
-        with host_memory() as growth:
-            started = time.perf_counter()
-            kept = list(read(paths, device))
-            if cuda:
-                torch.cuda.synchronize()
-            seconds = time.perf_counter() - started
-        assert sum(tensor.nbytes for tensor in kept) > 0.99 * _size(paths), "not all of it was read"
-        peak = torch.cuda.max_memory_reserved() / GIB if cuda else 0.0
+        seconds = time.perf_counter() - started
+    tensor_bytes = sum(tensor.nbytes for tensor in kept)
+    assert variant.startswith("raw") or tensor_bytes > 0.99 * _size(paths), "not all of it was read"
+    peak = torch.cuda.max_memory_reserved() / GIB if cuda else 0.0
     return Measured(
         variant=variant,
         state=state,
@@ -233,11 +216,18 @@ Read = Callable[[Sequence[Path], str], Iterator[Any]]
 
 
 def reader_of(variant: str, say: Callable[[str], None]) -> Read:
-    """What yields every tensor of the files on the device."""
+    """A function that yields every tensor of the files on the device; none where the disk alone is read."""
     from trainer.modeling.base.reading import Choice, ShardReader
     from trainer.modeling.base.ring import RingSize
 
     name, _, ring = variant.partition("@")
+    if name.startswith("raw"):
+
+        def raw(paths: Sequence[Path], device: str) -> Iterator[Any]:
+            read_raw(paths, direct=name == "raw-direct")
+            return iter(())
+
+        return raw
     if name == "fastsafetensors":
         return lambda paths, device: read_fastsafetensors(paths, device, {})
     if name == "fastsafetensors-tuned":
@@ -282,7 +272,7 @@ def read_fastsafetensors(paths: Sequence[Path], device: str, options: Mapping[st
 
 
 def read_raw(paths: Sequence[Path], *, direct: bool) -> None:
-    """Every byte into memory that is used again and again, by threads, without a device."""
+    """Read every byte into memory that is used again and again, by threads, without a device."""
     local = threading.local()
 
     def read(piece: tuple[int, int]) -> int:
@@ -310,21 +300,14 @@ def _size(paths: Sequence[Path]) -> int:
 
 @contextlib.contextmanager
 def host_memory() -> Iterator[dict[str, int]]:
-    """Under `bytes`, by how much this process's resident memory rose at most, mapped files included."""
-    growth = {"bytes": 0}
-    start, stop = _resident(), threading.Event()
+    """A dict with `bytes`: how much this process's resident memory rose at most, mapped files included."""
+    growth, start = {"bytes": 0}, _resident()
 
-    def sample() -> None:
-        while not stop.wait(0.01):
-            growth["bytes"] = max(growth["bytes"], _resident() - start)
+    def look() -> None:
+        growth["bytes"] = max(growth["bytes"], _resident() - start)
 
-    thread = threading.Thread(target=sample)
-    thread.start()
-    try:
+    with processes.meanwhile(look, 0.01):
         yield growth
-    finally:
-        stop.set()
-        thread.join()
 
 
 def _resident() -> int:

@@ -15,19 +15,20 @@ from trainer.config import environment
 from trainer.errors import HardwareError
 
 MOST_MEMORY_MIB = 1024
-"""What an idle GPU may hold: the driver's own, and a display's."""
+"""Memory that an idle GPU may hold: the driver's own, and a display's."""
 MOST_UTILISATION = 5
 """Percent."""
 _GPU_FIELDS = "name,driver_version,memory.total,memory.used,utilization.gpu"
 _PROCESS_FIELDS = "pid,process_name,used_memory"
-_PATIENCE_SECONDS = 30.0
+PATIENCE_SECONDS = 30.0
+"""Waiting time for our own last process, which may take some seconds to disappear from the GPU."""
 _HIDDEN = ("", "-1")
 """First values of CUDA_VISIBLE_DEVICES that hide every GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What a record says of its machine: no host name, no path."""
+    """The machine as a record describes it: no host name, no path."""
 
     gpu: str
     """Empty where there is none."""
@@ -62,14 +63,8 @@ def parse_gpu(text: str) -> Gpu:
             where="nvidia-smi --query-gpu",
             remedy="choose one GPU by CUDA_VISIBLE_DEVICES",
         )
-    name, driver, total, used, utilisation = rows[0]
-    return Gpu(
-        name=name,
-        driver=driver,
-        total_mib=_number(total),
-        used_mib=_number(used),
-        utilisation=_number(utilisation),
-    )
+    (name, driver), (total, used, busy) = rows[0][:2], map(_number, rows[0][2:])
+    return Gpu(name=name, driver=driver, total_mib=total, used_mib=used, utilisation=busy)
 
 
 def parse_processes(text: str) -> list[str]:
@@ -79,7 +74,7 @@ def parse_processes(text: str) -> list[str]:
 
 
 def why_busy(gpu: Gpu, processes: Sequence[str]) -> list[str]:
-    """What makes a measurement on this GPU worthless; empty for an idle one."""
+    """Reasons why a measurement on this GPU would be worthless; empty for an idle one."""
     reasons = [*processes]
     if gpu.used_mib is not None and gpu.used_mib > MOST_MEMORY_MIB:
         reasons.append(f"{gpu.used_mib} MiB are in use")
@@ -136,11 +131,6 @@ def require_idle(
             )
         sleep(1.0)
         waited += 1.0
-
-
-def wait_until_idle() -> None:
-    """Between two measurements: our own last process may take some seconds to disappear from the GPU."""
-    require_idle(patience=_PATIENCE_SECONDS)
 
 
 def describe(month: str | None = None) -> Machine:

@@ -30,7 +30,7 @@ from typing import Any
 import yaml
 
 from bench import arguments as types
-from bench import machine, ours, processes
+from bench import jobs, machine, ours
 from bench.processes import GIB, REPOSITORY
 from bench.record import Table, to_json
 from tests.random_bases import build
@@ -42,7 +42,7 @@ from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 SET = REPOSITORY / "tests" / "data" / "real_shaped"
 MICRO_BATCHES = {"flux2_dev": 40}
-"""Of batches of one sample, where they are not 120."""
+"""Micro-batches of a run whose batches are of one sample, for families where they are not 120."""
 _MICRO_BATCHES, _BATCHED = 120, 30
 # their cells are compared with those of one caption length: a step each micro-batch gives medians of 60 steps
 _COMPARED = ("qwen_image", "kandinsky5")
@@ -169,16 +169,10 @@ def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "layer.yaml").write_text(yaml.safe_dump(_layer(cell, base, work)))
     run = folder / "run"
-    config = REPOSITORY / "train_configs" / f"{cell.family}_lora.yaml"
-    command = [sys.executable, "-m", "trainer", "train", str(config), str(folder / "layer.yaml")]
-    variables = {
-        "CUDA_VISIBLE_DEVICES": gpu,
-        "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
-        "TRAINER_METRICS_PORT": "0",
-    }
+    configs = [REPOSITORY / "train_configs" / f"{cell.family}_lora.yaml", folder / "layer.yaml"]
     began = time.monotonic()
-    environ = {**environment.snapshot(), **variables}
-    ended = processes.run([*command, "--output", str(run)], environ, folder / "log.txt")
+    environ = {**environment.snapshot(), "CUDA_VISIBLE_DEVICES": gpu}
+    ended = jobs.train(configs, run, (), environ, 0)
     row = {"family": cell.family, "cell": cell.name, "seconds": round(time.monotonic() - began)}
     code, text = ended.code, ended.said
     refused = code in (ExitCode.HARDWARE, ExitCode.BAD_CONFIG) and not (run / METRICS_LOG).exists()
@@ -194,34 +188,27 @@ def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
 
 
 def _layer(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
-    """What is laid over the family's shipped configuration."""
+    """The configuration that is laid over the family's shipped one."""
     family = families.get(cell.family)
     shipped = yaml.safe_load((REPOSITORY / "train_configs" / f"{cell.family}_lora.yaml").read_text())
-    accumulation = (
-        1 if cell.batch > 1 or cell.every else shipped["train"].get("gradient_accumulation_steps", 1)
-    )
-    micro_batches = MICRO_BATCHES.get(cell.family, _MICRO_BATCHES)
-    if cell.batch > 1:
-        micro_batches = _BATCHED
+    alone = cell.batch > 1 or cell.every
+    accumulation = 1 if alone else shipped["train"].get("gradient_accumulation_steps", 1)
+    micro_batches = _BATCHED if cell.batch > 1 else MICRO_BATCHES.get(cell.family, _MICRO_BATCHES)
     if family.sample_kind == "conversation":
         sets: dict[str, str] = {"chat_file": str(_chats(cell.family, work))}
     elif family.control_counts[0]:
         sets = {"img_dir": str(SET / "edits"), "control_dir": str(SET / "controls")}
     else:
         sets = {"img_dir": str(_alike(cell.family, work) if cell.alike else SET / "pictures")}
-    return {
-        "model": {"pretrained_model_name_or_path": str(base.resolve()), "weights": "random"},
-        "data": {"sets": [sets], "cache_dir": str(work / "cache")},
-        "train": {
-            "max_train_steps": micro_batches // accumulation,
-            "train_batch_size": cell.batch,
-            "gradient_accumulation_steps": accumulation,
-            "lr_warmup_steps": 0,
-            "log_every_steps": 1,
-        },
-        "features": dict(cell.features),
-        "validation": {"prompts": [], "control_images": [], "held_out": 0, "every_steps": 10_000},
-    }
+    return ours.base_layer(
+        base,
+        sets,
+        work / "cache",
+        cell.features,
+        steps=micro_batches // accumulation,
+        batch=cell.batch,
+        accumulation=accumulation,
+    )
 
 
 def _chats(family: str, work: Path) -> Path:
@@ -248,7 +235,7 @@ def _lengths(of: str) -> list[dict[str, str]]:
 
 
 def _alike(family: str, work: Path) -> Path:
-    """The pictures with one caption for all: of the tokenizer's lengths that which is nearest to the mean."""
+    """The pictures with one caption for all, whose token count is the nearest to the set's mean."""
     rows = _lengths("pictures")
     mean = statistics.fmean(int(row[family]) for row in rows)
     nearest = min(rows, key=lambda row: abs(int(row[family]) - mean))["file"]
@@ -262,7 +249,7 @@ def _alike(family: str, work: Path) -> Path:
 
 
 def _figures(run: Path, log: str) -> dict[str, Any]:
-    """Of a run that ended well."""
+    """Figures of a run that ended well, by the names of `COLUMNS`."""
     plan = json.loads((run / "plan.json").read_text())
     rows = [row for row in read_metrics(run / METRICS_LOG) if "seconds_per_step" in row]
     each = plan["accumulation_steps"]
@@ -305,28 +292,19 @@ def _share_of_cores(number: int, of: int) -> set[int]:
 
 def _write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
     """The record with these rows in the place of those of the same cells."""
-    known: dict[tuple[str, str], tuple[str, ...]] = {}
+    written: dict[str, Any] = {"rows": [], "text": ""}
     if options.record.is_file():
-        for row in json.loads(options.record.read_text())["rows"]:
-            known[row[0], row[1]] = tuple(row)
+        written = json.loads(options.record.read_text())
+    known: dict[tuple[str, str], tuple[str, ...]] = {(row[0], row[1]): tuple(row) for row in written["rows"]}
     for one in rows:
         known[one["family"], one["cell"]] = tuple(str(one.get(name, "")) for name in COLUMNS)
     order = [(cell.family, cell.name) for cell in cells()]
     table = Table(
         title="Every family on sets of real shape",
-        text=_TEXT,
+        text=written["text"],
         machine=machine.describe(options.month),
         command="python -m bench matrix --work DIR --record FILE",
         columns=COLUMNS,
         rows=tuple(known[key] for key in order if key in known),
     )
     atomic.write_text(options.record, to_json(table))
-
-
-_TEXT = """Each row is one `trainer train` of a shipped configuration at full size with random weights, on
-tests/data/real_shaped: 60 pictures of six aspect ratios with captions of 1 to 300 tokens, 24 edits with
-controls of other sizes, 60 conversations of 1 to 4,000 tokens. Times are medians over the second half of the
-run's steps, steady is a step within one and a half of that; graphs are those that were held, of the sets of
-shapes that came. Rows of one length have one caption, of the set's mean length, for every picture. Of batch
-4, a micro-batch is as many samples as the plan takes at once, in as many passes as their shapes make, and
-memory is planned for the largest pass that came. Where two GPUs ran at once, each had half of the cores."""

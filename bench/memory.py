@@ -1,4 +1,4 @@
-"""Planned beside measured device memory, over many settings: how right the calculator is.
+"""Compare planned with measured device memory over many settings: how right the calculator is.
 
     python -m bench memory flux1_dev=BASE qwen_image=BASE --blocks flux1_dev=2,4 --record FILE
 
@@ -18,7 +18,7 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,12 +47,17 @@ SETTINGS: dict[str, tuple[str, ...]] = {
     "fp8, two copies": ("features.compile=true", "features.compute=fp8"),
     "nf4, recomputed": ("features.weights=nf4", _RECOMPUTED),
 }
-"""What the rows are called, and the overrides that make them."""
+"""Overrides of each row by its name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure every setting of every family; print a line of JSON each and the worst difference."""
-    parser = _parser()
+    parser = types.command_parser("memory", __doc__, types.listed("settings", SETTINGS))
+    parser.add_argument("families", nargs="*", type=types.family_base, metavar="FAMILY=BASE")
+    parser.add_argument("--blocks", type=types.family_counts, action="append", default=[],
+                        metavar="FAMILY=2,4", help="cut its base: blocks of each kind")  # fmt: skip
+    types.add_choices(parser, "--settings", SETTINGS)
+    types.add_common(parser, "--tokens", "--jobs", "--record")
     options = parser.parse_args(arguments)
     if not options.families:
         parser.error("name what to measure: FAMILY=BASE")
@@ -73,28 +78,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = types.command_parser("memory", __doc__, types.listed("settings", SETTINGS))
-    parser.add_argument("families", nargs="*", type=types.family_base, metavar="FAMILY=BASE")
-    parser.add_argument(
-        "--blocks",
-        type=types.family_counts,
-        action="append",
-        default=[],
-        metavar="FAMILY=COUNTS",
-        help="cut that family's base: its blocks of each kind, 2,4",
-    )
-    parser.add_argument(
-        "--settings",
-        action="append",
-        choices=list(SETTINGS),
-        metavar="SETTING",
-        help="one of those below, only it; may be given several times",
-    )
-    types.add_common(parser, "--tokens", "--jobs", "--record")
-    return parser
-
-
 class Case(NamedTuple):
     """One row to be measured."""
 
@@ -107,7 +90,7 @@ class Case(NamedTuple):
     timed: int = 0
     """Steps that are timed after those that warm up."""
     one_copy: bool = False
-    """Of FP8 weights, where a plan takes two if they fit; with overrides that settle what is recomputed."""
+    """One copy of FP8 weights where a plan takes two if they fit; overrides settle what is recomputed."""
 
 
 def _cases(options: argparse.Namespace) -> list[Case]:
@@ -151,38 +134,38 @@ def _compare(row: dict[str, Any]) -> None:
 
 
 def measured_row(case: Case, environ: Mapping[str, str]) -> dict[str, Any]:
-    """One setting's row, as `_row` gives it, and a line on stderr: many take long."""
-    row = _row(case, environ)
+    """One setting, planned here and measured in a child; `refused` or `failed` where it could not be.
+
+    The row is printed on stderr too: many settings take long.
+    """
+    found, plan = in_child(case, measure, {"tokens": case.tokens, "timed": case.timed}, environ)
+    blocks = ",".join(map(str, case.blocks))
+    row = {"family": case.family, "setting": case.setting, "blocks": blocks, **found}
+    if plan is not None:
+        planned_bytes = {part.name: part.bytes for part in plan.train_memory}
+        row |= {
+            "way": f"{plan.compute}, {'compiled' if plan.compile else 'eager'}",
+            "planned_gib": round(sum(planned_bytes.values()) / GIB, 3),
+            "planned_milliseconds": round(plan.step_milliseconds, 1),
+            "parts": {name: round(size / GIB, 3) for name, size in planned_bytes.items()},
+        }
     print(json.dumps(row), file=sys.stderr, flush=True)
     return row
 
 
-def _row(case: Case, environ: Mapping[str, str]) -> dict[str, Any]:
-    """One setting, planned here and measured in a child; `refused` or `failed` where it could not be."""
-    row: dict[str, Any] = {
-        "family": case.family,
-        "setting": case.setting,
-        "blocks": ",".join(map(str, case.blocks)),
-    }
+def in_child(
+    case: Case, job: Callable[..., Any], given: Mapping[str, Any], environ: Mapping[str, str]
+) -> tuple[dict[str, Any], Plan | None]:
+    """The answer of `job` on a case's run, and the plan; `refused` or `failed`, and None, without one."""
     with tempfile.TemporaryDirectory(prefix="memory-") as scratch:
         folder = Path(scratch)
         try:
             loaded, plan = planned(case, folder)
         except TrainerError as error:
-            return {**row, "refused": str(error)}
-        given = {"spec": jobs.write_job(loaded, plan, folder), "tokens": case.tokens, "timed": case.timed}
-        ended = processes.call(measure, given, plan.child_environment(environ), folder / "log.txt")
-    if ended.code:
-        return {**row, "failed": ended.said.strip()[-300:]}
-    parts = {part.name: round(part.bytes / GIB, 3) for part in plan.train_memory}
-    return {
-        **row,
-        **ended.answer,
-        "way": f"{plan.compute}, {'compiled' if plan.compile else 'eager'}",
-        "planned_gib": round(sum(part.bytes for part in plan.train_memory) / GIB, 3),
-        "planned_milliseconds": round(plan.step_milliseconds, 1),
-        "parts": parts,
-    }
+            return {"refused": str(error)}, None
+        log = folder / "log.txt"
+        ended = jobs.call(job, loaded, plan, folder, given, environ=environ, log=log)
+    return (ended.answer, plan) if ended.answer else ({"failed": ended.said.strip()[-300:]}, None)
 
 
 def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
@@ -213,7 +196,7 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
 
 
 def measure(spec: str, tokens: int, timed: int) -> dict[str, float]:
-    """In the child: build, train; gives what was held while building and while training."""
+    """Build and train in the child; gives the memory held while building and while training, in GiB."""
     import torch
 
     from bench import steps

@@ -5,21 +5,21 @@ Seen from outside besides: when the first step was logged, and device memory in 
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import random
 import socket
 import sys
-import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import yaml
 
-from bench import machine, processes
+from bench import jobs, machine, processes
 from bench.processes import GIB, REPOSITORY, Ended
 from trainer import families
 from trainer.config import environment
@@ -44,7 +44,7 @@ _WORDS = ("amber", "bridge", "cloud", "desert", "ember", "forest", "garden", "ha
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What is the same for every variant of one command."""
+    """The part of a measurement that is the same for every variant of one command."""
 
     family: str
     base: Path
@@ -107,26 +107,40 @@ def _conversation(words: random.Random, length: int) -> str:
 def layer(job: Job, variant: str, data_set: Mapping[str, Any], cache_dir: Path) -> dict[str, Any]:
     """The configuration that is laid over the family's shipped one."""
     steps = job.steps + job.warmup
+    content = base_layer(job.base, data_set, cache_dir, OURS[variant], steps=steps, batch=job.batch)
+    content["data"] |= {
+        "resolution": job.resolution,
+        "max_sequence_length": job.tokens,
+        "caption_dropout_rate": 0.0,
+    }
+    content["lora"] = {"rank": job.rank, "alpha": job.rank, "target_modules": "attention"}
+    content["checkpoint"] = {"checkpointing_steps": steps + 1}
+    return content
+
+
+def base_layer(
+    base: Path,
+    data_set: Mapping[str, str],
+    cache_dir: Path,
+    features: Mapping[str, Any],
+    *,
+    steps: int,
+    batch: int,
+    accumulation: int = 1,
+) -> dict[str, Any]:
+    """Random weights, one data set, a line of the log for each step, no previews and no held-out losses."""
     return {
-        "model": {"pretrained_model_name_or_path": str(job.base.resolve()), "weights": "random"},
-        "data": {
-            "resolution": job.resolution,
-            "max_sequence_length": job.tokens,
-            "caption_dropout_rate": 0.0,
-            "cache_dir": str(cache_dir),
-            "sets": [dict(data_set)],
-        },
-        "lora": {"rank": job.rank, "alpha": job.rank, "target_modules": "attention"},
+        "model": {"pretrained_model_name_or_path": str(base.resolve()), "weights": "random"},
+        "data": {"sets": [dict(data_set)], "cache_dir": str(cache_dir)},
         "train": {
             "max_train_steps": steps,
-            "train_batch_size": job.batch,
-            "gradient_accumulation_steps": 1,
+            "train_batch_size": batch,
+            "gradient_accumulation_steps": accumulation,
             "lr_warmup_steps": 0,
             "log_every_steps": 1,
         },
-        "features": dict(OURS[variant]),
-        "validation": {"prompts": [], "control_images": [], "held_out": 0, "every_steps": steps + 1},
-        "checkpoint": {"checkpointing_steps": steps + 1},
+        "features": dict(features),
+        "validation": {"prompts": [], "control_images": [], "held_out": 0, "every_steps": 10_000},
     }
 
 
@@ -141,33 +155,23 @@ def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = 
     content = layer(job, variant, data_set, shared / "cache")
     (folder / "layer.yaml").write_text(yaml.safe_dump(content))
     run = folder / "run"
-    command = [sys.executable, "-m", "trainer", "train", *configs(job, folder), "--output", str(run)]
-    for override in job.overrides:
-        command += ["--set", override]
-    runtime = {"TRAINER_RUNTIME_DIR": str(folder / "runtime"), "TRAINER_METRICS_PORT": str(_free_port())}
-    with Watch(run / METRICS_LOG, memory=memory) as watch:
-        ended = processes.run(command, {**environment.snapshot(), **runtime}, folder / "log.txt")
+    with watch(run / METRICS_LOG, memory=memory) as seen:
+        ended = jobs.train(configs(job, folder), run, job.overrides, environment.snapshot(), _free_port())
     if ended.code:
         return problem(ended)
     rows = read_metrics(run / METRICS_LOG)
-    return {
-        **figures(rows, job.steps),
-        **planned(run / "plan.json"),
-        "host_gib": ended.host_gib,
-        "first_step_seconds": watch.first_step_seconds,
-        "device_gib": watch.device_gib,
-    }
+    return {**figures(rows, job.steps), **planned(run / "plan.json"), "host_gib": ended.host_gib, **seen}
 
 
 def problem(ended: Ended) -> dict[str, Any]:
-    """What is recorded of a run that failed; its last words go to stderr."""
+    """The figures of a run that failed: its problem; its last lines go to stderr."""
     print("\n".join(ended.said.strip().splitlines()[-12:]), file=sys.stderr)
     return {"problem": f"exit code {ended.code}"}
 
 
-def configs(job: Job, folder: Path) -> list[str]:
+def configs(job: Job, folder: Path) -> list[Path]:
     """Configuration files of a run, the lowest layer first."""
-    return [str(REPOSITORY / "train_configs" / f"{job.family}_lora.yaml"), str(folder / "layer.yaml")]
+    return [REPOSITORY / "train_configs" / f"{job.family}_lora.yaml", folder / "layer.yaml"]
 
 
 def figures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
@@ -190,7 +194,7 @@ def figures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
 
 
 def planned(path: Path) -> dict[str, Any]:
-    """What the plan of a run predicted and decided."""
+    """Settings, precision and memory that the plan of a run decided and predicted."""
     plan = json.loads(path.read_text())
     names: tuple[str, ...] = ("weights", "compile", "attention", "activation_checkpointing")
     if plan["compute"] == "fp8":
@@ -221,39 +225,23 @@ def _free_port() -> int:
         return int(one.getsockname()[1])
 
 
-class Watch:
-    """A thread that looks while the block of its `with` statement runs."""
+@contextlib.contextmanager
+def watch(log: Path, *, memory: bool = False) -> Iterator[dict[str, float | None]]:
+    """Look at a run from outside, while it runs; gives two figures.
 
-    def __init__(self, log: Path, *, memory: bool = False) -> None:
-        self.first_step_seconds: float | None = None
-        """From the start until the log had a line, to a quarter of a second; None where it never had."""
-        self.device_gib: float | None = None
-        """Most memory of the GPU in use, by the driver, asked every two seconds; None if it was not asked."""
-        self._log, self._memory = log, memory
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._look, daemon=True)
+    `first_step_seconds`: from the start until the log had a line, to a quarter of a second; None before.
+    `device_gib`: most memory of the GPU in use, by the driver, asked every two seconds if at all.
+    """
+    seen: dict[str, float | None] = {"first_step_seconds": None, "device_gib": None}
+    started, looked = time.monotonic(), itertools.count()
 
-    def __enter__(self) -> Watch:
-        self._started = time.monotonic()
-        self._thread.start()
-        return self
+    def look() -> None:
+        if seen["first_step_seconds"] is None and log.is_file() and log.stat().st_size:
+            seen["first_step_seconds"] = time.monotonic() - started
+        if memory and next(looked) % _MEMORY_EVERY == 0:
+            found = machine.read_gpu()
+            if found is not None and found[0].used_mib is not None:
+                seen["device_gib"] = max(seen["device_gib"] or 0.0, found[0].used_mib / 1024)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _look(self) -> None:
-        looked = 0
-        while not self._done.wait(_PAUSE_SECONDS):
-            if self.first_step_seconds is None and self._log.is_file() and self._log.stat().st_size:
-                self.first_step_seconds = time.monotonic() - self._started
-            if self._memory and looked % _MEMORY_EVERY == 0:
-                self._ask()
-            looked += 1
-
-    def _ask(self) -> None:
-        found = machine.read_gpu()
-        if found is not None and found[0].used_mib is not None:
-            self.device_gib = max(self.device_gib or 0.0, found[0].used_mib / 1024)
+    with processes.meanwhile(look, _PAUSE_SECONDS):
+        yield seen

@@ -1,4 +1,4 @@
-"""What a step costs beside its mathematics: data loading, noise, heartbeat, log and metrics.
+"""Measure what a step costs beside its mathematics: data loading, noise, heartbeat, log and metrics.
 
     python -m bench overhead
     python -m bench overhead --step-ms 240 --set data.resolution=1024
@@ -15,17 +15,13 @@ import itertools
 import json
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import jobs, processes
-from trainer.cli.options import load_config
-from trainer.config import environment
-from trainer.planning.planning import machine_facts, plan_run, requested_profile
+from bench import jobs
 
 _WARM_UP = 12
 
@@ -37,44 +33,34 @@ class _MeasuredError(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan here, measure in a child that has the plan's environment; print one line of JSON."""
     parser = types.command_parser("overhead", __doc__)
-    parser.add_argument("config", type=Path, nargs="?", default=Path("train_configs/quickstart.yaml"))
-    parser.add_argument("--steps", type=types.positive, default=40)
-    parser.add_argument(
-        "--step-ms", type=types.amount, default=240.0, help="milliseconds that a step pretends to take"
-    )
+    add = parser.add_argument
+    add("config", type=Path, nargs="?", default=Path("train_configs/quickstart.yaml"))
+    add("--steps", type=types.positive, default=40)
+    add("--step-ms", type=types.amount, default=240.0, help="milliseconds that a step pretends to take")
     types.add_common(parser, "--set")
     options = parser.parse_args(arguments)
-    with tempfile.TemporaryDirectory(prefix="overhead-") as name:
-        folder = Path(name)
-        overrides = [
-            f"train.max_train_steps={options.steps + _WARM_UP + 1}",
-            "train.lr_warmup_steps=0",
-            "validation.prompts=[]",
-            "validation.img_dir=null",
-            *options.overrides,
-        ]
-        loaded = load_config((options.config,), overrides, None, folder / "run")
-        plan = plan_run(loaded, machine_facts(), requested_profile())
-        given = {"spec": jobs.write_job(loaded, plan, folder), "steps": options.steps}
-        child = plan.child_environment(environment.snapshot())
-        ended = processes.call(measure, {**given, "step_ms": options.step_ms}, child)
+    steps = f"train.max_train_steps={options.steps + _WARM_UP + 1}"
+    nothing_else = ("train.lr_warmup_steps=0", "validation.prompts=[]", "validation.img_dir=null")
+    overrides = (steps, *nothing_else, *options.overrides)
+    given = {"steps": options.steps, "step_ms": options.step_ms}
+    ended = jobs.call_run(measure, options.config, overrides, given, quiet=False)
     if ended.answer:
         print(json.dumps(ended.answer))
     return ended.code
 
 
 def measure(spec: str, steps: int, step_ms: float) -> dict[str, float]:
-    """In the child: the real run with a sleep in the place of its mathematics."""
+    """Run the real training in the child with a sleep in the place of its mathematics; gives milliseconds."""
     import torch
 
     from trainer.engine import __main__ as engine
     from trainer.engine.optimizing.optimizer import Updater
-    from trainer.engine.training import microbatch
+    from trainer.engine.training import loop
 
     ends: list[float] = []
     slept: list[float] = [0.0]
 
-    def compute(context: Any, built: Any, settings: Any, batch: Any, draw: Any, weight: Any) -> torch.Tensor:
+    def compute(context: Any, built: Any, batch: Any, draw: Any, weight: Any) -> torch.Tensor:
         started = time.perf_counter()
         plan = context.plan
         # of the step's time as much as it has of the step's samples
@@ -89,7 +75,7 @@ def measure(spec: str, steps: int, step_ms: float) -> dict[str, float]:
             raise _MeasuredError
         return torch.ones((), device=loss.device), torch.zeros((), device=loss.device)
 
-    microbatch.compute = compute
+    loop.compute = compute
     Updater.step = step  # type: ignore[method-assign]
     with contextlib.suppress(_MeasuredError):
         engine.main(spec)

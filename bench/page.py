@@ -1,4 +1,4 @@
-"""docs/benchmarks.md and its plots from docs/benchmarks/*.json and notes.md. No torch.
+"""Write docs/benchmarks.md and its plots from docs/benchmarks/*.json and notes.md. No torch.
 
 python -m bench page
 """
@@ -14,6 +14,7 @@ from bench.processes import REPOSITORY
 from bench.record import FOLDER, Record, Row, Table, read_records
 from trainer.errors import DataError
 from trainer.files import atomic
+from trainer.words.tables import markdown
 
 PAGE = REPOSITORY / "docs" / "benchmarks.md"
 IMAGES = REPOSITORY / "docs" / "images"
@@ -62,7 +63,7 @@ def page(records: Mapping[str, Record | Table], notes: str) -> str:
 
 
 def plotted(record: Record | Table) -> bool:
-    """Whether a record has at least two bars to compare."""
+    """True where a record has at least two bars to compare."""
     return isinstance(record, Record) and sum(row.milliseconds is not None for row in record.rows) > 1
 
 
@@ -74,7 +75,7 @@ def plot_names(stem: str) -> tuple[str, str]:
 def _section(stem: str, record: Record | Table) -> str:
     parts = [f"## {record.title}", f"{_machine(record.machine)}\n`{record.command}`"]
     if isinstance(record, Table):
-        parts.append(markdown_table(record.columns, record.rows))
+        parts.append(markdown(record.columns, record.rows).rstrip())
     else:
         parts[-1] += _setup(record.rows)
         parts.append(_rows_table(record))
@@ -103,7 +104,7 @@ _SETUP: Mapping[str, Callable[[Row], str]] = {
 
 
 def _setup(rows: Sequence[Row]) -> str:
-    """What all rows have in common."""
+    """The settings that all rows have in common, in parentheses."""
     common = {name: cell(rows[0]) for name, cell in _SETUP.items() if len(set(map(cell, rows))) == 1}
     texts = [
         f"{name} {value}" if name in ("batch", "rank") else f"{value} {name}"
@@ -114,7 +115,7 @@ def _setup(rows: Sequence[Row]) -> str:
 
 
 def _rows_table(record: Record) -> str:
-    """All rows; a column that would be empty is left out."""
+    """The table of all rows; a column that would be empty is left out."""
     rows = record.rows
     fastest = {row.family: row.milliseconds for row in rows if row.variant == _BASELINE}
 
@@ -152,7 +153,7 @@ def _rows_table(record: Record) -> str:
     if len(set(filled["family"])) == 1:
         del filled["family"]
     filled = {name: cells for name, cells in filled.items() if any(cells)}
-    return markdown_table(list(filled), list(zip(*filled.values(), strict=True)))
+    return markdown(list(filled), zip(*filled.values(), strict=True)).rstrip()
 
 
 def _time(row: Row) -> str:
@@ -170,7 +171,7 @@ def _short(value: float | None) -> str:
 
 
 def _problems(rows: Sequence[Row]) -> str:
-    """Rounds that do not agree are told."""
+    """A sentence about rounds that do not agree; empty where all do."""
     apart = [row for row in rows if len(row.round_medians) > 1 and _drift(row) > 0.03]
     texts = [f"{row.variant} {', '.join(map(_short, row.round_medians))} ms" for row in apart]
     return f"Medians of the rounds that differ by more than 3 %: {'; '.join(texts)}." if texts else ""
@@ -185,9 +186,3 @@ def _rates(record: Record) -> str:
         return ""
     rates = ", ".join(f"{name} {rate:g}" for name, rate in sorted(record.ceilings.items()))
     return f"Floor: the step's products at the rates of single kernels ({rates} TFLOP/s), and nothing else."
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table of Markdown."""
-    lines = [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
-    return "\n".join(lines + [f"| {' | '.join(row)} |" for row in rows])

@@ -1,4 +1,4 @@
-"""A LoRA step as others write it, timed: what ours is compared with. One variant in one process.
+"""Time a LoRA step as others write it, to compare ours with. One variant in one process.
 
 diffusers  as diffusers' and peft's own examples: eager, activation checkpointing, flash attention, bf16
            autocast over an fp32 adapter, AdamW
@@ -47,12 +47,12 @@ _FP8_MULTIPLE = 16
 
 @dataclass(frozen=True, kw_only=True)
 class Peer:
-    """How one of the others sets up its step."""
+    """The set-up of one of the others' steps."""
 
     package: str = ""
     """Module that must be importable besides torch, diffusers and peft."""
     precision: str
-    """What frozen layers multiply in."""
+    """Precision in which frozen layers multiply."""
     compiled: bool
     """Blocks compiled, cuDNN attention, bf16 adapter, fused AdamW; else as diffusers' examples."""
     settings: str
@@ -67,16 +67,14 @@ PEERS: dict[str, Peer] = {
     "torchao": Peer(
         package="torchao", precision="fp8", compiled=True, settings=f"float8 rowwise, {_COMPILED}"
     ),
-    "quanto": Peer(
-        package="optimum.quanto", precision="bf16", compiled=False, settings=f"int8 weights, {_EXAMPLES}"
-    ),
+    "quanto": Peer(precision="bf16", compiled=False, settings=f"int8 weights, {_EXAMPLES}"),
 }
 
 
 def measure(variant: str, job: Mapping[str, Any], profile: bool) -> dict[str, Any]:
     """One variant's figures, or under `problem` why there are none; `job` has the fields of `ours.Job`."""
     peer, given = PEERS[variant], Job(**{**job, "base": Path(job["base"])})
-    if peer.package and not _importable(peer.package):
+    if peer.package and importlib.util.find_spec(peer.package) is None:
         return {"problem": "not installed"}
     family = families.get(given.family)
     source, config = random_source(family, given.base)
@@ -94,14 +92,6 @@ def measure(variant: str, job: Mapping[str, Any], profile: bool) -> dict[str, An
         row["allocated_gib"] = torch.cuda.max_memory_allocated() / GIB
         row["reserved_gib"] = torch.cuda.max_memory_reserved() / GIB
     return row | (_profiled(step) if profile else {})
-
-
-def _importable(package: str) -> bool:
-    """Whether a module is there, without importing more than its parent."""
-    try:
-        return importlib.util.find_spec(package) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 def random_source(family: Family, base: Path) -> tuple[ModelSource, RunConfig]:

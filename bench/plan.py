@@ -1,4 +1,4 @@
-"""How long `plan_run` takes over all shipped configurations and recorded machines.
+"""Time `plan_run` over all shipped configurations and recorded machines.
 
 python -m bench plan --repeats 5
 """

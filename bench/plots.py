@@ -19,7 +19,7 @@ _OURS, _OTHERS, _FLOOR = "#0969da", "#8c959f", "#cf222e"
 _COLOURS = ("#0969da", "#bf3989", "#1a7f37", "#9a6700", "#8250df", "#cf222e", "#57606a")
 _MARKERS = "os^DvPX"
 _HEADROOM = 1.06
-"""Of the axes, so that no dot lies on the frame."""
+"""Room on the axes beyond the largest value, so that no dot lies on the frame."""
 
 
 def write_plots(records: Mapping[str, Record | Table], folder: Path) -> None:

@@ -10,7 +10,8 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,16 +35,22 @@ class Ended:
     host_gib: float
     """Resident memory of the largest process among it and its own children, at its peak."""
     said: str
-    """Both outputs, where they went to a log."""
+    """The text of stdout and stderr, where they went to a log."""
     answer: Any = None
-    """What the function returned; None where it failed."""
+    """The function's return value; None where it failed."""
 
 
-def run(command: Sequence[str], environ: Mapping[str, str] | None = None, log: Path | None = None) -> Ended:
+def run(
+    command: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    *,
+    cwd: Path = REPOSITORY,
+) -> Ended:
     """Run a command to its end, in the repository; its outputs go to `log`, or to this terminal."""
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(log.open("wb")) if log else None
-        child = subprocess.Popen(command, cwd=REPOSITORY, env=environ, stdout=file, stderr=file)
+        child = subprocess.Popen(command, cwd=cwd, env=environ, stdout=file, stderr=file)
         try:
             _, status, usage = os.wait4(child.pid, 0)
         except KeyboardInterrupt:
@@ -74,6 +81,24 @@ def main(job: str, given: str, answer: str) -> None:
     module, _, name = job.partition(":")
     found = vars(importlib.import_module(module))[name](**json.loads(given))
     Path(answer).write_text(json.dumps(found))
+
+
+@contextlib.contextmanager
+def meanwhile(look: Callable[[], None], pause_seconds: float) -> Iterator[None]:
+    """Call `look` again and again in a thread, while the block of the `with` statement runs."""
+    ended = threading.Event()
+
+    def repeat() -> None:
+        while not ended.wait(pause_seconds):
+            look()
+
+    thread = threading.Thread(target=repeat, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
 
 
 def visible() -> list[str]:

@@ -1,4 +1,4 @@
-"""Where the milliseconds of a training step go: the real model and optimizer on a synthetic batch, profiled.
+"""Profile a training step: the real model and optimizer on a synthetic batch, by kind of kernel.
 
     python -m bench profile train_configs/flux1_dev_lora.yaml --set model.weights=random \\
         --set model.pretrained_model_name_or_path=BASE --set features.compute=fp8 --steps 3
@@ -20,30 +20,26 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import jobs, processes
+from bench import jobs
 from bench.processes import GIB, Ended
 from bench.trace import read_trace, summarize, summary_text
 from trainer.cli.options import load_config
-from trainer.config import environment
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Plan here, profile in a child that has the plan's environment; the exit code is the child's."""
     parser = types.command_parser("profile", __doc__)
-    parser.add_argument("configs", nargs="+", type=lambda text: Path(text).resolve(), metavar="CONFIG")
+    add = parser.add_argument
+    add("configs", nargs="+", type=lambda text: Path(text).resolve(), metavar="CONFIG")
     types.add_common(parser, "--set", "--tokens")
-    parser.add_argument("--steps", type=types.positive, default=3, help="profiled steps")
-    parser.add_argument("--timed", type=types.positive, default=10, help="steps timed without the profiler")
-    parser.add_argument(
-        "--warmup", type=types.not_negative, default=6, help="steps before, which also compile and capture"
-    )
-    parser.add_argument(
-        "--blocks", type=types.counts, default=(), help="cut the model: its blocks of each kind, 2,4"
-    )
-    parser.add_argument("--top", type=types.positive, default=40, help="kernels in the list")
-    parser.add_argument("--operators", action="store_true", help="record the CPU's operators too (slower)")
-    parser.add_argument("--trace", type=types.new_file, help="keep the trace here (.json or .json.gz)")
-    parser.add_argument("--json", type=types.new_file, help="write the figures here")
+    add("--steps", type=types.positive, default=3, help="profiled steps")
+    add("--timed", type=types.positive, default=10, help="steps timed without the profiler")
+    add("--warmup", type=types.not_negative, default=6, help="steps before, which also compile and capture")
+    add("--blocks", type=types.counts, default=(), help="cut the model: its blocks of each kind, 2,4")
+    add("--top", type=types.positive, default=40, help="kernels in the list")
+    add("--operators", action="store_true", help="record the CPU's operators too (slower)")
+    add("--trace", type=types.new_file, help="keep the trace here (.json or .json.gz)")
+    add("--json", type=types.new_file, help="write the figures here")
     options = parser.parse_args(arguments)
     given = {name: vars(options)[name] for name in ("steps", "timed", "warmup", "top", "operators")}
     given |= {"tokens": options.tokens, "trace": options.trace and options.trace.resolve()}
@@ -74,9 +70,7 @@ def profiled(
             more = (f"model.pretrained_model_name_or_path={cut}", "model.weights=random")
             loaded = load_config(configs, (*overrides, *more), None, folder / "run")
         _, plan = planned(loaded, probe=True)
-        spec = jobs.write_job(loaded, plan, folder)
-        child = plan.child_environment(environment.snapshot())
-        return processes.call(profile, {"spec": spec, **given}, child, log)
+        return jobs.call(profile, loaded, plan, folder, given, log=log)
 
 
 def profile(
@@ -90,7 +84,7 @@ def profile(
     operators: bool = False,
     trace: str | None = None,
 ) -> dict[str, Any]:
-    """In the child: build, time, profile, print the table; gives the figures and all that the table says."""
+    """Build, time and profile in the child; prints the table, gives the figures and all that it says."""
     import torch
 
     from bench.steps import make_step, record_trace

@@ -24,9 +24,9 @@ class Row:
     variant: str
     family: str
     precision: str
-    """What frozen layers multiply in: bf16, fp8, int8."""
+    """Precision in which frozen layers multiply: bf16, fp8, int8."""
     settings: str
-    """What else parts it from the other rows, for people; may be empty."""
+    """Further differences from the other rows, for people; may be empty."""
     resolution: int
     """Pixels; 0 for a language model."""
     batch: int
@@ -53,7 +53,7 @@ class Row:
     copy_share: float | None = None
     floor_milliseconds: float | None = None
     problem: str = ""
-    """Why there are no figures."""
+    """The reason why there are no figures; empty where there are."""
 
     @property
     def share_of_floor(self) -> float | None:
@@ -96,6 +96,8 @@ def merge(row: Row, samples: Sequence[Mapping[str, Any]]) -> Row:
         return dataclasses.replace(row, problem=problems[0] if problems else "not run")
     times = [float(time) for sample in samples for time in sample["times"]]
     median = statistics.median(times)
+    firsts = [sample.get("first_step_seconds") for sample in samples]
+    largest: dict[str, Any] = {name: _largest(samples, name, digits) for name, digits in _LARGEST.items()}
     return dataclasses.replace(
         row,
         milliseconds=round(median, 1),
@@ -104,20 +106,17 @@ def merge(row: Row, samples: Sequence[Mapping[str, Any]]) -> Row:
         steps=len(times),
         round_medians=tuple(round(statistics.median(sample["times"]), 1) for sample in samples),
         samples_per_second=round(1e3 * row.batch / median, 2),
-        allocated_gib=_largest(samples, "allocated_gib", 1),
-        reserved_gib=_largest(samples, "reserved_gib", 1),
-        planned_gib=_largest(samples, "planned_gib", 1),
-        host_gib=_largest(samples, "host_gib", 1),
-        device_gib=_largest(samples, "device_gib", 1),
-        first_steps=tuple(
-            round(float(sample["first_step_seconds"]), 1)
-            for sample in samples
-            if sample.get("first_step_seconds") is not None
-        ),
-        busy_fraction=_largest(samples, "busy_fraction", 3),
-        copy_share=_largest(samples, "copy_share", 4),
+        first_steps=tuple(round(float(first), 1) for first in firsts if first is not None),
         settings=next((str(sample["settings"]) for sample in samples if "settings" in sample), row.settings),
+        **largest,
     )
+
+
+_LARGEST = {
+    **dict.fromkeys(("allocated_gib", "reserved_gib", "planned_gib", "host_gib", "device_gib"), 1),
+    **{"busy_fraction": 3, "copy_share": 4},
+}
+"""Figures of which the largest of all rounds counts, with their digits."""
 
 
 def _largest(samples: Sequence[Mapping[str, Any]], key: str, digits: int) -> float | None:
@@ -137,7 +136,7 @@ def to_json(record: Record | Table) -> str:
 
 
 def from_json(text: str, where: str) -> Record | Table:
-    """What `to_json` wrote, or a table of another command. Raises DataError naming `where`."""
+    """The record that `to_json` wrote, or a table of another command. Raises DataError naming `where`."""
     try:
         content = json.loads(text)
         machine = Machine(**content.pop("machine"))

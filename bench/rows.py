@@ -1,4 +1,4 @@
-"""Which numbers of rows `torch._scaled_mm` refuses on this GPU, by the weights that families multiply with.
+"""Find the numbers of rows that `torch._scaled_mm` refuses on this GPU, by the weights of the families.
 
 python -m bench rows
 python -m bench rows --most 256 --multiples 16,32
@@ -32,10 +32,9 @@ _GATE_OR_UP = re.compile(r"(.*\.)(?:gate|up)_proj")
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print for every product, forward and backward, the numbers of rows that are refused."""
     parser = types.command_parser("rows", __doc__)
-    parser.add_argument("--most", type=types.positive, default=1100, help="rows are 1 to this; 1100")
-    parser.add_argument(
-        "--multiples", type=types.counts, default=(8, 16, 32, 64, 128), help="judged apart: 8,16,32,64,128"
-    )
+    add = parser.add_argument
+    add("--most", type=types.positive, default=1100, help="rows are 1 to this; 1100")
+    add("--multiples", type=types.counts, default=(8, 16, 32, 64, 128), help="judged apart: 8,16,32,64,128")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         raise HardwareError("no CUDA device", where="bench rows", remedy="run it where a GPU is visible")
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def weights(family: str) -> set[Weight]:
-    """Those that FP8 multiplies with in the full-size model: of single layers, and of joined ones."""
+    """Weights that FP8 multiplies with in the full-size model: of single layers, and of joined ones."""
     own = families.get(family)
     shapes = read_table(TABLES / f"{family}.json")[own.trained_component]
     single = quantized_linears(linear_weights(shapes), own.high_precision)
@@ -76,7 +75,7 @@ def products(names: Iterable[str] = families.names()) -> list[Weight]:
 
 
 def refused(out: int, inner: int, counts: Iterable[int], *, biased: bool) -> list[int]:
-    """Those of `counts` rows whose product with a weight (out, inner) raises."""
+    """The numbers of rows out of `counts` whose product with a weight (out, inner) raises."""
     counts = list(counts)
     left = torch.ones((max(counts), inner), device="cuda").to(torch.float8_e4m3fn)
     right = torch.ones((out, inner), device="cuda").to(torch.float8_e4m3fn).t()

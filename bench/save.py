@@ -1,4 +1,4 @@
-"""How long a LoRA checkpoint takes to write, to check and to read back.
+"""Time a LoRA checkpoint: writing it, checking it, reading it back.
 
     python -m bench save --folder DIR --tensors 1000
 
@@ -27,15 +27,12 @@ ROW, RANK = 3072, 16
 def main(arguments: Sequence[str] | None = None) -> None:
     """Save, check and read `--repeats` times; print medians."""
     parser = types.command_parser("save", __doc__)
-    parser.add_argument(
-        "--folder",
-        type=types.folder,
-        default=Path("build"),
-        help="on the disk to measure; what is written there goes again. Default: build",
-    )
-    parser.add_argument("--tensors", type=types.positive, default=1000)
-    parser.add_argument("--repeats", type=types.positive, default=5)
-    parser.add_argument("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
+    add = parser.add_argument
+    add("--folder", type=types.folder, default=Path("build"),
+        help="on the disk to measure; what is written there goes again. Default: build")  # fmt: skip
+    add("--tensors", type=types.positive, default=1000)
+    add("--repeats", type=types.positive, default=5)
+    add("--device", default="cuda:0" if torch.cuda.is_available() else "cpu")
     options = parser.parse_args(arguments)
     weights = adapter(options.tensors, options.device)
     optimizer = {

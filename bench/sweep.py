@@ -1,4 +1,4 @@
-"""Whether `auto` picks well: its choice under some budgets beside the best of every setting that fits.
+"""Compare what `auto` picks under some budgets with the best of every setting that fits.
 
     python -m bench sweep flux1_dev=BASE --budgets 16,24,48 --record FILE
 
@@ -17,7 +17,6 @@ none out.
 
 from __future__ import annotations
 
-import argparse
 import json
 import math
 import sys
@@ -41,33 +40,32 @@ STORED: dict[str, tuple[str, ...]] = {
 _COMPILED = ("features.compile=true",)
 _EAGER = ("features.compile=false",)
 _PARTS = 4
-"""Into so many parts the blocks are divided for being recomputed."""
+"""Parts that the blocks are divided into: so many of them are recomputed, or fewer."""
 _TIMED = 10
 _MISSED = 1.06
-"""Of a budget: what is predicted to need more does not fit. Predictions miss by up to 4 %."""
+"""Share of a budget above which a prediction does not fit it. Predictions miss by up to 4 %."""
 # a run that is long enough for auto to compile
 _LONG = "train.max_train_steps=3000"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure; print a line of JSON each and what auto's choice costs beside the best."""
-    options = _parser().parse_args(arguments)
+    parser = types.command_parser("sweep", __doc__)
+    add = parser.add_argument
+    add("family", type=types.family_base, metavar="FAMILY=BASE")
+    add("--budgets", type=types.amounts, default=(16.0, 24.0, 48.0), help="GiB, separated by commas")
+    add("--all", action="store_true", help="measure what cannot be the best, too")
+    types.add_common(parser, "--record")
+    options = parser.parse_args(arguments)
     family, base = options.family
     base = types.require_base(base, f"{family}={base}")
     machine.require_gpu(remedy="use a machine with one; `trainer plan --budget` predicts without")
     found = processes.visible()
     blocks = sum(jobs.block_counts(family, base).values())
-    settings = {f"auto, {budget:g} GiB": _auto(budget) for budget in options.budgets} | all_settings(blocks)
+    auto = {f"auto, {one:g} GiB": (f"features.memory_budget={one:g}GiB",) for one in options.budgets}
     cases = [
-        memory.Case(
-            family,
-            base,
-            name,
-            (_LONG, *overrides),
-            timed=_TIMED,
-            one_copy=name.startswith("fp8, one copy"),
-        )
-        for name, overrides in settings.items()
+        memory.Case(family, base, name, (_LONG, *overrides), timed=_TIMED, one_copy="one copy" in name)
+        for name, overrides in (auto | all_settings(blocks)).items()
     ]
     for case in cases[: len(options.budgets)]:
         _probe(case)
@@ -104,7 +102,7 @@ def _probe(case: memory.Case) -> None:
 
 
 def _needless(case: memory.Case, known: Sequence[dict[str, Any]], budgets: Sequence[float]) -> str:
-    """Why a setting cannot be the best under any budget; empty where it can, or where nothing is known."""
+    """The reason why a setting cannot be the best under any budget; empty where it can, or none is known."""
     if case.setting.startswith("auto"):
         return ""
     with tempfile.TemporaryDirectory(prefix="sweep-") as scratch:
@@ -117,7 +115,7 @@ def _needless(case: memory.Case, known: Sequence[dict[str, Any]], budgets: Seque
 
 
 def needless(setting: str, needed: float, known: Sequence[dict[str, Any]], budgets: Sequence[float]) -> str:
-    """As `_needless`, for a setting whose predicted peak in GiB is `needed`, beside measured rows."""
+    """The reason of `_needless` for a setting with a predicted peak of `needed` GiB, beside measured rows."""
     fitted = [budget for budget in budgets if needed <= _MISSED * budget]
     if not fitted:
         return f"needs {needed:.1f} GiB by prediction"
@@ -132,9 +130,9 @@ def needless(setting: str, needed: float, known: Sequence[dict[str, Any]], budge
 
 
 def recomputes_less(other: str, setting: str) -> bool:
-    """Whether `other` recomputes only a part of what `setting` does, and stores the base in the same way.
+    """True where `other` recomputes only a part of what `setting` does, and stores the base in the same way.
 
-    Or, of FP8, twice instead of once, and recomputes no more: then no step transposes weights.
+    Also where it stores two FP8 copies, not one, and recomputes no more: then no step transposes weights.
     """
     stored, _, way = setting.rpartition(", ")
     other_stored, _, other_way = other.rpartition(", ")
@@ -148,19 +146,19 @@ def recomputes_less(other: str, setting: str) -> bool:
 
 
 def _share(way: str) -> float:
-    """Of the activations that are kept, where cheap parts of all blocks are recomputed."""
+    """Share of the activations that is kept where cheap parts of all blocks are recomputed; else NaN."""
     return float(way.split()[0]) if way.endswith(" kept") and way != "everything kept" else math.nan
 
 
 def _count(way: str) -> float:
-    """Blocks that are recomputed."""
+    """Number of blocks that are recomputed; NaN where the way names none."""
     if way == "all blocks recomputed":
         return math.inf
     return float(way.split()[0]) if way.endswith(" blocks recomputed") else math.nan
 
 
 def all_settings(blocks: int) -> dict[str, tuple[str, ...]]:
-    """What the rows are called, and the overrides that make them, for a model of so many blocks."""
+    """Overrides of each row by its name, for a model of so many blocks."""
     key = "features.activation_checkpointing"
     kept: dict[str, tuple[str, ...]] = {
         "everything kept": (*_COMPILED, f"{key}=false"),
@@ -177,10 +175,6 @@ def all_settings(blocks: int) -> dict[str, tuple[str, ...]]:
     }
     compiled = {f"{stored}, {way}": (*STORED[stored], *kept[way]) for stored, way in product(STORED, kept)}
     return compiled | eager
-
-
-def _auto(budget: float) -> tuple[str, ...]:
-    return (f"features.memory_budget={budget:g}GiB",)
 
 
 def judge(rows: Sequence[dict[str, Any]], budget: float) -> dict[str, Any]:
@@ -211,14 +205,3 @@ def judge(rows: Sequence[dict[str, Any]], budget: float) -> dict[str, Any]:
 def peak(row: dict[str, Any]) -> float:
     """Device memory of a measured row in GiB: the allocator's, and what the driver shows beyond it."""
     return float(row["held_gib"]) + float(row["driver_gib"])
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = types.command_parser("sweep", __doc__)
-    parser.add_argument("family", type=types.family_base, metavar="FAMILY=BASE")
-    parser.add_argument(
-        "--budgets", type=types.amounts, default=(16.0, 24.0, 48.0), help="GiB, separated by commas"
-    )
-    parser.add_argument("--all", action="store_true", help="measure what cannot be the best, too")
-    types.add_common(parser, "--record")
-    return parser

@@ -1,4 +1,4 @@
-"""What a torch profiler trace says about a step: device time by kind of kernel, gaps, copies. No torch here.
+"""Summarise a torch profiler trace of steps: device time by kind of kernel, gaps, copies. No torch here.
 
 A trace is Chrome's JSON as `torch.profiler` exports it; times in it are microseconds.
 """
@@ -74,11 +74,11 @@ class Gap:
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Where the steps of one trace went; times are milliseconds per step."""
+    """The time of one trace's steps by kind of work; times are milliseconds per step."""
 
     steps: int
     wall: float
-    """From the first kernel's start to the last one's end."""
+    """Time from the first kernel's start to the last one's end."""
     busy: float
     """Union of all kernels' times."""
     groups: tuple[GroupTime, ...]
@@ -106,7 +106,7 @@ def read_trace(path: Path) -> list[Kernel]:
 
 
 def kernels_of(events: Iterable[Mapping[str, Any]]) -> list[Kernel]:
-    """As `read_trace`, from the trace's list of events."""
+    """The kernels of a trace's list of events, in the order of their start."""
     complete = [event for event in events if event.get("ph") == "X"]
     kinds = {"kernel": "kernel", "gpu_memcpy": "memcpy", "gpu_memset": "memset"}
     found = [

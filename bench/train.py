@@ -57,7 +57,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             for variant in options.variants:
                 if any(sample.get("problem") for sample in samples[variant]):
                     continue
-                machine.wait_until_idle()
+                machine.require_idle(patience=machine.PATIENCE_SECONDS)
                 profile = options.profile and number == 1
                 sample = _run(job, variant, Path(name), number, profile=profile, memory=options.memory)
                 samples[variant].append(sample)
@@ -87,16 +87,13 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--steps", type=types.positive, default=20, help="timed steps of a round")
     one.add_argument("--warmup", type=types.not_negative, default=6, help="steps before them")
     one.add_argument("--rounds", type=types.positive, default=2)
-    one.add_argument("--set", dest="overrides", action="append", default=[], metavar="KEY=VALUE",
-                     help="further settings of ours")  # fmt: skip
     one.add_argument("--profile", action="store_true", help="profile three further steps of each variant")
     one.add_argument("--memory", action="store_true", help="ask the driver what is in use, every two seconds")
     one.add_argument("--floor", type=types.amount, help="milliseconds, in place of the computed floor")
     one.add_argument("--ceilings", type=_ceilings, default={}, metavar="bf16=765,...",
                      help="kernel rates for the floor, 1e12 operations a second")  # fmt: skip
-    one.add_argument("--record", type=types.new_file, help="write docs/benchmarks/NAME.json")
     one.add_argument("--title", help="of the record")
-    types.add_common(one, "--month", "--work")
+    types.add_common(one, "--set", "--record", "--month", "--work")
     return one
 
 
@@ -112,17 +109,8 @@ def _ceilings(text: str) -> dict[str, float]:
 
 
 def _job(options: argparse.Namespace) -> ours.Job:
-    return ours.Job(
-        family=options.family,
-        base=options.base,
-        resolution=options.resolution,
-        batch=options.batch,
-        rank=options.rank,
-        tokens=options.tokens,
-        steps=options.steps,
-        warmup=options.warmup,
-        overrides=tuple(options.overrides),
-    )
+    given = {field.name: vars(options)[field.name] for field in dataclasses.fields(ours.Job)}
+    return ours.Job(**{**given, "overrides": tuple(options.overrides)})
 
 
 def _run(
@@ -135,7 +123,7 @@ def _run(
         return _peer(job, variant, folder, profile=profile)
     sample = ours.train(job, variant, folder, work / "shared", memory=memory)
     if profile and "problem" not in sample:
-        machine.wait_until_idle()
+        machine.require_idle(patience=machine.PATIENCE_SECONDS)
         sample |= _profile(job, folder)
     return sample
 
@@ -150,9 +138,8 @@ def _peer(job: ours.Job, variant: str, folder: Path, *, profile: bool) -> dict[s
 
 def _profile(job: ours.Job, folder: Path) -> dict[str, Any]:
     """Busy fraction and copy share of the run's configuration, measured on a synthetic batch."""
-    configs = [Path(name) for name in ours.configs(job, folder)]
     given = {"steps": _PROFILED_STEPS, "tokens": job.tokens}
-    ended = profiled(configs, job.overrides, given, log=folder / "profile.txt")
+    ended = profiled(ours.configs(job, folder), job.overrides, given, log=folder / "profile.txt")
     if ended.code:
         print(ended.said[-2000:], file=sys.stderr)
         return {}
@@ -209,10 +196,8 @@ def _floors(
 
 def _command(given: Sequence[str]) -> str:
     """The command as others would give it: folders by their role, not by where they were."""
-    words, role = [], {"--base": "BASE", "--work": "DIR", "--record": "FILE"}
-    for position, word in enumerate(given):
-        before = given[position - 1] if position else ""
-        words.append(role.get(before, shlex.quote(word)))
+    role = {"--base": "BASE", "--work": "DIR", "--record": "FILE"}
+    words = [role.get(before, shlex.quote(word)) for before, word in zip(["", *given], given, strict=False)]
     return " ".join(["python", "-m", "bench", "train", *words])
 
 

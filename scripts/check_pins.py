@@ -1,4 +1,4 @@
-"""Does every pin resolve to a wheel on each platform, and is each needed? Asks uv, and downloads no wheel.
+"""Check that every pin resolves to a wheel on each platform, and that each is needed. Downloads no wheel.
 
 make pins
 

@@ -14,11 +14,11 @@ from trainer.words.tables import markdown
 PAGE = Path(__file__).resolve().parent.parent / "docs" / "coming-from.md"
 _HEAD = """# Coming from elsewhere
 
-Written by `make docs` from `trainer/config/elsewhere.py`. The left columns are words of kohya-ss sd-scripts,
-ai-toolkit, SimpleTuner, OneTrainer, musubi-tuner, x-flux, diffusers' example scripts and images for single
-machines. A key of theirs in a configuration, in `--set` or in `TRAINER__...` is an error (exit code 78) that
-says what this page says: it is never ignored. Capitals and hyphens do not count. `trainer config template
-FAMILY` prints a file with every key of ours.
+Written by `make docs` from `trainer/config/elsewhere.yaml`. The left columns are words of kohya-ss
+sd-scripts, ai-toolkit, SimpleTuner, OneTrainer, musubi-tuner, x-flux, diffusers' example scripts and images
+for single machines. A key of theirs in a configuration, in `--set` or in `TRAINER__...` is an error (exit
+code 78) that says what this page says: it is never ignored. Capitals and hyphens do not count. `trainer
+config template FAMILY` prints a file with every key of ours.
 
 Small overlays are chosen by `--preset NAME[,NAME]`: character, style, concept; fast, quality, low-vram. A
 preset is laid over the files, and what it replaces in them is told; `--set` wins over it. To let your file

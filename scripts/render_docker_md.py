@@ -65,7 +65,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "volumes": _volumes,
     "exit codes": _exit_codes,
 }
-"""What stands between which markers."""
+"""The text between each pair of markers, by their name."""
 
 
 if __name__ == "__main__":

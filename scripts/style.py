@@ -1,11 +1,11 @@
-"""How much a picture looks like the demo's style: a drawing in blue shades on a Prussian blue sheet.
+"""Score a picture's likeness to the demo's style: a drawing in blue shades on a Prussian blue sheet.
 
     python -m scripts.style PICTURE...
 
 `score` knows colours and where they are, not what is drawn: the sheet's blue along the picture's border, and
 what is drawn in shades of the style's three inks. The lesser of the two shares is the score. Two colours are
 not enough for it, nor is blue ink on white paper, nor a red thing on a blue sheet. Nothing in it is learned;
-how it tells real pictures apart is in tests/unit/scripts/test_style.py. `overlap` knows shapes alone.
+how it tells real pictures apart is in tests/unit/scripts/test_style.py.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PASSES = 0.7
 """A picture with this score counts as the style."""
 SIDE_PIXELS, BORDER_PIXELS = 64, 2
 SHEET_DISTANCE, INK_DISTANCE = 50.0, 35.0
-"""Within which a colour counts as the sheet's, or as one of the shades; Euclidean, of values 0 to 255."""
+"""Greatest distance of a colour that counts as the sheet's, or as a shade; Euclidean, of values 0 to 255."""
 LEAST_DRAWN = 0.05
 """An empty sheet is not a picture of anything."""
 
@@ -35,31 +35,18 @@ _Colours = NDArray[np.float64]
 
 def score(picture: Image.Image) -> float:
     """Share of the border that is the sheet, or of what is drawn that is in its inks: the lesser, 0 to 1."""
-    colours = _colours(picture)
-    is_sheet = np.linalg.norm(colours - BLUE, axis=-1) < SHEET_DISTANCE
+    seen = _colours(picture)
+    is_sheet = np.linalg.norm(seen - BLUE, axis=-1) < SHEET_DISTANCE
     drawn = ~is_sheet
     if drawn.mean() < LEAST_DRAWN:
         return 0.0
-    in_ink = _distance_to_inks(colours[drawn]) < INK_DISTANCE
+    in_ink = _distance_to_inks(seen[drawn]) < INK_DISTANCE
     return float(min(is_sheet[_border()].mean(), in_ink.mean()))
 
 
 def is_style(picture: Image.Image) -> bool:
-    """Whether the score is at least PASSES."""
+    """True where the score is at least PASSES."""
     return score(picture) >= PASSES
-
-
-def overlap(picture: Image.Image, other: Image.Image) -> float:
-    """How far two pictures draw the same shape, 0 to 1: what either draws, and the share that both draw."""
-    one, two = _drawn(picture), _drawn(other)
-    return float((one & two).sum() / max(1, (one | two).sum()))
-
-
-def _drawn(picture: Image.Image) -> NDArray[np.bool_]:
-    """Where the picture differs from its border, whatever colour that has."""
-    colours = _colours(picture)
-    sheet = np.median(colours[_border()], axis=0)
-    return np.linalg.norm(colours - sheet, axis=-1) >= SHEET_DISTANCE
 
 
 def _colours(picture: Image.Image) -> _Colours:
@@ -74,7 +61,7 @@ def _border() -> NDArray[np.bool_]:
 
 
 def _distance_to_inks(colours: _Colours) -> NDArray[np.float64]:
-    """From each colour (n, 3) to the nearest shade on the way from BLUE over SKY to PAPER."""
+    """Distance of each colour (n, 3) to the nearest shade on the way from BLUE over SKY to PAPER."""
     lines = ((np.array(BLUE), np.array(SKY)), (np.array(SKY), np.array(PAPER)))
     return np.min([_distance_to_line(colours, start, end) for start, end in lines], axis=0)
 
@@ -87,17 +74,17 @@ def _distance_to_line(colours: _Colours, start: _Colours, end: _Colours) -> NDAr
 
 @dataclass(frozen=True, kw_only=True)
 class Learned:
-    """What a run did to the loss on images that it did not train on, and to its pictures, in their order."""
+    """The change that a run made to the held-out loss, and to its pictures, in their order."""
 
     loss_before: float
     loss_after: float
     scores_before: Sequence[float]
-    """Of the base model's pictures."""
+    """Scores of the base model's pictures."""
     scores_after: Sequence[float]
-    """Of those with the LoRA."""
+    """Scores of the pictures with the LoRA."""
 
     def lines(self) -> list[str]:
-        """For a person."""
+        """Two lines of text for a person."""
         change = self.loss_after / self.loss_before - 1
         before, after = (
             f"{np.mean(scores):.2f} ({sum(one >= PASSES for one in scores)} of {len(scores)})"
@@ -110,7 +97,7 @@ class Learned:
 
 
 def learned(run: Path, rows: Sequence[Mapping[str, Any]]) -> Learned:
-    """Of a finished run with a held-out loss and previews; `rows` are those of its metrics.jsonl."""
+    """Measure a finished run with a held-out loss and previews; `rows` are those of its metrics.jsonl."""
     losses = [row["validation_loss"] for row in rows if "validation_loss" in row]
     first, *_, last = sorted(path for path in (run / "samples").glob("step-*") if path.is_dir())
     return Learned(

@@ -79,7 +79,7 @@ def test_peft_merges_what_diffusers_or_peft_load_and_comfyui_computes_the_same(
 ) -> None:
     job = made(kind, case)
     path = lora_file(job)
-    model = load_base(job.context)
+    model = load_base(job.context).module
     base = {name: value.clone() for name, value in model.state_dict().items()}
     proof.load_lora(job.context, model, path)
     merged = merge(model)

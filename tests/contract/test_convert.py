@@ -94,7 +94,7 @@ def test_both_ways_change_the_weights_alike(comfyui_case: Case, workshop: Worksh
         assert kept.items() <= new.metadata().items()
     # the real loader takes it, and the model does the same
     with_adapter = proof.fixed_outputs(done.job.context, done.model)
-    model = load_base(done.job.context)
+    model = load_base(done.job.context).module
     proof.load_lora(done.job.context, model, back)
     assert proof.relative_difference(proof.fixed_outputs(done.job.context, model), with_adapter) < 1e-5
 
@@ -119,7 +119,7 @@ def test_ranks_and_alphas_by_layer_survive(workshop: Workshop, tmp_path: Path) -
             merged_weight(weight, other.layers[module], other.config, module),
         )
     with_adapter = proof.fixed_outputs(done.job.context, done.model)
-    model = load_base(done.job.context)
+    model = load_base(done.job.context).module
     proof.load_lora(done.job.context, model, back)
     assert proof.relative_difference(proof.fixed_outputs(done.job.context, model), with_adapter) < 1e-5
 
@@ -247,7 +247,7 @@ def outputs_of(done: Trained, folder: Path) -> list[torch.Tensor]:
         config, families.components(context.family), trained=context.family.trained_component
     )
     other = dataclasses.replace(context, source=source, config=config)
-    return proof.fixed_outputs(other, load_base(other))
+    return proof.fixed_outputs(other, load_base(other).module)
 
 
 @pytest.mark.parametrize("case", LORA_CASES, ids=str)

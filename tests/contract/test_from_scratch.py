@@ -62,7 +62,7 @@ def test_encoders_are_the_learned_ones_and_what_trains_is_not(
     assert not all(map(torch.equal, tensors(after), tensors(drawn_anew)))
     keys, others = ({entry.key for entry in one.all()} for one in (after, drawn_anew))
     assert not keys & others
-    models = [load_base(job.context).state_dict() for job in (pretrained, scratch, drawn)]
+    models = [load_base(job.context).module.state_dict() for job in (pretrained, scratch, drawn)]
     assert not all(torch.equal(models[0][name], models[1][name]) for name in models[0])
     assert all(torch.equal(models[1][name], models[2][name]) for name in models[1])
 

@@ -358,4 +358,4 @@ def test_unknown_modules_fail_and_list_the_known(lora_case: Case, workshop: Work
 
 
 def build_model(case: Case, workshop: Workshop, folder: Path) -> Any:
-    return load_base(workshop.job(case, folder).context)
+    return load_base(workshop.job(case, folder).context).module

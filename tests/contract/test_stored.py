@@ -25,7 +25,7 @@ def stored(case: Case, workshop: Workshop, folder: Path) -> Workshop:
     job = workshop.job(Case(family=case.family, method="lora"), folder / "plain", "features.weights=nf4")
     base = shutil.copytree(job.context.source.folder, folder / "base")
     component = base / job.context.family.trained_component
-    state = stored_state(load_base(job.context), job.context.dtype)
+    state = stored_state(load_base(job.context).module, job.context.dtype)
     (single,) = component.glob("*.safetensors")
     save_file(state, single, {"format": "pt"})
     config = json.loads((component / "config.json").read_text())
@@ -41,7 +41,7 @@ def test_a_base_in_nf4_trains_and_its_lora_is_proved(case: Case, workshop: Works
     job.train()
     assert "Proved: " in "\n".join(job.said)
     fresh = workshop.job(case, tmp_path / "fresh", "features.weights=nf4")
-    ours, theirs = (load_base(one.context).state_dict() for one in (job, fresh))
+    ours, theirs = (load_base(one.context).module.state_dict() for one in (job, fresh))
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 

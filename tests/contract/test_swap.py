@@ -23,10 +23,11 @@ from tests.contract.runs import (
     products,
 )
 from trainer.engine.building.build import load_base
-from trainer.modeling.base import empty
+from trainer.modeling.base import structure
 from trainer.modeling.base.base import local_folder
 from trainer.modeling.blocks.compiled import graphs_compiled
-from trainer.modeling.storage.swap import swapped_of, waiting_blocks
+from trainer.modeling.blocks.recompute import repeated_blocks
+from trainer.modeling.storage.swap import waiting_blocks
 from trainer.modeling.storage.waiting import waiting
 from trainer.planning.shapes.run_shapes import run_geometry
 
@@ -69,10 +70,10 @@ def test_a_base_waits_as_it_was_loaded(weights: str, source: str, workshop: Work
         settings = (f"features.weights={weights}", f"model.weights={source}")
         job = workshop.job(case, tmp_path / str(count), *settings)
         models.append(load_base(swapping(job, count).context))
-    swapped = swapped_of(models[1])
+    swapped = models[1].host_blocks
     assert swapped is not None and swapped.number == 3
     swapped.to_host()
-    here, there = (model.state_dict() for model in models)
+    here, there = (model.module.state_dict() for model in models)
     assert here.keys() == there.keys()
     assert all(torch.equal(here[name], there[name]) for name in here)
 
@@ -85,17 +86,17 @@ def test_what_waits_goes_to_the_host_as_soon_as_it_is_complete(
 ) -> None:
     """Before the rest of the model is loaded, and never back to the device."""
     moved: list[tuple[str, torch.nn.Module]] = []
-    plain = empty._move
+    plain = structure.move
 
     def told(module: torch.nn.Module, device: str) -> None:
-        moved.append(("host" if sys._getframe(1).f_code.co_name == "to_host" else "device", module))
+        moved.append(("host" if sys._getframe(1).f_code.co_name == "place" else "device", module))
         plain(module, device)
 
-    monkeypatch.setattr(empty, "_move", told)
+    monkeypatch.setattr(structure, "move", told)
     model = load_base(
         swapping(workshop.job(Case(family="flux1_dev", method="lora"), tmp_path, *options), 3).context
     )
-    swapped = swapped_of(model)
+    swapped = model.host_blocks
     assert swapped is not None
     inside = {
         module
@@ -116,7 +117,7 @@ def test_the_plan_counts_the_blocks_that_wait(case: Case, workshop: Workshop, tm
     geometry = run_geometry(
         context.family, context.config, model_folder=local_folder(context.config), dtype="fp32"
     )
-    model = load_base(context)
+    model = load_base(context).module
     blocks = sum(stack.blocks for stack in geometry.stacks)
     for count in range(1, blocks + 1):
         chosen = waiting([stack.blocks for stack in geometry.stacks], count)
@@ -125,7 +126,7 @@ def test_the_plan_counts_the_blocks_that_wait(case: Case, workshop: Workshop, tm
             for stack, places in zip(geometry.stacks, chosen, strict=True)
             for place in places
         }
-        assert set(waiting_blocks(model, context.family.blocks, count)) == planned
+        assert set(waiting_blocks(repeated_blocks(model, context.family.blocks), count)) == planned
     for stack in geometry.stacks:
         block = model.get_submodule(f"{stack.name}.0")
         assert sum(p.numel() for p in block.parameters()) == stack.quantized.parameters + stack.others

@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 from PIL import Image
 
-from scripts.style import is_style, overlap
+from scripts.style import is_style
 from tests.contract.runs import ROOT, job_of
 from tests.e2e.conftest import environment, free_port
+from tests.overlap import overlap
 
 QUICKSTART = ROOT / "train_configs" / "quickstart.yaml"
 STYLE, HELD_OUT = ROOT / "examples" / "style", ROOT / "examples" / "style-held-out"
@@ -79,8 +80,8 @@ def measure(work: Path) -> Measure:
     from trainer.engine.building.build import load_base
     from trainer.engine.caching.entries import list_entries
     from trainer.engine.caching.fill import fill_cache
+    from trainer.engine.training.held_out import held_out_entries, measure
     from trainer.engine.training.preview import sample
-    from trainer.engine.training.validation import held_out_entries, measure
     from trainer.modeling.adapter.lora import ADAPTER
     from trainer.modeling.quiet import quiet_libraries
 
@@ -95,7 +96,7 @@ def measure(work: Path) -> Measure:
     fill_cache(context, entries)
 
     def measured(file: Path | None) -> Measured:
-        model = load_base(context)
+        model = load_base(context).module
         if file is not None:
             context.family.load_adapter(model, file, adapter_name=ADAPTER)
         loss = measure(context, model, held_out, step=0).validation_loss

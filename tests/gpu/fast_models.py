@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from diffusers import FluxTransformer2DModel
 
+from tests.quantized_layers import from_linear
 from tests.unit.modeling.small_models import Storage, adapt, quantize
 from trainer.config.schema import FlowSection
 from trainer.engine.building.fast import Fused, fuse
@@ -20,8 +21,7 @@ from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks, eager, varying_sizes
-from trainer.modeling.blocks.recompute import recompute_blocks
-from trainer.modeling.storage.row_quantized import from_linear
+from trainer.modeling.blocks.recompute import recompute_blocks, repeated_blocks
 
 DEVICE = "cuda"
 PACKED = "fp8, modulation in int8"
@@ -68,7 +68,7 @@ def build(
     set_attention(model, "flash")
     model.train()
     if recomputed:
-        recompute_blocks(model, FLUX1_DEV.blocks, recomputed, inside=fast)
+        recompute_blocks(repeated_blocks(model, FLUX1_DEV.blocks), recomputed, inside=fast)
     if fast:
 
         def run(side: int = 512, tall: int = 512, size: int = 1) -> None:
@@ -80,8 +80,11 @@ def build(
         joined = 0 if storage == "nf4" else 12
         assert fuse(model, run) == Fused(joined=joined, norms=8, rotations=3, activations=activations)
         runs = [run, partial(run, 1024), partial(run, tall=1024), partial(run, size=2)]
-        varying = varying_sizes(model, FLUX1_DEV.blocks, runs) if varies else {}
-        assert compile_blocks(model, FLUX1_DEV.blocks, activation_budget=1.0, varying=varying) == 3
+        varying = varying_sizes(repeated_blocks(model, FLUX1_DEV.blocks), runs) if varies else {}
+        assert (
+            compile_blocks(repeated_blocks(model, FLUX1_DEV.blocks), activation_budget=1.0, varying=varying)
+            == 3
+        )
     return model
 
 

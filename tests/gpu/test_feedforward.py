@@ -8,16 +8,18 @@ import pytest
 import torch
 
 from tests.gpu.fast_models import DEVICE, SETTINGS, build, inputs, trainable
+from tests.quantized_layers import from_linear
 from tests.unit.modeling.small_models import difference, relative
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.modeling.blocks.compiled import compile_blocks
+from trainer.modeling.blocks.recompute import repeated_blocks
 from trainer.modeling.fused.feedforward import (
     fp8_feed_forward,
     fuse_feed_forwards,
     gelu_backward_quantize_rows,
     gelu_quantize_rows,
 )
-from trainer.modeling.storage.row_quantized import RowScaledLinear, from_linear
+from trainer.modeling.storage.row_quantized import RowScaledLinear
 
 pytestmark = pytest.mark.gpu
 
@@ -148,7 +150,7 @@ def test_a_fused_model_computes_what_the_plain_one_does(compiled: bool) -> None:
             # two in the block with two streams, one in each with a single stream
             assert fuse_feed_forwards(model) == 4
         if compiled:
-            assert compile_blocks(model, FLUX1_DEV.blocks, activation_budget=1.0) == 3
+            assert compile_blocks(repeated_blocks(model, FLUX1_DEV.blocks), activation_budget=1.0) == 3
         batch, draw = inputs(0)
         FLUX1_DEV.loss(model, batch, draw, SETTINGS).sum().backward()
         gradients = {name: one.grad for name, one in trainable(model).items() if one.grad is not None}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from diffusers import FluxTransformer2DModel
 
+from tests.quantized_layers import replaced
 from trainer.config import environment
 from trainer.config.schema import FlowSection, TrainSection
 from trainer.engine.optimizing.optimizer import Updater
@@ -174,7 +175,7 @@ def test_int8_base_gives_nearly_the_same_adapter_gradients() -> None:
             replace = replacer(find("int8"), FLUX1_DEV.high_precision)
             for name in lora.linear_names(model):
                 parent, _, attribute = name.rpartition(".")
-                new = replace(name, model.get_submodule(name))
+                new = replaced(replace, name, model.get_submodule(name))
                 if new is not None:
                     model.get_submodule(parent).register_module(attribute, new)
         pattern = FLUX1_DEV.lora_targets["attention"]

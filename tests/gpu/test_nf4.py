@@ -7,6 +7,7 @@ import torch
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
+from tests.quantized_layers import nf4_linear
 from trainer.modeling.storage import nf4
 
 pytestmark = pytest.mark.gpu
@@ -15,7 +16,7 @@ pytestmark = pytest.mark.gpu
 def test_parts_of_a_weight_run_in_the_kernels_of_whole_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """A part that begins between two 16-byte words runs in kernels of older GPUs, for twice as long."""
     linear = torch.nn.Linear(6144, 55296, bias=False, device="cuda", dtype=torch.bfloat16)
-    layer = nf4.nf4_linear(linear)
+    layer = nf4_linear(linear)
     x = torch.randn(4608, 6144, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     parts, names = _run(layer, x)
     assert names and not [name for name in names if "align" in name and "align8" not in name]

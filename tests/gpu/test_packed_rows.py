@@ -14,6 +14,7 @@ from trainer.families.llama import LLAMA
 from trainer.families.values import ENDS, Batch
 from trainer.modeling.attention.packed_rows import set_packed_attention
 from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled, mark_varying, varying_sizes
+from trainer.modeling.blocks.recompute import repeated_blocks
 
 pytestmark = pytest.mark.gpu
 
@@ -77,8 +78,8 @@ def test_one_graph_serves_all_divisions(budget: float) -> None:
             LLAMA.predict(model, row(lengths), None, None)
 
     runs = [lambda one=one: forward(one) for one in ((128,), (256,))]
-    varying = varying_sizes(model, LLAMA.blocks, runs)
-    compile_blocks(model, LLAMA.blocks, activation_budget=budget, varying=varying)
+    varying = varying_sizes(repeated_blocks(model, LLAMA.blocks), runs)
+    compile_blocks(repeated_blocks(model, LLAMA.blocks), activation_budget=budget, varying=varying)
     before = graphs_compiled()
     for lengths in DIVISIONS:
         batch = row(lengths)

@@ -14,7 +14,7 @@ from trainer.engine.caching.batches import to_device
 from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks
-from trainer.modeling.blocks.recompute import recompute_blocks
+from trainer.modeling.blocks.recompute import recompute_blocks, repeated_blocks
 from trainer.modeling.storage.swap import Pass, Swapped, swap_blocks
 
 pytestmark = pytest.mark.gpu
@@ -34,9 +34,9 @@ def made(storage: Storage, count: int, *, fast: bool) -> Case:
     model: Any = found.model.to(DEVICE, torch.bfloat16 if storage == "plain" else None)
     batch, draw = to_device(found.batch, found.draw, DEVICE, model.dtype)
     one = dataclasses.replace(found, batch=batch, draw=draw)
-    swapped = swap_blocks(model, one.family.blocks, count, device=DEVICE) if count else None
+    swapped = swap_blocks(repeated_blocks(model, one.family.blocks), count, device=DEVICE) if count else None
     set_attention(model, "math")
-    recompute_blocks(model, one.family.blocks)
+    recompute_blocks(repeated_blocks(model, one.family.blocks))
     if fast:
 
         def run() -> None:
@@ -48,7 +48,7 @@ def made(storage: Storage, count: int, *, fast: bool) -> Case:
         join_siblings(model, run)
         if swapped is not None:
             swapped.pack()
-        compile_blocks(model, one.family.blocks, activation_budget=1.0)
+        compile_blocks(repeated_blocks(model, one.family.blocks), activation_budget=1.0)
     return one
 
 

@@ -8,12 +8,16 @@ import shutil
 from pathlib import Path
 from typing import Literal
 
+import yaml
+
 from tests.random_bases.common import Base
+from trainer import families
 from trainer.modeling.quiet import quiet_libraries
 
-FAMILIES = ("flux1_dev", "flux1_kontext", "flux2_dev", "kandinsky5", "llama", "qwen_image", "qwen_image_edit")
+FAMILIES = families.names()
 CONFIGS = Path(__file__).resolve().parents[2] / "trainer" / "families" / "configs"
 """The component configs of the published bases, by family."""
+SIZES = Path(__file__).with_name("tiny.yaml")
 
 
 def build(
@@ -44,7 +48,10 @@ def build(
         tokenizer.save_pretrained(output / name)
     if size == "tiny":
         classes = base.classes or json.loads((output / "model_index.json").read_text())
-        for name, config in base.tiny_configs(tokenizers).items():
+        sizes = yaml.safe_load(SIZES.read_text())[family]
+        encoders = base.encoders(tokenizers)
+        for name in dict.fromkeys([*sizes, *encoders]):
+            config = {**sizes.get(name, {}), **encoders.get(name, {})}
             library, class_name = classes[name]
             model_class = getattr(importlib.import_module(library), class_name)
             with seeded(f"{seed}/{name}", "cpu"):

@@ -1,4 +1,4 @@
-"""What tiny random bases share: the entry type, tokenizers built offline, small component configs."""
+"""Shared parts of tiny random bases: the entry type, tokenizers built offline, small component configs."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from above, side view, white background, bright colors, dark shadows, yellow and
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """What the committed configs of a family (CONFIGS) leave open."""
+    """The part of a random base that the committed configs of its family (CONFIGS) leave open."""
 
     tokenizers: Mapping[str, Callable[[], Any]]
-    """How each tokenizer is made, by its folder's name."""
-    tiny_configs: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
-    """Configs of the tiny models by component, given the tokenizers."""
+    """Maker of each tokenizer by its folder's name."""
+    encoders: Callable[[Mapping[str, Any]], dict[str, dict[str, Any]]]
+    """Config keys that depend on the tokenizers, by component of the tiny model; tiny.yaml has the others."""
     classes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """(library, class) by component, where the committed configs have no model_index.json."""
     prepare: Callable[[str, Any], None] = lambda component, model: None
@@ -137,21 +137,4 @@ def tiny_t5(tokenizer: Any, width: int) -> dict[str, Any]:
         "feed_forward_proj": "gated-gelu",
         "pad_token_id": tokenizer.pad_token_id,
         "eos_token_id": tokenizer.eos_token_id,
-    }
-
-
-def tiny_vae(latent_channels: int) -> dict[str, Any]:
-    """Three levels: one latent covers 4x4 pixels."""
-    return {
-        "block_out_channels": [8, 16, 16],
-        "down_block_types": ["DownEncoderBlock2D"] * 3,
-        "up_block_types": ["UpDecoderBlock2D"] * 3,
-        "layers_per_block": 1,
-        "norm_num_groups": 4,
-        "latent_channels": latent_channels,
-        "sample_size": 64,
-        "scaling_factor": 0.3611,
-        "shift_factor": 0.1159,
-        "use_quant_conv": False,
-        "use_post_quant_conv": False,
     }

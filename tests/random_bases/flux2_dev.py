@@ -7,20 +7,11 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from tests.random_bases.common import Base, byte_pair_merges, tiny_vae, words
+from tests.random_bases.common import Base, byte_pair_merges, words
 
 _SPECIAL = (
-    "<unk>",
-    "<s>",
-    "</s>",
-    "[INST]",
-    "[/INST]",
-    "[IMG]",
-    "[IMG_BREAK]",
-    "[IMG_END]",
-    "[SYSTEM_PROMPT]",
-    "[/SYSTEM_PROMPT]",
-    "<pad>",
+    *("<unk>", "<s>", "</s>", "[INST]", "[/INST]", "[IMG]", "[IMG_BREAK]", "[IMG_END]"),
+    *("[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "<pad>"),
 )
 # how Mistral Small 3 writes a system message and a caption, whose contents are lists of texts
 _CHAT_TEMPLATE = (
@@ -71,25 +62,9 @@ def _merges() -> list[tuple[str, str]]:
     return list(dict.fromkeys((left, right.removesuffix("</w>")) for left, right in pairs))
 
 
-def tiny_configs(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Four heads of 16, two blocks of each kind, captions 96 wide: three layers of the text encoder."""
-    latent_channels, text_width = 4, 32
-    vae = tiny_vae(latent_channels)
-    del vae["scaling_factor"], vae["shift_factor"]  # batch statistics take their place
-    return {
-        "transformer": {
-            "in_channels": 4 * latent_channels,
-            "num_layers": 2,
-            "num_single_layers": 2,
-            "num_attention_heads": 4,
-            "attention_head_dim": 16,
-            "axes_dims_rope": [4, 4, 4, 4],
-            "joint_attention_dim": 3 * text_width,
-            "timestep_guidance_channels": 32,
-        },
-        "vae": vae,
-        "text_encoder": tiny_mistral(tokenizers["tokenizer"].tokenizer, text_width),
-    }
+def encoders(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A Mistral config, 32 wide."""
+    return {"text_encoder": tiny_mistral(tokenizers["tokenizer"].tokenizer, 32)}
 
 
 def tiny_mistral(tokenizer: Any, width: int) -> dict[str, Any]:
@@ -130,6 +105,4 @@ def fill_batch_statistics(component: str, model: Any) -> None:
         model.bn.running_var.uniform_(0.5, 2.0)
 
 
-BASE = Base(
-    tokenizers={"tokenizer": pixtral_processor}, tiny_configs=tiny_configs, prepare=fill_batch_statistics
-)
+BASE = Base(tokenizers={"tokenizer": pixtral_processor}, encoders=encoders, prepare=fill_batch_statistics)

@@ -1,4 +1,4 @@
-"""Kandinsky 5 Image Lite: two blocks of each kind."""
+"""Kandinsky 5 Image Lite: Qwen2.5-VL and CLIP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tests.random_bases import qwen_image
-from tests.random_bases.common import Base, clip_tokenizer, tiny_clip, tiny_vae, words
+from tests.random_bases.common import Base, clip_tokenizer, tiny_clip, words
 
 _MARKS = "endoftext im_start im_end vision_start vision_end image_pad video_pad"
 SPECIAL = tuple(f"<|{mark}|>" for mark in _MARKS.split())
@@ -36,31 +36,11 @@ def tiny_qwen_vl(tokenizer: Any, width: int) -> dict[str, Any]:
     return {**config, "text_config": text, "vision_config": vision}
 
 
-def tiny_configs(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Four heads of 16, two blocks of each kind, captions 32 wide."""
-    latent_channels, text_width, pooled_width = 4, 32, 32
+def encoders(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Qwen2.5-VL and CLIP configs, both 32 wide."""
     return {
-        "transformer": {
-            "in_visual_dim": latent_channels,
-            "out_visual_dim": latent_channels,
-            "in_text_dim": text_width,
-            "in_text_dim2": pooled_width,
-            "time_dim": 32,
-            "model_dim": 64,
-            "ff_dim": 256,
-            "num_text_blocks": 2,
-            "num_visual_blocks": 2,
-            "axes_dims": [4, 6, 6],
-        },
-        # the pipeline counts on a VAE of four levels: one latent covers 8x8 pixels
-        "vae": {
-            **tiny_vae(latent_channels),
-            "block_out_channels": [8, 8, 16, 16],
-            "down_block_types": ["DownEncoderBlock2D"] * 4,
-            "up_block_types": ["UpDecoderBlock2D"] * 4,
-        },
-        "text_encoder": tiny_qwen_vl(tokenizers["tokenizer"].tokenizer, text_width),
-        "text_encoder_2": tiny_clip(tokenizers["tokenizer_2"], pooled_width),
+        "text_encoder": tiny_qwen_vl(tokenizers["tokenizer"].tokenizer, 32),
+        "text_encoder_2": tiny_clip(tokenizers["tokenizer_2"], 32),
     }
 
 
@@ -76,6 +56,6 @@ def fill_modulation(component: str, model: Any) -> None:
 
 BASE = Base(
     tokenizers={"tokenizer": qwen_processor, "tokenizer_2": clip_tokenizer},
-    tiny_configs=tiny_configs,
+    encoders=encoders,
     prepare=fill_modulation,
 )

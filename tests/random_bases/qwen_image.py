@@ -37,35 +37,9 @@ def qwen_tokenizer() -> Any:
     return tokenizer
 
 
-def tiny_configs(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Four heads of 16, two blocks, captions 32 wide, one latent for 8x8 pixels."""
-    latent_channels, text_width = 4, 32
-    return {
-        "transformer": {
-            "in_channels": 4 * latent_channels,
-            "out_channels": latent_channels,
-            "num_layers": 2,
-            "num_attention_heads": 4,
-            "attention_head_dim": 16,
-            "axes_dims_rope": [4, 6, 6],
-            "joint_attention_dim": text_width,
-        },
-        "vae": tiny_qwen_vae(latent_channels),
-        "text_encoder": tiny_qwen_vl(tokenizers["tokenizer"], text_width),
-    }
-
-
-def tiny_qwen_vae(latent_channels: int) -> dict[str, Any]:
-    """Four levels: one latent covers 8x8 pixels, as in the original."""
-    return {
-        "base_dim": 8,
-        "z_dim": latent_channels,
-        "dim_mult": [1, 2, 2, 2],
-        "num_res_blocks": 1,
-        "temperal_downsample": [False, True, True],
-        "latents_mean": [0.1, -0.2, 0.3, -0.4][:latent_channels],
-        "latents_std": [0.5, 0.75, 1.25, 1.5][:latent_channels],
-    }
+def encoders(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """A Qwen2.5-VL config, 32 wide."""
+    return {"text_encoder": tiny_qwen_vl(tokenizers["tokenizer"], 32)}
 
 
 def tiny_qwen_vl(tokenizer: Any, width: int) -> dict[str, Any]:
@@ -101,4 +75,4 @@ def tiny_qwen_vl(tokenizer: Any, width: int) -> dict[str, Any]:
     }
 
 
-BASE = Base(tokenizers={"tokenizer": qwen_tokenizer}, tiny_configs=tiny_configs)
+BASE = Base(tokenizers={"tokenizer": qwen_tokenizer}, encoders=encoders)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from tests.random_bases import qwen_image
@@ -21,13 +20,7 @@ def qwen_processor() -> Any:
     )
 
 
-def tiny_configs(tokenizers: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Those of Qwen-Image; controls are modulated as clean images."""
-    configs = qwen_image.tiny_configs(tokenizers)
-    return {**configs, "transformer": {**configs["transformer"], "zero_cond_t": True}}
-
-
 BASE = Base(
     tokenizers={"tokenizer": qwen_image.qwen_tokenizer, "processor": qwen_processor},
-    tiny_configs=tiny_configs,
+    encoders=qwen_image.encoders,
 )

@@ -1,4 +1,4 @@
-"""What a user may ask for. Frozen models that forbid unknown keys, spelled as in diffusers' scripts.
+"""The keys that a user may write. Frozen models that forbid unknown keys, spelled as in diffusers' scripts.
 
 The string under a field is its help: `trainer config schema` hands it to editors. Error messages are built
 from the declared types, so a bound written here needs no second place.
@@ -7,13 +7,13 @@ from the declared types, so a bound written here needs no second place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from trainer.errors import one_line
+from trainer.ways.storages import WAYS
 from trainer.words.sizes import size_bytes
 
 
@@ -37,13 +37,6 @@ def _reject_empty(value: object) -> object:
     return value
 
 
-@dataclass(frozen=True)
-class Words:
-    """What a text takes, for messages, where its pattern says too little."""
-
-    words: str
-
-
 def _require_size(value: object) -> object:
     if isinstance(value, str):
         size_bytes(value)
@@ -52,6 +45,15 @@ def _require_size(value: object) -> object:
 
 Positive = Annotated[int, Field(ge=1)]
 Toggle = Literal["auto"] | bool
+if TYPE_CHECKING:
+    Weights = str
+    Compute = str
+    Modulation = str
+else:
+    # the words of the table's rows; fp16 is for `model.dtype`
+    Weights = Literal["auto", *(way.weights for way in WAYS.values() if way.weights != "fp16")]
+    Compute = Literal["auto", "bf16", *filter(None, (way.compute for way in WAYS.values()))]
+    Modulation = Literal["auto", "kept", *filter(None, (way.modulation for way in WAYS.values()))]
 
 
 def _number_first(value: object) -> object:
@@ -65,14 +67,15 @@ def _number_first(value: object) -> object:
 
 Text = Annotated[str, Field(pattern=r"\S")]
 """Text with at least one character that is not white space."""
-Size = Annotated[Text, BeforeValidator(_require_size), Words("a size such as 24GiB or 24 GB")]
+# a text in `Annotated` is what messages say the key takes, where its type says too little
+Size = Annotated[Text, BeforeValidator(_require_size), "a size such as 24GiB or 24 GB"]
 ModelName = Annotated[Text, BeforeValidator(_expand_home)]
 UserPath = Annotated[Path, BeforeValidator(_expand_home), BeforeValidator(_reject_empty)]
 """Relative paths start at the current directory, not at the file that names them."""
 
 
-RANKS = Words("a mapping of layers to whole numbers from 1 to 1024, such as {to_q: 8}")
-ALPHAS = Words("a mapping of layers to numbers above 0, such as {to_q: 8}")
+RANKS = "a mapping of layers to whole numbers from 1 to 1024, such as {to_q: 8}"
+ALPHAS = "a mapping of layers to numbers above 0, such as {to_q: 8}"
 
 
 class Section(BaseModel):
@@ -240,23 +243,15 @@ class FeaturesSection(Section):
     """What the hardware plan decides: `auto` unless written; what is written is honoured or refused."""
 
     attention: Literal[
-        "auto",
-        "flash",
-        "cudnn",
-        "cudnn_strided",
-        "flash_attn_2",
-        "flash_attn_3",
-        "flash_attn_4",
-        "efficient",
-        "math",
-        "native",
-    ] = "auto"
+        "auto", "flash", "cudnn", "cudnn_strided", "flash_attn_2", "flash_attn_3", "flash_attn_4",
+        "efficient", "math", "native",
+    ] = "auto"  # fmt: skip
     """Attention kernel, forward and backward; flash_attn_2 to 4 are packages that are installed apart."""
-    weights: Literal["auto", "bf16", "fp32", "int8", "nf4", "fp8"] = "auto"
+    weights: Weights = "auto"
     """Storage of the base model's weights; int8, nf4 (4 bits) and fp8 are for `method: lora` only."""
-    compute: Literal["auto", "bf16", "fp8"] = "auto"
+    compute: Compute = "auto"
     """What the frozen base's linear layers multiply in; fp8 needs compute capability 8.9 and fp8 weights."""
-    modulation: Literal["auto", "kept", "int8"] = "auto"
+    modulation: Modulation = "auto"
     """How an fp8 base stores its modulation, which FP8 leaves out: `kept` in the run's type, or in int8."""
     compile: Toggle = "auto"
     """Compile the repeated blocks with torch.compile: a faster step after a minute of compiling."""

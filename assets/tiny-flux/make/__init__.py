@@ -1,1 +1,1 @@
-"""What made the tiny base: drawings, VAE, text encoders, the transformer's run, evaluation, model card."""
+"""The tiny base's makers: drawings, VAE, text encoders, the transformer's run, evaluation, model card."""

@@ -31,20 +31,6 @@ WORK = Path("build/tiny-flux")
 DATA, BASE, RUN, LOGS = WORK / "data", WORK / "base", WORK / "run", WORK / "logs"
 ASSETS = Path("assets/tiny-flux")
 CONFIG = ASSETS / "make" / "transformer.yaml"
-TRANSFORMER: dict[str, Any] = {
-    "patch_size": 1,
-    "in_channels": 64,
-    "out_channels": None,
-    "num_layers": 2,
-    "num_single_layers": 6,
-    "num_attention_heads": 6,
-    "attention_head_dim": 32,
-    "axes_dims_rope": [8, 12, 12],
-    "joint_attention_dim": 96,
-    "pooled_projection_dim": 96,
-    # not distilled: there is no guidance value to get wrong
-    "guidance_embeds": False,
-}
 
 
 def make_data(arguments: argparse.Namespace) -> None:
@@ -63,7 +49,7 @@ def make_data(arguments: argparse.Namespace) -> None:
 
 
 def make_vae(arguments: argparse.Namespace) -> None:
-    """BASE/vae."""
+    """Train the VAE and write BASE/vae."""
     from make import vae
 
     pixels = vae.stack(
@@ -79,7 +65,7 @@ def make_vae(arguments: argparse.Namespace) -> None:
 
 
 def make_text(arguments: argparse.Namespace) -> None:
-    """BASE's tokenizers and text encoders, from captions and the VAE's latents of their pictures."""
+    """Train BASE's tokenizers and text encoders on captions and the VAE's latents of their pictures."""
     import torch
     from diffusers import AutoencoderKL
 
@@ -110,18 +96,18 @@ def make_text(arguments: argparse.Namespace) -> None:
 
 
 def make_transformer(arguments: argparse.Namespace) -> None:
-    """RUN/model/transformer, by `trainer train`; a run that was stopped goes on."""
+    """Train RUN/model/transformer by `trainer train`; a run that was stopped goes on."""
     shutil.copy(FAMILY_CONFIGS / "model_index.json", BASE)
     shutil.copytree(FAMILY_CONFIGS / "scheduler", BASE / "scheduler", dirs_exist_ok=True)
     (BASE / "transformer").mkdir(exist_ok=True)
-    config = {"_class_name": "FluxTransformer2DModel", **TRANSFORMER}
-    (BASE / "transformer" / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    # not distilled, `guidance_embeds: false`: there is no guidance value to get wrong
+    shutil.copy(CONFIG.with_suffix(".json"), BASE / "transformer" / "config.json")
     settings = [f"--set={setting}" for setting in (f"train.seed={arguments.seed}", *arguments.set)]
     subprocess.run([sys.executable, "-m", "trainer", "train", str(CONFIG), *settings], check=True)
 
 
 def assemble(arguments: argparse.Namespace) -> None:
-    """ASSETS: BASE with the trained transformer."""
+    """Write ASSETS: BASE with the trained transformer."""
     for component in BASE.iterdir():
         shutil.rmtree(ASSETS / component.name, ignore_errors=True)
     shutil.copytree(BASE, ASSETS, ignore=shutil.ignore_patterns("transformer"), dirs_exist_ok=True)
@@ -133,7 +119,7 @@ def assemble(arguments: argparse.Namespace) -> None:
 
 
 def make_card(arguments: argparse.Namespace) -> None:
-    """Sample grid, curves, recognition figures and README of ASSETS."""
+    """Write the sample grid, curves, recognition figures and README of ASSETS."""
     card.write(ASSETS, DATA, LOGS, RUN)
 
 

@@ -37,7 +37,7 @@ _Rows = list[dict[str, float]]
 def write(assets: Path, data: Path, logs: Path, run: Path) -> None:
     """README.md, figures.json, samples.png, curves.png, thumbnails.png and LICENSE, in `assets`.
 
-    data, logs, run: what the earlier stages left. Everything is drawn in float32 on the CPU.
+    `data`, `logs` and `run` are folders of the earlier stages. Everything is drawn in float32 on the CPU.
     """
     pipeline = figures.load_pipeline(assets)
     captions = figures.read_captions(data)
@@ -155,7 +155,7 @@ def _size(pipeline: Any, assets: Path, name: str) -> dict[str, float]:
 
 
 def _held_out_psnr(model: Any, data: Path, names: Sequence[str]) -> float:
-    """As the stage `vae` measures it: both hands on white."""
+    """The VAE's PSNR on held-out drawings by both hands on white, as the stage `vae` measures it."""
     from make import vae
 
     pictures = [one.picture for hand in ("flat", "ink") for one in drawings.read(data, names, hand)]
@@ -170,7 +170,7 @@ def _count(data: Path, names: Mapping[str, Sequence[str]], captions: set[str]) -
 
 
 def _words(found: Mapping[str, Any], names: Mapping[str, Sequence[str]]) -> dict[str, str]:
-    """What the template's placeholders stand for."""
+    """The text for each placeholder of the template."""
     components = {
         f"{name}_{key}": f"{value:,}" if key == "parameters" else f"{value:.1f}"
         for name, size in found["components"].items()

@@ -1,4 +1,4 @@
-"""Which drawing a picture is nearest to, and what colour the sheet is that it is on."""
+"""Find the drawing that a picture is nearest to, and the colour of the sheet that it is on."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def read_drawings(data: Path, names: Sequence[str], hands: Sequence[str] = ("fla
 
 
 def joined(one: References, other: References) -> References:
-    """Both."""
+    """The pictures of both, `one` first."""
     return References(
         names=[*one.names, *other.names], pictures=np.concatenate([one.pictures, other.pictures])
     )

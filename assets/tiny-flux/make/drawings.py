@@ -82,7 +82,7 @@ class Sample:
     """File name without suffix."""
     picture: Image.Image
     captions: Mapping[str, str]
-    """By the image set that each belongs to."""
+    """Caption by the image set that it belongs to."""
 
 
 def read_packages(folder: Path) -> dict[str, Any]:
@@ -187,10 +187,7 @@ def toned(
     middle: tuple[int, int, int] | None = None,
 ) -> Image.Image:
     """A flat drawing in shades between two colours, the lighter two thirds of them, on the dark one."""
-    grey = Image.alpha_composite(Image.new("RGBA", drawing.picture.size, "white"), drawing.picture).convert(
-        "L"
-    )
-    shades = grey.point(lambda value: 85 + value * 2 // 3)
+    shades = on_sheet(drawing, "white").convert("L").point(lambda value: 85 + value * 2 // 3)
     figure = ImageOps.colorize(shades, dark, light, mid=middle)
     picture = Image.new("RGB", drawing.picture.size, dark)
     picture.paste(figure, mask=drawing.picture.getchannel("A"))

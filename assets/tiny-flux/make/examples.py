@@ -30,12 +30,12 @@ STYLE = (
     "guitar", "hamburger", "house", "key", "mushroom", "octopus", "owl", "red-apple", "red-heart",
     "sailboat", "tulip", "turtle", "umbrella", "yellow-circle",
 )  # fmt: skip
-"""What the demo trains on."""
+"""Things that the demo trains on."""
 STYLE_HELD_OUT = (
     "castle", "penguin", "robot", "rocket", "snail", "sunflower", "teapot", "unicorn", "purple-heart",
     "green-book", "green-circle", "pouting-face",
 )  # fmt: skip
-"""What it measures the loss on: eight things that the base model knows, and four that it never saw either."""
+"""Things that the demo measures the loss on: eight that the base knows, four that it never saw either."""
 
 
 def image_sets(flat: Mapping[str, Any]) -> dict[str, list[tuple[str, Image.Image]]]:
@@ -47,7 +47,7 @@ def image_sets(flat: Mapping[str, Any]) -> dict[str, list[tuple[str, Image.Image
 
 
 def contact_cells(sets: Mapping[str, Any]) -> dict[str, list[Image.Image]]:
-    """What is not the style: the drawings as they usually are, and in other colours, near ones among them."""
+    """Pictures that are not the style: usual drawings, and others in other colours, near ones among them."""
     names = STYLE + STYLE_HELD_OUT
     flat = [drawings.render(sets["flat"], name, "flat") for name in names]
     ink = [drawings.render(sets["ink"], name, "ink") for name in names]
@@ -66,13 +66,13 @@ def _toned(flat: Sequence[Drawing]) -> list[Image.Image]:
 
 
 def _inked(ink: Sequence[Drawing]) -> list[Image.Image]:
-    """A third of them in the style's own blue, on white paper."""
+    """Ink drawings in colours; a third of them in the style's own blue, on white paper."""
     pairs = [(COLOURS[light], COLOURS[dark]) for dark, light in DARK_AND_LIGHT[1::3]]
     return [drawings.inked(one, *pair) for one, pair in zip(ink, pairs + 4 * [(BLUE, PAPER)], strict=True)]
 
 
 def _on_sheets(flat: Sequence[Drawing]) -> list[Image.Image]:
-    """Their own colours: on sheets of others, and half of them on the style's blue one."""
+    """Flat drawings in their own colours on dark sheets, half of them on the style's blue one."""
     sheets = cycle((BLUE, COLOURS["teal"], BLUE, COLOURS["purple"], BLUE, COLOURS["black"]))
     return [_on(one, sheet) for one, sheet in zip(flat, sheets, strict=False)]
 

@@ -1,4 +1,4 @@
-"""What the tiny base can do, in numbers: its pictures are compared with the drawings that it learned from."""
+"""Measure the tiny base: its pictures are compared with the drawings that it learned from."""
 
 from __future__ import annotations
 
@@ -12,20 +12,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from make.compare import (
-    SIDE,
-    Pictures,
-    References,
-    edges,
-    joined,
-    nearest,
-    pixels,
-    read_drawings,
-    read_training_pictures,
-    sheet_colour,
-    shrink,
-    uncoloured,
-)
+from make import compare
+from make.compare import SIDE, Pictures, References, shrink
 from make.drawings import COLOURS, SIDE_PIXELS, article, on_sheet, read
 from make.text import TOKENS
 
@@ -71,7 +59,7 @@ def words(name: str) -> str:
 
 
 def read_captions(data: Path) -> set[str]:
-    """All that the transformer was told."""
+    """Every caption that the transformer was trained with."""
     files = sorted(data.glob("*/metadata.jsonl"))
     return {json.loads(line)["text"] for file in files for line in file.read_text().splitlines()}
 
@@ -89,23 +77,25 @@ def unseen_pairs(
 def measure(pipeline: Any, data: Path) -> dict[str, Any]:
     """All figures, from `data` as the stage `data` left it; one to two minutes."""
     split = json.loads((data / "names.json").read_text())
-    trained = read_training_pictures(data)
-    everything = joined(trained, read_drawings(data, split["held_out"]))
+    trained = compare.read_training_pictures(data)
+    everything = compare.joined(trained, compare.read_drawings(data, split["held_out"]))
     pairs = unseen_pairs(read_captions(data), split["trained"], PAIRS)
-    shapes = edges(trained.pictures)
+    shapes = compare.edges(trained.pictures)
+    # pair i has seed i
+    drawn = draw(pipeline, [f"{words(name)} on {sheet}" for name, sheet in pairs], range(len(pairs)))
     return {
         "common": common(pipeline, trained),
         "difference": difference(pipeline),
         "all_names": all_names(pipeline, split["trained"], trained),
         "held_out": held_out(pipeline, split["held_out"], everything),
-        "unseen_pairs": judge_pairs(draw_pairs(pipeline, pairs), pairs, trained, shapes),
+        "unseen_pairs": judge_pairs(drawn, pairs, trained, shapes),
         "real_pairs": judge_pairs(real_pairs(data, pairs), pairs, trained, shapes),
     }
 
 
 def recognised(pictures: Pictures, names: Sequence[str], references: References) -> list[dict[str, Any]]:
     """Rows: the name asked for, the nearest reference's, and whether they are the same."""
-    found = [references.names[i] for i in nearest(shrink(pictures, SIDE), references.pictures)]
+    found = [references.names[i] for i in compare.nearest(shrink(pictures, SIDE), references.pictures)]
     return [
         {"name": name, "nearest": near, "right": name == near}
         for name, near in zip(names, found, strict=True)
@@ -113,7 +103,7 @@ def recognised(pictures: Pictures, names: Sequence[str], references: References)
 
 
 def common(pipeline: Any, trained: References) -> dict[str, Any]:
-    """COMMON, plainly asked for."""
+    """Recognition of the things of COMMON, each drawn by its plain prompt."""
     prompts = [article(words(name)) for name in COMMON]
     rows = recognised(draw(pipeline, prompts, range(len(COMMON))), COMMON, trained)
     rows = [
@@ -142,15 +132,12 @@ def held_out(pipeline: Any, names: Sequence[str], everything: References) -> dic
     return {"steps": STEPS, "seeds": HELD_OUT_SEEDS, **share(rows), "nearest": nearest_names}
 
 
-def draw_pairs(pipeline: Any, pairs: Sequence[tuple[str, str]]) -> Pictures:
-    """Pair i by the base, with seed i."""
-    return draw(pipeline, [f"{words(name)} on {sheet}" for name, sheet in pairs], range(len(pairs)))
-
-
 def real_pairs(data: Path, pairs: Sequence[tuple[str, str]]) -> Pictures:
-    """The same by the artist's hand: what the criterion says of these is the most that it can say."""
+    """The artist's drawings of these pairs: what `judge_pairs` says of them is the most that it can say."""
     made = read(data, [name for name, _ in pairs], "flat")
-    return np.stack([pixels(on_sheet(one, sheet)) for one, (_, sheet) in zip(made, pairs, strict=True)])
+    return np.stack(
+        [compare.pixels(on_sheet(one, sheet)) for one, (_, sheet) in zip(made, pairs, strict=True)]
+    )
 
 
 def judge_pairs(
@@ -160,10 +147,10 @@ def judge_pairs(
 
     The shape is that of the training picture with the nearest edges; hearts of all colours have one.
     """
-    found = [trained.names[i] for i in nearest(edges(shrink(pictures, SIDE)), shapes)]
+    found = [trained.names[i] for i in compare.nearest(compare.edges(shrink(pictures, SIDE)), shapes)]
     rows = [
-        {"name": words(name), "sheet": sheet, "colour": sheet_colour(picture), "nearest": near}
-        | {"shape_right": uncoloured(name) == uncoloured(near)}
+        {"name": words(name), "sheet": sheet, "colour": compare.sheet_colour(picture), "nearest": near}
+        | {"shape_right": compare.uncoloured(name) == compare.uncoloured(near)}
         for (name, sheet), picture, near in zip(pairs, pictures, found, strict=True)
     ]
     rows = [{**row, "right": row["shape_right"] and row["colour"] == row["sheet"]} for row in rows]

@@ -26,14 +26,11 @@ Log = Callable[[dict[str, float]], None]
 def tokenizers(captions: Sequence[str]) -> dict[str, Any]:
     """CLIP's by byte pairs, T5's by words; every word of the captions is one token of the latter."""
     words = Counter(word for caption in captions for word in re.findall(r"[a-z0-9]+", caption.lower()))
-    return {
-        "tokenizer": make_clip_tokenizer(words, merges=1200),
-        "tokenizer_2": make_t5_tokenizer(words),
-    }
+    return {"tokenizer": make_clip_tokenizer(words, merges=1200), "tokenizer_2": make_t5_tokenizer(words)}
 
 
 def encoder_configs(made: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
-    """Two layers of WIDTH each."""
+    """Configs of two text encoders with two layers of WIDTH each."""
     heads = 4
     clip = {"intermediate_size": 4 * WIDTH, "num_attention_heads": heads}
     t5 = {"d_kv": WIDTH // heads, "num_heads": heads, "dropout_rate": 0.0}

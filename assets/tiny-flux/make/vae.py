@@ -143,5 +143,5 @@ def _set_scale(model: Any, pictures: torch.Tensor) -> None:
 
 
 def save(model: Any, folder: Path) -> None:
-    """In half precision: the rounding is below what the pixels show."""
+    """Write the VAE in half precision: the rounding is below what the pixels show."""
     model.to("cpu", torch.float16).save_pretrained(folder)

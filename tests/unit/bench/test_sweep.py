@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bench import count, processes, sweep
-from bench.ours import Watch
+from bench.ours import watch
 from tests.unit.modeling.small_models import FAMILIES, case
 
 
@@ -81,17 +81,17 @@ def test_settings_divide_the_blocks() -> None:
 
 def test_a_watch_sees_the_first_line(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    with Watch(log) as watch:
+    with watch(log) as seen:
         time.sleep(0.3)
         log.write_text("")
         time.sleep(0.5)
-        assert watch.first_step_seconds is None
+        assert seen["first_step_seconds"] is None
         log.write_text("one")
         deadline = time.monotonic() + 20
-        while watch.first_step_seconds is None and time.monotonic() < deadline:
+        while seen["first_step_seconds"] is None and time.monotonic() < deadline:
             time.sleep(0.05)
-    assert watch.first_step_seconds is not None and watch.first_step_seconds > 0.7
-    assert watch.device_gib is None
+    assert seen["first_step_seconds"] is not None and seen["first_step_seconds"] > 0.7
+    assert seen["device_gib"] is None
 
 
 def test_auto_that_holds_more_than_its_budget_is_no_win() -> None:

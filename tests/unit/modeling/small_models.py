@@ -11,6 +11,7 @@ import torch
 from diffusers import FluxTransformer2DModel, Kandinsky5Transformer3DModel, QwenImageTransformer2DModel
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.quantized_layers import from_linear, nf4_linear
 from trainer.config.schema import FlowSection
 from trainer.families import draws
 from trainer.families.flux1_dev import FLUX1_DEV
@@ -20,8 +21,7 @@ from trainer.families.qwen_image import QWEN_IMAGE
 from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.attention.packed_rows import set_packed_attention
-from trainer.modeling.storage.nf4 import nf4_linear
-from trainer.modeling.storage.row_quantized import from_linear, takes_fp8
+from trainer.modeling.storage.row_quantized import takes_fp8
 
 Storage = Literal["plain", "int8", "nf4", "fp8", "fp8_two_copies"]
 

@@ -17,7 +17,7 @@ from tests.unit.modeling.small_models import FAMILIES, Case, Storage, case, diff
 from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.blocks import compiled
 from trainer.modeling.blocks.compiled import compile_blocks, eager, graphs_compiled
-from trainer.modeling.blocks.recompute import recompute_blocks
+from trainer.modeling.blocks.recompute import recompute_blocks, repeated_blocks
 from trainer.modeling.fused.norms import fuse_head_norms
 from trainer.modeling.storage import fp8
 
@@ -55,7 +55,7 @@ def fast(storage: Storage = "plain", *, budget: float = 1.0, depth: dict[str, in
     made = case("flux1_dev", storage=storage, changes=depth)
     assert join_siblings(made.model, made.predict) == 3 * (2 * doubles + singles)
     assert fuse_head_norms(made.model) == 4 * doubles + 2 * singles
-    assert compile_blocks(made.model, KINDS, activation_budget=budget) == doubles + singles
+    assert compile_blocks(repeated_blocks(made.model, KINDS), activation_budget=budget) == doubles + singles
     return made
 
 
@@ -105,7 +105,9 @@ def test_no_tiling_is_looked_for_where_two_sizes_vary(varying: dict[str, list[tu
     """torch 2.11 fails there where a batch and its tokens vary at once (its issue 181563)."""
     assert torch._inductor.config.triton.coalesce_tiling_analysis
     assert compile_blocks(
-        case("flux1_dev", changes=SHORT).model, KINDS, activation_budget=1.0, varying=varying
+        repeated_blocks(case("flux1_dev", changes=SHORT).model, KINDS),
+        activation_budget=1.0,
+        varying=varying,
     )
     both = (0, 1) in varying.get(KINDS[1], [])
     assert torch._inductor.config.triton.coalesce_tiling_analysis == (not both)
@@ -115,9 +117,9 @@ def test_sizes_that_are_known_to_vary_cost_no_graph_more() -> None:
     made = case("flux1_dev", changes=SHORT)
     join_siblings(made.model, made.predict)
     shapes = [made, resized(made, 96)]
-    varying = compiled.varying_sizes(made.model, KINDS, [one.predict for one in shapes])
+    varying = compiled.varying_sizes(repeated_blocks(made.model, KINDS), [one.predict for one in shapes])
     assert {name: found[0] for name, found in varying.items()} == {KINDS[1]: (1,)}
-    compile_blocks(made.model, KINDS, activation_budget=1.0, varying=varying)
+    compile_blocks(repeated_blocks(made.model, KINDS), activation_budget=1.0, varying=varying)
     before, counts = graphs_compiled(), []
     for size in (64, 96, 128):
         wanted_output, wanted = resized(case("flux1_dev", changes=SHORT), size).gradients()
@@ -148,7 +150,9 @@ def test_what_varies_is_found_in_tuples_and_mappings_and_before_blocks_are_compi
 
     model = Model()
     runs = [lambda size=size: model(*size) for size in ((4, 2), (6, 2), (4, 5))]
-    assert compiled.varying_sizes(model, ("Block",), runs) == {"Block": [(1,), (), (0,), (1,)]}
+    assert compiled.varying_sizes(repeated_blocks(model, ("Block",)), runs) == {
+        "Block": [(1,), (), (0,), (1,)]
+    }
     assert not model.block._forward_pre_hooks
 
 
@@ -179,8 +183,8 @@ def test_eager_ends_with_an_error_too() -> None:
 
 def test_only_blocks_of_the_kinds_are_compiled() -> None:
     made = case("flux1_dev", changes=DEPTH)
-    assert compile_blocks(made.model, KINDS[:1], activation_budget=1.0) == 2
-    assert compile_blocks(made.model, ("NoSuchBlock",), activation_budget=1.0) == 0
+    assert compile_blocks(repeated_blocks(made.model, KINDS[:1]), activation_budget=1.0) == 2
+    assert compile_blocks(repeated_blocks(made.model, ("NoSuchBlock",)), activation_budget=1.0) == 0
 
 
 def test_the_plan_s_budget_reaches_the_partitioner(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,8 +211,8 @@ def recomputing(count: int, *, inside: bool, depth: dict[str, int] = DEPTH) -> C
     made = case("flux1_dev", changes=depth)
     join_siblings(made.model, made.predict)
     for _ in range(1 + inside):  # said twice is said once
-        number = recompute_blocks(made.model, KINDS, count, inside=inside)
-    assert compile_blocks(made.model, KINDS, activation_budget=1.0) == sum(depth.values())
+        number = recompute_blocks(repeated_blocks(made.model, KINDS), count, inside=inside)
+    assert compile_blocks(repeated_blocks(made.model, KINDS), activation_budget=1.0) == sum(depth.values())
     assert number == (count or sum(depth.values()))
     return made
 
@@ -264,7 +268,7 @@ def test_a_graph_break_is_an_error() -> None:
             return x + 1
 
     model = torch.nn.Sequential(Breaking())
-    assert compile_blocks(model, ("Breaking",), activation_budget=1.0) == 1
+    assert compile_blocks(repeated_blocks(model, ("Breaking",)), activation_budget=1.0) == 1
     with pytest.raises(torch._dynamo.exc.Unsupported):
         model(torch.ones(2))
 
@@ -274,7 +278,7 @@ def test_blocks_under_checkpointing_are_compiled_and_equal() -> None:
     made = case("flux1_dev", changes=SHORT)
     join_siblings(made.model, made.predict)
     made.model.enable_gradient_checkpointing()
-    compile_blocks(made.model, KINDS, activation_budget=1.0)
+    compile_blocks(repeated_blocks(made.model, KINDS), activation_budget=1.0)
     before = graphs_compiled()
     output, found = made.gradients()
     assert graphs_compiled() > before
@@ -288,8 +292,8 @@ def few(budget: float = 1.0, recomputed: int = 0) -> tuple[Case, list[str]]:
     made = case("flux1_dev", changes=SHORT)
     join_siblings(made.model, made.predict)
     if recomputed:
-        recompute_blocks(made.model, KINDS, recomputed, inside=True)
-    compile_blocks(made.model, KINDS, activation_budget=budget, say=said.append)
+        recompute_blocks(repeated_blocks(made.model, KINDS), recomputed, inside=True)
+    compile_blocks(repeated_blocks(made.model, KINDS), activation_budget=budget, say=said.append)
     return made, said
 
 

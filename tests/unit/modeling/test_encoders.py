@@ -23,11 +23,12 @@ from transformers import (
 
 from trainer import families
 from trainer.errors import AccessError
-from trainer.modeling.base.load import load_component, load_streamed
+from trainer.modeling.base import structure
+from trainer.modeling.base.load import build_structure, fill_structure, load_component
 from trainer.modeling.base.source import ModelSource
-from trainer.modeling.storage.quantize import count_quantized, replacer
+from trainer.modeling.storage.quantize import count_quantized, fill
 from trainer.planning.shapes.geometry import linear_weights, quantized_linears
-from trainer.ways.storages import ENCODERS_KEEP, find
+from trainer.ways.storages import ENCODERS_KEEP
 
 # rows of 64 values and more: bitsandbytes' CPU kernel unpacks shorter ones wrongly
 _LAYERS = {
@@ -142,15 +143,10 @@ def test_streaming_gives_what_the_library_loads(kind: Any, encoder: Callable[[An
     """Names of older files, tied matrices and tables included."""
     base = encoder(kind)
     expected = kind.from_pretrained(base.folder / "text_encoder", dtype=torch.bfloat16).state_dict()
-    found = load_streamed(
-        kind,
-        base,
-        "text_encoder",
-        device="cpu",
-        dtype=torch.bfloat16,
-        replace=lambda name, module: None,
-        on_shard=lambda done, total: None,
-    ).state_dict()
+    empty = build_structure(
+        kind, base, "text_encoder", device="cpu", dtype=torch.bfloat16, replace=lambda name, linear: None
+    )
+    found = fill_structure(empty).state_dict()
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert {name: value.dtype for name, value in found.items()} == {
@@ -225,10 +221,8 @@ def test_one_layer_at_a_time_is_in_full_precision(
     encoder: Callable[[Any], ModelSource],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Matrices in bf16 that are alive whenever a layer is to be replaced, without those that stay so."""
+    """Matrices in bf16 that are alive whenever a layer gets its weight, without those that stay so."""
     base = dataclasses.replace(encoder(LlamaForCausalLM), random_components=random)
-    real = replacer(find(weights), ENCODERS_KEEP)
-    assert real is not None
 
     def live() -> dict[int, torch.Size]:
         found = (item for item in gc.get_objects() if type(item) in (torch.Tensor, torch.nn.Parameter))
@@ -241,12 +235,12 @@ def test_one_layer_at_a_time_is_in_full_precision(
     gc.disable()
     counts: list[int] = []
 
-    def watched(name: str, module: torch.nn.Module) -> torch.nn.Module | None:
-        layers = [shape for shape in live().values() if shape[0] != 40]
-        counts.append(len(layers))
-        return real(name, module)
+    def watched(name: str, module: torch.nn.Module, rows: torch.Tensor, **options: Any) -> None:
+        if rows.ndim == 2 and type(module) is not torch.nn.Linear and isinstance(module, torch.nn.Linear):
+            counts.append(len([shape for shape in live().values() if shape[0] != 40]))
+        fill(name, module, rows, **options)
 
-    monkeypatch.setattr("trainer.modeling.base.load.replacer", lambda *arguments, **options: watched)
+    monkeypatch.setattr(structure, "fill", watched)
     try:
         load(LlamaForCausalLM, base, weights, torch.bfloat16)
     finally:

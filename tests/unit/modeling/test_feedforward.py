@@ -12,6 +12,7 @@ from diffusers.models.transformers.transformer_flux import FluxSingleTransformer
 from peft import set_peft_model_state_dict
 
 from tests.numerics.saved import kept_bytes
+from tests.quantized_layers import from_linear
 from tests.unit.modeling.small_models import CONFIGS, Case, Storage, adapt, case, difference, relative
 from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
 from trainer.modeling.adapter.lora import ADAPTER, adapter_state, remove_lora
@@ -24,7 +25,7 @@ from trainer.modeling.fused.feedforward import (
 )
 from trainer.modeling.fused.norms import fuse_head_norms
 from trainer.modeling.storage.fp8 import quantize_rows
-from trainer.modeling.storage.row_quantized import RowScaledLinear, from_linear
+from trainer.modeling.storage.row_quantized import RowScaledLinear
 
 WIDTH, INNER = 32, 96
 DTYPES = [torch.float32, torch.bfloat16]

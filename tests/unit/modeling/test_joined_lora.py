@@ -274,7 +274,7 @@ def test_ranks_may_differ() -> None:
 
 @pytest.mark.parametrize("change", ["dtype", "bias", "storage"])
 def test_bases_of_another_kind_stay_single(change: str) -> None:
-    from trainer.modeling.storage.row_quantized import from_linear
+    from tests.quantized_layers import from_linear
 
     plain = TwoInputs()
     if change == "dtype":

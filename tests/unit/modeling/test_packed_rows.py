@@ -11,11 +11,12 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.unit.modeling.small_models import relative
-from trainer.engine.training import microbatch
+from trainer.engine.training import loop
 from trainer.families import language
 from trainer.families.values import Batch
 from trainer.modeling.attention import packed_rows
 from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled, varying_sizes
+from trainer.modeling.blocks.recompute import repeated_blocks
 
 ROWS = ((5, 9, 2), (16,), (1, 1, 20), (7, 8), (40, 3))
 KINDS = ("LlamaDecoderLayer",)
@@ -106,11 +107,15 @@ def test_rows_of_all_divisions_share_the_graphs_and_learn_what_separate_conversa
     runs = [
         lambda lengths=lengths: language.hidden_states(model, row(lengths)) for lengths in ((8, 8), (9, 9))
     ]
-    compile_blocks(model, KINDS, activation_budget=1.0, varying=varying_sizes(model, KINDS, runs))
+    compile_blocks(
+        repeated_blocks(model, KINDS),
+        activation_budget=1.0,
+        varying=varying_sizes(repeated_blocks(model, KINDS), runs),
+    )
     before, counts = graphs_compiled(), []
     for lengths in (*ROWS, (3,) * 70):
         batch = row(lengths)
-        microbatch._mark_lengths(batch)
+        loop._mark_lengths(batch)
         gradients = []
         for one in (model, plain):
             one.zero_grad()

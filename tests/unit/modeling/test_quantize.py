@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from tests.quantized_layers import replaced
 from tests.stored_nf4 import quant_state
 from trainer.errors import ConfigError
 from trainer.modeling.adapter import lora
@@ -37,10 +38,8 @@ def linear(dtype: torch.dtype = torch.float32, *, bias: bool = True) -> torch.nn
 
 
 def quantize(weights: str, layer: torch.nn.Module) -> torch.nn.Module:
-    replace = replacer(find(weights), ())
-    assert replace is not None
-    found = replace("layer", layer)
-    assert found is not None
+    found = replaced(replacer(find(weights), ()), "layer", layer)
+    assert isinstance(found, torch.nn.Module)
     return found
 
 
@@ -71,9 +70,9 @@ def test_modulation_lies_in_int8_beside_fp8_products() -> None:
     names, modulation = (r".*norm\.linear", r"proj_out"), (r"blocks\..*norm\.linear",)
     replace = replacer(find("fp8", "fp8", 1, "int8"), names, modulation)
     assert replace is not None
-    found = replace("blocks.0.norm.linear", linear())
+    found = replaced(replace, "blocks.0.norm.linear", linear())
     assert isinstance(found, RowScaledLinear) and (found.kind, found.fp8_compute) == ("int8", False)
-    other = replace("blocks.0.proj", linear())
+    other = replaced(replace, "blocks.0.proj", linear())
     assert isinstance(other, RowScaledLinear) and (other.kind, other.fp8_compute) == ("fp8", True)
     assert replace("norm.linear", linear()) is None and replace("proj_out", linear()) is None
     x = torch.randn(2, 256)
@@ -122,7 +121,8 @@ def test_scales_that_are_not_quantised_are_read_too() -> None:
 
     plain, x = linear(), torch.randn(4, 256)
     packed, state = quantize_4bit(plain.weight.data, compress_statistics=False, quant_type="nf4")
-    layer = Nf4Linear(packed, state, plain.bias)
+    layer = Nf4Linear(plain, find("nf4"))
+    layer.take(packed, state)
     assert layer.offset is None and layer.absmax.dtype == torch.float32
     assert torch.equal(layer(x), torch.nn.functional.linear(x, dequantize_4bit(packed, state), plain.bias))
 
@@ -238,7 +238,7 @@ def test_a_lora_on_nf4_has_the_names_of_any_other() -> None:
         replace = replacer(find(weights), (r"proj_out",))
         for name in lora.linear_names(model) if replace else ():
             parent, _, attribute = name.rpartition(".")
-            found = replace(name, model.get_submodule(name)) if replace else None
+            found = replaced(replace, name, model.get_submodule(name))
             if found is not None:
                 model.get_submodule(parent).register_module(attribute, found)
         lora.add_lora(model, rank=2, alpha=2, pattern=r".*attn\.to_[qkv]", seed=0, device="cpu")

@@ -18,9 +18,10 @@ from trainer.errors import AccessError
 from trainer.modeling import tensor_file as tensorfile
 from trainer.modeling.base import load as loading
 from trainer.modeling.base import reading
-from trainer.modeling.base.load import load_streamed
+from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.base.reading import Choice, Method, ShardReader, choose
 from trainer.modeling.base.ring import RingSize
+from trainer.modeling.base.structure import Structure
 
 SMALL = RingSize(piece_bytes=64 * 1024, pieces=4, threads=3)
 WAYS = [
@@ -241,6 +242,13 @@ def llama(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
+def structure(folder: Path) -> Structure:
+    """The language model before it has values."""
+    return build_structure(
+        LlamaForCausalLM, source(folder), "", device="cpu", dtype=torch.bfloat16, replace=None
+    )
+
+
 @pytest.mark.parametrize("way", WAYS, ids=str)
 def test_a_model_is_the_same_however_it_is_read(
     llama: Path, way: Choice, monkeypatch: pytest.MonkeyPatch
@@ -248,13 +256,8 @@ def test_a_model_is_the_same_however_it_is_read(
     monkeypatch.setattr(loading, "ShardReader", lambda *_, **__: reader(way))
     beats: list[tuple[int, int]] = []
     seen: list[tuple[int, int]] = []
-    found = load_streamed(
-        LlamaForCausalLM,
-        source(llama),
-        "",
-        device="cpu",
-        dtype=torch.bfloat16,
-        replace=None,
+    found = fill_structure(
+        structure(llama),
         on_shard=lambda done, total: beats.append((done, total)),
         on_bytes=lambda done, total: seen.append((done, total)),
     )
@@ -268,16 +271,7 @@ def test_a_model_is_the_same_however_it_is_read(
 
 def test_how_each_shard_is_read_is_told(llama: Path) -> None:
     told: list[str] = []
-    load_streamed(
-        LlamaForCausalLM,
-        source(llama),
-        "",
-        device="cpu",
-        dtype=torch.bfloat16,
-        replace=None,
-        on_shard=lambda done, total: None,
-        say=told.append,
-    )
+    fill_structure(structure(llama), say=told.append)
     assert told[0] == "model-0.safetensors: safetensors (nothing is copied to a GPU)"
     assert len(told) == 3
 
@@ -287,15 +281,7 @@ def test_a_damaged_shard_ends_the_load(llama: Path, way: Choice, monkeypatch: py
     monkeypatch.setattr(loading, "ShardReader", lambda *_, **__: reader(way))
     cut(llama / "model-1.safetensors")
     with pytest.raises(AccessError, match=r"model-1\.safetensors: not a readable safetensors file"):
-        load_streamed(
-            LlamaForCausalLM,
-            source(llama),
-            "",
-            device="cpu",
-            dtype=torch.bfloat16,
-            replace=None,
-            on_shard=lambda done, total: None,
-        )
+        fill_structure(structure(llama))
 
 
 @pytest.mark.gpu

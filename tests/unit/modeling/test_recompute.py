@@ -11,14 +11,14 @@ from tests.unit.modeling.small_models import FAMILIES, case, difference, relativ
 from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.blocks import recompute
 from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled
-from trainer.modeling.blocks.recompute import Recomputed, give_base, recompute_blocks
+from trainer.modeling.blocks.recompute import Recomputed, give_base, recompute_blocks, repeated_blocks
 from trainer.modeling.storage.swap import swap_blocks
 from trainer.planning.shapes.activations import counted
 
 
 def test_outputs_and_gradients_stay_bit_for_bit() -> None:
     one, other = case("llama"), case("llama")
-    recompute_blocks(one.model, one.family.blocks)
+    recompute_blocks(repeated_blocks(one.model, one.family.blocks))
     for _ in range(2):
         (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
         assert torch.equal(output, wanted_output)
@@ -35,7 +35,7 @@ def test_what_tells_the_device_of_random_numbers_has_no_name(monkeypatch: pytest
 
     monkeypatch.setattr(recompute, "checkpoint", recorded)
     one = case("flux1_dev")
-    recompute_blocks(one.model, one.family.blocks, draws=True)
+    recompute_blocks(repeated_blocks(one.model, one.family.blocks), draws=True)
     one.predict()
     assert seen == 3 * [(True, True)]
 
@@ -46,7 +46,7 @@ def test_a_block_is_recomputed_once_and_only_for_gradients() -> None:
     for layer in one.model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for _ in range(2):  # said twice is said once
-        recompute_blocks(one.model, one.family.blocks)
+        recompute_blocks(repeated_blocks(one.model, one.family.blocks))
     one.gradients()
     assert len(calls) == 4
     with torch.no_grad():
@@ -57,7 +57,7 @@ def test_a_block_is_recomputed_once_and_only_for_gradients() -> None:
 def test_blocks_keep_the_name_of_their_class_and_share_one() -> None:
     model: Any = case("llama").model
     kinds = {type(layer) for layer in model.model.layers}
-    recompute_blocks(model, FAMILIES["llama"].blocks)
+    recompute_blocks(repeated_blocks(model, FAMILIES["llama"].blocks))
     made = {type(layer) for layer in model.model.layers}
     assert len(kinds) == len(made) == 1 and kinds != made
     assert {kind.__name__ for kind in made} == {"LlamaDecoderLayer"}
@@ -69,7 +69,7 @@ def test_blocks_keep_the_name_of_their_class_and_share_one() -> None:
 def test_the_first_blocks_alone_recompute_and_all_are_of_one_class() -> None:
     changes = {"num_layers": 2, "num_single_layers": 3}
     one, other = case("flux1_dev", changes=changes), case("flux1_dev", changes=changes)
-    assert recompute_blocks(one.model, one.family.blocks, 3) == 3
+    assert recompute_blocks(repeated_blocks(one.model, one.family.blocks), 3) == 3
     calls: list[int] = []
     blocks = [*one.model.transformer_blocks, *one.model.single_transformer_blocks]
     for number, block in enumerate(blocks):
@@ -96,8 +96,10 @@ def test_compiled_blocks_with_joined_layers_recompute(waiting: int) -> None:
     changes = {"num_hidden_layers": 4}
     wanted_output, wanted = case("llama", changes=changes).gradients()
     one = case("llama", changes=changes)
-    swapped = swap_blocks(one.model, one.family.blocks, waiting, device="cpu") if waiting else None
-    recompute_blocks(one.model, one.family.blocks, inside=not waiting)
+    swapped = (
+        swap_blocks(repeated_blocks(one.model, one.family.blocks), waiting, device="cpu") if waiting else None
+    )
+    recompute_blocks(repeated_blocks(one.model, one.family.blocks), inside=not waiting)
 
     def run() -> None:
         one.predict()
@@ -107,7 +109,7 @@ def test_compiled_blocks_with_joined_layers_recompute(waiting: int) -> None:
     assert join_siblings(one.model, run) == 4 * 3
     if swapped is not None:
         swapped.pack()
-    assert compile_blocks(one.model, one.family.blocks, activation_budget=1.0) == 4
+    assert compile_blocks(repeated_blocks(one.model, one.family.blocks), activation_budget=1.0) == 4
     for _ in range(2):
         output, found = one.gradients()
         assert relative(output, wanted_output) < 1e-5

@@ -9,10 +9,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.numerics.saved import kept_bytes
+from tests.quantized_layers import from_linear
 from tests.unit.modeling.small_models import Storage, case, relative
 from trainer.modeling.adapter import lora
 from trainer.modeling.storage import row_quantized
-from trainer.modeling.storage.row_quantized import Kind, RowScaledLinear, from_linear, takes_fp8
+from trainer.modeling.storage.row_quantized import Kind, RowScaledLinear, takes_fp8
 
 # relative errors of normal values: half a step of 1/127 of a row's largest, and half a step of three bits
 LIMITS: dict[Kind, float] = {"int8": 0.015, "fp8": 0.04}

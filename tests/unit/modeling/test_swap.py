@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,10 +13,10 @@ import torch
 from tests.unit.modeling.small_models import Case, Storage, case
 from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
 from trainer.modeling.adapter.lora import adapter_state, remove_lora
-from trainer.modeling.base import empty
-from trainer.modeling.base.empty import modules_inside
-from trainer.modeling.blocks.recompute import Recomputed, recompute_blocks
-from trainer.modeling.storage.swap import Swapped, swap_blocks, swapped_of, waiting_blocks
+from trainer.modeling.base import structure
+from trainer.modeling.base.structure import Structure, modules_inside
+from trainer.modeling.blocks.recompute import Recomputed, recompute_blocks, repeated_blocks
+from trainer.modeling.storage.swap import Swapped, swap_blocks, waiting_blocks
 from trainer.modeling.storage.waiting import waiting
 
 BLOCKS = {
@@ -31,20 +32,27 @@ def made(family: str, count: int, storage: Storage = "plain", **options: Any) ->
     """A small model that recomputes its blocks, `count` of which wait."""
     found = case(family, storage=storage, changes=BLOCKS[family], **options)
     if count:
-        swap_blocks(found.model, found.family.blocks, count, device="cpu")
-    recompute_blocks(found.model, found.family.blocks)
+        swap_blocks(repeated_blocks(found.model, found.family.blocks), count, device="cpu")
+    recompute_blocks(repeated_blocks(found.model, found.family.blocks))
     return found
 
 
+def host_blocks(one: Case) -> Swapped | None:
+    """The blocks that wait, which each of them knows."""
+    return next(
+        (vars(module)["swapped"] for module in one.model.modules() if "swapped" in vars(module)), None
+    )
+
+
 def swapped_in(one: Case) -> Swapped:
-    swapped = swapped_of(one.model)
+    swapped = host_blocks(one)
     assert swapped is not None
     return swapped
 
 
 def join(one: Case) -> None:
     """As the engine does: the weights of waiting blocks are joined where they wait."""
-    swapped = swapped_of(one.model)
+    swapped = host_blocks(one)
 
     def run() -> None:
         with torch.no_grad():
@@ -162,7 +170,7 @@ def test_tensors_that_blocks_share_stay_with_those_that_do_not_wait() -> None:
     resident = found.model.transformer_blocks[0].ff.net[2]
     before = resident.nested_code.clone()
     pointer = resident.nested_code.data_ptr()
-    swap_blocks(found.model, found.family.blocks, 5, device="cpu")
+    swap_blocks(repeated_blocks(found.model, found.family.blocks), 5, device="cpu")
     assert resident.nested_code.data_ptr() == pointer
     assert torch.equal(resident.nested_code, before)
 
@@ -223,24 +231,24 @@ def test_waiting_blocks_lie_far_from_each_other(
 
 def test_the_longest_stack_waits_first() -> None:
     found = case("flux1_dev", changes=BLOCKS["flux1_dev"])
-    assert waiting_blocks(found.model, found.family.blocks, 2) == [
+    assert waiting_blocks(repeated_blocks(found.model, found.family.blocks), 2) == [
         "single_transformer_blocks.1",
         "single_transformer_blocks.3",
     ]
-    assert waiting_blocks(found.model, found.family.blocks, 6)[0] == "transformer_blocks.1"
+    assert waiting_blocks(repeated_blocks(found.model, found.family.blocks), 6)[0] == "transformer_blocks.1"
     with pytest.raises(AssertionError, match="8 blocks of 7"):
-        waiting_blocks(found.model, found.family.blocks, 8)
+        waiting_blocks(repeated_blocks(found.model, found.family.blocks), 8)
 
 
 def test_modules_that_wait_are_left_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = case("flux1_dev", adapted=False).model
     block = model.single_transformer_blocks[1]
-    names = modules_inside(model, lambda _: ["single_transformer_blocks.1"])
+    names = modules_inside(model, ["single_transformer_blocks.1"])
     assert {"single_transformer_blocks.1", "single_transformer_blocks.1.attn.to_q"} <= names
-    assert modules_inside(model, None) == frozenset()
+    assert modules_inside(model, ()) == frozenset()
     moved: list[torch.nn.Module] = []
-    monkeypatch.setattr(empty, "_move", lambda module, device: moved.append(module))
-    empty.to_device(model, "cpu", names)
+    monkeypatch.setattr(structure, "move", lambda module, device: moved.append(module))
+    Structure(module=model, folder=Path(), device="cpu").complete(names)
     assert {*map(id, moved)} == {*map(id, model.modules())} - {*map(id, block.modules())}
 
 

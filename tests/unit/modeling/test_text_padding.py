@@ -16,6 +16,7 @@ from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.attention.text_lengths import pad_text, padded_text
 from trainer.modeling.attention.text_padding import text_readers
 from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled
+from trainer.modeling.blocks.recompute import repeated_blocks
 from trainer.modeling.fused.rotary import fuse_rotary
 
 # of sums in fp32 that are made in another order
@@ -139,7 +140,7 @@ def test_compiled_blocks_serve_all_captions_of_a_length(family: str) -> None:
     given = case(family)
     join_siblings(given.model, lambda: _forward(given))
     readers = prepared(given)
-    compile_blocks(given.model, given.family.blocks, activation_budget=1.0)
+    compile_blocks(repeated_blocks(given.model, given.family.blocks), activation_budget=1.0)
     run(padded(with_caption(given, 4), 16), readers)
     before = graphs_compiled()
     for tokens, right in wanted.items():

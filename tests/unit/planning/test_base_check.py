@@ -21,9 +21,9 @@ from trainer.config.schema import RunConfig
 from trainer.engine.building.base_load_check import check_loadable
 from trainer.errors import AccessError, ConfigError
 from trainer.families import components, get
-from trainer.modeling.base.empty import built_empty
 from trainer.modeling.base.load import load_component, renaming
 from trainer.modeling.base.source import resolve_source
+from trainer.modeling.base.structure import built_empty
 from trainer.planning.base_check import check_base, named_class
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run, prepare_base

@@ -115,8 +115,8 @@ def write_packed(folder: Path) -> None:
     import torch
     from safetensors.torch import save_file
 
+    from tests.quantized_layers import nf4_linear
     from tests.stored_nf4 import stored_state
-    from trainer.modeling.storage.nf4 import nf4_linear
 
     layer = nf4_linear(torch.nn.Linear(64, 6, dtype=torch.bfloat16))
     state = {f"a.{name}": value for name, value in stored_state(layer, torch.bfloat16).items()}

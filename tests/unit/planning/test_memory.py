@@ -11,7 +11,6 @@ from tests.unit.planning.conftest import GIB, kept, way_of
 from trainer.planning.cost import memory
 from trainer.planning.cost.memory import Storage
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Linears
-from trainer.ways.storages import find
 
 NONE = kept(0, inputs=0, block=0)
 
@@ -168,12 +167,9 @@ def test_the_host_holds_cuda_and_one_shard(geometry: Geometry) -> None:
 def test_nf4_bytes_are_those_of_a_real_layer() -> None:
     import torch
 
-    from trainer.modeling.storage.quantize import replacer
+    from tests.quantized_layers import nf4_linear
 
-    replace = replacer(find("nf4"), ())
-    assert replace is not None
-    layer = replace("layer", torch.nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16))
-    assert layer is not None
+    layer = nf4_linear(torch.nn.Linear(512, 1024, bias=False, dtype=torch.bfloat16))
     tensors = {name: value for name, value in layer.state_dict().items() if "quant_state" not in name}
     real = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
     part = ComponentGeometry(name="t", role="trained", shapes={"layer.weight": (1024, 512)}, source="test")

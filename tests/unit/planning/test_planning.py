@@ -25,8 +25,8 @@ from trainer.errors import AccessError, ConfigError, HardwareError
 from trainer.families import get, names
 from trainer.files.component_shapes import header_shapes
 from trainer.modeling.adapter.targets import target_pattern
-from trainer.modeling.base.empty import built_empty
 from trainer.modeling.base.meta_shapes import meta_shapes as build_shapes
+from trainer.modeling.base.structure import built_empty
 from trainer.planning.planning import local_folder, plan_run, predict, run_attention
 from trainer.planning.render import plan_from_json
 from trainer.planning.shapes import meta_shapes

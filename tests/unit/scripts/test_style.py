@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from PIL import Image, ImageFilter
 
-from scripts.style import BLUE, PAPER, PASSES, SKY, is_style, overlap, score
+from scripts.style import BLUE, PAPER, PASSES, SKY, is_style, score
+from tests.overlap import overlap
 
 ROOT = Path(__file__).resolve().parents[3]
 CELL_PIXELS = 64

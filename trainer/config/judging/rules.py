@@ -1,8 +1,9 @@
-"""What each key alone cannot tell: contradictions, and settings without effect."""
+"""Contradictions between keys, and settings without effect."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,9 +12,9 @@ from trainer.config import fields
 from trainer.config.judging import path_rules
 from trainer.config.judging.rule import Clash, Context, Rule
 from trainer.config.schema import RunConfig, ValidationSection
+from trainer.ways.storages import frozen
 from trainer.words.near import did_you_mean
 
-_QUANTIZED = ("int8", "nf4", "fp8")
 _SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".pt", ".bin")
 _LEAST_PRODIGY_RATE = 0.1
 _MOST_VIEWS_TOGETHER = 64
@@ -107,9 +108,8 @@ def _single_file(context: Context) -> bool:
 def _revision_of_folder(context: Context) -> bool:
     model = context.config.model
     asked = bool(model.revision) and context.written("model.revision")
-    return (
-        asked and not _single_file(context) and path_rules.is_dir(Path(model.pretrained_model_name_or_path))
-    )
+    folder = Path(model.pretrained_model_name_or_path)
+    return asked and not _single_file(context) and path_rules.known(folder.is_dir)
 
 
 def _unknown_preset(context: Context) -> Iterator[Clash]:
@@ -145,7 +145,7 @@ def _sets_of_two_kinds(context: Context) -> Iterator[Clash]:
 def _same_set_twice(context: Context) -> Iterator[Clash]:
     seen: dict[str, str] = {}
     for key, path in _training_sets(context.config):
-        first = seen.setdefault(path_rules.real(path), key)
+        first = seen.setdefault(os.path.realpath(path), key)
         if first != key:
             yield {"key": key, "path": str(path), "first": context.source(first)}
 
@@ -165,7 +165,7 @@ def _held_out_two_ways(context: Context) -> Iterator[Clash]:
 def _held_out_trained(context: Context) -> Iterator[Clash]:
     key, held_out = _held_out(context.config.validation)
     for trained, path in _training_sets(context.config):
-        if held_out is not None and path_rules.real(held_out) == path_rules.real(path):
+        if held_out is not None and os.path.realpath(held_out) == os.path.realpath(path):
             chats = trained.endswith("chat_file")
             others = "file of other conversations" if chats else "folder of other images"
             yield {"key": key, "path": str(held_out), "trained": context.source(trained), "others": others}
@@ -212,7 +212,7 @@ def _low_rate(context: Context) -> Iterator[Clash]:
 
 def _no_file(context: Context) -> bool:
     path = context.config.lora.init_from
-    return context.config.method == "lora" and path is not None and not path_rules.is_file(path)
+    return context.config.method == "lora" and path is not None and not path_rules.known(path.is_file)
 
 
 def _many_views(context: Context) -> Iterator[Clash]:
@@ -227,7 +227,7 @@ RULES: tuple[Rule[Context], ...] = (
     Rule(("method", "flow.weighting_scheme", "validation.img_dir", "features.weights"), _without_effect,
          "`{key}` has no effect {why}", "{remedy}"),
     Rule(("features.weights", "method"),
-         lambda at: at.config.method == "full" and at.config.features.weights in _QUANTIZED,
+         lambda at: at.config.method == "full" and at.config.features.weights in frozen(),
          "`features.weights: {features.weights}` cannot be trained by `method: full`: {features.weights}"
          " weights are frozen", "write `method: lora`, or leave features.weights out"),
     Rule(("features.compute", "features.weights", "method"),
@@ -263,6 +263,15 @@ RULES: tuple[Rule[Context], ...] = (
          and at.config.model.dtype not in ("auto", at.config.features.weights),
          "`features.weights: {features.weights}` contradicts {=model.dtype}",
          "write the same in both, or leave features.weights out"),
+    Rule(("features.compute", "features.weights", "model.dtype"),
+         lambda at: at.config.features.compute == "bf16" and at.config.model.dtype in ("fp16", "fp32"),
+         "features.compute is bf16, but model.dtype is {model.dtype}", "leave one of them out",
+         at=("features.compute",)),
+    Rule(("features.compute", "features.weights", "model.dtype"),
+         lambda at: at.config.features.compute == "bf16" and at.config.features.weights == "fp32"
+         and at.config.model.dtype not in ("fp16", "fp32"),
+         "features.compute is bf16, but features.weights is fp32", "leave one of them out",
+         at=("features.compute",)),
     Rule(("train.lr_warmup_steps", "train.max_train_steps"),
          lambda at: at.config.train.lr_warmup_steps >= at.config.train.max_train_steps,
          "`train.lr_warmup_steps` is {train.lr_warmup_steps}, but `train.max_train_steps` is"
@@ -305,7 +314,7 @@ RULES: tuple[Rule[Context], ...] = (
          "`model.dtype: fp16` is for `method: lora`: a full fine-tune in it would lose small updates",
          "write bf16 or fp32, or `method: lora`"),
     Rule(("lora.type", "features.weights", "method", "lora.dropout", "features.compute"),
-         lambda at: _other_adapter(at) and at.config.features.weights in _QUANTIZED,
+         lambda at: _other_adapter(at) and at.config.features.weights in frozen(),
          "`lora.type: {lora.type}` contradicts {=features.weights}: its file could not be proved",
          "remove one of them", at=("lora.type", "features.weights")),
     Rule(("lora.type", "features.weights", "method", "lora.dropout", "features.compute"),

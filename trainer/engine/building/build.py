@@ -7,13 +7,14 @@ that wait go to host memory) -> attention kernel. `build`: LoRA -> activation ch
 
 from __future__ import annotations
 
-import functools
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import Accelerator
 
-from trainer.engine.building.fast import NOTHING_VARIES, Varies, compile_model, prove_fp8
+from trainer.engine.building.fast import compile_model, prove_fp8
+from trainer.engine.building.model import Model
 from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.errors import HardwareError
@@ -22,8 +23,8 @@ from trainer.modeling.adapter.start_from import start_from
 from trainer.modeling.adapter.targets import target_pattern
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.attention.text_lengths import TextReader
-from trainer.modeling.base.load import load_streamed
-from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks
+from trainer.modeling.base.load import build_structure, fill_structure
+from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks, repeated_blocks
 from trainer.modeling.storage.quantize import count_quantized, replacer
 from trainer.modeling.storage.swap import swap_blocks, waiting_blocks
 from trainer.telemetry.progress import progress
@@ -42,18 +43,20 @@ class Built:
     """Attention processors that leave the padding of captions out; none where captions are not padded."""
 
 
-def build(context: Context, varies: Varies = NOTHING_VARIES) -> Built:
+def build(context: Context, varies: Sequence[str] = ()) -> Built:
     """Load the base, make it trainable by the configured method, and attach the optimizer.
 
-    Compiled blocks serve every size of what `varies`, and of the rest the first one until another comes.
+    Compiled blocks serve any of the sizes that vary (arguments of `small_forward`), and of others the first
+    one until another comes.
     """
     plan = context.plan
     model = load_base(context)
+    module = model.module
     if context.config.method == "lora":
-        _add_adapter(context, model)
+        _add_adapter(context, module)
     else:
-        model.requires_grad_(True)
-    model.train()
+        module.requires_grad_(True)
+    module.train()
     if plan.activation_checkpointing:
         _recompute(context, model)
     if plan.compile:
@@ -64,7 +67,7 @@ def build(context: Context, varies: Varies = NOTHING_VARIES) -> Built:
             f"{accelerator.num_processes} processes were started; this version trains on one device",
             remedy="start `trainer train` itself, without torchrun or accelerate launch",
         )
-    trainable = {name: value for name, value in model.named_parameters() if value.requires_grad}
+    trainable = {name: value for name, value in module.named_parameters() if value.requires_grad}
     count = sum(parameter.numel() for parameter in trainable.values())
     context.say(f"training {count:,} parameters in {len(trainable)} tensors")
     updater = Updater(trainable, context.config.train, plan.optimizer)
@@ -72,35 +75,36 @@ def build(context: Context, varies: Varies = NOTHING_VARIES) -> Built:
     if plan.text_padding:
         from trainer.modeling.attention.text_padding import text_readers
 
-        readers = text_readers(model, context.family.text_keys)
-    return Built(model=model, updater=updater, accelerator=accelerator, text_readers=readers)
+        readers = text_readers(module, context.family.text_keys)
+    return Built(model=module, updater=updater, accelerator=accelerator, text_readers=readers)
 
 
-def load_base(context: Context) -> Any:
+def load_base(context: Context) -> Model:
     """The trained component with the plan's storage and attention kernel, frozen."""
     plan = context.plan
     context.status.beat(Phase.LOAD)
     model = _streamed(context)
     if not plan.way.trains:
-        count, kept = count_quantized(model, plan.weights)
+        count, kept = count_quantized(model.module, plan.weights)
         others = f" (modulation in {plan.modulation})" if plan.modulation else ""
         context.say(
             f"{plan.weights} base: {count} linear layers quantised{others}, {kept} kept in {plan.dtype}"
         )
     if plan.swapped_blocks:
         assert plan.activation_checkpointing and not plan.cuda_graphs, "kept activations would keep weights"
-        swapped = swap_blocks(model, context.family.blocks, plan.swapped_blocks, device=context.device)
+        swapped = swap_blocks(model.blocks, plan.swapped_blocks, device=context.device)
+        model = replace(model, host_blocks=swapped)
         context.say(
             f"{swapped.number} blocks wait in host memory ({gib(swapped.host_bytes)}) and pass through"
             f" {gib(swapped.device_bytes)} of the device's"
         )
-    set_attention(model, plan.attention)
+    set_attention(model.module, plan.attention)
     if plan.compute == "fp8":
-        context.say(prove_fp8(context, model))
+        context.say(prove_fp8(context, model.module))
     return model
 
 
-def _streamed(context: Context) -> Any:
+def _streamed(context: Context) -> Model:
     """The trained component, built on the meta device and filled shard by shard with a bar."""
     plan, family = context.plan, context.family
     shown = 0
@@ -117,22 +121,25 @@ def _streamed(context: Context) -> Any:
             if done == total:
                 on_bytes(1, 1)
 
-        return load_streamed(
+        structure = build_structure(
             family.model_class(context.source),
             context.source,
             family.trained_component,
             device=context.device,
             dtype=context.dtype,
             replace=replacer(plan.way, family.high_precision, family.modulation),
-            on_shard=on_shard,
             fill_zeros=context.config.method == "lora",
+        )
+        blocks, count = repeated_blocks(structure.module, family.blocks), plan.swapped_blocks
+        filled = fill_structure(
+            structure,
+            on_host=waiting_blocks(blocks, count) if count else (),
             loader=plan.loader,
+            on_shard=on_shard,
             on_bytes=on_bytes,
             say=context.say,
-            waiting=functools.partial(waiting_blocks, kinds=family.blocks, count=plan.swapped_blocks)
-            if plan.swapped_blocks
-            else None,
         )
+    return Model(module=filled, blocks=blocks)
 
 
 def _add_adapter(context: Context, model: Any) -> None:
@@ -155,10 +162,10 @@ def _add_adapter(context: Context, model: Any) -> None:
         context.say(f"the adapter starts from {settings.init_from}: {count} tensors")
 
 
-def _recompute(context: Context, model: Any) -> None:
+def _recompute(context: Context, model: Model) -> None:
     """Have as many repeated blocks recompute their activations in backward as the plan says."""
-    plan, kinds, draws = context.plan, context.family.blocks, has_dropout(model)
+    plan, draws = context.plan, has_dropout(model.module)
     # a graph keeps the weights that it reads, and those of blocks that wait are not to stay
     inside = plan.compile and not plan.swapped_blocks and not draws
-    count = recompute_blocks(model, kinds, plan.recomputed_blocks, draws=draws, inside=inside)
-    assert count, f"no block of {', '.join(kinds)} in the model"
+    count = recompute_blocks(model.blocks, plan.recomputed_blocks, draws=draws, inside=inside)
+    assert count, f"no block of {', '.join(context.family.blocks)} in the model"

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from trainer.engine.building.model import Model
 from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
 from trainer.errors import HardwareError
@@ -22,7 +23,7 @@ _SIDE, _TOKENS = 256, 64
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """Counts of what was made to compute together."""
+    """Numbers of layers that compute together."""
 
     joined: int
     norms: int
@@ -52,28 +53,27 @@ def fuse(model: Any, run: Callable[[], None]) -> Fused:
     )
 
 
-def _fuse_and_compact(context: Context, model: Any) -> Fused:
+def _fuse_and_compact(context: Context, model: Model) -> Fused:
     """`fuse`, then give back the holes that separate weights left where they were joined.
 
     Weights of blocks that wait in host memory are joined there.
     """
     from trainer.modeling.storage.block_memory import compact
-    from trainer.modeling.storage.swap import swapped_of
 
-    swapped, predict = swapped_of(model), small_forward(context, model)
+    swapped, predict = model.host_blocks, small_forward(context, model.module)
 
     def run() -> None:
         predict()
         if swapped is not None:
             swapped.to_host()
 
-    fused = fuse(model, run)
+    fused = fuse(model.module, run)
     if swapped is not None:
         swapped.pack()
     if context.device == "cpu":
         return fused
     waiting = () if swapped is None else swapped.blocks
-    for block in [module for module in model.modules() if type(module).__name__ in context.family.blocks]:
+    for block in model.blocks.values():
         if block not in waiting:
             compact([block])
             # each time: without expandable segments no block takes the place of another
@@ -81,35 +81,23 @@ def _fuse_and_compact(context: Context, model: Any) -> Fused:
     return fused
 
 
-@dataclass(frozen=True, kw_only=True)
-class Varies:
-    """Sizes that differ from one micro-batch of a run to another."""
-
-    pictures: bool = False
-    captions: bool = False
-    batches: bool = False
-
-
-NOTHING_VARIES = Varies()
-
-
-def compile_model(context: Context, model: Any, varies: Varies) -> None:
+def compile_model(context: Context, model: Model, varies: Sequence[str]) -> None:
     """Fuse layers that can compute together; the repeated blocks compile at their first call.
 
-    For any size of what varies at once: of one size first, they would be compiled three times.
+    For any of the sizes that vary (arguments of `small_forward`) at once: of one size first, they would be
+    compiled three times.
     """
     from trainer.modeling.blocks.compiled import compile_blocks, varying_sizes
 
-    move_plain_tensors(model, context.device)
+    move_plain_tensors(model.module, context.device)
     fused = f"; {_fuse_and_compact(context, model)}" if context.config.method == "lora" else ""
-    sizes = [{}, *[{"wide": 2}, {"tall": 2}] * varies.pictures, *[{"text": 2}] * varies.captions]
-    sizes += [{"batch": 2}] * varies.batches
-    runs = [small_forward(context, model, **size) for size in sizes]
-    kinds, budget = context.family.blocks, context.plan.activation_budget
-    varying = varying_sizes(model, kinds, runs) if len(runs) > 1 else {}
-    blocks = compile_blocks(model, kinds, activation_budget=budget, varying=varying, say=context.say)
+    sizes: list[dict[str, int]] = [{}, *({one: 2} for one in varies)]
+    runs = [small_forward(context, model.module, **size) for size in sizes]
+    varying = varying_sizes(model.blocks, runs) if len(runs) > 1 else {}
+    budget = context.plan.activation_budget
+    count = compile_blocks(model.blocks, activation_budget=budget, varying=varying, say=context.say)
     context.say(
-        f"{blocks} blocks are compiled at the first step (under a minute, seconds where the cache is"
+        f"{count} blocks are compiled at the first step (under a minute, seconds where the cache is"
         f" warm){fused}"
     )
 

@@ -1,13 +1,14 @@
-"""Components of a base model: from shards on disk, streamed tensor by tensor, or seeded random
-weights (`random_weights`).
+"""Components of a base model: structure first, values second.
+
+A component is built on the meta device, layers that will hold quantised weights take the place of its linears
+there, and then values come tensor by tensor: from shards on disk, some of them nf4 bytes, or drawn at random.
 """
 
 from __future__ import annotations
 
-import functools
 import re
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import defaultdict
+from collections.abc import Callable, Collection, Set
 from pathlib import Path
 from typing import Any
 
@@ -16,22 +17,12 @@ import torch
 from trainer.errors import AccessError
 from trainer.files.component_shapes import packed_tensors, stored_as
 from trainer.files.weight_files import weight_files
-from trainer.modeling.base.empty import (
-    Waiting,
-    built_empty,
-    modules_inside,
-    on_meta,
-    stored_type,
-    swap,
-    tie,
-    tied,
-    to_device,
-    to_host,
-)
-from trainer.modeling.base.random_weights import random_module, random_replaced
-from trainer.modeling.base.reading import Shard, ShardReader
+from trainer.modeling.base.random_weights import draw, random_module
+from trainer.modeling.base.reading import ShardReader
 from trainer.modeling.base.source import ModelSource
-from trainer.modeling.storage.quantize import Replace, count_quantized, packed_linear, replacer
+from trainer.modeling.base.structure import Structure, built_empty, modules_inside, tied
+from trainer.modeling.storage.nf4 import Nf4Linear
+from trainer.modeling.storage.quantize import Replace, count_quantized, replacer
 from trainer.ways.storages import ENCODERS_KEEP, WAYS
 
 # buffers that older files hold and newer models compute; transformers' own loader skips the same
@@ -47,27 +38,19 @@ def load_component(
     Where the source is `quantized_to` something it is a text encoder, and its layers are quantised as they
     arrive: it never exists in full precision.
     """
-    if source.quantized_to is not None:
-        quantized = load_streamed(
-            component_class,
-            source,
-            name,
-            device=device,
-            dtype=dtype,
-            replace=replacer(WAYS[source.quantized_to], ENCODERS_KEEP),
-            on_shard=lambda done, total: None,
-            extra_tensors=True,
-        )
-        count_quantized(quantized, source.quantized_to)
-        return quantized.eval()
-    if name in source.random_components:
-        module = random_module(component_class, source, name, device=device, dtype=dtype)
-    else:
+    weights = source.quantized_to
+    if weights is None and name not in source.random_components:
         module = _from_pretrained(component_class, source.component(name), dtype)
-    return module.requires_grad_(False).eval().to(device)
+        return module.requires_grad_(False).eval().to(device)
+    replace = None if weights is None else replacer(WAYS[weights], ENCODERS_KEEP)
+    structure = build_structure(component_class, source, name, device=device, dtype=dtype, replace=replace)
+    module = fill_structure(structure, extra_tensors=True)
+    if weights is not None:
+        count_quantized(module, weights)
+    return module.eval()
 
 
-def load_streamed(
+def build_structure(
     component_class: Any,
     source: ModelSource,
     name: str,
@@ -75,58 +58,73 @@ def load_streamed(
     device: str,
     dtype: torch.dtype,
     replace: Replace | None,
-    on_shard: Callable[[int, int], None],
     fill_zeros: bool = False,
+) -> Structure:
+    """A component on the meta device, with the layers that `replace` puts in the place of its linears.
+
+    Files that hold nf4 bytes say themselves which linears these are of; `replace` is not asked then. A random
+    component without replacements has its values at once, as its library draws them; with `fill_zeros` the
+    matrices that start at zero get some: an adapter beside a gate that is closed would learn nothing.
+    """
+    folder, is_random = source.component(name), name in source.random_components
+    label = f"{source.seed}/{name}" if is_random else ""
+    if is_random and replace is None:
+        module = random_module(
+            component_class, folder, label, device=device, dtype=dtype, fill_zeros=fill_zeros
+        )
+        return Structure(module=module, folder=folder, device=device)
+    module = built_empty(component_class, folder, dtype)
+    wanted = {key: tensor.to("meta") for key, tensor in module.state_dict().items()}
+    stored = packed_tensors(folder) if not is_random and stored_as(folder) else {}
+    shared = {key.rpartition(".")[0] for pair in tied(module).items() for key in pair}
+    for layer, linear in list(module.named_modules()):
+        if not isinstance(linear, torch.nn.Linear):
+            continue
+        new: torch.nn.Module | None = None
+        if stored:
+            new = Nf4Linear(linear, WAYS["nf4"]) if layer in stored else None
+        elif replace is not None and layer not in shared:
+            new = replace(layer, linear)
+        if new is not None:
+            parent, _, attribute = layer.rpartition(".")
+            module.get_submodule(parent).register_module(attribute, new)
+    return Structure(
+        module=module, folder=folder, device=device, wanted=wanted, stored=stored, random_label=label
+    )
+
+
+def fill_structure(
+    structure: Structure,
+    *,
+    on_host: Collection[str] = (),
     extra_tensors: bool = False,
     loader: str = "auto",
-    on_bytes: Callable[[int, int], None] | None = None,
+    on_shard: Callable[[int, int], None] = lambda done, total: None,
+    on_bytes: Callable[[int, int], None] = lambda done, total: None,
     say: Callable[[str], None] | None = None,
-    waiting: Waiting | None = None,
 ) -> torch.nn.Module:
-    """Build on the meta device, then fill shard by shard on `device`, replacing linears as they complete.
+    """The component with its values, frozen, each quantised as it arrives: peaks stay near the final size.
 
-    Peaks stay near the final size: a quantised model never exists in full precision. A checkpoint that is
-    stored in nf4 is filled as it is, and `replace` not asked. `on_shard(done, total)` runs after each shard,
-    `on_bytes(done, total)` after each tensor, in bytes of all shards; both may raise to stop. `loader` is the
-    plan's, and `say` is told how each shard is read and why. With `fill_zeros` the matrices that a random
-    base starts with at zero get values: an adapter beside a gate that is closed would learn nothing. With
-    `extra_tensors` files may hold more than the model has, as `from_pretrained` of both libraries allows.
-    Modules inside those that `waiting` names are left on the CPU, each as soon as it is complete. Raises
-    AccessError where the files do not match the model.
+    Modules inside those that `on_host` names are left on the CPU, each as soon as it is complete.
+    `on_shard(done, total)` runs after each shard, `on_bytes(done, total)` after each tensor, in bytes of all
+    shards; both may raise to stop. `loader` is the plan's, and `say` is told how each shard is read and why.
+    With `extra_tensors` files may hold more than the model has, as `from_pretrained` of both libraries
+    allows. Raises AccessError where the files do not match the model.
     """
-    if name in source.random_components:
-        drawn = functools.partial(random_module, fill_zeros=fill_zeros)
-        if replace is not None:
-            drawn = functools.partial(random_replaced, replace=replace, waiting=waiting)
-        module = drawn(component_class, source, name, device=device, dtype=dtype)
+    if not structure.wanted:
         on_shard(1, 1)
-        return module.requires_grad_(False)
-    folder = source.component(name)
-    filling = _filling(
-        component_class,
-        folder,
-        device=device,
-        dtype=dtype,
-        replace=replace,
-        extra_tensors=extra_tensors,
-        waiting=waiting,
-    )
-    with ShardReader(device, loader=loader, say=say) as reader:
-        _fill_all(filling, shard_files(folder), reader, on_shard, on_bytes)
-    return to_device(_complete(filling, folder), device, filling.waiting).requires_grad_(False)
-
-
-def _complete(filling: _Filling, folder: Path) -> torch.nn.Module:
-    """The filled model; its rope tables and other buffers are on the CPU still."""
-    tie(filling.module)
-    missing = on_meta(filling.module)
-    if missing:
-        raise AccessError(
-            f"{len(missing)} tensors of the model are in none of its files, first {missing[0]}",
-            where=str(folder),
-            remedy="the download may be incomplete: run `trainer fetch` again",
-        )
-    return filling.module
+        filled: torch.nn.Module = structure.module.requires_grad_(False)
+        return filled
+    hosted = modules_inside(structure.module, on_host)
+    if structure.random_label:
+        draw(structure, hosted)
+        on_shard(1, 1)
+    else:
+        with ShardReader(structure.device, loader=loader, say=say) as reader:
+            _read_shards(
+                structure, reader, hosted, extra_tensors=extra_tensors, on_shard=on_shard, on_bytes=on_bytes
+            )
+    return structure.complete(hosted)
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -141,72 +139,63 @@ def shard_files(folder: Path) -> list[Path]:
     return list(found.files)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Filling:
-    """A model on its way from the meta device to `device`."""
-
-    module: torch.nn.Module
-    known: frozenset[str]
-    """Names of the tensors that files may hold."""
-    parameters: frozenset[str]
-    """Those that are cast to `dtype`."""
-    kept: frozenset[str]
-    """Linears that share their weight, which no replacement can."""
-    packed: Mapping[str, str]
-    """Linear by the name of each tensor that its nf4 weight is stored in."""
-    pieces: Mapping[str, int]
-    """Number of tensors that each of those linears is stored in."""
-    renamed: Callable[[str], str]
-    """The model's name of a tensor of the files: older versions of a library had other ones."""
-    extra_tensors: bool
-    """Files may hold more."""
-    device: str
-    dtype: torch.dtype
-    replace: Replace | None
-    waiting: frozenset[str]
-    """Modules that stay on the CPU once they are complete, with all inside them."""
-    parted: dict[str, dict[str, torch.Tensor]] = field(default_factory=dict)
-    """Packed tensors by linear until all are there: shards may part them."""
-
-
-def _filling(
-    component_class: Any,
-    folder: Path,
+def _read_shards(
+    structure: Structure,
+    reader: ShardReader,
+    on_host: Set[str],
     *,
-    device: str,
-    dtype: torch.dtype,
-    replace: Replace | None,
     extra_tensors: bool,
-    waiting: Waiting | None,
-) -> _Filling:
-    """The component on the meta device, with its buffers computed on the CPU."""
-    import transformers
+    on_shard: Callable[[int, int], None],
+    on_bytes: Callable[[int, int], None],
+) -> None:
+    """Place every tensor of a component's files; no reference to one outlives its place."""
+    from safetensors import SafetensorError
 
-    packed = packed_tensors(folder) if stored_as(folder) else {}
-    module = built_empty(component_class, folder, dtype)
-    known = frozenset(module.state_dict())
-    parameters = known
-    if isinstance(module, transformers.PreTrainedModel):
-        # its rope tables stay in fp32
-        parameters = frozenset(name for name, _ in module.named_parameters(remove_duplicate=False))
-    return _Filling(
-        module=module,
-        known=known,
-        parameters=parameters,
-        kept=tied(module),
-        packed={tensor: linear for linear, tensors in packed.items() for tensor in tensors},
-        pieces={linear: len(tensors) for linear, tensors in packed.items()},
-        renamed=renaming(module),
-        extra_tensors=extra_tensors,
-        device=device,
-        dtype=dtype,
-        replace=None if packed else replace,
-        waiting=modules_inside(module, waiting),
-    )
+    shards, rename = shard_files(structure.folder), renaming(structure.module)
+    sizes = [shard.stat().st_size for shard in shards]
+    linear_of = {key: linear for linear, keys in structure.stored.items() for key in keys}
+    # shards may part nf4 bytes from what belongs to them
+    parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    for number, shard in enumerate(shards):
+        try:
+            with reader.open(shard) as file:
+                for key, end in file.ends.items():
+                    linear = linear_of.get(key)
+                    name = rename(key) if linear is None else f"{linear}.weight"
+                    if name in structure.wanted:
+                        parts[name][key] = file.get_tensor(key)
+                        if linear is None:
+                            rows = parts.pop(name)
+                            kind = structure.wanted[name].dtype
+                            structure.place(name, rows.pop(key).to(kind), on_host, where=str(shard))
+                        elif len(parts[name]) == len(structure.stored[linear]):
+                            rows = parts.pop(name)
+                            structure.place(name, rows.pop(name), on_host, beside=rows, where=str(shard))
+                            rows.clear()
+                    elif not (extra_tensors or _COMPUTED.search(name)):
+                        raise AccessError(
+                            f"tensor {key} does not belong to {type(structure.module).__name__}",
+                            where=str(shard),
+                            remedy="is this the right model for the configured family?",
+                        )
+                    on_bytes(sum(sizes[:number]) + end, sum(sizes))
+        except SafetensorError as error:
+            raise AccessError(
+                f"not a readable safetensors file ({error})",
+                where=str(shard),
+                remedy="delete it and run `trainer fetch`",
+            ) from error
+        if torch.device(structure.device).type == "cuda":
+            # what full-precision weights left between the bytes that they were quantised to
+            torch.cuda.empty_cache()
+        on_shard(number + 1, len(shards))
 
 
 def renaming(module: torch.nn.Module) -> Callable[[str], str]:
-    """How transformers' own loader names the tensors of older files."""
+    """A function from the name of a tensor in a file to its name in the model, which older files differ in.
+
+    transformers' own loader renames so too.
+    """
     import transformers
 
     if not isinstance(module, transformers.PreTrainedModel):
@@ -222,101 +211,6 @@ def renaming(module: torch.nn.Module) -> Callable[[str], str]:
         return found
 
     return renamed
-
-
-def _fill_all(
-    filling: _Filling,
-    shards: Sequence[Path],
-    reader: ShardReader,
-    on_shard: Callable[[int, int], None],
-    on_bytes: Callable[[int, int], None] | None,
-) -> None:
-    """Fill shard by shard."""
-    sizes = [shard.stat().st_size for shard in shards]
-    for number, shard in enumerate(shards):
-        before = sum(sizes[:number])
-
-        def passed(end: int, before: int = before) -> None:
-            if on_bytes is not None:
-                on_bytes(before + end, sum(sizes))
-
-        _fill(filling, shard, reader, passed)
-        if torch.device(filling.device).type == "cuda":
-            # what full-precision layers left between those that replaced them
-            torch.cuda.empty_cache()
-        on_shard(number + 1, len(shards))
-
-
-def _fill(filling: _Filling, shard: Path, reader: ShardReader, passed: Callable[[int], None]) -> None:
-    """Place one shard's tensors and replace every linear that became complete.
-
-    `passed` gets the byte of the file that each ends before.
-    """
-    from safetensors import SafetensorError
-
-    try:
-        with reader.open(shard) as file:
-            for key, end in file.ends.items():
-                linear = filling.packed.get(key)
-                name = filling.renamed(key) if linear is None else f"{linear}.weight"
-                if name not in filling.known and (filling.extra_tensors or _COMPUTED.search(name)):
-                    continue
-                if name not in filling.known:
-                    raise AccessError(
-                        f"tensor {key} does not belong to {type(filling.module).__name__}",
-                        where=str(shard),
-                        remedy="is this the right model for the configured family?",
-                    )
-                if linear is None:
-                    _place(filling, name, key, file)
-                else:
-                    _place_packed(filling, key, linear, file, shard)
-                passed(end)
-    except SafetensorError as error:
-        raise AccessError(
-            f"not a readable safetensors file ({error})",
-            where=str(shard),
-            remedy="delete it and run `trainer fetch`",
-        ) from error
-
-
-def _place(filling: _Filling, name: str, key: str, file: Shard) -> None:
-    """One tensor; no reference to it outlives its replacement."""
-    from accelerate.utils import set_module_tensor_to_device
-
-    dtype = stored_type(filling.module, name, filling.dtype) if name in filling.parameters else None
-    value = file.get_tensor(key)
-    # emptying the allocator's cache for every tensor would wait for the device each time
-    set_module_tensor_to_device(
-        filling.module, name, filling.device, value=value, dtype=dtype, clear_cache=False
-    )
-    del value
-    owner = name.rpartition(".")[0]
-    if filling.replace is not None and owner not in filling.kept:
-        _replace_if_complete(filling.module, owner, filling.replace)
-    if owner in filling.waiting:
-        to_host(filling.module, owner)
-
-
-def _place_packed(filling: _Filling, key: str, linear: str, file: Shard, shard: Path) -> None:
-    """One tensor of an nf4 weight, which takes its place with the last of them."""
-    tensors = filling.parted.setdefault(linear, {})
-    tensors[key] = file.get_tensor(key)
-    if len(tensors) < filling.pieces[linear]:
-        return
-    del filling.parted[linear]
-    module = filling.module.get_submodule(linear)
-    assert isinstance(module, torch.nn.Linear), linear
-    packed = packed_linear(linear, module, tensors, filling.device, where=str(shard))
-    swap(filling.module, linear, packed)
-    if linear in filling.waiting:
-        to_host(filling.module, linear)
-
-
-def _replace_if_complete(module: torch.nn.Module, name: str, replace: Replace) -> None:
-    child = module.get_submodule(name)
-    if isinstance(child, torch.nn.Linear) and all(p.device.type != "meta" for p in child.parameters()):
-        swap(module, name, replace(name, child))
 
 
 def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> torch.nn.Module:

@@ -10,21 +10,19 @@ from typing import Any
 
 import torch
 
-from trainer.modeling.blocks.recompute import RecomputedInside, recomputed
+from trainer.modeling.blocks.recompute import Blocks, RecomputedInside, recomputed
 
 # times that one kind of block is compiled, for new shapes; after a few its sizes are dynamic anyway
 MOST_COMPILED = 16
 
 Varying = Mapping[str, Sequence[tuple[int, ...]]]
-"""By the name of a block's class: of each tensor among its inputs, in their order, the dimensions that differ
-from one micro-batch to another.
+"""The dimensions that differ from one micro-batch to another, of each tensor among a block's inputs in their
+order, by the name of the block's class.
 """
 
 
-def varying_sizes(
-    model: torch.nn.Module, kinds: Sequence[str], runs: Sequence[Callable[[], None]]
-) -> dict[str, list[tuple[int, ...]]]:
-    """`Varying` of the blocks whose class is named in `kinds`, from forward passes of several sizes.
+def varying_sizes(blocks: Blocks, runs: Sequence[Callable[[], None]]) -> dict[str, list[tuple[int, ...]]]:
+    """`Varying` of the blocks, from forward passes of several sizes.
 
     To be called before they are compiled. Each of `runs` passes through the model once, the first one's sizes
     being compared with the others'.
@@ -34,8 +32,7 @@ def varying_sizes(
     def note(block: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         seen.setdefault(type(block).__name__, []).append([one.shape for one in _tensors(args, kwargs)])
 
-    blocks = [module for module in model.modules() if type(module).__name__ in kinds]
-    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks]
+    hooks = [block.register_forward_pre_hook(note, with_kwargs=True) for block in blocks.values()]
     passes = []
     try:
         for run in runs:
@@ -74,14 +71,13 @@ def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.T
 
 
 def compile_blocks(
-    model: torch.nn.Module,
-    kinds: Sequence[str],
+    blocks: Blocks,
     *,
     activation_budget: float,
     varying: Varying = MappingProxyType({}),
     say: Callable[[str], None] = warnings.warn,
 ) -> int:
-    """Compile every module whose class is named in `kinds`, at its first call; returns their number.
+    """Compile every block at its first call, and return their number.
 
     `activation_budget` below 1 recomputes in backward what is cheapest, so that this share of the
     activations beyond a block's input stays; none of those of `RecomputedInside` do. Graphs are of any size
@@ -94,13 +90,13 @@ def compile_blocks(
     if any(len(dimensions) > 1 for kind in varying.values() for dimensions in kind):
         # torch 2.11 asserts what does not hold of products of two sizes that vary (its issue 181563)
         torch._inductor.config.triton.coalesce_tiling_analysis = False
-    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in kinds]
-    inside = [isinstance(block, RecomputedInside) for block in blocks]
+    inside = [isinstance(block, RecomputedInside) for block in blocks.values()]
     # torch counts by the code that is run, which blocks of both classes of a kind have in common
     most = MOST_COMPILED * len(set(inside) or {False})
     torch._dynamo.config.recompile_limit = most
     limits: dict[str, _Limit] = {}
-    for block, is_inside in zip(blocks, inside, strict=True):
+    block: Any
+    for block, is_inside in zip(blocks.values(), inside, strict=True):
         limit = limits.setdefault(type(block).__name__, _Limit(most, say))
         block.compile(fullgraph=True)
         block._compiled_call_impl = _within_limit(
@@ -120,7 +116,7 @@ class _Limit:
         self.reached, self._most, self._say = False, most, say
 
     def reach(self) -> None:
-        """From now on; says so."""
+        """Note that the limit is reached, and say so."""
         self.reached = True
         self._say(
             f"blocks were compiled {self._most} times, as pictures and captions of more sizes came:"

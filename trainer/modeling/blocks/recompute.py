@@ -15,11 +15,11 @@ import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 Around = AbstractContextManager[Any]
-"""What is entered around a call of a block."""
+"""A context that is entered around a call of a block."""
 
 
 class Recomputed(torch.nn.Module):
-    """A block that sees to being recomputed itself. Only ever the first base of a block's class."""
+    """A block that recomputes itself in backward. Only ever the first base of a block's class."""
 
     recomputes: bool = True
     """False for a block that keeps its activations: all blocks of a kind stay of one class."""
@@ -27,7 +27,7 @@ class Recomputed(torch.nn.Module):
     """True for a block with dropout, which must be the same when it is recomputed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own; compiled blocks are compiled without what recomputes them."""
+        """The block's own call, recomputed in backward; a compiled block is compiled without this."""
         call = super().__call__
         if not (self.recomputes and torch.is_grad_enabled()):
             return call(*args, **kwargs)
@@ -42,10 +42,10 @@ def recomputed(
     draws: bool,
     contexts: Callable[[], tuple[Around, Around]] = noop_context_fn,
 ) -> Any:
-    """What `call` gives, which is called again for backward; `draws`: with the same random numbers.
+    """The result of `call`, called again for backward, with the same random numbers where it `draws`.
 
-    `contexts` makes those around both calls. torch's checkpoint knows a device whose generator it has to put
-    back by tensors without a name only: none has one on the way there.
+    `contexts` makes the contexts around both calls. torch's checkpoint finds the device whose RNG state it
+    restores by positional tensors only, so named inputs are passed by position too.
     """
 
     def run(*values: Any) -> Any:
@@ -69,35 +69,41 @@ class RecomputedInside(torch.nn.Module):
     """
 
 
-def recompute_blocks(
-    model: torch.nn.Module, kinds: Sequence[str], count: int = 0, *, draws: bool = False, inside: bool = False
-) -> int:
-    """Let the first `count` repeated blocks be recomputed, or all for 0; their number. `kinds` name classes;
-    `draws` says that there is dropout in them, `inside` that they will be compiled to see to it themselves,
-    which those with dropout cannot.
+Blocks = Mapping[str, torch.nn.Module]
+"""A model's repeated blocks by name, in the model's order, which is the order in which they compute."""
+
+
+def repeated_blocks(model: torch.nn.Module, kinds: Sequence[str]) -> Blocks:
+    """The modules whose class is named in `kinds`, a family's `blocks`."""
+    return {name: module for name, module in model.named_modules() if type(module).__name__ in kinds}
+
+
+def recompute_blocks(blocks: Blocks, count: int = 0, *, draws: bool = False, inside: bool = False) -> int:
+    """Let the first `count` blocks be recomputed in backward, or all for 0, and return their number.
+
+    `draws` says that the blocks contain dropout. `inside` says that they will be compiled with the
+    recomputation in their own graph, which blocks with dropout cannot.
 
     The libraries' own ways recompute all or nothing, and transformers' is inside the block's forward:
     compiled with it, joined layers could not hand outputs to each other.
     """
-    blocks: list[Any] = [module for module in model.modules() if type(module).__name__ in kinds]
-    if inside:
-        assert not draws, "the graph of a block with dropout would draw another mask"
-        first = blocks[: count or len(blocks)]
-        for block in first:
-            if not isinstance(block, RecomputedInside):
+    chosen = min(count, len(blocks)) if count else len(blocks)
+    assert not (inside and draws), "the graph of a block with dropout would draw another mask"
+    for number, block in enumerate(blocks.values()):
+        if inside:
+            if number < chosen and not isinstance(block, RecomputedInside):
                 give_base(block, RecomputedInside)
-        return len(first)
-    for number, block in enumerate(blocks):
+            continue
         if not isinstance(block, Recomputed):
             give_base(block, Recomputed)
+        assert isinstance(block, Recomputed)
         # one class for all of them: what is compiled for one serves the others
-        block.recomputes = not count or number < count
-        block.draws = draws
-    return sum(block.recomputes for block in blocks)
+        block.recomputes, block.draws = number < chosen, draws
+    return chosen
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
-    """An adapter's, or the base's own."""
+    """Whether the adapter or the base itself has dropout."""
     return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
 
 

@@ -15,7 +15,7 @@ import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from trainer.modeling.storage.stored import StoredLinear
-from trainer.ways.storages import NF4_MOST_UNPACKED
+from trainer.ways.storages import NF4_MOST_UNPACKED, Way
 
 _TILE = 128
 """A part has a multiple of so many rows. Eight would do for 16-byte words; products compute tiles of 64 to
@@ -26,30 +26,38 @@ _TILE = 128
 class Nf4Linear(StoredLinear):
     """A linear layer that computes in the inputs' dtype with an unpacked copy of its weight.
 
-    `weight` holds two values a byte, (out * in / 2, 1) uint8; `absmax` a scale for every `blocksize` of them,
-    in fp32, or as bytes that are quantised with the buffers `nested_*` and `offset`. Nothing else is kept for
-    backward, and nothing but the inputs has a gradient.
+    `weight` holds nf4 bytes, two values each, (out * in / 2, 1) uint8; `absmax` a scale for every `blocksize`
+    values, in fp32, or as bytes that are quantised with the buffers `nested_*` and `offset`. Nothing else is
+    kept for backward, and nothing but the inputs has a gradient.
     """
 
-    kind = "nf4"
     absmax: torch.Tensor
     nested_absmax: torch.Tensor | None
     nested_code: torch.Tensor | None
     offset: torch.Tensor | None
+    blocksize: int
+    nested_blocksize: int
 
-    def __init__(self, packed: torch.Tensor, state: Any, bias: torch.nn.Parameter | None) -> None:
-        """`state` is bitsandbytes' QuantState of `packed`."""
-        rows, columns = state.shape
-        super().__init__(columns, rows, bias=False, device="meta")
-        self.weight = torch.nn.Parameter(packed, requires_grad=False)
-        self.bias = bias  # type: ignore[assignment]  # torch's class has None for no bias too
+    def __init__(self, linear: torch.nn.Linear, way: Way) -> None:
+        super().__init__(linear, way)
+        for name in ("absmax", "nested_absmax", "nested_code", "offset"):
+            self.register_buffer(name, None)
+
+    def quantize(self, weight: torch.Tensor) -> None:
+        """Store a weight (out, in) of full precision, scales included, on the device that it is on."""
+        from bitsandbytes.functional import quantize_4bit
+
+        self.take(*quantize_4bit(weight, compress_statistics=True, quant_type="nf4"))
+
+    def take(self, stored: torch.Tensor, state: Any) -> None:
+        """Keep nf4 bytes, whose statistics are in a QuantState of bitsandbytes."""
         nested = state.state2 if state.nested else None
-        self.blocksize: int = state.blocksize
-        self.nested_blocksize: int = 0 if nested is None else nested.blocksize
-        self.register_buffer("absmax", state.absmax)
-        self.register_buffer("nested_absmax", None if nested is None else nested.absmax)
-        self.register_buffer("nested_code", None if nested is None else nested.code)
-        self.register_buffer("offset", None if nested is None else state.offset)
+        self.weight = torch.nn.Parameter(stored, requires_grad=False)
+        self.blocksize, self.absmax = state.blocksize, state.absmax
+        self.nested_blocksize = 0 if nested is None else nested.blocksize
+        self.nested_absmax = None if nested is None else nested.absmax
+        self.nested_code = None if nested is None else nested.code
+        self.offset = None if nested is None else state.offset
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out) in the input's dtype."""
@@ -67,18 +75,6 @@ class Nf4Linear(StoredLinear):
             self.nested_blocksize,
         )
         return output.reshape(*input.shape[:-1], self.out_features)
-
-    def extra_repr(self) -> str:
-        """As torch's, with the storage."""
-        return f"{super().extra_repr()}, nf4"
-
-
-def nf4_linear(linear: torch.nn.Linear) -> Nf4Linear:
-    """`linear` with its weight quantised, scales included, on the device that it is on."""
-    from bitsandbytes.functional import quantize_4bit
-
-    packed, state = quantize_4bit(linear.weight.data, compress_statistics=True, quant_type="nf4")
-    return Nf4Linear(packed, state, linear.bias)
 
 
 @torch.library.custom_op("trainer::nf4_product", mutates_args=())
@@ -219,6 +215,6 @@ _product.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 @register_flop_formula([torch.ops.trainer.nf4_product, torch.ops.trainer.nf4_product_backward])
 def _operations(rows: Sequence[int], *stored: Any, **_: Any) -> int:
-    """Of one product: what costs nothing is recomputed first where activations are short."""
+    """Operations of one product: the partitioner recomputes first what costs none."""
     out, into = next(one for one in stored if isinstance(one, list) and len(one) == 2)
     return 2 * rows[0] * int(out) * int(into)

@@ -1,34 +1,35 @@
-"""Quantised linear layers of a frozen base: int8 and fp8 with a scale a row, nf4 by bitsandbytes."""
+"""Layers of a frozen base with quantised weights: int8 and fp8 with a scale a row, nf4 by bitsandbytes.
+
+Structure comes first: `replacer` says which layer takes the place of a linear that has no values yet. Values
+come second, through `fill`, in full precision or as nf4 bytes from a file.
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 
 import torch
 
 from trainer.errors import AccessError, ConfigError
-from trainer.modeling.storage.nf4 import Nf4Linear, nf4_linear
-from trainer.modeling.storage.row_quantized import from_linear, takes_fp8
+from trainer.modeling.storage.nf4 import Nf4Linear
+from trainer.modeling.storage.row_quantized import RowScaledLinear, takes_fp8
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.ways.storages import WAYS, Way
 
-LAYERS: dict[str, Callable[[torch.nn.Linear, Way], torch.nn.Module]] = {
-    "int8": lambda linear, way: from_linear(linear, "int8", fp8_compute=False, copies=1),
-    "nf4": lambda linear, way: nf4_linear(linear),
-    "fp8": lambda linear, way: from_linear(
-        linear, "fp8", fp8_compute=way.compute == "fp8", copies=way.copies
-    ),
+LAYERS: dict[str, type[StoredLinear]] = {
+    "int8": RowScaledLinear,
+    "nf4": Nf4Linear,
+    "fp8": RowScaledLinear,
 }
-"""`Way.weights` of each frozen storage -> the layer that a loaded linear becomes."""
-Replace = Callable[[str, torch.nn.Module], torch.nn.Module | None]
-"""Given a loaded linear's name and module, its replacement or None; called as soon as its tensors are
-there.
-"""
+"""`Way.weights` of each frozen storage -> the layer that takes the place of a linear."""
+Replace = Callable[[str, torch.nn.Linear], StoredLinear | None]
+"""A function of a linear's name and the linear: the layer in its place, both without values, or None."""
 
 
 def replacer(way: Way, high_precision: Sequence[str], modulation: Sequence[str] = ()) -> Replace | None:
-    """The `Replace` for `load_streamed` that stores linears in the plan's way; None for one that trains.
+    """The `Replace` that stores linears in the plan's way; None for a way that trains.
 
     int8 and fp8 have one scale a row, nf4 one a 64 values, quantised once more. All compute in the type of
     their inputs, but fp8 where the way says so. `high_precision` are regular expressions over the whole names
@@ -40,14 +41,13 @@ def replacer(way: Way, high_precision: Sequence[str], modulation: Sequence[str] 
         return None
     keep, beside = _any_of(high_precision), _any_of(modulation)
 
-    def replace(name: str, module: torch.nn.Module) -> torch.nn.Module | None:
-        assert isinstance(module, torch.nn.Linear), name
+    def replace(name: str, linear: torch.nn.Linear) -> StoredLinear | None:
         if way.modulation and beside.fullmatch(name):
-            return LAYERS[way.modulation](module, WAYS[way.modulation])
+            return LAYERS[way.modulation](linear, WAYS[way.modulation])
         kept = keep.fullmatch(name) and not (way.packs and beside.fullmatch(name))
-        if kept or (way.compute == "fp8" and not takes_fp8(module)):
+        if kept or (way.compute == "fp8" and not takes_fp8(linear)):
             return None
-        return LAYERS[way.weights](module, way)
+        return LAYERS[way.weights](linear, way)
 
     return replace
 
@@ -56,32 +56,44 @@ def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
 
 
-def packed_linear(
+def fill(
     name: str,
-    linear: torch.nn.Linear,
-    tensors: Mapping[str, torch.Tensor],
-    device: str,
+    module: torch.nn.Module,
+    rows: torch.Tensor,
     *,
-    where: str,
-) -> torch.nn.Module:
-    """`linear` with a weight that a checkpoint holds in nf4; its bias is kept, on whatever device it is.
+    beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
+    where: str = "",
+) -> None:
+    """Give `module` the rows of its tensor of that whole name, on their device and in their type.
 
-    `tensors` are those of the file, named `<name>.weight` and `<name>.weight.absmax` and so on. Raises
-    AccessError at `where` for a packed weight that is not of the layer's shape.
+    The `weight` of a stored layer comes in full precision and is quantised here, or it is nf4 bytes with
+    `beside` them whatever else bitsandbytes writes for a weight. Raises AccessError, whose place is `where`,
+    for rows of another shape than the module's.
     """
-    from bitsandbytes.functional import QuantState
+    leaf, said, shape, state = name.rpartition(".")[2], "is", tuple(rows.shape), None
+    if beside:
+        from bitsandbytes.functional import QuantState
 
-    key = f"{name}.weight"
-    statistics = {other: tensor for other, tensor in tensors.items() if other != key}
-    state = QuantState.from_dict(statistics, device=torch.device(device))
-    wanted = (linear.out_features, linear.in_features)
-    if tuple(state.shape) != wanted:
+        state = QuantState.from_dict(dict(beside), device=rows.device)
+        said, shape = "is packed from", tuple(state.shape)
+    layer = module if leaf == "weight" and isinstance(module, StoredLinear) else None
+    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+    wanted = tuple(own[leaf].shape) if layer is None else (layer.out_features, layer.in_features)
+    if shape != wanted:
         raise AccessError(
-            f"tensor {key} is packed from {tuple(state.shape)}, the model's is {wanted}",
+            f"tensor {name} {said} {shape}, the model's is {wanted}",
             where=where,
             remedy="is this the right model for the configured family?",
         )
-    return Nf4Linear(tensors[key].to(device), state, linear.bias)
+    if state is not None:
+        assert isinstance(layer, Nf4Linear), name
+        layer.take(rows, state)
+    elif layer is not None:
+        layer.quantize(rows)
+    elif leaf in module._buffers:
+        module._buffers[leaf] = rows
+    else:
+        module.register_parameter(leaf, torch.nn.Parameter(rows, requires_grad=False))
 
 
 def count_quantized(model: torch.nn.Module, weights: str) -> tuple[int, int]:

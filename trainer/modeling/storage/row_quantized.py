@@ -11,6 +11,7 @@ from torch.utils.flop_counter import register_flop_formula
 
 from trainer.modeling.storage.fp8 import MULTIPLE, fp8_linear, quantize_rows
 from trainer.modeling.storage.stored import StoredLinear
+from trainer.ways.storages import Way
 
 if torch.version.cuda is not None:
     from trainer.modeling.triton import fp8_rows
@@ -23,32 +24,28 @@ class RowScaledLinear(StoredLinear):
     """A linear layer that computes in FP8, or in the inputs' dtype with an unpacked copy of its weight.
 
     `weight` holds the values' bytes (out, in) uint8: libraries that look for a model's dtype pass it by.
-    `weight_scale` is (out, 1) fp32. Neither has a gradient, and nothing but them is kept for backward.
+    `weight_scale` is (out, 1) fp32; `transposed` (in, out) uint8 is a second copy of the values for backward,
+    where `Way.copies` asks for one. None has a gradient, and nothing but them is kept for backward.
     """
 
     kind: Kind
     weight_scale: torch.Tensor
     transposed: torch.Tensor | None
 
-    def __init__(
-        self,
-        values: torch.Tensor,
-        scale: torch.Tensor,
-        bias: torch.nn.Parameter | None,
-        *,
-        kind: Kind,
-        fp8_compute: bool,
-        copies: int,
-    ) -> None:
-        rows, columns = values.shape
-        super().__init__(columns, rows, bias=False, device="meta")
-        self.kind = kind
-        self.fp8_compute = fp8_compute
+    def __init__(self, linear: torch.nn.Linear, way: Way) -> None:
+        super().__init__(linear, way)
+        self.fp8_compute = way.compute == "fp8"
+        self._twice = self.fp8_compute and way.copies == 2
+        self.register_buffer("weight_scale", None)
+        self.register_buffer("transposed", None, persistent=False)
+
+    def quantize(self, weight: torch.Tensor) -> None:
+        """Store a weight (out, in) of full precision on the device that it is on."""
+        values, scale = quantize_rows(weight) if self.kind == "fp8" else _int8_rows(weight)
         self.weight = torch.nn.Parameter(values.view(torch.uint8), requires_grad=False)
-        self.register_buffer("weight_scale", scale)
-        self.bias = bias  # type: ignore[assignment]  # torch's class has None for no bias too
-        transposed = values.view(torch.uint8).t().contiguous() if fp8_compute and copies == 2 else None
-        self.register_buffer("transposed", transposed, persistent=False)
+        self.weight_scale = scale
+        if self._twice:
+            self.transposed = self.weight.data.t().contiguous()
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out) in the input's dtype."""
@@ -63,8 +60,8 @@ class RowScaledLinear(StoredLinear):
         )
 
     def extra_repr(self) -> str:
-        """As torch's, with the kind."""
-        return f"{super().extra_repr()}, {self.kind}{' computed in fp8' if self.fp8_compute else ''}"
+        """The sides and the storage, with the type of products where it is FP8."""
+        return f"{super().extra_repr()}{' computed in fp8' if self.fp8_compute else ''}"
 
 
 def row_scaled(
@@ -83,12 +80,6 @@ def row_scaled(
         return fp8_linear(inputs, stored.view(VALUES[kind]), scale, bias, copy)
     output = _product(inputs, stored, scale, kind)
     return output if bias is None else output + bias
-
-
-def from_linear(linear: torch.nn.Linear, kind: Kind, *, fp8_compute: bool, copies: int) -> RowScaledLinear:
-    """`linear` with its weight quantised on the device that it is on."""
-    values, scale = quantize_rows(linear.weight.data) if kind == "fp8" else _int8_rows(linear.weight.data)
-    return RowScaledLinear(values, scale, linear.bias, kind=kind, fp8_compute=fp8_compute, copies=copies)
 
 
 def takes_fp8(linear: torch.nn.Linear) -> bool:
@@ -168,5 +159,5 @@ _product.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 @register_flop_formula([torch.ops.trainer.row_scaled_product, torch.ops.trainer.row_scaled_product_backward])
 def _operations(rows: Sequence[int], stored: Sequence[int], *_: Any, **__: Any) -> int:
-    """Of one product: what costs nothing is recomputed first where activations are short."""
+    """Operations of one product: the partitioner recomputes first what costs none."""
     return 2 * math.prod(rows[:-1]) * math.prod(stored)
