@@ -13,7 +13,7 @@ from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.planning.shapes.geometry import Geometry
-from trainer.ways.storages import WAYS, Way, find, frozen
+from trainer.ways.storages import WAYS, Way, find
 
 _BUDGETS = (0.6,)
 """Shares of a compiled block's activations that `auto` tries: what is cheap is recomputed. For less memory
@@ -43,7 +43,9 @@ def ladder(situation: Situation, dtype: str, geometry: Geometry) -> tuple[list[W
             f"{key} is {asked} ({situation.source(key)})",
         )
     elif situation.config.method == "full":
-        *others, last = frozen()
+        *others, last = dict.fromkeys(
+            way.weights for way in WAYS.values() if way.automatic and not way.trains
+        )
         ways, no_more = [find(dtype)], f"{', '.join(others)} and {last} are for method: lora only"
     else:
         ways, no_more = _automatic(situation, dtype, geometry)
