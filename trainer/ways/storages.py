@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trainer.words import extras
-
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Types that a run computes in -> bytes of a value."""
 ENCODERS_KEEP = (r"(?!.*\.\d+\.).*", r".*\.(wo|relative_attention_bias)")
@@ -58,8 +56,8 @@ class Way:
     package: str = ""
     """The distribution that stores weights so, and its module."""
     module: str = ""
-    install: str = ""
-    """How the package is installed, as a remedy."""
+    extra: str = ""
+    """The project's extra that installs it; empty: it is required."""
     least_capability: tuple[int, int] = (0, 0)
     """Compute capability of GPUs that store and multiply so; a way with a `compute` is not for CPUs."""
     least_compiled: tuple[int, int] = (0, 0)
@@ -126,7 +124,6 @@ _ROWS = (
         unpack_traffic=(14.0, 3.0),
         package="optimum-quanto",
         module="optimum.quanto",
-        install=extras.remedy(),
         verdict="matmul.int8",
         tolerance=3e-2,
         tier=2,
@@ -145,7 +142,7 @@ _ROWS = (
         unpack_traffic=(6.0, 6.0),
         package="bitsandbytes",
         module="bitsandbytes",
-        install=extras.remedy("nf4"),
+        extra="nf4",
         verdict="matmul.nf4",
         tolerance=1.5e-1,
         tier=3,
