@@ -126,7 +126,7 @@ def test_the_right_pairs_match_best() -> None:
 def test_a_caption_that_is_too_long_is_refused() -> None:
     captions = ["a red apple", " ".join(["apple"] * 20)]
     with pytest.raises(ValueError, match="more than 16"):
-        text._tokens(text.tokenizers(captions)["tokenizer_2"], captions, text.TOKENS)
+        text.token_ids(text.tokenizers(captions)["tokenizer_2"], captions, text.TOKENS)
 
 
 def test_shapes_are_compared_without_colours() -> None:
