@@ -55,12 +55,12 @@ def measure(spec: str, steps: int, step_ms: float) -> dict[str, float]:
 
     from trainer.engine import __main__ as engine
     from trainer.engine.optimizing.optimizer import Updater
-    from trainer.engine.training import microbatch
+    from trainer.engine.training import loop
 
     ends: list[float] = []
     slept: list[float] = [0.0]
 
-    def compute(context: Any, built: Any, settings: Any, batch: Any, draw: Any, weight: Any) -> torch.Tensor:
+    def compute(context: Any, built: Any, batch: Any, draw: Any, weight: Any) -> torch.Tensor:
         started = time.perf_counter()
         plan = context.plan
         # of the step's time as much as it has of the step's samples
@@ -75,7 +75,7 @@ def measure(spec: str, steps: int, step_ms: float) -> dict[str, float]:
             raise _MeasuredError
         return torch.ones((), device=loss.device), torch.zeros((), device=loss.device)
 
-    microbatch.compute = compute
+    loop.compute = compute
     Updater.step = step  # type: ignore[method-assign]
     with contextlib.suppress(_MeasuredError):
         engine.main(spec)

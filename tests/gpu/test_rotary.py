@@ -10,6 +10,7 @@ from diffusers import QwenImageTransformer2DModel
 
 from tests.gpu.fast_models import DEVICE, SETTINGS, build, inputs, trainable
 from tests.unit.modeling.small_models import adapt, difference, relative
+from tests.unit.modeling.streams import Part, norm_rotary
 from tests.unit.modeling.test_rotary import EPS, part
 from trainer.families.flux1_dev import FLUX1_DEV
 from trainer.families.qwen_image import QWEN_IMAGE
@@ -19,8 +20,7 @@ from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks
 from trainer.modeling.blocks.recompute import repeated_blocks
 from trainer.modeling.fused.norms import fuse_head_norms
-from trainer.modeling.fused.rotary import fuse_rotary, norm_rotary
-from trainer.modeling.fused.rotation import Part
+from trainer.modeling.fused.rotary import fuse_rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -86,9 +86,9 @@ def test_kernels_compute_what_the_cpu_does(
 @pytest.mark.parametrize("kind", ["real", "complex"])
 def test_heads_of_several_programs_are_each_their_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a full-size model, which has more heads than one program takes."""
-    from trainer.modeling.triton import rotary
+    from trainer.modeling.triton import norm_rotary as kernels
 
-    monkeypatch.setattr(rotary, "_MOST_HEADS", 1)
+    monkeypatch.setattr(kernels, "_MOST_HEADS", 1)
     test_kernels_compute_what_the_cpu_does(torch.float32, kind, 64, (5, 70), True)
 
 

@@ -15,6 +15,7 @@ from diffusers.models.embeddings import apply_rotary_emb
 
 from bench.rows import Weight, weights
 from tests.quantized_layers import from_linear
+from tests.unit.modeling.streams import norm_rotary, wide_norm_rotary
 from trainer import families
 from trainer.modeling.adapter.low_rank import add_low_rank
 from trainer.modeling.fused.feedforward import (
@@ -22,9 +23,7 @@ from trainer.modeling.fused.feedforward import (
     gelu_backward_quantize_rows,
     gelu_quantize_rows,
 )
-from trainer.modeling.fused.joint_qkv import wide_norm_rotary
 from trainer.modeling.fused.norms import head_norm
-from trainer.modeling.fused.rotary import norm_rotary
 from trainer.modeling.storage import fp8
 
 pytestmark = pytest.mark.gpu

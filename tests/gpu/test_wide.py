@@ -10,10 +10,10 @@ import torch
 from tests.gpu.fast_models import DEVICE, SETTINGS, build, inputs
 from tests.gpu.test_rotary import on_device
 from tests.unit.modeling.small_models import relative
+from tests.unit.modeling.streams import LowRank, WidePart, wide_norm_rotary
 from tests.unit.modeling.test_joint_qkv import added_before, low_rank, run_added, wide_part
 from tests.unit.modeling.test_rotary import EPS
 from trainer.families.flux1_dev import FLUX1_DEV
-from trainer.modeling.fused.joint_qkv import LowRank, WidePart, wide_norm_rotary
 
 pytestmark = pytest.mark.gpu
 
@@ -59,9 +59,9 @@ def test_kernels_compute_what_the_cpu_does(
 @pytest.mark.parametrize("kind", ["real", "complex"])
 def test_heads_of_several_programs_are_each_their_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a full-size model, which has more heads than one program takes."""
-    from trainer.modeling.triton import rotary
+    from trainer.modeling.triton import norm_rotary as kernels
 
-    monkeypatch.setattr(rotary, "_MOST_HEADS", 1)
+    monkeypatch.setattr(kernels, "_MOST_HEADS", 1)
     test_kernels_compute_what_the_cpu_does(torch.float32, kind, 64, (5, 70), (2,))
 
 
@@ -107,9 +107,9 @@ def test_kernels_add_what_the_cpu_does(
 
 @pytest.mark.parametrize("kind", ["real", "complex"])
 def test_gradients_of_several_programs_are_added_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainer.modeling.triton import rotary
+    from trainer.modeling.triton import norm_rotary as kernels
 
-    monkeypatch.setattr(rotary, "_MOST_HEADS", 1)
+    monkeypatch.setattr(kernels, "_MOST_HEADS", 1)
     test_kernels_add_what_the_cpu_does(kind, 64, (16, 4), (5, 70))
 
 
@@ -143,7 +143,7 @@ def test_a_compiled_step_adds_on_the_way() -> None:
     for ours, theirs in zip(step(compiled), step(wide_norm_rotary), strict=True):
         assert relative(ours, theirs) < 2e-2
     names = profiled(lambda: step(compiled))
-    assert sum("wide_norm_rotary_backward" in name for name in names) == 1
+    assert sum("norm_rotary_backward" in name for name in names) == 1
     assert not [name for name in names if "add_low_rank" in name]
 
 
@@ -184,7 +184,7 @@ def test_a_compiled_step_writes_everything_once(tokens: tuple[int, int]) -> None
         results.append([leaf.grad for leaf in leaves])
     assert all(relative(ours, theirs) < 2e-2 for ours, theirs in zip(*results, strict=True))
     names = profiled(lambda: compiled(*leaves).backward())
-    assert sum("wide_norm_rotary_backward" in name for name in names) == 1
+    assert sum("norm_rotary_backward" in name for name in names) == 1
     assert not [name for name in names if "_cat" in name or "clone" in name]
 
 
@@ -195,16 +195,15 @@ def test_a_compiled_model_takes_it() -> None:
         FLUX1_DEV.loss(model, batch, draw, SETTINGS).sum().backward()
 
     step()
-    names = profiled(step)
-    # none is left of the heads' own, which a block without joined layers has
-    turns = [name for name in names if "norm_rotary" in name]
-    assert turns and all("wide" in name for name in turns)
+    launches = profiled(step)
+    # a block without joined layers norms and turns queries and keys by a kernel each
+    assert sum(count for name, count in launches.items() if "norm_rotary_backward" in name) == 3
 
 
-def profiled(step: Any) -> list[str]:
-    """Names of the kernels of a step."""
+def profiled(step: Any) -> dict[str, int]:
+    """Launches of a step by the kernels' names."""
     step()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         step()
         torch.cuda.synchronize()
-    return [event.key for event in profiler.key_averages()]
+    return {event.key: event.count for event in profiler.key_averages()}

@@ -11,14 +11,15 @@ import torch._dynamo
 
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import Case, case, difference, relative
+from tests.unit.modeling.streams import LowRank, WidePart, norm_rotary, wide_norm_rotary
 from tests.unit.modeling.test_rotary import EPS, LAYERS, ROUNDING, pair, same, tables
-from trainer.modeling.adapter.joined_lora import join_siblings, joined_parts, joined_product, part_siblings
+from trainer.modeling.adapter.joined_lora import join_siblings, joined_parts, part_siblings
 from trainer.modeling.adapter.low_rank import add_low_rank
 from trainer.modeling.blocks.compiled import graphs_compiled
 from trainer.modeling.fused import rotary
-from trainer.modeling.fused.joint_qkv import LowRank, WidePart, wide_norm_rotary
+from trainer.modeling.fused.norm_rotary import Stream
 from trainer.modeling.fused.norms import fuse_head_norms
-from trainer.modeling.fused.rotary import fuse_rotary, norm_rotary
+from trainer.modeling.fused.rotary import fuse_rotary
 
 HEADS = 3
 # attention layers of each small model whose product is one: not those beside a feed-forward
@@ -188,17 +189,17 @@ def test_the_sum_is_not_kept_for_backward() -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many streams each call of the function had."""
+    """How many streams each call of the function with joint products had."""
     counts: list[int] = []
+    plain = rotary.norm_rotary
 
-    def counted(
-        first: WidePart, second: WidePart | None, eps: float, added: tuple[LowRank, LowRank] | None = None
-    ) -> Any:
-        counts.append(1 if second is None else 2)
-        assert (added is None) == (second is None)
-        return wide_norm_rotary(first, second, eps, added)
+    def counted(streams: list[Stream], eps: float) -> Any:
+        joint = [one for one in streams if len(one.weights) == 2]
+        assert len(joint) in (0, len(streams)) and all(one.hidden is not None for one in joint)
+        counts.extend([len(joint)] if joint else [])
+        return plain(streams, eps)
 
-    monkeypatch.setattr(rotary, "wide_norm_rotary", counted)
+    monkeypatch.setattr(rotary, "norm_rotary", counted)
     return counts
 
 
@@ -210,8 +211,7 @@ def fused(one: Case) -> Case:
 
 
 def unwide(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("joined_product", "joined_parts"):
-        monkeypatch.setattr(rotary, name, lambda layers, inputs: None)
+    monkeypatch.setattr(rotary, "joined_parts", lambda layers, inputs: None)
 
 
 @pytest.mark.parametrize("family", LAYERS)
@@ -312,11 +312,10 @@ def test_the_product_is_that_of_the_layers_beside_each_other() -> None:
     one = case("flux1_dev")
     join_siblings(one.model, one.predict)
     layers, inputs = layers_of(one, "to_q", "to_k", "to_v"), torch.randn(2, 5, 64)
-    wide = joined_product(layers, inputs)
-    assert wide is not None and layers[0].shared.pending is None
-    assert torch.equal(wide, torch.cat([layer(inputs) for layer in layers], dim=-1))
     parts = joined_parts(layers, inputs)
-    assert parts is not None and parts[0].shape == wide.shape and not torch.equal(parts[0], wide)
+    assert parts is not None and layers[0].shared.pending is None
+    wide = torch.cat([layer(inputs) for layer in layers], dim=-1)
+    assert parts[0].shape == wide.shape and not torch.equal(parts[0], wide)
     assert torch.equal(parts[0], torch.cat([layer.base_layer(inputs) for layer in layers], dim=-1))
     assert parts[1].shape == (2, 5, sum(up.shape[1] for up in parts[2])) and len(parts[2]) == 3
     assert torch.equal(add_low_rank(parts[0], parts[1], *parts[2]), wide)
@@ -326,9 +325,9 @@ def test_the_product_is_that_of_the_layers_beside_each_other() -> None:
 def test_there_is_none_of_layers_in_another_order(names: tuple[str, ...]) -> None:
     one = case("flux1_dev")
     layers, inputs = layers_of(one, *names), torch.randn(2, 5, 64)
-    assert joined_product(layers, inputs) is None
+    assert joined_parts(layers, inputs) is None
     join_siblings(one.model, one.predict)
-    assert joined_product(layers, inputs) is None and joined_parts(layers, inputs) is None
+    assert joined_parts(layers, inputs) is None
 
 
 def test_there_is_none_of_layers_of_two_groups() -> None:
@@ -336,7 +335,7 @@ def test_there_is_none_of_layers_of_two_groups() -> None:
     join_siblings(one.model, one.predict)
     others = one.model.single_transformer_blocks[1].attn
     query, key, _ = layers_of(one, "to_q", "to_k", "to_v")
-    assert joined_product((query, key, others.to_v), torch.randn(2, 5, 64)) is None
+    assert joined_parts((query, key, others.to_v), torch.randn(2, 5, 64)) is None
 
 
 def test_there_is_none_of_layers_that_differ_in_size() -> None:
@@ -346,7 +345,7 @@ def test_there_is_none_of_layers_that_differ_in_size() -> None:
     attention = one.model.model.layers[0].self_attn
     layers = attention.q_proj, attention.k_proj, attention.v_proj
     assert layers[2].shared.members == layers
-    assert joined_product(layers, torch.randn(2, 5, 64)) is None
+    assert joined_parts(layers, torch.randn(2, 5, 64)) is None
 
 
 def test_there_is_none_of_a_merged_layer() -> None:
@@ -354,4 +353,4 @@ def test_there_is_none_of_a_merged_layer() -> None:
     join_siblings(one.model, one.predict)
     layers = layers_of(one, "to_q", "to_k", "to_v")
     layers[1].merge()
-    assert joined_product(layers, torch.randn(2, 5, 64)) is None
+    assert joined_parts(layers, torch.randn(2, 5, 64)) is None

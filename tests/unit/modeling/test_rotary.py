@@ -16,6 +16,7 @@ from diffusers.models.transformers.transformer_qwenimage import apply_rotary_emb
 
 from tests.numerics.saved import kept_bytes
 from tests.unit.modeling.small_models import Case, adapt, case, difference, relative, with_inputs
+from tests.unit.modeling.streams import Part, norm_rotary
 from trainer.config.schema import FlowSection
 from trainer.families import draws
 from trainer.families.flux2_dev import FLUX2_DEV
@@ -24,8 +25,7 @@ from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import graphs_compiled
 from trainer.modeling.fused.norms import fuse_head_norms
-from trainer.modeling.fused.rotary import fuse_rotary, norm_rotary
-from trainer.modeling.fused.rotation import Part
+from trainer.modeling.fused.rotary import fuse_rotary
 from trainer.ways.kernels import KERNELS
 
 EPS = 1e-6

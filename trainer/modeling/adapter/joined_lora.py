@@ -75,16 +75,11 @@ class _Single(LoraLinear):
         return add_low_rank(whole, hidden, up)
 
 
-def joined_product(layers: tuple[Any, ...], inputs: torch.Tensor) -> torch.Tensor | None:
-    """The outputs of `layers` beside each other, (..., all), by one product where they are one group.
+def joined_parts(layers: tuple[Any, ...], inputs: torch.Tensor) -> Parts | None:
+    """The outputs of `layers` by one product where they are one group, and what their adapters add to it.
 
     None where they are not all layers of a group in their order, differ in size, or do not add their adapter.
     """
-    return _product(layers[0].shared, inputs) if _are_one(layers) else None
-
-
-def joined_parts(layers: tuple[Any, ...], inputs: torch.Tensor) -> Parts | None:
-    """What `joined_product` adds up, for one that adds it later; None where that is."""
     return _parts(layers[0].shared, inputs) if _are_one(layers) else None
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 if torch.version.cuda is not None:
-    from trainer.modeling.triton import fp8_rows
+    from trainer.modeling.triton import low_rank as kernel
 
 
 def add_low_rank(whole: torch.Tensor, hidden: torch.Tensor, *ups: torch.Tensor) -> torch.Tensor:
@@ -28,10 +28,10 @@ class _AddLowRank(torch.autograd.Function):
         ctx.save_for_backward(hidden, up)
         ctx.shapes = [tuple(one.shape) for one in ups]
         types = {whole.dtype, hidden.dtype, up.dtype}
-        if whole.device.type == "cpu" or types != {torch.bfloat16} or up.shape[1] > fp8_rows.MOST_RANK:
+        if whole.device.type == "cpu" or types != {torch.bfloat16} or up.shape[1] > kernel.MOST_RANK:
             return whole + hidden @ up.t()
         # none of these copies what a linear layer gives
-        return fp8_rows.add_low_rank(whole.contiguous(), hidden.contiguous(), up.contiguous())
+        return kernel.add_low_rank(whole.contiguous(), hidden.contiguous(), up.contiguous())
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, ...]:

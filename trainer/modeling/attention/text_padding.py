@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from diffusers.models.attention import AttentionModuleMixin
 
-from trainer.modeling.fused.rotary import FusedProcessor
+from trainer.modeling.fused.rotary import FusedProcessor, set_processor
 
 
 class _TextKeys(FusedProcessor):
@@ -68,9 +68,7 @@ def text_readers(model: torch.nn.Module, layers: Sequence[str]) -> tuple[FusedPr
         known = isinstance(module, AttentionModuleMixin) and below == _FLOAT_NORMS
         attention: Any = module
         if known:
-            old, new = attention.processor, _TextKeys()
-            new._attention_backend, new._parallel_config = old._attention_backend, old._parallel_config
-            attention.set_processor(new)
+            set_processor(attention, _TextKeys())
         assert isinstance(attention.processor, FusedProcessor), f"{name} cannot leave padding out"
         readers.append(attention.processor)
     return tuple(readers)

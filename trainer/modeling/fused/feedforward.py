@@ -21,7 +21,7 @@ from trainer.modeling.storage import fp8
 from trainer.modeling.storage.row_quantized import VALUES, RowScaledLinear
 
 if torch.version.cuda is not None:
-    from trainer.modeling.triton import gelu
+    from trainer.modeling.triton import fp8_rows
 
 # the layers of a block that attends and feeds forward beside each other
 _SINGLE_STREAM = {"norm", "attn", "proj_mlp", "act_mlp", "proj_out"}
@@ -36,7 +36,9 @@ def gelu_quantize_rows(left: torch.Tensor | None, values: torch.Tensor) -> tuple
     if values.device.type != "cpu":
         beside = None if left is None else _rows_in_memory(left)
         rows = fp8.padded_rows(values.shape[0])
-        return gelu.gelu_quantize_rows(beside, _rows_in_memory(values), fp8.MOST, fp8.LEAST, rows)
+        return fp8_rows.quantize_rows(
+            _rows_in_memory(values), beside, None, "gelu", fp8.MOST, fp8.LEAST, rows
+        )
     active = torch.nn.functional.gelu(values, approximate="tanh")
     return fp8.quantize_rows(active if left is None else torch.cat([left, active], dim=1))
 
@@ -51,8 +53,8 @@ def gelu_backward_quantize_rows(
     """
     if values.device.type != "cpu":
         given, rows = _rows_in_memory(gradient), fp8.padded_rows(values.shape[0])
-        return gelu.gelu_backward_quantize_rows(
-            given, _rows_in_memory(values), column_scale, fp8.MOST, fp8.LEAST, rows
+        return fp8_rows.quantize_rows(
+            _rows_in_memory(values), given, column_scale, "gelu_backward", fp8.MOST, fp8.LEAST, rows
         )
     return fp8.quantize_rows(torch.ops.aten.gelu_backward(gradient, values, approximate="tanh"), column_scale)
 

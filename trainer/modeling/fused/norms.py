@@ -12,7 +12,7 @@ import torch
 from diffusers.models.normalization import RMSNorm
 
 if torch.version.cuda is not None:
-    from trainer.modeling.triton import fp8_rows
+    from trainer.modeling.triton import head_norm as kernel
 
 # wider rows are whole tokens, which compilers fuse well with what is beside them
 _MOST_WIDTH = 256
@@ -55,23 +55,31 @@ class _HeadNorm(torch.autograd.Function):
         ctx.eps = eps
         if values.device.type == "cpu":
             return (unit_of(values, eps)[0] * weight.float()).to(values.dtype)
-        return fp8_rows.head_norm(values, weight, eps)
+        return kernel.head_norm(values, weight, None, eps)
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         values, weight = ctx.saved_tensors
-        if values.device.type == "cpu":
-            unit, inverse = unit_of(values, ctx.eps)
-            given = gradient.float() * weight.float()
-            mean = (given * unit).mean(-1, keepdim=True)
-            return ((given - unit * mean) * inverse).to(values.dtype), None, None
-        return fp8_rows.head_norm_backward(gradient.contiguous(), values, weight, ctx.eps), None, None
+        if values.device.type != "cpu":
+            return kernel.head_norm(values, weight, gradient.contiguous(), ctx.eps), None, None
+        unit, inverse = unit_of(values, ctx.eps)
+        given = gradient.float() * weight.float()
+        mean = (given * unit).mean(-1, keepdim=True)
+        return ((given - unit * mean) * inverse).to(values.dtype), None, None
 
 
 def unit_of(values: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows divided by their rms, in fp32, and 1 / rms of each."""
     wide = values.float()
     inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
     return wide * inverse, inverse
+
+
+def torch_eps(eps: float | None) -> float:
+    """A norm's eps; torch's own where none is set, which is that of the type it computes in, whatever its
+    documentation says.
+    """
+    return torch.finfo(torch.float32).eps if eps is None else eps
 
 
 class _FusedTorch(torch.nn.RMSNorm):
@@ -79,9 +87,7 @@ class _FusedTorch(torch.nn.RMSNorm):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """As torch's."""
-        # torch's own is that of the type it computes in, whatever its documentation says
-        eps = torch.finfo(torch.float32).eps if self.eps is None else self.eps
-        return head_norm(x, self.weight, eps) if x.ndim == 4 else super().forward(x)
+        return head_norm(x, self.weight, torch_eps(self.eps)) if x.ndim == 4 else super().forward(x)
 
 
 class _FusedDiffusers(RMSNorm):

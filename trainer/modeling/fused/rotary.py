@@ -1,7 +1,6 @@
-"""Query and key heads from their products to attention in one pass: norm, rotary embedding, joining.
+"""Attention layers of diffusers whose queries and keys are normed and turned in one pass.
 
-Apart, these are three passes over memory each way, and complex tables make a compiler fall back to a kernel
-for every step. Attention layers get a processor that computes what theirs did.
+They get a processor in the place of theirs that computes the same by `norm_rotary`.
 """
 
 from __future__ import annotations
@@ -15,68 +14,10 @@ from diffusers.models.attention_dispatch import dispatch_attention_fn
 from diffusers.models.attention_processor import Attention
 from diffusers.models.normalization import RMSNorm
 
-from trainer.modeling.adapter.joined_lora import Parts, joined_parts, joined_product
+from trainer.modeling.adapter.joined_lora import joined_parts
 from trainer.modeling.adapter.low_rank import add_low_rank
-from trainer.modeling.fused.joint_qkv import wide_norm_rotary
-from trainer.modeling.fused.norms import FUSED, is_fusible
-from trainer.modeling.fused.rotation import Part, turned, turned_back
-
-if torch.version.cuda is not None:
-    from trainer.modeling.triton import rotary
-
-
-def norm_rotary(first: Part, second: Part | None, eps: float) -> torch.Tensor:
-    """Heads of all tokens, those of `first` first, each divided by its rms, weighed, and turned by its token.
-
-    Values 2 i and 2 i + 1 are real and imaginary part of what is multiplied by cos_i + sin_i j. Computed in
-    fp32, of the values' type, contiguous. The width is a power of two; values alone have a gradient.
-    """
-    result: torch.Tensor = _NormRotary.apply(*first, *(second or _NO_PART), eps)
-    return result
-
-
-_NO_PART = (None, None, None, None)
-
-
-class _NormRotary(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        first: torch.Tensor,
-        first_weight: torch.Tensor,
-        first_cos: torch.Tensor,
-        first_sin: torch.Tensor | None,
-        second: torch.Tensor | None,
-        second_weight: torch.Tensor | None,
-        second_cos: torch.Tensor | None,
-        second_sin: torch.Tensor | None,
-        eps: float,
-    ) -> torch.Tensor:
-        parts = (
-            *(first, first_weight, first_cos, first_sin),
-            *(second, second_weight, second_cos, second_sin),
-        )
-        ctx.save_for_backward(*parts)
-        ctx.eps = eps
-        if first.device.type != "cpu":
-            return rotary.norm_rotary(*parts, eps)
-        result = turned((first, first_weight, first_cos, first_sin), eps)
-        if second is None or second_weight is None or second_cos is None:
-            return result
-        return torch.cat([result, turned((second, second_weight, second_cos, second_sin), eps)], dim=1)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        parts = ctx.saved_tensors
-        is_joined = parts[4] is not None
-        if gradient.device.type != "cpu":
-            found = rotary.norm_rotary_backward(gradient, *parts, ctx.eps)
-        else:
-            tokens = parts[0].shape[1]
-            found = [turned_back(gradient[:, :tokens], parts[:4], ctx.eps)]
-            if is_joined:
-                found.append(turned_back(gradient[:, tokens:], parts[4:], ctx.eps))
-        return found[0], None, None, None, found[1] if is_joined else None, None, None, None, None
+from trainer.modeling.fused.norm_rotary import Stream, norm_rotary
+from trainer.modeling.fused.norms import FUSED, is_fusible, torch_eps
 
 
 def fuse_rotary(model: torch.nn.Module) -> int:
@@ -87,46 +28,47 @@ def fuse_rotary(model: torch.nn.Module) -> int:
     count = 0
     for module in model.modules():
         # only these have processors
-        if not isinstance(module, Attention | AttentionModuleMixin):
-            continue
-        attention: Any = module
-        kind = _kind(attention)
-        if kind is not None:
-            old, new = attention.processor, kind()
-            new._attention_backend, new._parallel_config = old._attention_backend, old._parallel_config
-            attention.set_processor(new)
-            count += 1
+        if isinstance(module, Attention | AttentionModuleMixin):
+            attention: Any = module
+            kind = _kind(attention)
+            if kind is not None:
+                set_processor(attention, kind())
+                count += 1
     return count
 
 
-def _kind(attention: Any) -> type[FusedProcessor] | None:
-    """What takes the place of a layer's processor: known by its arguments, and by the layers that it calls.
+def set_processor(attention: Any, new: FusedProcessor) -> None:
+    """Put `new` in the place of a layer's processor, with the same attention kernel."""
+    old = attention.processor
+    new._attention_backend, new._parallel_config = old._attention_backend, old._parallel_config
+    attention.set_processor(new)
 
-    No name of a class: those belong to the families.
+
+def _kind(attention: Any) -> type[FusedProcessor] | None:
+    """The processor for a layer whose own is known by its arguments, and by the layers that it calls.
+
+    No name of a class: those belong to the families. None where one pass cannot compute the layer's norms.
     """
     if isinstance(attention.processor, FusedProcessor):
         return None
     layers = dict(attention.named_children())
-    arguments = _arguments(type(attention.processor))
-    is_mixin = isinstance(attention, AttentionModuleMixin)
+    norms: list[Any] = [layer for name, layer in layers.items() if name.startswith("norm_")]
     for kind, of_mixin, known in _KINDS:
-        if is_mixin == of_mixin and layers.keys() in known and arguments == _arguments(kind):
-            norms = [layer for name, layer in layers.items() if name.startswith("norm_")]
-            return kind if _fusible(norms) else None
+        arguments = [
+            list(inspect.signature(one.__call__).parameters) for one in (type(attention.processor), kind)
+        ]
+        if (
+            isinstance(attention, AttentionModuleMixin) == of_mixin
+            and layers.keys() in known
+            and arguments[0] == arguments[1]
+        ):
+            fusible = (
+                all(type(norm) in _NORMS and is_fusible(norm) for norm in norms)
+                and not any(isinstance(norm, RMSNorm) and norm.bias is not None for norm in norms)
+                and len({(len(norm.weight), norm.eps) for norm in norms}) == 1
+            )
+            return kind if fusible else None
     return None
-
-
-def _arguments(processor: Any) -> list[str]:
-    return list(inspect.signature(processor.__call__).parameters)
-
-
-def _fusible(norms: list[Any]) -> bool:
-    """Whether one pass can compute these norms."""
-    return (
-        all(type(norm) in _NORMS and is_fusible(norm) for norm in norms)
-        and not any(isinstance(norm, RMSNorm) and norm.bias is not None for norm in norms)
-        and len({(len(norm.weight), norm.eps) for norm in norms}) == 1
-    )
 
 
 _NORMS = {*FUSED, *FUSED.values()}
@@ -169,12 +111,12 @@ class _RealTables(FusedProcessor):
         """As diffusers': the output for the stream, or those for image and text."""
         assert image_rotary_emb is not None and not attn.fused_projections
         assert (encoder_hidden_states is None) == (attn.added_kv_proj_dim is None)
-        cos, sin = image_rotary_emb
         if encoder_hidden_states is None:
-            return self.attend(*_own(attn, hidden_states, cos, sin), attention_mask)
+            return self.attend(*_heads(attn, hidden_states, image_rotary_emb), attention_mask)
+        cos, sin = image_rotary_emb
         count = encoder_hidden_states.shape[1]
         text, image = (cos[:count], sin[:count]), (cos[count:], sin[count:])
-        heads = _joined(attn, hidden_states, encoder_hidden_states, image, text)
+        heads = _heads(attn, hidden_states, image, encoder_hidden_states, text)
         return _separate(attn, self.attend(*heads, attention_mask), count)
 
 
@@ -196,8 +138,8 @@ class _ComplexTables(FusedProcessor):
         if text_mask is not None:
             whole = text_mask.new_ones(hidden_states.shape[:2], dtype=torch.bool)
             attention_mask = torch.cat([text_mask, whole], dim=1)[:, None, None, :]
-        image, text = ((torch.view_as_real(table).flatten(1), None) for table in image_rotary_emb)
-        heads = _joined(attn, hidden_states, encoder_hidden_states, image, text)
+        image, text = ((torch.view_as_real(table).flatten(1),) for table in image_rotary_emb)
+        heads = _heads(attn, hidden_states, image, encoder_hidden_states, text)
         return _separate(attn, self.attend(*heads, attention_mask), encoder_hidden_states.shape[1])
 
 
@@ -214,91 +156,60 @@ class _Parallel(FusedProcessor):
         """As diffusers'."""
         assert image_rotary_emb is not None
         widths = [attn.inner_dim] * 3 + [attn.mlp_hidden_dim * attn.mlp_mult_factor]
-        *heads, inner = attn.to_qkv_mlp_proj(hidden_states).split(widths, dim=-1)
-        query, key, value = (_heads(attn, one) for one in heads)
-        cos, sin = image_rotary_emb
-        query, key = _turn(attn.norm_q, query, cos, sin), _turn(attn.norm_k, key, cos, sin)
-        attended = self.attend(query, key, value, attention_mask)
+        *products, inner = attn.to_qkv_mlp_proj(hidden_states).split(widths, dim=-1)
+        heads = [one.unflatten(-1, (-1, len(attn.norm_q.weight))) for one in products]
+        normed = _normed([(heads, (attn.norm_q, attn.norm_k), image_rotary_emb)])
+        attended = self.attend(*normed, attention_mask)
         output: torch.Tensor = attn.to_out(torch.cat([attended, attn.mlp_act_fn(inner)], dim=-1))
         return output
 
 
-def _heads(attn: Any, values: torch.Tensor) -> torch.Tensor:
-    """(batch, tokens, heads, width) of (batch, tokens, all)."""
-    return values.unflatten(-1, (-1, len(attn.norm_q.weight)))
+Tables = tuple[torch.Tensor, ...]
+Heads = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def _turn(norm: Any, values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    return norm_rotary((values, norm.weight, cos, sin), None, _eps(norm))
-
-
-def _eps(norm: Any) -> float:
-    """torch's own where none is set, see `norms`."""
-    return torch.finfo(torch.float32).eps if norm.eps is None else norm.eps
-
-
-def _products(layers: tuple[Any, Any, Any], inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """One product with queries, keys and values beside each other, or where there is none, three."""
-    wide = joined_product(layers, inputs)
-    return tuple(layer(inputs) for layer in layers) if wide is None else (wide,)
-
-
-def _summed(
-    parts: Parts | None, layers: tuple[Any, Any, Any], inputs: torch.Tensor
-) -> tuple[torch.Tensor, ...]:
-    """`_products` of layers whose `joined_parts` are known."""
-    return (
-        tuple(layer(inputs) for layer in layers) if parts is None else (add_low_rank(*parts[:2], *parts[2]),)
-    )
-
-
-def _apart(attn: Any, products: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-    """Heads of queries, keys and values from `_products`."""
-    return [_heads(attn, one) for one in (products if len(products) == 3 else products[0].chunk(3, dim=-1))]
-
-
-def _own(
-    attn: Any, inputs: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of one stream (batch, tokens, channels)."""
-    products = _products((attn.to_q, attn.to_k, attn.to_v), inputs)
-    if len(products) == 1:
-        part = products[0], attn.norm_q.weight, attn.norm_k.weight, cos, sin
-        return wide_norm_rotary(part, None, _eps(attn.norm_q))
-    query, key, value = _apart(attn, products)
-    return _turn(attn.norm_q, query, cos, sin), _turn(attn.norm_k, key, cos, sin), value
-
-
-def _joined(
+def _heads(
     attn: Any,
     image: torch.Tensor,
-    text: torch.Tensor,
-    image_tables: tuple[torch.Tensor, torch.Tensor | None],
-    text_tables: tuple[torch.Tensor, torch.Tensor | None],
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Queries, keys and values of two streams (batch, tokens, channels), the text's tokens first."""
-    layers = (attn.to_q, attn.to_k, attn.to_v)
-    added_layers = (attn.add_q_proj, attn.add_k_proj, attn.add_v_proj)
-    own, added = joined_parts(layers, image), joined_parts(added_layers, text)
-    if own is not None and added is not None:
-        return wide_norm_rotary(
-            (added[0], attn.norm_added_q.weight, attn.norm_added_k.weight, *text_tables),
-            (own[0], attn.norm_q.weight, attn.norm_k.weight, *image_tables),
-            _eps(attn.norm_q),
-            (added[1:], own[1:]),
-        )
-    query, key, value = _apart(attn, _summed(own, layers, image))
-    added_query, added_key, added_value = _apart(attn, _summed(added, added_layers, text))
-    joined = [
-        norm_rotary(
-            (first, first_norm.weight, *text_tables), (second, norm.weight, *image_tables), _eps(norm)
-        )
-        for first, first_norm, second, norm in (
-            (added_query, attn.norm_added_q, query, attn.norm_q),
-            (added_key, attn.norm_added_k, key, attn.norm_k),
-        )
+    image_tables: Tables,
+    text: torch.Tensor | None = None,
+    text_tables: Tables = (),
+) -> Heads:
+    """Queries, keys and values of a stream (batch, tokens, channels), or of two, the text's tokens first."""
+    streams = [((attn.to_q, attn.to_k, attn.to_v), (attn.norm_q, attn.norm_k), image, image_tables)]
+    if text is not None:
+        layers = attn.add_q_proj, attn.add_k_proj, attn.add_v_proj
+        streams.append((layers, (attn.norm_added_q, attn.norm_added_k), text, text_tables))
+    parts = [joined_parts(layers, inputs) for layers, _, inputs, _ in streams]
+    joint = [
+        Stream(part[0], (norms[0].weight, norms[1].weight), tables, *part[1:])
+        for part, (_, norms, _, tables) in zip(parts, streams, strict=True)
+        if part is not None
     ]
-    return joined[0], joined[1], torch.cat([added_value, value], dim=1)
+    if len(joint) == len(streams):
+        query, key, value = norm_rotary(joint[::-1], torch_eps(attn.norm_q.eps))
+        return query, key, value
+    apart = []
+    for part, (layers, norms, inputs, tables) in zip(parts, streams, strict=True):
+        if part is None:
+            products = tuple(layer(inputs) for layer in layers)
+        else:
+            products = add_low_rank(*part[:2], *part[2]).chunk(3, dim=-1)
+        apart.append(([one.unflatten(-1, (-1, len(norms[0].weight))) for one in products], norms, tables))
+    return _normed(apart[::-1])
+
+
+def _normed(streams: list[tuple[list[torch.Tensor], tuple[Any, Any], Tables]]) -> Heads:
+    """Queries, keys and values of each stream's heads, norms of its queries and keys, and tables."""
+    query, key = [
+        norm_rotary(
+            [Stream(heads[which], (norms[which].weight,), tables) for heads, norms, tables in streams],
+            torch_eps(streams[0][1][which].eps),
+        )[0]
+        for which in range(2)
+    ]
+    values = [heads[2] for heads, _, _ in streams]
+    return query, key, values[0] if len(values) == 1 else torch.cat(values, dim=1)
 
 
 def _separate(attn: Any, attended: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:

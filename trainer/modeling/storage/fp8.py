@@ -45,7 +45,7 @@ def quantize_rows(
     """
     if values.device.type != "cpu":
         rows = padded_rows(values.shape[0]) if pad else values.shape[0]
-        return fp8_rows.quantize_rows(values.contiguous(), column_scale, MOST, LEAST, rows)
+        return fp8_rows.quantize_rows(values.contiguous(), None, column_scale, "plain", MOST, LEAST, rows)
     wide = values.float() if column_scale is None else values.float() * column_scale
     largest = wide.abs().amax(dim=-1, keepdim=True)
     scale = largest.clamp(min=LEAST) / MOST

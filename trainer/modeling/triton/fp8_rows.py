@@ -1,8 +1,27 @@
-"""Triton kernels for CUDA: rows to FP8 in one pass, and the transpose of one-byte matrices.
+"""Triton kernels for CUDA: rows to FP8 in one pass, and other passes over weights of one byte a value.
 
 Only imported where torch was built for CUDA, whose wheels bring Triton. torch's own transpose of bytes takes
 as long as the product that it feeds, and a compiler that sees the arithmetic of `quantize_rows` fuses it with
 what comes before: it then reads every row two or three times.
+
+`_quantize`: program r makes row r of the result, which is one of `rows` or padding of zeros.
+
+    beside     [ 0 .. first )               row r begins at r * beside_stride
+    values     [ first .. columns )         row r begins at r * values_stride; at r * columns for WAY 0
+                     |  GELU, * column_scale
+    registers  [ FIRST ][ SECOND ]          powers of two, all columns; or FIRST at a time, twice (LOOPED)
+                     |  / scale
+    quantized  [ 0 .. columns ) of e4m3     row r begins at r * columns
+    scale      [ 1 ] of fp32                largest absolute value / MOST, at least LEAST / MOST
+
+    column_scale  (columns,) fp32
+    WAY    0: values, * column_scale where TWO; `first` is 0
+           1: beside where TWO, then gelu(values); of one type, to which GELU is rounded
+           2: beside * gelu'(values), rounded likewise, * column_scale; `beside` is the gradient, `first` is 0
+    EXACT  FIRST + SECOND are `columns`: nothing is masked
+
+`_transpose`: program (i, j) turns a tile of TILE x TILE bytes. `_unpack`: program (r, j) multiplies BLOCK
+bytes of row r of a matrix (rows, columns), int8, by its scale.
 """
 
 from __future__ import annotations
@@ -12,75 +31,138 @@ import triton
 import triton.language as tl
 from torch.library import triton_op, wrap_triton
 
-_TILE = 128
+_TILE, _UNPACKED = 128, 2048
 # values of a row that one program holds in registers; longer rows are read twice
 MOST_HELD = 16384
 # columns up to which one part is as fast as two
 MOST_NARROW = 4096
-
-
-def parts(columns: int) -> dict[str, int | bool]:
-    """How one program holds a row: in one part or two, of powers of two that leave few lanes idle.
-
-    Three quarters of a power of two, as widths are, would leave a quarter of its lanes with nothing to do.
-    """
-    first = min(triton.next_power_of_2(columns), MOST_HELD)
-    second = 0
-    if MOST_NARROW < columns < first:
-        first //= 2
-        second = triton.next_power_of_2(columns - first)
-    looped = columns > first + second
-    return {"FIRST": first, "SECOND": second, "EXACT": first + second == columns, "LOOPED": looped}
-
-
-def warps(columns: int) -> int:
-    """For one row of so many values."""
-    return 4 if columns <= MOST_NARROW else 8 if columns <= MOST_HELD else 16
+WAYS = ("plain", "gelu", "gelu_backward")
 
 
 @triton_op("trainer::quantize_rows", mutates_args={})
 def quantize_rows(
-    values: torch.Tensor, column_scale: torch.Tensor | None, most: float, least: float, padded: int
+    values: torch.Tensor,
+    beside: torch.Tensor | None,
+    column_scale: torch.Tensor | None,
+    way: str,
+    most: float,
+    least: float,
+    padded: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `fp8.quantize_rows`; values (rows, columns), contiguous; the results have `padded` rows.
+    """See `fp8.quantize_rows`, where `values` are contiguous, and `feedforward`, where rows lie in one piece.
 
-    Those beyond `rows` are zeros with a scale of 1.
+    The results have `padded` rows: those beyond `rows` are zeros with a scale of 1.
     """
-    rows, columns = values.shape
+    first = beside.shape[1] if way == "gelu" and beside is not None else 0
+    rows, columns = values.shape[0], first + values.shape[1]
     quantized = torch.empty((padded, columns), dtype=torch.float8_e4m3fn, device=values.device)
     scale = torch.empty((padded, 1), dtype=torch.float32, device=values.device)
+    other = values if beside is None else beside
+    # a program's part or two parts are powers of two that leave few lanes idle: three quarters of a power of
+    # two, as widths are, would leave a quarter of its lanes with nothing to do
+    one, two = min(triton.next_power_of_2(columns), MOST_HELD), 0
+    if MOST_NARROW < columns < one:
+        one, two = one // 2, triton.next_power_of_2(columns - one // 2)
     wrap_triton(_quantize)[(padded,)](
-        values,
-        values if column_scale is None else column_scale,
-        quantized,
-        scale,
-        rows,
-        columns,
-        MOST=most,
-        LEAST=least,
-        SCALED=column_scale is not None,
-        **parts(columns),
-        num_warps=warps(columns),
-    )
+        values, other, values if column_scale is None else column_scale, quantized, scale,
+        values.stride(0), other.stride(0), first, rows, columns,
+        MOST=most, LEAST=least, WAY=WAYS.index(way),
+        TWO=(column_scale if way == "plain" else beside) is not None,
+        FIRST=one, SECOND=two, EXACT=one + two == columns, LOOPED=columns > one + two,
+        num_warps=4 if columns <= MOST_NARROW else 8 if columns <= MOST_HELD else 16,
+    )  # fmt: skip
     return quantized, scale
 
 
 @triton.jit
-def _scaled(values, column_scale, column, columns, SCALED: tl.constexpr, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
-    """These columns of a row in fp32, * column_scale; zeros beyond it."""
-    if EXACT:
-        part = tl.load(values + column).to(tl.float32)
-        if SCALED:
-            part *= tl.load(column_scale + column)
+def _quantize(  # type: ignore[no-untyped-def]
+    values, beside, column_scale, quantized, scale, values_stride, beside_stride, first, rows, columns,
+    MOST: tl.constexpr, LEAST: tl.constexpr, WAY: tl.constexpr, TWO: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, EXACT: tl.constexpr, LOOPED: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    if WAY == 0:
+        values_stride = columns  # one stride for both matrices takes fewer registers
+    if row < rows:
+        _quantize_row(
+            values + row * values_stride, beside + row * beside_stride, column_scale,
+            quantized + row * columns, scale + row, first, columns,
+            MOST, LEAST, WAY, TWO, FIRST, SECOND, EXACT, LOOPED,
+        )  # fmt: skip
     else:
-        part = tl.load(values + column, mask=column < columns, other=0.0).to(tl.float32)
-        if SCALED:
-            part *= tl.load(column_scale + column, mask=column < columns, other=0.0)
+        # finite, and nothing in any sum
+        zeros = tl.zeros((FIRST,), dtype=tl.float32)
+        for start in range(0, columns, FIRST):
+            _store_part(quantized + row * columns, zeros, 1.0, start + tl.arange(0, FIRST), columns, False)
+        tl.store(scale + row, 1.0)
+
+
+@triton.jit
+def _quantize_row(  # type: ignore[no-untyped-def]
+    values, beside, column_scale, quantized, scale, first, columns,
+    MOST: tl.constexpr, LEAST: tl.constexpr, WAY: tl.constexpr, TWO: tl.constexpr,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, EXACT: tl.constexpr, LOOPED: tl.constexpr,
+):  # fmt: skip
+    column = tl.arange(0, FIRST)
+    if LOOPED:
+        largest = tl.zeros((FIRST,), dtype=tl.float32)
+        for start in range(0, columns, FIRST):
+            part = _part(values, beside, column_scale, start + column, first, columns, WAY, TWO, False)
+            largest = _greater(largest, tl.abs(part))
+        factor = _greater(_largest_of(largest), LEAST) / MOST
+        tl.store(scale, factor)
+        for start in range(0, columns, FIRST):
+            part = _part(values, beside, column_scale, start + column, first, columns, WAY, TWO, False)
+            _store_part(quantized, part, 1.0 / factor, start + column, columns, False)
+    else:
+        part = _part(values, beside, column_scale, column, first, columns, WAY, TWO, EXACT)
+        factor = _greater(_largest_of(tl.abs(part)), LEAST) / MOST
+        if SECOND > 0:
+            beyond = FIRST + tl.arange(0, SECOND)
+            rest = _part(values, beside, column_scale, beyond, first, columns, WAY, TWO, EXACT)
+            factor = _greater(factor, _largest_of(tl.abs(rest)) / MOST)
+            _store_part(quantized, rest, 1.0 / factor, beyond, columns, EXACT)
+        tl.store(scale, factor)
+        _store_part(quantized, part, 1.0 / factor, column, columns, EXACT)
+
+
+@triton.jit
+def _part(  # type: ignore[no-untyped-def]
+    values, beside, column_scale, column, first, columns,
+    WAY: tl.constexpr, TWO: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    """These columns of a row to be quantised, in fp32; zeros beyond it."""
+    if WAY == 0:
+        part = _load(values, column, columns, EXACT).to(tl.float32)
+        if TWO:
+            part *= _load(column_scale, column, columns, EXACT)
+    elif WAY == 2:
+        value = _load(values, column, columns, EXACT).to(tl.float32)
+        given = _load(beside, column, columns, EXACT).to(tl.float32)
+        across = _load(column_scale, column, columns, EXACT)
+        part = (given * _gelu_slope(value)).to(beside.dtype.element_ty).to(tl.float32) * across
+    elif TWO:
+        inside = (column >= first) & (column < columns)
+        part = tl.load(values + (column - first), mask=inside, other=0.0).to(tl.float32)
+        part = _gelu(part).to(values.dtype.element_ty).to(tl.float32)
+        left = tl.load(beside + column, mask=column < first, other=0.0).to(tl.float32)
+        part = tl.where(column < first, left, part)
+    else:
+        part = _gelu(_load(values, column, columns, EXACT).to(tl.float32))
+        part = part.to(values.dtype.element_ty).to(tl.float32)
     return part
 
 
 @triton.jit
-def store_part(quantized, part, inverse, column, columns, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _load(row, column, columns, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
+    if EXACT:
+        return tl.load(row + column)
+    else:
+        return tl.load(row + column, mask=column < columns, other=0.0)
+
+
+@triton.jit
+def _store_part(quantized, part, inverse, column, columns, EXACT: tl.constexpr):  # type: ignore[no-untyped-def]
     """These columns of a row as FP8."""
     if EXACT:
         tl.store(quantized + column, (part * inverse).to(tl.float8e4nv))
@@ -89,101 +171,43 @@ def store_part(quantized, part, inverse, column, columns, EXACT: tl.constexpr): 
 
 
 @triton.jit
-def store_padding(  # type: ignore[no-untyped-def]
-    quantized, scale, columns, FIRST: tl.constexpr
-):
-    """A row of zeros with a scale of 1: finite, and nothing in any sum."""
-    column = tl.arange(0, FIRST)
-    zeros = tl.zeros((FIRST,), dtype=tl.float32)
-    for start in range(0, columns, FIRST):
-        store_part(quantized, zeros, 1.0, start + column, columns, False)
-    tl.store(scale, 1.0)
-
-
-@triton.jit
-def _quantize(  # type: ignore[no-untyped-def]
-    values,
-    column_scale,
-    quantized,
-    scale,
-    rows,
-    columns,
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
-    SCALED: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    EXACT: tl.constexpr,
-    LOOPED: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64)
-    if row < rows:
-        _quantize_row(
-            values + row * columns,
-            column_scale,
-            quantized + row * columns,
-            scale + row,
-            columns,
-            MOST,
-            LEAST,
-            SCALED,
-            FIRST,
-            SECOND,
-            EXACT,
-            LOOPED,
-        )
-    else:
-        store_padding(quantized + row * columns, scale + row, columns, FIRST)
-
-
-@triton.jit
-def _quantize_row(  # type: ignore[no-untyped-def]
-    values,
-    column_scale,
-    quantized,
-    scale,
-    columns,
-    MOST: tl.constexpr,
-    LEAST: tl.constexpr,
-    SCALED: tl.constexpr,
-    FIRST: tl.constexpr,
-    SECOND: tl.constexpr,
-    EXACT: tl.constexpr,
-    LOOPED: tl.constexpr,
-):
-    column = tl.arange(0, FIRST)
-    if LOOPED:
-        largest = tl.zeros((FIRST,), dtype=tl.float32)
-        for first in range(0, columns, FIRST):
-            part = _scaled(values, column_scale, first + column, columns, SCALED, False)
-            largest = greater(largest, tl.abs(part))
-        factor = greater(largest_of(largest), LEAST) / MOST
-        tl.store(scale, factor)
-        for first in range(0, columns, FIRST):
-            part = _scaled(values, column_scale, first + column, columns, SCALED, False)
-            store_part(quantized, part, 1.0 / factor, first + column, columns, False)
-    else:
-        part = _scaled(values, column_scale, column, columns, SCALED, EXACT)
-        factor = greater(largest_of(tl.abs(part)), LEAST) / MOST
-        if SECOND > 0:
-            beyond = FIRST + tl.arange(0, SECOND)
-            rest = _scaled(values, column_scale, beyond, columns, SCALED, EXACT)
-            factor = greater(factor, largest_of(tl.abs(rest)) / MOST)
-            store_part(quantized, rest, 1.0 / factor, beyond, columns, EXACT)
-        tl.store(scale, factor)
-        store_part(quantized, part, 1.0 / factor, column, columns, EXACT)
-
-
-@triton.jit
-def greater(left, right):  # type: ignore[no-untyped-def]
+def _greater(left, right):  # type: ignore[no-untyped-def]
     """NaN where one of both is."""
     return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
 
 @triton.jit
-def largest_of(part):  # type: ignore[no-untyped-def]
+def _largest_of(part):  # type: ignore[no-untyped-def]
     """NaN where one value is."""
-    return tl.reduce(part, 0, greater)
+    return tl.reduce(part, 0, _greater)
+
+
+# GELU is value * sigmoid(2 u) with u = sqrt(2 / pi) (value + 0.044715 value^3), as sigmoid(2 u) is half of
+# 1 + tanh(u). The reciprocal in it is a squared root: a division has steps for a range that is not needed.
+
+
+@triton.jit
+def _decay(value):  # type: ignore[no-untyped-def]
+    """exp(-2 u); the constants have log2(e) in them."""
+    return tl.exp2(value * (-2.302208198144325 - 0.1029432395800235 * value * value))
+
+
+@triton.jit
+def _gelu(value):  # type: ignore[no-untyped-def]
+    root = tl.rsqrt(1.0 + _decay(value))
+    return value * (root * root)
+
+
+@triton.jit
+def _gelu_slope(value):  # type: ignore[no-untyped-def]
+    """By the size of `value`, so that nothing cancels: both sides of the sigmoid are products."""
+    decay = _decay(tl.abs(value))
+    root = tl.rsqrt(1.0 + decay)
+    most = root * root
+    least = decay * most
+    # 2 u' = 2 sqrt(2 / pi) (1 + 3 * 0.044715 value^2)
+    steep = 1.5957691216057308 + 0.2140644488144545 * value * value
+    return tl.where(value < 0, least, most) + value * (most * least) * steep
 
 
 @triton_op("trainer::transpose_bytes", mutates_args={})
@@ -210,13 +234,9 @@ def unpack_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -
     """(rows, columns) of int8 with an fp32 scale (rows, 1), multiplied in fp32, in `dtype`."""
     rows, columns = values.shape
     result = torch.empty((rows, columns), dtype=dtype, device=values.device)
-    _unpack[(rows, triton.cdiv(columns, _UNPACKED))](
-        values, scale, result, columns, BLOCK=_UNPACKED, num_warps=4
-    )
+    grid = (rows, triton.cdiv(columns, _UNPACKED))
+    _unpack[grid](values, scale, result, columns, BLOCK=_UNPACKED, num_warps=4)
     return result
-
-
-_UNPACKED = 2048
 
 
 @triton.jit
@@ -226,171 +246,3 @@ def _unpack(values, scale, result, columns, BLOCK: tl.constexpr):  # type: ignor
     inside = column < columns
     part = tl.load(values + row * columns + column, mask=inside, other=0).to(tl.float32)
     tl.store(result + row * columns + column, part * tl.load(scale + row), mask=inside)
-
-
-# rows of one head that one program normalises, forward and backward
-_HEADS, _HEADS_BACKWARD = 32, 16
-
-
-@triton_op("trainer::head_norm", mutates_args={})
-def head_norm(values: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `norms.head_norm`; values (batch, tokens, heads, width) of any strides but the last, which is 1."""
-    batch, tokens, heads, width = values.shape
-    result = torch.empty((batch, tokens, heads, width), dtype=values.dtype, device=values.device)
-    rows = batch * tokens * heads
-    wrap_triton(_head_norm)[(triton.cdiv(rows, _HEADS),)](
-        values,
-        weight,
-        result,
-        rows,
-        tokens,
-        heads,
-        values.stride(0),
-        values.stride(1),
-        values.stride(2),
-        EPS=eps,
-        WIDTH=width,
-        ROWS=_HEADS,
-        num_warps=4,
-    )
-    return result
-
-
-@triton_op("trainer::head_norm_backward", mutates_args={})
-def head_norm_backward(
-    gradient: torch.Tensor, values: torch.Tensor, weight: torch.Tensor, eps: float
-) -> torch.Tensor:
-    """Gradient of `head_norm` for its values; `gradient` is contiguous."""
-    batch, tokens, heads, width = values.shape
-    result = torch.empty((batch, tokens, heads, width), dtype=values.dtype, device=values.device)
-    rows = batch * tokens * heads
-    wrap_triton(_head_norm_backward)[(triton.cdiv(rows, _HEADS_BACKWARD),)](
-        gradient,
-        values,
-        weight,
-        result,
-        rows,
-        tokens,
-        heads,
-        values.stride(0),
-        values.stride(1),
-        values.stride(2),
-        EPS=eps,
-        WIDTH=width,
-        ROWS=_HEADS_BACKWARD,
-        num_warps=4,
-    )
-    return result
-
-
-@triton.jit
-def _head_norm(  # type: ignore[no-untyped-def]
-    values,
-    weight,
-    result,
-    rows,
-    tokens,
-    heads,
-    stride_batch,
-    stride_token,
-    stride_head,
-    EPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = (row < rows)[:, None]
-    token = row // heads
-    start = (token // tokens) * stride_batch + (token % tokens) * stride_token + (row % heads) * stride_head
-    column = tl.arange(0, WIDTH)[None, :]
-    value = tl.load(values + start[:, None] + column, mask=inside, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + EPS)
-    scale = tl.load(weight + column).to(tl.float32)
-    tl.store(result + row[:, None] * WIDTH + column, value * inverse[:, None] * scale, mask=inside)
-
-
-@triton.jit
-def _head_norm_backward(  # type: ignore[no-untyped-def]
-    gradient,
-    values,
-    weight,
-    result,
-    rows,
-    tokens,
-    heads,
-    stride_batch,
-    stride_token,
-    stride_head,
-    EPS: tl.constexpr,
-    WIDTH: tl.constexpr,
-    ROWS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    inside = (row < rows)[:, None]
-    token = row // heads
-    start = (token // tokens) * stride_batch + (token % tokens) * stride_token + (row % heads) * stride_head
-    column = tl.arange(0, WIDTH)[None, :]
-    value = tl.load(values + start[:, None] + column, mask=inside, other=0.0).to(tl.float32)
-    inverse = tl.rsqrt(tl.sum(value * value, 1) / WIDTH + EPS)[:, None]
-    unit = value * inverse
-    given = tl.load(gradient + row[:, None] * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
-    given *= tl.load(weight + column).to(tl.float32)
-    mean = tl.sum(given * unit, 1)[:, None] / WIDTH
-    tl.store(result + row[:, None] * WIDTH + column, (given - unit * mean) * inverse, mask=inside)
-
-
-@triton_op("trainer::add_low_rank", mutates_args={})
-def add_low_rank(whole: torch.Tensor, hidden: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """See `low_rank.add_low_rank`; all contiguous, at most `MOST_RANK` columns in `hidden`."""
-    rows, columns = whole.shape
-    rank = hidden.shape[1]
-    result = torch.empty((rows, columns), dtype=whole.dtype, device=whole.device)
-    grid = (triton.cdiv(rows, _SUM_ROWS), triton.cdiv(columns, _SUM_COLUMNS))
-    wrap_triton(_add_low_rank)[grid](
-        whole,
-        hidden,
-        up,
-        result,
-        rows,
-        columns,
-        rank,
-        RANK=max(16, triton.next_power_of_2(rank)),
-        ROWS=_SUM_ROWS,
-        COLUMNS=_SUM_COLUMNS,
-        num_warps=8,
-    )
-    return result
-
-
-MOST_RANK = 128
-_SUM_ROWS, _SUM_COLUMNS = 64, 256
-
-
-@triton.jit
-def _add_low_rank(  # type: ignore[no-untyped-def]
-    whole,
-    hidden,
-    up,
-    result,
-    rows,
-    columns,
-    rank,
-    RANK: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inner = tl.arange(0, RANK)
-    row_inside, column_inside = (row < rows)[:, None], (column < columns)[None, :]
-    left = tl.load(
-        hidden + row[:, None] * rank + inner[None, :], mask=row_inside & (inner < rank)[None, :], other=0.0
-    )
-    right = tl.load(
-        up + column[None, :].to(tl.int64) * rank + inner[:, None],
-        mask=column_inside & (inner < rank)[:, None],
-        other=0.0,
-    )
-    place = row[:, None] * columns + column[None, :]
-    value = tl.load(whole + place, mask=row_inside & column_inside, other=0.0)
-    tl.store(result + place, value + tl.dot(left, right), mask=row_inside & column_inside)

@@ -1,8 +1,21 @@
-"""What Triton programs do with the heads of a stream's tokens: norm, turn, copy, and add to them.
+"""Programs over the heads of a stream's tokens: norm, RoPE, a low-rank addend, and their gradients.
 
-A program takes a few tokens with several heads, which share the tokens' rows of the tables. It can add a
-product of low rank to the heads before anything else, and then computes that product's gradient too. Imported
-as `kernels` is, and for the same reason.
+Imported as `fp8_rows` is, and for the same reason. A program holds TOKENS tokens of one head at a time:
+
+    token           0 .. TOKENS of a block; those beyond the stream's `tokens` are masked
+    column          0 .. WIDTH of a head; values 2 i and 2 i + 1 are real and imaginary part of a number
+    values          at token * stride_token + head * stride_head + column, for head 0 .. HEADS
+    result          at (token * row_heads + head) * WIDTH + column: `row_heads` heads lie between two tokens
+    cos, sin        at token * table_row + column, read once for all HEADS
+    low             hidden at token * 3 * rank + inner, up at (head * WIDTH + column) * 3 * rank + inner
+
+    part       (values, weight, cos, sin, tokens, stride_token, stride_head), from the program's sample and
+               first head on
+    low        (hidden, up, rank) likewise, from the columns `inner` on that are these heads'
+    given      (gradient of the result, its stride_token, its stride_head)
+    of_hidden  (pointer to fp32, stride of a token)
+    NORMED     False for values of attention, which are copied
+    RANK       a power of two that is at least the rank; 0 where nothing is added
 """
 
 from __future__ import annotations
@@ -15,7 +28,7 @@ import triton.language as tl
 def place_of(  # type: ignore[no-untyped-def]
     heads, first, second, JOINED: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr
 ):
-    """This program's sample, first head and block of tokens, and the number of the first part's blocks."""
+    """This program's sample, first head and block of tokens, and the number of the first stream's blocks."""
     groups = heads // HEADS
     program = tl.program_id(0)
     blocks = tl.cdiv(first, TOKENS)
@@ -33,7 +46,7 @@ def _pairs(rows):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def load_rows(start, place, inside):  # type: ignore[no-untyped-def]
+def _load_rows(start, place, inside):  # type: ignore[no-untyped-def]
     """Rows that begin at multiples of 16 bytes, which a compiler does not know of what torch made for it."""
     return tl.load(tl.multiple_of(start + place, (16, 16)), mask=inside, other=0.0)
 
@@ -52,17 +65,17 @@ def _inverse(real, imaginary, EPS: tl.constexpr):  # type: ignore[no-untyped-def
 
 
 @triton.jit
-def _tables(part, rows, token, column, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
+def _tables(part, table_row, token, column, SPLIT: tl.constexpr):  # type: ignore[no-untyped-def]
     """Weights of each pair's two values, and cosines and sines, of these tokens.
 
     All are read as whole rows of the values' shape: loads of another shape would be laid out in another way.
     """
     _, weight, cos, sin, tokens, _, _ = part
-    place, inside = token * rows + column, token < tokens
+    place, inside = token * table_row + column, token < tokens
     of_real, of_imaginary = _pairs(tl.load(tl.broadcast_to(weight + column, place.shape)))
-    even, odd = _pairs(load_rows(cos, place, inside))
+    even, odd = _pairs(_load_rows(cos, place, inside))
     if SPLIT:
-        odd, _ = _pairs(load_rows(sin, place, inside))
+        odd, _ = _pairs(_load_rows(sin, place, inside))
     return of_real, of_imaginary, even, odd
 
 
@@ -98,246 +111,140 @@ def _with_low(whole, left, low, head, WIDTH: tl.constexpr, RANK: tl.constexpr): 
 
 
 @triton.jit
-def _store_low(of_hidden, found, token, inside, RANK: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A program's part of the gradient of the left side, (RANK, tokens), columns beyond the rank too.
-
-    That way round, warps share a product's tokens, of which there are more than ranks.
-    """
-    pointer, stride = of_hidden
-    place = tl.trans(token * stride) + tl.arange(0, RANK)[:, None]
-    tl.store(pointer + place, found, mask=tl.broadcast_to(tl.trans(inside), place.shape))
-
-
-@triton.jit
-def turn(  # type: ignore[no-untyped-def]
-    part,
-    low,
-    rows,
-    result,
-    block,
-    heads,
-    EPS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-):
-    """Norm and turn some heads of a block's tokens; values and result begin at the part's first token.
-
-    `low` is added before: pointers to the left side (tokens, 3 * rank), from the part's first token and the
-    columns that these heads have on, and to the right side (all columns, 3 * rank), from their first row and
-    the same columns on; and the rank. RANK is a power of two that is not smaller, or 0 where there is none.
-    """
+def _turn(  # type: ignore[no-untyped-def]
+    part, low, table_row, result, block, row_heads,
+    EPS: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    RANK: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """Add `low` to some heads of a block's tokens, norm and turn them."""
     values, _, _, _, tokens, stride_token, stride_head = part
     token = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     inside = token < tokens
-    of_real, of_imaginary, cos, sin = _tables(part, rows, token, column, SPLIT)
+    of_real, of_imaginary, cos, sin, low_left = None, None, None, None, None
+    if NORMED:
+        of_real, of_imaginary, cos, sin = _tables(part, table_row, token, column, SPLIT)
     values += token * stride_token + column
-    result += token * heads * WIDTH + column
-    low_left = None
+    result += token * row_heads * WIDTH + column
     if RANK > 0:
         low_left = _low_rows(low, token, inside, RANK)
     for head in range(HEADS):
-        whole = load_rows(values, head * stride_head, inside)
+        whole = _load_rows(values, head * stride_head, inside)
         whole = _with_low(whole, low_left, low, head, WIDTH, RANK)[0]
-        real, imaginary = _pairs(whole)
-        inverse = _inverse(real, imaginary, EPS)
-        real, imaginary = real * inverse * of_real, imaginary * inverse * of_imaginary
-        turned = _whole(real * cos - imaginary * sin, imaginary * cos + real * sin)
-        tl.store(result + head * WIDTH, turned, mask=inside)
+        if NORMED:
+            real, imaginary = _pairs(whole)
+            inverse = _inverse(real, imaginary, EPS)
+            real, imaginary = real * inverse * of_real, imaginary * inverse * of_imaginary
+            whole = _whole(real * cos - imaginary * sin, imaginary * cos + real * sin)
+        tl.store(result + head * WIDTH, whole, mask=inside)
 
 
 @triton.jit
-def turn_back(  # type: ignore[no-untyped-def]
-    part,
-    low,
-    of_hidden,
-    rows,
-    given,
-    result,
-    block,
-    heads,
-    EPS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-):
-    """The gradient of `turn` for its values, from that of its result; all begin as there.
-
-    `of_hidden` is a pointer, which begins as `low` does, and how far its tokens are apart: these heads' part
-    of the gradient for the left side, in fp32. Parts are added up later, always in one order.
-    """
+def _turn_back(  # type: ignore[no-untyped-def]
+    part, low, of_hidden, table_row, given, result, block, row_heads,
+    EPS: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
+    RANK: tl.constexpr, NORMED: tl.constexpr,
+):  # fmt: skip
+    """The gradient of `_turn` for its values from that of its result, and these heads' part of `hidden`'s."""
     values, _, _, _, tokens, stride_token, stride_head = part
     gradient, gradient_token, gradient_head = given
     token = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
     inside = token < tokens
-    of_real, of_imaginary, cos, sin = _tables(part, rows, token, column, SPLIT)
+    of_real, of_imaginary, cos, sin, low_left, found = None, None, None, None, None, None
+    if NORMED:
+        of_real, of_imaginary, cos, sin = _tables(part, table_row, token, column, SPLIT)
     values += token * stride_token + column
     gradient += token * gradient_token + column
-    result += token * heads * WIDTH + column
-    low_left, found = None, None
+    result += token * row_heads * WIDTH + column
     if RANK > 0:
-        low_left, found = _low_rows(low, token, inside, RANK), tl.zeros((RANK, TOKENS), dtype=tl.float32)
+        found = tl.zeros((RANK, TOKENS), dtype=tl.float32)
+        if NORMED:
+            low_left = _low_rows(low, token, inside, RANK)
     for head in range(HEADS):
-        whole = load_rows(values, head * stride_head, inside)
-        whole, low_right = _with_low(whole, low_left, low, head, WIDTH, RANK)
-        real, imaginary = _pairs(whole)
-        left, right = _pairs(load_rows(gradient, head * gradient_head, inside))
-        inverse = _inverse(real, imaginary, EPS)
-        real, imaginary = real * inverse, imaginary * inverse
-        left, right = (left * cos + right * sin) * of_real, (right * cos - left * sin) * of_imaginary
-        mean = tl.sum(left * real + right * imaginary, 1, keep_dims=True) / WIDTH
-        changed = _whole((left - real * mean) * inverse, (right - imaginary * mean) * inverse)
+        if NORMED:
+            whole = _load_rows(values, head * stride_head, inside)
+            whole, low_right = _with_low(whole, low_left, low, head, WIDTH, RANK)
+            real, imaginary = _pairs(whole)
+            left, right = _pairs(_load_rows(gradient, head * gradient_head, inside))
+            inverse = _inverse(real, imaginary, EPS)
+            real, imaginary = real * inverse, imaginary * inverse
+            left, right = (left * cos + right * sin) * of_real, (right * cos - left * sin) * of_imaginary
+            mean = tl.sum(left * real + right * imaginary, 1, keep_dims=True) / WIDTH
+            changed = _whole((left - real * mean) * inverse, (right - imaginary * mean) * inverse)
+        else:
+            changed = _load_rows(gradient, head * gradient_head, inside)
+            low_right = _low_columns(low, head, WIDTH, RANK) if RANK > 0 else None
         tl.store(result + head * WIDTH, changed, mask=inside)
         if RANK > 0:
             # rounded as it is stored: that is what the gradient of the right side is made of
             found = tl.dot(low_right, tl.trans(changed.to(low_right.dtype)), found)
     if RANK > 0:
-        _store_low(of_hidden, found, token, inside, RANK)
+        # this way round, warps share a product's tokens, of which there are more than ranks
+        pointer, stride = of_hidden
+        place = tl.trans(token * stride) + tl.arange(0, RANK)[:, None]
+        tl.store(pointer + place, found, mask=tl.broadcast_to(tl.trans(inside), place.shape))
 
 
 @triton.jit
-def copy(  # type: ignore[no-untyped-def]
-    source,
-    source_token,
-    source_head,
-    low,
-    result,
-    result_token,
-    tokens,
-    block,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-):
-    """Some heads of a block's tokens, with `low` as `turn` adds it; all begin at the part's first token."""
-    token = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    inside = token < tokens
-    source += token * source_token + column
-    result += token * result_token + column
-    low_left = None
-    if RANK > 0:
-        low_left = _low_rows(low, token, inside, RANK)
-    for head in range(HEADS):
-        whole = load_rows(source, head * source_head, inside)
-        whole = _with_low(whole, low_left, low, head, WIDTH, RANK)[0]
-        tl.store(result + head * WIDTH, whole, mask=inside)
+def _part(which, stream, sample, head, heads, QKV: tl.constexpr, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
+    """A stream from a program's sample and head on, among queries, keys or values; strides of a joint product
+    are those of its shape.
+    """
+    values, weight, key_weight, cos, sin, tokens, stride_batch, stride_token, stride_head = stream
+    if QKV:
+        if which == 1:
+            weight = key_weight
+        row = 3 * heads * WIDTH
+        values += sample * tokens * row + (which * heads + head) * WIDTH
+        return values, weight, cos, sin, tokens, row, WIDTH
+    else:
+        values += sample * stride_batch + head * stride_head
+        return values, weight, cos, sin, tokens, stride_token, stride_head
 
 
 @triton.jit
-def copy_back(  # type: ignore[no-untyped-def]
-    source,
-    source_token,
-    source_head,
-    low,
-    of_hidden,
-    result,
-    result_token,
-    tokens,
-    block,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-):
-    """The gradient of `copy` for its source, from that of its result, and `of_hidden` as in `turn_back`."""
-    token = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
-    column = tl.arange(0, WIDTH)[None, :]
-    inside = token < tokens
-    source += token * source_token + column
-    result += token * result_token + column
-    found = None
-    if RANK > 0:
-        found = tl.zeros((RANK, TOKENS), dtype=tl.float32)
-    for head in range(HEADS):
-        given = load_rows(source, head * source_head, inside)
-        tl.store(result + head * WIDTH, given, mask=inside)
-        if RANK > 0:
-            found = tl.dot(_low_columns(low, head, WIDTH, RANK), tl.trans(given), found)
-    if RANK > 0:
-        _store_low(of_hidden, found, token, inside, RANK)
-
-
-@triton.jit
-def wide_part(which, stream, sample, column, row, WIDTH: tl.constexpr):  # type: ignore[no-untyped-def]
-    """A stream as `turn` takes it, from a program's sample and column of the product on."""
-    wide, query_weight, key_weight, cos, sin, tokens = stream
-    weight = query_weight
-    if which == 1:
-        weight = key_weight
-    return wide + sample * tokens * row + column, weight, cos, sin, tokens, row, WIDTH
-
-
-@triton.jit
-def wide_low(which, low, tokens, sample, column):  # type: ignore[no-untyped-def]
-    """What is added to it, likewise."""
+def _low(which, low, tokens, sample, column):  # type: ignore[no-untyped-def]
+    """What is added to a stream, from the same sample and column of the product on."""
     hidden, up, rank = low
     return hidden + (sample * tokens * 3 + which) * rank, up + (column * 3 + which) * rank, rank
 
 
 @triton.jit
 def stream_forward(  # type: ignore[no-untyped-def]
-    which,
-    part,
-    low,
-    rows,
-    result,
-    block,
-    heads,
-    EPS: tl.constexpr,
-    JOINED: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-):
-    """What one program does, in the stream that its block is of."""
+    which, stream, low, sample, head, table_row, result, block, heads,
+    EPS: tl.constexpr, QKV: tl.constexpr, JOINED: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """What one program does, in the stream that its block is of; the result is its sample's and head's."""
+    part = _part(which, stream, sample, head, heads, QKV, WIDTH)
+    _, _, _, _, _, tokens, _, _, _ = stream
+    low = _low(which, low, tokens, sample, (which * heads + head) * WIDTH)
     if which < 2:
-        turn(part, low, rows, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK)
-    elif JOINED:
-        values, _, _, _, tokens, token, head = part
-        row = heads * WIDTH
-        copy(values, token, head, low, result, row, tokens, block, WIDTH, TOKENS, HEADS, RANK)
+        _turn(part, low, table_row, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK, True)
+    elif QKV and JOINED:
+        _turn(part, low, table_row, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK, False)
 
 
 @triton.jit
 def stream_backward(  # type: ignore[no-untyped-def]
-    which,
-    part,
-    low,
-    rows,
-    given,
-    results,
-    block,
-    heads,
-    EPS: tl.constexpr,
-    SPLIT: tl.constexpr,
-    WIDTH: tl.constexpr,
-    TOKENS: tl.constexpr,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-):
-    """What one program does backward, in the stream that its block is of; the results are its sample's."""
-    result, of_hidden = results
-    # three times as many heads lie between the tokens of a product
-    wide = 3 * heads
+    which, stream, low, sample, head, table_row, given, result, of_hidden, block, heads, row_heads,
+    EPS: tl.constexpr, QKV: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
+    TOKENS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
+):  # fmt: skip
+    """What one program does backward; a step of the result's that came out of `_part` would tell torch that
+    all tensors of the stream are written.
+    """
+    part = _part(which, stream, sample, head, heads, QKV, WIDTH)
+    _, _, _, _, _, tokens, _, _, _ = stream
+    low = _low(which, low, tokens, sample, (which * heads + head) * WIDTH)
     if which < 2:
-        turn_back(
-            part, low, of_hidden, rows, given, result, block, wide, EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK
-        )
-    else:
-        _, _, _, _, tokens, _, _ = part
-        gradient, token, head = given
-        # a step of the result's from `part` would tell torch that all of the part's tensors are written
-        row = wide * WIDTH
-        copy_back(
-            gradient, token, head, low, of_hidden, result, row, tokens, block, WIDTH, TOKENS, HEADS, RANK
-        )
+        _turn_back(
+            part, low, of_hidden, table_row, given, result, block, row_heads,
+            EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK, True,
+        )  # fmt: skip
+    elif QKV:
+        _turn_back(
+            part, low, of_hidden, table_row, given, result, block, row_heads,
+            EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK, False,
+        )  # fmt: skip
