@@ -200,14 +200,9 @@ def layer_of(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
         sets = {"img_dir": str(SET / "edits"), "control_dir": str(SET / "controls")}
     else:
         sets = {"img_dir": str(_alike(cell.family, work) if cell.alike else SET / "pictures")}
+    steps, cache = micro_batches // accumulation, work / "cache"
     return ours.base_layer(
-        base,
-        sets,
-        work / "cache",
-        cell.features,
-        steps=micro_batches // accumulation,
-        batch=cell.batch,
-        accumulation=accumulation,
+        base, sets, cache, cell.features, steps=steps, batch=cell.batch, accumulation=accumulation
     )
 
 

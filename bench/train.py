@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import machine, ours, processes
-from bench.profile import profiled
+from bench import jobs, machine, ours, processes
+from bench.profile import profile
 from bench.record import Record, Row, merge, to_json
 from trainer import families
 from trainer.config import environment
@@ -139,7 +139,8 @@ def _peer(job: ours.Job, variant: str, folder: Path, *, profile: bool) -> dict[s
 def _profile(job: ours.Job, folder: Path) -> dict[str, Any]:
     """Busy fraction and copy share of the run's configuration, measured on a synthetic batch."""
     given = {"steps": _PROFILED_STEPS, "tokens": job.tokens}
-    ended = profiled(ours.configs(job, folder), job.overrides, given, log=folder / "profile.txt")
+    configs, log = ours.configs(job, folder), folder / "profile.txt"
+    ended = jobs.call_run(profile, configs, job.overrides, given, probe=True, log=log)
     if ended.code:
         print(ended.said[-2000:], file=sys.stderr)
         return {}

@@ -27,7 +27,7 @@ def drawing(name: str, hand: str) -> drawings.Drawing:
     picture = Image.new("RGBA", (drawings.SIDE_PIXELS,) * 2)
     colours: dict[str, Any] = {"flat": {"fill": (200, 30, 30, 255)}, "ink": {"outline": (0, 0, 0, 255)}}
     ImageDraw.Draw(picture).ellipse((30, 40, 90, 100), **colours[hand])
-    return drawings.Drawing(name=name, hand=hand, picture=picture)
+    return drawings.Drawing(name=name, picture=picture)
 
 
 def made(name: str = "red-apple") -> list[drawings.Sample]:
