@@ -5,18 +5,23 @@ Downloads land in huggingface_hub's own cache (HF_HOME) and resume where they st
 
 from __future__ import annotations
 
+import functools
+import io
 import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import environment
 from trainer.errors import AccessError, NoSpaceError, TrainerError
 from trainer.files.atomic import no_space_told
 from trainer.words.sizes import GB
+
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
 
 # the same weights once more, as the model's own code reads them
 _OTHER_LAYOUT = ["*consolidated*.safetensors"]
@@ -88,7 +93,16 @@ def download(
 
     cache = Path(constants.HF_HUB_CACHE)
     try:
-        plan = _measure(repository, revision, patterns, cache)
+        wanted = functools.partial(
+            snapshot_download,
+            repository,
+            revision=revision,
+            cache_dir=cache,
+            allow_patterns=list(patterns),
+            ignore_patterns=_OTHER_LAYOUT,
+        )
+        files: Any = wanted(tqdm_class=_bar_class(0, None), dry_run=True)
+        plan = _measured(repository, files, cache)
         if on_start is not None:
             on_start(plan)
         if plan.missing_bytes > plan.free_bytes:
@@ -99,35 +113,16 @@ def download(
                 remedy="free space there, or set HF_HOME to a folder on a larger disk",
             )
         with no_space_told(cache):
-            return Path(
-                snapshot_download(
-                    repository,
-                    revision=revision,
-                    cache_dir=cache,
-                    allow_patterns=list(patterns),
-                    ignore_patterns=_OTHER_LAYOUT,
-                    tqdm_class=_bar_class(plan.missing_bytes, on_bytes),
-                )
-            )
+            return Path(wanted(tqdm_class=_bar_class(plan.missing_bytes, on_bytes)))
     # what httpx2 and huggingface_hub raise for the network, the server and the cache folder
     except (httpx2.HTTPError, OSError) as error:
         raise _told(repository, revision, error) from error
 
 
-def _measure(repository: str, revision: str | None, patterns: Sequence[str], cache: Path) -> Download:
-    """The sizes of a download, without a byte of it."""
-    from huggingface_hub import snapshot_download
+def _measured(repository: str, files: Sequence[DryRunFileInfo], cache: Path) -> Download:
+    """The sizes of a download by what the hub says of its files."""
     from huggingface_hub.file_download import repo_folder_name
 
-    files = snapshot_download(
-        repository,
-        revision=revision,
-        cache_dir=cache,
-        allow_patterns=list(patterns),
-        ignore_patterns=_OTHER_LAYOUT,
-        tqdm_class=_bar_class(0, None),
-        dry_run=True,
-    )
     missing = sum(file.file_size or 0 for file in files if file.will_download)
     # huggingface_hub continues downloads that were interrupted
     blobs = cache / repo_folder_name(repo_id=repository, repo_type="model") / "blobs"
@@ -206,11 +201,8 @@ def _bar_class(total_bytes: int, on_bytes: Callable[[int, int], None] | None) ->
     return Reporter
 
 
-class _Nowhere:
+class _Nowhere(io.TextIOBase):
     """A text file that keeps nothing."""
 
     def write(self, text: str) -> int:
         return len(text)
-
-    def flush(self) -> None:
-        return None

@@ -19,7 +19,6 @@ import torch
 
 from trainer.modeling.blocks.recompute import Blocks, Recomputed, give_base, recomputed
 from trainer.modeling.storage.block_memory import Packed, pack, pages, pin, point, unpin, views
-from trainer.modeling.storage.waiting import waiting
 
 Pass = Literal["forward", "backward", "prediction"]
 _BUFFERS = 2
@@ -158,6 +157,20 @@ class Swapped:
     def _bind(self, number: int, slot: int) -> None:
         for place, view in zip(self._packed[number].places, self._views[number][slot], strict=True):
             place.tensor.data = view
+
+
+def waiting(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Places of the blocks that wait in host memory in stacks of these lengths, one stack after the other.
+
+    Those of a stack lie as far from each other as they can: a block is copied while all blocks between the
+    one before and it compute.
+    """
+    chosen = []
+    for length in lengths:
+        part = min(length, count)
+        chosen.append([(2 * place + 1) * length // (2 * part) for place in range(part)])
+        count -= part
+    return chosen
 
 
 def waiting_blocks(blocks: Blocks, count: int) -> list[str]:
