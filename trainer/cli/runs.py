@@ -60,7 +60,7 @@ def list_runs(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> Non
 @runs.command()
 @_shared
 def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
-    """What differs between runs, a column each: settings, then figures.
+    """Compare runs, a column each: settings that differ, then figures.
     \f
     Examples:
       trainer runs compare runs/rank-16 runs/rank-32

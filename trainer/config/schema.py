@@ -118,7 +118,7 @@ class DataSet(Section):
     repeats: Positive = 1
     """How often every image counts in one epoch: the weight of a set among several."""
     loss_weight: Annotated[float, Field(gt=0, le=100)] = 1.0
-    """What the loss of every sample of the set is multiplied by."""
+    """Factor on the loss of every sample of the set."""
     is_reg: bool = False
     """Whether this is a regularisation set: no trigger word, never held out; `loss_weight` is its weight."""
     flip: bool = False
@@ -131,7 +131,7 @@ class DataSection(Section):
     """Images and captions."""
 
     sets: Annotated[tuple[DataSet, ...], Field(min_length=1)]
-    """What to train on; `--dataset PATH` replaces all of it by one folder or file."""
+    """Data sets to train on; `--dataset PATH` replaces them all by one folder or file."""
     resolution: Annotated[int, Field(ge=32, le=4096)] = 1024
     """Side in pixels of the square whose area every bucket keeps to."""
     caption_dropout_rate: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
@@ -240,7 +240,7 @@ class FlowSection(Section):
 
 
 class FeaturesSection(Section):
-    """What the hardware plan decides: `auto` unless written; what is written is honoured or refused."""
+    """Choices of the hardware plan: `auto` unless written; a written one is honoured or refused."""
 
     attention: Literal[
         "auto", "flash", "cudnn", "cudnn_strided", "flash_attn_2", "flash_attn_3", "flash_attn_4",
@@ -250,7 +250,7 @@ class FeaturesSection(Section):
     weights: Weights = "auto"
     """Storage of the base model's weights; int8, nf4 (4 bits) and fp8 are for `method: lora` only."""
     compute: Compute = "auto"
-    """What the frozen base's linear layers multiply in; fp8 needs compute capability 8.9 and fp8 weights."""
+    """Type of the frozen base's matrix products; fp8 needs compute capability 8.9 and fp8 weights."""
     modulation: Modulation = "auto"
     """How an fp8 base stores its modulation, which FP8 leaves out: `kept` in the run's type, or in int8."""
     compile: Toggle = "auto"
@@ -269,7 +269,7 @@ class FeaturesSection(Section):
     memory_budget: Literal["auto"] | Size = "auto"
     """Device memory that the run may fill, such as 20GiB; `auto` is the profile's share of it."""
     loader: Literal["auto", "safetensors", "fastsafetensors"] = "auto"
-    """What reads the base model's files; `auto` goes by where their bytes are, page cache or disk, and takes
+    """Reader of the base model's files; `auto` goes by where their bytes are, page cache or disk, and takes
     fastsafetensors where `trainer probe` measured it to be faster."""
     vae_tiling: Toggle = "auto"
     """Encode and decode images in tiles: less memory at high resolution."""
@@ -301,7 +301,7 @@ class ValidationSection(Section):
     chat_file: UserPath | None = None
     """File of conversations for the validation loss, in place of `held_out`; never trained on."""
     control_dir: UserPath | Annotated[tuple[UserPath, ...], Field(min_length=1)] | None = None
-    """What `data.sets.control_dir` is, for the images in `validation.img_dir`."""
+    """Control images, like `data.sets.control_dir`, for the images in `validation.img_dir`."""
     control_images: tuple[UserPath | tuple[UserPath, ...], ...] = ()
     """For families that edit: the image, or list of images, that each of `prompts` edits; those of the first
     samples when not given."""

@@ -81,7 +81,7 @@ def from_plain(value: object, source: str) -> Node:
 
 
 def by_user(source: str) -> bool:
-    """Whether a source is something that the user wrote, in whatever layer."""
+    """True if a source was written by the user, in whatever layer."""
     return source != "default" and not source.startswith(("family ", "preset "))
 
 

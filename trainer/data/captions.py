@@ -84,7 +84,7 @@ def parse_json(text: str, shape: str, *, line: str = "", hook: Callable[..., Any
 
 
 def encodable(text: str) -> bool:
-    """Whether the text can be written as UTF-8: JSON can spell halves of characters that cannot."""
+    """True if the text can be written as UTF-8: JSON can spell surrogate halves, which cannot."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:

@@ -77,7 +77,7 @@ class ImageRecord:
     """Whether it is of a regularisation set: it gets no trigger word and is never held out."""
 
     def crops_alike(self, control: Control) -> bool:
-        """Whether a control is cut as the image is: of equal size, the two show the same things."""
+        """True if a control has the size of the image: it shows the same things, and is cropped alike."""
         return (control.width, control.height) == (self.width, self.height)
 
 

@@ -1,4 +1,4 @@
-"""Which samples make up optimizer step n, from the seed alone, without generator state."""
+"""The samples of optimizer step n, from the seed alone, without generator state."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class SampleRef:
     position: int
     """Number of the sample in the stream; all of its randomness comes from (seed, position)."""
     dropped: bool
-    """Whether it is trained with the empty caption."""
+    """Whether the sample is trained with the empty caption."""
 
 
 MicroBatch = tuple[SampleRef, ...]

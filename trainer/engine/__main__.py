@@ -148,7 +148,7 @@ def _importing() -> Iterator[None]:
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:
-    """Whether an allocation failed, also where ending a CUDA graph's capture failed because of it."""
+    """True if an allocation failed, also where it made the end of a CUDA graph's capture fail."""
     while error is not None:
         if isinstance(error, MemoryError) or any(text in str(error) for text in _ALLOCATION_FAILED):
             return True

@@ -61,7 +61,7 @@ class Pipeline:
     stride: int = 8
     """Pixels of the image's side in one latent pixel."""
     sampled: bool = True
-    """Whether the latents are drawn from the VAE's `mean` and `std` at each step, or are its mode."""
+    """Whether latents are drawn from the VAE's `mean` and `std` at each step; else they are its mode."""
     text_widths: Mapping[str, str]
     """Text tensors (L, D) by name: keys of the transformer's config for their widths."""
     pooled_widths: Mapping[str, str] = field(default_factory=dict)

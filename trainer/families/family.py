@@ -88,7 +88,7 @@ class Family:
     control_counts: tuple[int, int] = (0, 0)
     """Least and most control images of a sample; (0, 0) for text to image."""
     text_sees_controls: bool = False
-    """Whether the text encoder is shown the control images: then captions are encoded once a sample."""
+    """Whether the text encoder sees the control images: then captions are encoded once per sample."""
     max_sequence_length: int
     """Most text tokens that the family's model takes."""
     caption: str | None = None

@@ -40,7 +40,7 @@ class Batch:
 
     @property
     def text_mask(self) -> torch.Tensor | None:
-        """Which text tokens are no padding; None where no caption is padded."""
+        """Mask of the text tokens that are not padding; None where no caption is padded."""
         return self.text.get(TEXT_MASK)
 
 

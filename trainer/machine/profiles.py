@@ -15,7 +15,7 @@ ON_PURPOSE = "TRAINER_PROFILE=cpu trains on the CPU on purpose"
 
 @dataclass(frozen=True, kw_only=True)
 class Match:
-    """Which GPUs a profile is for; None means any."""
+    """The GPUs that a profile is for; None means any."""
 
     capabilities: tuple[tuple[int, int], ...] | None = None
     integrated: bool | None = None

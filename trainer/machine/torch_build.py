@@ -1,4 +1,4 @@
-"""Which torch is installed, learned without importing it into this process."""
+"""Facts of the installed torch, learned without importing it into this process."""
 
 from __future__ import annotations
 

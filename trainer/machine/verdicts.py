@@ -65,7 +65,7 @@ def merged(old: Sequence[KernelVerdict], new: Sequence[KernelVerdict]) -> tuple[
 
 
 def untyped(path: Path, facts: Facts) -> bool:
-    """Whether the file has verdicts of this machine that `read_kept` leaves out for want of a type."""
+    """True if the file has verdicts of this machine that `read_kept` leaves out for want of a type."""
     rows = _rows(read_entries(path).get(machine_key(facts)), "verdicts")
     return len(_typed(rows)) < len(rows)
 

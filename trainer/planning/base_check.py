@@ -1,4 +1,4 @@
-"""Whether a folder holds a base model of the run's family, by its configs alone. Imports no torch.
+"""Checks by configs alone that a folder holds a base model of the run's family. Imports no torch.
 
 Quick enough for every plan; `base_load_check` builds, opens and reads what only the libraries can judge.
 """
@@ -145,7 +145,7 @@ def _problems(
 
 
 def _other_class(theirs: Mapping[str, Any], ours: Mapping[str, Any], wanted: str) -> Iterator[str]:
-    """Whether the config is that of another class."""
+    """Signs that the config belongs to another class."""
     saved = theirs.get("_class_name")
     if saved is not None and saved != wanted:
         yield f"its config is of a {saved}, and a {wanted} is needed"

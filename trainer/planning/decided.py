@@ -51,7 +51,7 @@ class Decided:
         return f"{self.chosen.way.name}{recomputed}"
 
     def is_better_than(self, other: Decided) -> bool:
-        """Whether it changes the base's precision less, or is clearly faster with as much of it."""
+        """True if this plan changes the base's precision less, or equally and is clearly faster."""
         tier, others = self.chosen.way.tier, other.chosen.way.tier
         return tier < others or (tier == others and self._sample_ms < _CLEARLY * other._sample_ms)
 

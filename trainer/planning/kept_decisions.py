@@ -48,7 +48,7 @@ def continued(loaded: Loaded) -> Loaded:
 
 
 def _beside(config: RunConfig, began: dict[str, Any], weights: str) -> dict[str, Any]:
-    """What goes with a base in FP8: how it is multiplied, and how its modulation is stored."""
+    """Settings that belong to an FP8 base: how it is multiplied, and how its modulation is stored."""
     features, kept = config.features, dict[str, Any]()
     if weights == "fp8" == began.get("weights"):
         if features.compute == "auto" and began.get("compute") in ("bf16", "fp8"):
@@ -60,7 +60,7 @@ def _beside(config: RunConfig, began: dict[str, Any], weights: str) -> dict[str,
 
 
 def going_on(config: RunConfig) -> bool:
-    """Whether the run's folder holds a checkpoint."""
+    """True if the run's folder holds a checkpoint."""
     return any((config.output_dir / "checkpoints").glob("step-*"))
 
 

@@ -16,7 +16,7 @@ from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
 
 Allowed = Callable[[Mapping[str, Any]], bool]
-"""Whether the run loads and is planned with these values, by dotted key."""
+"""True if the run loads and is planned with these values, by dotted key."""
 
 
 def out_of_memory(

@@ -34,7 +34,7 @@ from trainer.planning.torch_and_driver import require_memory_kind
 
 
 def predict(config: RunConfig, facts: Facts, requested_profile: str = "auto") -> Plan:
-    """What a run needs and takes on a machine: the function to call from Python. No torch, a few ms a call;
+    """Plan of a run on a machine: the function to call from Python. No torch, a few ms a call;
     batches above one are planned with the sizes of some pictures, which are read once.
 
     `plan.train_memory`, `plan.cache_memory` and `plan.host_memory` are bytes by component,
@@ -136,7 +136,7 @@ def prepare_base(loaded: Loaded) -> None:
 
 
 def may_be_planned(config: RunConfig, values: Mapping[str, Any], facts: Facts | None = None) -> bool:
-    """Whether the run loads with other values by dotted key and has a plan on this machine.
+    """True if the run loads with other values by dotted key and has a plan on this machine.
 
     Asked from the run itself: memory counts as available, which the run's own end will make so.
     """

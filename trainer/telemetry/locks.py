@@ -67,7 +67,7 @@ def holding(
 
 
 def is_held(path: Path) -> bool | None:
-    """Whether a process holds the lock file; None where that is not known."""
+    """True if a process holds the lock file; None where that is not known."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
@@ -106,7 +106,7 @@ def _take(descriptor: int, taken: Problem, on_wait: Callable[[str], None], patie
 
 
 def _may_live(descriptor: int) -> bool:
-    """Whether the run that holds a lock may go on for long; one that nobody watches does not."""
+    """True if the run that holds a lock may go on for long; an unsupervised one does not."""
     try:
         holder = json.loads(os.pread(descriptor, 4096, 0))
     except ValueError:
@@ -119,7 +119,7 @@ def _may_live(descriptor: int) -> bool:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process of this id exists here and has not ended."""
+    """True if a process of this id exists here and has not ended."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -61,7 +61,7 @@ def find_runs(folder: Path, tell: Callable[[str], None]) -> list[Path]:
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run wrote into this folder. Raises PermissionError where that may not be asked."""
+    """True if a run wrote into this folder. Raises PermissionError where that may not be asked."""
     return (folder / CONFIG_FILE).is_file()
 
 

@@ -97,7 +97,7 @@ class Verdict:
 
     @property
     def hung(self) -> bool:
-        """Whether the silence is long enough to kill the process."""
+        """True if the silence is long enough to kill the process."""
         return self.age is not None and self.budget is not None and self.age > HUNG_FACTOR * self.budget
 
 
@@ -190,7 +190,7 @@ def read_status(directory: Path) -> Status | None:
 
 
 def _is_sound(raw: dict[str, object]) -> bool:
-    """Whether every value can be judged: JSON may hold any type, and NaN."""
+    """True if every value can be judged: JSON may hold any type, and NaN."""
     optional = [raw.get(name) for name in ("step", "total", "median_step_seconds", "exit_code")]
     numbers = [raw[name] for name in ("beat", "beat_unix_seconds", "started_unix_seconds", "pid")]
     numbers += [value for value in optional if value is not None]
@@ -200,7 +200,7 @@ def _is_sound(raw: dict[str, object]) -> bool:
 
 
 def was_killed(directory: Path, status: Status) -> bool:
-    """Whether the run of this status is gone and nobody was left to write its end.
+    """True if the run of this status is gone and nobody was left to write its end.
 
     Its process is not found and nobody holds the lock of `directory`: where a process cannot be seen, as from
     outside of its container, the lock is.

@@ -33,24 +33,24 @@ class Kernel:
     extra: str = ""
     """The project's extra that installs it."""
     build: str = ""
-    """What to do where it is in no extra."""
+    """The way to install it, where it is in no extra."""
     on_cpu: bool = False
     least_capability: tuple[int, int] = (8, 0)
     only_capability: tuple[int, int] | None = None
     """The compute capability that it was written for, where it is a single one."""
     half: bool = True
-    """Whether it takes bf16 and fp16 only."""
+    """Whether the kernel takes bf16 and fp16 only."""
     measured: bool = True
-    """Whether the probe measures it, for `auto` to choose; else it is for who writes its name."""
+    """Whether the probe measures it, so that `auto` may choose it; else only a user names it."""
     safe: bool = False
-    """Whether `auto` takes it where it was not measured: of cuDNN some versions crash in backward, and
+    """Whether `auto` takes it unmeasured: some cuDNN versions crash in backward, and
     flash-attn's packages are built in many ways."""
     reads_ends: bool = False
-    """Whether it reads on the device where the samples of a packed row end."""
+    """Whether the kernel reads on the device where the samples of a packed row end."""
     takes_mask: bool = False
-    """Whether padding is left out by a mask."""
+    """Whether a mask leaves padding out."""
     exact_only: bool = False
-    """Whether it is given captions without padding."""
+    """Whether the kernel must be given captions without padding."""
     peak_share: float = 0.0
     """Share of the tensor cores' peak that it reaches; 0: as `Rates.flash`."""
 

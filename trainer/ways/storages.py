@@ -32,9 +32,9 @@ class Way:
     modulation: str = ""
     """Storage of the linears of `Family.modulation` where it is another than that of the others."""
     packs: bool = False
-    """Whether the linears of `Family.modulation` are stored so too; else they stay in the run's type."""
+    """Whether the linears of `Family.modulation` are stored in this way too; else in the run's type."""
     trains: bool = False
-    """Whether such weights can be trained. All others are of a frozen base, and take fewer bytes."""
+    """Whether such weights can be trained. All other ways are for a frozen base, and take fewer bytes."""
     bits: int
     """Bits of one value in one copy."""
     row_bytes: int = 0
@@ -69,7 +69,7 @@ class Way:
     tier: int = 0
     """A higher one changes the base's precision more: it is tried where nothing of the lower ones fits."""
     automatic: bool = True
-    """Whether `auto` may choose it; others are for who writes their storage, or how modulation is stored."""
+    """Whether `auto` may choose it; a user gets the others by writing their storage or modulation."""
     instead_of: str = ""
     """The storage that it stands in for, where `auto` cannot have that one."""
     smaller: tuple[str, ...] = ()

@@ -222,7 +222,7 @@ def test_it_is_one_of_several_changes(family: str, first: str) -> None:
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_without_gradients_and_adapters(family: str) -> None:
-    """Previews and proofs run without gradients and without an adapter."""
+    """Previews and proofs run without gradients; a proof also switches the adapter off."""
     plain, one = pair(family, adapted=False)
     fuse_rotary(one.model)
     with torch.no_grad():

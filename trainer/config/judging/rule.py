@@ -51,7 +51,7 @@ class Rule(Generic[C]):
     keys: tuple[str, ...]
     """The rule is left out where one of these is bad. The place is the first of them that the user wrote."""
     clashes: Callable[[C], bool | Iterable[Clash]]
-    """Whether there is the contradiction, or the words of each that there is."""
+    """Answers True for a contradiction, or yields the words of each contradiction that it finds."""
     what: str
     remedy: str
     at: tuple[str, ...] = ()

@@ -29,7 +29,7 @@ def _validates(config: RunConfig) -> bool:
 
 
 def keeps_best(config: RunConfig) -> bool:
-    """Whether the run keeps the LoRA of its lowest held-out loss."""
+    """True if the run keeps the LoRA of its lowest held-out loss."""
     return config.method == "lora" and config.checkpoint.keep_best and _validates(config)
 
 

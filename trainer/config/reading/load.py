@@ -38,7 +38,7 @@ class Loaded:
     warnings: tuple[str, ...] = ()
     """Variables of the environment that do nothing here, or harm."""
     goes_on: bool = False
-    """Whether the run has begun: what was decided then is in it."""
+    """Whether the run has begun: `config` then holds the decisions that were made at its start."""
 
 
 def load(

@@ -149,7 +149,7 @@ def _lab_transform() -> ImageCms.ImageCmsTransform:
 
 @functools.lru_cache(maxsize=64)
 def _is_srgb(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
-    """Whether the profile leaves a grid of colours as they are: names of profiles say little."""
+    """True if the profile leaves a grid of colours unchanged: a profile's name says little."""
     import numpy as np
 
     if mode not in ("RGB", "L"):

@@ -18,7 +18,7 @@ _SIDES = re.compile(r"\b(left|right)\b", re.IGNORECASE)
 
 
 def names_a_side(caption: str) -> bool:
-    """Whether mirroring the image may make its caption wrong."""
+    """True if mirroring the image may make its caption wrong."""
     return _SIDES.search(caption) is not None
 
 

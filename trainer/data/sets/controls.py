@@ -1,4 +1,4 @@
-"""Which images a sample is edited from: `control_dir` by equal stems, or names in metadata.jsonl."""
+"""Control images that a sample is edited from: `control_dir` by equal stems, or names in metadata.jsonl."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pairs:
     found: Mapping[Path, tuple[Path, ...]]
     problems: tuple[Problem, ...]
     unusable: bool = False
-    """Whether a folder of them is wrong as a whole, or it cannot be told which are meant."""
+    """Whether a control folder is bad as a whole, or nobody can tell which controls belong to which image."""
 
 
 def control_folders(control_dir: Path | Sequence[Path] | None) -> tuple[Path, ...]:

@@ -39,7 +39,7 @@ class Listing:
     """Everything in the folders, usable or not; names are relative to `folder`."""
     problems: tuple[Problem, ...] = ()
     unusable: bool = False
-    """Whether nothing of it can be read, or there is no image."""
+    """Whether no file of the set can be read, or none is an image."""
 
     def name(self, path: Path) -> str:
         """A file's name within the set: `cat.png`, `pets/cat.png`."""

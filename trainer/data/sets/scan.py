@@ -51,7 +51,7 @@ class _Found:
     images: list[_Captioned] = field(default_factory=list)
     problems: list[Problem] = field(default_factory=list)
     fatal: bool = False
-    """Whether a folder is wrong as a whole, which no skipping helps."""
+    """Whether a folder is bad as a whole, which skipping files cannot mend."""
     spoils: dict[str, dict[str, None]] = field(default_factory=dict)
     """Places of problems -> images that cannot be used because of them."""
 

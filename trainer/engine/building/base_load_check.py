@@ -97,7 +97,7 @@ def _files(folder: Path, module: torch.nn.Module) -> Iterator[str]:
 
 
 def _is_empty(file: Path) -> bool:
-    """Whether the largest tensors of a file are zeros, as far as their beginnings tell."""
+    """True if the largest tensors of a file are zeros, judged by their first bytes."""
     header = read_header(file)
     with file.open("rb") as stream:
         tensors = sorted(header.tensors.values(), key=lambda entry: -math.prod(entry["shape"]))[

@@ -63,7 +63,7 @@ class TextEntry:
     controls: tuple[ControlView, ...] = ()
     """Control images that the text encoder is shown."""
     prompt: bool = False
-    """Whether it is the prompt of a preview, where that is encoded in another way."""
+    """Whether this is a preview's prompt, for families that encode prompts and captions differently."""
     kind: EntryKind = "text"
 
     @property
@@ -143,12 +143,12 @@ class Entries:
 
     @functools.cached_property
     def masked(self) -> bool:
-        """Whether any sample has a loss mask: then every batch has one."""
+        """True if any sample has a loss mask: then every batch has one."""
         return any(entry.record.mask is not None for entry in self.latents)
 
     @functools.cached_property
     def weighted(self) -> bool:
-        """Whether any sample's loss has a weight."""
+        """True if any sample's loss has a weight."""
         return any(entry.record.loss_weight != 1 for entry in self.latents)
 
     @functools.cached_property

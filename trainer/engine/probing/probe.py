@@ -132,7 +132,7 @@ def probe(
 
 
 def _installed(kernel: str) -> bool:
-    """Whether a kernel's package is there, found without importing any of it."""
+    """True if a kernel's package is installed, found without importing any of it."""
     row = attention_kernels().get(kernel) or matmul_kernels().get(kernel)
     package, _, part = (row.module if row else "").partition(".")
     if not package:
@@ -153,7 +153,7 @@ def _held(answer: Answer) -> float:
 def _verdict(
     kernel: str, shape: AttentionShape, dtype: str, device: str, answer: Answer
 ) -> tuple[bool, KernelVerdict]:
-    """Whether the answer is about the kernel, and the verdict on it."""
+    """A flag, True if the answer is about the kernel itself, and the verdict on it."""
     begun, code = bool(answer.rows), answer.code
     if code is None:
         # any kernel may be slow on cores that others use

@@ -1,4 +1,4 @@
-"""Whether a run may go on in its folder, and from which checkpoint."""
+"""Resuming a run in its folder: whether it may, and from which checkpoint."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Start:
     settings: Mapping[str, str]
     """Values of which the next start tells the changes."""
     relabels: bool
-    """Whether the run's record of its settings would become one of settings that trained nothing."""
+    """Whether the folder's record of settings would be replaced by settings that trained nothing."""
 
 
 def start(context: Context, records: Sequence[Record]) -> Start:

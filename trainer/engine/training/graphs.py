@@ -136,7 +136,7 @@ class Graphs:
         return loss
 
     def _make_tables(self, key: Any, batch: Batch, draw: Draw | None) -> bool:
-        """Whether there was room for a forward pass beside the graphs."""
+        """Make a new size's tables in a forward pass beside the graphs; False if memory had no room."""
         try:
             self.predict(batch, draw)
         except torch.OutOfMemoryError:

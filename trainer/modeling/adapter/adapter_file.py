@@ -24,7 +24,7 @@ _PREFIXES: Mapping[Layout, tuple[str, ...]] = {
     "comfyui": ("transformer.", "diffusion_model."),
     "peft": ("base_model.model.",),
 }
-"""What stands before a layer's name."""
+"""Prefixes before a layer's name, by file format."""
 _TENSOR = re.compile(r"(.+?)\.((?:lora_|lokr_).+|alpha|dora_scale)")
 """A layer with what stands before it, and a part of its adapter."""
 
@@ -39,7 +39,7 @@ class AdapterFile:
     config: Mapping[str, Any]
     """peft's; of a ComfyUI file what its shapes and alphas say."""
     metadata: Mapping[str, str]
-    """What the file says of itself, besides peft's configuration."""
+    """Metadata of the file, besides peft's configuration."""
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -219,7 +219,7 @@ def require_fits(model: torch.nn.Module, path: Path, prefix: str) -> None:
 
 
 def _fits(layers: Mapping[str, torch.nn.Linear], name: str, shape: Sequence[int], prefix: str) -> bool:
-    """Whether a tensor is a part of one of the layers' adapters; ComfyUI's alphas are none that are read."""
+    """True if a tensor has the name and shape of a `lora_` or `lokr_` part of one of the layers."""
     parted = _TENSOR.fullmatch(name)
     if parted is None or not name.startswith(prefix) or not parted[2].startswith(("lora_", "lokr_")):
         return False

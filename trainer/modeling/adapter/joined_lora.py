@@ -31,7 +31,7 @@ it: hidden (..., all ranks), and `ups`.
 
 @dataclass(kw_only=True)
 class _Shared:
-    """What the layers of one group have together. They are called in order, the first computes for all."""
+    """Shared state of the layers of one group. They are called in order; the first computes for all."""
 
     members: tuple[Any, ...]
     sizes: list[int]
@@ -47,7 +47,7 @@ class _Member(LoraLinear):
     place: int
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As peft's, for all members at the first one's call."""
+        """peft's forward, computed for all members at the first one's call."""
         shared = self.shared
         if not _is_active(self):
             return super().forward(x, *args, **kwargs)
@@ -64,7 +64,7 @@ class _Single(LoraLinear):
     """A LoRA layer by itself; like `_Member`, only ever a layer's class."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As peft's."""
+        """peft's forward."""
         if not _is_active(self):
             return super().forward(x, *args, **kwargs)
         whole = self.base_layer(x)
@@ -84,7 +84,7 @@ def joined_parts(layers: tuple[Any, ...], inputs: torch.Tensor) -> Parts | None:
 
 
 def _are_one(layers: tuple[Any, ...]) -> bool:
-    """Whether the layers are all of a group in their order, of one size, and add their adapters."""
+    """True if the layers are a whole group in its order, of one size, and add their adapters."""
     first = layers[0]
     if not all(isinstance(layer, _Member) and _is_active(layer) for layer in layers):
         return False
@@ -161,14 +161,14 @@ def _same_inputs(model: torch.nn.Module, run: Callable[[], object]) -> list[list
 
 
 def _alike(layers: list[Any]) -> bool:
-    """Whether the weights can be one: the same kind of layer, type of value, scale of adapter and biases."""
+    """True if the layers can be joined: one kind of layer, dtype, adapter scale and biases."""
     kinds = {_kind(layer) for layer in layers}
     known = next(iter(kinds))[0] in (torch.nn.Linear, RowScaledLinear)
     return len(kinds) == 1 and known and all(_is_plain(layer) for layer in layers)
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether the adapter is nothing but two products in the base's type: no dropout, no variant as DoRA."""
+    """True if the adapter is two products in the base's dtype alone: no dropout, no variant like DoRA."""
     types = {layer.lora_A[ADAPTER].weight.dtype, torch.uint8}  # bytes are unpacked to any type
     plain = type(layer.lora_dropout[ADAPTER]) is torch.nn.Identity and ADAPTER not in layer.lora_variant
     return plain and layer.base_layer.weight.dtype in types
@@ -222,7 +222,7 @@ def _one(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_active(layer: Any) -> bool:
-    """Whether the layer adds its adapter's product to its base's, and no other's."""
+    """True if the layer adds its own adapter's product to its base's, and no other adapter's."""
     return not (layer.disable_adapters or layer.merged) and layer.active_adapters == [ADAPTER]
 
 

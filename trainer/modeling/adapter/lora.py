@@ -50,7 +50,7 @@ def add_lora(
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of a model belongs to an adapter."""
+    """True if a parameter of a model belongs to an adapter."""
     return ".lora_" in name or ".lokr_" in name
 
 

@@ -33,7 +33,7 @@ def row_ends(lengths: Sequence[int]) -> torch.Tensor:
 
 
 def segments_of(model: Any, lengths: torch.Tensor, ends: torch.Tensor) -> Segments:
-    """What the model's attention reads of a row's `ends` (on its device) and `lengths` (on the host)."""
+    """Sample bounds that the model's attention reads: `ends` (on its device) or `lengths` (on the host)."""
     names = (implementation(name) for name, kernel in KERNELS.items() if kernel.reads_ends)
     by_ends = model.config._attn_implementation in names
     # with dropout the row's call would draw other numbers when it is computed again
@@ -43,14 +43,14 @@ def segments_of(model: Any, lengths: torch.Tensor, ends: torch.Tensor) -> Segmen
 
 
 def segments_for(kernel: str, lengths: Sequence[int], device: str) -> Segments:
-    """What this kernel reads of a row of samples."""
+    """Sample bounds of a row that this kernel reads."""
     if KERNELS[kernel].reads_ends and reads_ends(device):
         return row_ends(lengths).to(device)
     return tuple(lengths)
 
 
 def reads_ends(device: str) -> bool:
-    """Whether kernels take `ends` there: torch's own has no such form for CPUs."""
+    """True if kernels take `ends` on this device: torch's own has no form with `ends` for CPUs."""
     return device == "cuda"
 
 

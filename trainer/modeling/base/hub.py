@@ -48,14 +48,14 @@ class Download:
 
 
 def is_offline() -> bool:
-    """Whether HF_HUB_OFFLINE forbids asking the hub."""
+    """True if HF_HUB_OFFLINE forbids asking the hub."""
     from huggingface_hub import constants
 
     return constants.is_offline_mode()
 
 
 def is_repository_id(name: str) -> bool:
-    """Whether `name` can be a repository: OWNER/NAME. Anything else was meant as a path."""
+    """True if `name` can be a repository, OWNER/NAME. Anything else was meant as a path."""
     fits = _REPOSITORY.fullmatch(name) is not None and not name.endswith(".git")
     return fits and "--" not in name and ".." not in name
 

@@ -110,7 +110,7 @@ def compile_blocks(
 
 
 class _Limit:
-    """Whether blocks of one kind were compiled as often as they may be."""
+    """Whether blocks of one kind have been compiled as often as they may be."""
 
     def __init__(self, most: int, say: Callable[[str], None]) -> None:
         self.reached, self._most, self._say = False, most, say

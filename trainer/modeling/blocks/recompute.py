@@ -103,7 +103,7 @@ def recompute_blocks(blocks: Blocks, count: int = 0, *, draws: bool = False, ins
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
-    """Whether the adapter or the base itself has dropout."""
+    """True if the adapter or the base itself has dropout."""
     return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
 
 

@@ -161,7 +161,7 @@ def _is_feed_forward(module: Any) -> bool:
 
 
 def _is_single_stream(module: Any) -> bool:
-    """Whether this is diffusers' block of one stream, by its layers and what it is called with.
+    """True for diffusers' block of one stream, recognised by its layers and the arguments of its forward.
 
     No name of a class: those belong to the families.
     """
@@ -179,7 +179,7 @@ def _is_single_stream(module: Any) -> bool:
 
 
 def _in_fp8(*layers: torch.nn.Module) -> bool:
-    """Whether all are quantised layers that compute in FP8, without an adapter around them."""
+    """True if all are quantised layers that compute in FP8, without an adapter around them."""
     return all(type(layer) is RowScaledLinear and layer.fp8_compute for layer in layers)
 
 
@@ -189,7 +189,7 @@ class _FusedFeedForward(FeedForward):
     net: Any
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As diffusers', which it is again where a layer was given an adapter since."""
+        """diffusers' forward in FP8; the plain one where a layer was given an adapter since."""
         up, down = self.net[0].proj, self.net[2]
         if not _in_fp8(up, down):
             return super().forward(hidden_states)
@@ -218,7 +218,7 @@ class _SingleStream(torch.nn.Module):
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As diffusers', which it is again where a layer was given an adapter since.
+        """diffusers' forward in FP8; the plain one where a layer was given an adapter since.
 
         Tokens (batch, tokens, width) of image and text; gives those of the text and those of the image.
         """

@@ -63,7 +63,7 @@ def norm_rotary(streams: Sequence[Stream], eps: float) -> tuple[torch.Tensor, ..
 
 
 def _is_added_here(streams: Sequence[Stream]) -> bool:
-    """Whether what is added to the streams can be added in the same pass."""
+    """True if the LoRA delta of each stream can be added in the same pass."""
     if len(streams) == 1 or streams[0].values.device.type == "cpu":
         return len(streams) == 2
     return all(

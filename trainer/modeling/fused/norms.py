@@ -86,7 +86,7 @@ class _FusedTorch(torch.nn.RMSNorm):
     """Only ever assigned as a module's class."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As torch's."""
+        """torch's RMSNorm; heads (4 dimensions) take the fused kernel."""
         return head_norm(x, self.weight, torch_eps(self.eps)) if x.ndim == 4 else super().forward(x)
 
 
@@ -94,7 +94,7 @@ class _FusedDiffusers(RMSNorm):
     """Only ever assigned as a module's class."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As diffusers', but for the rounding before the weight."""
+        """diffusers' RMSNorm, without its rounding before the product with the weight."""
         if hidden_states.ndim != 4 or self.bias is not None:
             return super().forward(hidden_states)
         assert self.weight is not None

@@ -108,7 +108,7 @@ class _RealTables(FusedProcessor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As diffusers': the output for the stream, or those for image and text."""
+        """diffusers' attention: the output for one stream, or the outputs for image and text."""
         assert image_rotary_emb is not None and not attn.fused_projections
         assert (encoder_hidden_states is None) == (attn.added_kv_proj_dim is None)
         if encoder_hidden_states is None:
@@ -132,7 +132,7 @@ class _ComplexTables(FusedProcessor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As diffusers': outputs for image and text. The mask (batch, tokens) is that of the text."""
+        """diffusers' attention: outputs for image and text. The mask (batch, tokens) is that of the text."""
         assert encoder_hidden_states is not None and image_rotary_emb is not None and attention_mask is None
         text_mask = self.text_mask if encoder_hidden_states_mask is None else encoder_hidden_states_mask
         if text_mask is not None:
@@ -153,7 +153,7 @@ class _Parallel(FusedProcessor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """As diffusers'."""
+        """diffusers' attention of a block of one stream."""
         assert image_rotary_emb is not None
         widths = [attn.inner_dim] * 3 + [attn.mlp_hidden_dim * attn.mlp_mult_factor]
         *products, inner = attn.to_qkv_mlp_proj(hidden_states).split(widths, dim=-1)

@@ -83,7 +83,7 @@ def row_scaled(
 
 
 def takes_fp8(linear: torch.nn.Linear) -> bool:
-    """Whether FP8 kernels take a weight of this shape."""
+    """True if FP8 kernels take a weight of this shape."""
     return linear.in_features % MULTIPLE == 0 and linear.out_features % MULTIPLE == 0
 
 

@@ -1,4 +1,4 @@
-"""Which attention kernel runs: the one that was written, or the fastest that was seen working."""
+"""The attention kernel of a run: the one that was written, or the fastest that was seen working."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def cannot_run(situation: Situation) -> str:
 
 
 def not_installed(situation: Situation) -> str:
-    """Which package the kernel that was written lacks; empty where it lacks none."""
+    """Message that the package of the written kernel is missing; empty where none is."""
     asked = situation.config.features.attention
     kernel, seen = KERNELS.get(asked), _verdicts(situation).get(asked)
     if kernel is None or not kernel.package:

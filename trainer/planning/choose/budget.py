@@ -30,7 +30,7 @@ class Budget:
     the allocator fails.
     """
     imposed: bool
-    """Whether the user wrote it."""
+    """Whether the user wrote the budget."""
     source: str
     reason: str
 

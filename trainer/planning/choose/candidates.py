@@ -147,7 +147,7 @@ def _recomputing(situation: Situation, *, compiled: bool) -> list[tuple[int, flo
 
 
 def uncompiled(situation: Situation, way: Way) -> bool:
-    """Whether blocks with weights stored so cannot be compiled here."""
+    """True if blocks with weights in this storage cannot be compiled here."""
     return situation.on_gpu and situation.facts.gpu.capability < way.least_compiled
 
 
@@ -164,7 +164,7 @@ def no_product(situation: Situation, way: Way) -> str:
 
 
 def fp8_verdict(situation: Situation) -> tuple[bool | None, str]:
-    """Whether the probe saw FP8 products take less time than bf16 at the run's shape, and why; None where it
+    """True if the probe saw FP8 products take less time than bf16 at the run's shape, and why; None where it
     saw them failing.
     """
     found = {

@@ -1,4 +1,4 @@
-"""Which loader reads the base model's files: the one asked for, or the one measured to be faster."""
+"""The loader of the base model's files: the one asked for, or the one measured to be faster."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _CLEARLY = 1.1
 
 
 def loader(situation: Situation) -> Decision:
-    """What reads the base model.
+    """Decision on the loader of the base model's files.
 
     Its value is `safetensors`, `fastsafetensors`, `auto` (parallel reads of our own), or `fastsafetensors-`
     and a state of STATES: files in that state are read by it, others as by `auto`.
@@ -64,7 +64,7 @@ def unmeasured(facts: Facts, disk: str) -> str:
 
 
 def was_measured(facts: Facts, disk: str) -> bool:
-    """Whether there are rates of this disk."""
+    """True if there are rates of this disk."""
     return bool(_seen(facts, disk))
 
 

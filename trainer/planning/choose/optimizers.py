@@ -1,4 +1,4 @@
-"""Which optimizer updates the weights, and the rows of the plan that only some runs have."""
+"""The optimizer that updates the weights, and the rows of the plan that only some runs have."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def optimizer(situation: Situation) -> Decision:
 
 
 def trains_in_bf16(situation: Situation) -> bool:
-    """Whether weights in bf16 are updated themselves."""
+    """True if the trained weights are bf16 themselves."""
     return situation.config.method == "full" and situation.dtype == "bf16"
 
 
 def kahan(situation: Situation) -> bool:
-    """Whether that is done by AdamW with compensated sums."""
+    """True if AdamW with compensated (Kahan) sums updates bf16 weights."""
     return situation.config.train.optimizer == "adamw" and trains_in_bf16(situation)
 
 

@@ -10,7 +10,7 @@ from trainer.planning.shapes.adapters import plain_path
 from trainer.ways.kernels import KERNELS
 
 COMPILE_SECONDS = 45
-"""What compiling a model's blocks costs, about: a run that gains less stays eager.
+"""Seconds that compiling a model's blocks costs, about: a run that gains less stays eager.
 
 On an H200 the first steps of two models took 38 s, and the next ones, until graphs served them, 5 to 12 s
 more than later ones.
@@ -22,7 +22,7 @@ _NEEDS_COMPILED = "only with compiled blocks"
 
 
 def tf32(situation: Situation) -> Decision:
-    """Whether products that stay in float32 are computed in TF32."""
+    """Decision on TF32 for the products that stay in float32."""
     value = situation.tensor_cores and situation.config.features.tf32 is not False
     reason = "for what stays in float32" if value else no_tf32(situation)
     return situation.decide("features.tf32", on_off(value), reason)
@@ -34,7 +34,7 @@ def no_tf32(situation: Situation) -> str:
 
 
 def compiling(situation: Situation, gain_milliseconds: float, *, known: bool) -> Decision:
-    """Whether blocks are compiled, from the gain a micro-batch that is predicted, if the GPU's rates are
+    """Decision on compiling blocks, by the predicted gain of a micro-batch, if the GPU's rates are
     `known`; `auto` never does on a CPU.
     """
     features = situation.config.features
@@ -73,7 +73,7 @@ def compile_obstacle(situation: Situation) -> str:
 
 
 def cuda_graphs(situation: Situation, storage: Storage, *, filled: float) -> Decision:
-    """Whether a micro-batch is replayed as one CUDA graph; raises HardwareError where that cannot be had.
+    """Decision on replaying a micro-batch as one CUDA graph; raises HardwareError if asked for in vain.
 
     `filled` is the share of an imposed budget that training is predicted to fill, 0 without one.
     """
@@ -95,7 +95,7 @@ def cuda_graphs(situation: Situation, storage: Storage, *, filled: float) -> Dec
 
 
 def text_padding(situation: Situation, storage: Storage) -> Decision:
-    """Whether captions are padded to a few lengths; raises HardwareError where that cannot be had."""
+    """Decision on padding captions to a few lengths; raises HardwareError if asked for in vain."""
     key, obstacle = "features.text_padding", "" if storage.compile else _NEEDS_COMPILED
     if not situation.geometry.captions_vary:
         obstacle = "this family's captions are not of different lengths"

@@ -138,5 +138,5 @@ def plain_path(config: RunConfig) -> str:
 
 
 def needs_whole_base(config: RunConfig) -> bool:
-    """Whether the adapter wants weights that are not quantised: the file could not be proved on others."""
+    """True if the adapter needs an unquantised base: its file could not be proved on a quantised one."""
     return config.method == "lora" and config.lora.type != "lora"

@@ -218,7 +218,7 @@ class Geometry:
     taken; empty: it is one.
     """
     pictures_known: bool = False
-    """Whether `usual_parts` follow from the shapes of the run's pictures; else pictures are of six shapes."""
+    """Whether `usual_parts` come from the shapes of the run's pictures; else six shapes are assumed."""
     blocks: int = 0
     """Repeated blocks."""
     stacks: tuple[Stack, ...] = ()

@@ -100,6 +100,6 @@ def _seen(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[Seen, ..
 
 
 def _is_small(folder: Path) -> bool:
-    """Whether a folder of this disk holds few enough files to be listed for a row."""
+    """True if a folder of this disk has few enough files to be listed for a row of the plan."""
     entries = itertools.chain.from_iterable((*inside, *files) for _, inside, files in os.walk(folder))
     return sum(1 for _ in itertools.islice(entries, _MOST_COUNTED + 1)) <= _MOST_COUNTED

@@ -53,7 +53,7 @@ class Sample:
     available: int
     """Bytes that could be had without swapping, page cache that can be dropped among them: MemAvailable."""
     trained: bool
-    """Whether the run had trained by then: before there is nothing to save, and loading looks like a leak."""
+    """Whether the run had trained by then: before, there is nothing to save and loading looks like a leak."""
 
 
 class Action(enum.Enum):
