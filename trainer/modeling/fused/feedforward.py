@@ -161,9 +161,9 @@ def _is_feed_forward(module: Any) -> bool:
 
 
 def _is_single_stream(module: Any) -> bool:
-    """Whether this is diffusers' block of one stream, by its layers and what it is called with.
+    """True for diffusers' single-stream block, known by its layers and by the arguments of its `forward`.
 
-    No name of a class: those belong to the families.
+    Class names are not asked: they belong to the families.
     """
     kind, layers = type(module), {name for name, _ in module.named_children()}
     if issubclass(kind, _SingleStream) or layers != _SINGLE_STREAM:
@@ -179,17 +179,17 @@ def _is_single_stream(module: Any) -> bool:
 
 
 def _in_fp8(*layers: torch.nn.Module) -> bool:
-    """Whether all are quantised layers that compute in FP8, without an adapter around them."""
+    """True where all layers are quantised, compute in FP8, and have no adapter."""
     return all(type(layer) is RowScaledLinear and layer.fp8_compute for layer in layers)
 
 
 class _FusedFeedForward(FeedForward):
-    """Only ever assigned as a module's class."""
+    """Class that `fuse_feed_forwards` assigns to a module; it is never constructed."""
 
     net: Any
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As diffusers', which it is again where a layer was given an adapter since."""
+        """Compute diffusers' forward pass, by diffusers' own code where a layer has an adapter."""
         up, down = self.net[0].proj, self.net[2]
         if not _in_fp8(up, down):
             return super().forward(hidden_states)
@@ -218,9 +218,9 @@ class _SingleStream(torch.nn.Module):
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As diffusers', which it is again where a layer was given an adapter since.
+        """Compute diffusers' forward pass, by diffusers' own code where a layer has an adapter.
 
-        Tokens (batch, tokens, width) of image and text; gives those of the text and those of the image.
+        Takes image and text tokens (batch, tokens, width); returns the text tokens and the image tokens.
         """
         if not _in_fp8(self.proj_mlp, self.proj_out):
             return super().forward(

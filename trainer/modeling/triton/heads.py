@@ -205,7 +205,7 @@ def _part(which, stream, sample, head, heads, QKV: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def _low(which, low, tokens, sample, column):  # type: ignore[no-untyped-def]
-    """What is added to a stream, from the same sample and column of the product on."""
+    """A stream's low-rank addend, from the same sample and column of the product on."""
     hidden, up, rank = low
     return hidden + (sample * tokens * 3 + which) * rank, up + (column * 3 + which) * rank, rank
 
@@ -216,7 +216,7 @@ def stream_forward(  # type: ignore[no-untyped-def]
     EPS: tl.constexpr, QKV: tl.constexpr, JOINED: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """What one program does, in the stream that its block is of; the result is its sample's and head's."""
+    """One program's work in the stream that its block belongs to; `result` begins at its sample and head."""
     part = _part(which, stream, sample, head, heads, QKV, WIDTH)
     _, _, _, _, _, tokens, _, _, _ = stream
     low = _low(which, low, tokens, sample, (which * heads + head) * WIDTH)
@@ -232,8 +232,8 @@ def stream_backward(  # type: ignore[no-untyped-def]
     EPS: tl.constexpr, QKV: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """What one program does backward; a step of the result's that came out of `_part` would tell torch that
-    all tensors of the stream are written.
+    """One program's work backward. The stride of `result` is an argument of its own: a stride out of `_part`
+    would let torch conclude that the kernel writes all tensors of the stream.
     """
     part = _part(which, stream, sample, head, heads, QKV, WIDTH)
     _, _, _, _, _, tokens, _, _, _ = stream
