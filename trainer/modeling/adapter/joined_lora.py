@@ -42,7 +42,7 @@ class _Shared:
 
 
 class _Member(LoraLinear):
-    """A LoRA layer of a group. Only ever assigned as a layer's class: it has no state of its own kind."""
+    """A LoRA layer of a group. It is assigned as the class of a layer, never constructed."""
 
     shared: _Shared
     place: int
@@ -62,7 +62,7 @@ class _Member(LoraLinear):
 
 
 class _Single(LoraLinear):
-    """A LoRA layer by itself; like `_Member`, only ever a layer's class."""
+    """A LoRA layer without a group. Like `_Member` it is assigned as a class, never constructed."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Compute peft's forward pass."""

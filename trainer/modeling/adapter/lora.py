@@ -34,7 +34,7 @@ def add_lora(
     """Inject a seeded adapter (of a LoRA A gaussian, B zero; in the model's dtype) whose parameters alone are
     trainable. `kind` is that of `lora.type`, the patterns are peft's.
 
-    That the names exist is `target_pattern`'s to see to.
+    `target_pattern` has checked that the names exist.
     """
     from peft import LoKrConfig, LoraConfig, PeftConfig
 

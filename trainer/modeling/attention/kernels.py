@@ -132,7 +132,7 @@ _PACKAGES: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-# the fourth generates its kernels in Python, which no compiler traces through: operators of our own hide that
+# flash-attn 4 generates its kernels in Python, which no compiler traces through: custom operators hide that
 
 
 @torch.library.custom_op("trainer::flash_attn_4", mutates_args=())

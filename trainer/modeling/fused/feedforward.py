@@ -115,16 +115,16 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, up, up_scale, down, down_scale = ctx.saved_tensors
-        up_turned, down_turned = ctx.is_transposed
+        up_transposed, down_transposed = ctx.is_transposed
         rows, dtype = gradient.shape[0], gradient.dtype
         quantized, row_scale = fp8.quantize_rows(gradient, down_scale.view(-1), pad=True)
         hidden = fp8.times_weight(
-            quantized, row_scale, down, is_transposed=down_turned, dtype=dtype, rows=rows
+            quantized, row_scale, down, is_transposed=down_transposed, dtype=dtype, rows=rows
         )
         of_left = hidden[:, : ctx.width].contiguous() if ctx.width else None
         quantized, row_scale = gelu_backward_quantize_rows(hidden[:, ctx.width :], values, up_scale.view(-1))
         of_inputs = fp8.times_weight(
-            quantized, row_scale, up, is_transposed=up_turned, dtype=dtype, rows=rows
+            quantized, row_scale, up, is_transposed=up_transposed, dtype=dtype, rows=rows
         )
         return of_left, of_inputs, *(None,) * 8
 

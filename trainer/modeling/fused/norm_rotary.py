@@ -83,9 +83,9 @@ class _NormRotary(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, eps: float, count: int, norms: int, turns: int, *tensors: torch.Tensor
+        ctx: Any, eps: float, count: int, norms: int, rope: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ends = count, count * (1 + norms), count * (1 + norms + turns)
+        ends = count, count * (1 + norms), count * (1 + norms + rope)
         values, weights, tables = tensors[: ends[0]], tensors[ends[0] : ends[1]], tensors[ends[1] : ends[2]]
         hiddens, ups = tensors[ends[2] : ends[2] + count], tensors[ends[2] + count :]
         blocks = [ups[3 * number : 3 * number + 3] for number in range(len(hiddens))]
@@ -130,11 +130,11 @@ def _per_stream(
     count = len(values)
     for number, whole in enumerate(values):
         own = weights[number * len(weights) // count :][: len(weights) // count]
-        turns = tables[number * len(tables) // count :][: len(tables) // count]
+        rope = tables[number * len(tables) // count :][: len(tables) // count]
         if low:
             hidden, up = low[2 * number : 2 * number + 2]
             whole = whole + (hidden.flatten(0, 1) @ up.t()).view(whole.shape)
-        found.append((_apart(whole, len(own[0])) if len(own) == 2 else (whole,), own, turns))
+        found.append((_apart(whole, len(own[0])) if len(own) == 2 else (whole,), own, rope))
     return found
 
 
@@ -147,12 +147,12 @@ def _forward(
     values: Tensors, weights: Tensors, tables: Tensors, low: Tensors, eps: float
 ) -> list[torch.Tensor]:
     found = []
-    for heads, own, turns in _per_stream(values, weights, tables, low):
-        turned = [
-            _turned(unit_of(one, eps)[0] * weight.float(), turns).to(one.dtype)
+    for heads, own, rope in _per_stream(values, weights, tables, low):
+        rotated = [
+            _rotated(unit_of(one, eps)[0] * weight.float(), rope).to(one.dtype)
             for one, weight in zip(heads, own, strict=False)
         ]
-        found.append([*turned, *heads[len(own) :]])
+        found.append([*rotated, *heads[len(own) :]])
     return found[0] if len(found) == 1 else [torch.cat(both, dim=1) for both in zip(*found, strict=True)]
 
 
@@ -161,19 +161,19 @@ def _backward(
 ) -> list[torch.Tensor]:
     """The gradients of `_forward` for `values`, contiguous, and for each `hidden`."""
     found, start = [], 0
-    for heads, own, turns in _per_stream(values, weights, tables, low):
+    for heads, own, rope in _per_stream(values, weights, tables, low):
         end = start + heads[0].shape[1]
         given = [one[:, start:end] for one in gradients]
         start = end
         for which, weight in enumerate(own):
-            back = _turned(given[which].float(), turns, back=True) * weight.float()
+            back = _rotated(given[which].float(), rope, back=True) * weight.float()
             given[which] = unit_gradient(back, heads[which], eps)
         found.append(torch.stack(given, dim=2).flatten(2) if len(own) == 2 else given[0])
     rows = [of.flatten(0, 1) @ up for of, up in zip(found, low[1::2], strict=False)]
     return found + [one.view(hidden.shape) for one, hidden in zip(rows, low[::2], strict=True)]
 
 
-def _turned(values: torch.Tensor, tables: Tensors, *, back: bool = False) -> torch.Tensor:
+def _rotated(values: torch.Tensor, tables: Tensors, *, back: bool = False) -> torch.Tensor:
     """fp32 heads (batch, tokens, heads, width) rotated by their tokens' angles, or `back`."""
     real, imaginary = _pairs(values)
     cos, sin = _pairs(tables[0][:, None])

@@ -1,6 +1,6 @@
 """Triton kernels for CUDA between products of queries, keys and values, and attention: norm, RoPE, joining.
 
-Imported as `fp8_rows` is, and for the same reason. Each of one or two streams of tokens has either one tensor
+Imported only where torch was built for CUDA. Each of one or two streams of tokens has either one tensor
 of heads, or (QKV) the joint product of queries, keys and values. The first stream's tokens come first in the
 results, which are contiguous, (batch, all tokens, heads, width), so that nothing is put beside each other.
 
@@ -130,9 +130,9 @@ def _streams(values: Tensors, weights: Tensors, tables: Tensors, low: Tensors) -
         # a joint product's strides follow from its shape
         one, strides = (_aligned(one), None) if len(weights) == count else (one.contiguous(), (0, 0, 0))
         norms = weights[number * len(weights) // count :][: len(weights) // count]
-        turns = tables[number * len(tables) // count :][: len(tables) // count]
-        own = [part.contiguous() for part in low[2 * number : 2 * number + 2]] or [turns[0]] * 2
-        found += [one, norms[0], norms[-1], turns[0], turns[-1], one.shape[1]]
+        rope = tables[number * len(tables) // count :][: len(tables) // count]
+        own = [part.contiguous() for part in low[2 * number : 2 * number + 2]] or [rope[0]] * 2
+        found += [one, norms[0], norms[-1], rope[0], rope[-1], one.shape[1]]
         found += [*(strides or one.stride()[:3]), *own]
     return found if count == 2 else found * 2
 
