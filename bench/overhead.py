@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nothing_else = ("train.lr_warmup_steps=0", "validation.prompts=[]", "validation.img_dir=null")
     overrides = (steps, *nothing_else, *options.overrides)
     given = {"steps": options.steps, "step_ms": options.step_ms}
-    ended = jobs.call_run(measure, options.config, overrides, given, quiet=False)
+    ended = jobs.call_run(measure, [options.config], overrides, given, probe=False)
     if ended.answer:
         print(json.dumps(ended.answer))
     return ended.code
@@ -55,12 +55,12 @@ def measure(spec: str, steps: int, step_ms: float) -> dict[str, float]:
 
     from trainer.engine import __main__ as engine
     from trainer.engine.optimizing.optimizer import Updater
-    from trainer.engine.training import microbatch
+    from trainer.engine.training import loop
 
     ends: list[float] = []
     slept: list[float] = [0.0]
 
-    def compute(context: Any, built: Any, settings: Any, batch: Any, draw: Any, weight: Any) -> torch.Tensor:
+    def compute(context: Any, built: Any, batch: Any, draw: Any, weight: Any) -> torch.Tensor:
         started = time.perf_counter()
         plan = context.plan
         # of the step's time as much as it has of the step's samples
@@ -75,7 +75,7 @@ def measure(spec: str, steps: int, step_ms: float) -> dict[str, float]:
             raise _MeasuredError
         return torch.ones((), device=loss.device), torch.zeros((), device=loss.device)
 
-    microbatch.compute = compute
+    loop.compute = compute
     Updater.step = step  # type: ignore[method-assign]
     with contextlib.suppress(_MeasuredError):
         engine.main(spec)

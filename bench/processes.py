@@ -40,11 +40,17 @@ class Ended:
     """The function's return value; None where it failed."""
 
 
-def run(command: Sequence[str], environ: Mapping[str, str] | None = None, log: Path | None = None) -> Ended:
+def run(
+    command: Sequence[str],
+    environ: Mapping[str, str] | None = None,
+    log: Path | None = None,
+    *,
+    cwd: Path = REPOSITORY,
+) -> Ended:
     """Run a command to its end, in the repository; its outputs go to `log`, or to this terminal."""
     with contextlib.ExitStack() as opened:
         file = opened.enter_context(log.open("wb")) if log else None
-        child = subprocess.Popen(command, cwd=REPOSITORY, env=environ, stdout=file, stderr=file)
+        child = subprocess.Popen(command, cwd=cwd, env=environ, stdout=file, stderr=file)
         try:
             _, status, usage = os.wait4(child.pid, 0)
         except KeyboardInterrupt:

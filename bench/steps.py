@@ -16,7 +16,7 @@ from trainer.engine.building.build import Built
 from trainer.engine.caching.batches import to_device
 from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import HostFlag
-from trainer.engine.training import microbatch
+from trainer.engine.training import loop
 from trainer.engine.training.graphs import Graphs
 from trainer.families.family import Family
 from trainer.families.values import Batch, Draw, Shape
@@ -56,12 +56,12 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
     `tokens` are the text tokens of an image family; a language model's row has data.max_sequence_length.
     """
     shape = shape_of(context, tokens)
-    settings, batch, draws = synthetic(context.family, context.source, context.config, shape)
+    _, batch, draws = synthetic(context.family, context.source, context.config, shape)
     if context.plan.pin_memory:
         batch = dataclasses.replace(batch, latents=_pinned(batch.latents), text=_pinned(batch.text))
         draws = [None if draw is None else type(draw)(**_pinned(vars(draw))) for draw in draws]
-    compute = functools.partial(microbatch.compute, context, built, settings)
-    predict = functools.partial(microbatch.predict, context, built, settings)
+    compute = functools.partial(loop.compute, context, built)
+    predict = functools.partial(loop.predict, context, built)
     graphs = Graphs(compute, predict, context.say) if context.plan.cuda_graphs else None
     number = 0
     flag: HostFlag | None = None

@@ -310,7 +310,7 @@ def record_samples(monkeypatch: pytest.MonkeyPatch) -> list[Step]:
 
     def recorded(*arguments: Any) -> Iterator[Any]:
         for step in feed.feed(*arguments):
-            taken.append(tuple(fed.micro_batch.samples for fed in step))
+            taken.append(tuple(fed.micro_batch for fed in step))
             yield step
 
     monkeypatch.setattr(loop, "feed", recorded)

@@ -11,7 +11,7 @@ import pytest
 
 from tests.contract.real_shaped import settings
 from tests.contract.runs import LORA_CASES, Case, Workshop, draws, numbers
-from trainer.engine.training import microbatch
+from trainer.engine.training import loop
 from trainer.modeling.blocks.compiled import graphs_compiled
 
 # tracing takes ten seconds and more a family
@@ -59,15 +59,15 @@ def compare(
     losses = {}
     counts: list[int] = []
     sizes: set[Any] = set()
-    compute = microbatch.compute
+    compute = loop.compute
 
     def counted(*arguments: Any) -> Any:
         loss = compute(*arguments)
         counts.append(graphs_compiled())
-        sizes.update(one.shape[2:] for one in arguments[3].latents.values())
+        sizes.update(one.shape[2:] for one in arguments[2].latents.values())
         return loss
 
-    monkeypatch.setattr(microbatch, "compute", counted)
+    monkeypatch.setattr(loop, "compute", counted)
     previews = ("validation.prompts=[a hill]",) if case.family == LORA_CASES[0].family else ()
     for compiled in ("false", "true"):
         counts.clear()

@@ -30,7 +30,7 @@ from tests.contract.runs import (
 )
 from tests.unit.telemetry.test_tracker import Fake
 from trainer.engine.records import checkpoint
-from trainer.engine.training import best
+from trainer.engine.training import held_out
 from trainer.errors import DivergedError, ExitCode
 
 SMALLEST = Case(family="flux1_dev", method="lora")
@@ -137,7 +137,7 @@ def test_five_steps_a_kill_and_a_resume_equal_ten(option: Option, workshop: Work
     assert any("Proved: " in line for line in parts.said)
     assert all(torch.isfinite(torch.tensor(row["loss"])) for row in numbers(whole.folder)[1:])
     if option.case.method == "lora":
-        assert best.read(whole.folder) is not None
+        assert held_out.read_best(whole.folder) is not None
 
 
 def test_a_mean_of_the_weights_is_what_is_saved_and_the_weights_are_what_goes_on(
@@ -176,7 +176,7 @@ def test_the_best_is_the_lowest_held_out_loss_also_where_later_ones_are_higher(
     job.train()
     rows = [row for row in numbers(job.folder) if "validation_loss" in row and row["step"]]
     lowest = min(rows, key=lambda row: row["validation_loss"])
-    kept = best.read(job.folder)
+    kept = held_out.read_best(job.folder)
     assert kept is not None
     assert (kept["step"], kept["validation_loss"]) == (lowest["step"], lowest["validation_loss"])
     assert kept["step"] == 1

@@ -80,8 +80,8 @@ def measure(work: Path) -> Measure:
     from trainer.engine.building.build import load_base
     from trainer.engine.caching.entries import list_entries
     from trainer.engine.caching.fill import fill_cache
+    from trainer.engine.training.held_out import held_out_entries, measure
     from trainer.engine.training.preview import sample
-    from trainer.engine.training.validation import held_out_entries, measure
     from trainer.modeling.adapter.lora import ADAPTER
     from trainer.modeling.quiet import quiet_libraries
 

@@ -27,7 +27,7 @@ from tests.contract.runs import (
 )
 from trainer.engine.records import checkpoint
 from trainer.engine.results import proof
-from trainer.engine.training import best
+from trainer.engine.training import held_out
 from trainer.machine.reading import read_facts
 
 pytestmark = [
@@ -60,7 +60,7 @@ def on_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.Te
 
 def learned(job: Job, step: int = STEPS) -> torch.Tensor:
     """All that training grew from zero, fp32, after a step."""
-    folder = checkpoint.folder_of(job.folder / "checkpoints", step)
+    folder = job.folder / "checkpoints" / f"step-{step:06d}"
     weights = checkpoint.read_group(folder, "weights", "cpu")
     grown = [weights[name].flatten() for name in sorted(weights) if any(part in name for part in GROWN)]
     return torch.cat(grown).float()
@@ -123,7 +123,7 @@ def test_five_steps_a_kill_and_a_resume_are_as_ten(
         assert any("Proved: " in line for line in job.said)
         assert any(line.startswith("best: step ") for line in job.said)
         assert proof.check_file(lora_file(job)) > 0
-        assert best.read(job.folder) is not None
+        assert held_out.read_best(job.folder) is not None
 
 
 def test_steps_that_overflow_in_fp16_are_skipped_and_stay_so_over_a_resume(
@@ -135,7 +135,7 @@ def test_steps_that_overflow_in_fp16_are_skipped_and_stay_so_over_a_resume(
     parts = in_two_parts(workshop, tmp_path / "parts", overrides, factor=1e3)
     agree(parts, whole, trained(workshop, tmp_path / "again", overrides, factor=1e3))
     for job in (whole, parts):
-        folder = checkpoint.folder_of(job.folder / "checkpoints", STEPS)
+        folder = job.folder / "checkpoints" / f"step-{STEPS:06d}"
         state = checkpoint.read_group(folder, "optimizer", "cpu")
         skipped = STEPS - int(state["loss/applied"].item())
         assert 0 < skipped < STEPS
@@ -166,8 +166,8 @@ def test_the_fast_path_computes_what_the_plain_one_does_and_keeps_the_best(
     assert fast.context.plan.compile and fast.context.plan.cuda_graphs
     # bf16 rounds elsewhere in kernels that compute together
     assert torch.nn.functional.cosine_similarity(learned(fast), learned(plain), dim=0) > 0.95
-    kept = best.read(fast.folder)
+    kept = held_out.read_best(fast.folder)
     assert kept is not None
     assert any(line.startswith(f"best: step {kept['step']}, held-out loss") for line in fast.said)
     final = proof.check_file(lora_file(fast))
-    assert proof.check_file(fast.folder / best.FOLDER / kept["file"]) == final > 0
+    assert proof.check_file(fast.folder / held_out.FOLDER / kept["file"]) == final > 0

@@ -14,18 +14,19 @@ from trainer.engine.probing import probe as probing
 from trainer.engine.probing import reading
 from trainer.files.weight_files import weight_files
 from trainer.machine.facts import Facts
-from trainer.machine.verdicts import FILE_NAME, merged, untyped, write_readings, write_verdicts
+from trainer.machine.verdicts import FILE_NAME, keep, merged, untyped
 from trainer.modeling.base.base import local_folder
 from trainer.planning import planning
 from trainer.planning.choose import loading
-from trainer.planning.choose.switches import KernelsFailedError
+from trainer.planning.choose.situation import KernelsFailedError
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.shape_classes import shape_class
 
 KINDS = ("attention", "matmul")
 """First parts of kernels' names."""
 _MOST_PROBES = 3
-"""With verdicts a step's samples may be parted in another way, and kernels have other shapes."""
+"""Rounds of measuring: with new verdicts a step may be split into other micro-batches, and kernels then have
+other shapes."""
 
 
 def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
@@ -113,7 +114,7 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
         say(f"  {row.loader}, {row.state}: {rate}", err=True)
     if trouble:
         say(f"  ended early: {trouble}", err=True)
-    if found and not write_readings(environment.user_cache_dir() / FILE_NAME, facts, found):
+    if found and not keep(environment.user_cache_dir() / FILE_NAME, facts, readings=found):
         say("  these cannot be kept: they will be measured again", err=True)
     others = tuple(row for row in facts.readings if row.disk != disk or not found)
     return dataclasses.replace(facts, readings=(*others, *found))
@@ -154,6 +155,6 @@ def measure_kernels(
             " computed too, these times are wrong: `trainer probe CONFIG` measures again",
             err=True,
         )
-    if not write_verdicts(path, facts, found.verdicts):
+    if not keep(path, facts, verdicts=found.verdicts):
         say(f"  {path} cannot be written: they will be measured again", err=True)
     return dataclasses.replace(facts, verdicts=merged(facts.verdicts, found.verdicts))

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import codecs
+import json
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from trainer.errors import DataError
 
@@ -60,12 +63,24 @@ def clean_caption(text: str) -> str:
     if not caption:
         raise TextError("the caption is empty", "describe the picture in a few words")
     if not encodable(caption):
-        what, remedy = (
-            "the caption holds half of a surrogate pair",
-            "write the character itself, or remove it",
+        raise TextError(
+            "the caption holds half of a surrogate pair", "write the character itself, or remove it"
         )
-        raise TextError(what, remedy)
     return caption
+
+
+def parse_json(text: str, shape: str, *, line: str = "", hook: Callable[..., Any] | None = None) -> object:
+    """The value in a line of JSON, which is to be of this `shape`: `line` says what one holds.
+
+    `hook` makes objects of their keys and values, as `json.loads` calls it.
+    """
+    try:
+        return json.loads(text, object_pairs_hook=hook)
+    except json.JSONDecodeError as error:
+        what = f"not valid JSON: {error.msg} (column {error.colno})"
+        raise TextError(what, f"write {line}{shape}") from error
+    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
+        raise TextError(f"not valid JSON: {error}", f"write {shape}") from error
 
 
 def encodable(text: str) -> bool:

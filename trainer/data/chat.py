@@ -11,11 +11,10 @@ import hashlib
 import importlib
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainer.data.captions import TextError, encodable
+from trainer.data.captions import TextError, encodable, parse_json
 from trainer.data.leftout import capped, list_left_out, nothing_left
 from trainer.data.records import ChatRecord, Scan
 from trainer.errors import ConfigError, DataError, Problem
@@ -27,27 +26,12 @@ if TYPE_CHECKING:
 ROLES = ("system", "user", "assistant")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant", **{role: role for role in ROLES}}
 _SHAPE = '{"messages": [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]}'
-# what a message may hold besides that would change what is learned, by the values that change nothing
+# keys of a message that would change what is learned, and the values with which they change nothing
 _UNREAD_KEYS: dict[str, tuple[object, ...]] = {
     "tool_calls": (None, []),
     "function_call": (None,),
     "weight": (None, 1),
 }
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Row:
-    """One row of a file, not yet checked: bytes of a line, or an object of a table."""
-
-    set_index: int
-    repeats: int
-    file: Path
-    number: int
-    content: object
-
-    @property
-    def where(self) -> str:
-        return f"{self.file}:{self.number}"
 
 
 def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan:
@@ -59,19 +43,29 @@ def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan
     """
     problems: list[Problem] = []
     fatal = False
-    rows: list[_Row] = []
+    rows: list[tuple[int, DataSet, int, object]] = []
     for index, one in enumerate(config.data.sets):
         try:
-            rows += _rows(index, one)
+            rows += [(index, one, number, content) for number, content in _rows(one)]
         except DataError as error:
             fatal = True
             problems += error.problems
     records: list[ChatRecord] = []
-    for done, row in enumerate(rows, start=1):
+    for done, (index, one, number, content) in enumerate(rows, start=1):
+        where = f"{one.chat_file}:{number}"
         try:
-            records.append(_record(row))
+            caption = _caption(content)
         except TextError as error:
-            problems.append(Problem(what=error.what, where=row.where, remedy=error.remedy))
+            problems.append(Problem(what=error.what, where=where, remedy=error.remedy))
+        else:
+            record = ChatRecord(
+                path=Path(where),
+                identifier=f"{index}/{number}",
+                caption=caption,
+                repeats=one.repeats,
+                content_sha256=hashlib.sha256(caption.encode()).hexdigest(),
+            )
+            records.append(record)
         if progress is not None:
             progress(done, len(rows))
     if problems and (fatal or config.data.on_bad_file == "error"):
@@ -81,26 +75,25 @@ def scan(config: RunConfig, progress: Callable[[int, int], None] | None) -> Scan
     return Scan(records=tuple(records), left_out=list_left_out(problems, {}))
 
 
-def _rows(index: int, one: DataSet) -> list[_Row]:
-    """All rows of a set's file; lines are counted from 1 with empty ones, which are passed over."""
+def _rows(one: DataSet) -> list[tuple[int, object]]:
+    """(number, content) of all rows of a set's file: bytes of a line, or an object of a table.
+
+    Lines are counted from 1 with empty ones, which are passed over.
+    """
     file = one.chat_file
     assert file is not None, "the configuration was checked"
     if file.suffix not in (".jsonl", ".parquet"):
         what = f"{file.name} is neither .jsonl nor .parquet"
         raise DataError(what, where=str(file), remedy="convert it to .jsonl")
-    contents: Sequence[object] = _read_lines(file) if file.suffix == ".jsonl" else _read_parquet(file)
-    rows = [
-        _Row(set_index=index, repeats=one.repeats, file=file, number=number, content=content)
-        for number, content in enumerate(contents, start=1)
-        if content is not None
-    ]
+    contents = _read_lines(file) if file.suffix == ".jsonl" else _read_parquet(file)
+    rows = [(number, content) for number, content in enumerate(contents, start=1) if content is not None]
     if not rows:
         remedy = f"write lines like {_SHAPE}"
         raise DataError("the file holds no conversation", where=str(file), remedy=remedy)
     return rows
 
 
-def _read_lines(file: Path) -> list[bytes | None]:
+def _read_lines(file: Path) -> Sequence[object]:
     """The lines, None for an empty one."""
     try:
         data = file.read_bytes()
@@ -108,11 +101,10 @@ def _read_lines(file: Path) -> list[bytes | None]:
         raise _unreadable(file, error) from error
     if data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
         raise DataError("the text is UTF-16, not UTF-8", where=str(file), remedy="save it as UTF-8")
-    lines = data.removeprefix(codecs.BOM_UTF8).split(b"\n")
-    return [line if line.strip() else None for line in lines]
+    return [line if line.strip() else None for line in data.removeprefix(codecs.BOM_UTF8).split(b"\n")]
 
 
-def _read_parquet(file: Path) -> list[object]:
+def _read_parquet(file: Path) -> Sequence[object]:
     """The rows as objects. Raises ConfigError where pyarrow is not installed."""
     try:
         parquet: Any = importlib.import_module("pyarrow.parquet")
@@ -138,35 +130,22 @@ def _unreadable(file: Path, error: OSError) -> DataError:
     return DataError(what, where=str(file), remedy="name a file, and check its permissions")
 
 
-def _record(row: _Row) -> ChatRecord:
-    """One finished record."""
-    value = _parse(row.content) if isinstance(row.content, bytes) else row.content
+def _caption(content: object) -> str:
+    """A row's conversation as JSON text."""
+    value = content
+    if isinstance(content, bytes):
+        try:
+            line = content.decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise TextError(f"the text is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
+        value = parse_json(line, _SHAPE, line="one conversation a line, as ")
     if not isinstance(value, dict):
         raise TextError("the row is not a JSON object", f"write {_SHAPE}")
     caption = json.dumps(_messages(value), ensure_ascii=False, separators=(",", ":"))
     if not encodable(caption):
         what, remedy = "a content holds half of a surrogate pair", "write the character itself, or remove it"
         raise TextError(what, remedy)
-    return ChatRecord(
-        path=Path(row.where),
-        identifier=f"{row.set_index}/{row.number}",
-        caption=caption,
-        repeats=row.repeats,
-        content_sha256=hashlib.sha256(caption.encode()).hexdigest(),
-    )
-
-
-def _parse(line: bytes) -> object:
-    try:
-        value: object = json.loads(line.decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise TextError(f"the text is not UTF-8 (byte {error.start})", "save it as UTF-8") from error
-    except json.JSONDecodeError as error:
-        what = f"not valid JSON: {error.msg} (column {error.colno})"
-        raise TextError(what, f"write one conversation a line, as {_SHAPE}") from error
-    except (ValueError, RecursionError) as error:  # numbers of thousands of digits, deep nesting
-        raise TextError(f"not valid JSON: {error}", f"write {_SHAPE}") from error
-    return value
+    return caption
 
 
 def _messages(value: dict[str, Any]) -> list[dict[str, str]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from trainer.data.records import LeftOut
@@ -26,7 +26,7 @@ def capped(problems: Sequence[Problem]) -> list[Problem]:
     return shown
 
 
-def list_left_out(problems: Sequence[Problem], samples: Mapping[str, Sequence[str]]) -> tuple[LeftOut, ...]:
+def list_left_out(problems: Sequence[Problem], samples: Mapping[str, Iterable[str]]) -> tuple[LeftOut, ...]:
     """One row for each file that is left out, with all reasons.
 
     `samples` are the samples that a place spoils: the image of a caption, of a line of metadata, of a mask.
@@ -41,7 +41,7 @@ def list_left_out(problems: Sequence[Problem], samples: Mapping[str, Sequence[st
             told = reasons.setdefault(file, [])
             if named not in told:
                 told.append(named)
-    return tuple(LeftOut(file=file, reason="; ".join(told)) for file, told in reasons.items())
+    return tuple((file, "; ".join(told)) for file, told in reasons.items())
 
 
 def nothing_left(problems: Sequence[Problem]) -> DataError:
@@ -60,14 +60,17 @@ def report_left_out(left_out: Sequence[LeftOut], folder: Path | None) -> None:
             (folder / LEFT_OUT_NAME).unlink(missing_ok=True)
         return
     if folder is not None:
-        rows = [json.dumps({"file": one.file, "reason": one.reason}, ensure_ascii=False) for one in left_out]
+        rows = [json.dumps({"file": file, "reason": why}, ensure_ascii=False) for file, why in left_out]
         atomic.write_text(folder / LEFT_OUT_NAME, "\n".join(rows) + "\n")
-    lines = [one_line(f"{one.file}: {one.reason}") for one in left_out[:MAX_PROBLEMS_SHOWN]]
-    hidden = len(left_out) - len(lines)
-    if hidden:
-        lines.append(f"... and {hidden} more")
     where = f", all listed in {folder / LEFT_OUT_NAME}" if folder is not None else ""
     _log.warning(
         "data.on_bad_file is skip: %d file%s left out%s\n%s",
-        len(left_out), " is" if len(left_out) == 1 else "s are", where, "\n".join(lines),
+        len(left_out), " is" if len(left_out) == 1 else "s are", where,
+        first_lines([f"{file}: {why}" for file, why in left_out], MAX_PROBLEMS_SHOWN),
     )  # fmt: skip
+
+
+def first_lines(texts: Sequence[str], most: int) -> str:
+    """Each of the first texts on one line, and how many more there are."""
+    hidden = len(texts) - most
+    return "\n".join([*map(one_line, texts[:most]), *([f"... and {hidden} more"] if hidden > 0 else [])])

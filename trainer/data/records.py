@@ -74,7 +74,7 @@ class ImageRecord:
     loss_weight: float = 1.0
     """The factor on its loss."""
     is_reg: bool = False
-    """Of a regularisation set: no trigger word, never held out."""
+    """Whether it is of a regularisation set: it gets no trigger word and is never held out."""
 
     def crops_alike(self, control: Control) -> bool:
         """Whether a control is cut as the image is: of equal size, the two show the same things."""
@@ -100,13 +100,10 @@ class ChatRecord:
 Record = ImageRecord | ChatRecord
 
 
-@dataclass(frozen=True, kw_only=True)
-class LeftOut:
-    """A file that is not trained on because of `data.on_bad_file: skip`."""
-
-    file: str
-    """The sample's, or that of a stray file; a conversation's with its row."""
-    reason: str
+LeftOut = tuple[str, str]
+"""A file that is not trained on because of `data.on_bad_file: skip`, and why: a sample's or a stray one, a
+conversation's with its row.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,11 +23,8 @@ class SampleRef:
     """Whether it is trained with the empty caption."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MicroBatch:
-    """Samples of one key, in the order in which the step took them."""
-
-    samples: tuple[SampleRef, ...]
+MicroBatch = tuple[SampleRef, ...]
+"""Samples of one key, in the order in which the step took them."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -80,13 +77,11 @@ class Sampler:
         assert min(sizes) >= 1 and max(sizes) <= row_size, "a sample that fits in no row"
         assert sum(repeats) >= 1 and min(repeats) >= 0, "nothing to sample"
         assert rows >= rows_at_once >= 1, "a micro-batch is larger than a step"
-        self._keys = tuple(keys)
-        self._dropped_keys = tuple(dropped_keys)
-        self._contents = tuple(contents)
+        self._keys, self._dropped_keys, self._contents = tuple(keys), tuple(dropped_keys), tuple(contents)
         self._sizes, self._row_size = tuple(sizes), row_size
-        self._rows, self._rows_at_once = rows, rows_at_once
-        self._caption_dropout_rate = caption_dropout_rate
-        self._seed = seed
+        self._caption_dropout_rate, self._seed = caption_dropout_rate, seed
+        self.rows, self._rows_at_once = rows, rows_at_once
+        """Rows of a step, and the most that a micro-batch takes."""
         self._slots = tuple(record for record, count in enumerate(repeats) for _ in range(count))
         once = {self._contents[record]: self._sizes[record] for record in self._slots}
         self._fills_a_step = sum(once.values()) >= rows * row_size
@@ -94,19 +89,24 @@ class Sampler:
         self._is_crowded = sum(self._sizes[record] for record in self._slots) < copies * rows * row_size
         self._start_over()
 
-    @property
-    def rows(self) -> int:
-        """Of a step."""
-        return self._rows
-
     def step(self, n: int) -> tuple[MicroBatch, ...]:
-        """Micro-batches of step n, counted from 0: cheap when n is one above the last, else a replay to n."""
+        """Micro-batches of step n, those of one key after another.
+
+        Steps count from 0: cheap when n is one above the last, else a replay to n.
+        """
         assert n >= 0, "steps count from 0"
         if n < self._next:
             self._start_over()
         while self._next < n:
             self._draw()
-        return self._parted(self._draw())
+        by_key: dict[Hashable, list[_Row]] = {}
+        for row in self._draw():
+            by_key.setdefault(row.key, []).append(row)
+        return tuple(
+            tuple(sample for row in part for sample in row.samples)
+            for same in by_key.values()
+            for part in (same[n : n + self._rows_at_once] for n in range(0, len(same), self._rows_at_once))
+        )
 
     def epoch_order(self, epoch: int) -> list[int]:
         """Records of one epoch in their order: sorted by hash, so the same on every machine and version.
@@ -148,9 +148,9 @@ class Sampler:
         contents: set[Hashable] = set()
         passed_over: list[SampleRef] = []
         without_room = twice = 0
-        limit = max(_WAITING, 2 * self._rows)
+        limit = max(_WAITING, 2 * self.rows)
         while without_room < limit and twice < max(limit, 2 * len(contents)):
-            if len(rows) == self._rows and all(row.size == self._row_size for row in rows):
+            if len(rows) == self.rows and all(row.size == self._row_size for row in rows):
                 break
             sample = self._waiting.popleft() if self._waiting else next(self._stream)
             content = self._contents[sample.record]
@@ -168,7 +168,7 @@ class Sampler:
             passed_over = [
                 sample
                 for sample in passed_over
-                if not ((self._is_crowded or len(rows) < self._rows) and self._put(rows, sample))
+                if not ((self._is_crowded or len(rows) < self.rows) and self._put(rows, sample))
             ]
         self._waiting.extendleft(reversed(passed_over))
         return rows
@@ -179,7 +179,7 @@ class Sampler:
         key = self._dropped_keys[sample.record] if sample.dropped else self._keys[sample.record]
         fitting = [row for row in rows if row.size + size <= self._row_size and row.key == key]
         if not fitting:
-            if len(rows) == self._rows:
+            if len(rows) == self.rows:
                 return False
             rows.append(_Row(key=key))
             fitting = rows[-1:]
@@ -187,17 +187,6 @@ class Sampler:
         chosen.samples.append(sample)
         chosen.size += size
         return True
-
-    def _parted(self, rows: Sequence[_Row]) -> tuple[MicroBatch, ...]:
-        """The rows as micro-batches, those of one key after another."""
-        by_key: dict[Hashable, list[_Row]] = {}
-        for row in rows:
-            by_key.setdefault(row.key, []).append(row)
-        return tuple(
-            MicroBatch(samples=tuple(sample for row in part for sample in row.samples))
-            for same in by_key.values()
-            for part in (same[n : n + self._rows_at_once] for n in range(0, len(same), self._rows_at_once))
-        )
 
 
 def held_out_split(

@@ -53,7 +53,16 @@ def main(spec_path: str) -> int:
     logger = log.get("run")
     try:
         if spec.mode == "train":
-            _open_log(config.output_dir)
+            try:
+                config.output_dir.mkdir(parents=True, exist_ok=True)
+                require_no_links(config.output_dir)
+                log.setup(config.output_dir)
+            except OSError as error:
+                raise ConfigError(
+                    f"the output folder cannot be written: {error.strerror}",
+                    where=str(config.output_dir),
+                    remedy="set output_dir, or --output, to a folder that this user may write",
+                ) from error
         samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
         _work(config, spec, status, stop, samples, logger.info)
     except TrainerError as error:
@@ -65,22 +74,8 @@ def main(spec_path: str) -> int:
     return int(ExitCode.OK)
 
 
-def _open_log(run_dir: Path) -> None:
-    """Keep the run's log in its folder; raises ConfigError where that cannot be written."""
-    try:
-        run_dir.mkdir(parents=True, exist_ok=True)
-        require_no_links(run_dir)
-        log.setup(run_dir)
-    except OSError as error:
-        raise ConfigError(
-            f"the output folder cannot be written: {error.strerror}",
-            where=str(run_dir),
-            remedy="set output_dir, or --output, to a folder that this user may write",
-        ) from error
-
-
 def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> Samples:
-    """Check the data set, with a bar for each folder, and list what is left out of it."""
+    """Check the data set, with a bar for each folder, and list the files that are left out."""
     with bars() as advance:
 
         def on_image(what: str, done: int, total: int) -> None:

@@ -29,7 +29,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Context:
-    """One run: what was asked for, what was decided, and the channels to the supervisor."""
+    """One run: its configuration, its plan, its family, and the channels to the supervisor."""
 
     config: RunConfig
     plan: Plan
@@ -70,7 +70,7 @@ class Context:
 
 
 def apply_backend_settings(context: Context) -> None:
-    """Set what torch keeps globally: TF32 and the order of numerics.
+    """Apply torch's global settings: TF32, algorithms that do not vary, the memory limit.
 
     Raises HardwareError when the plan is for a GPU and this torch sees none.
     """
@@ -96,7 +96,7 @@ def apply_backend_settings(context: Context) -> None:
 def peak_memory_bytes(device: str) -> int:
     """Most device memory that the allocator held since `take_peak`, in bytes; 0 on a CPU.
 
-    Held, not handed out: what a CUDA graph will use again is handed out to nobody, and still taken.
+    Held, not handed out: memory that a CUDA graph will use again is free to nobody else.
     """
     return torch.cuda.max_memory_reserved(device) if device.startswith("cuda") else 0
 

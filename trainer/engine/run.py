@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import functools
 import json
 import os
-from collections.abc import Generator
 from pathlib import Path
 
 import torch
@@ -14,7 +13,7 @@ from trainer.config.secrets import redacted
 from trainer.config.writing.dump import dump
 from trainer.engine.building.build import build, load_base
 from trainer.engine.building.fast import uncompiled
-from trainer.engine.caching.entries import Entries, list_entries
+from trainer.engine.caching.entries import list_entries
 from trainer.engine.caching.fill import fill_cache, tell_cut_captions
 from trainer.engine.caching.imported import import_entries
 from trainer.engine.caching.samples import Samples, prompt_controls
@@ -26,11 +25,11 @@ from trainer.engine.results import proof
 from trainer.engine.results.full import export_full, prove_full
 from trainer.engine.results.pictures import before_after, row, shown, write_png
 from trainer.engine.spec import Spec
-from trainer.engine.training import best, loop, state
+from trainer.engine.training import loop, state
 from trainer.engine.training.feed import varies
-from trainer.engine.training.microbatch import as_graphs
+from trainer.engine.training.graphs import Graphs
+from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
 from trainer.engine.training.preview import drop_previews_after, sample, write_before_after
-from trainer.engine.training.validation import HeldOut, held_out_entries
 from trainer.errors import DivergedError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
@@ -43,7 +42,7 @@ from trainer.words.sizes import GIB
 
 
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
-    """Encode everything that `train` would; then remove what this configuration does not use, if asked to."""
+    """Encode everything that `train` would; then, if asked to, remove entries that this run does not use."""
     apply_backend_settings(context)
     tell_cut_captions(context, samples.all)
     entries = list_entries(context, samples.all, samples.prompt_controls)
@@ -94,33 +93,42 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     tracker = start_tracker(context)  # before minutes of loading
     built = build(context, varies(context, entries))
     before = None
-    if context.config.method == "full":  # whose proof has no adapter to take off
+    if context.config.method == "full":  # its proof has no adapter to take off
         with uncompiled(context):
             before = proof.fixed_outputs(context, built.model)
     now = state.restore(context, built.updater, start)
     journal = Journal(context, Path(spec.runtime_dir), tracker)
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
     journal.cut_back(now.step)
-    _tell_changed_held_out(context, held_out)
-    best.restore(context, now.step)
+    rows = [row for row in read_metrics(context.run_dir / METRICS_LOG) if "validation_loss" in row]
+    if held_out is not None and rows and rows[-1].get("validation_data") != held_out.data:
+        context.say(
+            f"the held-out images or settings changed: from here on the held-out loss does not compare with "
+            f"that of step {rows[-1]['step']} and before"
+        )
+    restore_best(context, now.step)
     drop_previews_after(context, now.step)
+    compute = functools.partial(loop.compute, context, built)
+    predict = functools.partial(loop.predict, context, built)
     run = state.Run(
         context=context,
         built=built,
-        graphs=as_graphs(context, built),
+        graphs=Graphs(compute, predict, context.say) if context.plan.cuda_graphs else None,
         entries=entries,
         held_out=held_out,
         journal=journal,
         start=start,
     )
     with journal:
-        with _damage_found_at_once(context, entries, held_out):
+        try:
             loop.train(run, now)
+        except DamagedEntryError as error:
+            raise _all_damaged(run, error) from error
         _finish(run, now.step, caching_peak, before)
 
 
 def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Tensor] | None) -> None:
-    """Export and prove the result, draw it, and say what came of the run."""
+    """Export and prove the result, draw it, and say how the run ended."""
     context, model = run.context, run.built.model
     context.status.beat(Phase.SAVE)
     run.journal.phase(Phase.SAVE)
@@ -153,34 +161,17 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     context.say(summary)
 
 
-@contextlib.contextmanager
-def _damage_found_at_once(
-    context: Context, entries: Entries, held_out: HeldOut | None
-) -> Generator[None, None, None]:
+def _all_damaged(run: state.Run, first: DamagedEntryError) -> DamagedEntryError:
     """Look at all entries of the cache once one is damaged: the others would end a start each."""
-    try:
-        yield
-    except DamagedEntryError as first:
-        every = [*entries.all(), *(held_out.entries.all() if held_out is not None else ())]
-        keys = sorted({(entry.kind, entry.key) for entry in every})
-        context.say(f"a cache entry is damaged: reading all {len(keys)} to find others")
-        known = {problem.where for problem in first.problems}
-        # the first one was removed when it was read, so it is found again, as gone
-        errors = entries.cache.remove_damaged(keys, lambda: context.alive(Phase.CACHE))
-        others = [one for error in errors for one in error.problems if one.where not in known]
-        if not others:
-            raise
-        raise DamagedEntryError([*first.problems, *others]) from first
-
-
-def _tell_changed_held_out(context: Context, held_out: HeldOut | None) -> None:
-    """Say on resume that the loss will jump for another reason than training; the run may go on."""
-    rows = [row for row in read_metrics(context.run_dir / METRICS_LOG) if "validation_loss" in row]
-    if held_out is not None and rows and rows[-1].get("validation_data") != held_out.data:
-        context.say(
-            f"the held-out images or settings changed: from here on the held-out loss does not compare with "
-            f"that of step {rows[-1]['step']} and before"
-        )
+    context, entries = run.context, run.entries
+    every = [*entries.all(), *(run.held_out.entries.all() if run.held_out is not None else ())]
+    keys = sorted({(entry.kind, entry.key) for entry in every})
+    context.say(f"a cache entry is damaged: reading all {len(keys)} to find others")
+    known = {problem.where for problem in first.problems}
+    # the first one was removed when it was read, so it is found again, as gone
+    errors = entries.cache.remove_damaged(keys, lambda: context.alive(Phase.CACHE))
+    others = [one for error in errors for one in error.problems if one.where not in known]
+    return DamagedEntryError([*first.problems, *others])
 
 
 def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
@@ -202,7 +193,7 @@ def _finish_lora(context: Context, model: torch.nn.Module, held_out: HeldOut | N
         # the proof is about the plain model that others load the file into
         part_siblings(model)
     path, comfyui, result = proof.export_lora(context, model)
-    kept = best.prove(context, model, held_out, path)
+    kept = prove_best(context, model, held_out, path)
     if kept:
         context.say(kept)
     files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"

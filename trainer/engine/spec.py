@@ -21,7 +21,7 @@ class Job:
     """For `sample` and `verify`: the adapter; empty for the base model alone."""
     output_file: str = ""
     before_after: bool = False
-    """For `sample`: the base model's pictures above those with the adapter."""
+    """For `sample`: the base model's pictures above the adapter's."""
     verify: bool = False
     """For `cache`: compare entries with their checksums."""
     import_folder: str = ""
@@ -51,5 +51,5 @@ def write_spec(spec: Spec, path: Path) -> None:
 
 
 def read_spec(path: Path) -> Spec:
-    """Read what `write_spec` wrote."""
+    """Read a file of `write_spec`."""
     return Spec(**json.loads(path.read_text()))

@@ -10,10 +10,8 @@ from trainer.machine.facts import Gpu, Version, version_from
 LIBCUDA = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
 LIBNVML = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 
-# CUdevice_attribute of cuda.h
-_INTEGRATED = 18
-_CAPABILITY_MAJOR = 75
-_CAPABILITY_MINOR = 76
+# CUdevice_attribute of cuda.h: major and minor compute capability, and whether the GPU is integrated
+_ATTRIBUTES = (75, 76, 18)
 _NAME_BYTES = 256
 
 
@@ -75,8 +73,7 @@ def _gpu(library: ctypes.CDLL, index: int) -> Gpu:
     _call(library, "cuDeviceGetName", name, ctypes.c_int(_NAME_BYTES), device)
     _call(library, "cuDeviceTotalMem_v2", ctypes.byref(total), device)
     major, minor, integrated = (
-        _int(library, "cuDeviceGetAttribute", ctypes.c_int(attribute), device)
-        for attribute in (_CAPABILITY_MAJOR, _CAPABILITY_MINOR, _INTEGRATED)
+        _int(library, "cuDeviceGetAttribute", ctypes.c_int(attribute), device) for attribute in _ATTRIBUTES
     )
     return Gpu(
         name=name.value.decode(),

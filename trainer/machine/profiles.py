@@ -53,7 +53,7 @@ class Profile:
     """Kernels in the order in which `auto` prefers them while none was measured."""
     pin_memory: bool
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Set before the training process starts; `OMP_*` only where the user's own environment has no value."""
+    """Variables of the training process; `OMP_*` only where the user's own environment has no value."""
     notes: tuple[tuple[str, str], ...] = ()
     """(feature, why) of policies that are fixed for this machine."""
     by_facts: bool = False
@@ -163,15 +163,7 @@ def _guarded(profile: Profile, gpu: Gpu, reason: str) -> tuple[Profile, str]:
     """The profile with the guards of unified memory where the GPU has it, whatever the profile is called."""
     if not gpu.integrated or profile.headroom_bytes is not None:
         return profile, reason
-    guarded = replace(
-        profile,
-        budget_share=_UNIFIED.budget_share,
-        headroom_bytes=_UNIFIED.headroom_bytes,
-        pin_memory=_UNIFIED.pin_memory,
-        environment=_UNIFIED.environment,
-        notes=_UNIFIED.notes,
-        by_facts=True,
-    )
+    guarded = replace(_UNIFIED, name=profile.name, title=profile.title, match=profile.match, by_facts=True)
     return guarded, f"{reason}; its memory is guarded as that of {_UNIFIED.name}: it is shared with the CPU"
 
 
@@ -183,8 +175,7 @@ def _automatic(facts: Facts) -> tuple[Profile, str]:
     gpu = facts.gpu
     fitting = next(p for p in _TABLE if p.device == "cuda" and not p.match.contradiction(gpu))
     memory = f"{gpu.total_memory_bytes / GIB:.1f} GiB, {_memory_kind(gpu.integrated)}"
-    reason = f"{gpu.name}: compute capability {version_text(gpu.capability)}, {memory}"
-    return _guarded(fitting, gpu, reason)
+    return _guarded(fitting, gpu, f"{gpu.name}: compute capability {version_text(gpu.capability)}, {memory}")
 
 
 def _no_gpu(facts: Facts, what: str) -> HardwareError:

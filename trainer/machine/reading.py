@@ -62,9 +62,8 @@ def read_facts(
         packages=installed(PACKAGES),
         c_compiler=any(shutil.which(name) for name in C_COMPILERS),
     )
-    kept = cache_dir / verdicts.FILE_NAME
-    known, readings = verdicts.read_verdicts(kept, facts), verdicts.read_readings(kept, facts)
-    return dataclasses.replace(facts, verdicts=known, readings=readings)
+    kept = verdicts.read_kept(cache_dir / verdicts.FILE_NAME, facts)
+    return dataclasses.replace(facts, verdicts=kept.verdicts, readings=kept.readings)
 
 
 def read_recorded(path: Path, named_by: str = "") -> Facts:
@@ -76,11 +75,9 @@ def read_recorded(path: Path, named_by: str = "") -> Facts:
     remedy += f", or leave {named_by} out for this machine" if named_by else ""
     try:
         return facts_from_json(path.read_text(), where)
-    except OSError as error:
-        what = f"the facts file cannot be read: {error.strerror}"
-        raise ConfigError(what, where=where, remedy=remedy) from error
-    except UnicodeDecodeError as error:
-        raise ConfigError("the facts file is no text", where=where, remedy=remedy) from error
+    except (OSError, UnicodeDecodeError) as error:
+        reason = f"cannot be read: {error.strerror}" if isinstance(error, OSError) else "is no text"
+        raise ConfigError(f"the facts file {reason}", where=where, remedy=remedy) from error
     except HardwareError as error:
         problems = [Problem(what=one.what, where=one.where, remedy=remedy) for one in error.problems]
         raise ConfigError(problems) from error

@@ -32,39 +32,28 @@ def machine_key(facts: Facts) -> str:
     return f"{gpu} | driver {driver_text(facts.driver)} | {build}"
 
 
-def read_verdicts(path: Path, facts: Facts) -> tuple[KernelVerdict, ...]:
-    """Verdicts of this machine; empty where none were measured or the file is broken.
+def read_kept(path: Path, facts: Facts) -> MachineVerdicts:
+    """This machine's verdicts in the file; empty where nothing was measured or the file is broken.
 
-    Those of versions that did not write down a verdict's type are left out: nobody can tell what they are of.
+    Verdicts of versions that did not write down their type are left out: nobody can tell what they are of.
     """
-    return _verdicts(read_entries(path).get(machine_key(facts)), path)
+    return _kept(read_entries(path).get(machine_key(facts)), path)
 
 
-def write_verdicts(path: Path, facts: Facts, verdicts: Sequence[KernelVerdict]) -> bool:
-    """Merge into the file, newest wins; False where the file cannot be written."""
-    return _change(path, facts, verdicts, ())
-
-
-def read_readings(path: Path, facts: Facts) -> tuple[ReadVerdict, ...]:
-    """Rates of loaders on this machine, from the same file."""
-    return _readings(read_entries(path).get(machine_key(facts)), path)
-
-
-def write_readings(path: Path, facts: Facts, readings: Sequence[ReadVerdict]) -> bool:
-    """Write rates of each disk in place of its old ones; False where the file cannot be written."""
-    return _change(path, facts, (), readings)
-
-
-def _change(
-    path: Path, facts: Facts, verdicts: Sequence[KernelVerdict], readings: Sequence[ReadVerdict]
+def keep(
+    path: Path, facts: Facts, *, verdicts: Sequence[KernelVerdict] = (), readings: Sequence[ReadVerdict] = ()
 ) -> bool:
+    """Merge verdicts into the file, newest wins, and write rates of each disk in place of its old ones.
+
+    False where the file cannot be written.
+    """
     machine, disks = machine_key(facts), {row.disk for row in readings}
 
     def change(entries: dict[str, Any]) -> None:
-        entry = entries.get(machine)
-        old = tuple(row for row in _readings(entry, path) if row.disk not in disks)
-        kept = MachineVerdicts(verdicts=merged(_verdicts(entry, path), verdicts), readings=(*old, *readings))
-        entries[machine] = json.loads(codec.to_json(kept))
+        old = _kept(entries.get(machine), path)
+        others = tuple(row for row in old.readings if row.disk not in disks)
+        new = MachineVerdicts(verdicts=merged(old.verdicts, verdicts), readings=(*others, *readings))
+        entries[machine] = json.loads(codec.to_json(new))
 
     return update_entries(path, change)
 
@@ -76,17 +65,17 @@ def merged(old: Sequence[KernelVerdict], new: Sequence[KernelVerdict]) -> tuple[
 
 
 def untyped(path: Path, facts: Facts) -> bool:
-    """Whether the file has verdicts of this machine that `read_verdicts` leaves out for want of a type."""
-    rows = _rows(read_entries(path).get(machine_key(facts)))
+    """Whether the file has verdicts of this machine that `read_kept` leaves out for want of a type."""
+    rows = _rows(read_entries(path).get(machine_key(facts)), "verdicts")
     return len(_typed(rows)) < len(rows)
 
 
-def _verdicts(entry: object, path: Path) -> tuple[KernelVerdict, ...]:
-    return _parsed({"verdicts": _typed(_rows(entry))}, path).verdicts
-
-
-def _readings(entry: object, path: Path) -> tuple[ReadVerdict, ...]:
-    return _parsed({"readings": _rows(entry, "readings")}, path).readings
+def _kept(entry: object, path: Path) -> MachineVerdicts:
+    # each kind by itself: one of them that is broken is no reason to lose the other
+    verdicts = _parsed({"verdicts": _typed(_rows(entry, "verdicts"))}, path).verdicts
+    return MachineVerdicts(
+        verdicts=verdicts, readings=_parsed({"readings": _rows(entry, "readings")}, path).readings
+    )
 
 
 def _parsed(entry: dict[str, Any], path: Path) -> MachineVerdicts:
@@ -96,7 +85,7 @@ def _parsed(entry: dict[str, Any], path: Path) -> MachineVerdicts:
         return MachineVerdicts()
 
 
-def _rows(entry: object, name: str = "verdicts") -> list[Any]:
+def _rows(entry: object, name: str) -> list[Any]:
     rows = entry.get(name) if isinstance(entry, dict) else None
     return rows if isinstance(rows, list) else []
 

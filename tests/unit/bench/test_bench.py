@@ -25,7 +25,7 @@ from trainer import families
 from trainer.cli.options import load_config
 from trainer.errors import DataError, HardwareError
 from trainer.families.values import Shape
-from trainer.planning.agreement import check_family
+from trainer.planning.rules import judge
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -160,7 +160,7 @@ def test_the_command_refuses_before_anything_is_started(
 
     monkeypatch.setattr(machine, "require_gpu", lambda **_: None)
     monkeypatch.setattr(machine, "require_idle", busy)
-    monkeypatch.setattr(train, "_run", run)
+    monkeypatch.setattr(train, "run_variant", run)
     assert bench.main(["train", "flux1_dev", "--base", "assets/tiny-flux"]) == 69
     assert "the GPU is busy" in capsys.readouterr().err
 
@@ -209,7 +209,7 @@ def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
         content = ours.layer(job, variant, data_set, tmp_path / "cache")
         (tmp_path / "layer.yaml").write_text(yaml.safe_dump(content))
         loaded = load_config(ours.configs(job, tmp_path), output=tmp_path / "run")
-        check_family(families.get(family), loaded)
+        judge(families.get(family), loaded)
         config = loaded.config
         assert (config.train.max_train_steps, config.train.log_every_steps) == (3, 1)
         assert config.validation.every_steps > 3 and not config.validation.prompts
@@ -222,7 +222,7 @@ def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
 
 def test_the_recorded_command_names_no_folder_of_this_machine() -> None:
     given = ["flux1_dev", "--base", "/home/me/base", "--record", "/tmp/x.json", "--set", "a.b=[1, 2]"]
-    assert train._command(given) == (
+    assert train.recorded_command(given) == (
         "python -m bench train flux1_dev --base BASE --record FILE --set 'a.b=[1, 2]'"
     )
 

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from bench.hops import Followed, table
+from bench.following import Followed
+from bench.hops import table
 
 FILES = {
     "hopping/__init__.py": "",
@@ -70,15 +71,15 @@ def test_functions_that_are_entered_are_counted_once_and_the_way_is_told(program
     root, due = program / "hopping", [False, True]
     followed = Followed(root, root / "loop.py", lambda code: code.co_name == "forward", lambda: due.pop(0))
 
-    def work() -> str:
+    followed.begin()
+    try:
         loop, step = (importlib.import_module(f"hopping.{name}") for name in ("loop", "room.step"))
         loop.train()
         thread = threading.Thread(target=step.of_a_thread)
         thread.start()
         thread.join()
-        return "done"
-
-    assert followed.through(work) == "done"
+    finally:
+        followed.end()
     assert sys.getprofile() is None and threading.getprofile() is None
     # neither modules, classes and comprehensions, nor the method that the dataclass has made
     assert sorted(followed.entered) == [
@@ -94,7 +95,7 @@ def test_functions_that_are_entered_are_counted_once_and_the_way_is_told(program
 
 
 def test_the_table_has_a_line_a_room() -> None:
-    text = table(["a.py: f", "b/c.py: g", "b/c.py: h", "b/d.py: g"], ["a.py: f", "b/c.py: g"])
+    text = table(["a.py: f", "b/c.py: g", "b/c.py: h", "b/d.py: g"], {"a.py: f", "b/d.py: g"}, ["b/c.py: g"])
     rows = [line.split() for line in text.splitlines() if line]
-    assert rows[1:4] == [["(top)", "1", "1"], ["b", "3", "2"], ["in", "all", "4", "3"]]
-    assert "2 functions in 2 files\n  a.py: f\n  b/c.py: g" in text
+    assert rows[1:4] == [["(top)", "1", "1", "1"], ["b", "3", "1", "2"], ["in", "all", "4", "2", "3"]]
+    assert "1 functions in 1 files\n  b/c.py: g" in text

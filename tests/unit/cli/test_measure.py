@@ -19,7 +19,7 @@ from trainer.engine.probing.probe import Probed
 from trainer.errors import HardwareError
 from trainer.families.values import AttentionShape
 from trainer.machine.facts import Facts, KernelVerdict, ReadVerdict
-from trainer.machine.verdicts import FILE_NAME, read_readings, read_verdicts
+from trainer.machine.verdicts import FILE_NAME, read_kept
 from trainer.planning import planning
 from trainer.planning.planning import plan_run
 
@@ -39,8 +39,8 @@ class Machine:
         self._file = cache / FILE_NAME
 
     def read(self) -> Facts:
-        verdicts, readings = (read(self._file, self.facts) for read in (read_verdicts, read_readings))
-        return dataclasses.replace(self.facts, verdicts=verdicts, readings=readings)
+        kept = read_kept(self._file, self.facts)
+        return dataclasses.replace(self.facts, verdicts=kept.verdicts, readings=kept.readings)
 
     def probe(
         self, kernels: Sequence[str], shape: AttentionShape, dtype: str, *_: object, device: str

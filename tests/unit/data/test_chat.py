@@ -260,9 +260,7 @@ def test_bad_rows_are_left_out_where_that_is_asked_for(tmp_path: Path) -> None:
     )
     found = chat.scan(config, None)
     assert [record.identifier for record in found.records] == ["0/1", "0/3"]
-    assert [(one.file, one.reason) for one in found.left_out] == [
-        (f"{path}:2", "the messages are no list, or an empty one")
-    ]
+    assert [*found.left_out] == [(f"{path}:2", "the messages are no list, or an empty one")]
     write(path, {"messages": []})
     with pytest.raises(DataError, match="no sample is left"):
         chat.scan(config, None)

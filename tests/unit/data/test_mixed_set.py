@@ -294,7 +294,7 @@ def test_what_is_left_out_is_told_exactly(folder: Path, tmp_path: Path) -> None:
     good = {record.identifier for record in images(scanned(mixed))}
     reasons = spoil(mixed)
     found = scanned(mixed, on_bad_file="skip")
-    told = {one.file: one.reason for one in found.left_out}
+    told = dict(found.left_out)
     assert told.keys() == {str(mixed / name) for name in reasons}
     assert len(found.left_out) == len(told)
     for name, words in reasons.items():
@@ -302,7 +302,7 @@ def test_what_is_left_out_is_told_exactly(folder: Path, tmp_path: Path) -> None:
     assert {record.identifier for record in images(found)} == good - {f"0/{name}" for name in reasons}
     report_left_out(found.left_out, tmp_path)
     rows = [json.loads(line) for line in (tmp_path / "left_out.jsonl").read_text().splitlines()]
-    assert rows == [{"file": one.file, "reason": one.reason} for one in found.left_out]
+    assert rows == [{"file": file, "reason": reason} for file, reason in found.left_out]
     with pytest.raises(DataError) as caught:
         scanned(mixed)
     assert len(caught.value.problems) >= len(reasons)

@@ -81,7 +81,7 @@ def test_caches_of_other_trainers_may_lie_beside_the_images(tmp_path: Path) -> N
 def left_out(*sets: DataSet) -> dict[str, str]:
     found = scan_images(sets, resolution=64, multiple=16, trigger_word=None, on_bad_file="skip")
     assert all(isinstance(one, ImageRecord) and one.caption for one in found.records)
-    return {Path(one.file).name: one.reason for one in found.left_out}
+    return {Path(file).name: reason for file, reason in found.left_out}
 
 
 def test_a_bad_caption_spoils_every_image_that_has_it(tmp_path: Path) -> None:

@@ -48,7 +48,7 @@ def take(source: Sampler, count: int, start: int = 0) -> list[Step]:
 
 def of_step(step: Step) -> list[SampleRef]:
     """A step's samples by their position."""
-    return sorted((one for part in step for one in part.samples), key=lambda one: one.position)
+    return sorted((one for part in step for one in part), key=lambda one: one.position)
 
 
 def flat(steps: Sequence[Step]) -> list[SampleRef]:
@@ -72,7 +72,7 @@ def test_the_stream_is_pinned() -> None:
     assert [sample.record for sample in samples] == [2, 0, 1, 3, 3, 1, 2, 0, 0, 1, 3, 2]
     assert [sample.position for sample in samples if sample.dropped] == [1, 2, 6, 9, 10, 11]
     steps = take(sampler("abcba", batch_size=2, accumulation=2, seed=7), 5)
-    assert [[[one.position for one in part.samples] for part in step] for step in steps] == [
+    assert [[[one.position for one in part] for part in step] for step in steps] == [
         [[0], [1, 3], [2]],
         [[4, 6], [7], [8]],  # 5 shows what 4 does: an epoch ended between them
         [[5, 12], [9, 10]],
@@ -112,8 +112,8 @@ def test_a_micro_batch_has_one_key_and_no_more_than_asked_for(case: dict) -> Non
     for step in take(sampler(**case), 12):
         by_key = Counter()
         for part in step:
-            (key,) = {keys[sample.record] + 10 * sample.dropped for sample in part.samples}
-            assert 1 <= len(part.samples) <= case["batch_size"]
+            (key,) = {keys[sample.record] + 10 * sample.dropped for sample in part}
+            assert 1 <= len(part) <= case["batch_size"]
             by_key[key] += 1
         counts = Counter(keys[one.record] + 10 * one.dropped for one in of_step(step))
         # no more forward passes than there have to be
@@ -266,7 +266,7 @@ def test_rows_are_never_too_full_and_nobody_is_left_out(
     steps = take(source, 60)
     for step in steps:
         assert 1 <= len(step) <= accumulation
-        assert all(sum(sizes[one.record] for one in part.samples) <= 40 * batch_size for part in step)
+        assert all(sum(sizes[one.record] for one in part) <= 40 * batch_size for part in step)
     positions = [sample.position for sample in flat(steps)]
     assert len(set(positions)) == len(positions)
     missing = set(range(max(positions) + 1)) - set(positions)

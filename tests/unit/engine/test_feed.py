@@ -83,7 +83,7 @@ def one_by_one(context: Any, entries: Entries, start: int, stop: int) -> Iterato
     """What the feed must give, without threads and memory."""
     sampler = feed.make_sampler(context, entries)
     for number in range(start, stop):
-        for samples in (part.samples for part in sampler.step(number)):
+        for samples in sampler.step(number):
             pairs = [(sample.record, sample.dropped) for sample in samples]
             batch = load_batch(context, entries, pairs, pin_memory=False)
             size = batch.latents["mean"].shape[1:]
@@ -120,9 +120,7 @@ def test_entries_with_room_are_read_once(context: Any, entries: Entries) -> None
 
 def test_an_error_is_raised_in_its_steps_turn(context: Any, entries: Entries) -> None:
     sampler = feed.make_sampler(context, entries)
-    firsts = {
-        sample.record: n for n in reversed(range(5)) for part in sampler.step(n) for sample in part.samples
-    }
+    firsts = {sample.record: n for n in reversed(range(5)) for part in sampler.step(n) for sample in part}
     record = max(firsts, key=firsts.__getitem__)
     path = entries.cache.path("latents", entries.latents[record].key)
     path.write_bytes(path.read_bytes()[:-1] + b"x")
@@ -238,7 +236,7 @@ def test_a_base_without_a_dynamic_shift_is_told() -> None:
 
 def test_a_run_says_what_its_steps_make(context: Any, entries: Entries) -> None:
     sampler = feed.make_sampler(context, entries)
-    steps = [[len(one.samples) for one in sampler.step(n)] for n in range(50)]
+    steps = [[len(one) for one in sampler.step(n)] for n in range(50)]
     made = sum(map(len, steps)) / 50
     assert 2 < made < 4 and {size for step in steps for size in step} == {1, 2}
     assert feed.parted(sampler, 50).endswith(f"{made:.1f} micro-batches a step, of 1 to 2 samples")

@@ -132,5 +132,5 @@ def test_what_is_left_out_of_every_folder_is_handed_on(folders: tuple[Path, Path
         }
     )
     found = scan_samples(family, config)
-    assert [one.file for one in found.left_out] == [str(train / "a.png"), str(other / "z.png")]
+    assert [file for file, _ in found.left_out] == [str(train / "a.png"), str(other / "z.png")]
     assert len(found.training) == 2 and len(found.held_out) == 1

@@ -223,17 +223,17 @@ def verdict(kernel: str, *, works: bool = True, shape: str = "s") -> KernelVerdi
 
 def test_verdicts_merge_per_kernel_and_machine(tmp_path: Path) -> None:
     path, h200, spark = tmp_path / "new/verdicts.json", machine("h200"), machine("dgx-spark")
-    assert verdicts.read_verdicts(path, h200) == ()
-    assert verdicts.write_verdicts(path, h200, [verdict("attention.flash"), verdict("attention.cudnn")])
-    assert verdicts.write_verdicts(path, spark, [verdict("attention.flash")])
-    assert verdicts.write_verdicts(path, h200, [verdict("attention.cudnn", works=False)])
-    assert [(v.kernel, v.works) for v in verdicts.read_verdicts(path, h200)] == [
+    assert verdicts.read_kept(path, h200).verdicts == ()
+    assert verdicts.keep(path, h200, verdicts=[verdict("attention.flash"), verdict("attention.cudnn")])
+    assert verdicts.keep(path, spark, verdicts=[verdict("attention.flash")])
+    assert verdicts.keep(path, h200, verdicts=[verdict("attention.cudnn", works=False)])
+    assert [(v.kernel, v.works) for v in verdicts.read_kept(path, h200).verdicts] == [
         ("attention.cudnn", False),
         ("attention.flash", True),
     ]
-    assert len(verdicts.read_verdicts(path, spark)) == 1
+    assert len(verdicts.read_kept(path, spark).verdicts) == 1
     updated = dataclasses.replace(h200, driver=(590, 1))
-    assert verdicts.read_verdicts(path, updated) == (), "another driver, other kernels"
+    assert verdicts.read_kept(path, updated).verdicts == (), "another driver, other kernels"
     names = sorted(file.name for file in path.parent.iterdir())
     assert names == [".verdicts.json.lock", "verdicts.json"], "no temporary file stays"
 
@@ -242,27 +242,27 @@ def test_verdicts_of_two_starts_at_once_are_all_kept(tmp_path: Path) -> None:
     path, h200 = tmp_path / "verdicts.json", machine("h200")
     names = [f"attention.{number}" for number in range(40)]
     with ThreadPoolExecutor(8) as threads:
-        assert all(threads.map(lambda name: verdicts.write_verdicts(path, h200, [verdict(name)]), names))
-    assert {row.kernel for row in verdicts.read_verdicts(path, h200)} == set(names)
+        assert all(threads.map(lambda name: verdicts.keep(path, h200, verdicts=[verdict(name)]), names))
+    assert {row.kernel for row in verdicts.read_kept(path, h200).verdicts} == set(names)
 
 
 def test_verdicts_differ_by_type(tmp_path: Path) -> None:
     path, h200 = tmp_path / "verdicts.json", machine("h200")
     bf16 = verdict("attention.flash")
     fp16 = dataclasses.replace(bf16, dtype="fp16", works=False)
-    assert verdicts.write_verdicts(path, h200, [bf16])
-    assert verdicts.write_verdicts(path, h200, [fp16])
-    assert verdicts.read_verdicts(path, h200) == (bf16, fp16)
+    assert verdicts.keep(path, h200, verdicts=[bf16])
+    assert verdicts.keep(path, h200, verdicts=[fp16])
+    assert verdicts.read_kept(path, h200).verdicts == (bf16, fp16)
 
 
 @pytest.mark.parametrize("text", ["", "[]", "not json"])
 def test_a_broken_verdict_file_counts_as_empty(tmp_path: Path, text: str) -> None:
     path = tmp_path / "verdicts.json"
     path.write_text(text)
-    assert verdicts.read_verdicts(path, machine("h200")) == ()
-    assert verdicts.write_verdicts(path, machine("h200"), [verdict("attention.flash")])
+    assert verdicts.read_kept(path, machine("h200")).verdicts == ()
+    assert verdicts.keep(path, machine("h200"), verdicts=[verdict("attention.flash")])
 
 
 def test_verdicts_on_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    assert not verdicts.write_verdicts(tmp_path / "file/verdicts.json", machine("h200"), [verdict("a")])
+    assert not verdicts.keep(tmp_path / "file/verdicts.json", machine("h200"), verdicts=[verdict("a")])

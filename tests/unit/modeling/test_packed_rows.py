@@ -11,7 +11,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.unit.modeling.small_models import relative
-from trainer.engine.training import microbatch
+from trainer.engine.training import loop
 from trainer.families import language
 from trainer.families.values import Batch
 from trainer.modeling.attention import packed_rows
@@ -115,7 +115,7 @@ def test_rows_of_all_divisions_share_the_graphs_and_learn_what_separate_conversa
     before, counts = graphs_compiled(), []
     for lengths in (*ROWS, (3,) * 70):
         batch = row(lengths)
-        microbatch._mark_lengths(batch)
+        loop._mark_lengths(batch)
         gradients = []
         for one in (model, plain):
             one.zero_grad()

@@ -49,7 +49,7 @@ def sampled(pictures: Pictures, captions: Captions, size: int, samples: int) -> 
         rows=samples, rows_at_once=size, caption_dropout_rate=0.0, seed=0,
     )  # fmt: skip
     steps = max(10, SAMPLES // samples)
-    found = Counter(len(one.samples) for n in range(steps) for one in sampler.step(n))
+    found = Counter(len(one) for n in range(steps) for one in sampler.step(n))
     return [found[number] / steps for number in range(1, size + 1)]
 
 

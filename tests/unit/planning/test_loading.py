@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.planning.conftest import GIB, machine
+from tests.unit.planning.test_resolve import situated
 from trainer.config.schema import RunConfig
 from trainer.machine import verdicts
 from trainer.machine.facts import Facts, ReadVerdict
 from trainer.machine.profiles import PROFILES
 from trainer.planning.choose import loading
-from trainer.planning.choose.switches import Situation
 from trainer.planning.plan import Decision
+from trainer.planning.shapes.geometry import Geometry
 
 DISK, OTHER = "ext4 /models", "nfs4 /mnt"
 OURS, THEIRS = "parallel", "fastsafetensors"
@@ -33,9 +34,14 @@ def h200(*rates: tuple[str, str, float]) -> Facts:
     return dataclasses.replace(facts, packages=packages, readings=readings(*rates))
 
 
+def unsized(config: RunConfig, dtype: str) -> Geometry:
+    raise AssertionError("which loader reads does not depend on sizes")
+
+
 def decided(facts: Facts, config: RunConfig, *, disk: str = DISK) -> Decision:
     profile = PROFILES["dgx-spark" if facts.gpus[0].integrated else "hopper-fp8"]
-    return loading.loader(Situation(config=config, facts=facts, profile=profile, sources={}, disk=disk))
+    situation = situated(config, facts, profile, unsized)
+    return loading.loader(dataclasses.replace(situation, disk=disk))
 
 
 BOTH = ((OURS, "cold", 2.0), (OURS, "cached", 7.0))
@@ -117,10 +123,10 @@ def test_rates_are_kept_by_disk_beside_verdicts(tmp_path: Path) -> None:
     path, facts = tmp_path / "verdicts.json", machine("h200")
     old = readings((OURS, "cold", 1.0), (THEIRS, "cold", 1.0))
     elsewhere = readings((OURS, "cold", 5.0), disk=OTHER)
-    assert verdicts.write_readings(path, facts, old)
-    assert verdicts.write_verdicts(path, facts, facts.verdicts)
-    assert verdicts.write_readings(path, facts, elsewhere)
-    assert verdicts.write_readings(path, facts, readings((OURS, "cached", 2.0)))
-    assert verdicts.read_readings(path, facts) == (*elsewhere, *readings((OURS, "cached", 2.0)))
-    assert set(verdicts.read_verdicts(path, facts)) == set(facts.verdicts)
-    assert verdicts.read_readings(path, machine("rtx-4090")) == ()
+    assert verdicts.keep(path, facts, readings=old)
+    assert verdicts.keep(path, facts, verdicts=facts.verdicts)
+    assert verdicts.keep(path, facts, readings=elsewhere)
+    assert verdicts.keep(path, facts, readings=readings((OURS, "cached", 2.0)))
+    assert verdicts.read_kept(path, facts).readings == (*elsewhere, *readings((OURS, "cached", 2.0)))
+    assert set(verdicts.read_kept(path, facts).verdicts) == set(facts.verdicts)
+    assert verdicts.read_kept(path, machine("rtx-4090")).readings == ()

@@ -29,14 +29,8 @@ def profile_state(image: Image.Image) -> tuple[str, str]:
 
     The first is part of cache keys; the second is for people.
     """
-    icc = _profile(image)
-    if icc is None:
-        return "", ""
-    mode = _described_mode(image)
-    problem = _problem(icc, mode)
-    if problem:
-        return "", problem
-    return ("" if _is_srgb(icc, mode) else f"icc {COLOUR_VERSION}"), ""
+    found = _applying(_profile(image), _described_mode(image))
+    return ("", found) if isinstance(found, str) else (f"icc {COLOUR_VERSION}", "")
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -72,9 +66,9 @@ def _strip_to_rgb(image: Image.Image, *, inverted: bool) -> Image.Image:
             image.convert("L") if image.mode == "LA" else layer.convert("RGB"),
         )
     mode = _described_mode(image)
-    if icc is not None and not _problem(icc, mode) and not _is_srgb(icc, mode):
-        described = image if image.mode == mode else image.convert(mode)
-        flat = _applied(described, _transform(icc, mode))
+    profile = _applying(icc, mode)
+    if not isinstance(profile, str):
+        flat = _applied(image if image.mode == mode else image.convert(mode), profile)
     elif image.mode == "LAB":
         flat = _applied(image, _lab_transform())
     else:
@@ -108,7 +102,7 @@ def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
         return image
     if "transparency" in image.info:
         raise UnreadableModeError("16 bits, of which one value means transparent")
-    values = np.asarray(image)  # of 16 bits, or of 32 with a sign: nothing wider, pictures may be huge
+    values = np.asarray(image)  # 16 bits, or 32 with a sign: nothing wider, pictures may be huge
     if values.dtype.itemsize > 2 and (values.min() < 0 or values.max() > 0xFFFF):
         raise UnreadableModeError("values of 32 bits, of which nobody says what is white")
     if inverted:
@@ -126,26 +120,24 @@ def _applied(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Image
     return result
 
 
+def _applying(icc: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | str:
+    """How a profile is applied to a picture of this mode, else why not; empty where there is no need."""
+    found = _transform(icc, mode) if icc is not None else ""
+    return found if isinstance(found, str) or not _is_srgb(found, mode) else ""
+
+
 @functools.lru_cache(maxsize=64)
-def _problem(icc: bytes, mode: str) -> str:
-    """Why a profile cannot be applied to a picture of this mode, or an empty text."""
+def _transform(icc: bytes, mode: str) -> ImageCms.ImageCmsTransform | str:
+    """From a profile's colours to sRGB, or why it cannot be applied to a picture of this mode."""
+    intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
     try:
-        profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
+        profile, srgb = ImageCms.ImageCmsProfile(io.BytesIO(icc)), ImageCms.createProfile("sRGB")
         space = profile.profile.xcolor_space
         if _MODES.get(space) != mode:
             return f"its colour profile is for {space.strip() or 'nothing'}, not for its own channels"
-        _transform(icc, mode)
+        return ImageCms.buildTransform(profile, srgb, mode, "RGB", renderingIntent=intent, flags=flags)
     except (ImageCms.PyCMSError, OSError, ValueError) as error:
         return f"its colour profile cannot be read ({error})"
-    return ""
-
-
-@functools.lru_cache(maxsize=64)
-def _transform(icc: bytes, mode: str) -> ImageCms.ImageCmsTransform:
-    profile = ImageCms.ImageCmsProfile(io.BytesIO(icc))
-    intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
-    srgb = ImageCms.createProfile("sRGB")
-    return ImageCms.buildTransform(profile, srgb, mode, "RGB", renderingIntent=intent, flags=flags)
 
 
 @functools.lru_cache(maxsize=1)
@@ -156,7 +148,7 @@ def _lab_transform() -> ImageCms.ImageCmsTransform:
 
 
 @functools.lru_cache(maxsize=64)
-def _is_srgb(icc: bytes, mode: str) -> bool:
+def _is_srgb(transform: ImageCms.ImageCmsTransform, mode: str) -> bool:
     """Whether the profile leaves a grid of colours as they are: names of profiles say little."""
     import numpy as np
 
@@ -168,5 +160,5 @@ def _is_srgb(icc: bytes, mode: str) -> bool:
         plain = np.repeat(grid[..., None], 3, axis=2)
     else:
         grid = plain = np.stack(np.meshgrid(levels, levels, levels), -1).reshape(1, -1, 3)
-    shown = np.asarray(_applied(Image.fromarray(grid), _transform(icc, mode)))
+    shown = np.asarray(_applied(Image.fromarray(grid), transform))
     return int(np.abs(shown.astype(int) - plain.astype(int)).max()) <= _SAME

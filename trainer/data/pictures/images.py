@@ -97,8 +97,7 @@ def read_bytes(path: Path) -> bytes:
 def claimed_pixels(data: bytes) -> int:
     """How many pixels the file says it has, before anything is decoded; 0 where it cannot be told."""
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
             width, height = Image.open(io.BytesIO(data), formats=_FORMATS).size
     except (Image.DecompressionBombError, *_DECODE_ERRORS):
         return 0
@@ -116,13 +115,11 @@ def claimed_size(path: Path) -> tuple[int, int] | None:
             head = file.read(12)
         if (head[8:] == b"WEBP" or head[4:8] == b"ftyp") and path.stat().st_size > _MOST_READ_WHOLE:
             return None
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            with Image.open(path, formats=_FORMATS) as image:
-                width, height = image.size
-                # PIL decodes a png to look for EXIF behind the pixels
-                exif = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
-                on_its_side = exif.get(_EXIF_ORIENTATION, 1) in _ORIENTATIONS_ON_THEIR_SIDE
+        with warnings.catch_warnings(action="ignore"), Image.open(path, formats=_FORMATS) as image:
+            width, height = image.size
+            # PIL decodes a png to look for EXIF behind the pixels
+            exif = {} if image.format == "PNG" and "exif" not in image.info else image.getexif()
+            on_its_side = exif.get(_EXIF_ORIENTATION, 1) in _ORIENTATIONS_ON_THEIR_SIDE
     except (Image.DecompressionBombError, MemoryError, *_DECODE_ERRORS):
         return None
     return (height, width) if on_its_side else (width, height)
@@ -226,9 +223,8 @@ def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
         remedy = "install a Pillow with AVIF (its wheels have it since 11.3), or convert the file to png"
         raise DataError(what, where=where, remedy=remedy)
     try:
-        with warnings.catch_warnings():
-            # of odd metadata, and of large pictures, which are no reason to warn
-            warnings.simplefilter("ignore")
+        with warnings.catch_warnings(action="ignore"):
+            # PIL warns of odd metadata and of large pictures, which are no reason to warn a user
             image = Image.open(io.BytesIO(data), formats=_FORMATS)
             _refuse_more_frames(image, where)
             image.load()
@@ -251,7 +247,7 @@ def _decode(data: bytes, where: str) -> tuple[ImageFile.ImageFile, int]:
 def _refuse_more_frames(image: Image.Image, where: str) -> None:
     """Raise DataError where there is a second frame or page; the extras of a phone's jpg are neither."""
     if image.format == "MPO":
-        return  # what PIL makes of a jpg with a second picture: a depth or gain map
+        return  # PIL's name for a jpg with a second picture, which is a depth or gain map
     try:
         image.seek(1)
     except EOFError:

@@ -102,10 +102,8 @@ def _unusable_size(measured: Measured) -> tuple[str, str]:
 def _unusable_mask(path: Path) -> tuple[str, str]:
     """Why a mask of those values is of no use, and what to do; empty for any other."""
     _, brightest = read_mask(path).getextrema()
-    if brightest == 0:
-        found = "black everywhere"
-    elif brightest == 1:  # ones and zeros are what programs write that mean yes and no
-        found = "nowhere brighter than 1 of 255"
-    else:
+    if brightest not in (0, 1):
         return "", ""
+    # ones and zeros are what programs write that mean yes and no
+    found = "nowhere brighter than 1 of 255" if brightest else "black everywhere"
     return f"the mask is {found}: nothing would be learned", "paint white (255) what counts"

@@ -9,7 +9,7 @@ from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING
 
 from trainer.data.sets.listing import Listing, list_folder
-from trainer.data.sets.metadata import METADATA_NAME, Metadata, one_form
+from trainer.data.sets.metadata import METADATA_NAME, Metadata, one_form, read_metadata
 from trainer.errors import Problem
 
 if TYPE_CHECKING:
@@ -18,12 +18,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pairs:
-    """Control images by target, and a problem for every target and control without a partner."""
+    """Control images or masks by their image, and a problem for everything without a partner."""
 
-    controls: Mapping[Path, tuple[Path, ...]]
+    found: Mapping[Path, tuple[Path, ...]]
     problems: tuple[Problem, ...]
     unusable: bool = False
-    """Whether a folder of controls is wrong as a whole, or it cannot be told which are meant."""
+    """Whether a folder of them is wrong as a whole, or it cannot be told which are meant."""
 
 
 def control_folders(control_dir: Path | Sequence[Path] | None) -> tuple[Path, ...]:
@@ -38,14 +38,24 @@ def set_folders(one: DataSet) -> tuple[Path, ...]:
     return (*control_folders(one.control_dir), *(path for path in (one.img_dir, one.mask_dir) if path))
 
 
-def without_controls(listing: Listing, metadata: Metadata) -> Listing:
-    """The listing without the images that metadata names as controls only: they are no samples."""
-    named = {name for names in metadata.controls.values() for name in names} - set(metadata.named)
-    images = tuple(path for path in listing.images if listing.key(path) not in named)
-    return dataclasses.replace(listing, images=images)
+def read_set(
+    one: DataSet, folder: Path, apart: Sequence[Path], counts: tuple[int, int]
+) -> tuple[Listing, Metadata, list[Problem], Pairs]:
+    """(samples in the set's `folder`, metadata, its problems, control images), without what lies `apart`.
+
+    Images that metadata names as controls only are no samples.
+    """
+    folders, listing = control_folders(one.control_dir), list_folder(folder, apart=apart)
+    metadata, problems = read_metadata(listing.metadata, folder)
+    samples = listing
+    if not folders:
+        named = {name for names in metadata.controls.values() for name in names} - set(metadata.named)
+        images = tuple(path for path in listing.images if listing.key(path) not in named)
+        samples = dataclasses.replace(listing, images=images)
+    return samples, metadata, problems, _pair_controls(samples, metadata, folders, counts, beside=listing)
 
 
-def pair_controls(
+def _pair_controls(
     listing: Listing, metadata: Metadata, folders: Sequence[Path], counts: tuple[int, int], *, beside: Listing
 ) -> Pairs:
     """The control images of every image in `listing`; `counts` are the least and most that a sample has.
@@ -61,43 +71,47 @@ def pair_controls(
         problems.append(Problem(what=what, where=", ".join(map(str, listing.metadata)), remedy=remedy))
     if metadata.controls:
         home = list_folder(folders[0]) if folders else beside
-        found = _by_name(listing, metadata, home, problems)
+        found: Mapping[Path, tuple[Path, ...]] = _by_name(listing, metadata, home, problems)
         problems += home.problems if folders else ()
         unusable = unusable or home.unusable
     else:
-        listings = [list_folder(folder) for folder in folders]
-        unusable = any(one.unusable for one in listings)
-        problems += [problem for one in listings for problem in one.problems]
-        found = {image: () for image in listing.images}
-        for folder, controls in zip(folders, listings, strict=True):
-            for image, control in match_stems(listing, folder, controls, "control image", problems).items():
-                found[image] = (*found[image], control)
+        pairs = pair_stems(listing, folders, "control image")
+        found, unusable = pairs.found, pairs.unusable
+        problems += pairs.problems
     problems += its_own(found, "control", "name the image before the edit")
     known = {problem.where for problem in problems}
-    problems += [problem for problem in _wrong_counts(found, counts) if problem.where not in known]
-    return Pairs(controls=found, problems=tuple(problems), unusable=unusable)
+    least, most = counts
+    for image, controls in found.items():
+        what = f"the image has {len(controls)} control images, the family"
+        if len(controls) < least and str(image) not in known:
+            remedy = f"set data.sets.control_dir, or write `control_file_name` in {METADATA_NAME}"
+            problems.append(Problem(what=f"{what} needs {least}", where=str(image), remedy=remedy))
+        elif len(controls) > most and str(image) not in known:
+            problems.append(Problem(what=f"{what} takes {most}", where=str(image), remedy="leave some out"))
+    return Pairs(found=found, problems=tuple(problems), unusable=unusable)
 
 
-def match_stems(
-    listing: Listing, folder: Path, others: Listing, noun: str, problems: list[Problem]
-) -> dict[Path, Path]:
-    """For every image the file of equal stem in another folder; what lacks a partner goes to `problems`."""
-    found: dict[Path, Path] = {}
+def pair_stems(listing: Listing, folders: Sequence[Path], noun: str) -> Pairs:
+    """For every image the files of equal stem in other folders, one in each."""
+    listings = [list_folder(folder) for folder in folders]
+    problems = [problem for others in listings for problem in others.problems]
+    found: dict[Path, tuple[Path, ...]] = {image: () for image in listing.images}
     # also of images that cannot be used: their partners are no second mistake
     stems = {one_form(PurePosixPath(name).with_suffix("").as_posix()) for name in listing.names}
-    by_stem = {others.stem(path): path for path in others.images}
-    for image in listing.images:
-        other = by_stem.get(listing.stem(image))
-        if other is not None:
-            found[image] = other
-        elif not others.unusable:
-            what, remedy = f"no {noun} {listing.stem(image)}.* in {folder}", "add it, or remove this image"
-            problems.append(Problem(what=what, where=str(image), remedy=remedy))
-    for stem, other in by_stem.items():
-        if stem not in stems:
-            what, remedy = f"a {noun} without an image of the same stem", "add the image, or remove this"
-            problems.append(Problem(what=what, where=str(other), remedy=remedy))
-    return found
+    for others in listings:
+        by_stem = {others.stem(path): path for path in others.images}
+        for image in listing.images:
+            other = by_stem.get(listing.stem(image))
+            if other is not None:
+                found[image] = (*found[image], other)
+            elif not others.unusable:
+                what = f"no {noun} {listing.stem(image)}.* in {others.folder}"
+                problems.append(Problem(what=what, where=str(image), remedy="add it, or remove this image"))
+        for stem, other in by_stem.items():
+            if stem not in stems:
+                what, remedy = f"a {noun} without an image of the same stem", "add the image, or remove this"
+                problems.append(Problem(what=what, where=str(other), remedy=remedy))
+    return Pairs(found=found, problems=tuple(problems), unusable=any(others.unusable for others in listings))
 
 
 def its_own(found: Mapping[Path, Sequence[Path]], noun: str, remedy: str) -> Iterator[Problem]:
@@ -123,16 +137,3 @@ def _by_name(
         if not missing:
             found[image] = tuple(by_name[name] for name in names)
     return found
-
-
-def _wrong_counts(found: Mapping[Path, tuple[Path, ...]], counts: tuple[int, int]) -> Iterator[Problem]:
-    """A problem for every image with too few or too many controls."""
-    least, most = counts
-    for image, controls in found.items():
-        if len(controls) < least:
-            what = f"the image has {len(controls)} control images, the family needs {least}"
-            remedy = f"set data.sets.control_dir, or write `control_file_name` in {METADATA_NAME}"
-            yield Problem(what=what, where=str(image), remedy=remedy)
-        elif len(controls) > most:
-            what = f"the image has {len(controls)} control images, the family takes {most}"
-            yield Problem(what=what, where=str(image), remedy="leave some out")

@@ -6,7 +6,7 @@ import errno
 import os
 import stat
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from trainer.data.captions import encodable
@@ -54,22 +54,6 @@ class Listing:
         return one_form(path.relative_to(self.folder).with_suffix("").as_posix())
 
 
-@dataclass(kw_only=True)
-class _Walk:
-    """The state of a walk through the folders."""
-
-    folder: Path
-    root: Path
-    """The real path of `folder`; no link may lead out of it."""
-    apart: frozenset[Path]
-    """Real paths of folders below that belong to something else."""
-    usable: list[Path] = field(default_factory=list)
-    names: list[str] = field(default_factory=list)
-    problems: list[Problem] = field(default_factory=list)
-    visited: set[Path] = field(default_factory=set)
-    """Real paths of folders that were read."""
-
-
 def list_folder(folder: Path, *, apart: Sequence[Path] = ()) -> Listing:
     """Sort the files of `folder` and its sub-folders; nothing is opened, nothing left out without a word.
 
@@ -80,70 +64,67 @@ def list_folder(folder: Path, *, apart: Sequence[Path] = ()) -> Listing:
         os.scandir(folder).close()
     except (OSError, RuntimeError) as error:
         return Listing(folder=folder, problems=(_unreadable_folder(folder, error),), unusable=True)
-    others = {Path(os.path.realpath(path)) for path in apart}  # unlike Path.resolve, never raises
-    walk = _Walk(folder=folder, root=root, apart=frozenset(others - {root}))
-    waiting = [folder]
+    # unlike Path.resolve, realpath never raises
+    others = {Path(os.path.realpath(path)) for path in apart} - {root}
+    usable: list[Path] = []
+    names: list[str] = []
+    problems: list[Problem] = []
+    waiting, visited = [folder], {root}
     while waiting:  # no recursion: folders may be nested deeper than Python's stack
-        waiting += _read(walk, waiting.pop())
-    return _sorted(walk)
+        inside = waiting.pop()
+        found = _names(inside)
+        if isinstance(found, Problem):
+            problems.append(found)
+            continue
+        for path in (inside / name for name in found):
+            names.append(path.relative_to(folder).as_posix())
+            if path.name.startswith(".") or path.name.casefold() in _CLUTTER_NAMES:
+                continue
+            problem = _entry_problem(path, root)
+            if problem is None and not path.is_dir():
+                usable.append(path)
+            elif problem is None and (real := path.resolve()) not in others:
+                # a link to a hidden folder is followed: Kubernetes mounts files so
+                hidden = any(part.startswith(".") for part in real.relative_to(root).parts)
+                if real in visited or (path.is_symlink() and not hidden):
+                    what = "the symbolic link leads to a folder that is read already"
+                    problem = Problem(what=what, where=str(path), remedy="remove the link")
+                else:
+                    visited.add(real)
+                    waiting.append(path)
+            problems += [problem] if problem is not None else []
+    return _sorted(folder, usable, names, problems)
 
 
-def _read(walk: _Walk, folder: Path) -> list[Path]:
-    """Take in one folder; gives those inside it."""
-    walk.visited.add(folder.resolve())
+def _names(folder: Path) -> list[str] | Problem:
+    """The names in a folder, sorted; a problem where it cannot be listed, or not be entered."""
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in entries)
     except OSError as error:
-        walk.problems.append(_unreadable_folder(folder, error))
-        return []
-    inside = []
-    if names and (closed := _closed_folder(folder, names[0])) is not None:
-        walk.problems.append(closed)
-        return []
-    for name in names:
-        path = folder / name
-        walk.names.append(path.relative_to(walk.folder).as_posix())
-        if name.startswith(".") or name.casefold() in _CLUTTER_NAMES:
-            continue
-        problem = _entry_problem(path, walk.root)
-        if problem is not None:
-            walk.problems.append(problem)
-        elif path.is_dir():
-            inside += _enter(walk, path)
-        else:
-            walk.usable.append(path)
-    return inside
+        return _unreadable_folder(folder, error)
+    try:
+        if names:
+            (folder / names[0]).lstat()
+    except PermissionError:  # as after `chmod -R 644`
+        remedy = f"let it be entered: chmod -R u+rwX '{folder}'"
+        return Problem(what="the folder may be listed, but not entered", where=str(folder), remedy=remedy)
+    except OSError:
+        pass  # told of the file itself
+    return names
 
 
-def _enter(walk: _Walk, path: Path) -> list[Path]:
-    """The folder, if it is to be read."""
-    real = path.resolve()
-    if real in walk.apart:
-        return []
-    # a link to a hidden folder is followed: Kubernetes mounts files so
-    plain = path.is_symlink() and not any(part.startswith(".") for part in real.relative_to(walk.root).parts)
-    if plain or real in walk.visited:
-        what = "the symbolic link leads to a folder that is read already"
-        walk.problems.append(Problem(what=what, where=str(path), remedy="remove the link"))
-        return []
-    walk.visited.add(real)
-    return [path]
-
-
-def _sorted(walk: _Walk) -> Listing:
+def _sorted(folder: Path, usable: list[Path], names: list[str], problems: list[Problem]) -> Listing:
     """The files that were found, by kind."""
-    usable = sorted(walk.usable, key=lambda path: path.relative_to(walk.folder).as_posix())
+    usable = sorted(usable, key=lambda path: path.relative_to(folder).as_posix())
     images = tuple(path for path in usable if path.suffix.lower() in SUFFIXES)
     # also of pictures that are refused: their captions are no second mistake
-    stems = {
-        _stem(walk.folder / name) for name in walk.names if Path(name).suffix.lower() in _PICTURE_SUFFIXES
-    }
+    stems = {_stem(folder / name) for name in names if Path(name).suffix.lower() in _PICTURE_SUFFIXES}
     captions = tuple(path for path in usable if path.suffix.lower() == ".txt" and _stem(path) in stems)
     metadata = tuple(path for path in usable if path.name in METADATA_NAMES)
     known = {*images, *captions, *metadata}
     problems = [
-        *walk.problems,
+        *problems,
         *_leftovers(path for path in usable if path not in known),
         *_duplicates(images, "image"),
         *_duplicates(captions, "caption"),
@@ -152,13 +133,13 @@ def _sorted(walk: _Walk) -> Listing:
     empty = not images and not problems
     if empty:
         what = f"the folder holds no image; {FORMATS_TEXT}"
-        problems = [Problem(what=what, where=str(walk.folder), remedy="put images with captions into it")]
+        problems = [Problem(what=what, where=str(folder), remedy="put images with captions into it")]
     return Listing(
-        folder=walk.folder,
+        folder=folder,
         images=images,
         captions=captions,
         metadata=metadata,
-        names=frozenset(walk.names),
+        names=frozenset(names),
         problems=tuple(problems),
         unusable=empty,
     )
@@ -175,18 +156,6 @@ def _unreadable_folder(folder: Path, error: Exception) -> Problem:
         what = f"the folder cannot be read: {text or error}"
     remedy = "check its name, and in a container that the folder is mounted and readable for its user"
     return Problem(what=what, where=str(folder), remedy=remedy)
-
-
-def _closed_folder(folder: Path, name: str) -> Problem | None:
-    """A problem where a folder may be listed and nothing in it opened, as after `chmod -R 644`."""
-    try:
-        (folder / name).lstat()
-    except PermissionError:
-        remedy = f"let it be entered: chmod -R u+rwX '{folder}'"
-        return Problem(what="the folder may be listed, but not entered", where=str(folder), remedy=remedy)
-    except OSError:
-        pass  # told of the file itself
-    return None
 
 
 def _entry_problem(path: Path, root: Path) -> Problem | None:

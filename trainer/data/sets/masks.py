@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,9 +10,8 @@ from PIL import Image
 
 from trainer.data.pictures.images import fit, read_mask
 from trainer.data.records import ImageRecord
-from trainer.data.sets.controls import its_own, match_stems
-from trainer.data.sets.listing import Listing, list_folder
-from trainer.errors import Problem
+from trainer.data.sets.controls import Pairs, its_own, pair_stems
+from trainer.data.sets.listing import Listing
 
 if TYPE_CHECKING:
     import torch
@@ -20,18 +20,11 @@ MASK_VERSION = 1
 """Part of the keys of masked entries: raise it when `mask_pixels` gives other values."""
 
 
-def pair_masks(
-    listing: Listing, folder: Path | None
-) -> tuple[dict[Path, Path], list[Problem], Listing | None]:
+def pair_masks(listing: Listing, folder: Path | None) -> Pairs:
     """The mask of every image, by equal stems; none without a folder. What lacks a partner is a problem."""
-    if folder is None:
-        return {}, [], None
-    masks = list_folder(folder)
-    problems = list(masks.problems)
-    found = match_stems(listing, folder, masks, "mask", problems)
-    single = {image: (mask,) for image, mask in found.items()}
-    problems += its_own(single, "mask", "name a folder of masks in data.sets.mask_dir")
-    return found, problems, masks
+    pairs = pair_stems(listing, (folder,) if folder is not None else (), "mask")
+    own = its_own(pairs.found, "mask", "name a folder of masks in data.sets.mask_dir")
+    return dataclasses.replace(pairs, problems=(*pairs.problems, *own))
 
 
 def mask_pixels(record: ImageRecord) -> torch.Tensor:

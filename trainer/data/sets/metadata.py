@@ -8,15 +8,21 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-import json
 import posixpath
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from trainer.data.captions import MAX_CAPTION_BYTES, TextError, clean_caption, decode_text, encodable
+from trainer.data.captions import (
+    MAX_CAPTION_BYTES,
+    TextError,
+    clean_caption,
+    decode_text,
+    encodable,
+    parse_json,
+)
 from trainer.errors import Problem
 from trainer.words.near import closest
 
@@ -58,7 +64,13 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
     problems: list[Problem] = []
     for path in paths:
         within = path.parent.relative_to(folder).as_posix()
-        for number, row in _read(path, problems):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            what = f"the file cannot be read: {error.strerror or error}"
+            problems.append(Problem(what=what, where=str(path), remedy="check its permissions"))
+            continue
+        for number, row in _json_rows(data) if path.name == METADATA_NAME else _csv_rows(data):
             where = f"{path}:{number}"
             try:
                 if isinstance(row, TextError):
@@ -87,23 +99,16 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
     return Metadata(rows=rows, named=named, again=again, controls=controls), problems
 
 
-def _read(path: Path, problems: list[Problem]) -> Iterator[Row]:
-    """The rows of one file; one that cannot be read at all is a problem."""
-    readers: dict[str, Callable[[bytes], Iterator[Row]]] = {METADATA_NAME: _json_rows, CSV_NAME: _csv_rows}
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        what = f"the file cannot be read: {error.strerror or error}"
-        problems.append(Problem(what=what, where=str(path), remedy="check its permissions"))
-        return
-    yield from readers[path.name](data)
-
-
 def _json_rows(data: bytes) -> Iterator[Row]:
+    """A row a line: an object in which every key is there once."""
+    shape = _SHAPES[METADATA_NAME]
     for number, line in enumerate(data.removeprefix(codecs.BOM_UTF8).split(b"\n"), start=1):
         if line.strip():
             try:
-                yield number, _known_keys(_parse(line))
+                value = parse_json(decode_text(line), shape, hook=_object)
+                if not isinstance(value, dict):
+                    raise TextError("the line is not a JSON object", f"write {shape}")
+                yield number, _known_keys(value)
             except TextError as error:
                 yield number, error
 
@@ -118,7 +123,7 @@ def _csv_rows(data: bytes) -> Iterator[Row]:
         return
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] | None = None
-    # of the line on which a row begins: a text may have line breaks within quotes
+    # numbers of the lines on which rows begin: a text may have line breaks within quotes
     number = following = 1
     try:
         for cells in reader:
@@ -154,20 +159,6 @@ def _header(cells: list[str]) -> list[str]:
         if key not in names:
             raise TextError(f"the column `{key}` is missing", "begin with the line file_name,text")
     return names
-
-
-def _parse(line: bytes) -> dict[str, Any]:
-    """One line as an object in which every key is there once."""
-    shape = _SHAPES[METADATA_NAME]
-    try:
-        value = json.loads(decode_text(line), object_pairs_hook=_object)
-    except json.JSONDecodeError as error:
-        raise TextError(f"not valid JSON: {error.msg} (column {error.colno})", f"write {shape}") from error
-    except (ValueError, RecursionError) as error:
-        raise TextError(f"not valid JSON: {error}", f"write {shape}") from error
-    if not isinstance(value, dict):
-        raise TextError("the line is not a JSON object", f"write {shape}")
-    return value
 
 
 def _known_keys(value: dict[str, Any]) -> dict[str, Any]:

@@ -8,30 +8,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from trainer.config.schema import DataSet
+from trainer.data.leftout import first_lines
 from trainer.data.pictures.images import Measured
 from trainer.data.pictures.variants import names_a_side
 from trainer.data.records import ImageRecord
-from trainer.errors import one_line
 
 _SHOWN = 20
-# what kohya's scripts read repeats from
+# the names of folders from which kohya's scripts read repeats
 _REPEATS_IN_NAME = re.compile(r"(\d+)_.+")
 _log = logging.getLogger(__name__)
 
 
 def tell(records: Sequence[ImageRecord], measured: Mapping[Path, Measured], sets: Sequence[DataSet]) -> None:
-    """Warn of enlarged images, copies, profiles that are not applied, sides that flipping swaps, and numbers
-    in names of folders.
+    """Warn of images that are smaller than what they are trained at, which blurs them; of files of equal
+    content, which count twice; of colour profiles that are not applied, those of masks aside, which mean
+    nothing; of mirrored images whose captions say left or right; and of numbers in names of folders.
     """
-    _tell_enlarged(records)
-    _tell_copies(records)
-    _tell_unapplied(records, measured)
-    _tell_sides(records, sets)
-    _tell_numbered_folders(records, sets)
-
-
-def _tell_enlarged(records: Sequence[ImageRecord]) -> None:
-    """Warn when images are smaller than what they are trained at: they are blurred by that."""
     small = [one for one in records if one.width < one.bucket_width or one.height < one.bucket_height]
     if small:
         least = min(small, key=lambda record: (record.width * record.height, record.identifier))
@@ -40,42 +32,28 @@ def _tell_enlarged(records: Sequence[ImageRecord]) -> None:
             "with %dx%d. A smaller data.resolution, or larger images, would be sharper.",
             len(small), len(records), least.path, least.width, least.height,
         )  # fmt: skip
-
-
-def _tell_copies(records: Sequence[ImageRecord]) -> None:
-    """Warn of files of equal content: an image that is there twice counts twice."""
     first: dict[str, Path] = {}
-    lines = []
-    for record in records:
-        original = first.setdefault(record.content_sha256, record.path)
-        if original != record.path:
-            lines.append(f"{record.path} = {original}")
+    pairs = [(record.path, first.setdefault(record.content_sha256, record.path)) for record in records]
+    lines = [f"{path} = {original}" for path, original in pairs if original != path]
     if lines:
         _log.warning(
             "%d of %d images %s of others and count again (to weigh images on purpose, write `repeats`):\n%s",
-            len(lines), len(records), "is a copy" if len(lines) == 1 else "are copies", _first(lines),
+            len(lines), len(records), "is a copy" if len(lines) == 1 else "are copies",
+            first_lines(lines, _SHOWN),
         )  # fmt: skip
-
-
-def _tell_unapplied(records: Sequence[ImageRecord], measured: Mapping[Path, Measured]) -> None:
-    """Warn of colour profiles that cannot be applied; those of masks mean nothing."""
-    files = ((record.path, *(one.path for one in record.controls)) for record in records)
-    found = {path: measured[path].unapplied for paths in files for path in paths}
-    lines = [f"{path}: {problem}" for path, problem in found.items() if problem]
-    if lines:
-        _log.warning("%d images are read as sRGB:\n%s", len(lines), _first(lines))
-
-
-def _tell_sides(records: Sequence[ImageRecord], sets: Sequence[DataSet]) -> None:
-    """Warn where images are mirrored whose captions say left or right."""
+    files = [path for record in records for path in (record.path, *(one.path for one in record.controls))]
+    unapplied = {path: measured[path].unapplied for path in files if measured[path].unapplied}
+    if unapplied:
+        lines = [f"{path}: {problem}" for path, problem in unapplied.items()]
+        _log.warning("%d images are read as sRGB:\n%s", len(lines), first_lines(lines, _SHOWN))
     wrong = [record for record in records if sets[record.set_index].flip and names_a_side(record.caption)]
     if wrong:
-        lines = [f"{record.path}: {record.caption:.100}" for record in wrong]
         _log.warning(
             "`flip` is on, and %d captions say left or right, which is wrong of the mirrored image. Leave "
             "flip out for these, or reword them:\n%s",
-            len(wrong), _first(lines),
+            len(wrong), first_lines([f"{one.path}: {one.caption:.100}" for one in wrong], _SHOWN),
         )  # fmt: skip
+    _tell_numbered_folders(records, sets)
 
 
 def _tell_numbered_folders(records: Sequence[ImageRecord], sets: Sequence[DataSet]) -> None:
@@ -95,8 +73,3 @@ def _tell_numbered_folders(records: Sequence[ImageRecord], sets: Sequence[DataSe
             "set of its own under data.sets, with `repeats: %s`, if that is meant.",
             folder, number_text, number_text,
         )  # fmt: skip
-
-
-def _first(lines: Sequence[str]) -> str:
-    hidden = len(lines) - _SHOWN
-    return "\n".join([*map(one_line, lines[:_SHOWN]), *([f"... and {hidden} more"] if hidden > 0 else [])])

@@ -14,17 +14,17 @@ from trainer.data.pictures.images import Measured
 from trainer.data.pictures.opened import control_of, open_all
 from trainer.data.records import ImageRecord, Mask, Scan
 from trainer.data.sets import notices
-from trainer.data.sets.controls import control_folders, pair_controls, set_folders, without_controls
-from trainer.data.sets.listing import Listing, list_folder
+from trainer.data.sets.controls import read_set, set_folders
+from trainer.data.sets.listing import Listing
 from trainer.data.sets.masks import pair_masks
-from trainer.data.sets.metadata import METADATA_NAMES, Metadata, one_form, read_metadata
+from trainer.data.sets.metadata import METADATA_NAMES, Metadata, one_form
 from trainer.errors import DataError, Problem
 
 if TYPE_CHECKING:
     from trainer.config.schema import DataSet
 
 _ASPECT_TOLERANCE = 0.01
-"""By how much a mask's aspect may differ from its image's."""
+"""The largest difference of a mask's aspect from its image's, as a share."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,11 +36,12 @@ class _Captioned:
     path: Path
     caption: str
     controls: tuple[Path, ...]
-    mask: Path | None
+    masks: tuple[Path, ...]
+    """One, or none."""
 
     @property
     def files(self) -> tuple[Path, ...]:
-        return (self.path, *self.controls, *([self.mask] if self.mask else []))
+        return (self.path, *self.controls, *self.masks)
 
 
 @dataclass(kw_only=True)
@@ -51,14 +52,12 @@ class _Found:
     problems: list[Problem] = field(default_factory=list)
     fatal: bool = False
     """Whether a folder is wrong as a whole, which no skipping helps."""
-    spoils: dict[str, list[str]] = field(default_factory=dict)
+    spoils: dict[str, dict[str, None]] = field(default_factory=dict)
     """Places of problems -> images that cannot be used because of them."""
 
     def blame(self, where: str, image: Path) -> None:
         """A problem at `where` is one of this image."""
-        images = self.spoils.setdefault(where, [])
-        if str(image) not in images:
-            images.append(str(image))
+        self.spoils.setdefault(where, {})[str(image)] = None
 
 
 def scan_images(
@@ -82,16 +81,15 @@ def scan_images(
     apart = [folder for one in sets for folder in set_folders(one)]
     for set_index, one in enumerate(sets):
         _list_set(set_index, one, controls, found, apart)
-    masks = {item.mask for item in found.images if item.mask is not None}
-    files = (path for item in found.images for path in item.files)
-    opened = open_all(files, masks=masks, progress=progress)
+    masks = {mask for item in found.images for mask in item.masks}
+    opened = open_all((path for item in found.images for path in item.files), masks=masks, progress=progress)
     found.problems += [problem for one in opened.values() if not isinstance(one, Measured) for problem in one]
     good = {path: one for path, one in opened.items() if isinstance(one, Measured)}
     found.problems += _mask_problems(found.images, good)
     if found.problems and (found.fatal or on_bad_file == "error"):
         raise DataError(capped(found.problems))
     left_out = list_left_out(found.problems, found.spoils)
-    bad = {row.file for row in left_out}
+    bad = {file for file, _ in left_out}
     records = [
         _record(item, sets[item.set_index], good, sizes, trigger_word)
         for item in found.images
@@ -108,34 +106,25 @@ def _list_set(
 ) -> None:
     """The images of one set with captions, control images and masks; not those in folders of others."""
     assert one.img_dir is not None, "the configuration was checked"
-    folders = control_folders(one.control_dir)
-    listing = list_folder(one.img_dir, apart=apart)
-    metadata, metadata_problems = read_metadata(listing.metadata, one.img_dir)
-    beside, listing = listing, listing if folders else without_controls(listing, metadata)
-    pairs = pair_controls(listing, metadata, folders, counts, beside=beside)
-    masks, mask_problems, mask_listing = pair_masks(listing, one.mask_dir)
+    listing, metadata, metadata_problems, pairs = read_set(one, one.img_dir, apart, counts)
+    masks = pair_masks(listing, one.mask_dir)
     captions, caption_problems = _captions(listing, metadata)
-    problems = (*listing.problems, *metadata_problems, *caption_problems, *pairs.problems, *mask_problems)
+    problems = (*listing.problems, *metadata_problems, *caption_problems, *pairs.problems, *masks.problems)
     found.problems += {(problem.what, problem.where): problem for problem in problems}.values()
-    found.fatal = found.fatal or listing.unusable or pairs.unusable
-    found.fatal = found.fatal or (mask_listing is not None and mask_listing.unusable)
+    found.fatal = found.fatal or listing.unusable or pairs.unusable or masks.unusable
     for image in listing.images:
         item = _Captioned(
             set_index=set_index,
             name=listing.name(image),
             path=image,
             caption=captions.get(image, ""),
-            controls=pairs.controls.get(image, ()),
-            mask=masks.get(image),
+            controls=pairs.found.get(image, ()),
+            masks=masks.found.get(image, ()),
         )
         found.images.append(item)
         for file in item.files:
             found.blame(str(file), image)
-    _blame_captions(listing, metadata, found)
-
-
-def _blame_captions(listing: Listing, metadata: Metadata, found: _Found) -> None:
-    """Also caption files and rows of metadata that cannot be used spoil their images."""
+    # also rows of metadata and caption files that cannot be used spoil their images
     by_name = {listing.key(image): image for image in listing.images}
     for where, name in (*((row, name) for name, row in metadata.named.items()), *metadata.again.items()):
         if name in by_name:
@@ -143,11 +132,10 @@ def _blame_captions(listing: Listing, metadata: Metadata, found: _Found) -> None
     by_stem: dict[str, list[Path]] = {}
     for image in listing.images:
         by_stem.setdefault(listing.stem(image), []).append(image)
-    for name in listing.names:
-        path = PurePosixPath(name)
+    for path in map(PurePosixPath, listing.names):
         if path.suffix.lower() == ".txt":
             for image in by_stem.get(one_form(path.with_suffix("").as_posix()), ()):
-                found.blame(str(listing.folder / name), image)
+                found.blame(str(listing.folder / path), image)
 
 
 def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], list[Problem]]:
@@ -157,9 +145,10 @@ def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], li
     captions: dict[Path, str] = {}
     names = {one_form(name): name for name in listing.names}
     for image in listing.images:
-        sidecar, name = sidecars.get(listing.stem(image)), listing.key(image)
-        if sidecar is not None and name in metadata.named:
-            what = f"the image has a caption in {sidecar.name} and in {metadata.named[name]}"
+        stem, name = listing.stem(image), listing.key(image)
+        sidecar, row, written = sidecars.get(stem), metadata.named.get(name), names.get(f"{stem}.txt")
+        if sidecar is not None and row is not None:
+            what = f"the image has a caption in {sidecar.name} and in {row}"
             problems.append(Problem(what=what, where=str(image), remedy="remove one of them"))
         elif sidecar is not None:
             try:
@@ -168,13 +157,12 @@ def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], li
                 problems += error.problems
         elif name in metadata.rows:
             captions[image] = metadata.rows[name]
-        elif name not in metadata.named and f"{listing.stem(image)}.txt" not in names:
+        elif row is None and written is None:
             problems.append(_no_caption(image, listing.metadata))
-        elif name not in metadata.named:
-            caption = listing.folder / names[f"{listing.stem(image)}.txt"]
-            if caption.is_dir():  # anything else that it can be was told by the listing
-                remedy = "write the caption into a text file of this name"
-                problems.append(Problem(what="the caption is a folder", where=str(caption), remedy=remedy))
+        # anything else that it can be was told by the listing
+        elif row is None and written and (caption := listing.folder / written).is_dir():
+            remedy = "write the caption into a text file of this name"
+            problems.append(Problem(what="the caption is a folder", where=str(caption), remedy=remedy))
     images = {listing.key(image) for image in listing.images}
     for name, where in metadata.named.items():
         if name not in images:
@@ -196,14 +184,14 @@ def _no_caption(image: Path, metadata: Sequence[Path]) -> Problem:
 
 def _mask_problems(images: Sequence[_Captioned], good: Mapping[Path, Measured]) -> Iterator[Problem]:
     """A problem for every mask of another aspect than its image, so that nobody knows what it covers."""
-    for item in images:
-        if item.mask is None or item.mask not in good or item.path not in good:
+    for item, path in ((one, mask) for one in images for mask in one.masks):
+        if path not in good or item.path not in good:
             continue
-        image, mask = good[item.path], good[item.mask]
+        image, mask = good[item.path], good[path]
         if abs(mask.width * image.height / (mask.height * image.width) - 1) > _ASPECT_TOLERANCE:
             what = f"the mask has {mask.width}x{mask.height} pixels, its image {image.width}x{image.height}"
             remedy = "give it the image's size, or another of its aspect"
-            yield Problem(what=what, where=str(item.mask), remedy=remedy)
+            yield Problem(what=what, where=str(path), remedy=remedy)
 
 
 def _record(
@@ -217,11 +205,11 @@ def _record(
     assert item.caption, "an image without a caption was left in"
     measured = good[item.path]
     bucket_width, bucket_height = nearest_bucket(measured.width, measured.height, sizes)
-    mask = None if item.mask is None else Mask(path=item.mask, content_sha256=good[item.mask].content_sha256)
+    masks = [Mask(path=path, content_sha256=good[path].content_sha256) for path in item.masks]
     return ImageRecord(
         path=item.path,
         identifier=f"{item.set_index}/{item.name}",
-        # what a regularisation set shows is what the word does not mean
+        # the pictures of a regularisation set show everything that the trigger word does not mean
         caption=item.caption if one.is_reg else with_trigger_word(item.caption, trigger_word),
         width=measured.width,
         height=measured.height,
@@ -232,7 +220,7 @@ def _record(
         colour=measured.colour,
         controls=tuple(control_of(path, good[path]) for path in item.controls),
         set_index=item.set_index,
-        mask=mask,
+        mask=masks[0] if masks else None,
         loss_weight=one.loss_weight,
         is_reg=one.is_reg,
     )

@@ -40,23 +40,18 @@ _SAMPLED_TENSORS, _SAMPLED_BYTES = 16, 64 * 1024
 
 def check_loadable(family: Family, source: ModelSource) -> None:
     """Raise one AccessError with every component that would not load, or would load as something else."""
-    problems = [
-        Problem(what=what, where=str(source.folder / name), remedy=_REMEDY)
-        for name in families.components(family)
-        for what in _problems(family, source, name)
-    ]
+    problems: list[Problem] = []
+    for name in families.components(family):
+        has_weights = name in roles(family)
+        faults = [*_weights(family, source, name)] if has_weights else []
+        if name == "scheduler":
+            faults += _scheduler(source.folder / name)
+        elif not name or not has_weights:  # the folder of a language model holds its tokenizer as well
+            faults += _tokenizer(family, source, name)
+        where = str(source.folder / name)
+        problems += [Problem(what=fault, where=where, remedy=_REMEDY) for fault in faults]
     if problems:
         raise AccessError(problems)
-
-
-def _problems(family: Family, source: ModelSource, name: str) -> Iterator[str]:
-    has_weights = name in roles(family)
-    if has_weights:
-        yield from _weights(family, source, name)
-    if name == "scheduler":
-        yield from _scheduler(source.folder / name)
-    elif not name or not has_weights:  # the folder of a language model holds its tokenizer as well
-        yield from _tokenizer(family, source, name)
 
 
 # ---- weights

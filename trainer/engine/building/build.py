@@ -7,12 +7,13 @@ that wait go to host memory) -> attention kernel. `build`: LoRA -> activation ch
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from accelerate import Accelerator
 
-from trainer.engine.building.fast import NOTHING_VARIES, Varies, compile_model, prove_fp8
+from trainer.engine.building.fast import compile_model, prove_fp8
 from trainer.engine.building.model import Model
 from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import Updater
@@ -42,10 +43,11 @@ class Built:
     """Attention processors that leave the padding of captions out; none where captions are not padded."""
 
 
-def build(context: Context, varies: Varies = NOTHING_VARIES) -> Built:
+def build(context: Context, varies: Sequence[str] = ()) -> Built:
     """Load the base, make it trainable by the configured method, and attach the optimizer.
 
-    Compiled blocks serve every size of what `varies`, and of the rest the first one until another comes.
+    Compiled blocks serve any of the sizes that vary (arguments of `small_forward`), and of others the first
+    one until another comes.
     """
     plan = context.plan
     model = load_base(context)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,7 @@ _SIDE, _TOKENS = 256, 64
 
 @dataclass(frozen=True, kw_only=True)
 class Fused:
-    """Counts of what was made to compute together."""
+    """Numbers of layers that compute together."""
 
     joined: int
     norms: int
@@ -81,29 +81,17 @@ def _fuse_and_compact(context: Context, model: Model) -> Fused:
     return fused
 
 
-@dataclass(frozen=True, kw_only=True)
-class Varies:
-    """Sizes that differ from one micro-batch of a run to another."""
-
-    pictures: bool = False
-    captions: bool = False
-    batches: bool = False
-
-
-NOTHING_VARIES = Varies()
-
-
-def compile_model(context: Context, model: Model, varies: Varies) -> None:
+def compile_model(context: Context, model: Model, varies: Sequence[str]) -> None:
     """Fuse layers that can compute together; the repeated blocks compile at their first call.
 
-    For any size of what varies at once: of one size first, they would be compiled three times.
+    For any of the sizes that vary (arguments of `small_forward`) at once: of one size first, they would be
+    compiled three times.
     """
     from trainer.modeling.blocks.compiled import compile_blocks, varying_sizes
 
     move_plain_tensors(model.module, context.device)
     fused = f"; {_fuse_and_compact(context, model)}" if context.config.method == "lora" else ""
-    sizes = [{}, *[{"wide": 2}, {"tall": 2}] * varies.pictures, *[{"text": 2}] * varies.captions]
-    sizes += [{"batch": 2}] * varies.batches
+    sizes: list[dict[str, int]] = [{}, *({one: 2} for one in varies)]
     runs = [small_forward(context, model.module, **size) for size in sizes]
     varying = varying_sizes(model.blocks, runs) if len(runs) > 1 else {}
     budget = context.plan.activation_budget

@@ -17,4 +17,4 @@ class Model:
     blocks: Blocks
     """The family's repeated blocks."""
     host_blocks: Swapped | None = None
-    """Those of the blocks that wait in host memory; None where all are on the device."""
+    """The blocks that wait in host memory; None where all are on the device."""

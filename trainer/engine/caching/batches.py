@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from trainer.engine.caching.entries import Entries
 from trainer.engine.context import Context
 from trainer.families import losses
 from trainer.families.family import Family
-from trainer.families.values import ON_HOST, TEXT_MASK, Batch, Draw, Header, Shape
+from trainer.families.values import ON_HOST, TEXT_MASK, Batch, Draw, Shape
 from trainer.modeling.attention.text_lengths import pad_text
 from trainer.planning.shapes.mix import padded_length
 
@@ -46,25 +46,15 @@ def load_batch(
         for i, _ in (samples if entries.latents else ())
     ]
     batch = family.collate(text, latents)
-
-    def ready(tensors: Mapping[str, torch.Tensor], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    ready: list[dict[str, torch.Tensor]] = []
+    for tensors, dtype in ((batch.latents, torch.float32), (batch.text, context.dtype)):
         cast = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
-        return {name: one.pin_memory() if pin_memory else one for name, one in cast.items()}
-
-    return dataclasses.replace(
-        batch, latents=ready(batch.latents, torch.float32), text=ready(batch.text, context.dtype)
-    )
-
-
-def padded_header(header: Header, family: Family) -> Header:
-    """Shapes of a text entry whose caption is padded."""
-    assert family.caption is not None, "a family whose captions are padded as they are encoded"
-    length, *rest = header[family.caption]
-    return {**header, family.caption: (padded_length(length), *rest)}
+        ready.append({name: one.pin_memory() for name, one in cast.items()} if pin_memory else cast)
+    return dataclasses.replace(batch, latents=ready[0], text=ready[1])
 
 
 def draw_for(family: Family, batch: Batch, settings: Any, positions: Sequence[int]) -> Draw | None:
-    """The randomness of a batch whose samples have these positions, on the CPU."""
+    """Noise, timesteps and dropout flags of a batch whose samples have these positions, on the CPU."""
     header = {name: tuple(tensor.shape[1:]) for name, tensor in batch.latents.items()}
     return family.draw(settings, positions, header)
 

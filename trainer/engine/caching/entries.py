@@ -37,7 +37,7 @@ class ControlView:
 
 
 def control_views(record: Record) -> tuple[ControlView, ...]:
-    """The control images of a sample: those of the target's size are cut as the target is."""
+    """The control images of a sample; a control of the target's size is cut as the target is."""
     if not isinstance(record, ImageRecord):
         return ()
     bucket = (record.bucket_width, record.bucket_height)
@@ -63,7 +63,7 @@ class TextEntry:
     controls: tuple[ControlView, ...] = ()
     """Control images that the text encoder is shown."""
     prompt: bool = False
-    """Of a preview, where that is encoded in another way."""
+    """Whether it is the prompt of a preview, where that is encoded in another way."""
     kind: EntryKind = "text"
 
     @property
@@ -92,7 +92,7 @@ Entry = TextEntry | LatentsEntry
 def text_entry(
     caption: str, parts: Mapping[str, str], controls: Sequence[ControlView] = (), *, prompt: bool = False
 ) -> TextEntry:
-    """The text entry of a caption; `parts` names what else its tensors depend on."""
+    """The text entry of a caption; `parts` names everything else that its tensors depend on."""
     own = {"caption": caption} | ({"prompt": "yes"} if prompt else {})
     own |= {f"control {number}": view.key for number, view in enumerate(controls)}
     key = entry_key("text", {**parts, **own})
@@ -100,7 +100,7 @@ def text_entry(
 
 
 def latents_entry(record: ImageRecord, parts: Mapping[str, str]) -> LatentsEntry:
-    """The latents entry of an image; `parts` names what else its tensors depend on.
+    """The latents entry of an image; `parts` names everything else that its tensors depend on.
 
     The file's name and folder are not part of the key.
     """
@@ -109,7 +109,7 @@ def latents_entry(record: ImageRecord, parts: Mapping[str, str]) -> LatentsEntry
         "size": f"{record.bucket_width}x{record.bucket_height}",
         "crop_version": str(CROP_VERSION),
     }
-    # a property that a picture lacks is no part of its key: keys of before there was such a property hold
+    # a property that a picture lacks is no part of its key, so that older keys still hold
     own |= {"colour": record.colour} if record.colour else {}
     own |= {"view": record.view.key} if record.view.key else {}
     if record.mask is not None:
@@ -124,7 +124,7 @@ class Prompt:
 
     entry: TextEntry
     empty: TextEntry | None
-    """Of the empty caption; None where a family has none."""
+    """The entry of the empty caption; None where a family has none."""
     controls: tuple[Control, ...]
 
 
@@ -136,7 +136,7 @@ class Entries:
     records: tuple[Record, ...]
     texts: tuple[TextEntry, ...]
     empties: tuple[TextEntry, ...]
-    """Of the empty caption, for every sample; none where captions are not dropped and nothing is drawn."""
+    """Entries of the empty caption, one a sample; none where no caption is dropped and nothing is drawn."""
     latents: tuple[LatentsEntry, ...]
     """None where samples have no images."""
     prompts: tuple[Prompt, ...]

@@ -1,4 +1,4 @@
-"""Encode what the cache lacks: text first, then latents, one kind of encoder in memory at a time."""
+"""Encode the missing entries of the cache: text, then latents, with one kind of encoder in memory."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 
+from trainer.data.leftout import first_lines
 from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.data.records import Record
 from trainer.data.sets.masks import mask_pixels
 from trainer.engine.caching.entries import ControlView, Entries, Entry, TextEntry, control_views, precision
 from trainer.engine.caching.store import MISSING, Cache
 from trainer.engine.context import Context, free_memory
-from trainer.errors import DivergedError, one_line
+from trainer.errors import DivergedError
 from trainer.families import losses
 from trainer.families.values import EntryKind
 from trainer.telemetry.progress import bars
@@ -42,7 +43,7 @@ class FillReport:
     reused: int
     encoded: int
     damaged: int
-    """How many of the encoded ones replaced a damaged entry."""
+    """Number of the encoded entries that replaced a damaged one."""
 
 
 def fill(
@@ -56,10 +57,9 @@ def fill(
 ) -> FillReport:
     """Make every entry valid: texts first, then latents; entries of equal key are encoded once.
 
-    Entries that are there keep their bytes; with `verify` their tensors are read and compared too. Damaged
-    ones are named in a warning and encoded again. `stop_check()` runs before every entry and may raise;
-    `on_progress(kind, done, total)` runs after every one. Raises NoSpaceError, and what encoders raise;
-    entries finished by then stay valid.
+    Entries that are there keep their bytes; with `verify` their tensors are compared too. Damaged ones are
+    named in a warning and encoded again. `stop_check()` runs before every entry and may raise;
+    `on_progress(kind, done, total)` runs after every one. Entries finished before an error stay valid.
     """
     distinct = {(entry.kind, entry.key): entry for entry in entries}
     encoded = damaged = 0
@@ -86,25 +86,20 @@ def fill(
             for done, entry in enumerate(missing, start=len(wanted) - len(missing) + 1):
                 stop_check()
                 tensors = encode(entry)
-                _require_finite(entry, tensors)
+                bad = next((name for name, one in tensors.items() if not bool(one.isfinite().all())), None)
+                if bad is not None:  # cached, it would poison every later run
+                    raise DivergedError(
+                        f"encoding {entry.name} gave values in `{bad}` that are not finite",
+                        where=f"{entry.kind} encoder",
+                        remedy="encode in a wider type (model.dtype: fp32), and check the encoder's weights",
+                    )
                 cache.write(kind, entry.key, tensors)
                 on_progress(kind, done, len(wanted))
     return FillReport(reused=len(distinct) - encoded, encoded=encoded, damaged=damaged)
 
 
-def _require_finite(entry: Entry, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise DivergedError rather than cache NaN or infinite values, which would poison every later run."""
-    for name, tensor in tensors.items():
-        if not bool(tensor.isfinite().all()):
-            raise DivergedError(
-                f"encoding {entry.name} gave values in `{name}` that are not finite",
-                where=f"{entry.kind} encoder",
-                remedy="encode in a wider type (model.dtype: fp32), and check the encoder's weights",
-            )
-
-
 def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> FillReport:
-    """Encode what is missing. A stop request raises between two samples; what is written by then stays valid.
+    """Encode missing entries. A stop request raises between two samples; entries written by then stay valid.
 
     With `verify` the entries that are there are read and compared with their checksums. Text encoders and VAE
     are never in memory together.
@@ -190,10 +185,8 @@ def tell_cut_captions(context: Context, records: Sequence[Record]) -> None:
             lines[f"{record.path}: {tokens[record.caption]} tokens"] = None
     if not lines:
         return
-    shown = [one_line(line) for line in list(lines)[:_CUT_SHOWN]]
-    hidden = len(lines) - len(shown)
     _log.warning(
         "%d caption%s than data.max_sequence_length, %d tokens: the rest is not read\n%s",
         len(lines), " is longer" if len(lines) == 1 else "s are longer", limit,
-        "\n".join([*shown, *([f"... and {hidden} more"] if hidden else [])]),
+        first_lines([*lines], _CUT_SHOWN),
     )  # fmt: skip

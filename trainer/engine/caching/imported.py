@@ -25,7 +25,6 @@ from trainer.families.values import Shape
 from trainer.telemetry.status import Phase
 
 _LATENTS = "latents"
-_REMEDY = "leave it out of the folder, and the image is encoded here"
 # raised by torch.load on files that it did not write
 _LOAD_ERRORS = (
     pickle.UnpicklingError, RuntimeError, EOFError, ValueError, LookupError, TypeError, OSError, struct.error,
@@ -35,12 +34,8 @@ _DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 _log = logging.getLogger(__name__)
 
 
-class _FileError(Exception):
-    """One file that cannot be taken; says why."""
-
-
 def import_entries(context: Context, entries: Entries, folder: Path) -> None:
-    """Write the entries whose samples have a file in `folder`, and tell how many, and what was not taken.
+    """Write the entries whose samples have a file in `folder`, and tell how many, and files without one.
 
     Entries that are there already keep their bytes. Raises DataError with every file that does not fit its
     image, before any is written, and ConfigError where files cannot say enough.
@@ -63,10 +58,10 @@ def import_entries(context: Context, entries: Entries, folder: Path) -> None:
         try:
             # images of two sets, or one that is held out, may have the file's name
             if (record.content_sha256, record.caption) != (first.content_sha256, first.caption):
-                raise _FileError(f"it may be of {first.path} or of {record.path}")
+                raise _refused(path, f"it may be of {first.path} or of {record.path}")
             _tensors(context, record, path)
-        except _FileError as error:
-            problems.append(Problem(what=str(error), where=str(path), remedy=_REMEDY))
+        except DataError as error:
+            problems += error.problems
     if problems:
         raise DataError(capped(problems))
     kept = 0
@@ -91,7 +86,7 @@ def import_entries(context: Context, entries: Entries, folder: Path) -> None:
 
 
 def _require_plain(context: Context, entries: Entries, folder: Path) -> None:
-    """Raise ConfigError for samples of which such files say too little."""
+    """Raise ConfigError for samples that such files do not describe fully."""
     records = [entry.record for entry in entries.latents]
     reasons = {
         "the family trains on conversations": not records,
@@ -108,25 +103,27 @@ def _require_plain(context: Context, entries: Entries, folder: Path) -> None:
 def _tensors(
     context: Context, record: ImageRecord, path: Path
 ) -> tuple[Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]]:
-    """Tensors of the latents entry and the text entry. Raises _FileError."""
+    """Tensors of the latents entry and the text entry. Raises DataError."""
     try:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except _LOAD_ERRORS as error:
         reason = str(error).partition("\n")[0] or type(error).__name__
-        raise _FileError(f"not a file of plain tensors ({reason:.120})") from error
+        raise _refused(path, f"not a file of plain tensors ({reason:.120})") from error
     if not isinstance(loaded, dict) or not all(isinstance(one, torch.Tensor) for one in loaded.values()):
-        raise _FileError("not a dict of tensors")
+        raise _refused(path, "not a dict of tensors")
     family, size = context.family, {"width": record.bucket_width, "height": record.bucket_height}
     tokens = context.config.data.max_sequence_length
     shape = Shape(batch_size=1, **size, text_tokens=tokens, bytes_per_value=4)
     expected = family.synthetic_batch(context.source.component_config(family.trained_component), shape, 0)
     if loaded.keys() != {_LATENTS, *expected.text}:
         names = ", ".join(sorted({_LATENTS, *expected.text}))
-        raise _FileError(f"it holds {', '.join(map(str, sorted(loaded, key=str)))}, and {names} are needed")
+        raise _refused(
+            path, f"it holds {', '.join(map(str, sorted(loaded, key=str)))}, and {names} are needed"
+        )
     mean = expected.latents["mean"][0]
-    latents = _fitting(_LATENTS, loaded[_LATENTS], mean, any_length=False).float()
+    latents = _fitting(path, _LATENTS, loaded[_LATENTS], mean, any_length=False).float()
     text = {
-        name: _fitting(name, loaded[name], value[0], any_length=value.ndim == 3)
+        name: _fitting(path, name, loaded[name], value[0], any_length=value.ndim == 3)
         for name, value in expected.text.items()
     }
     # the file holds one draw, or the mode: there is nothing left to draw
@@ -134,16 +131,25 @@ def _tensors(
     return {"mean": latents, **spread}, text
 
 
-def _fitting(name: str, found: torch.Tensor, wanted: torch.Tensor, *, any_length: bool) -> torch.Tensor:
+def _fitting(
+    path: Path, name: str, found: torch.Tensor, wanted: torch.Tensor, *, any_length: bool
+) -> torch.Tensor:
     """The tensor without its axis of one, which must have the wanted shape but for the number of tokens."""
     if found.dtype not in _DTYPES or found.layout != torch.strided or found.is_meta:
-        raise _FileError(f"`{name}` is {found.dtype}, and plain floating point values are needed")
+        raise _refused(path, f"`{name}` is {found.dtype}, and plain floating point values are needed")
     one = found[0] if found.ndim == wanted.ndim + 1 and len(found) == 1 else found
     shapes = [tuple(tensor.shape[1:] if any_length else tensor.shape) for tensor in (one, wanted)]
     if one.ndim != wanted.ndim or shapes[0] != shapes[1]:
-        raise _FileError(f"`{name}` is {tuple(found.shape)}, and {tuple(wanted.shape)} is needed")
+        raise _refused(path, f"`{name}` is {tuple(found.shape)}, and {tuple(wanted.shape)} is needed")
     if any_length and not 0 < len(one) <= len(wanted):
-        raise _FileError(f"`{name}` has {len(one)} tokens, data.max_sequence_length is {len(wanted)}")
+        raise _refused(path, f"`{name}` has {len(one)} tokens, data.max_sequence_length is {len(wanted)}")
     if not bool(one.isfinite().all()):
-        raise _FileError(f"`{name}` has values that are not finite")
+        raise _refused(path, f"`{name}` has values that are not finite")
     return one.detach().contiguous()
+
+
+def _refused(path: Path, what: str) -> DataError:
+    """The error of one file that cannot be taken."""
+    return DataError(
+        what, where=str(path), remedy="leave it out of the folder, and the image is encoded here"
+    )

@@ -68,7 +68,7 @@ def scan_samples(
     else:
         training, held_out = _held_out(found[0].records, validation.held_out, validation.seed)
     return Samples(
-        # views are made of what trains only: what is held out is measured as it is
+        # only training images get views: a held-out image is measured as it is
         training=with_variants(training, config.data.sets),
         held_out=held_out,
         prompt_controls=prompt_controls(family, config, (*held_out, *training)),
@@ -97,7 +97,7 @@ def _held_out(
 def prompt_controls(
     family: Family, config: RunConfig, records: Sequence[Record]
 ) -> tuple[tuple[Control, ...], ...]:
-    """The images that each validation prompt edits: those that are named, else those of the first records.
+    """The images that each validation prompt edits: the named ones, else the controls of the first records.
 
     Empty where the family takes none. Raises ConfigError where they cannot be told, DataError for images that
     cannot be read.
@@ -125,7 +125,7 @@ def prompt_controls(
 
 
 def _require_untrained(training: Sequence[Record], held_out: Sequence[Record]) -> None:
-    """Raise DataError listing every held-out image whose content is trained on too."""
+    """Raise DataError with every held-out image that is trained on too, by its content."""
     trained = {record.content_sha256: record.path for record in training}
     problems = [
         Problem(

@@ -46,7 +46,7 @@ _NOT_WRITABLE = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR
 
 
 class DamagedEntryError(DataError):
-    """A cache entry is not what was written. It was removed: the next run encodes it again."""
+    """A cache entry is damaged or gone. It was removed: the next run encodes it again."""
 
 
 def entry_key(kind: str, parts: Mapping[str, str]) -> str:
@@ -56,10 +56,10 @@ def entry_key(kind: str, parts: Mapping[str, str]) -> str:
 
 
 class Cache:
-    """The entries of one family in a cache directory, and as many of those read as `keep_bytes` has room for.
+    """The entries of one family in a cache directory; in memory as many of them as `keep_bytes` has room for.
 
-    What was read first is kept: a shuffled epoch reads every entry once, so making room for the newest would
-    throw out what comes next. `read` may be called from several threads.
+    The entries that were read first are kept: a shuffled epoch reads every entry once, so making room for the
+    newest would throw out the next ones. `read` may be called from several threads.
     """
 
     def __init__(self, directory: Path, family_name: str, *, keep_bytes: int = 0) -> None:
@@ -88,7 +88,11 @@ class Cache:
                     verify(path)
         except DamagedFileError as error:
             return str(error)
-        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # `write` says what is in the way
+        except (
+            FileNotFoundError,
+            NotADirectoryError,
+            IsADirectoryError,
+        ):  # `write` tells
             return MISSING
         return None
 

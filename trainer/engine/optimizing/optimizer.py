@@ -39,9 +39,8 @@ class HostFlag:
 
 
 @torch.no_grad()
-def clip_gradients(parameters: Sequence[torch.nn.Parameter], max_norm: float) -> torch.Tensor:
+def clip_gradients(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
     """Scale gradients to a joint norm of at most `max_norm`; gives the norm before, in fp32 for any type."""
-    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
     norm = torch.linalg.vector_norm(torch.stack(norms))
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -77,7 +76,7 @@ class Average:
             share = max(self._least, 9.0 / (10.0 + int(steps_taken)))
         else:
             share = (9.0 / (10.0 + torch.as_tensor(steps_taken))).clamp(min=self._least) * (1.0 - bad)
-        # one after the other: those of a full fine-tune would be copied to fp32 all at once
+        # one after the other: a full fine-tune would hold fp32 copies of all its weights
         for mean, value in zip(self.means, values, strict=True):
             mean.lerp_(value.detach().float(), share)
 
@@ -88,35 +87,25 @@ class LossScale:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self._scale = torch.full((), _START, device=device)
+        self.factor = torch.full((), _START, device=device)
         self._growth = torch.zeros((), dtype=torch.int32, device=device)
         self.applied = torch.zeros((), dtype=torch.int64, device=device)
         """Number of steps that were not skipped."""
-
-    def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss to start backward from."""
-        return loss * self._scale
-
-    @torch.no_grad()
-    def unscale(self, values: Sequence[torch.nn.Parameter]) -> None:
-        """Make the fp32 gradients those of the loss itself."""
-        gradients = [value.grad for value in values if value.grad is not None]
-        torch._foreach_mul_(gradients, self._scale.reciprocal())
 
     @torch.no_grad()
     def update(self, bad: torch.Tensor) -> torch.Tensor:
         """Count a step, which overflowed where `bad` is 1.0; gives 1.0 where the scale is below its floor."""
         self.applied += (bad == 0).long()
         # as torch.amp.GradScaler.update; the class itself wants fp32 parameters and a copy of the flag
-        torch._amp_update_scale_(self._scale, self._growth, bad, 2.0, 0.5, _GROWTH_STEPS)
-        return (self._scale < FLOOR).float()
+        torch._amp_update_scale_(self.factor, self._growth, bad, 2.0, 0.5, _GROWTH_STEPS)
+        return (self.factor < FLOOR).float()
 
     def state(self) -> dict[str, torch.Tensor]:
         """For a checkpoint."""
-        return {"loss/scale": self._scale, "loss/growth": self._growth, "loss/applied": self.applied}
+        return {"loss/scale": self.factor, "loss/growth": self._growth, "loss/applied": self.applied}
 
     def load(self, state: dict[str, Any]) -> int:
-        """Take what `state` gave out of `state`; returns how many steps were not skipped."""
+        """Take the tensors of `state()` out of `state`; returns the number of steps that were not skipped."""
         for name, held in self.state().items():
             held.copy_(state.pop(name))
         return int(self.applied.item())
@@ -137,7 +126,7 @@ class Updater:
         self.kind = kind
         types = {parameter.dtype for parameter in self.parameters.values()}
         own = kind == "adamw_kahan_bf16" or types == {torch.float32}
-        # parameters in fp32 are their own masters, as are those of the compensated sums
+        # parameters in fp32, and parameters with Kahan sums, are their own masters
         self.flat = None if own else FlatMasters(self.parameters)
         self._masters = {_FLAT: self.flat.flat} if self.flat is not None else self.parameters
         values = list(self._masters.values())
@@ -147,8 +136,8 @@ class Updater:
         self.steps_taken = 0
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
-        """The loss that backward starts from: in fp16 a multiple of it, whose gradients do not vanish."""
-        return loss if self.scale is None else self.scale.scaled(loss)
+        """The loss that backward starts from: in fp16 multiplied, so that gradients do not vanish."""
+        return loss if self.scale is None else loss * self.scale.factor
 
     def accumulate(self) -> None:
         """Add this micro-batch's gradients to the masters' and free them."""
@@ -170,9 +159,10 @@ class Updater:
         masters = list(self._masters.values())
         if self.flat is not None:
             self.flat.flat.grad = self.flat.gradient
-        if self.scale is not None:
-            self.scale.unscale(masters)
-        norm = clip_gradients(masters, self.train.max_grad_norm)
+        gradients = [master.grad for master in masters if master.grad is not None]
+        if self.scale is not None:  # fp32 gradients of the loss itself
+            torch._foreach_mul_(gradients, self.scale.factor.reciprocal())
+        norm = clip_gradients(gradients, self.train.max_grad_norm)
         bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(loss)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = rate

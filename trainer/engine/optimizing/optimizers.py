@@ -14,7 +14,7 @@ Values = Sequence[torch.nn.Parameter]
 Settings = dict[str, Any]
 """Learning rate, betas, epsilon and weight decay, as all of these libraries call them."""
 OF_ALL = "group"
-"""Stands for a parameter's name before what an optimizer keeps of all together."""
+"""Stands for a parameter's name before the values that an optimizer keeps once for all parameters."""
 _SMALLEST_8BIT = 4096
 
 
@@ -29,10 +29,6 @@ def build(kind: str, values: Values, train: TrainSection) -> torch.optim.Optimiz
     }
     optimizer: torch.optim.Optimizer = _BUILD[kind](list(values), train, settings)
     return optimizer
-
-
-def _fused(values: list[torch.nn.Parameter], train: TrainSection, settings: Settings) -> Any:
-    return torch.optim.AdamW(values, fused=True, **settings)
 
 
 def _compensated(values: list[torch.nn.Parameter], train: TrainSection, settings: Settings) -> Any:
@@ -62,13 +58,13 @@ def _prodigy(values: list[torch.nn.Parameter], train: TrainSection, settings: Se
 
 
 _BUILD: Mapping[str, Callable[[list[torch.nn.Parameter], TrainSection, Settings], Any]] = {
-    "adamw_fused_fp32": _fused,
+    "adamw_fused_fp32": lambda values, _, settings: torch.optim.AdamW(values, fused=True, **settings),
     "adamw_kahan_bf16": _compensated,
     "adamw_8bit": _in_8_bits,
     "prodigy": _prodigy,
 }
 WHOLE_STATE = ("adamw_8bit", "prodigy")
-"""Optimizers whose state is saved as it is: its tensors have other shapes than the parameters."""
+"""Optimizers whose state tensors have other shapes than the parameters, and are saved as they are."""
 
 
 def whole_state(optimizer: torch.optim.Optimizer, names: Sequence[str]) -> dict[str, torch.Tensor]:
@@ -96,7 +92,7 @@ def _number(value: int | float) -> torch.Tensor:
 def load_whole_state(
     optimizer: torch.optim.Optimizer, names: Sequence[str], state: Mapping[str, torch.Tensor]
 ) -> None:
-    """Put back what `whole_state` gave."""
+    """Load the tensors of `whole_state`."""
     (group,) = optimizer.param_groups
     values = dict(zip(names, group["params"], strict=True))
     for label, tensor in state.items():

@@ -11,8 +11,6 @@ from collections.abc import Callable, Mapping
 
 from trainer.config.schema import TrainSection
 
-_POLYNOMIAL_END = 1e-7
-
 
 def learning_rate(train: TrainSection, step: int) -> float:
     """Learning rate of optimizer step `step` (1 is the first): linear warm-up, then `train.lr_scheduler`."""
@@ -23,7 +21,7 @@ def learning_rate(train: TrainSection, step: int) -> float:
 
 
 def _polynomial(train: TrainSection, progress: float) -> float:
-    end = min(_POLYNOMIAL_END, train.learning_rate)
+    end = min(1e-7, train.learning_rate)
     return end + (train.learning_rate - end) * (1.0 - progress) ** train.lr_power
 
 

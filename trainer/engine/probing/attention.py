@@ -54,7 +54,7 @@ def measure_attention(
         rows.rotate()
         once()
 
-    # the first heads of keys, and those of queries that read them
+    # the first heads of keys, and the heads of queries that read them
     keys = min(_REFERENCE_HEADS, key_heads(shape))
     heads = (keys * (shape.heads // key_heads(shape)), keys, keys)
     columns = heads[0] * shape.head_width
@@ -79,7 +79,7 @@ def measure_attention(
 def _attended(
     tensors: Sequence[torch.Tensor], kernel: str, shape: AttentionShape, lengths: Sequence[int], device: str
 ) -> torch.Tensor:
-    """The flattened output; `lengths` are those of a row's samples."""
+    """The flattened attention output; `lengths` are the lengths of a row's samples."""
     query, key, value = tensors
     if not shape.causal:
         return attention(query, key, value, kernel).flatten(2, 3)
@@ -114,7 +114,7 @@ def relative_error(found: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 def median_milliseconds(work: Callable[[], object], device: str) -> float:
-    """Of `work` after a warm-up: the GPU's own clock on `cuda`, the host's on `cpu`."""
+    """Median time of `work` after a warm-up, by the GPU's clock on `cuda` and by the host's on `cpu`."""
     for _ in range(_WARMUP):
         work()
     if device == "cpu":

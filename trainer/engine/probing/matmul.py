@@ -83,7 +83,7 @@ def _linear(kernel: str, weight: torch.Tensor) -> Linear:
     stored = replace("linear", torch.nn.Linear(columns, rows, bias=False, device="meta"))
     assert stored is not None
     fill("weight", stored, weight)
-    # bitsandbytes' kernels are as they are; int8 values are unpacked by what the compiler makes
+    # bitsandbytes has kernels of its own; int8 values are unpacked by a kernel that the compiler makes
     return stored if len({*way.unpack_traffic}) == 1 else _compiled(stored, weight)
 
 

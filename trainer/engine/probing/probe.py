@@ -29,7 +29,7 @@ _TOLERANCE = 2e-2
 """Largest relative error of output and gradients against float32; bf16 kernels that work stay under 1e-2."""
 _EXCEPTION = re.compile(r"[\w.]*(Error|Exception|Interrupt)\b(:|$)")
 _FROM_OUTSIDE = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that no kernel raises: somebody, or the host short of memory, ended the process."""
+"""Signals that no kernel raises: a user, or the host short of memory, ended the process."""
 _OUT_OF_MEMORY = re.compile(r"out of memory|OutOfMemoryError|MemoryError|CUBLAS_STATUS_ALLOC_FAILED")
 _FILES = re.compile(r"(?:\w*FileNotFound|Permission|OS|BrokenPipe|Connection|Timeout)Error\b|\[Errno \d+\]")
 MOST_HELD = 0.1
@@ -49,7 +49,7 @@ class Probed:
 
 
 def kernels_for(facts: Facts, device: str, dtype: str) -> tuple[str, ...]:
-    """Kernels that could run on this machine; those of a missing package are among them."""
+    """Kernels that could run on this machine, kernels of packages that are not installed included."""
     if device != "cuda":
         return ("attention.math",)
     capability = facts.gpu.capability

@@ -17,7 +17,7 @@ from trainer.planning.choose.loading import MOST_BYTES, OURS, PACKAGE, STATES
 
 TIMEOUT_SECONDS = 30.0
 LEAST_BYTES = 2**28
-"""A smaller file is read at once, whatever reads it."""
+"""A smaller file is read in one piece by both loaders."""
 _EVICTED_SHARE = 0.05
 _READ_BYTES = 2**24
 
@@ -32,10 +32,10 @@ def largest(files: tuple[Path, ...]) -> Path | None:
 def probe_reading(
     file: Path, disk: str, environment: Mapping[str, str]
 ) -> tuple[tuple[ReadVerdict, ...], str]:
-    """Rates of both loaders in each state that the file could be brought into, and what went wrong.
+    """Rates of both loaders in each state that the file could be brought into, and the error, if any.
 
-    At most MOST_BYTES are read each time. What was not reached in time has a rate of 0: a slow disk is
-    measured once, as others are.
+    At most MOST_BYTES are read each time. A state that was not reached in time has a rate of 0, so that a
+    slow disk is measured once, as others are.
     """
     child = Child(environment)
     try:
@@ -106,7 +106,7 @@ def print_rates(path: Path, device: str) -> None:
     for state in ("cold", "cached"):
         _bring(path, state, MOST_BYTES)
         share = page_cache_share(path)
-        # a file in memory, or one that somebody else has mapped, is never cold
+        # a file in memory, or one that another process has mapped, is never cold
         if state == "cold" and (share is None or share > _EVICTED_SHARE):
             continue
         for loader in (OURS, PACKAGE):

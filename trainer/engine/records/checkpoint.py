@@ -50,11 +50,6 @@ class Snapshot:
     """Values of which a resume tells the changes, by name; empty in checkpoints of 0.1.0."""
 
 
-def folder_of(root: Path, step: int) -> Path:
-    """Folder of the checkpoint after `step` steps."""
-    return root / f"step-{step:06d}"
-
-
 def save(
     root: Path,
     snapshot: Snapshot,
@@ -68,7 +63,7 @@ def save(
 
     Raises StorageError with the older checkpoints untouched and the partial one removed.
     """
-    target = folder_of(root, snapshot.step)
+    target = root / f"step-{snapshot.step:06d}"
     with no_space_told(target):
         with whole_folder(target) as temporary:
             checksums: dict[str, str] = {}
@@ -97,7 +92,7 @@ def _own_checksum(state: Mapping[str, Any]) -> str:
 
 
 def _prune(root: Path, keep: int, newest_step: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to `newest_step`, and what an interrupted save left.
+    """Remove all but the newest `keep` checkpoints up to `newest_step`, and leftovers of interrupted saves.
 
     Later ones are damaged, since the run went on from an earlier one; they are replaced when it gets there.
     """
@@ -115,7 +110,7 @@ def step_of(folder: Path) -> int:
 
 
 def steps_on_disk(root: Path) -> list[Path]:
-    """Complete checkpoints, oldest first; folders that somebody renamed are not among them."""
+    """Complete checkpoints, oldest first; renamed folders are not among them."""
     found = [path for path in root.glob("step-*") if path.is_dir() and _NAME.fullmatch(path.name)]
     return sorted(found, key=step_of)
 
@@ -180,7 +175,7 @@ def damage(folder: Path, on_chunk: Callable[[], None]) -> str | None:
 
 
 class _DamagedError(Exception):
-    """state.json is not what a trainer wrote."""
+    """state.json was not written by a trainer, or was changed since."""
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from trainer.config.schema import FlowSection, LoraSection
+from trainer.config.schema import LoraSection
 from trainer.data.records import Record
 from trainer.engine.caching.entries import data_fingerprint
 from trainer.engine.context import Context
@@ -21,7 +21,7 @@ SAMPLE_ORDER = "drawn by the step"
 """The way samples become steps; up to 0.1.0 they waited for others of equal shape, which made up a step."""
 
 Value = Callable[[Context, Sequence[Record]], str | None]
-"""The value as text; None where the run has no such thing."""
+"""The value as text; None where the run has no such value."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,39 +34,48 @@ class Row:
     """Configuration keys that decide it."""
     value: Value
     unrecorded: str | None = None
-    """The value that a checkpoint without it was trained with; None: nobody knows."""
+    """The value that a checkpoint without this row was trained with; None where it is not known."""
 
 
 def _config(key: str, *, name: str | None = None, unrecorded: str | None = None) -> Row:
-    """A row whose value is that of a configuration key."""
-
-    def value(context: Context, _: Sequence[Record]) -> str | None:
-        section, dot, last = key.rpartition(".")
-        held = vars(context.config)
-        return str(vars(held[section])[last] if dot else held[last])
-
-    return Row(name=name or key, keys=(key,), value=value, unrecorded=unrecorded)
-
-
-def _plan(name: str, key: str, value: Callable[[Plan], object]) -> Row:
-    """A row that the plan decides; `key` is empty where the configuration has no say in it."""
-    keys = (key,) if key else ()
-    return Row(name=name, keys=keys, value=lambda context, _: str(value(context.plan)))
+    """A row with the value of a configuration key."""
+    return Row(
+        name=name or key, keys=(key,), value=lambda run, _: _configured(run, key), unrecorded=unrecorded
+    )
 
 
 def _adapter(key: str) -> Row:
     """A row of `lora`; 0.1.0 recorded those of its options only that were not the usual ones."""
+    return _config(f"lora.{key}", unrecorded=_text(vars(LoraSection())[key]))
 
-    def text(lora: LoraSection) -> str:
-        found = vars(lora)[key]
-        if isinstance(found, dict):
-            return str(sorted(found.items()))
-        return ",".join(sorted(found)) if isinstance(found, tuple) else str(found)
 
-    def value(context: Context, _: Sequence[Record]) -> str | None:
-        return text(context.config.lora) if context.config.method == "lora" else None
+def _plan(name: str, key: str, value: Callable[[Plan], object]) -> Row:
+    """A row that the plan decides; `key` is empty where the configuration has no say in it."""
+    return Row(name=name, keys=(key,) if key else (), value=lambda run, _: str(value(run.plan)))
 
-    return Row(name=f"lora.{key}", keys=(f"lora.{key}",), value=value, unrecorded=text(LoraSection()))
+
+def _configured(context: Context, key: str) -> str | None:
+    """The value of a configuration key; None for the adapter of a full fine-tune, and for draws that a family
+    does not make, a weighting scheme has not, or a model is not told.
+    """
+    config, family, (section, _, last) = context.config, context.family, key.rpartition(".")
+    if section == "lora" and config.method != "lora":
+        return None
+    if section == "flow":
+        scheme = config.flow.weighting_scheme
+        if "latents" not in family.encoder_components or _SCHEME_OF.get(last, scheme) != scheme:
+            return None
+        base = context.source.component_config(family.trained_component)
+        if last == "guidance_scale" and not base.get("guidance_embeds"):
+            return None
+    return _text(vars(vars(config)[section] if section else config)[last])
+
+
+def _text(value: object) -> str:
+    """A value in one form: tables and names in alphabetical order."""
+    if isinstance(value, dict):
+        return str(sorted(value.items()))
+    return ",".join(sorted(value)) if isinstance(value, tuple) else str(value)
 
 
 def _init_from(context: Context, _: Sequence[Record]) -> str | None:
@@ -76,35 +85,17 @@ def _init_from(context: Context, _: Sequence[Record]) -> str | None:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _flow(key: str, applies: Callable[[FlowSection], bool] = lambda flow: True) -> Row:
-    """A row of `flow`, for families that draw noise; guidance only for models that are told it."""
-
-    def value(context: Context, _: Sequence[Record]) -> str | None:
-        flow, family = context.config.flow, context.family
-        if "latents" not in family.encoder_components or not applies(flow):
-            return None
-        told = context.source.component_config(family.trained_component) if key == "guidance_scale" else {}
-        if key == "guidance_scale" and not told.get("guidance_embeds"):
-            return None
-        return str(vars(flow)[key])
-
-    return Row(name=f"flow.{key}", keys=(f"flow.{key}",), value=value)
-
-
 def _weights(context: Context, _: Sequence[Record]) -> str:
     plan = context.plan
     return " ".join(filter(None, (context.source.weights, plan.weights, plan.modulation)))
 
 
-def _adamw(key: str, number: int) -> Row:
-    """A row of AdamW's second beta or decay, where `auto` is decided by the optimizer."""
-
-    def value(context: Context, _: Sequence[Record]) -> str:
-        return str(second_beta_and_decay(context.config.train, context.plan.optimizer)[number])
-
-    return Row(name=key, keys=(key,), value=value)
+def _adamw(context: Context) -> tuple[str, ...]:
+    """AdamW's second beta and decay, where `auto` is decided by the optimizer."""
+    return tuple(map(str, second_beta_and_decay(context.config.train, context.plan.optimizer)))
 
 
+_SCHEME_OF = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
 _BASE = "model.pretrained_model_name_or_path"
 _DATA = ("data.sets", "data.resolution", "data.trigger_word", "data.on_bad_file", "validation.held_out")
 
@@ -132,13 +123,11 @@ REFUSED: tuple[Row, ...] = (
     _config("train.ema_decay", unrecorded="None"),
     *map(_adapter, ("rank", "alpha", "target_modules", "type", "dropout", "rank_pattern", "alpha_pattern")),
     Row(name="lora.init_from", keys=("lora.init_from",), value=_init_from, unrecorded="nothing"),
-    _flow("weighting_scheme"),
-    _flow("logit_mean", lambda flow: flow.weighting_scheme == "logit_normal"),
-    _flow("logit_std", lambda flow: flow.weighting_scheme == "logit_normal"),
-    _flow("mode_scale", lambda flow: flow.weighting_scheme == "mode"),
-    _flow("shift"),
-    _flow("guidance_scale"),
-)
+    *map(_config, (
+        "flow.weighting_scheme", "flow.logit_mean", "flow.logit_std", "flow.mode_scale", "flow.shift",
+        "flow.guidance_scale",
+    )),
+)  # fmt: skip
 """Another value is another experiment: exit code 78."""
 
 TOLD: tuple[Row, ...] = (
@@ -147,8 +136,8 @@ TOLD: tuple[Row, ...] = (
         "train.lr_num_cycles", "train.lr_power", "train.max_grad_norm", "train.adam_beta1",
         "train.adam_epsilon",
     )),
-    _adamw("train.adam_beta2", 0),
-    _adamw("train.weight_decay", 1),
+    Row(name="train.adam_beta2", keys=("train.adam_beta2",), value=lambda run, _: _adamw(run)[0]),
+    Row(name="train.weight_decay", keys=("train.weight_decay",), value=lambda run, _: _adamw(run)[1]),
     _plan("device", "", lambda plan: plan.device),
     _plan("attention", "features.attention", lambda plan: plan.attention),
     _plan("compile", "features.compile", lambda plan: plan.compile),
@@ -172,14 +161,14 @@ FREE: tuple[str, ...] = (
 
 
 def values(rows: Sequence[Row], context: Context, records: Sequence[Record]) -> dict[str, str]:
-    """The values of these rows in a run, by name; those that do not apply are left out."""
+    """The values of these rows in a run, by name; rows that do not apply are left out."""
     found = ((row.name, row.value(context, records)) for row in rows)
     return {name: value for name, value in found if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Change:
-    """A value that is not what it was; `nothing` where one side has none."""
+    """A value that has changed; `nothing` where one side has none."""
 
     name: str
     old: str

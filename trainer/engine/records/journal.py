@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Generator
 from pathlib import Path
-from types import TracebackType
 
 import torch
 
@@ -62,9 +62,12 @@ class Journal:
         """Start timing the steps up to the next log step; previews and saves in between are not steps."""
         self._marked = time.monotonic()
 
-    def pause(self, seconds: float) -> None:
-        """Leave `seconds` that were no training out of the step time."""
-        self._marked += seconds
+    @contextlib.contextmanager
+    def untimed(self) -> Generator[None, None, None]:
+        """Leave work that is not training out of the step time."""
+        started = time.monotonic()
+        yield
+        self._marked += time.monotonic() - started
 
     def phase(self, phase: Phase) -> None:
         """Publish the phase to the metrics."""
@@ -78,8 +81,10 @@ class Journal:
 
     def log_step(
         self,
-        values: Mapping[str, float],
         *,
+        loss: float,
+        learning_rate: float,
+        grad_norm: float,
         step: int,
         steps: int,
         samples: int,
@@ -88,16 +93,16 @@ class Journal:
     ) -> str:
         """Record `steps` steps that ended with `step`, and give the line for people.
 
-        `values` has loss, learning_rate and grad_norm; `validation` is what was measured at this step.
+        `validation` is the held-out loss of this step.
         """
         now = time.monotonic()
         seconds = max(now - self._marked, 1e-9)
         device = self.context.device
         record = StepRecord(
             step=step,
-            loss=values["loss"],
-            learning_rate=values["learning_rate"],
-            grad_norm=values["grad_norm"],
+            loss=loss,
+            learning_rate=learning_rate,
+            grad_norm=grad_norm,
             seconds_per_step=seconds / steps,
             samples_per_second=samples / seconds,
             tokens_per_second=tokens / seconds if tokens else None,
@@ -129,16 +134,10 @@ class Journal:
     def __enter__(self) -> Journal:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.sync()
-        self.close(finished=kind is None)
-
-    def close(self, *, finished: bool = True) -> None:
-        """Close the files, and tell the tracker whether the run came to its end."""
         for sink in self._sinks:
-            sink.close(finished=finished)
+            sink.close(finished=kind is None)  # which the tracker tells
 
 
 def start_tracker(context: Context) -> Tracker | None:

@@ -76,7 +76,7 @@ def start(context: Context, records: Sequence[Record]) -> Start:
 
 
 def _tell_changes(context: Context, snapshot: checkpoint.Snapshot, settings: Mapping[str, str]) -> bool:
-    """Say every value that is not what it was; gives `Start.relabels`."""
+    """Say every value that has changed since the checkpoint; gives `Start.relabels`."""
     finished = snapshot.step == context.config.train.max_train_steps
     if not snapshot.settings:
         context.say("an older trainer wrote the checkpoint: what changed in the settings since is not known")

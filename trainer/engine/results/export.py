@@ -40,32 +40,31 @@ def export(path: Path, form: str, target: Path | None, family_name: str | None) 
         )
         remedy = "the run that trained it wrote both files: they are in its folder lora/"
         raise ConfigError(f"a {adapter.kind} needs {needs} for that", where=str(path), remedy=remedy)
-    target = target or _beside(path, form)
+    stem = path.name.removesuffix(".safetensors").removesuffix(".comfyui")
+    target = target or path.with_name(f"{stem}.{form}.safetensors")
     if target.exists():
         raise ConfigError(f"{target} exists", where="--to", remedy="name another file, or move it away")
     with atomic.no_space_told(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         # in a folder of its own until it is whole: a full disk leaves nothing that looks like a LoRA
         with tempfile.TemporaryDirectory(prefix=f".{target.name}.", dir=target.parent) as folder:
-            _write(adapter, family, form, Path(folder) / target.name).replace(target)
+            path = Path(folder) / target.name
+            if form == "diffusers":
+                own = _own_names(adapter, family)
+                path = save_adapter(family, own.state, _peft_config(own), own.metadata, path)
+            else:
+                write_comfyui(
+                    adapter.state,
+                    path,
+                    adapter.metadata,
+                    config=adapter.config,
+                    key_of=family.comfyui_keys,
+                    weight_of=_no_weight,
+                    swapped=family.comfyui_swaps,
+                )
+            path.replace(target)
     atomic.sync_directory(target.parent)
     return target
-
-
-def _write(adapter: AdapterFile, family: Family, form: str, path: Path) -> Path:
-    if form == "diffusers":
-        own = _own_names(adapter, family)
-        return save_adapter(family, own.state, _peft_config(own), own.metadata, path)
-    write_comfyui(
-        adapter.state,
-        path,
-        adapter.metadata,
-        config=adapter.config,
-        key_of=family.comfyui_keys,
-        weight_of=_no_weight,
-        swapped=family.comfyui_swaps,
-    )
-    return path
 
 
 def _family(adapter: AdapterFile, path: Path, name: str | None) -> Family:
@@ -82,13 +81,8 @@ def _family(adapter: AdapterFile, path: Path, name: str | None) -> Family:
     return families.get(name)
 
 
-def _beside(path: Path, form: str) -> Path:
-    stem = path.name.removesuffix(".safetensors").removesuffix(".comfyui")
-    return path.with_name(f"{stem}.{form}.safetensors")
-
-
 def _own_names(adapter: AdapterFile, family: Family) -> AdapterFile:
-    """A ComfyUI file's adapter with the model's names of those layers that ComfyUI calls otherwise."""
+    """A ComfyUI file's adapter with the model's names for layers that ComfyUI names otherwise."""
     shapes = read_table(TABLES / f"{family.name}.json")[family.trained_component]
     # without `transformer.` or `diffusion_model.`, as the file's layers are read
     theirs = {

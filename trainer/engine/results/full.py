@@ -58,18 +58,14 @@ def _write_others(context: Context, target: Path) -> None:
         weights = () if name in source.random_components else weight_files(source.folder / name).files
         for file in component_texts(source.folder / name):
             shutil.copyfile(file, target / name / file.name)
+        # links: a second copy of the text encoders would take as much room as they do. A link of a link would
+        # be lost with the one between, but that of the hub's cache names repository, commit and file
         for file in weights:
-            _link(context, file, target / name / file.name)
-
-
-def _link(context: Context, file: Path, link: Path) -> None:
-    """A second copy of the text encoders would take as much room as they do. A link of a link would be lost
-    with the one between, but that of the hub's cache names repository, commit and file.
-    """
-    try:
-        link.symlink_to(file.absolute() if is_repository(context.config) else file.resolve())
-    except OSError as error:
-        context.say(f"{link.parent.name}/{link.name} is not in the saved model: no link ({error.strerror})")
+            linked = file.absolute() if is_repository(context.config) else file.resolve()
+            try:
+                (target / name / file.name).symlink_to(linked)
+            except OSError as error:
+                context.say(f"{name}/{file.name} is not in the saved model: no link ({error.strerror})")
 
 
 def _write_shards(context: Context, model: Any, folder: Path) -> None:
@@ -85,7 +81,13 @@ def _write_shards(context: Context, model: Any, folder: Path) -> None:
         name = f"{stem}{suffix}.safetensors"
         write_tensors(folder / name, shard, metadata, lambda: context.status.beat(Phase.SAVE))
         weight_map |= dict.fromkeys(shard, name)
-    texts = {"config.json": _config(context)}
+    config = dict(context.source.component_config(context.family.trained_component))
+    config.pop("quantization_config", None)
+    if not context.family.trained_component:
+        # transformers loads in the type that the config names, and would round
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(context.dtype).removeprefix("torch.")
+    texts = {"config.json": config}
     if len(shards) > 1:
         total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
@@ -96,18 +98,6 @@ def _write_shards(context: Context, model: Any, folder: Path) -> None:
         # the folder is the whole model: with its tokenizer it loads by itself
         for file in tokenizer_files(context.source.folder):
             shutil.copyfile(file, folder / file.name)
-
-
-def _config(context: Context) -> dict[str, Any]:
-    """The base's config.json for weights that are written whole, in the type that they trained in."""
-    component = context.family.trained_component
-    values = dict(context.source.component_config(component))
-    values.pop("quantization_config", None)
-    if not component:
-        # transformers loads in the type that the config names, and would round
-        values.pop("torch_dtype", None)
-        values["dtype"] = str(context.dtype).removeprefix("torch.")
-    return values
 
 
 def saved_state(model: Any) -> dict[str, torch.Tensor]:

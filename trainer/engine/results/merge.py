@@ -75,7 +75,7 @@ def _require(
 
 
 def _copy_others(family: Family, source: ModelSource, folder: Path) -> None:
-    """Everything but the weights that change: other components whole, and what belongs to all of them."""
+    """Everything but the weights that change: other components whole, and the texts beside the components."""
     trained = source.component(family.trained_component)
     for name in families.components(family):
         (folder / name).mkdir(exist_ok=True)
@@ -120,7 +120,7 @@ def _merge_shards(
 
 
 def _merged(shard: safe_open, adapter: AdapterFile, left: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The shard's tensors; those that the adapter changes are taken out of `left`."""
+    """The shard's tensors; layers that the adapter changes are taken out of `left`."""
     for name in shard.keys():  # noqa: SIM118 (not a mapping)
         tensor = shard.get_tensor(name)
         module = name.removesuffix(".weight")

@@ -82,7 +82,7 @@ class _Page:
     cell: tuple[int, int]
     """Width and height of a picture."""
     lefts: tuple[int, ...]
-    """Of the pictures in each column; a block has so many columns, but perhaps the last."""
+    """Left edge of each column; the last block may have fewer columns."""
     title_font: _Font
     title_line: int
     caption_font: _Font
@@ -175,7 +175,7 @@ def _head(text: str, font: _Font, width: int) -> str:
 
 
 def step_of(path: Path) -> int | None:
-    """Step of a row of previews, or of the folder of its images; None for a file of somebody else's."""
+    """Step of a row of previews, or of the folder of its images; None for any other file."""
     found = _ROW_NAME.fullmatch(path.name)
     return None if found is None else int(found[1])
 
@@ -209,7 +209,7 @@ def write_strip(samples: Path, *, up_to_step: int) -> Path | None:
 
 
 def write_png(picture: Image.Image, path: Path, text: Mapping[str, str] | None = None) -> None:
-    """Write a PNG, with `text` inside, so that nobody sees half of one."""
+    """Write a PNG atomically, with `text` inside."""
     path.parent.mkdir(parents=True, exist_ok=True)
     info = PngInfo()
     for key, value in (text or {}).items():

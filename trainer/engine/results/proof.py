@@ -31,7 +31,7 @@ TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3
 _SEED = 20_240_801
 _INPUTS = 2
 _GROWS_FROM_ZERO = {".lora_B": (".lora_A",), ".lokr_w1": (".lokr_w2", ".lokr_w2_a")}
-"""Parts of an adapter that training starts at zero, and what each is multiplied with."""
+"""Parts of an adapter that training starts at zero, and the factor of each."""
 _MOST_SIDE, _MOST_TOKENS = 512, 512
 """Size of the inputs. A language model's output is tokens x vocabulary: a full row would be gigabytes."""
 
@@ -100,7 +100,7 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
         proof = prove_lora(context, model, path)
         figures = json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n"
         atomic.write_text(path.with_suffix(".proof.json"), figures)
-        # of another LoRA from here on
+        # it belongs to another LoRA from here on
         (folder / _name(context, ".comfyui")).unlink(missing_ok=True)
         _move(temporary, folder)
         comfyui = _write_twin(context, model, temporary)
@@ -170,7 +170,7 @@ def save_adapter(
     try:
         written = family.save_adapter(state, config, path.parent, path.name)
     except SafetensorError as error:
-        # the library has no error class for what a disk answers
+        # the library has no error class for a full or failing disk
         found = re.search(r"os error (\d+)", str(error))
         if found is None:
             raise

@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.data.sampler import MicroBatch, Sampler
-from trainer.engine.building.fast import NOTHING_VARIES, Varies
-from trainer.engine.caching.batches import draw_for, load_batch, padded_header
+from trainer.engine.caching.batches import draw_for, load_batch
 from trainer.engine.caching.entries import Entries, TextEntry
 from trainer.engine.caching.store import Cache
 from trainer.engine.context import Context
 from trainer.engine.training.graphs import OF_ONE_PICTURE
 from trainer.errors import OutOfMemoryError
 from trainer.families.values import Batch, Draw, Header
+from trainer.planning.shapes.mix import padded_length
 from trainer.words.sizes import GIB
 
 # reading, random numbers and copies leave the interpreter to others: two threads make nearly twice as much
 _THREADS = 2
 _AHEAD = 4
-# samples whose steps are looked at for what is said of all of them
+# samples whose steps are counted for the line about all steps
 _COUNTED = 4000
 
 
@@ -64,39 +64,38 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
 
 def _text_headers(context: Context, entries: Entries, texts: Sequence[TextEntry]) -> list[Header]:
     """Shapes of text entries as they are batched: padded where the plan pads captions."""
-    headers = [entries.headers[one.key] for one in texts]
+    headers, caption = [entries.headers[one.key] for one in texts], context.family.caption
     if not context.plan.text_padding:
         return headers
-    return [padded_header(header, context.family) for header in headers]
+    assert caption is not None, "a family whose captions are padded as they are encoded"
+    return [{**one, caption: (padded_length(one[caption][0]), *one[caption][1:])} for one in headers]
 
 
 def parted(sampler: Sampler, steps: int) -> str:
     """The number of micro-batches in a step and of samples in these, in words; counted in the first steps."""
     counted = min(steps, max(1, _COUNTED // sampler.rows))
-    made = [len(one.samples) for step in range(counted) for one in sampler.step(step)]
+    made = [len(one) for step in range(counted) for one in sampler.step(step)]
     per_step = f"{len(made) / counted:.1f} micro-batches a step, of {min(made)} to {max(made)} samples"
     return f"samples of a step that are of one shape are computed together: {per_step}"
 
 
-def varies(context: Context, entries: Entries) -> Varies:
-    """Sizes that differ among the run's micro-batches, captions as they are padded; none where no block is
-    compiled, to which it does not matter.
+def varies(context: Context, entries: Entries) -> tuple[str, ...]:
+    """Sizes that differ among the run's micro-batches (arguments of `small_forward`), captions as they are
+    padded; none where no block is compiled, to which it does not matter.
     """
     plan, packed = context.plan, context.family.packed_by is not None
     if not plan.compile:
-        return NOTHING_VARIES
-    # of pictures, without tensors as large as one of them that not every sample has
+        return ()
+    # shapes of pictures, without the tensors of picture size that only some samples have
     latents = [
         {name: shape for name, shape in entries.headers[one.key].items() if name not in OF_ONE_PICTURE}
         for one in entries.latents
     ]
     texts = _text_headers(context, entries, [*entries.texts, *entries.empties])
-    return Varies(
-        pictures=any(one != latents[0] for one in latents),
-        captions=packed or any(one != texts[0] for one in texts),
-        # the rest of a bucket makes smaller batches
-        batches=plan.micro_batch_size > 1 and not packed,
-    )
+    pictures = ("wide", "tall") if any(one != latents[0] for one in latents) else ()
+    captions = ("text",) if packed or any(one != texts[0] for one in texts) else ()
+    # the rest of a bucket makes smaller batches
+    return (*pictures, *captions, *(("batch",) if plan.micro_batch_size > 1 and not packed else ()))
 
 
 def keep_bytes(context: Context, entries: Entries) -> int:
@@ -133,10 +132,10 @@ def feed(
     kept, pin_memory = dataclasses.replace(entries, cache=cache), context.plan.pin_memory
 
     def prepare(micro_batch: MicroBatch) -> Fed:
-        samples = [(sample.record, sample.dropped) for sample in micro_batch.samples]
+        samples = [(sample.record, sample.dropped) for sample in micro_batch]
         text_padding = context.plan.text_padding
         batch = load_batch(context, kept, samples, pin_memory=pin_memory, text_padding=text_padding)
-        draw = draw_for(context.family, batch, settings, [one.position for one in micro_batch.samples])
+        draw = draw_for(context.family, batch, settings, [one.position for one in micro_batch])
         if draw is not None and pin_memory:
             draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
         return Fed(micro_batch=micro_batch, batch=batch, draw=draw)

@@ -62,7 +62,7 @@ class _Pool:
         torch._C._cuda_endAllocateToPool(self._device, self.id)
 
     def release(self) -> None:
-        """Let the allocator free what nothing uses."""
+        """Let the allocator free the blocks that no graph uses."""
         torch._C._cuda_releasePool(self._device, self.id)
 
 
@@ -76,14 +76,16 @@ class Graphs:
         self._seen: dict[Any, int] = {}
         self._sizes: set[Any] = set()
         self._with_tables: set[Any] = set()
-        """Kinds that ran since graphs were dropped: what is not training may have pushed their tables out."""
+        """Kinds that ran since graphs were dropped: a preview may have pushed their tables out."""
         self._most_captured = 0
         self._pool = _Pool()
         self._stream = torch.cuda.Stream()
 
     def __call__(self, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> torch.Tensor:
         """The micro-batch's loss: a scalar that the next call of the same kind may overwrite."""
-        key = _kind(batch, draw)
+        # equal for batches that one graph serves
+        kinds = tuple((name, tuple(one.shape), one.dtype) for name, one in _named(batch, draw))
+        key = batch.size, kinds
         captured = self.captured.get(key)
         if captured is None:
             seen = self._seen[key] = self._seen.get(key, 0) + 1
@@ -93,10 +95,14 @@ class Graphs:
                     for name, one in batch.latents.items()
                     if name not in OF_ONE_PICTURE
                 }
-                return self._first(batch, draw, weight)
+                return self._first(key, batch, draw, weight)
             if seen <= WARM_UP or len(self.captured) >= MOST_CAPTURED or self._has_many_sizes:
                 if seen == WARM_UP + 1:
-                    self._say_uncaptured()
+                    most = "of none" if self._has_many_sizes else f"of {MOST_CAPTURED} sets of shapes"
+                    self._say(
+                        f"{len(self._seen)} sets of shapes so far: CUDA graphs are kept {most}, this one runs"
+                        " without"
+                    )
                 with self._aside():
                     return self.compute(batch, draw, weight)
             if key not in self._with_tables:
@@ -114,13 +120,12 @@ class Graphs:
     def __str__(self) -> str:
         return f"{self._most_captured} CUDA graphs of {len(self._seen)} sets of shapes"
 
-    def _first(self, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> torch.Tensor:
+    def _first(self, key: Any, batch: Batch, draw: Draw | None, weight: torch.Tensor) -> torch.Tensor:
         """The first micro-batch of a kind.
 
         A model may keep tables that it makes for a new size. In the pool they would lie where another graph
         puts what it computes: where there are graphs, tables are made first, outside the pool.
         """
-        key = _kind(batch, draw)
         if self.captured and not self._has_many_sizes and self._make_tables(key, batch, draw):
             with self._aside():
                 return self.compute(batch, draw, weight)
@@ -141,15 +146,8 @@ class Graphs:
         torch.cuda.empty_cache()  # memory that the allocator keeps for others is not the pool's
         return True
 
-    def _say_uncaptured(self) -> None:
-        """Say once for each kind that it runs without a graph, and why."""
-        most = "of none" if self._has_many_sizes else f"of {MOST_CAPTURED} sets of shapes"
-        self._say(
-            f"{len(self._seen)} sets of shapes so far: CUDA graphs are kept {most}, this one runs without"
-        )
-
     def drop(self) -> None:
-        """Free what the graphs hold, all activations of a step; they are captured again when needed."""
+        """Free the memory of all graphs, the activations of a step; they are captured again when needed."""
         # the last replay may still run: neither the graph nor the memory that it writes may go before its
         # end, and an expandable segment waits for its own stream alone before it is unmapped
         torch.cuda.synchronize()
@@ -161,7 +159,7 @@ class Graphs:
 
     @contextlib.contextmanager
     def _aside(self) -> Iterator[None]:
-        """On the graphs' stream and in their pool, between what was queued before and what comes after."""
+        """On the graphs' stream and in their pool, between the work queued before and after."""
         outside = torch.cuda.current_stream()
         self._stream.wait_stream(outside)
         try:
@@ -197,12 +195,6 @@ class Graphs:
 
 def _tensors(batch: Batch, draw: Draw | None, weight: torch.Tensor) -> list[torch.Tensor]:
     return [tensor for _, tensor in _named(batch, draw)] + [weight]
-
-
-def _kind(batch: Batch, draw: Draw | None) -> Any:
-    """Equal for batches that one graph serves."""
-    named = _named(batch, draw)
-    return batch.size, tuple((name, tuple(tensor.shape), tensor.dtype) for name, tensor in named)
 
 
 def _named(batch: Batch, draw: Draw | None) -> list[tuple[str, torch.Tensor]]:

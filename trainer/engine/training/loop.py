@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import math
-import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
 import torch
 
+from trainer.engine.building.build import Built
 from trainer.engine.building.fast import uncompiled
 from trainer.engine.caching.batches import to_device
+from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import FLOOR, HostFlag
 from trainer.engine.optimizing.schedule import learning_rate
 from trainer.engine.records import checkpoint
 from trainer.engine.results.pictures import write_strip
-from trainer.engine.training import best, microbatch
+from trainer.engine.training import held_out
 from trainer.engine.training.feed import Fed, feed
 from trainer.engine.training.preview import draw_previews, preview_path
 from trainer.engine.training.state import Run, State, save
-from trainer.engine.training.validation import measure
 from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError, TrainerError
-from trainer.modeling.blocks.compiled import graphs_compiled
+from trainer.families.values import ENDS, Batch, Draw
+from trainer.modeling.attention.text_lengths import padded_text
+from trainer.modeling.blocks.compiled import graphs_compiled, mark_varying
 from trainer.modeling.seeds import seeded
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.sinks.records import METRICS_LOG, ValidationRecord, read_metrics
@@ -84,9 +87,9 @@ def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
             loss += run.graphs(batch, draw, torch.full((), weight, device=context.device))
         else:
             # the dropout of a micro-batch follows from the seed and its first sample alone
-            label = f"{config.train.seed}/dropout/{fed.micro_batch.samples[0].position}"
+            label = f"{config.train.seed}/dropout/{fed.micro_batch[0].position}"
             with seeded(label, context.device) if drops else contextlib.nullcontext():
-                loss += microbatch.compute(context, run.built, context.settings, batch, draw, weight)
+                loss += compute(context, run.built, batch, draw, weight)
         phase = Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
         context.status.beat(phase, step=state.step, total=total)
     _check_finite(run, state)
@@ -102,12 +105,53 @@ def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
 
 
+def compute(
+    context: Context, built: Built, batch: Batch, draw: Draw | None, weight: float | torch.Tensor
+) -> torch.Tensor:
+    """Forward and backward of a micro-batch: adds its gradients to the optimizer's sums.
+
+    Gives its loss: a scalar on the device, detached.
+    """
+    if context.plan.compile:
+        _mark_lengths(batch)
+    with padded_text(built.text_readers, batch.text_mask):
+        loss = context.family.loss(built.model, batch, draw, context.settings).sum() / weight
+        built.accelerator.backward(built.updater.scaled(loss))
+    built.updater.accumulate()
+    return loss.detach()
+
+
+def _mark_lengths(batch: Batch) -> None:
+    """Have compiled blocks take any number and length of captions, and any number of samples in a row."""
+    if batch.text_mask is not None:
+        mark_varying(batch.text_mask, [0, 1])
+    if ENDS in batch.text:
+        mark_varying(batch.text[ENDS], [0])
+
+
+def predict(context: Context, built: Built, batch: Batch, draw: Draw | None) -> None:
+    """One forward pass as it is written, for the tables that a model keeps by the shapes that it saw."""
+    with torch.no_grad(), uncompiled(context), padded_text(built.text_readers, batch.text_mask):
+        context.family.predict(built.model, batch, draw, context.settings)
+
+
 def _check_finite(run: Run, state: State) -> None:
     """Read the last step's flag; raise DivergedError naming the files that were in it."""
     if state.flag is None or state.flag.read() == 0.0:
         return
     records = run.entries.records
-    files = sorted({str(records[sample.record].path) for micro in state.suspects for sample in micro.samples})
+    files = sorted({str(records[sample.record].path) for micro in state.suspects for sample in micro})
+    step, status = state.saved_step, run.context.status
+    saved = f"the checkpoint of step {step} is intact (its checksums were compared just now)"
+    if state.saved_in is None:
+        saved = "nothing was saved"
+    else:  # read once more before anybody relies on it
+        try:
+            problem = checkpoint.damage(state.saved_in, functools.partial(status.beat, Phase.SAVE, step=step))
+        except TrainerError as error:
+            problem = str(error)
+        if problem is not None:
+            saved = f"the checkpoint of step {step} cannot be used: {problem}"
     what = "the loss or a gradient is NaN or infinite; the step changed nothing"
     if state.updater.scale is not None:
         what = (
@@ -115,24 +159,10 @@ def _check_finite(run: Run, state: State) -> None:
             " last steps changed nothing"
         )
     raise DivergedError(
-        f"step {state.step}: {what} and {_last_save(run, state)}",
+        f"step {state.step}: {what} and {saved}",
         where=", ".join(files),
         remedy="look at these files, lower train.learning_rate, or train in fp32",
     )
-
-
-def _last_save(run: Run, state: State) -> str:
-    """The checkpoint that the run can go on from, read once more before anybody relies on it."""
-    step, status = state.saved_step, run.context.status
-    if state.saved_in is None:
-        return "nothing was saved"
-    try:
-        problem = checkpoint.damage(state.saved_in, lambda: status.beat(Phase.SAVE, step=step))
-    except TrainerError as error:
-        problem = str(error)
-    if problem is not None:
-        return f"the checkpoint of step {step} cannot be used: {problem}"
-    return f"the checkpoint of step {step} is intact (its checksums were compared just now)"
 
 
 def _after_step(run: Run, state: State, bar: Progress) -> None:
@@ -140,7 +170,7 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
     config, step = run.context.config, state.step
     total, every = config.train.max_train_steps, config.validation.every_steps
     validation = None
-    with _untimed(run):
+    with run.journal.untimed():
         if step % every == 0 or step == total:
             try:
                 validation = _validate(run, step)
@@ -150,8 +180,8 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
                 raise
     logs = step % config.train.log_every_steps == 0 or step == total or validation is not None
     bar.advance(1, text=_log(run, state, validation) if logs else "")
-    with _untimed(run):
-        # saved first: what goes wrong in a preview loses nothing, and a resumed run draws the one it owes
+    with run.journal.untimed():
+        # saved first: a failing preview loses no step, and a resumed run draws the preview that is missing
         if step % config.checkpoint.checkpointing_steps == 0:
             _check_finite(run, state)
             save(run, state)
@@ -161,8 +191,8 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
 
 
 def _look_before(run: Run, state: State) -> None:
-    """The held-out loss and preview of the base before the first step; later, what the process before owes of
-    its checkpoint's step, whose held-out samples it could not read or whose preview it was stopped in.
+    """The held-out loss and preview of the base before the first step; on a resume, those of
+    the checkpoint's step that are missing: held-out samples could not be read, or its preview was stopped.
     """
     step, context, config = state.step, run.context, run.context.config
     rows = read_metrics(context.run_dir / METRICS_LOG)
@@ -183,9 +213,9 @@ def _validate(run: Run, step: int) -> ValidationRecord | None:
     if run.held_out is None:
         return None
     with beside_training(run):
-        record = measure(run.context, run.built.model, run.held_out, step=step)
+        record = held_out.measure(run.context, run.built.model, run.held_out, step=step)
         if step:
-            best.keep(run.context, run.built.model, record)
+            held_out.keep_best(run.context, run.built.model, record)
     return record
 
 
@@ -200,17 +230,9 @@ def preview(run: Run, step: int) -> Path | None:
 
 
 @contextlib.contextmanager
-def _untimed(run: Run) -> Generator[None, None, None]:
-    """Work whose time is not training time."""
-    started = time.monotonic()
-    yield
-    run.journal.pause(time.monotonic() - started)
-
-
-@contextlib.contextmanager
 def beside_training(run: Run) -> Generator[None, None, None]:
-    """Room for what is not training: without the activations that graphs hold, and without compiling more;
-    with the mean of the weights, where one is kept.
+    """Previews, held-out losses and exports: without the activations that CUDA graphs hold, and without
+    compiling more; with the mean of the weights, where one is kept.
     """
     if run.graphs is not None:
         run.graphs.drop()
@@ -219,17 +241,14 @@ def beside_training(run: Run) -> Generator[None, None, None]:
 
 
 def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
-    """Record the steps since the last line, and give the line for people."""
+    """Record the steps since the last line of the log, and give the line for people."""
     state.collect_loss()
     _check_finite(run, state)
     assert state.grad_norm is not None
-    row = {
-        "loss": state.interval_loss / state.interval_steps if state.interval_steps > 0 else math.nan,
-        "learning_rate": learning_rate(run.context.config.train, state.step),
-        "grad_norm": float(state.grad_norm.item()),
-    }
     line = run.journal.log_step(
-        row,
+        loss=state.interval_loss / state.interval_steps if state.interval_steps > 0 else math.nan,
+        learning_rate=learning_rate(run.context.config.train, state.step),
+        grad_norm=float(state.grad_norm.item()),
         step=state.step,
         steps=state.timed_steps,
         samples=state.interval_samples,

@@ -38,7 +38,7 @@ def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> 
     drop_previews(path)
     images = [shown(one) for one in drawn]
     for number, (one, image) in enumerate(zip(drawn, images, strict=True)):
-        target = _image_path(path, number)
+        target = path.with_suffix("") / f"{number:02d}.png"
         write_png(image, target, _drawn_as(context, number, entries.prompts[number]))
         if isinstance(one, str):
             atomic.write_text(target.with_suffix(".txt"), one + "\n")
@@ -64,10 +64,6 @@ def drop_previews_after(context: Context, step: int) -> None:
         drawn_at = step_of(path)
         if drawn_at is not None and drawn_at > step:
             drop_previews(path.with_suffix(".png"))
-
-
-def _image_path(row_path: Path, number: int) -> Path:
-    return row_path.with_suffix("") / f"{number:02d}.png"
 
 
 def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
@@ -96,27 +92,23 @@ def write_before_after(context: Context, entries: Entries, step: int) -> Path | 
     rows: list[list[Image.Image]] = [[], []]
     for number in range(len(validation.prompts)):
         for images, of_step in zip(rows, (0, step), strict=True):
-            path = _image_path(preview_path(context, of_step), number)
-            image = _read_image(path, _drawn_as(context, number, entries.prompts[number]))
-            if isinstance(image, str):
-                target.unlink(missing_ok=True)
-                context.say(f"no {BEFORE_AFTER}: {path.relative_to(context.run_dir)} {image}")
-                return None
-            images.append(image)
+            path = preview_path(context, of_step).with_suffix("") / f"{number:02d}.png"
+            fault = "shows another prompt, or was drawn with other settings"
+            try:
+                image, text = read_png(path)
+                if text == _drawn_as(context, number, entries.prompts[number]):
+                    images.append(image)
+                    continue
+            except FileNotFoundError:
+                fault = "is missing"
+            except OSError as error:
+                fault = f"cannot be read ({error})"
+            target.unlink(missing_ok=True)
+            context.say(f"no {BEFORE_AFTER}: {path.relative_to(context.run_dir)} {fault}")
+            return None
     titles = ("base model", f"{_RESULT[context.config.method]}, step {step}")
     write_png(before_after(rows, [*map(redacted, validation.prompts)], titles), target)
     return target
-
-
-def _read_image(path: Path, wanted: dict[str, str]) -> Image.Image | str:
-    """A kept image, or why it is none of those that are `wanted`."""
-    try:
-        image, text = read_png(path)
-    except FileNotFoundError:
-        return "is missing"
-    except OSError as error:
-        return f"cannot be read ({error})"
-    return image if text == wanted else "shows another prompt, or was drawn with other settings"
 
 
 def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] | list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from trainer.engine.records import checkpoint
 from trainer.engine.records.journal import Journal
 from trainer.engine.records.resume import Start
 from trainer.engine.training.graphs import Graphs
-from trainer.engine.training.validation import HeldOut
+from trainer.engine.training.held_out import HeldOut
 from trainer.telemetry.status import Phase
 
 
@@ -101,7 +102,7 @@ def save(run: Run, state: State) -> None:
         state.updater.weights(),
         state.updater.state(),
         keep=context.config.checkpoint.checkpoints_total_limit,
-        on_tensor=lambda: context.status.beat(Phase.SAVE, step=state.step),
+        on_tensor=functools.partial(context.status.beat, Phase.SAVE, step=state.step),
     )
     state.saved_step, state.saved_in = state.step, folder
     run.journal.metrics.checkpoint(state.step)

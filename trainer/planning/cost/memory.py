@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trainer.planning.cost import states
 from trainer.planning.plan import MemoryRow
 from trainer.planning.shapes.activations import COUNTED_ATTENTION
-from trainer.planning.shapes.geometry import Geometry, Linears, Role, Stack, linears_of
+from trainer.planning.shapes.geometry import Geometry, Linears, Role, Stack, linears_of, parted
 from trainer.ways.storages import ENCODERS_KEEP, VALUE_BYTES, WAYS, Way
 from trainer.words.sizes import GIB
 
@@ -24,7 +24,7 @@ _OUTER_BLOCK = 256
 # resident size of Python with torch, diffusers and transformers imported, and with CUDA's libraries in use
 _PROCESS_BYTES = 1 * GIB
 _CUDA_PROCESS_BYTES = int(3.5 * GIB)
-# what a shard passes through on its way to the device
+# buffers that a shard passes through on its way to the device
 _RING_BYTES = GIB // 2
 HOST_BYTES = _CUDA_PROCESS_BYTES + _RING_BYTES
 """Host memory of a process that trains on a GPU, without blocks that wait there."""
@@ -127,7 +127,7 @@ def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
         whole = _row(name, count * storage.value_bytes, f"{_count(count)}, {storage.dtype}")
         return _with_overhead(storage, [whole, peak])
     parts = (part for part in geometry.components if part.role == "text_encoder")
-    sizes = [size for part in parts for size in part.quantized(ENCODERS_KEEP).values()]
+    sizes = [size for part in parts for size in parted(part, ENCODERS_KEEP)[1].values()]
     linears, way = linears_of(sizes), WAYS[kind]
     packed, largest = linears.parameters, linears.largest
     stored = _linear_bytes(way, linears, len(sizes)) + (count - packed) * storage.value_bytes

@@ -30,7 +30,7 @@ class Rates:
 
 # torch's flash kernel was not written for Hopper
 _HOPPER_FLASH = 0.28
-# as the makers' data sheets have them, dense; GeForce cards sum in fp32 at half of their FP8 figure
+# figures of the makers' data sheets, dense; GeForce cards sum in fp32 at half of their FP8 figure
 _RATES: tuple[tuple[str, Rates], ...] = (
     ("GH200", Rates(bf16=989, fp8=1979, bandwidth=4.0, flash=_HOPPER_FLASH)),
     ("H200", Rates(bf16=989, fp8=1979, bandwidth=4.8, flash=_HOPPER_FLASH)),
@@ -59,9 +59,9 @@ _BANDWIDTH_SHARE = 0.8
 # launches a block, which the device waits for
 _TRAFFIC = {"eager": 20.5, "compiled": 6.8}
 _LAUNCHES_MS = {"eager": 1.2, "compiled": 0.45}
-# what the host takes in eager blocks to begin a linear layer's kernels, forward and backward, more for its
-# adapter, and more where it multiplies in FP8 or unpacks its weight: of two models in bf16 and two in FP8, on
-# the host of an H200 (docs/benchmarks.md)
+# time of the host to begin a linear layer's kernels in eager blocks, forward and backward, more for its
+# adapter, and more where it multiplies in FP8 or unpacks its weight: measured with two models in bf16 and two
+# in FP8 on the host of an H200 (docs/benchmarks.md)
 _HOST_PRODUCT_MS, _HOST_ADAPTER_MS, _HOST_PACKED_MS = 0.3, 0.65, 0.35
 # quantising activations and gradients, bytes moved likewise
 _FP8_TRAFFIC = 1.5
@@ -123,17 +123,16 @@ def speed(
         if row.works and (row.shape_class, row.dtype) in counting
     }
     base, known = found.get("matmul.bf16"), rates(gpu) if gpu is not None else None
-    shares = {
-        way.weights: ms / base
-        for way in WAYS.values()
-        if base and not way.trains and (ms := found.get(way.verdict)) is not None
-    }
     return Speed(
         rates=known or GENERIC,
         known=known is not None,
         attention=attention,
         attention_ms=found.get(f"attention.{attention}"),
-        matmul=shares,
+        matmul={
+            way.weights: ms / base
+            for way in WAYS.values()
+            if base and not way.trains and (ms := found.get(way.verdict)) is not None
+        },
     )
 
 
@@ -175,7 +174,11 @@ def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -
         + transposed * move_ms
         + beside * geometry.modulation.parameters * move_ms * forwards
     )
-    computing = max(computing, pointwise * _host_ms(storage, geometry))
+    if not storage.compile:
+        # the host begins all kernels of eager blocks, and a fast GPU waits for that
+        each = _HOST_PRODUCT_MS + (0.0 if way.trains else _HOST_PACKED_MS)
+        host = geometry.products * each + geometry.lora_layers * _HOST_ADAPTER_MS
+        computing = max(computing, pointwise * host)
     return computing + _copying_ms(storage, geometry, computing)
 
 
@@ -183,14 +186,6 @@ def usual_parts(storage: Storage, geometry: Geometry, attention: str) -> tuple[f
     """Micro-batches of one, two ... of a batch's samples, on average, captions as they are padded."""
     padded = storage.compile and storage.method == "lora" and not KERNELS[attention].exact_only
     return geometry.usual_parts.get("padded" if padded else "as they are", (1.0,))
-
-
-def _host_ms(storage: Storage, geometry: Geometry) -> float:
-    """Time in which the host begins all kernels of eager blocks, for which a fast GPU waits."""
-    if storage.compile:
-        return 0.0
-    packed = 0.0 if storage.way.trains else _HOST_PACKED_MS
-    return geometry.products * (_HOST_PRODUCT_MS + packed) + geometry.lora_layers * _HOST_ADAPTER_MS
 
 
 def _copying_ms(storage: Storage, geometry: Geometry, computing_ms: float) -> float:

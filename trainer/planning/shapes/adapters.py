@@ -6,13 +6,14 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from typing import Any
 
 from trainer.config.schema import LoraSection, RunConfig
 from trainer.families.family import Family
-from trainer.families.values import AttentionShape, Shape
+from trainer.families.values import Shape
 from trainer.modeling.adapter.targets import pattern_value, target_pattern
 from trainer.planning.shapes.activations import NOTHING_KEPT, Kept
-from trainer.planning.shapes.geometry import ComponentGeometry, Size, by_block
+from trainer.planning.shapes.geometry import ComponentGeometry, Size, by_block, parted
 
 COUNTED_RANK = 16
 """Rank of the plain LoRA that activations are counted with."""
@@ -27,7 +28,7 @@ def planned_adapter(
     family: Family,
     config: RunConfig,
     trained: ComponentGeometry,
-    attention: AttentionShape,
+    model_config: Mapping[str, Any],
     shape: Shape,
     sources: Mapping[str, str],
 ) -> tuple[int, int, Kept]:
@@ -38,13 +39,13 @@ def planned_adapter(
     """
     if config.method == "full":
         return 0, 0, NOTHING_KEPT
-    lora, linears, modulation = config.lora, dict(trained.linears), trained.matching(family.modulation)
+    lora, linears, modulation = config.lora, dict(trained.linears), parted(trained, family.modulation)[0]
+    attention = family.attention_shape(model_config, shape)
     # transformers' models have an embedding among their matrices, and a head that may share it, which files
     # leave out
     embedding = next((name for name in linears if name.rpartition(".")[2] == _EMBEDDING), None)
     if embedding is not None:
-        size = linears.pop(embedding)
-        linears.setdefault(_HEAD, size)
+        linears.setdefault(_HEAD, linears.pop(embedding))
     pattern = target_pattern(lora, family.lora_targets, linears, sources)
 
     def tokens_of(name: str) -> int:

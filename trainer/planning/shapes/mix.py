@@ -41,7 +41,7 @@ def usual_parts(
     """
     if size == 1:
         return (float(samples),)
-    # of a large set some: what was drawn does not come again for long
+    # some samples stand for a large set: one that was drawn does not come again for long
     scale = min(1.0, max(_MOST_RECORDS, 8 * samples) / sum(count for _, count, _ in pictures))
     kinds = [
         (shape, repeats) for shape, count, repeats in pictures for _ in range(max(1, round(count * scale)))

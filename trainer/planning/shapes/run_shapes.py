@@ -37,6 +37,7 @@ from trainer.planning.shapes.geometry import (
     kept_in_fp32,
     linear_blocks,
     linears_of,
+    parted,
     stacks,
     stored_component,
     table_component,
@@ -53,13 +54,13 @@ _ATTENTION_PRESET = "attention"
 # 44.6 of (tokens x ff)
 _VAE_UNITS = 3.25
 _TEXT_UNITS = 48
-# what the pipelines scale control images of another size to, and their previews' too
+# side that the pipelines scale control images of another size to, in previews too
 _CONTROL_SIDE = 1024
 # text tokens of a control image that the text encoder is shown at 384 x 384 pixels, with what is beside them
 _CONTROL_TOKENS = 200
 # captions of 1 to 300 tokens, as many short as long by their logarithm: 104 on average when they are padded
 _CAPTION_TOKENS = 104
-# of families whose text encoder sees the images too, one of 384 x 384 pixels among them
+# the same for families whose text encoder sees the images too, one of 384 x 384 pixels among them
 _CAPTION_TOKENS_WITH_IMAGES = 384
 # one logit with its fp32 copy, softmax and gradients, as counted on a GPU
 _LOGIT_BYTES = 12.5
@@ -82,7 +83,8 @@ def run_geometry(
     `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
     missing files are to come: a component is as large as its config says. `sources` says where keys stand.
     Memory is that of the longest caption, time of `pictures`, how many have each shape (else there are six),
-    with usual captions; with `caption_tokens` samples are alike. Raises AccessError, ConfigError.
+    with usual captions; with `caption_tokens` samples are alike. Raises AccessError for unknown sizes,
+    ConfigError for an adapter on no layer.
     """
     folders = {name: component_base(model_folder, name, downloads=downloads) for name in roles(family)}
     components = [
@@ -92,13 +94,12 @@ def run_geometry(
     trained, base = components[0], folders[family.trained_component]
     model_config = component_config(family, base, trained.name)
     shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
-    attention = family.attention_shape(model_config, shape)
-    parameters, layers, adapter = planned_adapter(family, config, trained, attention, shape, sources)
+    parameters, layers, adapter = planned_adapter(family, config, trained, model_config, shape, sources)
     packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
     kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
     repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
     eager, compiled = _activations(family, config, model_config, shape, repeated, adapter)
-    vae, tiled = _vae_peaks(family, config, folders, shape.bytes_per_value)
+    text, vae, tiled = _encoder_peaks(family, config, components, folders, shape.bytes_per_value)
     geometry = Geometry(
         components=tuple(components),
         lora_parameters=parameters,
@@ -111,7 +112,7 @@ def run_geometry(
         activations_compiled=compiled,
         fp32_parameters=fp32_parameters(trained.shapes, kept),
         stacks=repeated,
-        text_bytes_peak=_text_peak(components, config.data.max_sequence_length, shape.bytes_per_value),
+        text_bytes_peak=text,
         vae_bytes_peak=vae,
         vae_bytes_peak_tiled=tiled,
     )
@@ -179,11 +180,10 @@ def micro_batches(
         found = usual_parts(size, size * steps, captions=captions, pictures=known, most_tokens=most)
         return tuple(one / steps for one in found)
 
-    unpadded = config.features.text_padding is False
     return {
         "alike": parts("alike"),
         "as they are": parts("as they are"),
-        "padded": parts("as they are" if unpadded else "padded"),
+        "padded": parts("as they are" if config.features.text_padding is False else "padded"),
     }
 
 
@@ -191,8 +191,8 @@ def _packed(
     family: Family, config: RunConfig, trained: ComponentGeometry, model_folder: Path | None
 ) -> tuple[Linears, Linears, str, int]:
     """(linears that can be stored in fewer bits, modulation, how files store these and in how many bytes)."""
-    packed = linears_of(trained.quantized(family.high_precision).values())
-    modulation = linears_of(trained.matching(family.modulation).values())
+    packed = linears_of(parted(trained, family.high_precision)[1].values())
+    modulation = linears_of(parted(trained, family.modulation)[0].values())
     if model_folder is None or config.model.weights == "random":
         return packed, modulation, "", 0
     folder = model_folder / family.trained_component
@@ -247,8 +247,7 @@ def _activations(
 def activation_units(family: Family, model_config: Mapping[str, Any], shape: Shape) -> Units:
     """Bytes of one value of every token of a micro-batch."""
     attention = family.attention_shape(model_config, shape)
-    width = model_config.get("hidden_size", attention.heads * attention.head_width)
-    value = width * shape.bytes_per_value
+    value = model_config.get("hidden_size", attention.heads * attention.head_width) * shape.bytes_per_value
     return attention.batch_size * attention.tokens * value, shape.batch_size * shape.text_tokens * value
 
 
@@ -294,8 +293,7 @@ def _component(
     read = not (scratch and role == "trained")
     found = weight_files(folder)
     if read and found.state == "complete":
-        base = config.model.pretrained_model_name_or_path
-        return stored_component(model_folder, name, role, base=base)
+        return stored_component(model_folder, name, role, base=config.model.pretrained_model_name_or_path)
     if read and found.state == "partial" and not downloads:
         raise AccessError(found.lacking, where=str(folder), remedy="copy the missing files into the folder")
     lacking = f", because {found.lacking} of {name}" if read and found.state == "partial" else ""
@@ -326,8 +324,16 @@ def _component(
     return ComponentGeometry(name=name, role=role, shapes=shapes, source=f"{name} {SOURCE}{lacking}")
 
 
-def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) -> int:
-    """Activations of one caption in the widest text encoder."""
+def _encoder_peaks(
+    family: Family,
+    config: RunConfig,
+    components: Sequence[ComponentGeometry],
+    folders: Mapping[str, Path | None],
+    size: int,
+) -> tuple[int, int, int]:
+    """Activations of one caption in the widest text encoder, and of the run's largest image in the VAE, whole
+    and in tiles of its own sample size; `size` are the bytes of a value.
+    """
     widths = [
         shape[0]
         for part in components
@@ -335,20 +341,13 @@ def _text_peak(components: Sequence[ComponentGeometry], tokens: int, size: int) 
         for name, shape in part.shapes.items()
         if len(shape) == 2 and not _OVER_THE_VOCABULARY.search(name)
     ]
-    return _TEXT_UNITS * tokens * max(widths, default=0) * size
-
-
-def _vae_peaks(
-    family: Family, config: RunConfig, folders: Mapping[str, Path | None], size: int
-) -> tuple[int, int]:
-    """Activations of the VAE for the largest image of the run, whole and in tiles of its own sample size."""
+    text = _TEXT_UNITS * config.data.max_sequence_length * max(widths, default=0) * size
+    names = family.encoder_components.get("latents", ())
+    if not names:
+        return text, 0, 0
     side = max(config.data.resolution, config.validation.resolution or 0)
     if family.control_counts[1]:
         side = max(side, _CONTROL_SIDE)
-    names = family.encoder_components.get("latents", ())
-    if not names:
-        return 0, 0
     channels, tile = family.vae_shape(component_config(family, folders[names[0]], names[0]))
-    unit = _VAE_UNITS * channels * size
-    tile = min(side, tile)
-    return int(unit * side * side), int(unit * tile * tile)
+    unit, tile = _VAE_UNITS * channels * size, min(side, tile)
+    return text, int(unit * side * side), int(unit * tile * tile)

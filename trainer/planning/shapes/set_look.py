@@ -14,9 +14,7 @@ from pathlib import Path
 
 from trainer.config.schema import DataSet
 from trainer.data.pictures.buckets import Size, buckets, nearest_bucket
-from trainer.data.sets.controls import control_folders, pair_controls, set_folders, without_controls
-from trainer.data.sets.listing import list_folder
-from trainer.data.sets.metadata import read_metadata
+from trainer.data.sets.controls import read_set, set_folders
 from trainer.families.family import Family
 from trainer.files.component_shapes import Stamp, stamp_of
 from trainer.planning.shapes.mix import Pictures
@@ -78,21 +76,10 @@ def _samples(sets: Sets, controls: tuple[int, int], stamp: Stamp) -> tuple[tuple
         if one.img_dir is None or not _is_small(one.img_dir):
             return None
         apart = [folder for other in sets for folder in set_folders(other) if folder != one.img_dir]
-        found.append(_of_set(one, one.img_dir, apart, controls))
+        listing, _, _, pairs = read_set(one, one.img_dir, apart, controls)
+        before = pairs.found if controls[1] else {}
+        found.append(tuple((path, *before.get(path, ())) for path in listing.images))
     return tuple(found) if all(found) else None
-
-
-def _of_set(
-    one: DataSet, folder: Path, apart: Sequence[Path], controls: tuple[int, int]
-) -> tuple[Sample, ...]:
-    folders = control_folders(one.control_dir)
-    listing = list_folder(folder, apart=apart)
-    metadata, _ = read_metadata(listing.metadata, folder)
-    beside, listing = listing, listing if folders else without_controls(listing, metadata)
-    if not controls[1]:
-        return tuple((path,) for path in listing.images)
-    pairs = pair_controls(listing, metadata, folders, controls, beside=beside).controls
-    return tuple((path, *pairs.get(path, ())) for path in listing.images)
 
 
 @functools.lru_cache(maxsize=8)

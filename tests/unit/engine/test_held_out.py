@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trainer.engine.results import proof
-from trainer.engine.training import best
+from trainer.engine.training import held_out
 from trainer.files import atomic
 from trainer.telemetry.sinks.records import ValidationRecord
 
@@ -43,12 +43,12 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def kept(run_dir: Path) -> tuple[int, float] | None:
     """Step and loss of what is kept, whose files are those of that step."""
-    found = best.read(run_dir)
+    found = held_out.read_best(run_dir)
     if found is None:
         return None
-    files = sorted((run_dir / best.FOLDER).glob("*.safetensors"))
+    files = sorted((run_dir / held_out.FOLDER).glob("*.safetensors"))
     assert [path.read_text() for path in files] == [str(found["step"])] * 2
-    assert sorted(path.name for path in run_dir.iterdir()) == [best.FOLDER]
+    assert sorted(path.name for path in run_dir.iterdir()) == [held_out.FOLDER]
     return found["step"], found["validation_loss"]
 
 
@@ -60,12 +60,12 @@ def test_only_a_lower_loss_on_the_same_samples_takes_the_place(tmp_path: Path) -
         (4, float("nan"), "a", (3, 1.5)),
         (5, 9.0, "b", (5, 9.0)),
     ):
-        best.keep(context(tmp_path), step, record(step, loss, data))
+        held_out.keep_best(context(tmp_path), step, record(step, loss, data))
         assert kept(tmp_path) == after
-    best.keep(context(tmp_path, wanted=False), 6, record(6, 0.1, "b"))
+    held_out.keep_best(context(tmp_path, wanted=False), 6, record(6, 0.1, "b"))
     assert kept(tmp_path) == (5, 9.0)
-    best.restore(context(tmp_path), 0)
-    assert best.read(tmp_path) is None
+    held_out.restore_best(context(tmp_path), 0)
+    assert held_out.read_best(tmp_path) is None
 
 
 def dying(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
@@ -91,15 +91,15 @@ def test_a_kill_at_any_moment_leaves_the_old_one_or_the_new_one(tmp_path: Path) 
     seen = set()
     for moment in range(20):
         run_dir = tmp_path / str(moment)
-        best.keep(context(run_dir), 1, record(1, 2.0))
+        held_out.keep_best(context(run_dir), 1, record(1, 2.0))
         with pytest.MonkeyPatch.context() as monkeypatch:
             dying(monkeypatch, moment)
             try:
-                best.keep(context(run_dir), 2, record(2, 1.0))
+                held_out.keep_best(context(run_dir), 2, record(2, 1.0))
                 ended = True
             except KilledError:
                 ended = False
-        best.restore(context(run_dir), 2)
+        held_out.restore_best(context(run_dir), 2)
         seen.add(kept(run_dir))
         assert kept(run_dir) in ((1, 2.0), (2, 1.0))
         if ended:
@@ -115,38 +115,38 @@ def test_a_kill_of_the_first_one_leaves_none_or_a_whole_one(tmp_path: Path) -> N
         with pytest.MonkeyPatch.context() as monkeypatch:
             dying(monkeypatch, moment)
             try:
-                best.keep(context(run_dir), 2, record(2, 1.0))
+                held_out.keep_best(context(run_dir), 2, record(2, 1.0))
                 return
             except KilledError:
                 pass
-        best.restore(context(run_dir), 2)
+        held_out.restore_best(context(run_dir), 2)
         assert kept(run_dir) in (None, (2, 1.0))
     raise AssertionError("it never ends")
 
 
 def test_a_loss_on_other_samples_is_not_measured_again(tmp_path: Path) -> None:
     """A finished run that is started again after its held-out images changed."""
-    best.keep(context(tmp_path), 1, record(1, 2.0, "a"))
-    held_out: Any = SimpleNamespace(data="b")
-    assert best.prove(context(tmp_path), None, held_out, tmp_path / "last.safetensors") == ""
+    held_out.keep_best(context(tmp_path), 1, record(1, 2.0, "a"))
+    samples: Any = SimpleNamespace(data="b")
+    assert held_out.prove_best(context(tmp_path), None, samples, tmp_path / "last.safetensors") == ""
 
 
 def test_a_file_that_somebody_took_is_not_kept(tmp_path: Path) -> None:
-    best.keep(context(tmp_path), 1, record(1, 2.0))
-    (tmp_path / best.FOLDER / "x.safetensors").unlink()
-    assert best.read(tmp_path) is None
-    best.keep(context(tmp_path), 2, record(2, 3.0))
+    held_out.keep_best(context(tmp_path), 1, record(1, 2.0))
+    (tmp_path / held_out.FOLDER / "x.safetensors").unlink()
+    assert held_out.read_best(tmp_path) is None
+    held_out.keep_best(context(tmp_path), 2, record(2, 3.0))
     assert kept(tmp_path) == (2, 3.0)
 
 
 def test_what_was_kept_after_the_step_that_a_run_goes_on_from_is_removed(tmp_path: Path) -> None:
     said: list[str] = []
     run: Any = SimpleNamespace(**{**vars(context(tmp_path)), "say": said.append})
-    best.keep(run, 300, record(300, 1.0))
-    best.restore(run, 300)
+    held_out.keep_best(run, 300, record(300, 1.0))
+    held_out.restore_best(run, 300)
     assert kept(tmp_path) == (300, 1.0)
     said.clear()
-    best.restore(run, 250)
+    held_out.restore_best(run, 250)
     assert list(tmp_path.iterdir()) == []
     assert said == ["best/ was kept at step 300, which this run has not reached: removed"]
 
@@ -155,11 +155,11 @@ def test_what_was_kept_after_the_step_that_a_run_goes_on_from_is_removed(tmp_pat
 def test_a_damaged_record_is_kept_aside_with_its_lora(tmp_path: Path, text: str) -> None:
     said: list[str] = []
     run: Any = SimpleNamespace(**{**vars(context(tmp_path)), "say": said.append})
-    best.keep(run, 1, record(1, 1.0))
+    held_out.keep_best(run, 1, record(1, 1.0))
     (tmp_path / "best" / "best.json").write_text(text)
-    assert best.read(tmp_path) is None
-    best.restore(run, 1)
+    assert held_out.read_best(tmp_path) is None
+    held_out.restore_best(run, 1)
     assert (tmp_path / "best.damaged" / "x.safetensors").read_text() == "1"
     assert "kept in best.damaged/" in said[-1]
-    best.keep(run, 2, record(2, 2.0))
-    assert best.read(tmp_path) is not None
+    held_out.keep_best(run, 2, record(2, 2.0))
+    assert held_out.read_best(tmp_path) is not None

@@ -1,23 +1,33 @@
-"""The LoRA of the lowest held-out loss, kept in `best/` and measured from its file at the end."""
+"""The loss on held-out samples, at draws that are the same each time, and the LoRA of the lowest one: kept in
+`best/`, and measured from its file at the end.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 import json
 import math
 import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trainer.data.records import Record
+from trainer.engine.caching.batches import draw_for, load_batch, to_device
+from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries
 from trainer.engine.context import Context
 from trainer.engine.results import proof
-from trainer.engine.training.validation import HeldOut, measure
 from trainer.errors import DataError, StorageError
 from trainer.files import atomic
 from trainer.modeling.adapter import lora
 from trainer.telemetry.sinks.records import ValidationRecord
+from trainer.telemetry.status import Phase
 
+_DRAWS = 4
 FOLDER, RECORD = "best", "best.json"
 _NEW, _OLD = f"{FOLDER}.tmp", f"{FOLDER}.old"
 _TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-4, torch.bfloat16: 2e-2, torch.float16: 2e-2}
@@ -30,13 +40,68 @@ _RECORD_TYPES: dict[str, Any] = {
 }
 
 
-def keep(context: Context, model: Any, record: ValidationRecord) -> None:
+@dataclass(frozen=True, kw_only=True)
+class HeldOut:
+    """The samples to measure the loss on."""
+
+    entries: Entries
+    settings: Any
+    """The family's, with validation.seed for train.seed, and draws that training never sees."""
+    data: str
+    """Hash of everything that the loss depends on besides the weights."""
+
+
+def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | None:
+    """The samples that `measure` needs; None without records."""
+    if not records:
+        return None
+    config = context.config
+    seeded = config.train.model_copy(update={"seed": config.validation.seed})
+    settings = context.family.settings(context.source, config.model_copy(update={"train": seeded}))
+    draws = f"{_DRAWS} even draws"  # losses of other draws do not compare
+    parts = (data_fingerprint(records), str(config.validation.seed), config.flow.model_dump_json(), draws)
+    return HeldOut(
+        entries=list_entries(context, records),
+        # nothing is drawn for a language model
+        settings=None if settings is None else dataclasses.replace(settings, measured_draws=_DRAWS),
+        data=hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16],
+    )
+
+
+def measure(context: Context, model: Any, held_out: HeldOut, *, step: int) -> ValidationRecord:
+    """Mean loss over all samples and draws.
+
+    Before the first step a stop request ends it. Later none does: the row of a step is written once, and
+    needs the loss of all samples.
+    """
+    family, settings, total_steps = context.family, held_out.settings, context.config.train.max_train_steps
+    total, weight = torch.zeros((), device=context.device), 0.0
+    was_training = model.training
+    model.eval()  # without an adapter's dropout
+    for record in range(len(held_out.entries.records)):
+        if step == 0:
+            context.stop.raise_if_requested()
+        loaded = load_batch(context, held_out.entries, [(record, False)], pin_memory=False)
+        # nothing is drawn for a language model: once is enough
+        for number in range(1 if settings is None else _DRAWS):
+            draw = draw_for(family, loaded, settings, [record * _DRAWS + number])
+            batch, draw = to_device(loaded, draw, context.device, context.dtype)
+            weight += batch.weight
+            with torch.no_grad():
+                total += family.loss(model, batch, draw, settings).sum()
+        context.status.beat(Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=total_steps)
+    model.train(was_training)
+    loss = float(total.item()) / weight
+    return ValidationRecord(step=step, validation_loss=loss, validation_data=held_out.data)
+
+
+def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
     """Write the adapter as it is where no kept one has a lower loss on the same held-out samples."""
     if not _wanted(context) or not math.isfinite(record.validation_loss):
         return
     run_dir = context.run_dir
     folder, new, old = run_dir / FOLDER, run_dir / _NEW, run_dir / _OLD
-    kept = read(run_dir)
+    kept = read_best(run_dir)
     comparable = kept is not None and kept["validation_data"] == record.validation_data
     if kept is not None and comparable and kept["validation_loss"] <= record.validation_loss:
         return
@@ -51,7 +116,7 @@ def keep(context: Context, model: Any, record: ValidationRecord) -> None:
     except StorageError:
         shutil.rmtree(new, ignore_errors=True)
         raise
-    with atomic.no_space_told(folder):  # a kill at any moment leaves a whole one that `restore` finds
+    with atomic.no_space_told(folder):  # a kill at any moment leaves a whole one that `restore_best` finds
         if folder.exists():
             shutil.rmtree(old, ignore_errors=True)
             folder.replace(old)
@@ -61,7 +126,7 @@ def keep(context: Context, model: Any, record: ValidationRecord) -> None:
     context.say(f"best so far: step {record.step}, held-out loss {record.validation_loss:.4g}")
 
 
-def restore(context: Context, step: int) -> None:
+def restore_best(context: Context, step: int) -> None:
     """Leave what may be kept by a run that goes on from `step`: nothing of an earlier start where that is 0,
     and nothing of a step that the run has not reached.
 
@@ -80,16 +145,16 @@ def restore(context: Context, step: int) -> None:
         aside = atomic.unused_name(kept.with_name(f"{FOLDER}.damaged"))
         kept.rename(aside)
         context.say(f"{FOLDER}/{RECORD} is damaged or missing: what lies beside it is kept in {aside.name}/")
-    found = read(run_dir)
+    found = read_best(run_dir)
     if found is not None and found["step"] > step:
         context.say(f"{FOLDER}/ was kept at step {found['step']}, which this run has not reached: removed")
         shutil.rmtree(kept, ignore_errors=True)
 
 
-def read(run_dir: Path) -> dict[str, Any] | None:
+def read_best(run_dir: Path) -> dict[str, Any] | None:
     """The record of the kept one: step, validation_loss, validation_data, file; None without one."""
     found = _record(run_dir)
-    # somebody may have moved the file away
+    # the file may have been moved away
     return found if found is not None and (run_dir / FOLDER / found["file"]).is_file() else None
 
 
@@ -105,12 +170,13 @@ def _record(run_dir: Path) -> dict[str, Any] | None:
     return found if whole and Path(found["file"]).name == found["file"] else None
 
 
-def prove(context: Context, model: Any, held_out: HeldOut | None, last: Path) -> str:
-    """Measure the kept file's loss again and say what it is; the adapter of `last` is on `model` before and
-    after. Empty where nothing was kept, and where nothing was measured since the held-out samples changed.
-    Raises DataError when it is another loss.
+def prove_best(context: Context, model: Any, held_out: HeldOut | None, last: Path) -> str:
+    """Measure the loss of the kept file again; gives the line that says it.
+
+    The adapter of `last` is on `model` before and after. Empty where nothing was kept, and
+    where nothing was measured since the held-out samples changed. Raises DataError when it is another loss.
     """
-    kept = read(context.run_dir)
+    kept = read_best(context.run_dir)
     if not _wanted(context) or held_out is None or kept is None or kept["validation_data"] != held_out.data:
         return ""
     path = context.run_dir / FOLDER / kept["file"]
