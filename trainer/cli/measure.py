@@ -25,7 +25,8 @@ from trainer.planning.shapes.shape_classes import shape_class
 KINDS = ("attention", "matmul")
 """First parts of kernels' names."""
 _MOST_PROBES = 3
-"""With verdicts a step's samples may be parted in another way, and kernels have other shapes."""
+"""Rounds of measuring: with new verdicts a step may be split into other micro-batches, and kernels then have
+other shapes."""
 
 
 def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
