@@ -116,7 +116,7 @@ def test_options_of_other_trainers_are_told_what_they_are_here(
 def test_an_empty_path_is_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a file: `--output "$UNSET"` must not mean the working directory."""
+    """An empty path is refused in a file too: `--output "$UNSET"` must not mean the working directory."""
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 78
     captured = capsys.readouterr()
