@@ -1,4 +1,4 @@
-"""What is said of a run beside its reference."""
+"""Verdicts on a run that is compared with its reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `python -m bench` says of a user's mistake: never a traceback, never 0, never a record of nothing."""
+"""Answers of `python -m bench` to a user's mistake: never a traceback, never 0, never an empty record."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ def swapped_in(one: Case) -> Swapped:
 
 
 def join(one: Case) -> None:
-    """As the engine does: the weights of waiting blocks are joined where they wait."""
+    """Join layers like the engine does: the weights of waiting blocks are joined where they wait."""
     swapped = host_blocks(one)
 
     def run() -> None:

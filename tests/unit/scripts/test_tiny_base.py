@@ -1,4 +1,4 @@
-"""What the tiny base is made from and how it is judged; that the committed one loads, is small, and draws."""
+"""Making and judging the tiny base; the committed one loads, is small, and draws."""
 
 from __future__ import annotations
 
