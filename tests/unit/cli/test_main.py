@@ -49,7 +49,9 @@ def test_every_row_leads_to_a_command_with_examples(name: str, capsys: pytest.Ca
     command = vars(importlib.import_module(module))[attribute]
     assert isinstance(command, click.Command)
     assert main([name, "--help"]) == 0
-    assert f"trainer {name}" in capsys.readouterr().out.partition("Examples:")[2]
+    _, heading, examples = capsys.readouterr().out.partition("\n  Examples:\n    ")
+    assert not examples.startswith(" ")
+    assert heading and f"trainer {name}" in examples
 
 
 def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""Where a run's base model is on this disk, and what of it is missing. Imports no torch."""
+"""The place of a run's base model on this disk, and the files of it that are missing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -100,12 +100,12 @@ def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *
 
 
 def is_repository(config: RunConfig) -> bool:
-    """True if the base model is named as a hub repository, so that missing files can be downloaded."""
+    """Whether the base model is named as a repository of the hub, so that missing files can be downloaded."""
     return not Path(config.model.pretrained_model_name_or_path).is_dir()
 
 
 def can_download(config: RunConfig) -> bool:
-    """True if neither configuration nor environment forbids asking the hub for the base model."""
+    """Whether neither configuration nor environment forbids asking the hub for the base model."""
     return is_repository(config) and config.model.download != "never" and not hub.is_offline()
 
 
@@ -116,7 +116,7 @@ def tokenizer_files(folder: Path) -> list[Path]:
 
 
 def has_config(path: Path) -> bool:
-    """True if a component has weights: tokenizers and schedulers have a config of another name."""
+    """Whether a component has weights: tokenizers and schedulers have a config of another name."""
     return (path / "config.json").exists()
 
 
@@ -147,7 +147,7 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
 
 
 def is_configured(path: Path) -> bool:
-    """True if a component's folder has a config, under any of its names."""
+    """Whether a component's folder holds its config."""
     return any(file.exists() for file in path.glob("*config.json"))
 
 

@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 # the same weights once more, as the model's own code reads them
 _OTHER_LAYOUT = ["*consolidated*.safetensors"]
 _KEY = "model.pretrained_model_name_or_path"
-# as huggingface_hub.utils.validate_repo_id has it, and the layout of the cache: that module and the one that
-# knows the layout take longer to import than a plan takes to make
+# the pattern of huggingface_hub.utils.validate_repo_id, and the layout of its cache: the modules that know
+# them take longer to import than a plan takes to make
 _REPOSITORY = re.compile(r"\b[\w\-.]{1,96}\b/\b[\w\-.]{1,96}\b", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -114,7 +114,7 @@ def download(
             )
         with no_space_told(cache):
             return Path(wanted(tqdm_class=_bar_class(plan.missing_bytes, on_bytes)))
-    # what httpx2 and huggingface_hub raise for the network, the server and the cache folder
+    # raised by httpx2 and huggingface_hub for the network, the server and the cache folder
     except (httpx2.HTTPError, OSError) as error:
         raise _told(repository, revision, error) from error
 
@@ -193,7 +193,7 @@ def _bar_class(total_bytes: int, on_bytes: Callable[[int, int], None] | None) ->
             shown = super().update(n)
             if on_bytes is not None and self in byte_bars:
                 with lock:
-                    # one bar counts what came over the network, the other what was written
+                    # one bar counts bytes from the network, the other bytes on disk
                     done = int(max(bar.n for bar in byte_bars))
                     on_bytes(min(done, total_bytes), total_bytes)
             return shown

@@ -32,7 +32,7 @@ class _Waiting(Recomputed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own call with its weights on the device; it is recomputed in backward."""
-        # past the base's own: this one knows when the weights are needed
+        # not the base class' call, which would recompute without the weights
         call = super(Recomputed, self).__call__
         if not torch.is_grad_enabled():
             self.swapped.stage(self.number, "prediction")
@@ -115,7 +115,7 @@ class Swapped:
             point(packed, packed.bytes)
 
     def stage(self, number: int, turn: Pass) -> None:
-        """Have a block's weights on the device for what is enqueued next, and begin to copy the one after.
+        """Put a block's weights on the device for the next kernels, and begin to copy the following block's.
 
         Everything that reads the weights of the block before must be enqueued by now, and is: autograd works
         through blocks in the reverse of their order, one after another.
@@ -134,7 +134,7 @@ class Swapped:
             self._copy(following, 1 - slot)
 
     def _following(self, number: int, turn: Pass) -> int | None:
-        """The block that is needed next; backward begins with the last two, which are there, and so on."""
+        """The block that is needed next; backward begins with the last two, which are on the device."""
         if turn == "backward":
             return number - 1 if number > 0 else None
         if number + 1 < self.number:
