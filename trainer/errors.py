@@ -19,7 +19,7 @@ def printable(text: str) -> str:
 
 
 def one_line(text: object) -> str:
-    """As `printable`, also without line breaks, by which a file's name could forge a line."""
+    """`printable` text without line breaks, by which a file's name could forge a line."""
     return _NOT_ON_ONE_LINE.sub(_spelled_out, str(text))
 
 
@@ -28,7 +28,7 @@ def _spelled_out(found: re.Match[str]) -> str:
 
 
 class ExitCode(enum.IntEnum):
-    """What `trainer` exits with; Kubernetes and Compose files are written against these numbers."""
+    """Exit codes of `trainer`; Kubernetes and Compose files are written against these numbers."""
 
     OK = 0
     BAD_DATA = 65

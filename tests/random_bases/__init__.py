@@ -11,9 +11,10 @@ from typing import Literal
 import yaml
 
 from tests.random_bases.common import Base
+from trainer import families
 from trainer.modeling.quiet import quiet_libraries
 
-FAMILIES = ("flux1_dev", "flux1_kontext", "flux2_dev", "kandinsky5", "llama", "qwen_image", "qwen_image_edit")
+FAMILIES = families.names()
 CONFIGS = Path(__file__).resolve().parents[2] / "trainer" / "families" / "configs"
 """The component configs of the published bases, by family."""
 SIZES = Path(__file__).with_name("tiny.yaml")

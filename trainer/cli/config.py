@@ -1,40 +1,39 @@
-"""`trainer config`: what a configuration resolves to, whether it is right, and its JSON schema."""
+"""`trainer config`: resolved configurations, their mistakes, their variables and their JSON schema."""
 
 from __future__ import annotations
 
 import click
 
 from trainer.cli.options import Layers, config_arguments
-from trainer.cli.output import say
+from trainer.cli.output import say, shown_below_options
 from trainer.container.appliance import IMAGE_ENVIRONMENT, SECRETS
 from trainer.errors import one_line
 
 
-@click.group(
-    epilog="""\b
-Layers, low to high: schema, family, files from left to right, --preset,
-TRAINER__SECTION__KEY, --set, --dataset and --output.
-
-\b
-Examples:
-  trainer config check train_configs/flux1_dev_lora.yaml
-  TRAINER__TRAIN__SEED=7 trainer config show train_configs/flux1_dev_lora.yaml --set lora.rank=32
-"""
-)
+@shown_below_options
+@click.group()
 def config() -> None:
-    """Show, check or document configurations."""
+    """Show, check or document configurations.
+    \f
+    Layers, low to high: schema, family, files from left to right, --preset,
+    TRAINER__SECTION__KEY, --set, --dataset and --output.
+
+    Examples:
+      trainer config check train_configs/flux1_dev_lora.yaml
+      TRAINER__TRAIN__SEED=7 trainer config show train_configs/flux1_dev_lora.yaml --set lora.rank=32
+    """
 
 
-@config.command(
-    epilog="""\b
-Examples:
-  trainer config variables              # with their values here
-  trainer config variables --markdown   # the table of DOCKER.md
-"""
-)
+@shown_below_options
+@config.command()
 @click.option("--markdown", is_flag=True, help="Without values, and with what the images set.")
 def variables(markdown: bool) -> None:
-    """List the environment variables that matter to a run."""
+    """List the environment variables that matter to a run.
+    \f
+    Examples:
+      trainer config variables              # with their values here
+      trainer config variables --markdown   # the table of DOCKER.md
+    """
     from trainer.config import environment
 
     if markdown:
@@ -67,17 +66,17 @@ def _code(text: str) -> str:
     return f"`{text}`" if text and " " not in text else text
 
 
-@config.command(
-    epilog="""\b
-Examples:
-  trainer config show train_configs/flux1_dev_lora.yaml
-  trainer config show base.yaml mine.yaml --set train.max_train_steps=500 --dataset /data
-  trainer config show base.yaml mine.yaml > merged.yaml   # loads to the same configuration
-"""
-)
+@shown_below_options
+@config.command()
 @config_arguments
 def show(layers: Layers) -> None:
-    """Print the merged configuration, with the source of each value behind it."""
+    """Print the merged configuration, with the source of each value behind it.
+    \f
+    Examples:
+      trainer config show train_configs/flux1_dev_lora.yaml
+      trainer config show base.yaml mine.yaml --set train.max_train_steps=500 --dataset /data
+      trainer config show base.yaml mine.yaml > merged.yaml   # loads to the same configuration
+    """
     from trainer.config.reading.load import dump_with_sources
     from trainer.config.secrets import redacted
 
@@ -85,16 +84,16 @@ def show(layers: Layers) -> None:
     click.echo(redacted(dump_with_sources(loaded.config, loaded.sources)), nl=False)
 
 
-@config.command(
-    epilog="""\b
-Examples:
-  trainer config check train_configs/flux1_dev_lora.yaml
-  trainer config check base.yaml mine.yaml --output /output/mine
-"""
-)
+@shown_below_options
+@config.command()
 @config_arguments
 def check(layers: Layers) -> None:
-    """Check the files as one configuration; all mistakes are listed at once. Loads no image and no model."""
+    """Check the files as one configuration; all mistakes are listed at once. Loads no image and no model.
+    \f
+    Examples:
+      trainer config check train_configs/flux1_dev_lora.yaml
+      trainer config check base.yaml mine.yaml --output /output/mine
+    """
     loaded = layers.load()
     for path in layers.configs:
         count = sum(source.rpartition(":")[0] == str(path) for source in loaded.sources.values())
@@ -106,14 +105,14 @@ def check(layers: Layers) -> None:
     say(f"ok: {what} -> {run.output_dir}")
 
 
-@config.command(
-    epilog="""\b
-Examples:
-  trainer config schema > train_configs/schema.json
-"""
-)
+@shown_below_options
+@config.command()
 def schema() -> None:
-    """Print the JSON schema of configuration files; editors complete and check with it."""
+    """Print the JSON schema of configuration files; editors complete and check with it.
+    \f
+    Examples:
+      trainer config schema > train_configs/schema.json
+    """
     import json
 
     from trainer import families
@@ -122,16 +121,16 @@ def schema() -> None:
     click.echo(json.dumps(json_schema(families.names()), indent=2))
 
 
-@config.command(
-    epilog="""\b
-Examples:
-  trainer families                         # lists the names
-  trainer config template FAMILY > my.yaml
-"""
-)
+@shown_below_options
+@config.command()
 @click.argument("family")
 def template(family: str) -> None:
-    """Print a configuration of every key with its help, and with the family's values."""
+    """Print a configuration of every key with its help, and with the family's values.
+    \f
+    Examples:
+      trainer families                         # lists the names
+      trainer config template FAMILY > my.yaml
+    """
     from trainer import families
     from trainer.config.writing import template as text
     from trainer.errors import ConfigError

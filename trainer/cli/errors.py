@@ -1,4 +1,4 @@
-"""How a command ends. Errors with an exit code become text; any other is our bug: traceback."""
+"""The end of a command: errors with an exit code become text, others are bugs and keep a traceback."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from trainer.config.secrets import shown
 from trainer.errors import MEANING, ConfigError, ExitCode, TrainerError
 
 _FILE_OPTIONS = frozenset({"config", "config_file", "config-file", "cfg"})
-"""Names under which others take a configuration."""
+"""Options by which other trainers take a configuration file."""
 _INTERRUPTED = 128 + 2  # as a shell reports SIGINT
 _BROKEN_PIPE = 128 + 13  # as a shell reports SIGPIPE
 
@@ -52,7 +52,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None) -> int:
 
 
 def _unknown_option(error: click.NoSuchOption) -> ConfigError:
-    """What an option would be here that another trainer has, or that is a key of the configuration."""
+    """The error for an unknown option, with its name here if another trainer or our files have it."""
     from trainer.config import fields
 
     command = "trainer" if error.ctx is None else error.ctx.command_path
@@ -70,7 +70,7 @@ def _unknown_option(error: click.NoSuchOption) -> ConfigError:
 
 
 def error_text(error: TrainerError) -> str:
-    """All problems of an error: where, what, and the remedy below it."""
+    """The text of an error: each problem with its place, and the remedy below it."""
     count = len(error.problems)
     title = MEANING[error.exit_code] if count == 1 else f"{MEANING[error.exit_code]}, {count} problems"
     text = "\n".join([f"error: {title} (exit code {error.exit_code.value})", *map(str, error.problems)])

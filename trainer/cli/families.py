@@ -1,4 +1,4 @@
-"""`trainer families`: what can be trained, and under which licence."""
+"""`trainer families`: the models that can be trained, and their licences."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainer.cli.output import say
+from trainer.cli.output import say, shown_below_options
 from trainer.words import extras
 from trainer.words.sizes import GIB
 from trainer.words.tables import markdown
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
     from trainer.families.family import Family
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  trainer families
-  trainer families --markdown > docs/families.md
-"""
-)
+@shown_below_options
+@click.command()
 @click.option("--markdown", "as_markdown", is_flag=True, help="The table of docs/families.md.")
 def families(as_markdown: bool) -> None:
-    """List the model families, with their licences and presets of `lora.target_modules`."""
+    """List the model families, with their licences and presets of `lora.target_modules`.
+    \f
+    Examples:
+      trainer families
+      trainer families --markdown > docs/families.md
+    """
     from trainer.families import get, names
 
     if as_markdown:
@@ -74,7 +74,7 @@ their product. How to add a family: [adding-a-family.md](adding-a-family.md).
 
 
 def _samples(family: Family) -> str:
-    """What a data set holds."""
+    """The content of a data set for this family."""
     least, most = family.control_counts
     if most == 0:
         return "conversations" if family.sample_kind == "conversation" else "images with captions"
@@ -91,11 +91,11 @@ def _parameters(family: Family) -> int:
 
 
 _LARGEST_GIB = 129
-"""What a plan fills at most of the largest recorded machine, an H200."""
+"""Device memory that a plan fills at most on the largest recorded machine, an H200."""
 
 
 def _full(family: Family) -> str:
-    """What a full fine-tune keeps on one device, and whether a recorded machine has so much."""
+    """Memory that a full fine-tune keeps on one device, and whether a recorded machine has so much."""
     from trainer.planning.cost.states import state_bytes
 
     needed = _parameters(family) * state_bytes("full", "bf16") / GIB

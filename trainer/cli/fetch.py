@@ -1,4 +1,4 @@
-"""`trainer fetch`: have the base model complete on this disk before a run."""
+"""`trainer fetch`: download the base model before a run."""
 
 from __future__ import annotations
 
@@ -9,28 +9,27 @@ from typing import TYPE_CHECKING
 import click
 
 from trainer.cli.options import Layers, config_arguments
-from trainer.cli.output import say
+from trainer.cli.output import say, shown_below_options
 from trainer.words.sizes import GB
 
 if TYPE_CHECKING:
     from trainer.modeling.base.hub import Download
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  trainer fetch train_configs/flux1_dev_lora.yaml
-  HF_HOME=/models HF_TOKEN_PATH=/run/secrets/hf trainer fetch my.yaml
-  trainer fetch my.yaml --set model.revision=main
-
-\b
-Downloads land in HF_HOME, resume where they stopped, and ask the hub for the newest
-commit of `model.revision`; `trainer train` then uses what is here without asking.
-"""
-)
+@shown_below_options
+@click.command()
 @config_arguments
 def fetch(layers: Layers) -> None:
-    """Download what is missing of the base model, check that it is complete, and say where it is."""
+    """Download what is missing of the base model, check that it is complete, and say where it is.
+    \f
+    Examples:
+      trainer fetch train_configs/flux1_dev_lora.yaml
+      HF_HOME=/models HF_TOKEN_PATH=/run/secrets/hf trainer fetch my.yaml
+      trainer fetch my.yaml --set model.revision=main
+
+    Downloads land in HF_HOME, resume where they stopped, and ask the hub for the newest
+    commit of `model.revision`; `trainer train` then uses what is here without asking.
+    """
     from trainer import families
     from trainer.modeling.base.base import local_folder
     from trainer.modeling.base.source import resolve_source, weights_line

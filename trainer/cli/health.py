@@ -7,16 +7,11 @@ from pathlib import Path
 import click
 
 from trainer.cli.options import GivenPath
-from trainer.cli.output import say
+from trainer.cli.output import say, shown_below_options
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  trainer health                          # the run of this container or user
-  trainer health --runtime-dir /run/lora  # a run that was given its own runtime folder
-"""
-)
+@shown_below_options
+@click.command()
 @click.option(
     "--runtime-dir",
     type=GivenPath(file_okay=False),
@@ -24,7 +19,12 @@ Examples:
 )
 @click.pass_context
 def health(context: click.Context, runtime_dir: Path | None) -> None:
-    """Say whether the run is alive: exit code 0 when it is healthy, 1 when not, with the reason."""
+    """Say whether the run is alive: exit code 0 when it is healthy, 1 when not, with the reason.
+    \f
+    Examples:
+      trainer health                          # the run of this container or user
+      trainer health --runtime-dir /run/lora  # a run that was given its own runtime folder
+    """
     import time
 
     from trainer.config import environment

@@ -64,12 +64,12 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
 
 
 def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
-    """This process's environment with what the plan needs, and with folders for what compilers make; without
-    what launchers of several processes set.
+    """This process's environment with the plan's variables and folders for compiled kernels, and without the
+    variables of launchers of several processes.
 
-    These are in the user's cache folder, so that the next start finds it: their own choices are temporary
-    folders, which a container loses, and flash-attn 4 keeps nothing at all. A folder that cannot be written
-    to is told, and its compiler keeps to its own choice: flash-attn 4 would fail.
+    Kernels are kept in the user's cache folder, so that the next start finds them: compilers' own choices are
+    temporary folders, which a container loses, and flash-attn 4 keeps nothing at all. A folder that cannot be
+    written to is told, and its compiler keeps to its own choice: flash-attn 4 would fail.
     """
     ours = plan.child_environment(environment.snapshot())
     environ = with_safe_path({name: value for name, value in ours.items() if not _LAUNCHED.fullmatch(name)})
@@ -99,10 +99,9 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
 
 
 def require_startable(loaded: Loaded, *, port: int | None = None, writes_run: bool = False) -> None:
-    """Raise ConfigError now, before kernels are measured, for what would stop the start after it.
+    """Raise ConfigError before kernels are measured, where the start after it could not succeed.
 
-    That is a port or a runtime folder that another run has, and with `writes_run` an output folder that
-    cannot be written.
+    Another run has the port or the runtime folder, or with `writes_run` the output folder cannot be written.
     """
     supervisor.require_free(environment.make_runtime_dir())
     server.require_free(port, environment.metrics_address())

@@ -18,14 +18,15 @@ from trainer.machine.verdicts import FILE_NAME, keep, merged, untyped
 from trainer.modeling.base.base import local_folder
 from trainer.planning import planning
 from trainer.planning.choose import loading
-from trainer.planning.choose.switches import KernelsFailedError
+from trainer.planning.choose.situation import KernelsFailedError
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.shape_classes import shape_class
 
 KINDS = ("attention", "matmul")
 """First parts of kernels' names."""
 _MOST_PROBES = 3
-"""With verdicts a step's samples may be parted in another way, and kernels have other shapes."""
+"""Rounds of measuring: with new verdicts a step may be split into other micro-batches, and kernels then have
+other shapes."""
 
 
 def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:

@@ -48,7 +48,7 @@ class GivenPath(click.Path):
 
 
 class LoraFile(GivenPath):
-    """A LoRA's file, or the folder that a run leaves it in: of PEFT, or with one file for diffusers."""
+    """A LoRA's file, or the folder that a run leaves it in: that of PEFT, or one file for diffusers."""
 
     def __init__(self) -> None:
         super().__init__(exists=True)
@@ -71,7 +71,7 @@ class LoraFile(GivenPath):
 
 @dataclass(frozen=True, kw_only=True)
 class Layers:
-    """What the command line says of the configuration: files, and what lies over them."""
+    """The configuration as the command line gives it: files, and the values that lie over them."""
 
     configs: tuple[Path, ...]
     presets: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""`trainer plan`: what a run will do on a machine, and why, before anything is loaded."""
+"""`trainer plan`: the decisions of a run on a machine and their reasons, before anything is loaded."""
 
 from __future__ import annotations
 
@@ -7,23 +7,11 @@ from pathlib import Path
 import click
 
 from trainer.cli.options import GivenPath, Layers, config_arguments_and_budget
-from trainer.cli.output import say
+from trainer.cli.output import say, shown_below_options
 
 
-@click.command(
-    epilog="""\b
-TRAINER_PROFILE names a hardware profile (auto, dgx-spark, rtx-4090, hopper-fp8, generic-cuda, cpu).
-What you write in the configuration is honoured or refused; only `auto` is decided here.
-
-\b
-Examples:
-  trainer plan train_configs/flux1_dev_lora.yaml
-  trainer plan train_configs/flux1_dev_lora.yaml --facts tests/golden/machines/dgx-spark.json
-  trainer plan train_configs/flux1_dev_lora.yaml --budget 20GiB
-  trainer plan train_configs/flux1_dev_lora.yaml --set features.weights=int8 --json > plan.json
-  trainer plan train_configs/flux1_dev_lora.yaml --export > plan.env && . ./plan.env
-"""
-)
+@shown_below_options
+@click.command()
 @config_arguments_and_budget
 @click.option(
     "--facts",
@@ -37,7 +25,18 @@ Examples:
     "--export", "form", flag_value="export", help="Print the environment of the training process for a shell."
 )
 def plan(layers: Layers, facts_file: Path | None, form: str | None) -> None:
-    """Show every hardware decision with its source and reason, and the memory that the run will need."""
+    """Show every hardware decision with its source and reason, and the memory that the run will need.
+    \f
+    TRAINER_PROFILE names a hardware profile (auto, dgx-spark, rtx-4090, hopper-fp8, generic-cuda, cpu).
+    What you write in the configuration is honoured or refused; only `auto` is decided here.
+
+    Examples:
+      trainer plan train_configs/flux1_dev_lora.yaml
+      trainer plan train_configs/flux1_dev_lora.yaml --facts tests/golden/machines/dgx-spark.json
+      trainer plan train_configs/flux1_dev_lora.yaml --budget 20GiB
+      trainer plan train_configs/flux1_dev_lora.yaml --set features.weights=int8 --json > plan.json
+      trainer plan train_configs/flux1_dev_lora.yaml --export > plan.env && . ./plan.env
+    """
     from trainer.config.secrets import redacted
     from trainer.planning.data_rows import require_dataset, with_data
     from trainer.planning.kept_decisions import continued

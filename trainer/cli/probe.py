@@ -1,4 +1,4 @@
-"""`trainer probe`: what this machine is and which kernels work on it, how fast."""
+"""`trainer probe`: a description of this machine, and the speed of the kernels that work on it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainer.cli.options import GivenPath, Layers, layer_options
+from trainer.cli.output import shown_below_options
 
 if TYPE_CHECKING:
     from trainer.machine.facts import Facts, KernelVerdict
@@ -28,14 +29,8 @@ To train, give the container your images and a place for the results:
 `train --help` shows more, `families` lists the models, and any other program runs as it is: IMAGE bash"""
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  trainer probe                                    # what this machine is and can do
-  trainer probe train_configs/flux1_dev_lora.yaml  # and what is measured at the run's shape
-  trainer probe --json > my-machine.json           # facts for `trainer plan --facts`
-"""
-)
+@shown_below_options
+@click.command()
 @click.argument("configs", metavar="[CONFIG]...", nargs=-1, type=GivenPath())
 @layer_options
 @click.option("--json", "as_json", is_flag=True, help="Print the facts as JSON.")
@@ -45,6 +40,11 @@ def probe(layers: Layers, as_json: bool) -> int:
     With a configuration every kernel is measured forward and backward at the run's shape, and how fast the
     base model's files are read by our own reader and by fastsafetensors. All of it is measured anew, what
     worked too, and takes the place of what was kept: do it while nothing else uses the GPU.
+    \f
+    Examples:
+      trainer probe                                    # what this machine is and can do
+      trainer probe train_configs/flux1_dev_lora.yaml  # and what is measured at the run's shape
+      trainer probe --json > my-machine.json           # facts for `trainer plan --facts`
     """
     if not as_json:
         return _screen(layers)
@@ -78,29 +78,29 @@ def describe(facts: Facts, requested: str = "auto", toolkit: str = "none") -> li
 
 
 def _screen(layers: Layers) -> int:
-    """What this machine is, what it can do, what would stop a run on it, and how to go on."""
-    from trainer.cli import preflight
+    """Print the machine, its abilities, the errors that would stop a run on it, and how to go on."""
+    from trainer.cli import surroundings
     from trainer.cli.errors import error_text
     from trainer.cli.measure import measured_anew
     from trainer.container.describe import text, volume_rows
     from trainer.machine.host import WSL_SPILLS
     from trainer.planning.planning import requested_profile
 
-    facts, errors, surroundings = preflight.machine_judged()
+    facts, errors, given = surroundings.machine_judged()
     if facts is not None:
         if layers.configs:
             facts = measured_anew(layers.load(), facts)
-        for line in describe(facts, requested_profile(), preflight.toolkit()):
+        for line in describe(facts, requested_profile(), surroundings.toolkit()):
             click.echo(line)
-    in_image = preflight.IMAGE.is_dir()
+    in_image = surroundings.IMAGE.is_dir()
     if in_image:
-        click.echo("\n".join(("", *text(volume_rows(surroundings.mounts)))))
+        click.echo("\n".join(("", *text(volume_rows(given.mounts)))))
     for error in errors:
         click.echo(f"\na run would stop here:\n{error_text(error)}")
     if facts is not None and facts.wsl and facts.gpus:
         click.echo(f"\nwarning: {WSL_SPILLS}")
     gpus = "" if requested_profile() == "cpu" else " --gpus all"
-    click.echo(_IN_IMAGE.format(prefix=preflight.IMAGE, gpus=gpus) if in_image else _NEXT)
+    click.echo(_IN_IMAGE.format(prefix=surroundings.IMAGE, gpus=gpus) if in_image else _NEXT)
     return 0 if facts is not None else errors[0].exit_code
 
 

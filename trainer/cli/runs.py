@@ -1,4 +1,4 @@
-"""`trainer runs`: what the runs of a folder were told and what came of them."""
+"""`trainer runs`: settings, losses and results of the runs in a folder."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainer.cli.options import GivenPath
-from trainer.cli.output import say
+from trainer.cli.output import say, shown_below_options
 from trainer.cli.targets import require_picture
 from trainer.errors import ConfigError, DataError, StorageError, one_line
 from trainer.words.tables import aligned
@@ -20,53 +20,52 @@ if TYPE_CHECKING:
 _PATH = GivenPath()
 
 
-@click.group(
-    epilog="""\b
-Examples:
-  trainer runs list runs
-  trainer runs compare runs/rank-16 runs/rank-32 --plot losses.png
-  trainer runs list runs --csv > runs.csv
-"""
-)
+@shown_below_options
+@click.group()
 def runs() -> None:
-    """List and compare finished and running runs."""
+    """List and compare finished and running runs.
+    \f
+    Examples:
+      trainer runs list runs
+      trainer runs compare runs/rank-16 runs/rank-32 --plot losses.png
+      trainer runs list runs --csv > runs.csv
+    """
 
 
 def _shared(function: Callable[..., None]) -> Callable[..., None]:
-    """Add FOLDER... and what both commands can write: parameters folders, as_csv, plot."""
+    """Add the parameters of both commands: folders, as_csv and plot."""
     folders = click.argument("folders", metavar="FOLDER...", nargs=-1, required=True, type=_PATH)
     as_csv = click.option("--csv", "as_csv", is_flag=True, help="Print CSV instead of a table.")
     plot = click.option("--plot", metavar="FILE", type=_PATH, help="Also draw the losses into this PNG.")
     return folders(as_csv(plot(function)))
 
 
-@runs.command(
-    name="list",
-    epilog="""\b
-Examples:
-  trainer runs list runs
-  trainer runs list /output --plot losses.png
-""",
-)
+@shown_below_options
+@runs.command(name="list")
 @_shared
 def list_runs(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
-    """One line for each run in these folders, or below them."""
+    """One line for each run in these folders, or below them.
+    \f
+    Examples:
+      trainer runs list runs
+      trainer runs list /output --plot losses.png
+    """
     found = _read(folders, passing_over=True)
     rows = [["run", *found[0].figures], *([str(run.folder), *run.figures.values()] for run in found)]
     _print(rows, as_csv=as_csv)
     _plot(found, plot)
 
 
-@runs.command(
-    epilog="""\b
-Examples:
-  trainer runs compare runs/rank-16 runs/rank-32
-  trainer runs compare runs --csv > compared.csv
-"""
-)
+@shown_below_options
+@runs.command()
 @_shared
 def compare(folders: tuple[Path, ...], as_csv: bool, plot: Path | None) -> None:
-    """What differs between runs, a column each: settings, then figures."""
+    """What differs between runs, a column each: settings, then figures.
+    \f
+    Examples:
+      trainer runs compare runs/rank-16 runs/rank-32
+      trainer runs compare runs --csv > compared.csv
+    """
     from trainer.telemetry.runs import differences, labels
 
     found = _read(folders, passing_over=False)
@@ -104,7 +103,7 @@ def _tell(text: str) -> None:
 
 
 def _print(rows: Sequence[Sequence[str]], *, as_csv: bool) -> None:
-    """CSV, or columns as wide as their widest cell."""
+    """Print a table: CSV, or columns as wide as their widest cell."""
     import csv
     import io
 

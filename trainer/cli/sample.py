@@ -1,4 +1,4 @@
-"""`trainer sample` and `trainer verify-lora`: what a LoRA file does."""
+"""`trainer sample` and `trainer verify-lora`: pictures drawn with a LoRA file, and checks of it."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from pathlib import Path
 import click
 
 from trainer.cli.options import GivenPath, Layers, LoraFile, config_arguments, layer_options
-from trainer.cli.output import say
+from trainer.cli.output import say, shown_below_options
 from trainer.cli.targets import require_picture
 from trainer.errors import ConfigError, DataError, one_line
 
 _FILE = LoraFile()
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  trainer sample my.yaml --lora runs/my-lora/lora/my-lora.safetensors --prompt "a red apple"
-  trainer sample my.yaml --lora my-lora.safetensors --before-after
-  trainer sample my.yaml --prompt "a red apple" --prompt "a dog" --picture base.png
-"""
-)
+@shown_below_options
+@click.command()
 @config_arguments
 @click.option("--lora", type=_FILE, help="LoRA file to load; the base model alone when not given.")
 @click.option("--before-after", is_flag=True, help="Draw each prompt with the base model alone too.")
@@ -35,7 +29,13 @@ def sample(
     prompts: tuple[str, ...],
     picture: Path,
 ) -> int:
-    """Draw prompts with the base model and a LoRA, through the family's own pipeline."""
+    """Draw prompts with the base model and a LoRA, through the family's own pipeline.
+    \f
+    Examples:
+      trainer sample my.yaml --lora runs/my-lora/lora/my-lora.safetensors --prompt "a red apple"
+      trainer sample my.yaml --lora my-lora.safetensors --before-after
+      trainer sample my.yaml --prompt "a red apple" --prompt "a dog" --picture base.png
+    """
     from trainer.cli.jobs import run_job
     from trainer.cli.measure import planned
     from trainer.config.schema import changed
@@ -57,19 +57,18 @@ def sample(
     return run_job(loaded, *planned(loaded, probe=False), job)
 
 
-@click.command(
-    name="verify-lora",
-    epilog="""\b
-Examples:
-  trainer verify-lora my-lora.safetensors                   # the file alone, on any machine
-  trainer verify-lora my-lora.safetensors --config my.yaml  # on a fresh base model
-""",
-)
+@shown_below_options
+@click.command(name="verify-lora")
 @click.argument("file", type=_FILE)
 @click.option("--config", "configs", multiple=True, type=GivenPath(), help="Also load it onto this base.")
 @layer_options
 def verify_lora(file: Path, layers: Layers) -> int:
-    """Check a LoRA file: readable, finite, not zero; with a configuration also that it changes the output."""
+    """Check a LoRA file: readable, finite, not zero; with a configuration also that it changes the output.
+    \f
+    Examples:
+      trainer verify-lora my-lora.safetensors                   # the file alone, on any machine
+      trainer verify-lora my-lora.safetensors --config my.yaml  # on a fresh base model
+    """
     if not layers.configs:
         from trainer.engine.results.proof import check_file
 
@@ -88,8 +87,8 @@ def verify_lora(file: Path, layers: Layers) -> int:
 def _require_family(file: Path, family: str) -> None:
     """Raise DataError where a LoRA file says that it is of a family whose model has other blocks.
 
-    Asked before anything is downloaded. Families with the same blocks take each other's, as a model of images
-    and the one that edits them; files of other trainers say nothing of it.
+    Runs before anything is downloaded. Families with the same blocks take each other's files, such as a model
+    of images and the one that edits them; files of other trainers do not name their family.
     """
     from safetensors import SafetensorError, safe_open
 

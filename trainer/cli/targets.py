@@ -1,4 +1,4 @@
-"""May what a command is to write be written? Asked before the work, not after it."""
+"""Checks that a command can write its files, made before the work and not after it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def require_writable_folder(path: Path, where: str) -> None:
 
 
 def require_picture(path: Path, where: str) -> None:
-    """As `require_writable`, of a PNG: raises ConfigError where the name would say something else."""
+    """`require_writable` for a picture: raises ConfigError also where its name is not that of a PNG."""
     require_writable(path, where)
     if path.suffix.lower() != ".png":
         what, remedy = "pictures are written as PNG", f"name it {path.with_suffix('.png').name}"

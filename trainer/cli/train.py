@@ -7,23 +7,22 @@ from pathlib import Path
 import click
 
 from trainer.cli.options import GivenPath, Layers, config_arguments_and_budget
-from trainer.cli.output import say
+from trainer.cli.output import say, shown_below_options
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  trainer train train_configs/flux1_dev_lora.yaml --dataset /data --output /output/my-lora
-  trainer train my.yaml --set train.max_train_steps=500 --set features.weights=int8
-
-\b
-The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save first.
-"""
-)
+@shown_below_options
+@click.command()
 @config_arguments_and_budget
 @click.option("--no-probe", is_flag=True, help="Do not measure kernels that have no verdict yet.")
 def train(layers: Layers, no_probe: bool) -> int:
-    """Train, prove and save: a LoRA or a full fine-tune, as the configuration says."""
+    """Train, prove and save: a LoRA or a full fine-tune, as the configuration says.
+    \f
+    Examples:
+      trainer train train_configs/flux1_dev_lora.yaml --dataset /data --output /output/my-lora
+      trainer train my.yaml --set train.max_train_steps=500 --set features.weights=int8
+
+    The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save first.
+    """
     from trainer.cli.jobs import require_startable, run_job, stop_before_start
     from trainer.cli.measure import planned
     from trainer.config import environment
@@ -43,13 +42,8 @@ def train(layers: Layers, no_probe: bool) -> int:
     return run_job(loaded, facts, plan, Job(mode="train"), port=port)
 
 
-@click.command(
-    epilog="""\b
-Examples:
-  trainer cache my.yaml
-  trainer cache my.yaml --verify --prune
-"""
-)
+@shown_below_options
+@click.command()
 @config_arguments_and_budget
 @click.option("--verify", is_flag=True, help="Read every entry and encode damaged ones again.")
 @click.option("--prune", is_flag=True, help="Then remove the family's entries that this run does not use.")
@@ -60,7 +54,12 @@ Examples:
     help="First take in another trainer's .pt files, one an image (docs/data.md).",
 )
 def cache(layers: Layers, verify: bool, prune: bool, import_pt: Path | None) -> int:
-    """Encode images and captions ahead of a run; `train` then starts at once."""
+    """Encode images and captions ahead of a run; `train` then starts at once.
+    \f
+    Examples:
+      trainer cache my.yaml
+      trainer cache my.yaml --verify --prune
+    """
     from trainer.cli.jobs import require_startable, run_job, stop_before_start
     from trainer.cli.measure import planned
     from trainer.engine.spec import Job

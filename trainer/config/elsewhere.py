@@ -1,4 +1,4 @@
-"""What other trainers call things: keys, files and environment variables, and what ours are.
+"""Other trainers' names of keys, files and environment variables, and the names that ours have.
 
 The rows are data, in elsewhere.yaml beside this file, and are read when they are first asked for.
 """
@@ -27,11 +27,11 @@ class Row:
     names: tuple[str, ...]
     ours: str = ""
     note: str = ""
-    """What differs, or why there is none."""
+    """The difference, or why there is none."""
 
     @property
     def remedy(self) -> str:
-        """What to do, for an error message."""
+        """The remedy of an error message."""
         if not self.ours:
             return f"there is none here, leave it out: {self.note}"
         return f"did you mean `{self.ours}`?" + (f" {self.note}" if self.note else "")
@@ -53,12 +53,13 @@ class Foreign:
 
 
 def key(name: str) -> Row | None:
-    """What another trainer's key is here; hyphens and capitals do not count."""
-    return _by_name().get(name.lower().lstrip("-").replace("-", "_"))
+    """Our key for another trainer's; hyphens and capitals do not count."""
+    plain = name.lower().lstrip("-").replace("-", "_")
+    return next((row for rows in keys().values() for row in rows if plain in row.names), None)
 
 
 def file(name: str) -> Row | None:
-    """What another trainer's file is here, by its name without folders."""
+    """Our file for another trainer's, by its name without folders."""
     plain = name.lower().replace("-", "_").removesuffix(".yml").removesuffix(".yaml")
     return next(
         (row for row in files() for one in row.names if one.removesuffix(".yaml").replace("-", "_") == plain),
@@ -95,11 +96,6 @@ def files() -> tuple[Row, ...]:
 def foreign() -> tuple[Foreign, ...]:
     """Variables without a use here."""
     return tuple(_made(Foreign, row) for row in _document(0))
-
-
-@cache
-def _by_name() -> dict[str, Row]:
-    return {name: row for rows in keys().values() for row in rows for name in row.names}
 
 
 def _made(kind: type[R], row: Mapping[str, Any]) -> R:

@@ -27,7 +27,7 @@ DEFAULT_METRICS_PORT = 9464
 LOOPBACK = "127.0.0.1"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Variable:
     """One environment variable: `default` is what an unset one amounts to, in words or as a value."""
 
@@ -37,108 +37,50 @@ class Variable:
 
 
 VARIABLES: tuple[Variable, ...] = (
-    Variable(
-        name="TRAINER_PROFILE",
-        default="auto",
-        meaning="hardware profile: auto, dgx-spark, rtx-4090, hopper-fp8, generic-cuda or cpu",
-    ),
-    Variable(
-        name="UNIFIED_MEMORY",
-        default="as the GPU says",
-        meaning="true: only train where CPU and GPU share one memory; false: only where they do not",
-    ),
-    Variable(
-        name="DISABLE_CPU_OFFLOAD",
-        default="false",
-        meaning="true: no weights of the base wait in host memory, whatever fits (features.block_swap: 0)",
-    ),
-    Variable(
-        name="TRAINER_FACTS", default="", meaning="JSON file that replaces the facts read from this machine"
-    ),
-    Variable(
-        name="TRAINER_TORCH_FACTS",
-        default="",
-        meaning="JSON file with the installed torch's version and architectures, written at image build",
-    ),
-    Variable(
-        name="TRAINER_RUNTIME_DIR",
-        default="a folder per user under the system's temporary one",
-        meaning="where the training process leaves its status and metrics; a tmpfs in containers",
-    ),
-    Variable(
-        name="TRAINER_CACHE_DIR",
-        default="$XDG_CACHE_HOME/trainer",
-        meaning="encoded samples and kernel verdicts; `data.cache_dir` goes before it for samples",
-    ),
-    Variable(
-        name="TRAINER_METRICS_PORT",
-        default=str(DEFAULT_METRICS_PORT),
-        meaning="port of /metrics, /healthz and /readyz; 0 opens none",
-    ),
-    Variable(
-        name="TRAINER_METRICS_ADDRESS",
-        default=LOOPBACK,
-        meaning="address that the port listens on: 127.0.0.1 is this machine alone, `::` all its addresses",
-    ),
-    Variable(name="HF_HOME", default="$XDG_CACHE_HOME/huggingface", meaning="downloaded base models"),
-    Variable(name="HF_HUB_CACHE", default="$HF_HOME/hub", meaning="downloaded repositories"),
-    Variable(name="HF_HUB_OFFLINE", default="0", meaning="1: never ask the hub"),
-    Variable(name="HF_TOKEN", default="", meaning="access token; a file (HF_TOKEN_PATH) leaks less easily"),
-    Variable(name="HF_TOKEN_FILE", default="", meaning="containers: file whose text becomes HF_TOKEN"),
-    Variable(name="HF_TOKEN_PATH", default="$HF_HOME/token", meaning="file that holds the access token"),
-    Variable(
-        name="WANDB_API_KEY", default="", meaning="for train.report_to: wandb; a file leaks less easily"
-    ),
-    Variable(name="WANDB_API_KEY_FILE", default="", meaning="file whose text is used as WANDB_API_KEY"),
-    Variable(
-        name="WANDB_MODE", default="online", meaning="offline: only write what `wandb sync` sends later"
-    ),
-    Variable(name="XDG_CACHE_HOME", default="~/.cache", meaning="the user's cache folder"),
-    Variable(name="HOME", default="the user's", meaning="where libraries write what has no other place"),
-    Variable(
-        name="TORCHINDUCTOR_CACHE_DIR",
-        default="$TRAINER_CACHE_DIR/compile/inductor",
-        meaning="compiled blocks",
-    ),
-    Variable(
-        name="TRITON_CACHE_DIR",
-        default="$TRAINER_CACHE_DIR/compile/triton",
-        meaning="compiled kernels",
-    ),
-    Variable(
-        name="FLASH_ATTENTION_CUTE_DSL_CACHE_DIR",
-        default="$TRAINER_CACHE_DIR/compile/flash-attn-sm90",
-        meaning="compiled kernels of flash-attn 4; sm90 as the GPU is",
-    ),
-    Variable(
-        name="FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED",
-        default="1",
-        meaning="0: flash-attn 4 compiles its kernels anew at every start",
-    ),
-    Variable(name="CUDA_VISIBLE_DEVICES", default="all GPUs", meaning="GPUs that a run may use, as 0,1"),
-    Variable(
-        name="NVIDIA_VISIBLE_DEVICES",
-        default="",
-        meaning="GPUs that the container toolkit hands in",
-    ),
-    Variable(
-        name="NVIDIA_DRIVER_CAPABILITIES", default="", meaning="parts of the driver that the toolkit hands in"
-    ),
-    Variable(
-        name="CUDA_HOME",
-        default="/usr/local/cuda",
-        meaning="CUDA toolkit, which `trainer probe` in a container reports; training needs none",
-    ),
-    Variable(name="LD_LIBRARY_PATH", default="", meaning="looked through: a foreign cuDNN here breaks torch"),
-    Variable(
-        name="PYTORCH_ALLOC_CONF",
-        default="set by the plan",
-        meaning="torch's allocator; yours stays, within the cap of a machine whose memory is the host's",
-    ),
-    Variable(
-        name="OMP_WAIT_POLICY", default="set by the plan", meaning="how threads wait on a CPU; yours stays"
-    ),
-)
+    Variable("TRAINER_PROFILE", "auto",
+             "hardware profile: auto, dgx-spark, rtx-4090, hopper-fp8, generic-cuda or cpu"),
+    Variable("UNIFIED_MEMORY", "as the GPU says",
+             "true: only train where CPU and GPU share one memory; false: only where they do not"),
+    Variable("DISABLE_CPU_OFFLOAD", "false",
+             "true: no weights of the base wait in host memory, whatever fits (features.block_swap: 0)"),
+    Variable("TRAINER_FACTS", "", "JSON file that replaces the facts read from this machine"),
+    Variable("TRAINER_TORCH_FACTS", "",
+             "JSON file with the installed torch's version and architectures, written at image build"),
+    Variable("TRAINER_RUNTIME_DIR", "a folder per user under the system's temporary one",
+             "where the training process leaves its status and metrics; a tmpfs in containers"),
+    Variable("TRAINER_CACHE_DIR", "$XDG_CACHE_HOME/trainer",
+             "encoded samples and kernel verdicts; `data.cache_dir` goes before it for samples"),
+    Variable("TRAINER_METRICS_PORT", str(DEFAULT_METRICS_PORT),
+             "port of /metrics, /healthz and /readyz; 0 opens none"),
+    Variable("TRAINER_METRICS_ADDRESS", LOOPBACK,
+             "address that the port listens on: 127.0.0.1 is this machine alone, `::` all its addresses"),
+    Variable("HF_HOME", "$XDG_CACHE_HOME/huggingface", "downloaded base models"),
+    Variable("HF_HUB_CACHE", "$HF_HOME/hub", "downloaded repositories"),
+    Variable("HF_HUB_OFFLINE", "0", "1: never ask the hub"),
+    Variable("HF_TOKEN", "", "access token; a file (HF_TOKEN_PATH) leaks less easily"),
+    Variable("HF_TOKEN_FILE", "", "containers: file whose text becomes HF_TOKEN"),
+    Variable("HF_TOKEN_PATH", "$HF_HOME/token", "file that holds the access token"),
+    Variable("WANDB_API_KEY", "", "for train.report_to: wandb; a file leaks less easily"),
+    Variable("WANDB_API_KEY_FILE", "", "file whose text is used as WANDB_API_KEY"),
+    Variable("WANDB_MODE", "online", "offline: only write what `wandb sync` sends later"),
+    Variable("XDG_CACHE_HOME", "~/.cache", "the user's cache folder"),
+    Variable("HOME", "the user's", "where libraries write what has no other place"),
+    Variable("TORCHINDUCTOR_CACHE_DIR", "$TRAINER_CACHE_DIR/compile/inductor", "compiled blocks"),
+    Variable("TRITON_CACHE_DIR", "$TRAINER_CACHE_DIR/compile/triton", "compiled kernels"),
+    Variable("FLASH_ATTENTION_CUTE_DSL_CACHE_DIR", "$TRAINER_CACHE_DIR/compile/flash-attn-sm90",
+             "compiled kernels of flash-attn 4; sm90 as the GPU is"),
+    Variable("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1",
+             "0: flash-attn 4 compiles its kernels anew at every start"),
+    Variable("CUDA_VISIBLE_DEVICES", "all GPUs", "GPUs that a run may use, as 0,1"),
+    Variable("NVIDIA_VISIBLE_DEVICES", "", "GPUs that the container toolkit hands in"),
+    Variable("NVIDIA_DRIVER_CAPABILITIES", "", "parts of the driver that the toolkit hands in"),
+    Variable("CUDA_HOME", "/usr/local/cuda",
+             "CUDA toolkit, which `trainer probe` in a container reports; training needs none"),
+    Variable("LD_LIBRARY_PATH", "", "looked through: a foreign cuDNN here breaks torch"),
+    Variable("PYTORCH_ALLOC_CONF", "set by the plan",
+             "torch's allocator; yours stays, within the cap of a machine whose memory is the host's"),
+    Variable("OMP_WAIT_POLICY", "set by the plan", "how threads wait on a CPU; yours stays"),
+)  # fmt: skip
 
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
 _NAMES = tuple(variable.name for variable in VARIABLES)
@@ -150,6 +92,14 @@ _SERVICE_URL = re.compile(r"(tcp|udp|sctp)://")
 def snapshot() -> dict[str, str]:
     """A copy of the whole environment, for child processes and for `load`."""
     return dict(os.environ)
+
+
+def without_plugins() -> None:
+    """Keep pydantic from looking for plugins, here and in processes that are started from now on.
+
+    It would read all installed packages' metadata, which takes longer than to read a configuration.
+    """
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 
 def add_python_path(folder: str) -> None:
@@ -195,7 +145,11 @@ def make_runtime_dir() -> Path:
             folder.mkdir(parents=True, exist_ok=True)
         else:
             folder.mkdir(mode=0o700, exist_ok=True)
-            _require_own(folder, remedy)
+            found = folder.lstat()
+            # a link, or a folder that another user made in our place
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+                what = f"{folder} belongs to another user"
+                raise ConfigError(what, where="TRAINER_RUNTIME_DIR", remedy=remedy)
         # permission bits do not tell of read-only mounts or of what root may do: ask by writing
         with tempfile.TemporaryFile(dir=folder):
             pass
@@ -207,20 +161,12 @@ def make_runtime_dir() -> Path:
     return folder
 
 
-def _require_own(folder: Path, remedy: str) -> None:
-    """Refuse a link, and a folder that another user made in our place."""
-    found = folder.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise ConfigError(f"{folder} belongs to another user", where="TRAINER_RUNTIME_DIR", remedy=remedy)
-
-
 def user_cache_dir(environ: Mapping[str, str] | None = None) -> Path:
     """Folder for what can be computed again, outside any data set; it need not exist yet."""
     value = read("TRAINER_CACHE_DIR", environ)
     if value:
         return Path(value).expanduser()
-    base = read("XDG_CACHE_HOME", environ)
-    return (Path(base).expanduser() if base else Path("~/.cache").expanduser()) / "trainer"
+    return Path(read("XDG_CACHE_HOME", environ) or "~/.cache").expanduser() / "trainer"
 
 
 def hub_cache_dir() -> Path:

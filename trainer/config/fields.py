@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from trainer.config import elsewhere
-from trainer.config.schema import RunConfig, Words
+from trainer.config.schema import RunConfig
 from trainer.config.tree import KeyPath
 from trainer.words.near import closest
 
@@ -47,12 +47,7 @@ def is_section(path: KeyPath) -> bool:
 
 def takes(path: KeyPath, kind: type) -> bool:
     """True if the value at `path` may be a `kind` (tuple for a list)."""
-    field = field_at(path)
-    if field is None:
-        return False
-    return any(
-        (get_origin(option) or option) is kind for option, _ in _options(field.annotation, field.metadata)
-    )
+    return any((get_origin(option) or option) is kind for option, _ in _options_at(path))
 
 
 @cache
@@ -66,26 +61,22 @@ def dotted_keys() -> tuple[str, ...]:
 
 
 def expected(path: KeyPath) -> str:
-    """What may stand at `path`, in words: "a whole number of at least 1", "auto, true or false"."""
-    field = field_at(path)
-    assert field is not None, path
-    words = [_words(option, metadata) for option, metadata in _options(field.annotation, field.metadata)]
-    flat = [word for group in words for word in group]
+    """The values that `path` takes, in words: "a whole number of at least 1", "auto, true or false"."""
+    flat = [word for option, metadata in _options_at(path) for word in _words(option, metadata)]
     return flat[0] if len(flat) == 1 else f"{', '.join(flat[:-1])} or {flat[-1]}"
 
 
 def choices(path: KeyPath) -> list[str]:
     """The fixed words that may stand at `path`."""
-    field = field_at(path)
-    assert field is not None, path
-    options = _options(field.annotation, field.metadata)
-    return [str(word) for option, _ in options if get_origin(option) is Literal for word in get_args(option)]
+    literals = (option for option, _ in _options_at(path) if get_origin(option) is Literal)
+    return [str(word) for option in literals for word in get_args(option)]
 
 
 def suggest_key(path: KeyPath) -> str:
     """Remedy for an unknown key: what may have been meant, else what exists beside it."""
-    parent, key = path[:-1], path[-1].lower().replace("-", "_")
-    siblings = _keys_below(parent)
+    key, field = path[-1].lower().replace("-", "_"), field_at(path[:-1])
+    parent = RunConfig if field is None else section_of(field.annotation)
+    siblings = () if parent is None else tuple(parent.model_fields)
     everywhere = {name.rpartition(".")[2]: name for name in reversed(dotted_keys())} | _keys_of_items()
     if path[-1] in dotted_keys():
         section, _, leaf = path[-1].partition(".")
@@ -128,17 +119,15 @@ def _keys_of_items() -> dict[str, str]:
     return found
 
 
-def _keys_below(path: KeyPath) -> tuple[str, ...]:
-    field = field_at(path) if path else None
-    section = RunConfig if field is None else section_of(field.annotation)
-    return () if section is None else tuple(section.model_fields)
-
-
 def _list_item(annotation: object) -> Any:
-    for option, _ in _options(annotation, ()):
-        if get_origin(option) is tuple:
-            return get_args(option)[0]
-    return None
+    lists = (option for option, _ in _options(annotation, ()) if get_origin(option) is tuple)
+    return next((get_args(option)[0] for option in lists), None)
+
+
+def _options_at(path: KeyPath) -> list[tuple[Any, tuple[object, ...]]]:
+    """The alternatives of what may stand at `path`; none where the schema has no such key."""
+    field = field_at(path)
+    return [] if field is None else list(_options(field.annotation, field.metadata))
 
 
 def _options(annotation: object, metadata: Sequence[object]) -> Iterator[tuple[Any, tuple[object, ...]]]:
@@ -166,15 +155,12 @@ def _words(option: Any, metadata: Sequence[object]) -> list[str]:
     if option in (int, float):
         return [("a whole number" if option is int else "a number") + _bounds(metadata)]
     if get_origin(option) is tuple:
-        return ["a list with at least one item" if _constrained(metadata) else "a list"]
+        least = any(isinstance(item, annotated_types.MinLen) for item in metadata)
+        return ["a list with at least one item" if least else "a list"]
     if section_of(option) is not None:
         return [f"keys ({', '.join(option.model_fields)})"]
-    told = [item.words for item in metadata if isinstance(item, Words)]
+    told = [item for item in metadata if isinstance(item, str)]
     return told or ["a path" if option is Path else "a text that is not empty"]
-
-
-def _constrained(metadata: Sequence[object]) -> bool:
-    return any(isinstance(item, annotated_types.MinLen) for item in metadata)
 
 
 def _bounds(metadata: Sequence[object]) -> str:
@@ -188,4 +174,4 @@ def _bounds(metadata: Sequence[object]) -> str:
             high = f"at most {item.le}"
         elif isinstance(item, annotated_types.Lt):
             high = f"below {item.lt}"
-    return "".join(f" {text}" for text in (" and ".join(filter(None, (low, high))),) if text)
+    return " " + " and ".join(filter(None, (low, high))) if low or high else ""

@@ -1,4 +1,4 @@
-"""What a user may ask for. Frozen models that forbid unknown keys, spelled as in diffusers' scripts.
+"""The keys that a user may write. Frozen models that forbid unknown keys, spelled as in diffusers' scripts.
 
 The string under a field is its help: `trainer config schema` hands it to editors. Error messages are built
 from the declared types, so a bound written here needs no second place.
@@ -7,7 +7,6 @@ from the declared types, so a bound written here needs no second place.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -36,13 +35,6 @@ def _reject_empty(value: object) -> object:
     if isinstance(value, str) and one_line(value) != value:
         raise ValueError("a path with control characters")
     return value
-
-
-@dataclass(frozen=True)
-class Words:
-    """What a text takes, for messages, where its pattern says too little."""
-
-    words: str
 
 
 def _require_size(value: object) -> object:
@@ -75,14 +67,15 @@ def _number_first(value: object) -> object:
 
 Text = Annotated[str, Field(pattern=r"\S")]
 """Text with at least one character that is not white space."""
-Size = Annotated[Text, BeforeValidator(_require_size), Words("a size such as 24GiB or 24 GB")]
+# a text in `Annotated` is what messages say the key takes, where its type says too little
+Size = Annotated[Text, BeforeValidator(_require_size), "a size such as 24GiB or 24 GB"]
 ModelName = Annotated[Text, BeforeValidator(_expand_home)]
 UserPath = Annotated[Path, BeforeValidator(_expand_home), BeforeValidator(_reject_empty)]
 """Relative paths start at the current directory, not at the file that names them."""
 
 
-RANKS = Words("a mapping of layers to whole numbers from 1 to 1024, such as {to_q: 8}")
-ALPHAS = Words("a mapping of layers to numbers above 0, such as {to_q: 8}")
+RANKS = "a mapping of layers to whole numbers from 1 to 1024, such as {to_q: 8}"
+ALPHAS = "a mapping of layers to numbers above 0, such as {to_q: 8}"
 
 
 class Section(BaseModel):
@@ -250,17 +243,9 @@ class FeaturesSection(Section):
     """What the hardware plan decides: `auto` unless written; what is written is honoured or refused."""
 
     attention: Literal[
-        "auto",
-        "flash",
-        "cudnn",
-        "cudnn_strided",
-        "flash_attn_2",
-        "flash_attn_3",
-        "flash_attn_4",
-        "efficient",
-        "math",
-        "native",
-    ] = "auto"
+        "auto", "flash", "cudnn", "cudnn_strided", "flash_attn_2", "flash_attn_3", "flash_attn_4",
+        "efficient", "math", "native",
+    ] = "auto"  # fmt: skip
     """Attention kernel, forward and backward; flash_attn_2 to 4 are packages that are installed apart."""
     weights: Weights = "auto"
     """Storage of the base model's weights; int8, nf4 (4 bits) and fp8 are for `method: lora` only."""

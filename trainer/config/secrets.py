@@ -1,4 +1,4 @@
-"""What must not be in anything that is printed or written: tokens, keys, credentials in addresses.
+"""Secrets, which are hidden in all that is printed or written: tokens, keys, credentials in addresses.
 
 Cheap to import: error messages go through it.
 """

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 KeyPath = tuple[str, ...]
 """Keys and list positions from the root: `("data", "sets", "0", "img_dir")`."""
 Scalar = str | int | float | bool | None
 Plain = Scalar | dict[str, "Plain"] | list["Plain"]
-"""What a tree is without its sources: the input of pydantic."""
+"""A tree without its sources: the input of pydantic."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,14 +28,14 @@ class Node:
         """The node at `path` below this one, or None."""
         node: Node | None = self
         for key in path:
-            node = None if node is None else _child(node, key)
+            node = None if node is None else dict(_children(node)).get(key)
         return node
 
     def source_of(self, path: KeyPath) -> str:
         """Source of the value at `path`, or of the nearest one above it that was written."""
         node, source = self, self.source
         for key in path:
-            below = _child(node, key)
+            below = dict(_children(node)).get(key)
             if below is None:
                 break
             node, source = below, below.source
@@ -50,16 +50,15 @@ class Node:
         return self.value
 
 
-def _child(node: Node, key: str) -> Node | None:
+def _children(node: Node) -> Iterable[tuple[str, Node]]:
+    """Key, or position in a list, and node of everything directly below `node`."""
     if isinstance(node.value, dict):
-        return node.value.get(key)
-    if isinstance(node.value, list) and key.isdecimal() and int(key) < len(node.value):
-        return node.value[int(key)]
-    return None
+        return node.value.items()
+    return ((str(index), one) for index, one in enumerate(node.value if isinstance(node.value, list) else ()))
 
 
 def describe(node: Node) -> str:
-    """What a value is, in words for a message."""
+    """A value in words for a message."""
     if isinstance(node.value, dict):
         return "a mapping"
     if isinstance(node.value, list):
@@ -73,23 +72,12 @@ def describe(node: Node) -> str:
 def from_plain(value: object, source: str) -> Node:
     """A tree of Python values that all come from one place."""
     if isinstance(value, Mapping):
-        return Node(
-            value={str(key): from_plain(child, source) for key, child in value.items()}, source=source
-        )
+        children = {str(key): from_plain(child, source) for key, child in value.items()}
+        return Node(value=children, source=source)
     if isinstance(value, list | tuple):
         return Node(value=[from_plain(child, source) for child in value], source=source)
     assert value is None or isinstance(value, str | int | float | bool), f"{source}: {value!r}"
     return Node(value=value, source=source)
-
-
-def relabelled(node: Node, source: str) -> Node:
-    """The same tree, whose values all come from one place."""
-    if isinstance(node.value, dict):
-        value = {key: relabelled(child, source) for key, child in node.value.items()}
-        return Node(value=value, source=source, whole=node.whole)
-    if isinstance(node.value, list):
-        return Node(value=[relabelled(child, source) for child in node.value], source=source)
-    return Node(value=node.value, source=source)
 
 
 def by_user(source: str) -> bool:
@@ -116,14 +104,7 @@ def merge(low: Node, high: Node) -> Node:
 
 def leaves(node: Node, path: KeyPath = ()) -> dict[str, str]:
     """Dotted key -> source, for every scalar and every list in the tree."""
-    if isinstance(node.value, dict):
-        children = list(node.value.items())
-        found: dict[str, str] = {}
-    else:
-        found = {".".join(path): node.source}
-        children = (
-            [(str(i), child) for i, child in enumerate(node.value)] if isinstance(node.value, list) else []
-        )
-    for key, child in children:
+    found = {} if isinstance(node.value, dict) else {".".join(path): node.source}
+    for key, child in _children(node):
         found |= leaves(child, (*path, key))
     return found

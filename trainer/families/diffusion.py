@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 
     from trainer.modeling.base.source import ModelSource
 
+JOINT_ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
+"""Linear layers of the attention of one block over the tokens of text and image."""
 Arguments = Callable[[Any, PreviewPrompt, Mapping[str, "torch.Tensor"]], Mapping[str, Any]]
 Encode = Callable[[Any, "torch.Tensor", Sequence["torch.Tensor"]], dict[str, "torch.Tensor"]]
 
@@ -143,6 +145,12 @@ def encode_with_controls(
     # a Gaussian's mode is its mean
     modes = [encode(encoders, control, ())["mean"] for control in controls]
     return encode(encoders, pixels, ()) | {f"control_{index}": mode for index, mode in enumerate(modes)}
+
+
+def functions(pipeline: Pipeline) -> dict[str, Any]:
+    """The fields of `Family` that depend on its pipeline alone: a variant of another one replaces all."""
+    shared = (load_encoders, encode_text, synthetic_batch, preview, save_adapter, attention_shape)
+    return {one.__name__: functools.partial(one, pipeline) for one in shared}
 
 
 def vae_shape(config: Mapping[str, Any]) -> tuple[int, int]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -136,6 +135,8 @@ def _even_density(flow: FlowSection, position: int, draws: int) -> float:
     sample, number = divmod(position, draws)
     quantile = (number + (0.5 + sample * _GOLDEN) % 1.0) / draws
     if flow.weighting_scheme == "logit_normal":
+        import statistics  # takes longer than the rest of this file, and no other scheme needs it
+
         normal = statistics.NormalDist(flow.logit_mean, flow.logit_std)
         # its lowest value has no quantile
         return 1.0 / (1.0 + math.exp(-normal.inv_cdf(max(quantile, 1e-9))))

@@ -134,7 +134,7 @@ class Family:
     and controls, the same but each of its own size."""
     control_size: Callable[[int, int], tuple[int, int]] = no_pixels
     """Size that the family's pipeline gives a control image of this width and height, in pixels."""
-    vae_shape: Callable[[Mapping[str, Any]], tuple[int, int]] = no_pixels
+    vae_shape: Callable[[Mapping[str, Any]], tuple[int, int]] = diffusion.vae_shape
     """Widest channels of the VAE with this config at full resolution, and the side of its tiles in pixels."""
     batch_key: Callable[[Header, Header], tuple[Any, ...]] = diffusion.batch_key
     """Equal for samples that may share a batch, by the shapes of their latents and their text."""

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCKS = r"(transformer_blocks|single_transformer_blocks)\.\d+"
-_ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 _MLP = r"(ff|ff_context)\.net\.(0\.proj|2)|proj_mlp|proj_out"
 PIPELINE = diffusion.Pipeline(
     name="FluxPipeline",
@@ -100,8 +99,8 @@ FLUX1_DEV = Family(
         "validation": {"guidance_scale": 3.5, "num_inference_steps": 28},
     },
     lora_targets={
-        "attention": rf"{_BLOCKS}\.{_ATTENTION}",
-        "all-linear": rf"{_BLOCKS}\.({_ATTENTION}|{_MLP})",
+        "attention": rf"{_BLOCKS}\.{diffusion.JOINT_ATTENTION}",
+        "all-linear": rf"{_BLOCKS}\.({diffusion.JOINT_ATTENTION}|{_MLP})",
     },
     # embedders and modulation carry sigma and the caption into every block; they are small and sensitive
     high_precision=(r"(x|context)_embedder|proj_out", r"time_text_embed\..*", r".*\.?norm\w*\.linear"),
@@ -110,16 +109,10 @@ FLUX1_DEV = Family(
     model="diffusers.FluxTransformer2DModel",
     encoder_components={"text": ("text_encoder", "text_encoder_2"), "latents": ("vae",)},
     support_components=("tokenizer", "tokenizer_2", "scheduler"),
-    load_encoders=partial(diffusion.load_encoders, PIPELINE),
-    encode_text=partial(diffusion.encode_text, PIPELINE),
     caption_tokens=partial(diffusion.caption_tokens, PIPELINE, "tokenizer_2"),
     encode_pixels=encode_pixels,
-    vae_shape=diffusion.vae_shape,
     predict=predict,
-    synthetic_batch=partial(diffusion.synthetic_batch, PIPELINE),
-    preview=partial(diffusion.preview, PIPELINE),
-    save_adapter=partial(diffusion.save_adapter, PIPELINE),
     comfyui_keys="transformer.{}".format,
     counted_as=lambda config: "flux1_dev",
-    attention_shape=partial(diffusion.attention_shape, PIPELINE),
+    **diffusion.functions(PIPELINE),
 )

@@ -59,7 +59,5 @@ FLUX1_KONTEXT = dataclasses.replace(
     },
     encode_pixels=partial(diffusion.encode_with_controls, flux1_dev.encode_pixels),
     control_size=control_size,
-    synthetic_batch=partial(diffusion.synthetic_batch, PIPELINE),
-    preview=partial(diffusion.preview, PIPELINE),
-    attention_shape=partial(diffusion.attention_shape, PIPELINE),
+    **diffusion.functions(PIPELINE),
 )

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainer.families import diffusion, draws
@@ -20,7 +19,6 @@ if TYPE_CHECKING:
     from trainer.modeling.base.source import ModelSource
 
 _DOUBLE = r"transformer_blocks\.\d+"
-_DOUBLE_ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 _DOUBLE_MLP = r"(ff|ff_context)\.(linear_in|linear_out)"
 # single blocks fuse attention and MLP: one linear before both, one after both
 _SINGLE = r"single_transformer_blocks\.\d+\.attn\.(to_qkv_mlp_proj|to_out)"
@@ -141,8 +139,8 @@ FLUX2_DEV = Family(
         "validation": {"guidance_scale": 4.0, "num_inference_steps": 28},
     },
     lora_targets={
-        "attention": rf"{_DOUBLE}\.{_DOUBLE_ATTENTION}|{_SINGLE}",
-        "all-linear": rf"{_DOUBLE}\.({_DOUBLE_ATTENTION}|{_DOUBLE_MLP})|{_SINGLE}",
+        "attention": rf"{_DOUBLE}\.{diffusion.JOINT_ATTENTION}|{_SINGLE}",
+        "all-linear": rf"{_DOUBLE}\.({diffusion.JOINT_ATTENTION}|{_DOUBLE_MLP})|{_SINGLE}",
     },
     # embedders and the modulation that all blocks share carry sigma and the caption; they are sensitive
     high_precision=(
@@ -155,17 +153,11 @@ FLUX2_DEV = Family(
     model="diffusers.Flux2Transformer2DModel",
     encoder_components={"text": ("text_encoder",), "latents": ("vae",)},
     support_components=("tokenizer", "scheduler"),
-    load_encoders=partial(diffusion.load_encoders, PIPELINE),
-    encode_text=partial(diffusion.encode_text, PIPELINE),
     caption_tokens=caption_tokens,
     encode_pixels=encode_pixels,
-    vae_shape=diffusion.vae_shape,
     draw=draw,
     predict=predict,
-    synthetic_batch=partial(diffusion.synthetic_batch, PIPELINE),
-    preview=partial(diffusion.preview, PIPELINE),
-    save_adapter=partial(diffusion.save_adapter, PIPELINE),
     comfyui_keys=comfyui_keys,
     counted_as=lambda config: "flux2_dev",
-    attention_shape=partial(diffusion.attention_shape, PIPELINE),
+    **diffusion.functions(PIPELINE),
 )

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     import torch
 
 _BLOCKS = r"transformer_blocks\.\d+"
-_ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
 _MLP = r"(img_mlp|txt_mlp)\.net\.(0\.proj|2)"
 # the end of the pipeline's template counts against the limit, its beginning is dropped
 _AFTER_CAPTION = "<|im_end|>\n<|im_start|>assistant\n"
@@ -116,8 +115,8 @@ QWEN_IMAGE = Family(
         "validation": {"guidance_scale": 4.0, "num_inference_steps": 30},
     },
     lora_targets={
-        "attention": rf"{_BLOCKS}\.{_ATTENTION}",
-        "all-linear": rf"{_BLOCKS}\.({_ATTENTION}|{_MLP})",
+        "attention": rf"{_BLOCKS}\.{diffusion.JOINT_ATTENTION}",
+        "all-linear": rf"{_BLOCKS}\.({diffusion.JOINT_ATTENTION}|{_MLP})",
     },
     # embedders and modulation carry sigma and the caption into every block; they are sensitive
     high_precision=(r"img_in|txt_in|proj_out", r"time_text_embed\..*", r".*_mod\.1", r"norm_out\.linear"),
@@ -126,16 +125,11 @@ QWEN_IMAGE = Family(
     model="diffusers.QwenImageTransformer2DModel",
     encoder_components={"text": ("text_encoder",), "latents": ("vae",)},
     support_components=("tokenizer", "scheduler"),
-    load_encoders=partial(diffusion.load_encoders, PIPELINE),
-    encode_text=partial(diffusion.encode_text, PIPELINE),
     caption_tokens=partial(diffusion.caption_tokens, PIPELINE, "tokenizer", after=_AFTER_CAPTION),
     encode_pixels=encode_pixels,
     vae_shape=vae_shape,
     predict=predict,
-    synthetic_batch=partial(diffusion.synthetic_batch, PIPELINE),
-    preview=partial(diffusion.preview, PIPELINE),
-    save_adapter=partial(diffusion.save_adapter, PIPELINE),
     comfyui_keys="transformer.{}".format,
     counted_as=lambda config: "qwen_image",
-    attention_shape=partial(diffusion.attention_shape, PIPELINE),
+    **diffusion.functions(PIPELINE),
 )

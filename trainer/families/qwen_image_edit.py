@@ -130,14 +130,10 @@ QWEN_IMAGE_EDIT = dataclasses.replace(
         "validation": {"guidance_scale": 4.0, "num_inference_steps": 30},
     },
     support_components=(*QWEN_IMAGE.support_components, "processor"),
-    load_encoders=partial(diffusion.load_encoders, PIPELINE),
-    encode_text=encode_text,
     caption_tokens=partial(diffusion.caption_tokens, PIPELINE, "tokenizer"),
     encode_pixels=partial(diffusion.encode_with_controls, qwen_image.encode_pixels),
     control_size=control_size,
-    synthetic_batch=partial(diffusion.synthetic_batch, PIPELINE),
-    preview=partial(diffusion.preview, PIPELINE),
     # its own where scales and gates are kept for each image token
     counted_as=lambda config: "qwen_image_edit" if config.get("zero_cond_t", False) else "qwen_image",
-    attention_shape=partial(diffusion.attention_shape, PIPELINE),
+    **diffusion.functions(PIPELINE) | {"encode_text": encode_text},
 )

@@ -6,7 +6,7 @@ import contextlib
 import fcntl
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,24 +30,18 @@ def update_entries(path: Path, change: Callable[[dict[str, Any]], None]) -> bool
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(path.with_name(f".{path.name}.lock")):
+        lock = os.open(path.with_name(f".{path.name}.lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            # some network file systems have no locks: the last writer wins, and the other measures again
+            with contextlib.suppress(OSError):
+                fcntl.flock(lock, fcntl.LOCK_EX)
             entries = read_entries(path)
             change(entries)
             return write_entries(path, entries)
+        finally:
+            os.close(lock)
     except OSError:
         return False
-
-
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        # some network file systems have no locks: the last writer wins there, and the other measures again
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def write_entries(path: Path, entries: dict[str, Any]) -> bool:

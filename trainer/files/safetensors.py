@@ -16,25 +16,13 @@ from typing import Any, BinaryIO
 from trainer.files import atomic
 
 DTYPES: Mapping[str, str] = {
-    "U64": "uint64",
-    "I64": "int64",
-    "F64": "float64",
-    "C64": "complex64",
-    "F32": "float32",
-    "U32": "uint32",
-    "I32": "int32",
-    "BF16": "bfloat16",
-    "F16": "float16",
-    "U16": "uint16",
-    "I16": "int16",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E5M2": "float8_e5m2",
-    "I8": "int8",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
+    "U64": "uint64", "I64": "int64", "F64": "float64", "C64": "complex64",
+    "F32": "float32", "U32": "uint32", "I32": "int32",
+    "BF16": "bfloat16", "F16": "float16", "U16": "uint16", "I16": "int16",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz", "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2",
+    "I8": "int8", "U8": "uint8", "BOOL": "bool",
+}  # fmt: skip
 """torch's name of each type that torch has, by its name in headers; in the order in which the library writes
 tensors.
 """

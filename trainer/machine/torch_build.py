@@ -39,8 +39,15 @@ def read_torch_build(*, recorded: Path | None, cache_dir: Path) -> TorchBuild | 
     if folder is None:
         return None
     version, cuda = parse_version_file((folder / "version.py").read_text(), str(folder / "version.py"))
-    arch_list = () if cuda is None else _cached_arch_list(folder, cache_dir / FILE_NAME)
-    return TorchBuild(version=version, cuda=cuda, arch_list=arch_list)
+    if cuda is None:
+        return TorchBuild(version=version, cuda=None, arch_list=())
+    cache, key = cache_dir / FILE_NAME, f"{folder} {(folder / 'version.py').stat().st_mtime_ns}"
+    known = read_entries(cache).get(key)
+    if not isinstance(known, list) or not known:
+        known = _ask_child(_CHILD)
+        if known:  # a CUDA build has some: an empty answer is none
+            update_entries(cache, lambda entries: entries.update({key: known}))
+    return TorchBuild(version=version, cuda=cuda, arch_list=tuple(map(str, known)))
 
 
 def read_recorded(path: Path) -> TorchBuild:
@@ -79,17 +86,6 @@ def parse_version_file(text: str, where: str) -> tuple[Version, Version | None]:
         what = "torch's version file names no version"
         raise HardwareError(what, where=where, remedy="install torch again")
     return version_from(version), version_from(cuda) if isinstance(cuda, str) else None
-
-
-def _cached_arch_list(folder: Path, cache: Path) -> tuple[str, ...]:
-    key = f"{folder} {(folder / 'version.py').stat().st_mtime_ns}"
-    known = read_entries(cache).get(key)
-    if isinstance(known, list) and known:
-        return tuple(str(architecture) for architecture in known)
-    arch_list = _ask_child(_CHILD)
-    if arch_list:  # a CUDA build has some: an empty answer is none
-        update_entries(cache, lambda entries: entries.update({key: arch_list}))
-    return tuple(arch_list)
 
 
 def _ask_child(program: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""What libraries say that no user of ours can act on, each with the reason why it is not shown.
+"""Notices of libraries that no user of ours can act on, each with the reason why it is not shown.
 
 A row is as narrow as it can be: what a library says besides is shown, and our own warnings always are.
 """
@@ -22,7 +22,7 @@ class Unheard:
     """A regular expression that its text begins with."""
     reason: str
     category: type[Warning] | None = None
-    """Of a Python warning; None for a line of a log."""
+    """The class of a Python warning; None for a line of a log."""
     module: str = ""
     """A regular expression over the module that warns, or the file without its ending."""
     logger: str = ""
@@ -80,17 +80,6 @@ NOTICES: tuple[Unheard, ...] = (
 )
 
 
-class _Filter(logging.Filter):
-    """Lets through what does not begin with one of the patterns."""
-
-    def __init__(self, patterns: tuple[str, ...]) -> None:
-        super().__init__()
-        self._patterns = tuple(re.compile(pattern) for pattern in patterns)
-
-    def filter(self, record: logging.LogRecord) -> bool:
-        return not any(pattern.match(record.getMessage()) for pattern in self._patterns)
-
-
 def quiet_libraries() -> None:
     """Keep the libraries' notices and bars out of the user's terminal; call it before they are imported."""
     make_torchvision_importable()
@@ -112,5 +101,9 @@ def _unheard() -> None:
         if row.category is not None:
             warnings.filterwarnings("ignore", message=row.says, category=row.category, module=row.module)
     for name in {row.logger for row in NOTICES if row.logger}:
-        patterns = tuple(row.says for row in NOTICES if row.logger == name)
-        logging.getLogger(name).addFilter(_Filter(patterns))
+        pattern = re.compile("|".join(f"(?:{row.says})" for row in NOTICES if row.logger == name))
+        logging.getLogger(name).addFilter(functools.partial(_is_heard, pattern))
+
+
+def _is_heard(unheard: re.Pattern[str], record: logging.LogRecord) -> bool:
+    return not unheard.match(record.getMessage())

@@ -12,11 +12,18 @@ from typing import Any
 
 from trainer import families
 from trainer.config.reading.load import Loaded
+from trainer.config.schema import RunConfig
 from trainer.errors import AccessError, ConfigError, Problem
 from trainer.families.family import Family
-from trainer.modeling.base.base import read_json
+from trainer.files.weight_files import weight_files
+from trainer.modeling.base.base import base_at, read_json
+from trainer.planning.plan import Decision, row
+from trainer.planning.shapes.geometry import table_component
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
+from trainer.words.sizes import GB
 
+# bytes of a value in the files of a base that is not here: the hub's bases are in bf16
+_STORED_BYTES = 2
 INDEX = "model_index.json"
 _REMEDY = "copy the component again, or run `trainer fetch` for a repository"
 # what scales latents: a class fills in another model's value where one of them is left out
@@ -91,7 +98,7 @@ def _require_family(family: Family, loaded: Loaded, said: Mapping[str, Any]) -> 
 
 
 def _pipeline(said: Mapping[str, Any]) -> str:
-    """What the whole is called: a pipeline's class, or a language model's."""
+    """The name of the whole: the class of a pipeline, or of a language model."""
     return str(said.get("_class_name") or next(iter(_architectures(said)), "model without a name"))
 
 
@@ -109,7 +116,7 @@ def _trained(said: Mapping[str, Any]) -> str:
 def _problems(
     family: Family, folder: Path, name: str, said: Mapping[str, Any]
 ) -> Iterator[tuple[Path, str, str]]:
-    """What is wrong with one component: the file that says so, what, and what to do."""
+    """Problems of one component: the file that shows one, what is wrong there, and what to do."""
     if not said:
         return
     has_weights = name in roles(family)
@@ -177,3 +184,37 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
 
 def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+# ---- what is here of it
+
+
+def base_rows(family: Family, config: RunConfig, folder: Path | None) -> Iterator[Decision]:
+    """One row on a repository: the commit that is here, or the files that are missing and their size."""
+    components, trained = families.components(family), family.trained_component
+    missing = base_at(folder, config, components, trained=trained).missing_line
+    name = config.model.pretrained_model_name_or_path
+    if missing:
+        size = f"about {missing_bytes(family, folder) / GB:.1f} GB"
+        size = "some configs" if config.model.weights == "random" else size
+        yield row("download", size, "facts", f"{name}: {missing}")
+        return
+    assert folder is not None
+    pin = "" if config.model.revision == folder.name else f"; `model.revision: {folder.name}` pins it"
+    yield row("base", folder.name[:12], "facts", f"the commit of {name} that is here{pin}")
+
+
+def missing_bytes(family: Family, folder: Path | None) -> int:
+    """Bytes of the weight files that are not below `folder`, as their index or the committed table says."""
+    total = 0
+    for name, role in roles(family).items():
+        found = weight_files(folder / name) if folder is not None else None
+        if found is not None and found.state == "complete":
+            continue
+        here = sum(file.stat().st_size for file in found.files) if found is not None else 0
+        if found is not None and found.total_bytes is not None:
+            whole = found.total_bytes
+        else:
+            whole = _STORED_BYTES * table_component(family.name, name, role).parameters
+        total += max(0, whole - here)
+    return total

@@ -16,7 +16,6 @@ from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
 
 PLAN_FILE = "plan.json"
-_BATCH, _ACCUMULATION = "train.train_batch_size", "train.gradient_accumulation_steps"
 
 
 def continued(loaded: Loaded) -> Loaded:
@@ -28,8 +27,11 @@ def continued(loaded: Loaded) -> Loaded:
     path = config.output_dir / PLAN_FILE
     if config.checkpoint.resume_from_checkpoint != "auto" or not going_on(config) or not path.is_file():
         return loaded
-    began = _read(path)
-    kept = _batches(config, began)
+    began, kept, train = _read(path), dict[str, Any](), config.train
+    size, steps = began.get("micro_batch_size", 0), began.get("accumulation_steps", 0)
+    as_many = size * steps == train.train_batch_size * train.gradient_accumulation_steps
+    if as_many and size != train.train_batch_size:
+        kept = {"train.train_batch_size": size, "train.gradient_accumulation_steps": steps}
     for name, key, asked in (
         ("dtype", "model.dtype", config.model.dtype),
         ("weights", "features.weights", config.features.weights),
@@ -60,17 +62,6 @@ def _beside(config: RunConfig, began: dict[str, Any], weights: str) -> dict[str,
 def going_on(config: RunConfig) -> bool:
     """Whether the run's folder holds a checkpoint."""
     return any((config.output_dir / "checkpoints").glob("step-*"))
-
-
-def _batches(config: RunConfig, began: dict[str, Any]) -> dict[str, Any]:
-    """How a step's samples were parted, where it still has as many."""
-    train = config.train
-    size, steps = began.get("micro_batch_size", 0), began.get("accumulation_steps", 0)
-    if size * steps != train.train_batch_size * train.gradient_accumulation_steps:
-        return {}
-    if size == train.train_batch_size:
-        return {}
-    return {_BATCH: size, _ACCUMULATION: steps}
 
 
 def _read(path: Path) -> dict[str, Any]:

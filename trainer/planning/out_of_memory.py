@@ -7,6 +7,7 @@ from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.errors import OutOfMemoryError
+from trainer.planning.choose.suggestions import setting
 from trainer.planning.cost import memory
 from trainer.planning.kept_decisions import going_on
 from trainer.planning.plan import Plan
@@ -40,11 +41,11 @@ def out_of_memory(
 
 
 def _remedies(phase: Phase | None, config: RunConfig, plan: Plan, allowed: Allowed) -> Iterator[str]:
-    """What the run does not do yet, the cheapest first, and for each key the first value that is allowed."""
+    """Advice that the run does not follow yet, the cheapest first: for each key the first allowed value."""
     for key, values in _changes(phase, config, plan):
         fitting = (value for value in values if allowed({key: value}))
         for value in [*fitting][:1]:
-            yield f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
+            yield setting(key, value)
     if plan.micro_batch_size > 1 and phase is not Phase.CACHE:
         yield "a smaller train.train_batch_size"
 

@@ -19,6 +19,16 @@ class Decision:
     reason: str
 
 
+def row(feature: str, value: str, source: str, reason: str) -> Decision:
+    """One row, its cells in the table's order."""
+    return Decision(feature=feature, value=value, source=source, reason=reason)
+
+
+def on_off(value: bool) -> str:
+    """How the plan's table writes a switch."""
+    return "on" if value else "off"
+
+
 @dataclass(frozen=True, kw_only=True)
 class MemoryRow:
     """One predicted component of device or host memory, in bytes."""
@@ -30,7 +40,7 @@ class MemoryRow:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What the run will do on this machine: typed fields for code, `decisions` for people."""
+    """The run's decisions on this machine: typed fields for code, `decisions` for people."""
 
     profile: str
     device: str
@@ -63,7 +73,7 @@ class Plan:
     activation_checkpointing: bool
     """Blocks are recomputed whole in backward."""
     recomputed_blocks: int
-    """Those, from the first on, where not all of them are; 0 for all, and for none."""
+    """Blocks that are recomputed, from the first on, where not all of them are; 0 for all, and for none."""
     swapped_blocks: int
     """Repeated blocks whose frozen weights wait in host memory and are copied to the device for each use."""
     micro_batch_size: int
@@ -89,7 +99,7 @@ class Plan:
     train_memory: tuple[MemoryRow, ...]
     cache_memory: tuple[MemoryRow, ...]
     host_memory: tuple[MemoryRow, ...]
-    """What the training process holds beside the device; empty on a CPU, whose memory is the device's."""
+    """Memory of the training process beside the device; empty on a CPU, whose memory is the device's."""
     step_milliseconds: float
     """Predicted time of `micro_batch_size` samples of usual shapes, forward and backward; 0.0 where the
     machine's rates are unknown.

@@ -20,13 +20,13 @@ from trainer.machine.profiles import select
 from trainer.machine.reading import read_facts
 from trainer.modeling.base.base import is_repository, local_folder
 from trainer.modeling.base.source import prepare
-from trainer.planning.agreement import check_family
-from trainer.planning.base_check import check_base
-from trainer.planning.base_rows import base_rows
+from trainer.planning.base_check import base_rows, check_base
 from trainer.planning.choose.loading import disk_of
+from trainer.planning.choose.situation import GeometryOf, Situation
 from trainer.planning.choose.swapping import NO_OFFLOAD
-from trainer.planning.plan import Decision, Plan
-from trainer.planning.resolve import GeometryOf, dtype_of, resolve
+from trainer.planning.plan import Plan, row
+from trainer.planning.resolve import resolve
+from trainer.planning.rules import judge
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.shapes.run_shapes import component_base, component_config, run_geometry, run_shape
 from trainer.planning.shapes.set_look import seen, shapes_of
@@ -63,9 +63,8 @@ def plan_run(
     PYTORCH_ALLOC_CONF are obeyed.
     """
     unified, no_offload = environment.switch("UNIFIED_MEMORY"), environment.switch(NO_OFFLOAD)
-    config, sources = loaded.config, loaded.sources
-    family = families.get(config.family)
-    check_family(family, loaded)
+    config, family = loaded.config, families.get(loaded.config.family)
+    judge(family, loaded)
     folder = (find_model or local_folder)(config)
     told = check_base(family, loaded, folder) if folder is not None else ()
     downloads = is_repository(config)
@@ -74,25 +73,22 @@ def plan_run(
 
     def changed_by(values: Mapping[str, Any]) -> RunConfig:
         changed = with_settings(loaded, values)
-        check_family(family, changed)
+        judge(family, changed)
         return changed.config
 
-    geometry_of = _geometries(family, loaded, folder, caption_tokens)
-    source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
-    plan = resolve(
-        config,
-        facts,
-        profile,
-        geometry_of(config, dtype_of(config, facts, profile, sources)),
-        sources,
-        profile_row=Decision(feature="profile", value=profile.name, source=source, reason=reason),
-        geometry_of=geometry_of,
-        changed_by=changed_by,
-        offload=not no_offload,
+    situation = Situation(
+        config=config,
+        facts=facts,
+        profile=profile,
+        sources=loaded.sources,
+        sized=_geometries(family, loaded, folder, caption_tokens),
         environ=environment.snapshot(),
         disk=disk_of(weights_folder(family, folder)),
         goes_on=loaded.goes_on,
     )
+    source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
+    first = row("profile", profile.name, source, reason)
+    plan = resolve(situation, profile_row=first, changed_by=changed_by, offload=not no_offload)
     rows = base_rows(family, config, folder) if downloads else ()
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
 

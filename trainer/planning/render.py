@@ -53,19 +53,12 @@ def environment_exports(plan: Plan) -> str:
 
 def _memory(title: str, rows: Sequence[MemoryRow], budget_bytes: int | None) -> list[str]:
     """One block; a budget of 0 is none to spend, of None no question."""
-    total = sum(row.bytes for row in rows)
-    lines = [f"{title} (predicted)"]
-    lines += [
-        f"  {row.name.ljust(_MEMORY_NAME_WIDTH)}{_size(row.bytes)}  {row.detail}".rstrip() for row in rows
-    ]
-    share = (
-        f"{total / budget_bytes:.0%} of the budget, {_size(budget_bytes).strip()}"
-        if budget_bytes
-        else "no budget"
-    )
-    if budget_bytes is None:
-        share = ""
-    return [*lines, f"  {'sum'.ljust(_MEMORY_NAME_WIDTH)}{_size(total)}  {share}".rstrip()]
+    total, share = sum(row.bytes for row in rows), "" if budget_bytes is None else "no budget"
+    if budget_bytes:
+        share = f"{total / budget_bytes:.0%} of the budget, {_size(budget_bytes).strip()}"
+    table = [*((row.name, row.bytes, row.detail) for row in rows), ("sum", total, share)]
+    cells = (f"  {name.ljust(_MEMORY_NAME_WIDTH)}{_size(size)}  {detail}" for name, size, detail in table)
+    return [f"{title} (predicted)", *(line.rstrip() for line in cells)]
 
 
 def _size(count: int) -> str:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 from trainer.errors import HardwareError, Problem
-from trainer.machine.facts import Facts, Gpu, TorchBuild, Version, driver_text, version_text
+from trainer.machine.facts import Facts, TorchBuild, Version, driver_text, version_text
 from trainer.machine.profiles import ON_PURPOSE, Profile
-from trainer.planning.plan import Decision
+from trainer.planning.plan import Decision, row
 from trainer.words import extras
 
 OLDEST_CUDA = 12
@@ -19,29 +19,30 @@ BF16_CAPABILITY = (8, 0)
 
 def check(facts: Facts, profile: Profile) -> tuple[Decision, ...]:
     """Rows for driver and torch; raises HardwareError with every reason why they do not fit the profile."""
-    if facts.torch is None:
+    torch = facts.torch
+    if torch is None:
         raise HardwareError("torch is not installed", remedy=extras.remedy())
+    cuda = "CPU only" if torch.cuda is None else f"CUDA {version_text(torch.cuda)}"
+    build = f"{version_text(torch.version)} ({cuda})"
     if profile.device == "cpu":
-        return (_row("torch", _build(facts.torch), _cpu_reason(facts)),)
-    gpu = facts.gpu
-    if facts.torch.cuda is None:
+        reason = "a CPU build" if torch.cuda is None else "a CUDA build, which runs on the CPU too"
+        return (row("torch", build, "facts", f"{facts.gpu.name} stays unused" if facts.gpus else reason),)
+    if torch.cuda is None:
         raise HardwareError(
-            f"a CPU-only build, but this machine has a GPU ({gpu.name})",
-            where=f"torch {version_text(facts.torch.version)}",
+            f"a CPU-only build, but this machine has a GPU ({facts.gpu.name})",
+            where=f"torch {version_text(torch.version)}",
             remedy=f"install the CUDA build of torch; as a container: the image for {profile.name} instead of"
             f" the one for cpu; {ON_PURPOSE}",
         )
-    driver_problem, driver_reason = _driver(facts, facts.torch.cuda)
-    arch_problem, arch_reason = _architecture(facts, facts.torch, gpu)
-    problems = [problem for problem in (driver_problem, arch_problem) if problem is not None]
+    found = {"driver": _driver(facts, torch.cuda), "torch": _architecture(facts, torch, torch.cuda)}
+    problems = [one for one in found.values() if isinstance(one, Problem)]
     if problems:
         raise HardwareError(problems)
-    return (
-        _row(
-            "driver", f"{driver_text(facts.driver)} (CUDA {version_text(facts.driver_cuda)})", driver_reason
-        ),
-        _row("torch", _build(facts.torch), arch_reason),
-    )
+    values = {
+        "driver": f"{driver_text(facts.driver)} (CUDA {version_text(facts.driver_cuda)})",
+        "torch": build,
+    }
+    return tuple(row(name, values[name], "facts", str(reason)) for name, reason in found.items())
 
 
 def covering(arch_list: tuple[str, ...], capability: tuple[int, int], *, compile_ptx: bool) -> str | None:
@@ -67,68 +68,42 @@ def covering(arch_list: tuple[str, ...], capability: tuple[int, int], *, compile
     return best
 
 
-def _driver(facts: Facts, built_for: Version) -> tuple[Problem | None, str]:
-    known, cuda = driver_text(facts.driver), facts.driver_cuda
+def _driver(facts: Facts, built_for: Version) -> Problem | str:
+    """Why the driver does not run what torch was built for, or how it does."""
+    cuda = facts.driver_cuda
     if cuda is None:
-        return Problem(
-            what="libcuda reports no CUDA version", where="driver", remedy="install the NVIDIA driver"
-        ), ""
+        what = "libcuda reports no CUDA version"
+        return Problem(what=what, where="driver", remedy="install the NVIDIA driver")
+    first = FIRST_DRIVER.get(built_for[0])
     if cuda[0] < built_for[0]:
-        needed = FIRST_DRIVER.get(built_for[0])
-        upgrade = f"upgrade the driver to {needed} or newer" if needed else "upgrade the driver"
-        image = f"; as a container: docs/cuda13.md has the arguments of an image for CUDA {cuda[0]},"
-        image += " which nobody has built yet"
-        problem = Problem(
-            what=f"runs CUDA {version_text(cuda)} and older, torch was built for {version_text(built_for)}",
-            where=f"driver {known}",
-            remedy=f"{upgrade}, or use a build of torch for CUDA {cuda[0]}{image}"
-            if cuda[0] >= OLDEST_CUDA
-            else upgrade,
-        )
-        return problem, ""
-    if cuda < built_for:
-        return None, (
-            f"runs CUDA {version_text(built_for)} by minor version compatibility within CUDA {cuda[0]}"
-            f" (driver >= {FIRST_DRIVER.get(cuda[0], 'of that major')})"
-        )
-    return None, f"runs CUDA {version_text(built_for)}"
+        remedy = f"upgrade the driver to {first} or newer" if first else "upgrade the driver"
+        if cuda[0] >= OLDEST_CUDA:
+            remedy += f", or use a build of torch for CUDA {cuda[0]}; as a container: docs/cuda13.md has the"
+            remedy += f" arguments of an image for CUDA {cuda[0]}, which nobody has built yet"
+        what = f"runs CUDA {version_text(cuda)} and older, torch was built for {version_text(built_for)}"
+        return Problem(what=what, where=f"driver {driver_text(facts.driver)}", remedy=remedy)
+    compatible = (
+        f" by minor version compatibility within CUDA {cuda[0]} (driver >= {first or 'of that major'})"
+    )
+    return f"runs CUDA {version_text(built_for)}{compatible if cuda < built_for else ''}"
 
 
-def _architecture(facts: Facts, torch: TorchBuild, gpu: Gpu) -> tuple[Problem | None, str]:
-    own = f"sm_{gpu.capability[0]}{gpu.capability[1]}"
+def _architecture(facts: Facts, torch: TorchBuild, built_for: Version) -> Problem | str:
+    """Why torch carries no code for the GPU, or which it does."""
+    own = f"sm_{facts.gpu.capability[0]}{facts.gpu.capability[1]}"
     if not torch.arch_list:
-        return None, "its list of architectures is not known"
-    compile_ptx = torch.cuda is not None and facts.driver_cuda is not None and facts.driver_cuda >= torch.cuda
-    entry = covering(torch.arch_list, gpu.capability, compile_ptx=compile_ptx)
+        return "its list of architectures is not known"
+    compile_ptx = facts.driver_cuda is not None and facts.driver_cuda >= built_for
+    entry = covering(torch.arch_list, facts.gpu.capability, compile_ptx=compile_ptx)
     if entry is None:
-        problem = Problem(
-            what=f"carries no code for {gpu.name} ({own}), only {' '.join(torch.arch_list)}",
+        return Problem(
+            what=f"carries no code for {facts.gpu.name} ({own}), only {' '.join(torch.arch_list)}",
             where=f"torch {version_text(torch.version)}",
             remedy=f"use a build of torch whose list covers {own}, or another GPU; {ON_PURPOSE}",
         )
-        return problem, ""
-    if entry == own:
-        return None, f"carries code for {own}"
     if entry.startswith("sm_"):
-        return None, f"{own} runs the {entry} code that it carries"
-    return None, f"the driver compiles its {entry} code for {own} at the first start"
-
-
-def _cpu_reason(facts: Facts) -> str:
-    if facts.gpus:
-        return f"{facts.gpu.name} stays unused"
-    if facts.torch is not None and facts.torch.cuda is not None:
-        return "a CUDA build, which runs on the CPU too"
-    return "a CPU build"
-
-
-def _build(torch: TorchBuild) -> str:
-    cuda = "CPU only" if torch.cuda is None else f"CUDA {version_text(torch.cuda)}"
-    return f"{version_text(torch.version)} ({cuda})"
-
-
-def _row(feature: str, value: str, reason: str) -> Decision:
-    return Decision(feature=feature, value=value, source="facts", reason=reason)
+        return f"carries code for {own}" if entry == own else f"{own} runs the {entry} code that it carries"
+    return f"the driver compiles its {entry} code for {own} at the first start"
 
 
 def require_memory_kind(facts: Facts, profile: Profile, unified: bool | None) -> None:

@@ -1,1 +1,1 @@
-"""Reports of a run to the outside, and how the outside stops it. Never imports torch."""
+"""Reports of a run to the outside, and the signals by which the outside stops it. Never imports torch."""

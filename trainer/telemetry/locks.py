@@ -1,4 +1,4 @@
-"""Folders that one run holds, for as long as it or a child that inherited the lock lives.
+"""Locks on folders: a run holds one for as long as it, or a child that inherited the lock, lives.
 
 The kernel lets go of a lock when its last holder ends, however that ends; the file stays and says who held
 it.
@@ -84,7 +84,7 @@ def is_held(path: Path) -> bool | None:
 
 
 def _take(descriptor: int, taken: Problem, on_wait: Callable[[str], None], patience_seconds: float) -> None:
-    """Wait for the lock as `holding` tells."""
+    """Take the lock, or wait for it by the rules of `holding`."""
     began = time.monotonic()
     told = False
     while True:

@@ -10,7 +10,7 @@ from trainer.errors import ConfigError, Problem
 LOCK_FILE = ".lock"
 """Held by the process that trains in the folder."""
 _FOLDERS = ("checkpoints", "samples")
-"""Whose entries a run prunes."""
+"""Folders whose entries a run prunes."""
 # fmt: off
 _WRITTEN = frozenset((
     *_FOLDERS, LOCK_FILE, "before_after.png", "best", "config.resolved.yaml", "left_out.jsonl", "log.jsonl",

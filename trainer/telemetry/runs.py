@@ -17,12 +17,12 @@ from trainer.words.sizes import GIB
 
 CONFIG_FILE = "config.resolved.yaml"
 _DEEPEST = 3
-"""Folders below the one that is named are looked into this deep."""
+"""Levels of folders that are searched below the one that is named."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """One run."""
+    """One run as its folder shows it."""
 
     folder: Path
     config: Mapping[str, str]
@@ -34,7 +34,7 @@ class Run:
     figures: Mapping[str, str]
     """The cells of its row in `trainer runs list`, by column."""
     damaged_lines: int = 0
-    """Of its metrics; they are left out."""
+    """Lines of its metrics that are damaged, and left out."""
 
 
 def labels(runs: Sequence[Run]) -> list[str]:

@@ -29,11 +29,11 @@ LOCK_FILE = "lock"
 """Held by the supervisor, and by a training process that outlives it to save."""
 _log = logging.getLogger("trainer.status")
 _MOST_BYTES = 1 << 16
-"""Ours has 300."""
+"""Bytes that are read of a status file at most; a valid one has 300."""
 
 
 class Phase(enum.StrEnum):
-    """The part of its work that a run is at."""
+    """A part of a run's work, with a budget of its own for silence."""
 
     LOAD = "load"
     CACHE = "cache"

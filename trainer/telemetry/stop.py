@@ -1,4 +1,4 @@
-"""How the training process learns that it should stop."""
+"""Requests to stop, as signals to the training process."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A terminal that closes, `| head`, a `tee` that ends or a full disk behind `2>` must not end a run of hours:
 what was meant for them is dropped, the run goes on, and its log tells. The result of a command is another
-matter: where it cannot be written, that is an error.
+matter: a failure to write it is an error.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 _GONE = frozenset({errno.EPIPE, errno.EIO, errno.EBADF, errno.ECONNRESET, errno.ENXIO})
-"""Of a pipe without a reader, a terminal or descriptor that was closed, a connection that was cut."""
+"""Errors of a pipe without a reader, a closed terminal or descriptor, and a connection that was cut."""
 _NAMES = ("stdin", "stdout", "stderr")
 
 
@@ -109,7 +109,7 @@ def _lead_nowhere(descriptor: int) -> None:
 
 
 def _tell(text: str) -> None:
-    """Into the run's log alone: this is called while a line is written to stderr."""
+    """Write a warning to the run's log alone: this is called while a line is written to stderr."""
     import logging
 
     logger = logging.getLogger("trainer")

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from trainer.words import extras
-
 NOT_INSTALLED = "not installed"
 """The probe's reason where a kernel's package is missing: no failure that a plan needs to tell of."""
 OWN_SLOT = "_native_cudnn"
@@ -32,8 +30,10 @@ class Kernel:
     package: str = ""
     """The distribution that has it, and its module; torch where they are empty."""
     module: str = ""
-    install: str = ""
-    """How the package is installed, as a remedy."""
+    extra: str = ""
+    """The project's extra that installs it."""
+    build: str = ""
+    """What to do where it is in no extra."""
     on_cpu: bool = False
     least_capability: tuple[int, int] = (8, 0)
     only_capability: tuple[int, int] | None = None
@@ -66,7 +66,7 @@ _FLASH_ATTN_2 = replace(
     name="flash_attn_2",
     package="flash-attn",
     module="flash_attn",
-    install=extras.remedy("flash-attn"),
+    extra="flash-attn",
     exact_only=True,
 )
 _ROWS = (
@@ -80,7 +80,7 @@ _ROWS = (
         name="flash_attn_3",
         package="flash-attn-3",
         module="flash_attn_interface",
-        install="build it from the folder hopper of flash-attn's repository",
+        build="build it from the folder hopper of flash-attn's repository",
         only_capability=(9, 0),
     ),
     replace(
@@ -88,7 +88,7 @@ _ROWS = (
         name="flash_attn_4",
         package="flash-attn-4",
         module="flash_attn.cute",
-        install=extras.remedy("flash-attn-4"),
+        extra="flash-attn-4",
         exact_only=False,
     ),
     replace(_ANYWHERE, name="efficient", backend="_native_efficient", peak_share=0.137),

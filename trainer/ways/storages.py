@@ -1,15 +1,13 @@
 """Ways to store the weights of a base and to multiply with them: one row each, read by every floor.
 
-Predicted memory and time, what `auto` tries in which order, suggestions, the probe's kernels and the layers
-of `modeling.storage` follow from these rows. A new way is a row here, a layer in `modeling.storage.quantize`
-and its word in `features.weights`.
+Predicted memory and time, what `auto` tries in which order, suggestions, the probe's kernels, the words
+of `features` and the layers of `modeling.storage` follow from these rows. A new way is a row here and a layer
+in `modeling.storage.quantize`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-from trainer.words import extras
 
 VALUE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
 """Types that a run computes in -> bytes of a value."""
@@ -58,8 +56,8 @@ class Way:
     package: str = ""
     """The distribution that stores weights so, and its module."""
     module: str = ""
-    install: str = ""
-    """How the package is installed, as a remedy."""
+    extra: str = ""
+    """The project's extra that installs it; empty: it is required."""
     least_capability: tuple[int, int] = (0, 0)
     """Compute capability of GPUs that store and multiply so; a way with a `compute` is not for CPUs."""
     least_compiled: tuple[int, int] = (0, 0)
@@ -71,7 +69,7 @@ class Way:
     tier: int = 0
     """A higher one changes the base's precision more: it is tried where nothing of the lower ones fits."""
     automatic: bool = True
-    """Whether `auto` may choose it; others are for who writes how modulation is stored."""
+    """Whether `auto` may choose it; others are for who writes their storage, or how modulation is stored."""
     instead_of: str = ""
     """The storage that it stands in for, where `auto` cannot have that one."""
     smaller: tuple[str, ...] = ()
@@ -126,7 +124,6 @@ _ROWS = (
         unpack_traffic=(14.0, 3.0),
         package="optimum-quanto",
         module="optimum.quanto",
-        install=extras.remedy(),
         verdict="matmul.int8",
         tolerance=3e-2,
         tier=2,
@@ -145,7 +142,7 @@ _ROWS = (
         unpack_traffic=(6.0, 6.0),
         package="bitsandbytes",
         module="bitsandbytes",
-        install=extras.remedy("nf4"),
+        extra="nf4",
         verdict="matmul.nf4",
         tolerance=1.5e-1,
         tier=3,

@@ -19,7 +19,7 @@ def command(extra: str = "") -> str:
 
 
 def remedy(extra: str = "") -> str:
-    """What to do where a package of an extra is missing, in a checkout and in a container."""
+    """The remedy where a package of an extra is missing, in a checkout and in a container."""
     if extra == "flash-attn":
         build = "--build-arg KERNELS=build"
     elif extra:

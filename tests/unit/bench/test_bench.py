@@ -25,7 +25,7 @@ from trainer import families
 from trainer.cli.options import load_config
 from trainer.errors import DataError, HardwareError
 from trainer.families.values import Shape
-from trainer.planning.agreement import check_family
+from trainer.planning.rules import judge
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -209,7 +209,7 @@ def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
         content = ours.layer(job, variant, data_set, tmp_path / "cache")
         (tmp_path / "layer.yaml").write_text(yaml.safe_dump(content))
         loaded = load_config(ours.configs(job, tmp_path), output=tmp_path / "run")
-        check_family(families.get(family), loaded)
+        judge(families.get(family), loaded)
         config = loaded.config
         assert (config.train.max_train_steps, config.train.log_every_steps) == (3, 1)
         assert config.validation.every_steps > 3 and not config.validation.prompts

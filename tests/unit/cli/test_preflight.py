@@ -13,7 +13,7 @@ import pytest
 
 from tests.unit.planning.conftest import MACHINES, machine, with_gpu
 from trainer.cli import main
-from trainer.cli import preflight as module
+from trainer.cli import surroundings as module
 from trainer.cli.commands import COMMANDS
 from trainer.cli.jobs import child_environment
 from trainer.cli.options import load_config

@@ -12,7 +12,7 @@ import pytest
 from tests.unit.cli.test_preflight import CONFIG, MISNAMED, mounts
 from tests.unit.planning.conftest import machine
 from trainer.cli import main
-from trainer.cli import preflight as module
+from trainer.cli import surroundings as module
 from trainer.machine.facts import Facts, ReadVerdict, facts_from_json, facts_to_json
 
 Screen = Callable[..., tuple[int, str]]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import subprocess
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -41,13 +42,16 @@ def test_every_loader_in_every_state(shard: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("loader", LOADERS)
 def test_only_so_much_is_read(shard: Path, loader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    tensor = reading._Opened.get_tensor
+    plain = reading.Shard
 
-    def counted(self: reading._Opened, name: str) -> torch.Tensor:
-        asked.append(name)
-        return tensor(self, name)
+    def counted(*, ends: Mapping[str, int], get_tensor: Callable[[str], torch.Tensor]) -> reading.Shard:
+        def asking(name: str) -> torch.Tensor:
+            asked.append(name)
+            return get_tensor(name)
 
-    monkeypatch.setattr(reading._Opened, "get_tensor", counted)
+        return plain(ends=ends, get_tensor=asking)
+
+    monkeypatch.setattr(reading, "Shard", counted)
     assert probe_reading.measure(shard, loader, "cached", "cpu", most=4 * 2**18 + 8192) > 0
     assert asked == ["blocks.00", *(f"blocks.{number:02}" for number in range(4))]
 

@@ -70,9 +70,9 @@ def test_the_most_precise_storage_that_fits_is_chosen(
     family: str, budget: int, kind: str, config: Make
 ) -> None:
     geometry = run_geometry(get(family), of(config, family), model_folder=None, dtype="bf16")
-    chosen = encoding.text_storage(storage(), geometry, PACKAGES, budget * GIB)
-    assert chosen.kind == kind
-    assert encoding.needed_bytes(storage(), geometry, chosen.kind) <= budget * GIB
+    chosen, _ = encoding.text_storage(storage(), geometry, PACKAGES, budget * GIB)
+    assert chosen == kind
+    assert encoding.needed_bytes(storage(), geometry, chosen) <= budget * GIB
 
 
 def test_a_plan_says_what_more_precise_encoders_need(config: Make) -> None:

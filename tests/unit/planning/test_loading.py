@@ -8,13 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.unit.planning.conftest import GIB, machine
+from tests.unit.planning.test_resolve import situated
 from trainer.config.schema import RunConfig
 from trainer.machine import verdicts
 from trainer.machine.facts import Facts, ReadVerdict
 from trainer.machine.profiles import PROFILES
 from trainer.planning.choose import loading
-from trainer.planning.choose.switches import Situation
 from trainer.planning.plan import Decision
+from trainer.planning.shapes.geometry import Geometry
 
 DISK, OTHER = "ext4 /models", "nfs4 /mnt"
 OURS, THEIRS = "parallel", "fastsafetensors"
@@ -33,9 +34,14 @@ def h200(*rates: tuple[str, str, float]) -> Facts:
     return dataclasses.replace(facts, packages=packages, readings=readings(*rates))
 
 
+def unsized(config: RunConfig, dtype: str) -> Geometry:
+    raise AssertionError("which loader reads does not depend on sizes")
+
+
 def decided(facts: Facts, config: RunConfig, *, disk: str = DISK) -> Decision:
     profile = PROFILES["dgx-spark" if facts.gpus[0].integrated else "hopper-fp8"]
-    return loading.loader(Situation(config=config, facts=facts, profile=profile, sources={}, disk=disk))
+    situation = situated(config, facts, profile, unsized)
+    return loading.loader(dataclasses.replace(situation, disk=disk))
 
 
 BOTH = ((OURS, "cold", 2.0), (OURS, "cached", 7.0))

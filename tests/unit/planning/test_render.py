@@ -10,19 +10,18 @@ from collections.abc import Callable
 import pytest
 
 from tests.unit.planning.conftest import machine
+from tests.unit.planning.test_resolve import plan as plan_of
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
-from trainer.machine.profiles import PROFILES, select
+from trainer.machine.profiles import PROFILES
 from trainer.planning.plan import Plan
 from trainer.planning.render import environment_exports, plan_from_json, plan_text, plan_to_json
-from trainer.planning.resolve import resolve
 from trainer.planning.shapes.geometry import Geometry
 
 
 @pytest.fixture
 def plan(config: Callable[..., RunConfig], geometry: Geometry) -> Plan:
-    facts = machine("dgx-spark")
-    return resolve(config(), facts, select(facts)[0], geometry, {})
+    return plan_of(config(), machine("dgx-spark"), geometry)
 
 
 def test_every_decision_and_memory_row_is_printed(plan: Plan) -> None:

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from tests.unit.planning.conftest import GIB, kept, machine, with_gpu
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts, KernelVerdict
-from trainer.machine.profiles import PROFILES, select
+from trainer.machine.profiles import PROFILES, Profile, select
+from trainer.planning.choose.situation import GeometryOf, Situation
 from trainer.planning.plan import Decision, Plan
-from trainer.planning.resolve import dtype_of, resolve
+from trainer.planning.planning import predict
+from trainer.planning.resolve import resolve
 from trainer.planning.shapes.geometry import Geometry
 
 Config = Callable[..., RunConfig]
@@ -27,9 +30,18 @@ def small(gib: float) -> Facts:
     return dataclasses.replace(facts, packages=packages)
 
 
-def plan(config: RunConfig, facts: Facts, geometry: Geometry, **options: Any) -> Plan:
+def plan(
+    config: RunConfig, facts: Facts, geometry: Geometry, *, geometry_of: GeometryOf | None = None
+) -> Plan:
+    """The plan of a run of this geometry; with `geometry_of`, which sizes others, of smaller batches too."""
+    situation = situated(config, facts, select(facts)[0], geometry_of or (lambda changed, dtype: geometry))
+    return resolve(situation, changed_by=functools.partial(changed, config) if geometry_of else None)
+
+
+def situated(config: RunConfig, facts: Facts, profile: Profile, sized: GeometryOf) -> Situation:
+    """A run of which two keys were written somewhere."""
     sources = {"features.weights": "my.yaml:7", "features.attention": "--set features.attention"}
-    return resolve(config, facts, select(facts)[0], geometry, sources, **options)
+    return Situation(config=config, facts=facts, profile=profile, sources=sources, environ={}, sized=sized)
 
 
 def row(found: Plan, feature: str) -> Decision:
@@ -180,8 +192,8 @@ def test_int8_needs_quanto_and_lora(config: Config, geometry: Geometry) -> None:
         plan(config(), dataclasses.replace(small(4.5), packages={}), geometry)
     with pytest.raises(HardwareError, match=r"my\.yaml:7: features\.weights: int8 needs optimum-quanto"):
         plan(config(features__weights="int8"), without, geometry)
-    with pytest.raises(HardwareError, match=r"my\.yaml:7: .*cannot be trained"):
-        plan(config(method="full", features__weights="int8"), small(80), geometry)
+    with pytest.raises(ConfigError, match=r"features\.weights: .*cannot be trained"):
+        predict(config(method="full", features__weights="int8"), small(80))
 
 
 def small_with_nf4(gib: float) -> Facts:
@@ -218,8 +230,8 @@ def test_nf4_needs_bitsandbytes_and_lora(config: Config, geometry: Geometry) -> 
         plan(asked, small(80), geometry)
     assert "pip install -c constraints.txt -e '.[nf4]'" in str(caught.value)
     assert plan(asked, with_bitsandbytes(small(80)), geometry).weights == "nf4"
-    with pytest.raises(HardwareError, match=r"my\.yaml:7: .*an nf4 base cannot be trained"):
-        plan(config(method="full", features__weights="nf4"), with_bitsandbytes(small(80)), geometry)
+    with pytest.raises(ConfigError, match=r"`features\.weights: nf4` cannot be trained by `method: full`"):
+        predict(config(method="full", features__weights="nf4"), with_bitsandbytes(small(80)))
 
 
 def test_nf4_is_suggested_where_it_can_be_had(config: Config, geometry: Geometry) -> None:
@@ -271,15 +283,18 @@ def test_spark_keeps_20_gib_of_what_is_available(config: Config, geometry: Geome
 def test_dtype(config: Config, geometry: Geometry) -> None:
     turing = with_gpu(machine("a100-80gb"), capability=(7, 5))
     generic = PROFILES["generic-cuda"]
-    assert dtype_of(config(), turing, generic, {}) == "fp32"
-    assert dtype_of(config(), machine("a100-80gb"), generic, {}) == "bf16"
-    assert dtype_of(config(), machine("cpu"), PROFILES["cpu"], {}) == "fp32"
-    assert dtype_of(config(features__weights="fp32"), machine("a100-80gb"), generic, {}) == "fp32"
+
+    def dtype_of(config: RunConfig, facts: Facts, profile: Profile) -> str:
+        return situated(config, facts, profile, lambda changed, dtype: geometry).dtype
+
+    assert dtype_of(config(), turing, generic) == "fp32"
+    assert dtype_of(config(), machine("a100-80gb"), generic) == "bf16"
+    assert dtype_of(config(), machine("cpu"), PROFILES["cpu"]) == "fp32"
+    assert dtype_of(config(features__weights="fp32"), machine("a100-80gb"), generic) == "fp32"
     with pytest.raises(HardwareError, match=r"model\.dtype: .*has no bf16, which needs 8\.0"):
-        dtype_of(config(model__dtype="bf16"), turing, generic, {})
-    with pytest.raises(ConfigError, match=r"features\.weights is fp32, but model\.dtype is bf16"):
-        both = config(features__weights="fp32", model__dtype="bf16")
-        dtype_of(both, machine("a100-80gb"), generic, {})
+        dtype_of(config(model__dtype="bf16"), turing, generic)
+    with pytest.raises(ConfigError, match=r"features\.weights: fp32` contradicts `model\.dtype: bf16"):
+        predict(config(features__weights="fp32", model__dtype="bf16"), machine("a100-80gb"))
 
 
 def test_tf32(config: Config, geometry: Geometry) -> None:

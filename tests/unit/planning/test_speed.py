@@ -12,6 +12,7 @@ from tests.unit.planning.conftest import GIB, machine, with_gpu
 from tests.unit.planning.test_resolve import Config, matmuls, plan, row
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts
+from trainer.planning.planning import predict
 from trainer.planning.shapes.geometry import Geometry, Linears
 
 
@@ -138,10 +139,10 @@ def test_profiles_without_fp8_never_take_it_alone(config: Config, geometry: Geom
 def test_a_full_fine_tune_has_no_fp8(config: Config, geometry: Geometry) -> None:
     facts = hopper(bf16=2.0, fp8=1.0)
     assert plan(config(method="full"), facts, geometry).compute == "bf16"
-    with pytest.raises(HardwareError, match=r"my\.yaml:7: features\.weights: an fp8 base cannot be trained"):
-        plan(config(method="full", features__weights="fp8"), facts, geometry)
-    with pytest.raises(HardwareError, match=r"features\.compute: fp8 is for a frozen base"):
-        plan(config(method="full", features__compute="fp8"), facts, geometry)
+    with pytest.raises(ConfigError, match=r"`features\.weights: fp8` cannot be trained by `method: full`"):
+        predict(config(method="full", features__weights="fp8"), facts)
+    with pytest.raises(ConfigError, match=r"`features\.compute: fp8` is for a frozen base"):
+        predict(config(method="full", features__compute="fp8"), facts)
 
 
 @pytest.mark.parametrize(
@@ -172,12 +173,12 @@ def test_fp8_products_that_were_asked_for(config: Config, geometry: Geometry) ->
     assert chosen(hopper(5.8), geometry, asked) == ("fp8", "fp8", 1)
     with pytest.raises(HardwareError, match="the probe saw FP8 failing: crashed with SIGABRT"):
         plan(asked, hopper(fp8=None), geometry)
-    with pytest.raises(HardwareError, match=r"but features\.weights is int8"):
-        plan(config(features__compute="fp8", features__weights="int8"), hopper(), geometry)
+    with pytest.raises(ConfigError, match=r"but `features\.weights: int8`"):
+        predict(config(features__compute="fp8", features__weights="int8"), hopper())
     with pytest.raises(HardwareError, match="the run computes in fp32"):
         plan(config(features__compute="fp8", model__dtype="fp32"), hopper(), geometry)
     with pytest.raises(ConfigError, match=r"features\.compute is bf16, but model\.dtype is fp32"):
-        plan(config(features__compute="bf16", model__dtype="fp32"), hopper(), geometry)
+        predict(config(features__compute="bf16", model__dtype="fp32"), hopper())
 
 
 def test_bf16_products_that_were_asked_for_keep_fp8_out(config: Config, geometry: Geometry) -> None:

@@ -6,15 +6,18 @@ import functools
 import itertools
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.golden.plans import ROOT
 from tests.unit.planning.conftest import machine
 from trainer import families
+from trainer.config.judging.rule import Rule
 from trainer.config.reading.load import Loaded, load
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts
+from trainer.planning import rules
 from trainer.planning.out_of_memory import out_of_memory
 from trainer.planning.planning import may_be_planned, plan_run
 from trainer.telemetry.status import Phase
@@ -104,3 +107,23 @@ def test_plain_lora_is_proposed_where_the_adapter_is_what_does_not_fit(kind: str
     assert asked is not None
     with pytest.raises(HardwareError, match=r"fits with lora\.type: lora \("):
         plan_run(asked, machine("rtx-4090"), find_model=lambda _: None)
+
+
+@pytest.mark.parametrize("table", ["FAMILY", "MACHINE"])
+def test_every_suggestion_is_judged_by_the_rules_of_planning(
+    table: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    facts = machine("rtx-4090")
+    asked = loaded("flux1_dev_lora", "features.weights=bf16", "features.block_swap=0")
+    assert asked is not None
+    with pytest.raises(HardwareError, match=r"features\.weights: fp8 \("):
+        plan_run(asked, facts, find_model=lambda _: None)
+    assert may_be_planned(asked.config, {"features.weights": "fp8"}, facts)
+    refused = Rule[Any](
+        ("features.weights",), lambda at: at.config.features.weights == "fp8", "not fp8", "write another"
+    )
+    monkeypatch.setattr(rules, table, (*vars(rules)[table], refused))
+    with pytest.raises(HardwareError) as caught:
+        plan_run(asked, facts, find_model=lambda _: None)
+    assert "fits with" in str(caught.value) and "weights: fp8" not in str(caught.value)
+    assert not may_be_planned(asked.config, {"features.weights": "fp8"}, facts)

@@ -10,7 +10,7 @@ import torch
 
 from tests.unit.planning.conftest import GIB, machine
 from tests.unit.planning.test_memory import rows, storage
-from tests.unit.planning.test_resolve import Config, plan, row, small
+from tests.unit.planning.test_resolve import Config, plan, row, situated, small
 from trainer.config.schema import FeaturesSection, changed
 from trainer.engine.probing import probe
 from trainer.errors import HardwareError
@@ -20,9 +20,11 @@ from trainer.modeling.storage import quantize
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.planning.choose import encoding
 from trainer.planning.render import plan_from_json, plan_to_json
+from trainer.planning.resolve import resolve
 from trainer.planning.shapes.geometry import Geometry, Linears
 from trainer.ways.kernels import KERNELS, Kernel
 from trainer.ways.storages import WAYS, Way, find, frozen
+from trainer.words import extras
 
 INT4 = Way(
     name="int4",
@@ -33,7 +35,7 @@ INT4 = Way(
     unpack_traffic=(20.0, 10.0),
     package="made-up",
     module="torch",
-    install="install made-up",
+    extra="nf4",
     least_capability=(8, 9),
     verdict="matmul.int4",
     tier=4,
@@ -101,6 +103,17 @@ def test_a_row_is_offered_priced_and_written_down(config: Config, geometry: Geom
     assert slower.peak_bytes < int8.peak_bytes
 
 
+def test_a_row_that_is_not_automatic_is_for_who_writes_it(
+    config: Config, geometry: Geometry, int4: Way, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = dataclasses.replace(int4, automatic=False)
+    monkeypatch.setitem(WAYS, "int4", written)
+    asked = changed(config(), {"features.weights": "int4"})
+    assert plan(asked, card(5.4, "made-up"), geometry).way == written
+    with pytest.raises(HardwareError, match="the run does not fit"):
+        plan(config(), card(5.4, "made-up"), geometry)
+
+
 def test_a_row_is_refused_below_its_capability_and_without_its_package(
     config: Config, geometry: Geometry, int4: Way
 ) -> None:
@@ -109,7 +122,7 @@ def test_a_row_is_refused_below_its_capability_and_without_its_package(
         plan(asked, dataclasses.replace(small(80), packages={"made-up": "1.0"}), geometry)
     with pytest.raises(HardwareError, match="int4 needs made-up, which is not installed") as caught:
         plan(asked, card(80), geometry)
-    assert caught.value.problems[0].remedy == "install made-up"
+    assert caught.value.problems[0].remedy == extras.remedy("nf4")
     with pytest.raises(HardwareError, match="int4 needs made-up"):
         plan(config(), card(4.5), geometry)
 
@@ -139,8 +152,8 @@ def test_a_row_is_suggested_where_less_memory_is_needed(
 
 
 def test_a_row_is_for_text_encoders_too(geometry: Geometry, int4: Way) -> None:
-    chosen = encoding.text_storage(storage(), geometry, ("made-up",), 2 * GIB)
-    assert chosen.kind == "int4"
+    chosen, _ = encoding.text_storage(storage(), geometry, ("made-up",), 2 * GIB)
+    assert chosen == "int4"
 
 
 def test_the_models_layers_are_those_of_the_row(int4: Way) -> None:
@@ -170,9 +183,7 @@ def test_a_kernels_row_says_where_it_may_be_taken(
 
     def chosen(facts: Facts, **changes: Any) -> str:
         monkeypatch.setitem(KERNELS, "other", dataclasses.replace(other, **changes))
-        from trainer.planning.resolve import resolve
-
-        return resolve(config(), facts, profile, geometry, {}).attention
+        return resolve(situated(config(), facts, profile, lambda changed, dtype: geometry)).attention
 
     assert "attention.other" in probe.kernels_for(facts, "cuda", "bf16")
     assert (chosen(facts), chosen(facts, safe=True)) == ("flash", "other")

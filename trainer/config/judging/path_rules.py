@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from trainer.config import environment
@@ -11,7 +11,7 @@ from trainer.config.judging.rule import Clash, Context, Rule
 from trainer.words.near import closest
 
 _NAME_BYTES, _PATH_BYTES = 255, 4095
-"""What Linux takes."""
+"""The longest name and path, in bytes, that Linux takes."""
 _BESIDE_NAME, _BELOW_FOLDER = 64, 256
 """Bytes that files called as a run, while they are written, and paths below its folder are longer."""
 _RESUME_WORDS = {"latest": "auto", "true": "auto", "yes": "auto", "false": "never", "no": "never"}
@@ -19,30 +19,17 @@ _MODEL = "model.pretrained_model_name_or_path"
 _RESUME = "checkpoint.resume_from_checkpoint"
 
 
-def real(path: Path) -> str:
-    """`path` without links and dots; unlike Path.resolve it never raises."""
-    return os.path.realpath(path)
-
-
-def is_dir(path: Path) -> bool:
-    """Whether `path` is a folder; False where nobody can tell."""
+def known(is_kind: Callable[[], bool]) -> bool:
+    """The answer of a path's `is_dir` or `is_file`; False where nobody can tell."""
     try:
-        return path.is_dir()
+        return is_kind()
     except OSError:  # a name that is too long, or a folder that may not be entered
-        return False
-
-
-def is_file(path: Path) -> bool:
-    """Whether `path` is a file; False where nobody can tell."""
-    try:
-        return path.is_file()
-    except OSError:
         return False
 
 
 def _inside(path: Path, folder: Path) -> bool:
     """True if `path` is `folder` or lies below it; neither need exist."""
-    return Path(real(path)).is_relative_to(real(folder))
+    return Path(os.path.realpath(path)).is_relative_to(os.path.realpath(folder))  # Path.resolve may raise
 
 
 def _image_folders(context: Context, path: Path) -> Iterator[str]:
@@ -70,27 +57,26 @@ def _output_among_images(context: Context) -> Iterator[Clash]:
 
 def _cache_among_images(context: Context) -> Iterator[Clash]:
     cache, where = _cache(context)
-    return (
-        {"cache": str(cache), "folder": folder, "where": where} for folder in _image_folders(context, cache)
-    )
+    found = _image_folders(context, cache)
+    return ({"cache": str(cache), "folder": folder, "where": where} for folder in found)
 
 
 def _output_in_model(context: Context) -> Iterator[Clash]:
     model = Path(context.config.model.pretrained_model_name_or_path)
-    if is_dir(model) and _inside(context.config.output_dir, model):
+    if known(model.is_dir) and _inside(context.config.output_dir, model):
         yield {"folder": str(model)}
 
 
 def _folders_are_files(context: Context) -> Iterator[Clash]:
     folders = {"output_dir": context.config.output_dir, "data.cache_dir": context.config.data.cache_dir}
     for key, folder in folders.items():
-        if folder is not None and is_file(folder):
+        if folder is not None and known(folder.is_file):
             yield {"key": key, "folder": str(folder)}
 
 
 def _resume_word(context: Context) -> Iterator[Clash]:
     resume = context.config.checkpoint.resume_from_checkpoint
-    if not isinstance(resume, str) and len(resume.parts) == 1 and not is_dir(resume):
+    if not isinstance(resume, str) and len(resume.parts) == 1 and not known(resume.is_dir):
         meant = _RESUME_WORDS.get(str(resume).lower()) or closest(str(resume), ("auto", "never"))
         remedy = f"did you mean `{meant}`?" if meant else "write auto, never, or the path of a checkpoint"
         yield {"remedy": remedy}
@@ -112,9 +98,8 @@ def _too_long(context: Context) -> Iterator[Clash]:
     for key, path, where, beside in _paths(context):
         limits = (*(_NAME_BYTES for _ in path.parts[1:]), _NAME_BYTES - beside)
         texts = [("has a name", "shorter name", *pair) for pair in zip(path.parts, limits, strict=False)]
-        texts.append(
-            ("is a path", "place with a shorter path", str(path.absolute()), _PATH_BYTES - _BELOW_FOLDER)
-        )
+        whole = _PATH_BYTES - _BELOW_FOLDER
+        texts.append(("is a path", "place with a shorter path", str(path.absolute()), whole))
         for is_long, other, text, most in texts:
             size = len(text.encode("utf-8", "surrogatepass"))
             if size > most:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from trainer.config.schema import RunConfig
@@ -19,7 +19,7 @@ class Context:
     config: RunConfig
     sources: Mapping[str, str]
     environ: Mapping[str, str]
-    lora_presets: Mapping[str, tuple[str, ...]]
+    lora_presets: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names of LoRA target presets by family; a family that is not in it is not checked."""
 
     def source(self, key: str) -> str:

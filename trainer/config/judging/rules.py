@@ -1,8 +1,9 @@
-"""What each key alone cannot tell: contradictions, and settings without effect."""
+"""Contradictions between keys, and settings without effect."""
 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,9 +108,8 @@ def _single_file(context: Context) -> bool:
 def _revision_of_folder(context: Context) -> bool:
     model = context.config.model
     asked = bool(model.revision) and context.written("model.revision")
-    return (
-        asked and not _single_file(context) and path_rules.is_dir(Path(model.pretrained_model_name_or_path))
-    )
+    folder = Path(model.pretrained_model_name_or_path)
+    return asked and not _single_file(context) and path_rules.known(folder.is_dir)
 
 
 def _unknown_preset(context: Context) -> Iterator[Clash]:
@@ -145,7 +145,7 @@ def _sets_of_two_kinds(context: Context) -> Iterator[Clash]:
 def _same_set_twice(context: Context) -> Iterator[Clash]:
     seen: dict[str, str] = {}
     for key, path in _training_sets(context.config):
-        first = seen.setdefault(path_rules.real(path), key)
+        first = seen.setdefault(os.path.realpath(path), key)
         if first != key:
             yield {"key": key, "path": str(path), "first": context.source(first)}
 
@@ -165,7 +165,7 @@ def _held_out_two_ways(context: Context) -> Iterator[Clash]:
 def _held_out_trained(context: Context) -> Iterator[Clash]:
     key, held_out = _held_out(context.config.validation)
     for trained, path in _training_sets(context.config):
-        if held_out is not None and path_rules.real(held_out) == path_rules.real(path):
+        if held_out is not None and os.path.realpath(held_out) == os.path.realpath(path):
             chats = trained.endswith("chat_file")
             others = "file of other conversations" if chats else "folder of other images"
             yield {"key": key, "path": str(held_out), "trained": context.source(trained), "others": others}
@@ -212,7 +212,7 @@ def _low_rate(context: Context) -> Iterator[Clash]:
 
 def _no_file(context: Context) -> bool:
     path = context.config.lora.init_from
-    return context.config.method == "lora" and path is not None and not path_rules.is_file(path)
+    return context.config.method == "lora" and path is not None and not path_rules.known(path.is_file)
 
 
 def _many_views(context: Context) -> Iterator[Clash]:
@@ -263,6 +263,15 @@ RULES: tuple[Rule[Context], ...] = (
          and at.config.model.dtype not in ("auto", at.config.features.weights),
          "`features.weights: {features.weights}` contradicts {=model.dtype}",
          "write the same in both, or leave features.weights out"),
+    Rule(("features.compute", "features.weights", "model.dtype"),
+         lambda at: at.config.features.compute == "bf16" and at.config.model.dtype in ("fp16", "fp32"),
+         "features.compute is bf16, but model.dtype is {model.dtype}", "leave one of them out",
+         at=("features.compute",)),
+    Rule(("features.compute", "features.weights", "model.dtype"),
+         lambda at: at.config.features.compute == "bf16" and at.config.features.weights == "fp32"
+         and at.config.model.dtype not in ("fp16", "fp32"),
+         "features.compute is bf16, but features.weights is fp32", "leave one of them out",
+         at=("features.compute",)),
     Rule(("train.lr_warmup_steps", "train.max_train_steps"),
          lambda at: at.config.train.lr_warmup_steps >= at.config.train.max_train_steps,
          "`train.lr_warmup_steps` is {train.lr_warmup_steps}, but `train.max_train_steps` is"

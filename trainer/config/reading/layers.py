@@ -20,21 +20,21 @@ def from_file(path: Path) -> Layer:
     """The tree of one YAML file. A section with every key commented out is an empty section, not a null."""
     tree, problems = strict_yaml.read(path)
     if tree is not None and isinstance(tree.value, dict):
-        empty = {key for key, node in tree.value.items() if node.value is None and fields.is_section((key,))}
-        kept = {key: _emptied(node, (key,)) for key, node in tree.value.items() if key not in empty}
-        tree = Node(value=kept, source=tree.source)
+        entries = tree.value.items()
+        kept = {key: node for key, node in entries if node.value is not None or not fields.is_section((key,))}
+        tree = emptied(Node(value=kept, source=tree.source))
     return tree, problems
 
 
-def _emptied(node: Node, path: KeyPath) -> Node:
-    """Where the value is a mapping (`lora.rank_pattern`) `{}` and nothing empty it for all lower layers."""
+def emptied(node: Node, path: KeyPath = ()) -> Node:
+    """`node` at `path`: `{}` or nothing for a mapping (`lora.rank_pattern`) empties lower layers too."""
     if not isinstance(node.value, dict) and node.value is not None:
         return node
     if not node.value and fields.takes(path, dict):
         return Node(value={}, source=node.source, whole=True)
     if node.value is None:
         return node
-    value = {key: _emptied(child, (*path, key)) for key, child in node.value.items()}
+    value = {key: emptied(child, (*path, key)) for key, child in node.value.items()}
     return Node(value=value, source=node.source)
 
 
@@ -66,15 +66,13 @@ def from_options(dataset: Path | None, output: Path | None, budget: str | None =
     """`--dataset` replaces all data sets by one folder or file, `--output` names the run's folder, `--budget`
     is `features.memory_budget`.
     """
-    layers: list[Layer] = []
-    if dataset is not None:
-        key = "chat_file" if dataset.suffix in CHAT_SUFFIXES else "img_dir"
-        layers.append((at(("data", "sets"), from_plain([{key: str(dataset)}], "--dataset")), []))
-    if output is not None:
-        layers.append((at(("output_dir",), from_plain(str(output), "--output")), []))
-    if budget is not None:
-        layers.append((at(("features", "memory_budget"), from_plain(budget, "--budget")), []))
-    return layers
+    kind = "chat_file" if dataset is not None and dataset.suffix in CHAT_SUFFIXES else "img_dir"
+    values = (
+        (("data", "sets"), None if dataset is None else [{kind: str(dataset)}], "--dataset"),
+        (("output_dir",), None if output is None else str(output), "--output"),
+        (("features", "memory_budget"), budget, "--budget"),
+    )
+    return [(at(path, from_plain(value, source)), []) for path, value, source in values if value is not None]
 
 
 def _assign(path: KeyPath, text: str, source: str) -> Layer:
@@ -86,6 +84,6 @@ def _assign(path: KeyPath, text: str, source: str) -> Layer:
     structured = fields.takes(path, tuple) or fields.takes(path, dict) or fields.is_section(path)
     if structured and text.lstrip().startswith(("[", "{")):
         node, problems = strict_yaml.parse(text, lambda line: source)
-        return None if node is None else at(path, _emptied(node, path)), problems
+        return None if node is None else at(path, emptied(node, path)), problems
     value = None if text.strip() in ("", "~", "null") else text
-    return at(path, _emptied(Node(value=value, source=source), path)), []
+    return at(path, emptied(Node(value=value, source=source), path)), []

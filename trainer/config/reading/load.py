@@ -65,7 +65,8 @@ def load(
     single = layers.from_variables(environ) + layers.from_overrides(overrides)
     single += layers.from_options(dataset, output, budget)
     problems = [problem for _, found in (*files, *chosen, *single) for problem in found]
-    problems += environment.misspelt(environ, fields.dotted_keys()) + _harmful(environ)
+    warnings, harmful = _foreign(environ)
+    problems += environment.misspelt(environ, fields.dotted_keys()) + harmful
     if any(tree is None and found for tree, found in (*files, *chosen, *single)):
         raise ConfigError(_sorted(problems))  # with a layer missing, what else is wrong cannot be told
 
@@ -76,20 +77,20 @@ def load(
     defaults = from_plain(family_defaults[family] if family else {}, f"family {family}")
     tree = Node(value=merge(defaults, user).value, source=empty.source)
 
-    outcome = validate(tree)
-    problems += [*unknown, *outcome.problems]
-    sources = _sources(tree, outcome.config)
-    if outcome.config is not None:
+    config, bad, wrong = validate(tree)
+    problems += [*unknown, *wrong]
+    sources = _sources(tree, config)
+    if config is not None:
         words = lora_presets or {}
-        context = Context(config=outcome.config, sources=sources, environ=environ, lora_presets=words)
-        problems += check(RULES, context, outcome.bad)
+        context = Context(config=config, sources=sources, environ=environ, lora_presets=words)
+        problems += check(RULES, context, bad)
     if problems:
         raise ConfigError(_sorted(problems))
-    assert outcome.config is not None
-    notes = list(presets.told(given, from_files, sources, unused_keys(outcome.config)))
+    assert config is not None
+    notes = presets.told(given, from_files, sources, unused_keys(config))
     if dataset is not None:
-        notes += _others_pictures(outcome.config, sources["validation.img_dir"])
-    return Loaded(config=outcome.config, sources=sources, notes=tuple(notes), warnings=_warnings(environ))
+        notes += _others_pictures(config, sources["validation.img_dir"])
+    return Loaded(config=config, sources=sources, notes=tuple(notes), warnings=warnings)
 
 
 def with_settings(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
@@ -107,7 +108,7 @@ def with_settings(loaded: Loaded, values: Mapping[str, Any]) -> Loaded:
 
 
 def _others_pictures(config: RunConfig, source: str) -> list[str]:
-    """What --dataset leaves of a file that was written for other pictures."""
+    """A note of the held-out pictures and prompts that --dataset leaves of a file for other pictures."""
     folder = config.validation.img_dir
     if folder is None or source.startswith("--set"):
         return []
@@ -122,17 +123,13 @@ def _trees(written: Sequence[layers.Layer]) -> list[Node]:
     return [tree for tree, _ in written if tree is not None]
 
 
-def _warnings(environ: Mapping[str, str]) -> tuple[str, ...]:
-    return tuple(f"{name}: {row.says}; {row.remedy}" for name, row in elsewhere.variables(environ))
-
-
-def _harmful(environ: Mapping[str, str]) -> list[Problem]:
-    """Variables with which no run can do what it should."""
-    return [
-        Problem(what=row.says, where=name, remedy=row.remedy)
-        for name, row in elsewhere.variables(environ)
-        if row.is_error
-    ]
+def _foreign(environ: Mapping[str, str]) -> tuple[tuple[str, ...], list[Problem]]:
+    """Variables that do nothing here, in words, and those with which no run can do what it should."""
+    problems, words = [], []
+    for name, row in elsewhere.variables(environ):
+        words.append(f"{name}: {row.says}; {row.remedy}")
+        problems += [Problem(what=row.says, where=name, remedy=row.remedy)] if row.is_error else []
+    return tuple(words), problems
 
 
 def _family(user: Node, known: tuple[str, ...]) -> tuple[str | None, list[Problem]]:

@@ -6,8 +6,8 @@ import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
-from trainer.config.reading.layers import Layer, from_file
-from trainer.config.tree import Node, describe, leaves, relabelled
+from trainer.config.reading.layers import Layer, emptied, from_file
+from trainer.config.tree import Node, describe, from_plain, leaves
 from trainer.errors import ConfigError, Problem
 from trainer.words.near import did_you_mean
 
@@ -38,16 +38,17 @@ def layers(requested: Sequence[str]) -> list[Layer]:
 
     A name may hold several, with commas. Unknown ones are problems at `--preset NAME`.
     """
-    wanted = [name.strip() for one in requested for name in one.split(",")]
-    return [_layer(name, names()) for name in wanted]
-
-
-def _layer(name: str, known: Sequence[str]) -> Layer:
-    if name not in known:
-        what, remedy = f'unknown preset "{name}"', f"{did_you_mean(name, known)}known: {', '.join(known)}"
-        return None, [Problem(what=what, where=f"--preset {name}", remedy=remedy)]
-    tree, problems = from_file(shipped_folder() / "presets" / f"{name}.yaml")
-    return None if tree is None else relabelled(tree, f"preset {name}"), problems
+    found: list[Layer] = []
+    for name in (name.strip() for one in requested for name in one.split(",")):
+        if name in (known := names()):
+            tree, problems = from_file(shipped_folder() / "presets" / f"{name}.yaml")
+            tree = None if tree is None else emptied(from_plain(tree.plain(), f"preset {name}"))
+        else:
+            remedy = f"{did_you_mean(name, known)}known: {', '.join(known)}"
+            problem = Problem(what=f'unknown preset "{name}"', where=f"--preset {name}", remedy=remedy)
+            tree, problems = None, [problem]
+        found.append((tree, problems))
+    return found
 
 
 def told(

@@ -27,6 +27,7 @@ _KNOWN_TAGS = {_NULL, _TEXT, "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 _MAX_DEPTH = 16
 _MAX_BYTES = 1 << 20
 _START = "start from a file in train_configs/"
+_NO_FILE = "check the path (in a container: is the folder mounted?); ready-made files are in train_configs/"
 
 
 class _Refusal(yaml.MarkedYAMLError):
@@ -51,9 +52,8 @@ class _Composer(yaml.composer.Composer, yaml.resolver.BaseResolver):
             raise _Refusal("anchors (&) and aliases (*) are not supported", event.start_mark, remedy)
         self.depth += 1
         if self.depth > _MAX_DEPTH:
-            raise _Refusal(
-                f"nested more than {_MAX_DEPTH} deep", event.start_mark, "check brackets and indentation"
-            )
+            what, remedy = f"nested more than {_MAX_DEPTH} deep", "check brackets and indentation"
+            raise _Refusal(what, event.start_mark, remedy)
         node: yaml.Node | None = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -98,26 +98,34 @@ def _root(text: str) -> yaml.Node | None:
 
 def read(path: Path) -> tuple[Node | None, list[Problem]]:
     """The tree in the file `path` and what is wrong with it; never raises for anything that a file can be."""
+
+    def refused(what: str, where: str = str(path), remedy: str = _START) -> tuple[None, list[Problem]]:
+        return None, [Problem(what=what, where=where, remedy=remedy)]
+
     if path.suffix.lower() == ".toml" and path.is_file():
-        return None, [Problem(what="this is TOML, a configuration is YAML", where=str(path), remedy=_START)]
+        return refused("this is TOML, a configuration is YAML")
     try:
         with path.open("rb") as file:
             raw = file.read(_MAX_BYTES + 1)
+    except IsADirectoryError:
+        return refused("this is a directory", remedy="name a YAML file in it")
+    except FileNotFoundError:
+        foreign = elsewhere.file(path.name)
+        return refused("no such file", remedy=_NO_FILE if foreign is None else foreign.remedy)
     except OSError as error:
-        return None, [_unreadable(path, error)]
+        what = f"cannot be read: {error.strerror or error}"
+        return refused(what, remedy="check the path, its owner and permissions")
     if len(raw) > _MAX_BYTES:
-        return None, [
-            Problem(what="too large for a configuration (over 1 MiB)", where=str(path), remedy=_START)
-        ]
+        return refused("too large for a configuration (over 1 MiB)")
     try:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = raw[: error.start].count(b"\n") + 1
         what = f"byte 0x{raw[error.start]:02x} is not UTF-8"
-        return None, [Problem(what=what, where=f"{path}:{line}", remedy="save the file as UTF-8")]
+        return refused(what, f"{path}:{line}", "save the file as UTF-8")
     tree, problems = parse(text, lambda line: f"{path}:{line}")
     if tree is None and not problems:
-        return None, [Problem(what="the file holds no settings", where=str(path), remedy=_START)]
+        return refused("the file holds no settings")
     if tree is not None and not isinstance(tree.value, dict):
         what = f"expected sections such as `train:`, got {describe(tree)}"
         return None, [*problems, Problem(what=what, where=tree.source, remedy=_START)]
@@ -145,9 +153,8 @@ def _convert(node: yaml.Node, line: int, place: Place, problems: list[Problem]) 
     """PyYAML's node as ours; `line` is counted from 0, like PyYAML's marks."""
     source = place(line + 1)
     if node.tag not in _KNOWN_TAGS:
-        raise _Refusal(
-            f"the tag {node.tag} is not supported", node.start_mark, "quote a text that starts with !"
-        )
+        what = f"the tag {node.tag} is not supported"
+        raise _Refusal(what, node.start_mark, "quote a text that starts with !")
     if isinstance(node, yaml.MappingNode):
         return Node(value=dict(_entries(node, place, problems)), source=source)
     if isinstance(node, yaml.SequenceNode):
@@ -162,9 +169,8 @@ def _entries(node: yaml.MappingNode, place: Place, problems: list[Problem]) -> I
     for key, value in node.value:
         line = key.start_mark.line
         if not isinstance(key, yaml.ScalarNode) or key.tag != _TEXT:
-            raise _Refusal(
-                "a key must be a plain word", key.start_mark, "write `key: value`; quote texts in { }"
-            )
+            remedy = "write `key: value`; quote texts in { }"
+            raise _Refusal("a key must be a plain word", key.start_mark, remedy)
         if key.value == "<<":
             raise _Refusal("merge keys (<<) are not supported", key.start_mark, "name several files instead")
         child = _convert(value, line, place, problems)
@@ -174,23 +180,6 @@ def _entries(node: yaml.MappingNode, place: Place, problems: list[Problem]) -> I
             continue
         seen[key.value] = line + 1
         yield key.value, child
-
-
-def _unreadable(path: Path, error: OSError) -> Problem:
-    if isinstance(error, IsADirectoryError):
-        return Problem(what="this is a directory", where=str(path), remedy="name a YAML file in it")
-    if isinstance(error, FileNotFoundError):
-        remedy = (
-            "check the path (in a container: is the folder mounted?); ready-made files are in train_configs/"
-        )
-        foreign = elsewhere.file(path.name)
-        if foreign is not None:
-            remedy = foreign.remedy
-        return Problem(what="no such file", where=str(path), remedy=remedy)
-    reason = error.strerror or str(error)
-    return Problem(
-        what=f"cannot be read: {reason}", where=str(path), remedy="check the path, its owner and permissions"
-    )
 
 
 _WORDS: tuple[tuple[str, str, str], ...] = (

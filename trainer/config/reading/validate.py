@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
@@ -15,45 +14,32 @@ from trainer.errors import Problem
 from trainer.words.near import closest
 
 
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """What validation gave.
+def validate(tree: Node) -> tuple[RunConfig | None, frozenset[str], list[Problem]]:
+    """The configuration that the tree is, its bad keys, and what is wrong with its types, bounds and names.
 
-    config: None if nothing sensible could be built. It holds stand-ins for `bad` keys, so that the other keys
-    can still be checked against each other; with any of them it must not be used to run.
+    The configuration is None if nothing sensible could be built. It holds stand-ins for bad keys, so that the
+    others can still be checked against each other; with any of them it must not be used to run.
     """
-
-    config: RunConfig | None
-    bad: frozenset[str]
-    problems: tuple[Problem, ...]
-
-
-def validate(tree: Node) -> Outcome:
-    """Check types, bounds and key names."""
     plain = tree.plain()
     try:
-        return Outcome(config=RunConfig.model_validate(plain), bad=frozenset(), problems=())
+        return RunConfig.model_validate(plain), frozenset(), []
     except ValidationError as error:
         faults = _faults(error)
     told = list(faults.items())[:_MOST_FAULTS]
-    problems = tuple(
-        problem
-        for path, kind in told
-        for problem in (_problem(tree, path, kind), *_foreign(tree, path, kind))
-    )
+    problems = [problem for path, kind in told for problem in _problems(tree, path, kind)]
     if len(faults) > len(told):
         path = list(faults)[len(told)]
         what = f"... and {len(faults) - len(told)} more mistakes"
         remedy = "correct those above, or start from a file in train_configs/"
-        problems += (Problem(what=what, where=tree.source_of(path), remedy=remedy),)
+        problems.append(Problem(what=what, where=tree.source_of(path), remedy=remedy))
     assert isinstance(plain, dict)
     for path in faults:
         _repair(plain, path)
+    bad = frozenset(".".join(path) for path in faults)
     try:
-        config = RunConfig.model_validate(plain)
+        return RunConfig.model_validate(plain), bad, problems
     except ValidationError:
-        config = None
-    return Outcome(config=config, bad=frozenset(".".join(path) for path in faults), problems=problems)
+        return None, bad, problems
 
 
 _MOST_FAULTS = 100
@@ -66,17 +52,14 @@ _HOW_TO_ADD: dict[str, str] = {
     "img_dir": "add `img_dir: DIR`",
     "output_dir": "add `output_dir: DIR`, or pass --output DIR",
 }
-
+_SET = {"img_dir": "-"}
 _STAND_INS: dict[str, Any] = {
-    "family": "-",
+    **dict.fromkeys(_HOW_TO_ADD, "-"),
+    "sets": [_SET],
     "model": {"pretrained_model_name_or_path": "-"},
-    "pretrained_model_name_or_path": "-",
-    "data": {"sets": [{"img_dir": "-"}]},
-    "sets": [{"img_dir": "-"}],
-    "img_dir": "-",
-    "output_dir": "-",
+    "data": {"sets": [_SET]},
 }
-"""For required keys, by name."""
+"""Values of bad required keys, by name."""
 
 _HINTS: dict[str, str] = {
     "model.dtype": "write bf16, fp16 or fp32",
@@ -104,26 +87,22 @@ def _faults(error: ValidationError) -> dict[KeyPath, str]:
     return {path: kind for path, kind in faults.items() if path not in above}
 
 
-def _problem(tree: Node, path: KeyPath, kind: str) -> Problem:
-    name, source = ".".join(path), tree.source_of(path)
+def _problems(tree: Node, path: KeyPath, kind: str) -> Iterator[Problem]:
+    name, source, node = ".".join(path), tree.source_of(path), tree.get(path)
     if kind == "extra_forbidden":
-        return Problem(what=f"unknown key `{name}`", where=source, remedy=fields.suggest_key(path))
-    if kind == "missing":
+        yield Problem(what=f"unknown key `{name}`", where=source, remedy=fields.suggest_key(path))
+        # keys of other trainers below an unknown section: each is told what it is here
+        for below, where in leaves(node).items() if node is not None else ():
+            row = elsewhere.key(below.rpartition(".")[2]) if below else None
+            if row is not None:
+                yield Problem(what=f"unknown key `{name}.{below}`", where=where, remedy=row.remedy)
+    elif kind == "missing":
         where = source if by_user(source) else tree.source
-        return Problem(what=f"`{name}` is missing", where=where, remedy=_HOW_TO_ADD[path[-1]])
-    node = tree.get(path)
-    got = "nothing" if node is None else describe(node)
-    what = f"`{name}`: expected {fields.expected(path)}, got {got}"
-    return Problem(what=what, where=source, remedy=_remedy(path, node))
-
-
-def _foreign(tree: Node, path: KeyPath, kind: str) -> Iterator[Problem]:
-    """Keys of other trainers below an unknown section: each is told what it is here."""
-    node = tree.get(path) if kind == "extra_forbidden" else None
-    for name, source in leaves(node).items() if node is not None else ():
-        row = elsewhere.key(name.rpartition(".")[2]) if name else None
-        if row is not None:
-            yield Problem(what=f"unknown key `{'.'.join(path)}.{name}`", where=source, remedy=row.remedy)
+        yield Problem(what=f"`{name}` is missing", where=where, remedy=_HOW_TO_ADD[path[-1]])
+    else:
+        got = "nothing" if node is None else describe(node)
+        what = f"`{name}`: expected {fields.expected(path)}, got {got}"
+        yield Problem(what=what, where=source, remedy=_remedy(path, node))
 
 
 def _remedy(path: KeyPath, node: Node | None) -> str:

@@ -22,7 +22,7 @@ def dump(config: RunConfig) -> str:
 
 
 def dump_with_sources(config: RunConfig, sources: Mapping[str, str]) -> str:
-    """As `dump`, with the source of each value as a comment behind it."""
+    """The text of `dump` with the source of each value as a comment behind it."""
     lines = _lines(config)
     width = max((len(text) for text, key in lines if key and len(text) <= _MAX_COMMENT_COLUMN), default=0)
     return "".join(
@@ -62,24 +62,18 @@ def entry(name: str, value: Any, key: str, indent: str) -> list[tuple[str, str]]
     return lines
 
 
-def _scalar(value: Any) -> str:
-    """One value on one line."""
+def _scalar(value: Any, *, inside: bool = False) -> str:
+    """One value on one line; a text inside brackets, which a bare comma would split, is quoted."""
     if isinstance(value, tuple):
-        return f"[{', '.join(_quoted(one) for one in value)}]"
+        return f"[{', '.join(_scalar(one, inside=True) for one in value)}]"
     if isinstance(value, dict):
-        return f"{{{', '.join(f'{_quoted(key)}: {_scalar(one)}' for key, one in value.items())}}}"
+        items = (f"{_scalar(key, inside=True)}: {_scalar(one)}" for key, one in value.items())
+        return f"{{{', '.join(items)}}}"
     if isinstance(value, Path):
         # a folder whose name begins with ~ is not somebody's home
         value = f"./{value}" if str(value).startswith("~") else str(value)
     # in PyYAML's other styles a line break becomes several lines, which not all of them survive
     broken = isinstance(value, str) and any(character in _LINE_BREAKS for character in value)
-    style = '"' if broken else None
+    style = '"' if broken or inside else None
     text: str = yaml.safe_dump(value, default_style=style, allow_unicode=True, width=float("inf"))
     return text.removesuffix("\n").removesuffix("\n...")
-
-
-def _quoted(value: Any) -> str:
-    """A text inside brackets, where a bare comma or bracket would split it."""
-    text = f"./{value}" if isinstance(value, Path) and str(value).startswith("~") else str(value)
-    quoted: str = yaml.safe_dump(text, default_style='"', allow_unicode=True, width=float("inf"))
-    return quoted.strip()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ class Base:
     folder: Path | None
     """None: absent."""
     missing: tuple[tuple[Path, str], ...]
-    """What keeps its components from loading, as (path, what is wrong)."""
+    """Obstacles to loading its components, as (path, what is wrong)."""
     built: frozenset[str]
     """Components that `model.weights` has built from their config.json, and whose files do not count."""
 
@@ -65,7 +65,7 @@ class Base:
 
     @property
     def missing_line(self) -> str:
-        """What is missing in words, the first of it with its place; empty where nothing is."""
+        """The first obstacle in words with its place, and the number of others; empty where there is none."""
         if self.folder is None:
             return "nothing of it is on this disk yet"
         if not self.missing:
@@ -88,7 +88,14 @@ def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *
     """`find_base` of a folder that was found already."""
     if folder is None:
         return Base(folder=None, missing=(), built=frozenset())
-    built = _random_components(config, folder, components, trained)
+    built = frozenset[str]()
+    if config.model.weights == "random":
+        bare = {
+            name
+            for name in components
+            if has_config(folder / name) and weight_files(folder / name).state == "absent"
+        }
+        built = frozenset({trained} | bare)
     return Base(folder=folder, missing=tuple(_missing(folder, components, built)), built=built)
 
 
@@ -108,27 +115,13 @@ def tokenizer_files(folder: Path) -> list[Path]:
     return [path for path in found if path.name != "config.json" and not path.name.endswith(".index.json")]
 
 
-def _random_components(
-    config: RunConfig, folder: Path, components: Sequence[str], trained: str
-) -> frozenset[str]:
-    """The components that `model.weights` has built in place of loaded."""
-    if config.model.weights == "pretrained":
-        return frozenset()
-    bare = (
-        name
-        for name in components
-        if has_config(folder / name) and weight_files(folder / name).state == "absent"
-    )
-    return frozenset({trained, *bare})
-
-
 def has_config(path: Path) -> bool:
     """Whether a component has weights: tokenizers and schedulers have a config of another name."""
     return (path / "config.json").exists()
 
 
 def _missing(folder: Path, components: Sequence[str], built: Collection[str]) -> list[tuple[Path, str]]:
-    """What keeps the components from loading, as (path, what is wrong); those in `built` need no weights."""
+    """Obstacles to loading the components, as (path, what is wrong); those in `built` need no weights."""
     found: list[tuple[Path, str]] = []
     for component in components:
         path = folder / component
@@ -142,10 +135,14 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
             found.append((path, "no config file"))
         elif not component and not has_config(path):
             found.append((path, "no config.json"))  # a tokenizer that was fetched by itself
-        elif component.startswith(_READERS) and not _vocabulary(path):
+        # without its words transformers opens a tokenizer all the same, and it knows none
+        elif component.startswith(_READERS) and not any(
+            file.exists() for kind in _VOCABULARIES for file in path.glob(kind)
+        ):
             found.append((path, f"no vocabulary ({', '.join(_VOCABULARIES)})"))
         elif component not in built and has_config(path):
-            found.extend(_missing_weights(path))
+            lacking = _missing_weights(path)
+            found += [(path, lacking)] if lacking else []
     return found
 
 
@@ -154,24 +151,18 @@ def is_configured(path: Path) -> bool:
     return any(file.exists() for file in path.glob("*config.json"))
 
 
-def _vocabulary(path: Path) -> bool:
-    """Whether a tokenizer's folder has its words: without them transformers opens it, and it knows none."""
-    return any(file.exists() for kind in _VOCABULARIES for file in path.glob(kind))
-
-
 def component_texts(path: Path) -> list[Path]:
     """A component's configs, vocabularies and indexes: all but its weights; dead links among them."""
     return sorted(file for kind in CONFIG_FILES for file in path.glob(kind))
 
 
-def _missing_weights(path: Path) -> Iterator[tuple[Path, str]]:
+def _missing_weights(path: Path) -> str:
+    """The weight files that a component lacks, in words; empty where it lacks none."""
     lacking = weight_files(path).lacking
-    if lacking:
-        pickled = any(file for kind in _PICKLED_FILES for file in path.glob(kind))
-        hint = "; pickled weights are never loaded, convert them to safetensors" if pickled else ""
-        dead = [link for link in sorted(path.glob(WEIGHT_FILE)) if not link.exists()]
-        hint += f"; {dead[0].name} is a link to {dead[0].readlink()}, which is gone" if dead else ""
-        yield path, lacking + hint
+    if lacking and any(file for kind in _PICKLED_FILES for file in path.glob(kind)):
+        lacking += "; pickled weights are never loaded, convert them to safetensors"
+    dead = [link for link in sorted(path.glob(WEIGHT_FILE)) if not link.exists()] if lacking else []
+    return lacking + (f"; {dead[0].name} is a link to {dead[0].readlink()}, which is gone" if dead else "")
 
 
 class ComponentConfig(dict[str, Any]):

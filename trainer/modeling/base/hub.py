@@ -29,14 +29,14 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 @dataclass(frozen=True, kw_only=True)
 class Download:
-    """What is about to be downloaded, known before the first byte."""
+    """The sizes of a download, known before its first byte."""
 
     repository: str
     commit: str
     total_bytes: int
     """All files that the run needs."""
     missing_bytes: int
-    """Those of them that are not on this disk yet."""
+    """The part of them that is not on this disk yet."""
     free_bytes: int
     folder: Path
     """huggingface_hub's cache."""
@@ -91,7 +91,13 @@ def download(
         plan = _measure(repository, revision, patterns, cache)
         if on_start is not None:
             on_start(plan)
-        _require_space(plan)
+        if plan.missing_bytes > plan.free_bytes:
+            raise NoSpaceError(
+                f"{repository} needs {plan.missing_bytes / GB:.1f} GB more, "
+                f"{plan.free_bytes / GB:.1f} GB are free",
+                where=str(cache),
+                remedy="free space there, or set HF_HOME to a folder on a larger disk",
+            )
         with no_space_told(cache):
             return Path(
                 snapshot_download(
@@ -109,7 +115,9 @@ def download(
 
 
 def _measure(repository: str, revision: str | None, patterns: Sequence[str], cache: Path) -> Download:
+    """The sizes of a download, without a byte of it."""
     from huggingface_hub import snapshot_download
+    from huggingface_hub.file_download import repo_folder_name
 
     files = snapshot_download(
         repository,
@@ -121,38 +129,18 @@ def _measure(repository: str, revision: str | None, patterns: Sequence[str], cac
         dry_run=True,
     )
     missing = sum(file.file_size or 0 for file in files if file.will_download)
+    # huggingface_hub continues downloads that were interrupted
+    blobs = cache / repo_folder_name(repo_id=repository, repo_type="model") / "blobs"
+    missing -= sum(path.stat().st_size for path in blobs.glob("*.incomplete"))
+    existing = next(parent for parent in (cache.absolute(), *cache.absolute().parents) if parent.exists())
     return Download(
         repository=repository,
         commit=files[0].commit_hash if files else "",
         total_bytes=sum(file.file_size or 0 for file in files),
-        missing_bytes=max(0, missing - _partial_bytes(repository, cache)),
-        free_bytes=_free_bytes(cache),
+        missing_bytes=max(0, missing),
+        free_bytes=shutil.disk_usage(existing).free,
         folder=cache,
     )
-
-
-def _partial_bytes(repository: str, cache: Path) -> int:
-    """Bytes of downloads that were interrupted; huggingface_hub continues them."""
-    from huggingface_hub.file_download import repo_folder_name
-
-    blobs = cache / repo_folder_name(repo_id=repository, repo_type="model") / "blobs"
-    return sum(path.stat().st_size for path in blobs.glob("*.incomplete"))
-
-
-def _free_bytes(folder: Path) -> int:
-    """Free bytes of the disk on which `folder` is, or would be made."""
-    existing = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
-    return shutil.disk_usage(existing).free
-
-
-def _require_space(plan: Download) -> None:
-    if plan.missing_bytes > plan.free_bytes:
-        raise NoSpaceError(
-            f"{plan.repository} needs {plan.missing_bytes / GB:.1f} GB more, "
-            f"{plan.free_bytes / GB:.1f} GB are free",
-            where=str(plan.folder),
-            remedy="free space there, or set HF_HOME to a folder on a larger disk",
-        )
 
 
 def _told(repository: str, revision: str | None, error: Exception) -> TrainerError:

@@ -192,7 +192,10 @@ def _read_shards(
 
 
 def renaming(module: torch.nn.Module) -> Callable[[str], str]:
-    """How transformers' own loader names the tensors of older files."""
+    """A function from the name of a tensor in a file to its name in the model, which older files differ in.
+
+    transformers' own loader renames so too.
+    """
     import transformers
 
     if not isinstance(module, transformers.PreTrainedModel):

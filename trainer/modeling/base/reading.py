@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Protocol, Self
+from typing import Literal, Self
 
 import numpy
 import torch
@@ -34,7 +33,7 @@ from trainer.modeling.tensor_file import DTYPES
 Method = Literal["parallel", "fastsafetensors", "safetensors"]
 
 CACHED_SHARE = 0.5
-"""From this share of a file in the page cache on, `auto` reads through it."""
+"""`auto` reads through the page cache where it holds at least this share of a file."""
 # what fastsafetensors may hold on the device beside the tensors that were asked for, and pin on the host
 _BATCH_BYTES = 2**30
 _BOUNCE_KIB = DISCRETE.pieces * DISCRETE.piece_bytes // 2**10
@@ -43,7 +42,7 @@ _SAMPLE_WINDOWS, _SAMPLE_PAGES = 64, 64
 
 @dataclass(frozen=True, kw_only=True)
 class Choice:
-    """How one file is read, and why."""
+    """The method by which one file is read, and the reason."""
 
     method: Method
     direct: bool = False
@@ -57,19 +56,18 @@ class Choice:
         return f"{way} ({self.reason})"
 
 
-class Shard(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Shard:
     """An open file."""
 
-    @property
-    def ends(self) -> Mapping[str, int]:
-        """Byte of the file that each tensor ends before, by name, in the order of the file."""
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        """A tensor on the device. Ask in the order of `ends`; names may be left out."""
+    ends: Mapping[str, int]
+    """Byte of the file that each tensor ends before, by name, in the order of the file."""
+    get_tensor: Callable[[str], torch.Tensor]
+    """A tensor on the device by name. Ask in the order of `ends`; names may be left out."""
 
 
 def choose(path: Path, loader: str, device: torch.device) -> Choice:
-    """How to read `path` when the plan's loader is `loader`."""
+    """The method for `path` where the plan's loader is `loader`."""
     match loader:
         case "fastsafetensors":
             return Choice(method="fastsafetensors", reason="asked for")
@@ -103,7 +101,7 @@ def page_cache_share(path: Path) -> float | None:
 
 
 def _resident_share(path: Path) -> float | None:
-    """What mincore says of pages mapped but never touched."""
+    """The share that mincore reports of pages that are mapped but never touched; None where it fails."""
     mapped = numpy.memmap(path, dtype=numpy.uint8, mode="r")
     address, page = mapped.ctypes.data, mmap.PAGESIZE
     pages = math.ceil(mapped.size / page)
@@ -123,7 +121,7 @@ def _resident_share(path: Path) -> float | None:
 
 
 def _readable_at_once_share(path: Path, size: int) -> float | None:
-    """How many bytes at random places come without waiting for a disk."""
+    """The share of bytes at random places that come without a wait for a disk; None if it cannot be told."""
     pages = math.ceil(size / mmap.PAGESIZE)
     chosen = random.Random().sample(range(pages), min(pages, _SAMPLE_PAGES))
     descriptor = os.open(path, os.O_RDONLY)
@@ -146,9 +144,9 @@ def _readable_at_once_share(path: Path, size: int) -> float | None:
 
 
 class ShardReader:
-    """Opens one shard after the other; what all of them share, the ring, is made for the first that needs it.
+    """Opens one shard after the other. They share one ring, which is made for the first shard that needs it.
 
-    `choice` says how a file is read, `say` is told of it. Use it in a `with` block.
+    `choice` gives the method for a file, and `say` is told of it. Use the reader in a `with` block.
     """
 
     def __init__(
@@ -173,9 +171,7 @@ class ShardReader:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
@@ -186,14 +182,23 @@ class ShardReader:
         choice = self._choice(path)
         if self._say is not None:
             self._say(f"{path.name}: {choice}")
-        match choice.method:
-            case "safetensors":
-                return _mapped(path, header, self._device)
-            case "fastsafetensors":
-                return _batched(path, header, self._device)
-        if self._ring is None:
-            self._ring = Ring(self._device, self._size)
-        return _streamed(path, header, self._device, self._ring, choice.direct, self._unified)
+        if choice.method == "safetensors":
+            opened = _mapped(path, self._device)
+        elif choice.method == "fastsafetensors":
+            opened = _batched(path, header, self._device)
+        else:
+            self._ring = self._ring or Ring(self._device, self._size)
+            opened = _streamed(path, header, self._device, self._ring, choice.direct, self._unified)
+        return _shard({name: entry.end for name, entry in header.items()}, opened)
+
+
+_Get = Callable[[str], torch.Tensor]
+
+
+@contextmanager
+def _shard(ends: Mapping[str, int], opened: AbstractContextManager[_Get]) -> Iterator[Shard]:
+    with opened as get_tensor:
+        yield Shard(ends=ends, get_tensor=get_tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,30 +231,15 @@ def _entries(path: Path) -> dict[str, _Entry]:
     return dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
 
 
-def _ends(header: Mapping[str, _Entry]) -> dict[str, int]:
-    return {name: entry.end for name, entry in header.items()}
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Opened:
-    """A `Shard` whose tensors come from a function."""
-
-    ends: Mapping[str, int]
-    tensor: Callable[[str], torch.Tensor]
-
-    def get_tensor(self, name: str) -> torch.Tensor:
-        return self.tensor(name)
-
-
 @contextmanager
-def _mapped(path: Path, header: Mapping[str, _Entry], device: torch.device) -> Iterator[Shard]:
+def _mapped(path: Path, device: torch.device) -> Iterator[_Get]:
     """safetensors' own reader."""
     with safe_open(path, framework="pt", device=str(device)) as file:
-        yield _Opened(ends=_ends(header), tensor=file.get_tensor)
+        yield file.get_tensor
 
 
 @contextmanager
-def _batched(path: Path, header: Mapping[str, _Entry], device: torch.device) -> Iterator[Shard]:
+def _batched(path: Path, header: Mapping[str, _Entry], device: torch.device) -> Iterator[_Get]:
     """fastsafetensors, some tensors at a time: its buffers free as a whole, and a shard may have 10 GiB."""
     from fastsafetensors import ParallelLoader, SingleGroup
 
@@ -270,23 +260,18 @@ def _batched(path: Path, header: Mapping[str, _Entry], device: torch.device) -> 
             entry = header[name]
             if entry.start == entry.end:
                 return torch.empty(entry.shape, dtype=entry.dtype, device=device)
-            return _until(tensors, name)
+            # those before it are let go
+            found = next((tensor for key, tensor in tensors if key == name), None)
+            assert found is not None, f"{name} was passed already"
+            return found
 
-        yield _Opened(ends=_ends(header), tensor=tensor)
-
-
-def _until(tensors: Iterator[tuple[str, Any]], name: str) -> torch.Tensor:
-    """The tensor of that name; those before it are let go."""
-    for found, tensor in tensors:
-        if found == name:
-            return tensor
-    raise AssertionError(f"{name} was passed already")
+        yield tensor
 
 
 @contextmanager
 def _streamed(
     path: Path, header: Mapping[str, _Entry], device: torch.device, ring: Ring, direct: bool, drop: bool
-) -> Iterator[Shard]:
+) -> Iterator[_Get]:
     """Parallel reads into the ring, from where each tensor is copied to memory of its own."""
     begin = min((entry.start for entry in header.values()), default=0)
     end = max((entry.end for entry in header.values()), default=0)
@@ -298,4 +283,4 @@ def _streamed(
             bytes_of(entry.start, made.reshape(-1).view(torch.uint8))
             return made
 
-        yield _Opened(ends=_ends(header), tensor=tensor)
+        yield tensor

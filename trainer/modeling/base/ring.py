@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
-from trainer.errors import HardwareError
+from trainer.modeling.storage.block_memory import pin, unpin
 
 MIB = 2**20
 # what file systems without direct reads answer
@@ -37,7 +37,7 @@ DISCRETE = RingSize(piece_bytes=8 * MIB, pieces=32, threads=16)
 UNIFIED = RingSize(piece_bytes=4 * MIB, pieces=8, threads=8)
 
 Copy = Callable[[int, torch.Tensor], None]
-"""Given a byte of the file and a flat uint8 tensor, fill the tensor with the bytes from there on."""
+"""A function of a byte of the file and a flat uint8 tensor, which is filled with the bytes from there on."""
 
 
 class Ring:
@@ -63,7 +63,7 @@ class Ring:
         ]
         self._copied: list[torch.cuda.Event] = []
         if device.type == "cuda":
-            _pin(self._whole)
+            pin(self._whole, remedy="set features.loader to safetensors, which needs none")
             # blocking: threads that wait for a copy would otherwise spin
             self._copied = [torch.cuda.Event(blocking=True) for _ in range(size.pieces)]
         self._threads = ThreadPoolExecutor(size.threads, thread_name_prefix="read-shard")
@@ -73,7 +73,7 @@ class Ring:
         self._threads.shutdown(cancel_futures=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-            torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(self._whole.data_ptr()))
+            unpin(self._whole)
 
     @contextlib.contextmanager
     def reading(self, path: Path, begin: int, end: int, *, direct: bool, drop: bool) -> Iterator[Copy]:
@@ -195,12 +195,3 @@ def _open(path: Path, *, direct: bool, drop: bool) -> _File:
             os.close(buffered)
             raise
     return _File(direct=buffered, buffered=buffered, drop=drop)
-
-
-def _pin(memory: torch.Tensor) -> None:
-    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if status != 0:
-        raise HardwareError(
-            f"the driver does not pin {memory.numel() // MIB} MiB of host memory (CUDA error {status})",
-            remedy="set features.loader to safetensors, which needs none",
-        )

@@ -44,7 +44,7 @@ class ModelSource:
     revision: str | None
     """Commit of the repository, or a fingerprint of the folder's files."""
     random_components: frozenset[str]
-    """Those that are built from their config.json with seeded weights; all others are loaded."""
+    """Components that are built from their config.json with seeded weights; all others are loaded."""
     seed: int
     """Seed of random weights."""
     quantized_to: str | None = None
@@ -106,20 +106,23 @@ def resolve_source(
     that it began with; `update` asks for the newest. `on_start` and `on_bytes` are those of `hub.download`.
     Raises ConfigError (no such folder), AccessError (incomplete, gated, not found, offline), NoSpaceError.
     """
-    identity = config.model.pretrained_model_name_or_path
+    identity, model = config.model.pretrained_model_name_or_path, config.model
     base = find_base(config, components, trained=trained)
-    if Path(identity).is_dir():
-        assert base.folder is not None
-        if base.missing:
-            _refuse(config, base)
+    if base.state != "complete" and not can_download(config):
+        _refuse(config, base)
+    if can_download(config) and (update or base.state != "complete"):
+        patterns = _patterns(components, model.weights)
+        hub.download(identity, model.revision, patterns, on_start=on_start, on_bytes=on_bytes)
+        remedy = "is this a repository in diffusers' layout, and the right one for the family?"
+        if model.weights == "random":
+            remedy += " `trainer fetch --set model.weights=pretrained` completes weights that were cut off"
+        base = find_base(config, components, trained=trained)
+        _require_complete(base, remedy=remedy)
+    assert base.folder is not None
+    revision = base.folder.name
+    if not is_repository(config):
         identity = base.folder.resolve().name
         revision = _fingerprint(base.folder, components, base.built)
-    else:
-        base = _from_hub(
-            config, base, components, trained, update=update, on_start=on_start, on_bytes=on_bytes
-        )
-        assert base.folder is not None
-        revision = base.folder.name
     return ModelSource(
         folder=base.folder,
         identity=identity,
@@ -138,7 +141,7 @@ def pinned(config: RunConfig, source: ModelSource) -> RunConfig:
 
 
 def _called(component: str) -> str:
-    """How a component is called; the one of a language model has no name."""
+    """The name of a component in messages; the one of a language model has none itself."""
     return component or "model"
 
 
@@ -149,33 +152,6 @@ def weights_line(source: ModelSource, components: Sequence[str]) -> str:
     loaded = [_called(name) for name in others if has_config(source.folder / name)]
     made = f"built from config.json with seed {source.seed}: {', '.join(built)}; " if built else ""
     return f"{made}loaded: {', '.join(loaded) or 'none'}"
-
-
-def _from_hub(
-    config: RunConfig,
-    base: Base,
-    components: Sequence[str],
-    trained: str,
-    *,
-    update: bool,
-    on_start: Callable[[hub.Download], None] | None,
-    on_bytes: Callable[[int, int], None] | None,
-) -> Base:
-    """The repository, complete; the name of its folder is its commit."""
-    model = config.model
-    if base.state == "complete" and not (update and can_download(config)):
-        return base
-    if not can_download(config):
-        _refuse(config, base)
-    patterns = _patterns(components, model.weights)
-    name = model.pretrained_model_name_or_path
-    hub.download(name, model.revision, patterns, on_start=on_start, on_bytes=on_bytes)
-    remedy = "is this a repository in diffusers' layout, and the right one for the family?"
-    if model.weights == "random":
-        remedy += " `trainer fetch --set model.weights=pretrained` completes weights that were cut off"
-    base = find_base(config, components, trained=trained)
-    _require_complete(base, remedy=remedy)
-    return base
 
 
 def _refuse(config: RunConfig, base: Base) -> NoReturn:
@@ -196,12 +172,9 @@ def _refuse(config: RunConfig, base: Base) -> NoReturn:
 def _patterns(components: Sequence[str], weights: str) -> list[str]:
     """Files to download: never pickled weights, and none at all for random ones."""
     kinds = CONFIG_FILES if weights == "random" else (*CONFIG_FILES, WEIGHT_FILE)
-    return ["model_index.json", *(_inside(component, kind) for component in components for kind in kinds)]
-
-
-def _inside(component: str, name: str) -> str:
-    """A path in the repository; the component of an empty name is the repository itself."""
-    return f"{component}/{name}" if component else name
+    # the component of an empty name is the repository itself
+    inside = [f"{component}/{kind}".lstrip("/") for component in components for kind in kinds]
+    return ["model_index.json", *inside]
 
 
 def _require_complete(base: Base, *, remedy: str) -> None:

@@ -25,7 +25,7 @@ class Structure:
     wanted: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Its tensors as files may hold them, on the meta device, in the types that they are to have."""
     stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """By linear whose weight the files hold as nf4 bytes: names of the tensors that make it up there."""
+    """Names of the tensors that make up a weight that the files hold as nf4 bytes, by its linear."""
     random_label: str = ""
     """Names the random state that values are drawn with; empty where files hold them."""
 

@@ -16,8 +16,8 @@ from trainer.modeling.blocks.recompute import Blocks, RecomputedInside, recomput
 MOST_COMPILED = 16
 
 Varying = Mapping[str, Sequence[tuple[int, ...]]]
-"""By the name of a block's class: of each tensor among its inputs, in their order, the dimensions that differ
-from one micro-batch to another.
+"""The dimensions that differ from one micro-batch to another, of each tensor among a block's inputs in their
+order, by the name of the block's class.
 """
 
 
@@ -116,7 +116,7 @@ class _Limit:
         self.reached, self._most, self._say = False, most, say
 
     def reach(self) -> None:
-        """From now on; says so."""
+        """Note that the limit is reached, and say so."""
         self.reached = True
         self._say(
             f"blocks were compiled {self._most} times, as pictures and captions of more sizes came:"

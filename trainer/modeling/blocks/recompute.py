@@ -15,11 +15,11 @@ import torch
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 Around = AbstractContextManager[Any]
-"""What is entered around a call of a block."""
+"""A context that is entered around a call of a block."""
 
 
 class Recomputed(torch.nn.Module):
-    """A block that sees to being recomputed itself. Only ever the first base of a block's class."""
+    """A block that recomputes itself in backward. Only ever the first base of a block's class."""
 
     recomputes: bool = True
     """False for a block that keeps its activations: all blocks of a kind stay of one class."""
@@ -27,7 +27,7 @@ class Recomputed(torch.nn.Module):
     """True for a block with dropout, which must be the same when it is recomputed."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own; compiled blocks are compiled without what recomputes them."""
+        """The block's own call, recomputed in backward; a compiled block is compiled without this."""
         call = super().__call__
         if not (self.recomputes and torch.is_grad_enabled()):
             return call(*args, **kwargs)
@@ -42,10 +42,10 @@ def recomputed(
     draws: bool,
     contexts: Callable[[], tuple[Around, Around]] = noop_context_fn,
 ) -> Any:
-    """What `call` gives, which is called again for backward; `draws`: with the same random numbers.
+    """The result of `call`, called again for backward, with the same random numbers where it `draws`.
 
-    `contexts` makes those around both calls. torch's checkpoint knows a device whose generator it has to put
-    back by tensors without a name only: none has one on the way there.
+    `contexts` makes the contexts around both calls. torch's checkpoint finds the device whose RNG state it
+    restores by positional tensors only, so named inputs are passed by position too.
     """
 
     def run(*values: Any) -> Any:
@@ -103,7 +103,7 @@ def recompute_blocks(blocks: Blocks, count: int = 0, *, draws: bool = False, ins
 
 
 def has_dropout(model: torch.nn.Module) -> bool:
-    """An adapter's, or the base's own."""
+    """Whether the adapter or the base itself has dropout."""
     return any(isinstance(module, torch.nn.Dropout) and module.p > 0 for module in model.modules())
 
 

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
+from trainer.errors import HardwareError
+
 # compiled kernels may rely on what the allocator gives out; a storage keeps its tensors' places modulo this
 _ALIGNMENT = 256
 
@@ -58,6 +60,25 @@ def pages(count: int) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
+def pin(memory: torch.Tensor, *, remedy: str) -> None:
+    """Let the device read host memory without a copy by the driver.
+
+    torch's own pinned memory comes in powers of two, and stays with the process. Raises HardwareError with
+    `remedy` where the memory cannot be pinned.
+    """
+    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
+    if status != 0:
+        raise HardwareError(
+            f"the driver does not pin {memory.numel() // 2**20} MiB of host memory (CUDA error {status})",
+            remedy=remedy,
+        )
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Undo `pin`; whatever the device reads of the memory must have ended."""
+    torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+
 def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor]) -> Packed:
     """Copy the bytes of the block's frozen tensors to one piece of memory, those that several share once.
 
@@ -77,18 +98,18 @@ def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor]) -> Pa
     for key, (storage, low, high) in spans.items():
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         memory[starts[key] + low : starts[key] + high].copy_(whole[low:high])
-    return Packed(bytes=memory, places=tuple(_place(tensor, starts) for tensor in tensors))
-
-
-def _place(tensor: torch.Tensor, starts: dict[int, int]) -> Place:
-    offset = int(tensor.storage_offset()) * tensor.itemsize
-    return Place(
-        tensor=tensor,
-        dtype=tensor.dtype,
-        size=tuple(tensor.shape),
-        stride=tensor.stride(),
-        start=starts[tensor.untyped_storage().data_ptr()] + offset,
+    places = tuple(
+        Place(
+            tensor=tensor,
+            dtype=tensor.dtype,
+            size=tuple(tensor.shape),
+            stride=tensor.stride(),
+            start=starts[tensor.untyped_storage().data_ptr()]
+            + int(tensor.storage_offset()) * tensor.itemsize,
+        )
+        for tensor in tensors
     )
+    return Packed(bytes=memory, places=places)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

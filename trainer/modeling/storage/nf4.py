@@ -215,6 +215,6 @@ _product.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 @register_flop_formula([torch.ops.trainer.nf4_product, torch.ops.trainer.nf4_product_backward])
 def _operations(rows: Sequence[int], *stored: Any, **_: Any) -> int:
-    """Of one product: what costs nothing is recomputed first where activations are short."""
+    """Operations of one product: the partitioner recomputes first what costs none."""
     out, into = next(one for one in stored if isinstance(one, list) and len(one) == 2)
     return 2 * rows[0] * int(out) * int(into)

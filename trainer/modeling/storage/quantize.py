@@ -25,7 +25,7 @@ LAYERS: dict[str, type[StoredLinear]] = {
 }
 """`Way.weights` of each frozen storage -> the layer that takes the place of a linear."""
 Replace = Callable[[str, torch.nn.Linear], StoredLinear | None]
-"""Given a linear's name and the linear, without values: the layer without values in its place, or None."""
+"""A function of a linear's name and the linear: the layer in its place, both without values, or None."""
 
 
 def replacer(way: Way, high_precision: Sequence[str], modulation: Sequence[str] = ()) -> Replace | None:

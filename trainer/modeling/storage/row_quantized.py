@@ -159,5 +159,5 @@ _product.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 @register_flop_formula([torch.ops.trainer.row_scaled_product, torch.ops.trainer.row_scaled_product_backward])
 def _operations(rows: Sequence[int], stored: Sequence[int], *_: Any, **__: Any) -> int:
-    """Of one product: what costs nothing is recomputed first where activations are short."""
+    """Operations of one product: the partitioner recomputes first what costs none."""
     return 2 * math.prod(rows[:-1]) * math.prod(stored)

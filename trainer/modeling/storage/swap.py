@@ -11,14 +11,14 @@ A block's tensors always are views of a buffer, though of another block's bytes 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import torch
 
-from trainer.errors import HardwareError
 from trainer.modeling.blocks.recompute import Blocks, Recomputed, give_base, recomputed
-from trainer.modeling.storage.block_memory import Packed, pack, pages, point, views
+from trainer.modeling.storage.block_memory import Packed, pack, pages, pin, point, unpin, views
 from trainer.modeling.storage.waiting import waiting
 
 Pass = Literal["forward", "backward", "prediction"]
@@ -32,29 +32,25 @@ class _Waiting(Recomputed):
     number: int
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As the block's own with its weights on the device; it is recomputed in backward."""
+        """The block's own call with its weights on the device; it is recomputed in backward."""
         # past the base's own: this one knows when the weights are needed
         call = super(Recomputed, self).__call__
         if not torch.is_grad_enabled():
             self.swapped.stage(self.number, "prediction")
             return call(*args, **kwargs)
-        return recomputed(call, args, kwargs, draws=self.draws, contexts=self._contexts)
+        return recomputed(
+            call,
+            args,
+            kwargs,
+            draws=self.draws,
+            contexts=lambda: (self._staged("forward"), self._staged("backward")),
+        )
 
-    def _contexts(self) -> tuple[_Staged, _Staged]:
-        return _Staged(self.swapped, self.number, "forward"), _Staged(self.swapped, self.number, "backward")
-
-
-class _Staged:
-    """Around a block's forward pass or its recomputation: its weights are there."""
-
-    def __init__(self, swapped: Swapped, number: int, turn: Pass) -> None:
-        self._swapped, self._number, self._turn = swapped, number, turn
-
-    def __enter__(self) -> None:
-        self._swapped.stage(self._number, self._turn)
-
-    def __exit__(self, *error: object) -> None:
-        pass
+    @contextmanager
+    def _staged(self, turn: Pass) -> Iterator[None]:
+        """The weights are on the device for the forward pass, or for the recomputation in backward."""
+        self.swapped.stage(self.number, turn)
+        yield
 
 
 class Swapped:
@@ -97,7 +93,7 @@ class Swapped:
             packed, this = pack(block, pages), slice(number, number + 1)
             if self._stream is not None:
                 _unpin(self._pinned[this])
-                _pin(packed.bytes)
+                pin(packed.bytes, remedy="features.block_swap: 0 needs none")
                 self._pinned[this] = [packed.bytes]
             self._packed[this] = [packed]
             point(packed, packed.bytes)
@@ -114,7 +110,8 @@ class Swapped:
 
     def to_host(self) -> None:
         """Let every block's tensors be those in host memory, to change them; `pack` must follow."""
-        self._synchronize()
+        if self._stream is not None:
+            torch.cuda.synchronize(self._device)
         for packed in self._packed:
             point(packed, packed.bytes)
 
@@ -162,10 +159,6 @@ class Swapped:
         for place, view in zip(self._packed[number].places, self._views[number][slot], strict=True):
             place.tensor.data = view
 
-    def _synchronize(self) -> None:
-        if self._stream is not None:
-            torch.cuda.synchronize(self._device)
-
 
 def waiting_blocks(blocks: Blocks, count: int) -> list[str]:
     """Names of the `count` blocks that wait in host memory, in the order of `blocks`.
@@ -200,14 +193,4 @@ def _unpin(memories: Sequence[torch.Tensor]) -> None:
     if memories:
         torch.cuda.synchronize()
     for memory in memories:
-        torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
-
-
-def _pin(memory: torch.Tensor) -> None:
-    # torch's own pinned memory comes in powers of two
-    status = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.numel(), 0))
-    if status != 0:
-        raise HardwareError(
-            f"the driver does not pin {memory.numel() // 2**20} MiB of host memory (CUDA error {status})",
-            remedy="features.block_swap: 0 needs none",
-        )
+        unpin(memory)

@@ -1,4 +1,4 @@
-"""Which blocks wait in host memory. Imports no torch."""
+"""The choice of blocks that wait in host memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 
 def waiting(lengths: Sequence[int], count: int) -> list[list[int]]:
-    """Which blocks of stacks of these lengths wait in host memory: all of one stack before the next.
+    """Places of the blocks that wait in host memory in stacks of these lengths, one stack after the other.
 
     Those of a stack lie as far from each other as they can: a block is copied while all blocks between the
     one before and it compute.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 from trainer.errors import ConfigError
 from trainer.machine.profiles import Profile
@@ -16,14 +15,9 @@ _CAP = "per_process_memory_fraction"
 _CAPPED = re.compile(rf"\b{_CAP}\s*:\s*([^,\s]*)")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Variables:
-    """What the training process gets before it imports torch."""
-
-    values: Mapping[str, str]
-    unset: tuple[str, ...]
-    """Other spellings of one of them, which torch must not see beside it."""
-    rows: tuple[Decision, ...]
+Variables = tuple[dict[str, str], tuple[str, ...], list[Decision]]
+"""Variables that the training process gets before it imports torch, other spellings that it must not see, and
+rows of the plan."""
 
 
 def variables(profile: Profile, environ: Mapping[str, str]) -> Variables:
@@ -32,7 +26,7 @@ def variables(profile: Profile, environ: Mapping[str, str]) -> Variables:
     `environ` is the environment in which the command was called. Raises ConfigError for two spellings that
     differ, and for an allocator that goes beyond the cap of a machine whose memory is the host's.
     """
-    values, rows = {}, []
+    values, rows = dict[str, str](), list[Decision]()
     for name, ours in profile.environment.items():
         spelling, written = _written(name, environ)
         value, source = ours, profile.memory_source
@@ -45,7 +39,7 @@ def variables(profile: Profile, environ: Mapping[str, str]) -> Variables:
         values[name] = value
         rows.append(Decision(feature="environment", value=name, source=source, reason=f"{value}, {reason}"))
     unset = tuple(one for one in OTHER_SPELLINGS if NAME in values and one in environ)
-    return Variables(values=values, unset=unset, rows=tuple(rows))
+    return values, unset, rows
 
 
 def cap(environ: Mapping[str, str]) -> tuple[str, float]:

@@ -1,93 +1,79 @@
-"""How much device memory a run may fill, and where that figure comes from."""
+"""How much of the device's and of the host's memory a run may fill, and where those figures come from."""
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from dataclasses import dataclass
 
 from trainer.planning.choose import allocator
-from trainer.planning.choose.switches import Situation
+from trainer.planning.choose.situation import Situation
 from trainer.planning.cost.memory import HOST_BYTES
+from trainer.planning.plan import Decision, row
 from trainer.words.sizes import GIB, gib, size_bytes
 
-KEY = "features.memory_budget"
+KEY, KEEP_KEY = "features.memory_budget", "data.cache_in_memory"
 _AS_GOOD_AS = 0.99
 """A card of 24 GB has 23.99 GiB: who writes 24GiB means all of it."""
-
-
 # of a budget; measured peaks were up to 2.4 % above predicted ones
 _FILLED, _FILLED_IMPOSED = 0.97, 0.98
+# entries of a run on which reading takes a large part of a step are small: this part holds them many times
+_KEPT_PART = 8
 
 
 @dataclass(frozen=True, kw_only=True)
 class Budget:
-    """Device memory that the run may fill, and where the figure comes from."""
+    """Device memory that the run may fill."""
 
     bytes: int
+    usable_bytes: int
+    """Bytes that a prediction may reach: more of an imposed budget, which is the user's word; beyond `bytes`
+    the allocator fails.
+    """
+    imposed: bool
+    """Whether the user wrote it."""
     source: str
     reason: str
 
 
 def budget(situation: Situation) -> Budget:
-    """What the user imposes, else the profile's share of the device's memory; less where that is the host's
-    and others use it, or where the user's own allocator variable has a smaller share. Raises HardwareError
-    for an imposed budget that is not there.
+    """The budget that the user imposes, else the profile's share of the device's memory.
+
+    It is less where that memory is the host's and others use it, or where the user's own allocator variable
+    has a smaller share. Raises HardwareError for an imposed budget that is not there.
     """
-    spelling, share = allocator.cap(situation.environ) if situation.on_gpu else ("", 1.0)
-    cap = int(share * situation.facts.gpu.total_memory_bytes) if spelling else None
-    found = _of_machine(situation, cap)
-    if cap is None or cap >= found.bytes:
-        return found
-    return Budget(bytes=cap, source=spelling, reason=f"the allocator may take {share:.0%}; {found.reason}")
-
-
-def _of_machine(situation: Situation, cap: int | None) -> Budget:
-    """The same; `cap` is what the user's variable leaves of an imposed budget."""
     profile, host = situation.profile, situation.facts.memory
+    asked, imposed = situation.config.features.memory_budget, situation.asked(KEY) != "auto"
     total = situation.facts.gpu.total_memory_bytes if situation.on_gpu else host.total_bytes
-    share, asked = int(total * profile.budget_share), situation.config.features.memory_budget
-    headroom = profile.headroom_bytes
-    if headroom is None:
-        if asked != "auto":
-            return _imposed(situation, asked, total if cap is None else min(total, cap), total)
-        return Budget(
-            bytes=share, source=profile.memory_source, reason=f"{profile.budget_share:.0%} of {gib(total)}"
-        )
-    # the process takes its part beside what the device holds; on a CPU the plan's rows have it
-    beside = HOST_BYTES if situation.on_gpu else 0
-    rest = max(0, host.available_bytes - headroom - beside)
-    if asked != "auto":
+    spelling, share = allocator.cap(situation.environ) if situation.on_gpu else ("", 1.0)
+    cap, most, source = int(share * total), total, profile.memory_source
+    size, reason = int(profile.budget_share * total), f"{profile.budget_share:.0%} of {gib(total)}"
+    if profile.headroom_bytes is not None:
+        # the process takes its part beside what the device holds; on a CPU the plan's rows have it
+        beside = HOST_BYTES if situation.on_gpu else 0
+        rest = max(0, host.available_bytes - profile.headroom_bytes - beside)
         # beyond its share a machine whose memory is the host's can stop answering
-        return _imposed(situation, asked, min(rest, share, cap or share), total)
-    if rest < share:
-        reason = f"{gib(host.available_bytes)} available now, less {gib(headroom)} headroom"
-        reason += f" and {gib(beside)} of the process" if beside else ""
-        return Budget(bytes=rest, source=profile.memory_source, reason=reason)
-    reason = f"{profile.budget_share:.0%} of {gib(total)}, the allocator's cap"
-    return Budget(bytes=share, source=profile.memory_source, reason=reason)
-
-
-def _imposed(situation: Situation, asked: str, most: int, total: int) -> Budget:
-    """The budget that the user wrote, or `most` where that is nearly as much; else HardwareError."""
-    source, wanted = situation.source(KEY), size_bytes(asked)
-    if wanted <= most:
-        return Budget(bytes=wanted, source=source, reason=f"imposed, of {gib(total)}")
-    if most < wanted * _AS_GOOD_AS:
-        what = f"{asked} is more than {situation.gpu} has to give, {most / GIB:.2f} GiB"
-        remedy = f"leave {KEY} out, or write at most {_whole_tenths(most)}"
-        raise situation.refuse(KEY, what, remedy)
-    reason = f"imposed: of the {asked} that were written {most / GIB:.2f} GiB are there"
-    return Budget(bytes=most, source=source, reason=reason)
-
-
-def fillable(situation: Situation, limit: Budget) -> Budget:
-    """What a prediction may reach. More of an imposed budget, which is the user's word; beyond it the
-    allocator fails.
-    """
-    share = _FILLED if situation.config.features.memory_budget == "auto" else _FILLED_IMPOSED
-    reason = f"{limit.reason}; {1 - share:.0%} is left for what predictions miss"
-    return dataclasses.replace(limit, bytes=int(limit.bytes * share), reason=reason)
+        most, reason = min(rest, size), f"{reason}, the allocator's cap"
+        if rest < size:
+            reason = f"{gib(host.available_bytes)} available now, less {gib(profile.headroom_bytes)} headroom"
+            size, reason = rest, reason + (f" and {gib(beside)} of the process" if beside else "")
+    if imposed:
+        source, most, wanted = situation.source(KEY), min(most, cap), size_bytes(asked)
+        if most < wanted * _AS_GOOD_AS:
+            what = f"{asked} is more than {situation.gpu} has to give, {most / GIB:.2f} GiB"
+            raise situation.refuse(KEY, what, f"leave {KEY} out, or write at most {most * 10 // GIB / 10}GiB")
+        size, reason = min(wanted, most), f"imposed, of {gib(total)}"
+        if most < wanted:
+            reason = f"imposed: of the {asked} that were written {most / GIB:.2f} GiB are there"
+    if cap < size:
+        size, source, reason = cap, spelling, f"the allocator may take {share:.0%}; {reason}"
+    filled = _FILLED_IMPOSED if imposed else _FILLED
+    return Budget(
+        bytes=size,
+        usable_bytes=int(size * filled),
+        imposed=imposed,
+        source=source,
+        reason=f"{reason}; {1 - filled:.0%} is left for what predictions miss",
+    )
 
 
 def least_imposed(peak_bytes: int) -> str:
@@ -95,6 +81,26 @@ def least_imposed(peak_bytes: int) -> str:
     return f"{math.ceil(peak_bytes / _FILLED_IMPOSED / GIB * 10) / 10}GiB"
 
 
-def _whole_tenths(count: int) -> str:
-    """Bytes as a size that may be written, rounded down."""
-    return f"{count * 10 // GIB / 10}GiB"
+def kept_samples(
+    situation: Situation, limit: Budget, device_bytes: int, host_bytes: int
+) -> tuple[int, Decision]:
+    """Bytes in which encoded samples may stay once they were read, beside a run that takes so much of device
+    and host, and the row on `data.cache_in_memory`.
+
+    Where the device's memory is the host's, no more than the budget leaves.
+    """
+    asked, shared = situation.config.data.cache_in_memory, situation.profile.headroom_bytes is not None
+    available = situation.facts.memory.available_bytes - host_bytes
+    room = max(0, limit.bytes - device_bytes if shared else available)
+    if asked is True:
+        written = f"as written: all entries, and more than {gib(room)} of them end the run"
+        return room, situation.decide(KEEP_KEY, "on", "", written=written)
+    if asked is False:
+        written = "as written: entries are read from the disk"
+        return 0, situation.decide(KEEP_KEY, "off", "", written=written)
+    if shared and situation.on_gpu:
+        reason = "entries are read from the disk: this memory is the GPU's too"
+        return 0, row("cache_in_memory", "off", situation.profile.memory_source, reason)
+    part = room // _KEPT_PART
+    reason = f"entries that were read stay: up to an eighth of the {gib(room)} that the run leaves"
+    return part, situation.decide(KEEP_KEY, f"{gib(part)} at most", reason)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 
 from trainer.planning.cost import memory
 from trainer.planning.cost.memory import Storage
@@ -14,31 +13,20 @@ from trainer.ways.storages import WAYS
 from trainer.words.sizes import gib
 
 
-@dataclass(frozen=True, kw_only=True)
-class TextStorage:
-    """What was chosen."""
-
-    kind: str
-    """`int8` or `nf4`; empty where encoders are in the run's type."""
-    no_more: str
-    """Why there are no smaller ones."""
-
-
 def text_storage(
     storage: Storage, geometry: Geometry, packages: Collection[str], budget_bytes: int
-) -> TextStorage:
-    """The first storage of text encoders that fits beside one caption's activations, else the smallest."""
+) -> tuple[str, str]:
+    """The first storage of text encoders that fits beside one caption's activations, else the smallest; empty
+    for the run's type. And why there are no smaller ones.
+    """
     if not memory.parameters(geometry, "text_encoder"):
-        return TextStorage(kind="", no_more="")
+        return "", ""
     stored = [way for way in WAYS.values() if way.encoder_bytes]
     kinds = ["", *(way.weights for way in stored if way.package in packages)]
-    absent = [
-        f"{way.weights} needs {way.package}, which is not installed"
-        for way in stored
-        if way.package not in packages
-    ]
+    absent = (way for way in stored if way.package not in packages)
     fitting = [kind for kind in kinds if needed_bytes(storage, geometry, kind) <= budget_bytes]
-    return TextStorage(kind=[*fitting, kinds[-1]][0], no_more="; ".join(absent))
+    no_more = "; ".join(f"{way.weights} needs {way.package}, which is not installed" for way in absent)
+    return [*fitting, kinds[-1]][0], no_more
 
 
 def needed_bytes(storage: Storage, geometry: Geometry, kind: str) -> int:

@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from trainer.errors import HardwareError
 from trainer.planning.choose import candidates, encoding, swapping
 from trainer.planning.choose.budget import Budget
-from trainer.planning.choose.switches import TIGHT, Situation, fp8_verdict, on_off
+from trainer.planning.choose.situation import Situation
+from trainer.planning.choose.switches import TIGHT
 from trainer.planning.cost import memory, roofline
 from trainer.planning.cost.memory import Storage
 from trainer.planning.cost.roofline import Speed
-from trainer.planning.plan import Decision, MemoryRow
+from trainer.planning.plan import Decision, MemoryRow, on_off
 from trainer.planning.shapes.adapters import needs_whole_base
-from trainer.planning.shapes.geometry import Geometry
 from trainer.ways.storages import WAYS, Way, find
 from trainer.words.sizes import gib
 
@@ -44,13 +44,8 @@ class Outcome:
 
     @property
     def way(self) -> Way:
-        """How the base is stored and multiplied with."""
+        """How the base is stored and multiplied with; its tier is that of this run."""
         return self.storage.way
-
-    @property
-    def tier(self) -> int:
-        """Of the way, in this run."""
-        return self.storage.way.tier
 
     @property
     def peak_bytes(self) -> int:
@@ -58,56 +53,48 @@ class Outcome:
         return max(memory.total(self.train), memory.total(self.cache))
 
 
-def compile_gain(situation: Situation, dtype: str, geometry: Geometry, speed: Speed) -> float:
+def compile_gain(situation: Situation, speed: Speed) -> float:
     """Milliseconds that a batch is predicted to gain by compiled blocks, in the first setting."""
-    ways = [find(dtype)]
-    eager = next(candidates.storages(situation, dtype, ways, geometry, speed.attention, compiled=False))
+    ways, geometry = [find(situation.dtype)], situation.geometry
+    eager = next(candidates.storages(situation, ways, speed.attention, compiled=False))
     compiled = dataclasses.replace(eager, compile=True)
     return roofline.milliseconds(eager, geometry, speed) - roofline.milliseconds(compiled, geometry, speed)
 
 
 def choose(
-    situation: Situation,
-    dtype: str,
-    geometry: Geometry,
-    limit: Budget,
-    speed: Speed,
-    *,
-    compiled: bool,
-    swap: bool = False,
+    situation: Situation, limit: Budget, speed: Speed, *, compiled: bool, swap: bool
 ) -> tuple[Outcome, list[Outcome]]:
     """The first setting that fits, by precision and then by predicted time, and the better ones that do not.
 
     With `swap` blocks of the smallest setting may wait in host memory where none fits. Raises DoesNotFitError
     with the smallest need where nothing fits.
     """
-    ways, no_more = candidates.ladder(situation, dtype, geometry)
-    ordered = sorted(
-        (
-            (storage.way.tier, roofline.milliseconds(storage, geometry, speed), storage)
-            for storage in candidates.storages(
-                situation, dtype, ways, geometry, speed.attention, compiled=compiled
-            )
-        ),
-        key=lambda entry: entry[:2],
-    )
+    ways, no_more = candidates.ladder(situation)
+    geometry, most = situation.geometry, limit.usable_bytes
+    settings = candidates.storages(situation, ways, speed.attention, compiled=compiled)
+    timed = ((roofline.milliseconds(storage, geometry, speed), storage) for storage in settings)
+    ordered = sorted(timed, key=lambda row: (row[1].way.tier, row[0]))
     packages = situation.facts.packages
-    encoders = encoding.text_storage(ordered[0][2], geometry, packages, limit.bytes)
+    encoders, no_smaller = encoding.text_storage(ordered[0][1], geometry, packages, most)
     skipped: list[Outcome] = []
-    outcomes = _outcomes(situation, geometry, ordered, limit, encoders.kind)
+    outcomes = _outcomes(situation, ordered, limit, encoders)
     for outcome in outcomes:
-        if outcome.peak_bytes <= limit.bytes:
+        if outcome.peak_bytes <= most:
             return _roomier(outcome, outcomes, limit), skipped
         skipped.append(outcome)
     recomputing = [one for one in skipped if one.storage.checkpointing and not one.storage.recomputed]
-    if swap and recomputing:
-        outcome = _swapped(geometry, recomputing, limit, speed)
-        no_room = swapping.no_room(situation, outcome.storage, geometry)
-        if not no_room and outcome.peak_bytes <= limit.bytes:
+    if swap and geometry.stacks and recomputing:
+        # as few blocks in host memory as fit, of the smallest setting
+        least = min(recomputing, key=lambda outcome: memory.total(outcome.train))
+        storage = swapping.fewest(least.storage, geometry, most)
+        time, train = roofline.milliseconds(storage, geometry, speed), memory.train_rows(storage, geometry)
+        outcome = dataclasses.replace(least, storage=storage, milliseconds=time, train=train)
+        no_room = swapping.no_room(situation, storage)
+        if not no_room and outcome.peak_bytes <= most:
             return outcome, skipped
         no_more = "; ".join(filter(None, (no_more, no_room)))
         skipped += [] if no_room else [outcome]
-    raise _does_not_fit(situation, skipped, limit, (no_more, encoders.no_more))
+    raise _does_not_fit(situation, skipped, limit, (no_more, no_smaller))
 
 
 def _roomier(first: Outcome, others: Iterator[Outcome], limit: Budget) -> Outcome:
@@ -115,48 +102,29 @@ def _roomier(first: Outcome, others: Iterator[Outcome], limit: Budget) -> Outcom
 
     A full budget costs CUDA graphs, which no predicted time counts.
     """
-    alike = itertools.takewhile(
-        lambda one: (one.tier, one.milliseconds) == (first.tier, first.milliseconds), others
-    )
-    room = limit.bytes * TIGHT
-    fitting = [one for one in (first, *alike) if one.peak_bytes <= limit.bytes]
-    roomy = (one for one in fitting if memory.total(one.train) <= room)
+    rank = first.way.tier, first.milliseconds
+    alike = itertools.takewhile(lambda one: (one.way.tier, one.milliseconds) == rank, others)
+    fitting = [one for one in (first, *alike) if one.peak_bytes <= limit.usable_bytes]
+    roomy = (one for one in fitting if memory.total(one.train) <= limit.usable_bytes * TIGHT)
     return next((one for one in roomy if one.storage.tiling == first.storage.tiling), first)
 
 
-def _swapped(geometry: Geometry, outcomes: Sequence[Outcome], limit: Budget, speed: Speed) -> Outcome:
-    """The smallest setting of those that do not fit, with as few blocks in host memory as fit."""
-    least = min(outcomes, key=lambda outcome: memory.total(outcome.train))
-    storage = swapping.fewest(least.storage, geometry, limit.bytes)
-    return dataclasses.replace(
-        least,
-        storage=storage,
-        milliseconds=roofline.milliseconds(storage, geometry, speed),
-        train=memory.train_rows(storage, geometry),
-    )
-
-
 def _outcomes(
-    situation: Situation,
-    geometry: Geometry,
-    ordered: Sequence[tuple[int, float, Storage]],
-    limit: Budget,
-    encoders: str,
+    situation: Situation, ordered: Sequence[tuple[float, Storage]], limit: Budget, encoders: str
 ) -> Iterator[Outcome]:
-    """What each setting needs, untiled and then tiled, with text encoders stored as `encoders`."""
-    asked = situation.config.features.vae_tiling
+    """Memory and time of each setting, untiled and then tiled, with text encoders stored as `encoders`."""
+    geometry, asked = situation.geometry, situation.config.features.vae_tiling
     tilings = (False, True) if asked == "auto" else (asked,)
     # caching does not depend on how the base is stored
-    first = dataclasses.replace(ordered[0][2], text_encoders=encoders)
+    first = dataclasses.replace(ordered[0][1], text_encoders=encoders)
     caching = {
         tiled: memory.cache_stages(dataclasses.replace(first, tiling=tiled), geometry) for tiled in tilings
     }
-    if all(max(map(memory.total, stages.values())) > limit.bytes for stages in caching.values()):
+    if all(max(map(memory.total, stages.values())) > limit.usable_bytes for stages in caching.values()):
         ordered = ordered[-1:]  # no setting of training helps
-    for _, milliseconds, untiled in ordered:
+    for milliseconds, untiled in ordered:
         for tiled in tilings:
-            stored = bool(geometry.stored_as)
-            storage = dataclasses.replace(untiled, tiling=tiled, stored=stored, text_encoders=encoders)
+            storage = dataclasses.replace(untiled, tiling=tiled, text_encoders=encoders)
             stages = caching[tiled]
             figures = ", then ".join(f"{name} {gib(memory.total(rows))}" for name, rows in stages.items())
             yield Outcome(
@@ -173,21 +141,19 @@ def _does_not_fit(
 ) -> DoesNotFitError:
     """The error with the smallest need; `no_more` says for training and encoding why it is not smaller."""
     least = min(skipped, key=lambda outcome: outcome.peak_bytes)
-    in_training = memory.total(least.train) >= memory.total(least.cache)
-    phase = "training" if in_training else "encoding captions and images"
-    storage, reason = least.storage, no_more[0 if in_training else 1]
-    hint = f"; {reason}" if reason else ""
-    how = f"weights in {least.way.name}, activation checkpointing {on_off(storage.checkpointing)}"
-    if storage.recomputed:
-        how += f" for the first {storage.recomputed}"
-    if not in_training:
+    storage, reason = least.storage, no_more[0]
+    if memory.total(least.train) >= memory.total(least.cache):
+        phase, how = "training", f"weights in {least.way.name}"
+        how += f", activation checkpointing {on_off(storage.checkpointing)}"
+        how += f" for the first {storage.recomputed}" if storage.recomputed else ""
+        how += f", {storage.swapped} blocks in host memory" if storage.swapped else ""
+    else:
+        phase, reason = "encoding captions and images", no_more[1]
         tiled = ", the VAE in tiles" if storage.tiling else ""
         how = f"text encoders in {storage.text_encoders or storage.dtype}{tiled}"
-    elif storage.swapped:
-        how += f", {storage.swapped} blocks in host memory"
     error = DoesNotFitError(
-        f"the run does not fit: {phase} needs {gib(least.peak_bytes)} at least"
-        f" ({how}), the budget is {gib(limit.bytes)} ({limit.reason}){hint}",
+        f"the run does not fit: {phase} needs {gib(least.peak_bytes)} at least ({how}), the budget is"
+        f" {gib(limit.usable_bytes)} ({limit.reason}){f'; {reason}' if reason else ''}",
         where=f"plan for {situation.gpu}",
     )
     error.least_bytes = least.peak_bytes
@@ -195,105 +161,95 @@ def _does_not_fit(
 
 
 def decisions(
-    situation: Situation,
-    geometry: Geometry,
-    chosen: Outcome,
-    skipped: Sequence[Outcome],
-    compiling: Decision,
-) -> tuple[Decision, ...]:
+    situation: Situation, chosen: Outcome, skipped: Sequence[Outcome], compiling: Decision
+) -> Iterator[Decision]:
     """Rows for weights, their products, compiling, recomputing and tiling, with what was skipped and why."""
-    features, storage = situation.config.features, chosen.storage
+    features, storage, way = situation.config.features, chosen.storage, chosen.way
     within = f"fits: {gib(chosen.peak_bytes)}"
     fits = "the checkpoint is stored so" if storage.stored else within
-    way = storage.way
-    if way.compute and chosen.tier == 0:
+    if way.compute and way.tier == 0:
         fits = f"predicted to be faster than bf16; {fits}"
-    larger = [outcome for outcome in skipped if outcome.way.name != way.name]
-    needs = _needs(larger, chosen.tier)
+    needs = _needs([outcome for outcome in skipped if outcome.way.name != way.name], way.tier)
     if needs and way.modulation:
         needs += f"; with modulation in {way.modulation} {way.weights} {within}"
-    rows = [_row(situation, "weights", way.weights, features.weights, needs or fits)]
-    compute = way.compute or storage.dtype
-    rows.append(_row(situation, "compute", compute, features.compute, _why(situation, geometry, chosen)))
+    yield situation.decide("features.weights", way.weights, needs or fits)
+    yield situation.decide("features.compute", way.compute or storage.dtype, _product(situation, chosen))
     if way.compute:
         reason = "a transposed copy for backward" if way.copies == 2 else "transposed each time"
-        rows.append(_row(situation, "weight_copies", str(way.copies), "auto", reason))
+        yield Decision(feature="weight_copies", value=str(way.copies), source="auto", reason=reason)
     if way.modulation or features.modulation != "auto":
-        plain = [one.peak_bytes for one in skipped if one.way.name == "fp8"]
+        plain = [one.peak_bytes for one in skipped if one.way.name == way.weights]
         reason = "half the bytes of bf16, and nearer to its values than FP8"
         if plain:
             reason += f"; with modulation in bf16 the run needs {gib(min(plain))} at least"
-        value = way.modulation or "kept"
-        rows.append(_row(situation, "modulation", value, features.modulation, reason))
-    rows += [compiling, *_recomputing_rows(situation, geometry, chosen, skipped)]
+        yield situation.decide("features.modulation", way.modulation or "kept", reason)
+    if compiling.value == "on" and not storage.compile:
+        reason = f"blocks with {way.weights} weights cannot be compiled on this GPU"
+        compiling = dataclasses.replace(compiling, value="off", reason=reason)
+    yield compiling
+    yield from _recomputing(situation, chosen, skipped)
     without = min((memory.total(one.train) for one in skipped), default=0)
-    rows += swapping.rows(situation, storage, geometry, without)
-    untiled = "images are encoded and decoded whole"
-    if storage.tiling:
-        whole = [one for one in skipped if dataclasses.replace(one.storage, tiling=True) == storage]
-        named = (f"with whole images the run needs {gib(one.peak_bytes)}" for one in whole)
-        untiled = next(named, "nothing larger fits")
-    if memory.parameters(geometry, "vae"):
-        rows.append(_row(situation, "vae_tiling", on_off(storage.tiling), features.vae_tiling, untiled))
-    return (*rows, *encoding.rows(storage, geometry))
+    yield from swapping.rows(situation, storage, without)
+    if memory.parameters(situation.geometry, "vae"):
+        reason = "images are encoded and decoded whole"
+        if storage.tiling:
+            whole = [one for one in skipped if dataclasses.replace(one.storage, tiling=True) == storage]
+            named = (f"with whole images the run needs {gib(one.peak_bytes)}" for one in whole)
+            reason = next(named, "nothing larger fits")
+        yield situation.decide("features.vae_tiling", on_off(storage.tiling), reason)
+    yield from encoding.rows(storage, situation.geometry)
 
 
-def _recomputing_rows(
-    situation: Situation, geometry: Geometry, chosen: Outcome, skipped: Sequence[Outcome]
-) -> Iterator[Decision]:
+def _recomputing(situation: Situation, chosen: Outcome, skipped: Sequence[Outcome]) -> Iterator[Decision]:
     """Activation checkpointing, and with compiled blocks the share of activations that is kept."""
-    features, storage = situation.config.features, chosen.storage
-    feature, value = "activation_checkpointing", on_off(storage.checkpointing)
+    storage, value = chosen.storage, on_off(chosen.storage.checkpointing)
     if storage.recomputed:
-        value = f"{storage.recomputed} of {geometry.blocks} blocks"
+        value = f"{storage.recomputed} of {situation.geometry.blocks} blocks"
     alike = chosen.way.name, storage.tiling
-    same = [one for one in skipped if (one.way.name, one.storage.tiling) == alike]
-    kept = "everything fits without, and the step is faster"
+    kept = _kept([one for one in skipped if (one.way.name, one.storage.tiling) == alike])
+    reason = kept or f"fits: {gib(chosen.peak_bytes)}"
+    if not storage.checkpointing:
+        reason = "everything fits without, and the step is faster"
+    if storage.activation_budget < 1.0 and not storage.checkpointing:
+        reason = "compiled blocks recompute their cheap part instead"
+    yield situation.decide("features.activation_checkpointing", value, reason)
     if storage.activation_budget < 1.0:
-        kept = "compiled blocks recompute their cheap part instead"
-    reason = _kept(same) if storage.checkpointing else kept
-    asked = features.activation_checkpointing
-    yield _row(situation, feature, value, asked, reason or f"fits: {gib(chosen.peak_bytes)}")
-    if storage.activation_budget < 1.0:
-        share = f"{storage.activation_budget:g}"
-        yield _row(situation, "activation_budget", share, features.activation_budget, _kept(same))
+        yield situation.decide("features.activation_budget", f"{storage.activation_budget:g}", kept)
 
 
 _HOST = "blocks that are not compiled wait for the host, which has more kernels to begin in FP8"
 
 
-def _why(situation: Situation, geometry: Geometry, chosen: Outcome) -> str:
+def _product(situation: Situation, chosen: Outcome) -> str:
     """Why frozen linears are multiplied as they are."""
-    storage, verdict = chosen.storage, fp8_verdict(situation, geometry)
-    way, asked = storage.way, situation.config.features.weights
-    if way.compute and asked == way.weights and not verdict.faster:
-        return f"follows from features.weights: {asked}"
-    if way.compute:
-        return verdict.reason if verdict.faster or chosen.tier == 0 else "no bf16 base fits the budget"
-    if not way.trains:
+    storage, way, asked = chosen.storage, chosen.way, situation.config.features.weights
+    faster, reason = candidates.fp8_verdict(situation)
+    if way.compute and (asked != way.weights or faster):
+        return reason if faster or way.tier == 0 else "no bf16 base fits the budget"
+    if not way.compute and not way.trains:
         return f"{way.weights} weights are unpacked for each product"
     if asked != "auto":
         return f"follows from features.weights: {asked}"
     if needs_whole_base(situation.config):
         return f"follows from lora.type: {situation.config.lora.type}"
     if situation.on_gpu and storage.method == "lora" and not storage.stored:
-        obstacle = candidates.product_obstacle(situation, storage.dtype, WAYS["fp8"])
-        host = f", but {_HOST}" if not obstacle and verdict.faster and not storage.compile else ""
-        return f"FP8: {obstacle or verdict.reason}{host}"
+        obstacle = candidates.no_product(situation, WAYS["fp8"])
+        host = f", but {_HOST}" if not obstacle and faster and not storage.compile else ""
+        return f"FP8: {obstacle or reason}{host}"
     return "as the base is stored"
 
 
 def _needs(outcomes: Sequence[Outcome], tier: int) -> str:
-    """What each kind of base needs at least; of the chosen one's tier, what was predicted to be faster."""
+    """Least memory of each kind of base; of the chosen one's tier, of settings predicted to be faster."""
     least: dict[tuple[str, str], int] = {}
     for outcome in outcomes:
-        kind = outcome.way.name, "at least" if outcome.tier < tier else "to be faster"
+        kind = outcome.way.name, "at least" if outcome.way.tier < tier else "to be faster"
         least[kind] = min(outcome.peak_bytes, least.get(kind, outcome.peak_bytes))
     return "; ".join(f"{kind} needs {gib(need)} {limit}" for (kind, limit), need in least.items())
 
 
 def _kept(outcomes: Sequence[Outcome]) -> str:
-    """What settings need that recompute less: those that recompute no block, and the one with the most."""
+    """Memory of settings that recompute less: those that recompute no block, and the one with the most."""
     least: dict[str, int] = {}
     recomputing = [one for one in outcomes if one.storage.checkpointing]
     for outcome in [*(one for one in outcomes if not one.storage.checkpointing), *recomputing[-1:]]:
@@ -302,11 +258,3 @@ def _kept(outcomes: Sequence[Outcome]) -> str:
             label = f"recomputing {storage.recomputed or 'all'} blocks"
         least[label] = min(outcome.peak_bytes, least.get(label, outcome.peak_bytes))
     return "; ".join(f"{label} needs {gib(need)}" for label, need in [*least.items()][:_MOST_NAMED])
-
-
-def _row(situation: Situation, feature: str, value: str, asked: str | float, reason: str) -> Decision:
-    if asked == "auto":
-        return Decision(feature=feature, value=value, source="auto", reason=reason)
-    return Decision(
-        feature=feature, value=value, source=situation.source(f"features.{feature}"), reason="as written"
-    )

@@ -7,16 +7,16 @@ from pathlib import Path
 
 from trainer.machine.facts import Facts
 from trainer.machine.mounts import holding, parse_mounts
-from trainer.planning.choose.switches import Situation
+from trainer.planning.choose.situation import Situation
 from trainer.planning.plan import Decision
 from trainer.words.sizes import GIB
 
-PACKAGE = "fastsafetensors"
+KEY, PACKAGE = "features.loader", "fastsafetensors"
 OURS = "parallel"
 """Parallel reads of our own, which `auto` takes without a measurement."""
 STATES = ("cold", "cached")
 MOST_BYTES = GIB // 2
-"""Of a file that is read to measure."""
+"""Bytes of a file that are read to measure."""
 LEAST_HOST_BYTES = 4 * GIB
 """Host memory that must be available: the process that measures loads torch, and the page cache takes what
 is read."""
@@ -25,28 +25,29 @@ _CLEARLY = 1.1
 
 
 def loader(situation: Situation) -> Decision:
-    """What reads the base model; raises HardwareError for fastsafetensors that cannot be had.
+    """What reads the base model.
 
     Its value is `safetensors`, `fastsafetensors`, `auto` (parallel reads of our own), or `fastsafetensors-`
     and a state of STATES: files in that state are read by it, others as by `auto`.
     """
-    asked = situation.config.features.loader
-    obstacle = "" if PACKAGE in situation.facts.packages else f"{PACKAGE} is not installed"
-    if not situation.on_gpu:
-        obstacle = "it reads into GPU memory, and there is none"
-    if asked == PACKAGE and obstacle:
-        raise situation.refuse("features.loader", obstacle, "leave features.loader out")
-    if asked != "auto":
-        source = situation.source("features.loader")
-        return Decision(feature="loader", value=asked, source=source, reason="as written")
-    if not situation.on_gpu:
-        return _auto("safetensors", "files are mapped into memory")
-    seen = _seen(situation.facts, situation.disk)
-    if not seen or obstacle or situation.facts.gpu.integrated:
-        return _auto("auto", "parallel reads, past the page cache for files that are not in it")
+    asked, seen = situation.config.features.loader, _seen(situation.facts, situation.disk)
+    if asked != "auto" or not situation.on_gpu:
+        mapped = "safetensors" if asked == "auto" else asked
+        return situation.decide(KEY, mapped, "files are mapped into memory")
+    if not seen or not_here(situation) or situation.facts.gpu.integrated:
+        return situation.decide(
+            KEY, "auto", "parallel reads, past the page cache for files that are not in it"
+        )
     faster = [one for one in STATES if seen.get((PACKAGE, one), 0) > _CLEARLY * seen.get((OURS, one), 1e9)]
     value = {0: "auto", 1: f"{PACKAGE}-{''.join(faster)}", 2: PACKAGE}[len(faster)]
     return Decision(feature="loader", value=value, source="auto (measured)", reason=_reason(seen, situation))
+
+
+def not_here(situation: Situation) -> str:
+    """Why fastsafetensors cannot be had; empty where it can."""
+    if not situation.on_gpu:
+        return "it reads into GPU memory, and there is none"
+    return "" if PACKAGE in situation.facts.packages else f"{PACKAGE} is not installed"
 
 
 def unmeasured(facts: Facts, disk: str) -> str:
@@ -80,10 +81,6 @@ def disk_of(folder: Path | None, mountinfo: Path = Path("/proc/self/mountinfo"))
     return "" if mount is None else f"{mount.kind} {mount.path}"
 
 
-def _auto(value: str, reason: str) -> Decision:
-    return Decision(feature="loader", value=value, source="auto", reason=reason)
-
-
 def _seen(facts: Facts, disk: str) -> Mapping[tuple[str, str], float]:
     """GiB a second by loader and state."""
     return {
@@ -92,19 +89,13 @@ def _seen(facts: Facts, disk: str) -> Mapping[tuple[str, str], float]:
 
 
 def _reason(seen: Mapping[tuple[str, str], float], situation: Situation) -> str:
-    """The rates that were measured."""
-    words = {OURS: "parallel reads", PACKAGE: PACKAGE}
-    rates = "; ".join(
-        f"{state}: "
-        + ", ".join(
-            f"{words[one]} {_rate(seen[one, state])}" for one in (OURS, PACKAGE) if (one, state) in seen
-        )
-        for state in STATES
-        if any(found == state for _, found in seen)
-    )
-    return f"GiB/s measured on {situation.disk}, {rates}"
-
-
-def _rate(gib_per_second: float) -> str:
-    """A rate for people; 0 is what was not reached in the time for it."""
-    return f"{gib_per_second:.2f}" if gib_per_second else "not reached in time"
+    """The rates that were measured; 0 is what was not reached in the time for it."""
+    rates = []
+    for state in STATES:
+        found = [
+            f"{name} {f'{rate:.2f}' if rate else 'not reached in time'}"
+            for one, name in ((OURS, "parallel reads"), (PACKAGE, PACKAGE))
+            if (rate := seen.get((one, state))) is not None
+        ]
+        rates += [f"{state}: {', '.join(found)}"] if found else []
+    return f"GiB/s measured on {situation.disk}, {'; '.join(rates)}"

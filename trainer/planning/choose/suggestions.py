@@ -102,7 +102,10 @@ def _latest(changes: Sequence[Change]) -> tuple[Change, ...]:
     return tuple(dict(changes).items())
 
 
+def setting(key: str, value: object) -> str:
+    """A value by dotted key, as it may be written."""
+    return f"{key}: {str(value).lower() if isinstance(value, bool) else value}"
+
+
 def _text(changes: tuple[Change, ...]) -> str:
-    return " and ".join(
-        f"{key}: {str(value).lower() if isinstance(value, bool) else value}" for key, value in changes
-    )
+    return " and ".join(setting(*change) for change in changes)

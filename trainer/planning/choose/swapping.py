@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
-from trainer.planning.choose.switches import Situation
+from trainer.planning.choose.situation import Situation
 from trainer.planning.cost import memory
 from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision
@@ -15,7 +15,7 @@ from trainer.planning.shapes.adapters import plain_path
 from trainer.planning.shapes.geometry import Geometry
 from trainer.words.sizes import gib
 
-FEATURE, KEY = "block_swap", "features.block_swap"
+KEY = "features.block_swap"
 NO_OFFLOAD = "DISABLE_CPU_OFFLOAD"
 """The variable that forbids it."""
 
@@ -37,40 +37,26 @@ def without(situation: Situation) -> Situation:
         )
     if situation.config.features.block_swap != "auto":
         return situation
-    return dataclasses.replace(
-        situation,
-        config=changed(situation.config, {KEY: 0}),
-        sources={**situation.sources, KEY: f"{NO_OFFLOAD}=true"},
-    )
+    sources = {**situation.sources, KEY: f"{NO_OFFLOAD}=true"}
+    return dataclasses.replace(situation, config=changed(situation.config, {KEY: 0}), sources=sources)
 
 
-def require(situation: Situation, geometry: Geometry) -> None:
-    """Raise HardwareError for a number of blocks that was asked for and cannot be had."""
-    count = written(situation.config)
-    if not count:
-        return
-    what = _obstacle(situation)
-    blocks = sum(stack.blocks for stack in geometry.stacks)
+def refused(situation: Situation) -> str:
+    """Why the number of blocks that was written cannot wait; empty where it can."""
+    count, blocks = written(situation.config), sum(stack.blocks for stack in situation.geometry.stacks)
+    what = obstacle(situation) if count else ""
     if not what and count > blocks:
-        what = f"{count} blocks are to wait in host memory, the model has {blocks}"
-    if what:
-        raise situation.refuse(KEY, what, f"leave {KEY} out")
+        return f"{count} blocks are to wait in host memory, the model has {blocks}"
+    return what
 
 
-def may_swap(situation: Situation, geometry: Geometry) -> bool:
-    """Whether `auto` may let blocks wait."""
-    automatic = situation.config.features.block_swap == "auto"
-    return automatic and not _obstacle(situation) and bool(geometry.stacks)
-
-
-def _obstacle(situation: Situation) -> str:
+def obstacle(situation: Situation) -> str:
     """Why no block can wait in host memory; empty where they can."""
     if not situation.on_gpu:
         return "training on a CPU has all weights in host memory"
     if situation.profile.headroom_bytes is not None or situation.facts.gpu.integrated:
-        return dict(situation.profile.notes).get(
-            "offload", f"{situation.gpu} shares its memory with the CPU: moving weights frees nothing"
-        )
+        moves = f"{situation.gpu} shares its memory with the CPU: moving weights frees nothing"
+        return dict(situation.profile.notes).get("offload", moves)
     if situation.config.method != "lora":
         return "weights that are trained cannot wait in host memory: it is for method: lora"
     option = plain_path(situation.config)
@@ -84,46 +70,29 @@ def _obstacle(situation: Situation) -> str:
 
 def fewest(storage: Storage, geometry: Geometry, budget_bytes: int) -> Storage:
     """`storage` with as few waiting blocks as fit the budget in training, or with all where none do."""
-    blocks = sum(stack.blocks for stack in geometry.stacks)
     swapped = storage
-    for count in range(1, blocks + 1):
+    for count in range(1, sum(stack.blocks for stack in geometry.stacks) + 1):
         swapped = dataclasses.replace(storage, swapped=count)
         if memory.total(memory.train_rows(swapped, geometry)) <= budget_bytes:
             break
     return swapped
 
 
-def no_room(situation: Situation, storage: Storage, geometry: Geometry) -> str:
+def no_room(situation: Situation, storage: Storage) -> str:
     """Why host memory does not take the blocks that wait; empty where it does."""
-    needed = memory.total(memory.host_rows(storage, geometry))
+    needed = memory.total(memory.host_rows(storage, situation.geometry))
     available = situation.facts.memory.available_bytes
     if not storage.swapped or needed <= available:
         return ""
-    return (
-        f"with {storage.swapped} of {geometry.blocks} blocks waiting in host memory the process needs"
-        f" {gib(needed)} of it, and {gib(available)} are available"
-    )
+    waiting = f"{storage.swapped} of {situation.geometry.blocks} blocks waiting in host memory"
+    return f"with {waiting} the process needs {gib(needed)} of it, and {gib(available)} are available"
 
 
-def require_room(situation: Situation, storage: Storage, geometry: Geometry) -> None:
-    """Raise HardwareError where the number that was asked for does not fit host memory."""
-    what = no_room(situation, storage, geometry)
-    if what:
-        raise situation.refuse(KEY, what, f"write less, or leave {KEY} out")
-
-
-def rows(
-    situation: Situation, storage: Storage, geometry: Geometry, without_bytes: int
-) -> Iterator[Decision]:
+def rows(situation: Situation, storage: Storage, without_bytes: int) -> Iterator[Decision]:
     """The decision, where blocks wait or the user wrote a number; else training needs `without_bytes`."""
     asked = situation.config.features.block_swap
-    if asked != "auto":
-        source = situation.source(KEY)
-        reason = "as written" if asked else "as written: no weights wait in host memory"
-        yield Decision(feature=FEATURE, value=str(asked), source=source, reason=reason)
-    elif storage.swapped:
-        reason = (
-            f"nothing smaller fits: without it training needs {gib(without_bytes)};"
-            f" {storage.swapped} of {geometry.blocks} blocks wait in host memory"
-        )
-        yield Decision(feature=FEATURE, value=str(storage.swapped), source="auto", reason=reason)
+    if asked != "auto" or storage.swapped:
+        least = f"nothing smaller fits: without it training needs {gib(without_bytes)}"
+        reason = f"{least}; {storage.swapped} of {situation.geometry.blocks} blocks wait in host memory"
+        as_written = "as written" if asked else "as written: no weights wait in host memory"
+        yield situation.decide(KEY, str(storage.swapped or asked), reason, written=as_written)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from trainer.planning.cost import states
 from trainer.planning.plan import MemoryRow
 from trainer.planning.shapes.activations import COUNTED_ATTENTION
-from trainer.planning.shapes.geometry import Geometry, Linears, Role, Stack, linears_of
+from trainer.planning.shapes.geometry import Geometry, Linears, Role, Stack, linears_of, parted
 from trainer.ways.storages import ENCODERS_KEEP, VALUE_BYTES, WAYS, Way
 from trainer.words.sizes import GIB
 
@@ -127,7 +127,7 @@ def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
         whole = _row(name, count * storage.value_bytes, f"{_count(count)}, {storage.dtype}")
         return _with_overhead(storage, [whole, peak])
     parts = (part for part in geometry.components if part.role == "text_encoder")
-    sizes = [size for part in parts for size in part.quantized(ENCODERS_KEEP).values()]
+    sizes = [size for part in parts for size in parted(part, ENCODERS_KEEP)[1].values()]
     linears, way = linears_of(sizes), WAYS[kind]
     packed, largest = linears.parameters, linears.largest
     stored = _linear_bytes(way, linears, len(sizes)) + (count - packed) * storage.value_bytes

@@ -13,7 +13,7 @@ from trainer.families.family import Family
 from trainer.families.values import Shape
 from trainer.modeling.adapter.targets import pattern_value, target_pattern
 from trainer.planning.shapes.activations import NOTHING_KEPT, Kept
-from trainer.planning.shapes.geometry import ComponentGeometry, Size, by_block
+from trainer.planning.shapes.geometry import ComponentGeometry, Size, by_block, parted
 
 COUNTED_RANK = 16
 """Rank of the plain LoRA that activations are counted with."""
@@ -39,7 +39,7 @@ def planned_adapter(
     """
     if config.method == "full":
         return 0, 0, NOTHING_KEPT
-    lora, linears, modulation = config.lora, dict(trained.linears), trained.matching(family.modulation)
+    lora, linears, modulation = config.lora, dict(trained.linears), parted(trained, family.modulation)[0]
     attention = family.attention_shape(model_config, shape)
     # transformers' models have an embedding among their matrices, and a head that may share it, which files
     # leave out

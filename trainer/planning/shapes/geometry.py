@@ -95,17 +95,10 @@ class ComponentGeometry:
         """`linear_weights` of its shapes."""
         return linear_weights(self.shapes)
 
-    def quantized(self, high_precision: Sequence[str]) -> Mapping[str, Size]:
-        """`quantized_linears` of its shapes."""
-        return _parted(self, tuple(high_precision))[1]
-
-    def matching(self, patterns: Sequence[str]) -> Mapping[str, Size]:
-        """Its linears, (out, in) by name, whose whole names match one of the patterns."""
-        return _parted(self, tuple(patterns))[0]
-
 
 @functools.lru_cache(maxsize=64)
-def _parted(part: ComponentGeometry, patterns: tuple[str, ...]) -> tuple[dict[str, Size], dict[str, Size]]:
+def parted(part: ComponentGeometry, patterns: tuple[str, ...]) -> tuple[dict[str, Size], dict[str, Size]]:
+    """(its linears whose whole names match one of the patterns, the others), (out, in) by name."""
     others = quantized_linears(part.linears, patterns)
     return {name: size for name, size in part.linears.items() if name not in others}, others
 
@@ -138,8 +131,8 @@ def stacks(
 
     Linears are named by patterns, as in `Family`; `kept_in_fp32` is as in `fp32_parameters`.
     """
-    tensors, more = by_block(part.shapes), by_block(part.matching(modulation))
-    linears = by_block(part.quantized(high_precision), least=_LEAST_LINEARS)
+    tensors, more = by_block(part.shapes), by_block(parted(part, modulation)[0])
+    linears = by_block(parted(part, high_precision)[1], least=_LEAST_LINEARS)
     numbered: dict[str, list[str]] = {}
     for name in linears:
         numbered.setdefault(name.rpartition(".")[0], []).append(name)
@@ -185,7 +178,7 @@ def linear_blocks(
 ) -> tuple[tuple[int, int, int], ...]:
     """(parameters of linears whose names hold `aside`, of the others, linears) of each repeated block."""
     found = []
-    for linears in by_block(part.quantized(high_precision), least=_LEAST_LINEARS).values():
+    for linears in by_block(parted(part, high_precision)[1], least=_LEAST_LINEARS).values():
         sizes = {name: math.prod(size) for name, size in linears.items()}
         textual = sum(size for name, size in sizes.items() if aside.search(name))
         found.append((textual, sum(sizes.values()) - textual, len(sizes)))

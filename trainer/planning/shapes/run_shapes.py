@@ -37,6 +37,7 @@ from trainer.planning.shapes.geometry import (
     kept_in_fp32,
     linear_blocks,
     linears_of,
+    parted,
     stacks,
     stored_component,
     table_component,
@@ -190,8 +191,8 @@ def _packed(
     family: Family, config: RunConfig, trained: ComponentGeometry, model_folder: Path | None
 ) -> tuple[Linears, Linears, str, int]:
     """(linears that can be stored in fewer bits, modulation, how files store these and in how many bytes)."""
-    packed = linears_of(trained.quantized(family.high_precision).values())
-    modulation = linears_of(trained.matching(family.modulation).values())
+    packed = linears_of(parted(trained, family.high_precision)[1].values())
+    modulation = linears_of(parted(trained, family.modulation)[0].values())
     if model_folder is None or config.model.weights == "random":
         return packed, modulation, "", 0
     folder = model_folder / family.trained_component

@@ -1,4 +1,4 @@
-"""Records of log steps, what takes them in, and metrics.jsonl, which can be cut back to a checkpoint."""
+"""Records of log steps, the protocol of sinks, and metrics.jsonl, which can be cut back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ class StepRecord:
     loss: float
     learning_rate: float
     grad_norm: float
-    """Before clipping."""
+    """Norm of the gradients before clipping."""
     seconds_per_step: float
     samples_per_second: float
     tokens_per_second: float | None = None
-    """Only for language models."""
+    """None but for language models."""
     device_memory_peak_bytes: int = 0
     """Highest allocation so far; 0 on a CPU."""
     device_memory_reserved_bytes: int = 0
@@ -49,7 +49,7 @@ class StepRecord:
     device_memory_reserved_peak_bytes: int = 0
     """Most that the allocator held so far; 0 on a CPU."""
     validation_loss: float | None = None
-    """Only at steps that validate."""
+    """None at steps that do not validate."""
     validation_data: str | None = None
     """Hash of what the held-out loss was measured on, as in ValidationRecord."""
     steps: int = 1
@@ -142,7 +142,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def read_undamaged(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """`read_metrics`, and how many lines it leaves out because they are not what was written."""
+    """The rows of `read_metrics`, and the number of damaged lines that it leaves out."""
     rows = [row for _, row in _rows(path)] if path.exists() else []
     return [row for row in rows if row is not None], rows.count(None)
 
@@ -170,7 +170,7 @@ def held_out_line(rows: Sequence[Mapping[str, Any]]) -> str | None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Remove what follows the last newline of `path`, which only a crash leaves there."""
+    """Remove the text after the last newline of `path`, which only a crash leaves there."""
     if not path.exists():
         return
     with path.open("r+b") as file:
@@ -189,7 +189,7 @@ def cut_torn_line(path: Path) -> None:
 
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Whole lines and what they say; None for one that is not what `MetricsLog.record` writes."""
+    """Whole lines with their rows; None for a line that `MetricsLog.record` did not write."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"\n"):

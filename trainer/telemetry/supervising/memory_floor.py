@@ -1,4 +1,4 @@
-"""When a run on unified memory must save and end. Pure: memory left over time in, a decision out.
+"""The decision that a run on unified memory must save and end: a pure function of the memory left over time.
 
 Such a machine locks up where its memory ends, so a run that takes ever more must be saved before. Two floors
 do that for slow leaks only: with 4 GiB between them and a save of a minute, for less than 0.05 GiB/s. So a
@@ -19,7 +19,7 @@ from trainer.words.sizes import GIB
 
 @dataclass(frozen=True, kw_only=True)
 class Floors:
-    """When memory that is left makes the supervisor act."""
+    """Limits on the memory that is left, at which the supervisor acts."""
 
     soft_floor_bytes: int = 10 * GIB
     """Below it for `soft_samples` looks in a row, the child is asked to save and end."""
@@ -27,7 +27,7 @@ class Floors:
     hard_floor_bytes: int = 6 * GIB
     """Below it the child is killed at once, before the whole host locks up."""
     trend_below_bytes: int = 20 * GIB
-    """How fast memory goes counts below this only: what a plan leaves free on unified memory."""
+    """The rate at which memory goes counts only below this, the memory that a plan leaves free here."""
     trend_seconds: tuple[float, ...] = (8.0, 20.0, 60.0)
     """Lengths of windows of which `trend_windows` in a row must set new lows: a ramp that ends within one is
     no trend. The shortest is for fast leaks, the longest for those in steps."""
@@ -35,18 +35,18 @@ class Floors:
     trend_after_seconds: float = 60.0
     """So much training is known before a trend counts: what comes and goes within it sets no lows later."""
     trend_memory_seconds: float = 600.0
-    """Older looks are forgotten."""
+    """Samples older than this are forgotten."""
     trend_reach: float = 3.0
     """A trend is believed for this many times as long as it was seen, for `save_seconds` at most."""
     save_seconds: float = 75.0
-    """To end a micro-batch and to save."""
+    """Time to end a micro-batch and to save."""
     save_bytes: int = 2 * GIB
     """Bytes that a trend must leave above the hard floor meanwhile: saving takes memory too."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sample:
-    """One look."""
+    """One look at the memory that is left."""
 
     at: float
     """Seconds of a clock that never goes back."""

@@ -38,7 +38,7 @@ _ASKING = (signal.SIGTERM, signal.SIGINT)
 
 @dataclass(frozen=True, kw_only=True)
 class Limits(memory_floor.Floors):
-    """When the supervisor acts; the memory's floors count on unified memory only. Tests shrink them."""
+    """Limits at which the supervisor acts; memory floors count on unified memory only. Tests shrink them."""
 
     interval_seconds: float = 1.0
     """Time between two looks at heartbeat and memory."""

@@ -12,7 +12,7 @@ from trainer import families
 from trainer.config.reading.load import Loaded, load
 from trainer.engine.caching.samples import prompt_controls
 from trainer.errors import ConfigError
-from trainer.planning.agreement import check_family
+from trainer.planning.rules import judge
 
 DRAWS = next(name for name in families.names() if families.get(name).sample_kind == "image")
 EDITS = next(name for name in families.names() if families.get(name).control_counts[1] > 0)
@@ -71,7 +71,7 @@ def test_place_and_reason(
 ) -> None:
     given = loaded(family, tmp_path, data, validation)
     with pytest.raises(ConfigError) as caught:
-        check_family(families.get(family), given)
+        judge(families.get(family), given)
     (problem,) = caught.value.problems
     assert f"`{key}`" in problem.what
     assert words in problem.what
@@ -81,7 +81,7 @@ def test_place_and_reason(
 
 @pytest.mark.parametrize(("family", "data"), [(DRAWS, IMAGES), (EDITS, IMAGES), (WRITES, CHATS)])
 def test_what_a_family_takes_passes(family: str, data: dict[str, Any], tmp_path: Path) -> None:
-    check_family(families.get(family), loaded(family, tmp_path, data))
+    judge(families.get(family), loaded(family, tmp_path, data))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,204 @@
+"""Every decision of a configuration on a machine, and the plan that is made of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from trainer.config.judging.rules import keeps_best
+from trainer.machine.host import WSL_SPILLS
+from trainer.planning import rules
+from trainer.planning.choose import (
+    allocator,
+    attention,
+    batching,
+    fit,
+    loading,
+    optimizers,
+    swapping,
+    switches,
+)
+from trainer.planning.choose.budget import Budget, budget, kept_samples
+from trainer.planning.choose.situation import Situation
+from trainer.planning.cost import memory, roofline
+from trainer.planning.plan import Decision, MemoryRow, Plan, on_off, row
+from trainer.words.sizes import gib
+
+# share of the time a sample that another setting must come below
+_CLEARLY = 0.95
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decided:
+    """The decisions for one situation."""
+
+    situation: Situation
+    limit: Budget
+    chosen: fit.Outcome
+    skipped: Sequence[fit.Outcome]
+    """Better settings that do not fit."""
+    made: Mapping[str, Decision]
+    """Decisions that are rows of their own, by feature."""
+    variables: allocator.Variables
+    step_milliseconds: float
+    """Predicted for a batch; 0 where the machine's rates are unknown."""
+
+    @property
+    def how(self) -> str:
+        """The storage of the base, and whether blocks are recomputed, in words."""
+        storage = self.chosen.storage
+        recomputed = f", {storage.recomputed or 'all'} blocks recomputed" if storage.checkpointing else ""
+        return f"{self.chosen.way.name}{recomputed}"
+
+    def is_better_than(self, other: Decided) -> bool:
+        """Whether it changes the base's precision less, or is clearly faster with as much of it."""
+        tier, others = self.chosen.way.tier, other.chosen.way.tier
+        return tier < others or (tier == others and self._sample_ms < _CLEARLY * other._sample_ms)
+
+    @property
+    def _sample_ms(self) -> float:
+        return self.chosen.milliseconds / self.situation.config.train.train_batch_size
+
+
+def decide(situation: Situation, *, swap: bool) -> Decided:
+    """The decisions for a configuration as it is; with `swap` blocks may wait in host memory where nothing
+    else fits.
+
+    Raises HardwareError for what was asked for and cannot be had, DoesNotFitError where nothing fits.
+    """
+    rules.require(situation)
+    kernel, limit = attention.attention(situation), budget(situation)
+    gpu = situation.facts.gpu if situation.on_gpu else None
+    verdicts = situation.facts.verdicts
+    speed = roofline.speed(gpu, verdicts, situation.geometry, kernel.value, situation.dtype)
+    compiling = switches.compiling(situation, fit.compile_gain(situation, speed), known=speed.known)
+    swap = swap and situation.config.features.block_swap == "auto" and not swapping.obstacle(situation)
+    chosen, skipped = fit.choose(situation, limit, speed, compiled=compiling.value == "on", swap=swap)
+    what = swapping.no_room(situation, chosen.storage)
+    if what:
+        raise situation.refuse(swapping.KEY, what, f"write less, or leave {swapping.KEY} out")
+    filled = memory.total(chosen.train) / limit.bytes if limit.imposed else 0.0
+    made = (
+        compiling,
+        switches.cuda_graphs(situation, chosen.storage, filled=filled),
+        switches.text_padding(situation, chosen.storage),
+        kernel,
+        switches.tf32(situation),
+        optimizers.optimizer(situation),
+        loading.loader(situation),
+    )
+    return Decided(
+        situation=situation,
+        limit=limit,
+        chosen=chosen,
+        skipped=skipped,
+        made={one.feature: one for one in made},
+        variables=allocator.variables(situation.profile, situation.environ),
+        step_milliseconds=chosen.milliseconds if speed.known else 0.0,
+    )
+
+
+def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision | None) -> Plan:
+    """The plan with its table; `split` is the row of a step's samples, where they are parted."""
+    situation, chosen, made = decided.situation, decided.chosen, decided.made
+    storage, profile, train = chosen.storage, situation.profile, situation.config.train
+    environment, unset, _ = decided.variables
+    host = memory.host_rows(storage, situation.geometry)
+    kept, keeping = kept_samples(situation, decided.limit, chosen.peak_bytes, memory.total(host))
+    if host and kept:
+        host += (MemoryRow(name="data", bytes=kept, detail="encoded samples that were read, at most"),)
+    disk_bytes, disk = _disk(situation, chosen)
+    return Plan(
+        profile=profile.name,
+        device=profile.device,
+        dtype=storage.dtype,
+        weights=storage.way.weights,
+        compute=storage.way.compute or storage.dtype,
+        weight_copies=storage.way.copies,
+        modulation=storage.way.modulation,
+        text_encoder_weights=storage.text_encoders or storage.dtype,
+        compile=storage.compile,
+        activation_budget=storage.activation_budget,
+        cuda_graphs=made["cuda_graphs"].value == "on",
+        text_padding=made["text_padding"].value == "on",
+        attention=storage.attention,
+        activation_checkpointing=storage.checkpointing,
+        recomputed_blocks=storage.recomputed,
+        swapped_blocks=storage.swapped,
+        micro_batch_size=train.train_batch_size,
+        accumulation_steps=train.gradient_accumulation_steps,
+        vae_tiling=storage.tiling,
+        tf32=made["tf32"].value == "on",
+        pin_memory=profile.pin_memory,
+        keep_bytes=kept,
+        loader=made["loader"].value,
+        optimizer=made["optimizer"].value,
+        environment=environment,
+        unset=unset,
+        train_memory=chosen.train,
+        cache_memory=chosen.cache,
+        host_memory=host,
+        step_milliseconds=round(decided.step_milliseconds, 1),
+        budget_bytes=decided.limit.bytes,
+        disk_bytes=disk_bytes,
+        decisions=(*machine_rows, *_rows(decided, split, keeping, disk)),
+        warnings=tuple(_warnings(situation, memory.total(host))),
+    )
+
+
+def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Decision) -> Iterator[Decision]:
+    """The table below the machine's rows, in its order."""
+    situation, limit, chosen, made = decided.situation, decided.limit, decided.chosen, decided.made
+    geometry, profile, notes = situation.geometry, situation.profile, dict(situation.profile.notes)
+    yield row("memory_budget", gib(limit.bytes), limit.source, limit.reason)
+    yield situation.type_row
+    yield from filter(None, (split,))
+    yield from fit.decisions(situation, chosen, decided.skipped, made["compile"])
+    yield made["cuda_graphs"]
+    if geometry.captions_vary:
+        yield made["text_padding"]
+    yield from (made[name] for name in ("attention", "tf32", "optimizer", "loader"))
+    yield from optimizers.rows(situation, made["optimizer"].value)
+    pinned = "faster copies to the GPU" if profile.pin_memory else "there is no GPU to copy to"
+    reason = notes.pop("pin_memory", pinned)
+    yield row("pin_memory", on_off(profile.pin_memory), profile.memory_source, reason)
+    yield from (row(feature, "off", profile.memory_source, why) for feature, why in notes.items())
+    yield from decided.variables[2]
+    yield keeping
+    parts = sum(roofline.usual_parts(chosen.storage, geometry, chosen.storage.attention))
+    yield batching.time_row(situation, decided.step_milliseconds, parts)
+    yield row("caching", gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
+    yield disk
+    count = memory.parameters(geometry, "trained")
+    size = f"{count / 1e9:.1f} B parameters" if count >= 10**8 else f"{count / 1e6:.2f} M parameters"
+    sources = sorted({component.source for component in geometry.components})
+    yield row("sizes", size, "facts", "; ".join(sources))
+
+
+def _disk(situation: Situation, chosen: fit.Outcome) -> tuple[int, Decision]:
+    """Bytes of all checkpoints that exist at one time and of the final files, and their row."""
+    config = situation.config
+    steps, every = config.train.max_train_steps, config.checkpoint.checkpointing_steps
+    saved = steps // every
+    # the last step is saved too, but not by a full fine-tune that was told to write no checkpoints
+    if steps % every and (config.method == "lora" or saved):
+        saved += 1
+    count = min(config.checkpoint.checkpoints_total_limit + 1, saved)
+    # the best one's, and what is to take its place
+    copies = 3 if keeps_best(config) else 1
+    size = memory.disk_bytes(chosen.storage, situation.geometry, checkpoints=count, copies=copies)
+    reason = f"{count} checkpoint{'s' if count != 1 else ''} in output_dir, and the final files"
+    return size, row("disk", gib(size), "auto", reason)
+
+
+def _warnings(situation: Situation, host_bytes: int) -> Iterator[str]:
+    """Warnings about things that work, but deserve to be known."""
+    facts, available = situation.facts, situation.facts.memory.available_bytes
+    if host_bytes > available:
+        yield f"the training process needs {gib(host_bytes)} of host memory, {gib(available)} are available"
+    if facts.wsl and situation.on_gpu:
+        yield WSL_SPILLS
+    if len(facts.gpus) > 1 and situation.on_gpu:
+        yield f"{len(facts.gpus)} GPUs are visible, one process trains on the first ({facts.gpu.name})"
+    if facts.gpus and not situation.on_gpu:
+        yield f"{facts.gpu.name} is not used: TRAINER_PROFILE is cpu"

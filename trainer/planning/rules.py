@@ -1,0 +1,257 @@
+"""Values that were written, and that the family or the machine does not take: one row each.
+
+Rules that need the configuration alone are in `config.judging`. Planning runs them all, on what was written
+and on whatever is suggested instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from trainer.config import environment
+from trainer.config.judging import rules as of_configuration
+from trainer.config.judging.rule import Clash, Context, Rule, check
+from trainer.config.reading.load import Loaded
+from trainer.config.schema import DataSet
+from trainer.errors import ConfigError, HardwareError
+from trainer.families.family import Family
+from trainer.planning.choose import attention, candidates, loading, optimizers, swapping, switches
+from trainer.planning.choose.situation import Situation
+from trainer.planning.shapes.adapters import needs_whole_base
+from trainer.ways.storages import WAYS
+from trainer.words import extras
+
+
+@dataclass(frozen=True, kw_only=True)
+class OfFamily(Context):
+    """A configuration, and the family that is to take it."""
+
+    family: Family
+
+
+_ABOUT_IMAGES = {
+    "mask_dir": "a language model learns from the assistant's words, and takes no mask besides",
+    "loss_weight": "the loss is a mean over tokens: write `repeats` to weigh a set",
+    "is_reg": "there is no trigger word to keep away",
+    "flip": "a conversation cannot be mirrored",
+    "random_crop": "a conversation is never cut",
+}
+"""Keys of a set that are about images -> why a conversation has none of it."""
+
+
+def _written(at: OfFamily, refused: bool, in_sets: Mapping[str, str], *others: str) -> Iterator[Clash]:
+    """Keys of sets, with a reason each, and other keys that have a value, where that is `refused`."""
+    sets, standard = at.config.data.sets if refused else (), vars(DataSet())
+    for number, one in enumerate(sets):
+        for name, reason in in_sets.items():
+            if vars(one)[name] != standard[name]:
+                yield _place(at, f"data.sets.{number}.{name}", reason)
+    for key in others if refused else ():
+        section, _, name = key.partition(".")
+        if vars(vars(at.config)[section])[name]:
+            yield _place(at, key)
+
+
+def _place(at: OfFamily, key: str, reason: str = "") -> Clash:
+    where, most = at.sources.get(key, key), str(at.family.max_sequence_length)
+    return {"key": key, "where": where, "why": reason, "title": at.family.title, "most": most}
+
+
+def _talks(at: OfFamily) -> bool:
+    return at.family.sample_kind == "conversation"
+
+
+FAMILY: tuple[Rule[OfFamily], ...] = (
+    Rule(("data.sets", "validation.chat_file"),
+         lambda at: _written(at, not _talks(at), {"chat_file": ""}, "validation.chat_file"),
+         "`{key}`: {title} trains on images", "write `img_dir: DIR`, or use another family"),
+    Rule(("data.sets", "validation.img_dir"),
+         lambda at: _written(at, _talks(at), {"img_dir": ""}, "validation.img_dir"),
+         "`{key}`: {title} trains on conversations", "write `chat_file: FILE.jsonl`, or use another family"),
+    Rule(("data.sets", "validation.control_dir", "validation.control_images"),
+         lambda at: _written(at, not at.family.control_counts[1], {"control_dir": ""},
+                             "validation.control_dir", "validation.control_images"),
+         "`{key}`: {title} takes no control images", "leave it out"),
+    Rule(("data.max_sequence_length",),
+         lambda at: _written(at, at.config.data.max_sequence_length > at.family.max_sequence_length, {},
+                             "data.max_sequence_length"),
+         "`{key}`: {title} takes {most} tokens at most", "write {most} or less"),
+    Rule(("data.caption_dropout_rate",), lambda at: _written(at, _talks(at), {}, "data.caption_dropout_rate"),
+         "`{key}`: a conversation has no caption to leave out", "write 0"),
+    Rule(("data.trigger_word",), lambda at: _written(at, _talks(at), {}, "data.trigger_word"),
+         "`{key}`: a conversation has no caption to put a word before", "leave it out"),
+    Rule(("data.sets",), lambda at: _written(at, _talks(at), _ABOUT_IMAGES),
+         "`{key}`: {title} trains on conversations, and {why}", "leave it out"),
+)  # fmt: skip
+
+
+def judge(family: Family, loaded: Loaded) -> None:
+    """Raise one ConfigError with everything in which a configuration contradicts itself or its family."""
+    at = OfFamily(config=loaded.config, sources=loaded.sources, environ=environment.snapshot(), family=family)
+    problems = [*check(of_configuration.RULES, at), *check(FAMILY, at)]
+    if problems:
+        raise ConfigError(problems)
+
+
+Why = Callable[[Situation], str | bool]
+"""Why a value that was written cannot be had; empty or False where it can."""
+_WEIGHTS, _COMPUTE, _MODULATION = "features.weights", "features.compute", "features.modulation"
+_BLOCKS, _TF32, _ADAPTER = "features.activation_checkpointing", "features.tf32", "lora.type"
+_BETA_2, _DECAY = "train.adam_beta2", "train.weight_decay"
+_OPTIMIZER, _COMPILE, _SHARE = optimizers.KEY, switches.COMPILE, switches.SHARE
+_FULL_FILES = "or use the model's full-precision files"
+_FP32 = "or write features.weights: fp32, which needs twice the memory"
+
+
+def _refused(key: str, why: Why, remedy: str | Callable[[Situation], str] = "") -> Rule[Situation]:
+    """The value of `key` cannot be had for this reason."""
+
+    def clashes(at: Situation) -> Iterator[Clash]:
+        found = why(at)
+        if found:
+            advice = remedy if isinstance(remedy, str) else remedy(at)
+            yield {"key": key, "why": str(found), "remedy": advice or f"leave {key} out"}
+
+    return Rule((key,), clashes, "{key}: {why}", "{remedy}")
+
+
+def _too_many_blocks(at: Situation) -> str:
+    asked, blocks = at.config.features.activation_checkpointing, at.geometry.blocks
+    too_many = asked != "auto" and not isinstance(asked, bool) and asked > blocks
+    return f"{asked} blocks are to be recomputed, the model has {blocks}" if too_many else ""
+
+
+def _stored_in(at: Situation) -> tuple[str, str]:
+    """The file by which a checkpoint is quantised already, and what it says; empty for others."""
+    way = at.geometry.stored_as
+    component = next(part.name for part in at.geometry.components if part.role == "trained")
+    folder = at.config.model.pretrained_model_name_or_path
+    file = "/".join(filter(None, (folder, component, "config.json")))
+    return (file, f"{file} says that the weights are stored in {way}") if way else ("", "")
+
+
+def _not_in(at: Situation, asked: str) -> str:
+    """Why weights of a checkpoint that is quantised already cannot be had in `asked`."""
+    file, says = _stored_in(at)
+    return f"{says}, so they cannot be had in {asked}" if file else ""
+
+
+def _no_storage(at: Situation) -> str:
+    what = candidates.not_stored(at, replace(candidates.asked_way(at), modulation=""))
+    return ": ".join(filter(None, (_stored_in(at)[0], what))) if what else ""
+
+
+def _no_modulation(at: Situation) -> str | bool:
+    way, beside = candidates.asked_way(at), at.config.features.modulation
+    apart = beside in WAYS and not way.trains and not way.packs
+    return apart and candidates.not_stored(at, replace(way, modulation=beside))
+
+
+def _uncompiled(key: str) -> Why:
+    def why(at: Situation) -> str:
+        way = candidates.asked_way(at)
+        eager = switches.compile_key(at) == key and candidates.uncompiled(at, way)
+        what = f"blocks with {way.weights} weights cannot be compiled"
+        return f"{what}: {candidates.no_product(at, way)}" if eager else ""
+
+    return why
+
+
+def _no_package(at: Situation) -> str:
+    asked = at.config.train.optimizer
+    package = at.lacks(optimizers.PACKAGES.get(asked, ""))
+    return f"{asked} needs {package}, which is not installed" if package else ""
+
+
+def _loses_updates(at: Situation) -> str:
+    asked = at.config.train.optimizer
+    loses = asked != "adamw" and optimizers.trains_in_bf16(at)
+    return f"{asked} would round its updates to bf16, which loses the small ones" if loses else ""
+
+
+def _never_falls(at: Situation) -> str:
+    asked, slow = at.config.train.adam_beta2, "is too slow for a full fine-tune in bf16"
+    too_slow = optimizers.kahan(at) and asked != "auto" and asked > optimizers.IN_BF16[0]
+    return f"{asked:g} {slow}: {optimizers.SECOND_MOMENT}" if too_slow else ""
+
+
+def _no_decay(at: Situation) -> str:
+    asked, nothing = at.config.train.weight_decay, "would do nothing in a full fine-tune in bf16"
+    in_vain = optimizers.kahan(at) and asked not in ("auto", 0.0)
+    return f"{asked:g} {nothing}: {optimizers.NO_DECAY}" if in_vain else ""
+
+
+def _no_share(at: Situation) -> str:
+    obstacle = switches.compile_key(at) == switches.SHARE and switches.compile_obstacle(at)
+    return f"only compiled blocks have one: {obstacle}" if obstacle else ""
+
+
+def _needs_whole(at: Situation) -> str:
+    file, kind = _stored_in(at)[0], at.config.lora.type
+    whole = f"{kind} wants a base that is not quantised; {file} says {at.geometry.stored_as}"
+    return whole if file and needs_whole_base(at.config) else ""
+
+
+def _installed(extra: str, key: str) -> str:
+    return f"{extras.remedy(extra)}; or leave {key} out"
+
+
+def _storage_remedy(at: Situation) -> str:
+    way = candidates.asked_way(at)
+    return extras.remedy(way.extra) if at.lacks(way.package) else f"leave {_WEIGHTS} out"
+
+
+def _modulation_remedy(at: Situation) -> str:
+    stored = WAYS[at.config.features.modulation]
+    return extras.remedy(stored.extra) if at.geometry.modulation.parameters else f"leave {_MODULATION} out"
+
+
+MACHINE: tuple[Rule[Situation], ...] = (
+    _refused(swapping.KEY, swapping.refused),
+    _refused(_BLOCKS, _too_many_blocks, lambda at: f"write {at.geometry.blocks} at most, or true for all"),
+    _refused(_TF32, lambda at: at.config.features.tf32 is True and switches.no_tf32(at)),
+    _refused(_OPTIMIZER, _no_package,
+             lambda at: _installed(at.config.train.optimizer.replace("_", "-"), _OPTIMIZER)),
+    _refused(_OPTIMIZER, _loses_updates,
+             f"leave {_OPTIMIZER} out: AdamW with compensated sums needs no more memory than fp32 copies"),
+    _refused(_BETA_2, _never_falls,
+             f"write {optimizers.IN_BF16[0]:g} at most, leave {_BETA_2} out, {_FP32}"),
+    _refused(_DECAY, _no_decay, f"write 0, leave {_DECAY} out, {_FP32}"),
+    _refused(attention.KEY, attention.cannot_run),
+    _refused(attention.KEY, attention.not_installed, attention.installed_by),
+    _refused(loading.KEY,
+             lambda at: at.config.features.loader == loading.PACKAGE and loading.not_here(at)),
+    _refused(_COMPILE, lambda at: at.config.features.compile is True and switches.compile_obstacle(at),
+             f"install it, or leave {_COMPILE} out"),
+    _refused(_SHARE, _no_share),
+    _refused(_COMPUTE,
+             lambda at: at.config.features.compute == "fp8" and candidates.no_product(at, WAYS["fp8"]),
+             f"leave {_COMPUTE} out; features.weights: fp8 saves memory anyway"),
+    _refused(_WEIGHTS,
+             lambda at: at.config.features.weights not in ("auto", at.geometry.stored_as)
+             and _not_in(at, at.config.features.weights),
+             f"leave {_WEIGHTS} out, {_FULL_FILES}"),
+    _refused(_COMPUTE, lambda at: at.config.features.compute == "fp8" and _not_in(at, "fp8"),
+             f"leave {_COMPUTE} out, {_FULL_FILES}"),
+    _refused("method",
+             lambda at: at.config.method == "full" and _stored_in(at)[1]
+             and f"{_stored_in(at)[1]}, which cannot be trained",
+             "use method: lora, or the model's full-precision files"),
+    _refused(_ADAPTER, _needs_whole, f"write lora, {_FULL_FILES}"),
+    _refused(_WEIGHTS, _no_storage, _storage_remedy),
+    _refused(_COMPILE, _uncompiled(_COMPILE)),
+    _refused(_SHARE, _uncompiled(_SHARE)),
+    _refused(_MODULATION, _no_modulation, _modulation_remedy),
+    _refused(optimizers.TRACKER,
+             lambda at: at.config.train.report_to == "wandb" and at.lacks("wandb")
+             and "wandb is not installed",
+             _installed("wandb", optimizers.TRACKER)),
+)  # fmt: skip
+
+
+def require(situation: Situation) -> None:
+    """Raise HardwareError for the first value that was written and that the machine does not take."""
+    problems = check(MACHINE, situation)
+    if problems:
+        raise HardwareError(problems[:1])
