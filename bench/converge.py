@@ -74,7 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if "problem" in runs[0]:
             print(f"{names[0]}: {runs[0]['problem']}", file=sys.stderr)
             return 1
-        rows = [{"setting": name, **_compared(run, runs[0])} for name, run in zip(names, runs, strict=True)]
+        rows = [{"setting": name, **compared(run, runs[0])} for name, run in zip(names, runs, strict=True)]
     for row in rows:
         print(json.dumps(row), flush=True)
     types.write_rows(options.record, rows)
@@ -123,7 +123,7 @@ def _train(
     }
 
 
-def _compared(run: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
+def compared(run: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, Any]:
     """Figures of a run compared with those of the reference."""
     if "problem" in run:
         return {"problem": run["problem"]}

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
-from typing import Any
 
 
 def follow(root: str, start: str, answers: str) -> None:
@@ -50,14 +49,6 @@ class Followed:
         # by identity, which is cheap to ask at each call; kept, so that no other object gets the same
         self._seen: dict[int, CodeType] = {}
         self._goals: set[int] = set()
-
-    def through(self, work: Callable[[], Any]) -> Any:
-        """The result of `work`, followed."""
-        self.begin()
-        try:
-            return work()
-        finally:
-            self.end()
 
     def begin(self) -> None:
         """Follow this thread and those that start from now on."""

@@ -1,4 +1,4 @@
-"""Which functions of `trainer` a run enters, from a picture to the saved LoRA: what a reader has to follow.
+"""List the functions of `trainer` that a run enters, from a picture to the saved LoRA: a reader follows them.
 
     python -m bench hops
     python -m bench hops train_configs/llama_lora.yaml --set model.pretrained_model_name_or_path=BASE --list
@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import processes
+from bench import jobs
 from bench.processes import REPOSITORY
 from trainer.config import environment
 
@@ -61,19 +61,17 @@ def _followed(
     start = next((tree / "trainer" / "engine").rglob("loop.py"))
     hook = (REPOSITORY / "bench" / "following.py").read_text()
     (folder / _HOOK).write_text(f"{hook}\n\nfollow({f'{tree}/trainer'!r}, {str(start)!r}, {str(folder)!r})\n")
-    sets = [f"--set={one}" for one in (*_SHORT, *overrides)]
-    command = [sys.executable, "-m", "trainer", "train", str(config), *sets, "--output", str(folder / "run")]
-    environ = {**environment.snapshot(), "PYTHONPATH": f"{folder}:{tree}"}
-    environ |= {"TRAINER_CACHE_DIR": str(folder / "cache"), "TRAINER_RUNTIME_DIR": str(folder / "runtime")}
-    environ |= {"TRAINER_METRICS_PORT": "0"}
-    ended = processes.run(command, environ, folder / "log.txt", cwd=tree)
+    own = {"PYTHONPATH": f"{folder}:{tree}", "TRAINER_CACHE_DIR": str(folder / "cache")}
+    environ = {**environment.snapshot(), **own}
+    ended = jobs.train([config], folder / "run", (*_SHORT, *overrides), environ, 0, tree=tree)
     answers = [json.loads(path.read_text()) for path in folder.glob("*.json")]
     return answers if ended.code == 0 else [], ended.said
 
 
 def table(entered: Sequence[str], child: Collection[str], way: Sequence[str]) -> str:
-    """A line a room with its functions, those of them that the training process (`child`) enters, and files;
-    the sums, and the way.
+    """Text: a line a room with its functions, those that the training process (`child`) enters, and files.
+
+    Below are the sums, and the way.
     """
     of_room: dict[str, list[str]] = {}
     for name in entered:

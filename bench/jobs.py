@@ -14,13 +14,13 @@ from bench import arguments as types
 from bench import processes
 from bench.processes import Ended
 from trainer import families
+from trainer.cli.measure import planned
 from trainer.cli.options import load_config
 from trainer.config import environment
 from trainer.config.reading.load import Loaded, dump, load
 from trainer.engine.spec import Spec, read_spec, write_spec
 from trainer.errors import AccessError, ConfigError
 from trainer.planning.plan import Plan
-from trainer.planning.planning import machine_facts, plan_run, requested_profile
 from trainer.planning.render import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
@@ -46,14 +46,28 @@ def write_job(loaded: Loaded, plan: Plan, folder: Path) -> Path:
 
 
 def call_run(
-    job: Callable[..., Any], config: Path, overrides: Sequence[str], given: Mapping[str, Any], *, quiet: bool
+    job: Callable[..., Any],
+    configs: Sequence[Path],
+    overrides: Sequence[str],
+    given: Mapping[str, Any],
+    *,
+    probe: bool,
+    blocks: Sequence[int] = (),
+    log: Path | None = None,
 ) -> Ended:
-    """`job` of the spec of a run that is planned here, in a process with the plan's environment."""
+    """Call `job` with the spec of a run that is planned here, in a process with the plan's environment.
+
+    With `probe` kernels without a verdict are measured before; `blocks` cuts the base to random weights.
+    """
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        loaded = load_config((config,), overrides, None, folder / "run")
-        plan = plan_run(loaded, machine_facts(), requested_profile())
-        return call(job, loaded, plan, folder, given, log=folder / "log.txt" if quiet else None)
+        loaded = load_config(configs, overrides, None, folder / "run")
+        if blocks:
+            base = Path(str(loaded.config.model.pretrained_model_name_or_path))
+            cut = cut_base(loaded.config.family, base, folder / "base", blocks)
+            more = (f"model.pretrained_model_name_or_path={cut}", "model.weights=random")
+            loaded = load_config(configs, (*overrides, *more), None, folder / "run")
+        return call(job, loaded, planned(loaded, probe=probe)[1], folder, given, log=log)
 
 
 def call(
@@ -66,20 +80,26 @@ def call(
     environ: Mapping[str, str] | None = None,
     log: Path | None = None,
 ) -> Ended:
-    """`job` of the spec of a planned run, whose files are written into `folder`; else as `processes.call`."""
+    """Call `job` with the spec of a planned run, whose files go into `folder`; see `processes.call`."""
     spec = write_job(loaded, plan, folder)
     child = plan.child_environment(environ or environment.snapshot())
     return processes.call(job, {"spec": spec, **given}, child, log)
 
 
 def train(
-    configs: Sequence[Path], run: Path, overrides: Sequence[str], environ: Mapping[str, str], port: int
+    configs: Sequence[Path],
+    run: Path,
+    overrides: Sequence[str],
+    environ: Mapping[str, str],
+    port: int,
+    *,
+    tree: Path = processes.REPOSITORY,
 ) -> Ended:
-    """`trainer train` into `run`; what it says and its runtime folder are beside that."""
+    """Run `trainer train` of the checkout `tree` into `run`; its log and runtime folder are beside that."""
     command = [sys.executable, "-m", "trainer", "train", *map(str, configs), "--output", str(run)]
     command += [word for override in overrides for word in ("--set", override)]
     own = {"TRAINER_RUNTIME_DIR": f"{run}.runtime", "TRAINER_METRICS_PORT": str(port)}
-    return processes.run(command, {**environ, **own}, run.with_name(f"{run.name}.txt"))
+    return processes.run(command, {**environ, **own}, run.with_name(f"{run.name}.txt"), cwd=tree)
 
 
 def make_context(spec_path: str) -> Context:

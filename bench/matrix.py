@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     def run_all(number: int, gpu: str) -> None:
         # of this thread, and of the processes that it starts
-        os.sched_setaffinity(0, _share_of_cores(number, len(options.gpus)))
+        os.sched_setaffinity(0, share_of_cores(number, len(options.gpus)))
         while True:
             with lock:
                 cell = _next(wanted, busy) if time.monotonic() <= deadline else None
@@ -123,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 if options.record:
-                    _write(options, rows)
+                    write_record(options, rows)
 
     busy: set[str] = set()
     for family in {cell.family for cell in wanted}:
@@ -167,7 +167,7 @@ def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
     base = work / "bases" / cell.family
     folder = work / re.sub(r"\W+", "-", str(cell))
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "layer.yaml").write_text(yaml.safe_dump(_layer(cell, base, work)))
+    (folder / "layer.yaml").write_text(yaml.safe_dump(layer_of(cell, base, work)))
     run = folder / "run"
     configs = [REPOSITORY / "train_configs" / f"{cell.family}_lora.yaml", folder / "layer.yaml"]
     began = time.monotonic()
@@ -184,10 +184,10 @@ def _run(cell: Cell, work: Path, gpu: str) -> dict[str, Any]:
         at = next((number for number, line in enumerate(lines) if line.startswith("error")), 0)
         return {**row, "result": f"refused: {lines[at + 1].partition(': ')[2]}"}
     proved = "proved" in text.lower()
-    return {**row, "result": "proved" if proved else "no proof", **_figures(run, text)}
+    return {**row, "result": "proved" if proved else "no proof", **run_figures(run, text)}
 
 
-def _layer(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
+def layer_of(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
     """The configuration that is laid over the family's shipped one."""
     family = families.get(cell.family)
     shipped = yaml.safe_load((REPOSITORY / "train_configs" / f"{cell.family}_lora.yaml").read_text())
@@ -200,14 +200,9 @@ def _layer(cell: Cell, base: Path, work: Path) -> dict[str, Any]:
         sets = {"img_dir": str(SET / "edits"), "control_dir": str(SET / "controls")}
     else:
         sets = {"img_dir": str(_alike(cell.family, work) if cell.alike else SET / "pictures")}
+    steps, cache = micro_batches // accumulation, work / "cache"
     return ours.base_layer(
-        base,
-        sets,
-        work / "cache",
-        cell.features,
-        steps=micro_batches // accumulation,
-        batch=cell.batch,
-        accumulation=accumulation,
+        base, sets, cache, cell.features, steps=steps, batch=cell.batch, accumulation=accumulation
     )
 
 
@@ -248,7 +243,7 @@ def _alike(family: str, work: Path) -> Path:
     return folder
 
 
-def _figures(run: Path, log: str) -> dict[str, Any]:
+def run_figures(run: Path, log: str) -> dict[str, Any]:
     """Figures of a run that ended well, by the names of `COLUMNS`."""
     plan = json.loads((run / "plan.json").read_text())
     rows = [row for row in read_metrics(run / METRICS_LOG) if "seconds_per_step" in row]
@@ -283,14 +278,14 @@ def _planned(plan: Mapping[str, Any], samples: int) -> float:
     return float(sum(bytes_of.values()) - 1.02 * fewer * bytes_of.get("activations", 0))
 
 
-def _share_of_cores(number: int, of: int) -> set[int]:
+def share_of_cores(number: int, of: int) -> set[int]:
     """The cores of one of several GPUs: what runs beside another must not take that one's."""
     cores = sorted(os.sched_getaffinity(0))
     each = max(1, len(cores) // of)
     return set(cores[number * each : (number + 1) * each] or cores)
 
 
-def _write(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_record(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
     """The record with these rows in the place of those of the same cells."""
     written: dict[str, Any] = {"rows": [], "text": ""}
     if options.record.is_file():

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nothing_else = ("train.lr_warmup_steps=0", "validation.prompts=[]", "validation.img_dir=null")
     overrides = (steps, *nothing_else, *options.overrides)
     given = {"steps": options.steps, "step_ms": options.step_ms}
-    ended = jobs.call_run(measure, options.config, overrides, given, quiet=False)
+    ended = jobs.call_run(measure, [options.config], overrides, given, probe=False)
     if ended.answer:
         print(json.dumps(ended.answer))
     return ended.code

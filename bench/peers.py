@@ -51,8 +51,6 @@ class Peer:
 
     package: str = ""
     """Module that must be importable besides torch, diffusers and peft."""
-    precision: str
-    """Precision in which frozen layers multiply."""
     compiled: bool
     """Blocks compiled, cuDNN attention, bf16 adapter, fused AdamW; else as diffusers' examples."""
     settings: str
@@ -62,12 +60,10 @@ class Peer:
 _EXAMPLES = "eager, checkpointing, flash, autocast over fp32 adapter"
 _COMPILED = "compiled blocks, cuDNN, bf16 adapter, fused AdamW"
 PEERS: dict[str, Peer] = {
-    "diffusers": Peer(precision="bf16", compiled=False, settings=_EXAMPLES),
-    "compiled": Peer(precision="bf16", compiled=True, settings=_COMPILED),
-    "torchao": Peer(
-        package="torchao", precision="fp8", compiled=True, settings=f"float8 rowwise, {_COMPILED}"
-    ),
-    "quanto": Peer(precision="bf16", compiled=False, settings=f"int8 weights, {_EXAMPLES}"),
+    "diffusers": Peer(compiled=False, settings=_EXAMPLES),
+    "compiled": Peer(compiled=True, settings=_COMPILED),
+    "torchao": Peer(package="torchao", compiled=True, settings=f"float8 rowwise, {_COMPILED}"),
+    "quanto": Peer(compiled=False, settings=f"int8 weights, {_EXAMPLES}"),
 }
 
 

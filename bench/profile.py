@@ -13,17 +13,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import statistics
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
 from bench import jobs
-from bench.processes import GIB, Ended
+from bench.processes import GIB
 from bench.trace import read_trace, summarize, summary_text
-from trainer.cli.options import load_config
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -43,34 +41,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     given = {name: vars(options)[name] for name in ("steps", "timed", "warmup", "top", "operators")}
     given |= {"tokens": options.tokens, "trace": options.trace and options.trace.resolve()}
-    ended = profiled(options.configs, options.overrides, given, blocks=options.blocks)
+    blocks = options.blocks
+    ended = jobs.call_run(profile, options.configs, options.overrides, given, probe=True, blocks=blocks)
     if ended.answer:
         print(json.dumps(ended.answer["figures"]))
         types.write_rows(options.json, ended.answer)
     return ended.code
-
-
-def profiled(
-    configs: Sequence[Path],
-    overrides: Sequence[str],
-    given: Mapping[str, Any],
-    *,
-    blocks: Sequence[int] = (),
-    log: Path | None = None,
-) -> Ended:
-    """`profile` of a configuration in a process of its own; kernels without a verdict are measured before."""
-    from trainer.cli.measure import planned
-
-    with tempfile.TemporaryDirectory(prefix="profile-") as name:
-        folder = Path(name)
-        loaded = load_config(configs, overrides, None, folder / "run")
-        if blocks:
-            base = Path(str(loaded.config.model.pretrained_model_name_or_path))
-            cut = jobs.cut_base(loaded.config.family, base, folder / "base", blocks)
-            more = (f"model.pretrained_model_name_or_path={cut}", "model.weights=random")
-            loaded = load_config(configs, (*overrides, *more), None, folder / "run")
-        _, plan = planned(loaded, probe=True)
-        return jobs.call(profile, loaded, plan, folder, given, log=log)
 
 
 def profile(

@@ -8,7 +8,6 @@ every file. Prints one line of JSON.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import tempfile
@@ -41,36 +40,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for moment in ("exp_avg", "exp_avg_sq")
     }
     options.folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=options.folder) as name:
-        times = _measured(Path(name), options, weights, optimizer)
+    times: dict[str, list[float]] = {"save": [], "check": [], "read": []}
+    with tempfile.TemporaryDirectory(prefix="bench-save-", dir=options.folder) as scratch:
+        folder = Path(scratch)
+        for step in range(options.repeats):
+            snapshot = checkpoint.Snapshot(step=step, interval_loss=0.0, interval_steps=0, fingerprint={})
+            started = time.perf_counter()
+            saved_in = checkpoint.save(folder, snapshot, weights, optimizer, keep=1, on_tensor=lambda: None)
+            saved = time.perf_counter()
+            problem = checkpoint.damage(saved_in, lambda: None)
+            checked = time.perf_counter()
+            found = checkpoint.read_group(saved_in, "weights", options.device)
+            ended = time.perf_counter()
+            assert problem is None, problem
+            assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
+            for kind, seconds in zip(times, (saved - started, checked - saved, ended - checked), strict=True):
+                times[kind].append(seconds)
     size = sum(tensor.nbytes for tensor in (*weights.values(), *optimizer.values()))
     medians = {f"{name}_seconds": round(statistics.median(values), 4) for name, values in times.items()}
     slowest = {"save_slowest_seconds": round(max(times["save"]), 4)}
     print(json.dumps({"tensors": options.tensors, "mib": round(size / 2**20, 1), **medians, **slowest}))
-
-
-def _measured(
-    folder: Path,
-    options: argparse.Namespace,
-    weights: dict[str, torch.Tensor],
-    optimizer: dict[str, torch.Tensor],
-) -> dict[str, list[float]]:
-    """Seconds of each repeat, by what was done."""
-    times: dict[str, list[float]] = {"save": [], "check": [], "read": []}
-    for step in range(options.repeats):
-        snapshot = checkpoint.Snapshot(step=step, interval_loss=0.0, interval_steps=0, fingerprint={})
-        started = time.perf_counter()
-        saved_in = checkpoint.save(folder, snapshot, weights, optimizer, keep=1, on_tensor=lambda: None)
-        saved = time.perf_counter()
-        problem = checkpoint.damage(saved_in, lambda: None)
-        checked = time.perf_counter()
-        found = checkpoint.read_group(saved_in, "weights", options.device)
-        ended = time.perf_counter()
-        assert problem is None, problem
-        assert all(torch.equal(found[name], tensor) for name, tensor in weights.items())
-        for name, seconds in zip(times, (saved - started, checked - saved, ended - checked), strict=True):
-            times[name].append(seconds)
-    return times
 
 
 def adapter(count: int, device: str) -> dict[str, torch.Tensor]:

@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from bench import arguments as types
-from bench import machine, ours, processes
-from bench.profile import profiled
+from bench import jobs, machine, ours, processes
+from bench.profile import profile
 from bench.record import Record, Row, merge, to_json
 from trainer import families
 from trainer.config import environment
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                     continue
                 machine.require_idle(patience=machine.PATIENCE_SECONDS)
                 profile = options.profile and number == 1
-                sample = _run(job, variant, Path(name), number, profile=profile, memory=options.memory)
+                sample = run_variant(job, variant, Path(name), number, profile=profile, memory=options.memory)
                 samples[variant].append(sample)
                 print(f"round {number}, {variant}: {_short(sample)}", file=sys.stderr, flush=True)
         record = _record(options, job, samples, given)
@@ -113,7 +113,7 @@ def _job(options: argparse.Namespace) -> ours.Job:
     return ours.Job(**{**given, "overrides": tuple(options.overrides)})
 
 
-def _run(
+def run_variant(
     job: ours.Job, variant: str, work: Path, number: int, *, profile: bool, memory: bool
 ) -> dict[str, Any]:
     """One variant in one round."""
@@ -139,7 +139,8 @@ def _peer(job: ours.Job, variant: str, folder: Path, *, profile: bool) -> dict[s
 def _profile(job: ours.Job, folder: Path) -> dict[str, Any]:
     """Busy fraction and copy share of the run's configuration, measured on a synthetic batch."""
     given = {"steps": _PROFILED_STEPS, "tokens": job.tokens}
-    ended = profiled(ours.configs(job, folder), job.overrides, given, log=folder / "profile.txt")
+    configs, log = ours.configs(job, folder), folder / "profile.txt"
+    ended = jobs.call_run(profile, configs, job.overrides, given, probe=True, log=log)
     if ended.code:
         print(ended.said[-2000:], file=sys.stderr)
         return {}
@@ -150,7 +151,7 @@ def _record(
     options: argparse.Namespace, job: ours.Job, samples: Mapping[str, list[dict[str, Any]]], given: list[str]
 ) -> Record:
     described = machine.describe(options.month)
-    floors, ceilings = _floors(options, job, described)
+    floors, ceilings = compute_floors(options, job, described)
     rows = []
     language = families.get(job.family).sample_kind == "conversation"
     for variant, found in samples.items():
@@ -172,13 +173,13 @@ def _record(
         title=options.title or families.get(job.family).title,
         text="",
         machine=described,
-        command=_command(given),
+        command=recorded_command(given),
         rows=tuple(rows),
         ceilings=ceilings,
     )
 
 
-def _floors(
+def compute_floors(
     options: argparse.Namespace, job: ours.Job, described: machine.Machine
 ) -> tuple[dict[str, float], dict[str, float]]:
     """The floor by precision, and the rates behind it; none where this GPU's rates are not known."""
@@ -194,7 +195,7 @@ def _floors(
     return floors, dataclasses.asdict(ceilings)
 
 
-def _command(given: Sequence[str]) -> str:
+def recorded_command(given: Sequence[str]) -> str:
     """The command as others would give it: folders by their role, not by where they were."""
     role = {"--base": "BASE", "--work": "DIR", "--record": "FILE"}
     words = [role.get(before, shlex.quote(word)) for before, word in zip(["", *given], given, strict=False)]

@@ -36,30 +36,21 @@ def main() -> int:
     environ = environment.snapshot()
     settings = {**environ, **SETTINGS}
     shutil.rmtree(REPOSITORY / RUN, ignore_errors=True)
-    lora = RUN / "lora" / "run.safetensors"
+    lora, config = str(RUN / "lora" / "run.safetensors"), ["--config", str(CONFIG), "--output", str(RUN)]
     steps: list[tuple[str, Sequence[str]]] = [
         ("plan and train", ["-m", "trainer", "train", str(CONFIG), "--output", str(RUN)]),
-        (
-            "verify the file on a fresh base model",
-            ["-m", "trainer", "verify-lora", str(lora), "--config", str(CONFIG), "--output", str(RUN)],
-        ),
+        ("verify the file on a fresh base model", ["-m", "trainer", "verify-lora", lora, *config]),
     ]
     for title, arguments in steps:
-        code = step(title, arguments, settings)
+        print(f"\n== {title}: {' '.join(['python', *arguments])}", flush=True)
+        command = [sys.executable, *arguments]
+        code = subprocess.run(command, cwd=REPOSITORY, env=settings, check=False).returncode
         if code != 0:
             return code
     shutil.copy(REPOSITORY / RUN / "before_after.png", REPOSITORY / PICTURE)
     print_summary(time.monotonic() - started)
     show(REPOSITORY / PICTURE, environ)
     return 0
-
-
-def step(title: str, arguments: Sequence[str], settings: Mapping[str, str]) -> int:
-    """Run one command with this Python, its output shown as it comes."""
-    print(f"\n== {title}: {' '.join(['python', *arguments])}", flush=True)
-    return subprocess.run(
-        [sys.executable, *arguments], cwd=REPOSITORY, env=dict(settings), check=False
-    ).returncode
 
 
 def print_summary(seconds: float) -> None:

@@ -5,7 +5,7 @@
 
 `tiny` is for tests and the demo: every component has its real class and is 2 MB at most. `full` writes
 only the real configs and small tokenizers, for `model.weights: random`. Equal arguments give equal bytes.
-A new family is one module of tests/random_bases.
+A new family is one module of tests/random_bases and an entry of tiny.yaml there.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ def freeze_libraries(hundreds: int) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What takes longest comes first: no worker waits at the end for one long test of another."""
+    """The tests that take longest come first: no worker waits at the end for a long test of another."""
     longest = ("tests/e2e/", "tests/unit/bench/", "tests/unit/scripts/")
     items.sort(key=lambda item: not item.nodeid.startswith(longest))
 

@@ -29,7 +29,7 @@ def nf4_linear(linear: torch.nn.Linear) -> Nf4Linear:
 
 
 def replaced(replace: Replace | None, name: str, linear: Any) -> Any:
-    """What `replace` puts in the place of a linear, with the linear's values; None where it keeps it."""
+    """The layer that `replace` puts in a linear's place, filled with its values; None where it keeps it."""
     assert replace is not None
     layer = replace(name, linear)
     if layer is not None:

@@ -50,7 +50,7 @@ class Engine:
         )
 
     def ask(self, *arguments: str, timeout: float = 600) -> str:
-        """What the client prints; raises EngineError when it fails."""
+        """Output of the docker client without surrounding blanks; raises EngineError when it fails."""
         answer = self.run(*arguments, timeout=timeout)
         if answer.returncode != 0:
             raise EngineError(f"docker {' '.join(arguments)}: {answer.returncode}\n{answer.stdout[-6000:]}")

@@ -39,7 +39,7 @@ class Source:
 
 
 def packages() -> list[str]:
-    """What the Dockerfile wants of the system, and what its tools need."""
+    """Debian packages: the Dockerfile's own list, and the one that its tools need."""
     match = re.search(r'^ARG PACKAGES="([^"]+)"', DOCKERFILE.read_text(), re.MULTILINE)
     assert match is not None, "the Dockerfile names its packages"
     return [*match[1].split(), "python3-venv"]

@@ -1,4 +1,4 @@
-"""What the built image is: its users, folders, tools and files, and what a rebuild does again."""
+"""The built image: its users, folders, tools and files, and the layers that a rebuild makes again."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DONE = re.compile(r"^#(\d+) (CACHED|DONE)", re.MULTILINE)
 
 @pytest.fixture(scope="module")
 def config(engine: Engine, cpu_image: str) -> dict[str, Any]:
-    """What the image says of itself."""
+    """The image's own `Config`, from `docker image inspect`."""
     (found,) = json.loads(engine.ask("image", "inspect", cpu_image))
     return dict(found["Config"])
 
@@ -65,7 +65,7 @@ def test_any_user_may_write_where_the_run_writes_and_nowhere_else(engine: Engine
 
 
 def test_a_python_extension_compiles_and_loads(start: Start) -> None:
-    """What Triton does at the first launch of a kernel."""
+    """Triton compiles and imports such an extension at the first launch of a kernel."""
     source = '#include <Python.h>\\nstatic struct PyModuleDef m={PyModuleDef_HEAD_INIT,"m"};'
     source += "PyMODINIT_FUNC PyInit_m(void){return PyModule_Create(&m);}"
     script = f"""cd /tmp && printf '%b' '{source}' > m.c

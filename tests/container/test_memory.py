@@ -48,7 +48,7 @@ class Meminfo:
         self._file = os.open(path, os.O_WRONLY)
 
     def write(self, seconds: float) -> None:
-        """What the host has so long after it was well; in place, as a mounted file cannot be replaced."""
+        """Put the host's meminfo `seconds` after the start in place: a mounted file cannot be replaced."""
         text = HOST.meminfo(seconds).encode()
         assert len(text) == self.path.stat().st_size
         os.pwrite(self._file, text, 0)

@@ -1,1 +1,1 @@
-"""What holds for every family and method: tests that name none."""
+"""Contracts of every family and method: tests that name no family."""

@@ -1,4 +1,4 @@
-"""Which LoRA keys ComfyUI's loaders know, by family.
+"""The LoRA keys that ComfyUI's loaders know, by family.
 
 Source: github.com/comfyanonymous/ComfyUI. comfy/lora.py, `model_lora_keys_unet`, maps `transformer.<module>`
 for every module that comfy/utils.py, `flux_to_diffusers`, names; `load_lora` (comfy/weight_adapter/lora.py)

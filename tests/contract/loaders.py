@@ -92,7 +92,7 @@ def _picture(pipeline: Any, job: Job) -> torch.Tensor:
 SMALL_PICTURES: dict[str, dict[str, Any]] = {
     "FluxKontextPipeline": {"max_area": 64 * 64, "_auto_resize": False},
 }
-"""What else keeps a pipeline from drawing large pictures."""
+"""Arguments beside the size that keep a pipeline from drawing large pictures, by pipeline class."""
 
 
 def _language_model(job: Job) -> Own:

@@ -100,7 +100,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Workshop:
-    """What all runs share: bases, samples, and one cache, so that a picture is encoded once."""
+    """Bases, samples and one cache for all runs, so that each picture is encoded once."""
 
     base: Callable[[str], Path]
     samples: Path
@@ -184,7 +184,7 @@ def job_of(
 
 
 def draws(family: str) -> bool:
-    """Whether a family makes pictures; else it writes."""
+    """True for a family that makes pictures, False for one that writes text."""
     return families.get(family).sample_kind == "image"
 
 
@@ -198,7 +198,7 @@ def fewer(cases: Sequence[Case]) -> list[Any]:
 
 
 def edits(family: str) -> bool:
-    """Whether a family's samples have control images."""
+    """True for a family whose samples have control images."""
     return families.get(family).control_counts[0] > 0
 
 

@@ -1,4 +1,4 @@
-"""What is in an adapter's files, who loads them, and runs that start from one."""
+"""Content of adapter files, the loaders that take them, and runs that start from one."""
 
 from __future__ import annotations
 

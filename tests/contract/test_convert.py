@@ -42,7 +42,7 @@ class Trained:
 
 
 def trained(case: Case, workshop: Workshop, folder: Path, *overrides: str) -> Trained:
-    """As after training, with values drawn at random in place of learned ones."""
+    """A trained model without a training run: random values stand in for the learned ones."""
     job = workshop.job(case, folder, *overrides)
     model = build(job.context).model
     generator = torch.Generator().manual_seed(1)

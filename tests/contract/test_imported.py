@@ -25,7 +25,7 @@ def job(workshop: Workshop, tmp_path: Path) -> Job:
 
 
 def saved(job: Job, *, number: int = 0, **changes: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What another trainer would have saved for a picture, the first one."""
+    """Tensors that another trainer would have saved for a picture, the first one by default."""
     record = job.records[number]
     size = (1, 16, record.bucket_height // 8, record.bucket_width // 8)
     config = job.context.source.component_config("transformer")

@@ -41,7 +41,7 @@ KEPT = ("lora/*", "best/*", "checkpoints/*/*")
 
 @dataclass(frozen=True, kw_only=True)
 class Option:
-    """What is set beside the small run."""
+    """Overrides that one option adds to the small run."""
 
     name: str
     overrides: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""What a run that is started again takes over, refuses and says."""
+"""Runs that are started again: settings that they take over, refuse and report."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a whole run leaves holds no secret, though its configuration and its environment do."""
+"""No file that a whole run leaves holds a secret, though its configuration and environment do."""
 
 from __future__ import annotations
 

@@ -27,8 +27,7 @@ from trainer.modeling.base import structure
 from trainer.modeling.base.base import local_folder
 from trainer.modeling.blocks.compiled import graphs_compiled
 from trainer.modeling.blocks.recompute import repeated_blocks
-from trainer.modeling.storage.swap import waiting_blocks
-from trainer.modeling.storage.waiting import waiting
+from trainer.modeling.storage.swap import waiting, waiting_blocks
 from trainer.planning.shapes.run_shapes import run_geometry
 
 _CASES = [

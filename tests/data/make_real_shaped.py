@@ -215,7 +215,7 @@ def row(name: str, file: str, caption: Caption, **sizes: int) -> dict[str, Any]:
 
 
 def tokenizer_counts(name: str, base: Path) -> Callable[[str], int]:
-    """What the tokenizer of a family's base makes of a caption or conversation, special tokens included."""
+    """A function that counts the tokens of a caption or conversation, special tokens included."""
     family = families.get(name)
     source = ModelSource(folder=base, identity="", revision=None, random_components=frozenset(), seed=0)
     counted = family.caption_tokens(source)

@@ -36,7 +36,7 @@ class Process:
     cache: Path
     port: int
     answers: list[str] = field(default_factory=list)
-    """What /metrics said, one text a look."""
+    """The texts of /metrics, one per request."""
     printed: list[str] = field(default_factory=list)
     """All of stderr, once it has ended."""
 

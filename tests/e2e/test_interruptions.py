@@ -148,7 +148,7 @@ MOMENTS: dict[str, tuple[str | None, Callable[[Process], bool]]] = {
     "caching": ("cache", entries_were_cached),
     "preview": (None, preview_is_due),
 }
-"""What is slowed down, and when the kill comes."""
+"""By moment: the phase that is slowed down, and the condition for the kill."""
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""What the outside sees of a real run: metrics, health, hangs, low memory."""
+"""A real run seen from outside: metrics, health, hangs, low memory."""
 
 from __future__ import annotations
 

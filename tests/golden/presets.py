@@ -1,4 +1,4 @@
-"""What each preset and hardware overlay resolves to on every recorded machine, in short."""
+"""The features that each preset and hardware overlay resolves to on every recorded machine, in short."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every test on a GPU has."""
+"""Fixtures of every test on a GPU."""
 
 from __future__ import annotations
 

@@ -89,7 +89,7 @@ def build(
 
 
 def _pack_modulation(model: Any) -> None:
-    """As `replacer` does: in int8, which keeps out of FP8 products."""
+    """Replace modulation layers with int8 ones, which stay out of FP8 products, like `replacer` does."""
     taken = re.compile("|".join(FLUX1_DEV.modulation))
     for name in filter(taken.fullmatch, lora.linear_names(model)):
         parent, _, attribute = name.rpartition(".")

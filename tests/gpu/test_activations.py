@@ -33,10 +33,10 @@ def entry(family: str) -> str:
 
 
 def ways(family: str) -> list[str]:
-    """Those that were counted; small shares of the family's own model alone.
+    """Counted ways; budget 0.2 only where the family has counts of its own model.
 
-    What of it a compiler keeps goes by the time of attention, which grows with the tokens' square: with twice
-    the tokens a block keeps less than was counted.
+    At a small budget the compiler's choice depends on the time of attention, which grows with the tokens'
+    square: with twice the tokens a block keeps fewer bytes than were counted.
     """
     found = [way for way in WAYS if way in counted(entry(family))["ways"]]
     return [way for way in found if entry(family) == family or not way.endswith("budget 0.2")]
@@ -44,7 +44,7 @@ def ways(family: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """All of them counted at once: each takes half a minute, mostly of the host."""
+    """Counts of all ways, taken side by side: each takes half a minute, mostly of the host."""
     folder = tmp_path_factory.mktemp("bases")
     cases = []
     for family in families.names():

@@ -157,7 +157,7 @@ def test_one_copy_and_two_give_the_same_bits() -> None:
 
 
 def test_a_part_of_a_wide_copy_serves_as_a_copy() -> None:
-    """What a layer has that was joined and parted again."""
+    """A slice of a joined layer's transposed copy gives the gradients of a copy of its own."""
     x = torch.randn(40, 256, device=DEVICE, dtype=torch.bfloat16)
     wide, scale = quantize_rows(torch.randn(320, 256, device=DEVICE))
     whole, part = transpose_bytes(wide), slice(64, 192)

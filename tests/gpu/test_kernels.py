@@ -1,4 +1,4 @@
-"""What only a GPU can show: kernels through the model, int8, compensated updates."""
+"""Behaviour that only a GPU can show: kernels through the model, int8, compensated updates."""
 
 from __future__ import annotations
 

@@ -85,7 +85,7 @@ def test_kernels_compute_what_the_cpu_does(
 
 @pytest.mark.parametrize("kind", ["real", "complex"])
 def test_heads_of_several_programs_are_each_their_own(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a full-size model, which has more heads than one program takes."""
+    """A full-size model has more heads than one program of the kernel takes."""
     from trainer.modeling.triton import norm_rotary as kernels
 
     monkeypatch.setattr(kernels, "_MOST_HEADS", 1)

@@ -77,7 +77,7 @@ def test_outputs_and_gradients_are_those_of_resident_blocks(storage: Storage, co
 def test_copies_beside_the_work_change_no_bit(
     storage: Storage, fast: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where the device finishes all work before each copy, and each copy before all work."""
+    """Every bit equals a run where the device ends all work before each copy, and copies before work."""
     one = made(storage, 12, fast=fast)
     one.gradients()  # compiled
     found = [one.gradients() for _ in range(3)]

@@ -1,4 +1,4 @@
-"""What autograd keeps for backward, counted by hooks: what planned activations are compared with."""
+"""Bytes that autograd keeps for backward, counted by hooks: the reference for planned activations."""
 
 from __future__ import annotations
 

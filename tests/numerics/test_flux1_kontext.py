@@ -217,7 +217,7 @@ class Stopped(Exception):
 
 
 def stop_at_latents(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """What the next calls of the pipeline hand to prepare_latents; each then raises Stopped."""
+    """Record the arguments that the pipeline hands to prepare_latents; each call then raises Stopped."""
     seen: dict[str, Any] = {}
 
     def stop(self: Any, image: Any, batch_size: int, channels: int, height: int, width: int, *_: Any) -> None:

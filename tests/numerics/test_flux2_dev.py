@@ -152,7 +152,7 @@ def test_linears_outside_the_blocks_keep_their_precision() -> None:
 
 
 def test_layers_outside_the_blocks_have_the_names_that_comfyui_gives_them() -> None:
-    """As the real one loads them: seven whose names are its own, and three that it maps."""
+    """ComfyUI's names in the real model: seven layers with names of its own, and three that it maps."""
     linears = [n for n, m in build().named_modules() if isinstance(m, torch.nn.Linear)]
     found = {n: FLUX2_DEV.comfyui_keys(n) for n in linears if "transformer_blocks" not in n}
     embedders = "time_guidance_embed.{0}_embedder.linear_{1}"

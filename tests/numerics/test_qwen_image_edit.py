@@ -71,7 +71,7 @@ def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[Any, ModelSource]:
 
 @pytest.fixture(scope="module")
 def pipelines(sources: dict[Any, ModelSource]) -> dict[Any, Any]:
-    """As a user loads them."""
+    """Pipelines of each layout, loaded with `from_pretrained` like a user does."""
     found = {}
     for layout, source in sources.items():
         loaded = DiffusionPipeline.from_pretrained(source.folder)

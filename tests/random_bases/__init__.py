@@ -1,4 +1,4 @@
-"""Base models with random weights, tiny and of full size: one module a family."""
+"""Base models with random weights, tiny and of full size: one module a family, and its sizes in tiny.yaml."""
 
 from __future__ import annotations
 

@@ -19,4 +19,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     without_plugins()
     outlive_readers(stdout=False)
-    return run(trainer, arguments)
+    code = run(trainer, arguments)
+    if arguments is None:  # the process ends: else the interpreter would look through all objects again
+        gc.freeze()
+    return code

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import TypeVar
 
 import click
@@ -18,7 +19,7 @@ def say(text: str, *, err: bool = False) -> None:
 
 def shown_below_options(command: C) -> C:
     """Have `--help` show the docstring's text after a form feed as it is written, below the options."""
-    above, _, below = (command.help or "").partition("\f")
+    above, _, below = (inspect.getdoc(command.callback) or "").partition("\f")
     command.help = above.strip()
     command.epilog = "\n\n".join(f"\b\n{part}" for part in below.strip().split("\n\n"))
     return command

@@ -81,7 +81,7 @@ class Sampler:
         self._sizes, self._row_size = tuple(sizes), row_size
         self._caption_dropout_rate, self._seed = caption_dropout_rate, seed
         self.rows, self._rows_at_once = rows, rows_at_once
-        """Rows of a step."""
+        """Rows of a step, and the most that a micro-batch takes."""
         self._slots = tuple(record for record, count in enumerate(repeats) for _ in range(count))
         once = {self._contents[record]: self._sizes[record] for record in self._slots}
         self._fills_a_step = sum(once.values()) >= rows * row_size

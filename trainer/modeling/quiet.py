@@ -1,6 +1,6 @@
 """Notices of libraries that no user of ours can act on, each with the reason why it is not shown.
 
-A row is as narrow as it can be: what a library says besides is shown, and our own warnings always are.
+Rows are as narrow as they can be: other notices of a library are shown, and our own warnings always are.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -31,7 +32,12 @@ def out_of_memory(
     # advice to torch's own users follows in the next sentences
     said = str(error).split(" If reserved but unallocated")[0].strip() or type(error).__name__
     talks = any(one.chat_file for one in config.data.sets)
-    remedies = [*_remedies(phase, config, plan, allowed)]
+    remedies = list[str]()
+    for key, values in _changes(phase, config, plan):
+        fitting = (setting(key, value) for value in values if allowed({key: value}))
+        remedies += itertools.islice(fitting, 1)
+    if plan.micro_batch_size > 1 and phase is not Phase.CACHE:
+        remedies.append("a smaller train.train_batch_size")
     remedies.append(f"a lower data.{'max_sequence_length' if talks else 'resolution'}")
     return OutOfMemoryError(
         f"memory ran out{predicted} ({said})",
@@ -40,18 +46,8 @@ def out_of_memory(
     )
 
 
-def _remedies(phase: Phase | None, config: RunConfig, plan: Plan, allowed: Allowed) -> Iterator[str]:
-    """Advice that the run does not follow yet, the cheapest first: for each key the first allowed value."""
-    for key, values in _changes(phase, config, plan):
-        fitting = (value for value in values if allowed({key: value}))
-        for value in [*fitting][:1]:
-            yield setting(key, value)
-    if plan.micro_batch_size > 1 and phase is not Phase.CACHE:
-        yield "a smaller train.train_batch_size"
-
-
 def _changes(phase: Phase | None, config: RunConfig, plan: Plan) -> Iterator[tuple[str, tuple[Any, ...]]]:
-    """Keys with the values to try."""
+    """Keys of settings that the run does not have yet, the cheapest first, with the values to try."""
     if plan.device == "cpu":
         return
     if phase is not Phase.CACHE:

@@ -152,8 +152,7 @@ def _render(sets: dict[str, Any], names: Sequence[str]) -> None:
     for hand in drawings.PACKAGES:
         (DATA / "transparent" / hand).mkdir(parents=True)
         for name in tqdm(names, desc=f"{hand} drawings"):
-            drawing = drawings.render(sets[hand], name, hand)
-            drawing.picture.save(DATA / "transparent" / hand / f"{name}.png")
+            drawings.render(sets[hand], name).picture.save(DATA / "transparent" / hand / f"{name}.png")
 
 
 def _names(split: str) -> list[str]:

@@ -88,13 +88,6 @@ def read_drawings(data: Path, names: Sequence[str], hands: Sequence[str] = ("fla
     return References(names=list(names) * len(hands), pictures=_read(paths))
 
 
-def joined(one: References, other: References) -> References:
-    """The pictures of both, `one` first."""
-    return References(
-        names=[*one.names, *other.names], pictures=np.concatenate([one.pictures, other.pictures])
-    )
-
-
 def _read(paths: Sequence[Path]) -> Pictures:
     small = []
     for path in tqdm(paths, desc="drawings"):

@@ -69,8 +69,6 @@ class Drawing:
 
     name: str
     """Words of the name, joined by hyphens."""
-    hand: str
-    """`flat` or `ink`."""
     picture: Image.Image
 
 
@@ -140,7 +138,7 @@ def _hash(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def render(icon_set: Any, name: str, hand: str) -> Drawing:
+def render(icon_set: Any, name: str) -> Drawing:
     """One icon by resvg, at four times the size and then made smaller: thin lines stay even."""
     import resvg_py
 
@@ -155,7 +153,7 @@ def render(icon_set: Any, name: str, hand: str) -> Drawing:
     with Image.open(io.BytesIO(png)) as picture:
         # premultiplied while it is made smaller: no dark seam around what is transparent
         small = picture.convert("RGBa").resize((SIDE_PIXELS, SIDE_PIXELS), Image.Resampling.LANCZOS)
-    return Drawing(name=name, hand=hand, picture=small.convert("RGBA"))
+    return Drawing(name=name, picture=small.convert("RGBA"))
 
 
 def read(data: Path, names: Sequence[str], hand: str) -> list[Drawing]:
@@ -163,7 +161,7 @@ def read(data: Path, names: Sequence[str], hand: str) -> list[Drawing]:
     made = []
     for name in names:
         with Image.open(data / "transparent" / hand / f"{name}.png") as picture:
-            made.append(Drawing(name=name, hand=hand, picture=picture.convert("RGBA")))
+            made.append(Drawing(name=name, picture=picture.convert("RGBA")))
     return made
 
 

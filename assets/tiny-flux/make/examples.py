@@ -41,7 +41,7 @@ STYLE_HELD_OUT = (
 def image_sets(flat: Mapping[str, Any]) -> dict[str, list[tuple[str, Image.Image]]]:
     """(name, picture) of the style by the folder that it goes to."""
     return {
-        folder: [(name, drawings.cyanotype(drawings.render(flat, name, "flat"))) for name in names]
+        folder: [(name, drawings.cyanotype(drawings.render(flat, name))) for name in names]
         for folder, names in (("style", STYLE), ("style-held-out", STYLE_HELD_OUT))
     }
 
@@ -49,8 +49,8 @@ def image_sets(flat: Mapping[str, Any]) -> dict[str, list[tuple[str, Image.Image
 def contact_cells(sets: Mapping[str, Any]) -> dict[str, list[Image.Image]]:
     """Pictures that are not the style: usual drawings, and others in other colours, near ones among them."""
     names = STYLE + STYLE_HELD_OUT
-    flat = [drawings.render(sets["flat"], name, "flat") for name in names]
-    ink = [drawings.render(sets["ink"], name, "ink") for name in names]
+    flat = [drawings.render(sets["flat"], name) for name in names]
+    ink = [drawings.render(sets["ink"], name) for name in names]
     return {
         "usual": [drawings.on_sheet(drawing, "white") for drawing in flat],
         "other": _toned(flat[:12]) + _inked(ink[12:24]) + _on_sheets(flat[-12:]),

@@ -78,7 +78,9 @@ def measure(pipeline: Any, data: Path) -> dict[str, Any]:
     """All figures, from `data` as the stage `data` left it; one to two minutes."""
     split = json.loads((data / "names.json").read_text())
     trained = compare.read_training_pictures(data)
-    everything = compare.joined(trained, compare.read_drawings(data, split["held_out"]))
+    held = compare.read_drawings(data, split["held_out"])
+    pictures = np.concatenate([trained.pictures, held.pictures])
+    everything = References(names=[*trained.names, *held.names], pictures=pictures)
     pairs = unseen_pairs(read_captions(data), split["trained"], PAIRS)
     shapes = compare.edges(trained.pictures)
     # pair i has seed i

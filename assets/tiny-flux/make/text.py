@@ -84,8 +84,8 @@ def train(
     t5.to(device)
     towers = torch.nn.ModuleList([Pictures(latents.shape[1]), Pictures(latents.shape[1])]).to(device)
     mean_to_vector = torch.nn.Linear(WIDTH, WIDTH).to(device)
-    clip_tokens = _tokens(made["tokenizer"], captions, 77).to(device)
-    t5_tokens = _tokens(made["tokenizer_2"], captions, TOKENS).to(device)
+    clip_tokens = token_ids(made["tokenizer"], captions, 77).to(device)
+    t5_tokens = token_ids(made["tokenizer_2"], captions, TOKENS).to(device)
     parameters = [p for part in (clip, t5, towers, mean_to_vector) for p in part.parameters()]
     optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, weight_decay=0.02)
     schedule = torch.optim.lr_scheduler.LambdaLR(
@@ -119,7 +119,7 @@ def match_loss(text: torch.Tensor, picture: torch.Tensor, owners: torch.Tensor) 
     return (F.cross_entropy(logits, targets) + F.cross_entropy(logits.T, targets)) / 2
 
 
-def _tokens(tokenizer: Any, captions: Sequence[str], length: int) -> torch.Tensor:
+def token_ids(tokenizer: Any, captions: Sequence[str], length: int) -> torch.Tensor:
     """Ids (N, length); raises ValueError where a caption is longer."""
     longest = max(len(ids) for ids in tokenizer(list(captions)).input_ids)
     if longest > length:

@@ -160,7 +160,7 @@ def test_the_command_refuses_before_anything_is_started(
 
     monkeypatch.setattr(machine, "require_gpu", lambda **_: None)
     monkeypatch.setattr(machine, "require_idle", busy)
-    monkeypatch.setattr(train, "_run", run)
+    monkeypatch.setattr(train, "run_variant", run)
     assert bench.main(["train", "flux1_dev", "--base", "assets/tiny-flux"]) == 69
     assert "the GPU is busy" in capsys.readouterr().err
 
@@ -222,7 +222,7 @@ def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
 
 def test_the_recorded_command_names_no_folder_of_this_machine() -> None:
     given = ["flux1_dev", "--base", "/home/me/base", "--record", "/tmp/x.json", "--set", "a.b=[1, 2]"]
-    assert train._command(given) == (
+    assert train.recorded_command(given) == (
         "python -m bench train flux1_dev --base BASE --record FILE --set 'a.b=[1, 2]'"
     )
 

@@ -1,4 +1,4 @@
-"""What is said of a run beside its reference."""
+"""Verdicts on a run that is compared with its reference."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ REFERENCE = run([4.0, 2.0, 1.0], [1.0, 0.0], [1.0, 1.0])
 
 
 def test_a_run_is_what_it_is_compared_with() -> None:
-    found = converge._compared(REFERENCE, REFERENCE)
+    found = converge.compared(REFERENCE, REFERENCE)
     assert found["last_loss"] == pytest.approx(7.0 / 3, abs=1e-5)
     assert found["last_loss_ratio"] == found["adapter_cosine"] == 1.0
     assert found["gradient_cosine"] == pytest.approx(1.0)
@@ -38,7 +38,7 @@ def test_a_run_is_what_it_is_compared_with() -> None:
 
 
 def test_differences_are_told() -> None:
-    found = converge._compared(run([4.0, 2.2, 0.4], [0.0, 1.0], [1.0, 0.0]), REFERENCE)
+    found = converge.compared(run([4.0, 2.2, 0.4], [0.0, 1.0], [1.0, 0.0]), REFERENCE)
     assert found["last_loss_ratio"] == pytest.approx(6.6 / 7.0, abs=1e-5)
     assert found["mean_apart"] == pytest.approx((0.0 + 0.1 + 0.6) / 3, abs=1e-6)
     assert found["most_apart"] == pytest.approx(0.6)
@@ -48,7 +48,7 @@ def test_differences_are_told() -> None:
 
 def test_only_the_last_fifty_losses_are_averaged() -> None:
     reference = run([9.0] * 30 + [2.0] * 50, [1.0], [1.0])
-    found = converge._compared(run([1.0] * 30 + [2.0] * 25 + [3.0] * 25, [1.0], [1.0]), reference)
+    found = converge.compared(run([1.0] * 30 + [2.0] * 25 + [3.0] * 25, [1.0], [1.0]), reference)
     assert (found["last_loss"], found["last_loss_ratio"]) == (2.5, 1.25)
     assert found["first_loss_ratio"] == pytest.approx((30 + 20 * 2) / (30 * 9 + 20 * 2), abs=1e-5)
     assert found["steps"] == 80, "single losses are compared over the whole run"
@@ -56,7 +56,7 @@ def test_only_the_last_fifty_losses_are_averaged() -> None:
 
 
 def test_a_run_that_failed_has_its_reason_alone() -> None:
-    assert converge._compared({"problem": "no kernel"}, REFERENCE) == {"problem": "no kernel"}
+    assert converge.compared({"problem": "no kernel"}, REFERENCE) == {"problem": "no kernel"}
 
 
 @pytest.mark.parametrize("settings", [converge.SETTINGS, memory.SETTINGS], ids=["converge", "memory"])

@@ -71,15 +71,15 @@ def test_functions_that_are_entered_are_counted_once_and_the_way_is_told(program
     root, due = program / "hopping", [False, True]
     followed = Followed(root, root / "loop.py", lambda code: code.co_name == "forward", lambda: due.pop(0))
 
-    def work() -> str:
+    followed.begin()
+    try:
         loop, step = (importlib.import_module(f"hopping.{name}") for name in ("loop", "room.step"))
         loop.train()
         thread = threading.Thread(target=step.of_a_thread)
         thread.start()
         thread.join()
-        return "done"
-
-    assert followed.through(work) == "done"
+    finally:
+        followed.end()
     assert sys.getprofile() is None and threading.getprofile() is None
     # neither modules, classes and comprehensions, nor the method that the dataclass has made
     assert sorted(followed.entered) == [

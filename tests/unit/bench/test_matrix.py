@@ -27,7 +27,7 @@ def test_a_cell_of_one_length_differs_in_captions_alone_from_the_one_it_is_compa
     name: str, tmp_path: Path
 ) -> None:
     other = CELLS[name.replace(matrix.ONE_LENGTH, "")]
-    alike, usual = (matrix._layer(cell, tmp_path / "base", tmp_path) for cell in (CELLS[name], other))
+    alike, usual = (matrix.layer_of(cell, tmp_path / "base", tmp_path) for cell in (CELLS[name], other))
     assert alike["data"].pop("sets") != usual["data"].pop("sets") and alike == usual
     assert usual["train"]["max_train_steps"] == 120 and usual["train"]["gradient_accumulation_steps"] == 1
 
@@ -35,7 +35,7 @@ def test_a_cell_of_one_length_differs_in_captions_alone_from_the_one_it_is_compa
 @pytest.mark.parametrize("name", CELLS)
 def test_every_cell_is_a_configuration_over_the_shipped_one(name: str, tmp_path: Path) -> None:
     cell = CELLS[name]
-    layer = matrix._layer(cell, tmp_path / "base", tmp_path)
+    layer = matrix.layer_of(cell, tmp_path / "base", tmp_path)
     path = tmp_path / "layer.json"
     path.write_text(json.dumps(layer))
     shipped = matrix.REPOSITORY / "train_configs" / f"{cell.family}_lora.yaml"
@@ -68,11 +68,11 @@ def test_figures_are_of_the_second_half(tmp_path: Path) -> None:
         for number, one in enumerate(seconds, 1)
     ]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = matrix._figures(tmp_path, "12 CUDA graphs of 19 sets of shapes; 6 graphs compiled")
+    found = matrix.run_figures(tmp_path, "12 CUDA graphs of 19 sets of shapes; 6 graphs compiled")
     assert found["ms a micro-batch"] == 250 and found["predicted"] == 250
     assert found["steady after"] == 8 and found["graphs"] == "12 of 19" and found["compiled"] == 6
     assert (found["peak GiB"], found["planned"]) == (61.0, 60.0)
-    fewer = matrix._figures(tmp_path, "computed together: 3.1 micro-batches a step, of 1 to 3 samples")
+    fewer = matrix.run_figures(tmp_path, "computed together: 3.1 micro-batches a step, of 1 to 3 samples")
     assert fewer["planned"] == 60 - 10.2
 
 
@@ -81,15 +81,15 @@ def test_rows_of_other_cells_stay(tmp_path: Path) -> None:
     options = matrix.parser().parse_args(
         ["--work", str(tmp_path), "--record", str(record), "--month", "2026-11"]
     )
-    matrix._write(options, [{"family": "flux1_dev", "cell": "default", "result": "proved"}])
-    matrix._write(options, [{"family": "llama", "cell": "default", "result": "refused"}])
-    matrix._write(options, [{"family": "flux1_dev", "cell": "default", "result": "exit code 1"}])
+    matrix.write_record(options, [{"family": "flux1_dev", "cell": "default", "result": "proved"}])
+    matrix.write_record(options, [{"family": "llama", "cell": "default", "result": "refused"}])
+    matrix.write_record(options, [{"family": "flux1_dev", "cell": "default", "result": "exit code 1"}])
     table: Any = from_json(record.read_text(), "record")
     assert [(row[0], row[3]) for row in table.rows] == [("flux1_dev", "exit code 1"), ("llama", "refused")]
 
 
 def test_gpus_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2, 3, 8})
-    assert [matrix._share_of_cores(number, 2) for number in (0, 1)] == [{0, 1}, {2, 3}]
-    assert matrix._share_of_cores(0, 1) == {0, 1, 2, 3, 8}
-    assert matrix._share_of_cores(6, 7) == {0, 1, 2, 3, 8}
+    assert [matrix.share_of_cores(number, 2) for number in (0, 1)] == [{0, 1}, {2, 3}]
+    assert matrix.share_of_cores(0, 1) == {0, 1, 2, 3, 8}
+    assert matrix.share_of_cores(6, 7) == {0, 1, 2, 3, 8}

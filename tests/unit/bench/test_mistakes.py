@@ -1,4 +1,4 @@
-"""What `python -m bench` says of a user's mistake: never a traceback, never 0, never a record of nothing."""
+"""Answers of `python -m bench` to a user's mistake: never a traceback, never 0, never an empty record."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def with_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine, "require_gpu", lambda **_: None)
     monkeypatch.setattr(machine, "require_idle", lambda **_: None)
     monkeypatch.setattr(machine, "describe", lambda _=None: described)
-    monkeypatch.setattr(train, "_floors", lambda *_: ({}, {}))
+    monkeypatch.setattr(train, "compute_floors", lambda *_: ({}, {}))
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_a_record_needs_figures(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = dict(zip(("ours-bf16", "diffusers"), map(answers, problems), strict=True))
-    monkeypatch.setattr(train, "_run", lambda job, variant, *_, **__: found[variant])
+    monkeypatch.setattr(train, "run_variant", lambda job, variant, *_, **__: found[variant])
     path = tmp_path / "a.json"
     command = ["train", "flux1_dev", "--base", BASE, "--variants", ",".join(found), "--record", str(path)]
     assert bench.main(command) == code

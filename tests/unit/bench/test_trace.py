@@ -1,4 +1,4 @@
-"""What is read out of a profiler's trace: busy time, gaps, and kinds of kernels."""
+"""Figures read from a profiler's trace: busy time, gaps, and kinds of kernels."""
 
 from __future__ import annotations
 

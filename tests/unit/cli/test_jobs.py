@@ -1,4 +1,4 @@
-"""What a job gets from the command that starts it, and what is left of that afterwards."""
+"""A job started by a command: the environment and folders that it gets, and the state left afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ output_dir: out
 
 @dataclass
 class Seen:
-    """What the supervisor was asked for."""
+    """Arguments of each call of the supervisor."""
 
     runtime_dirs: list[Path] = field(default_factory=list)
     specs: list[dict[str, object]] = field(default_factory=list)

@@ -49,7 +49,9 @@ def test_every_row_leads_to_a_command_with_examples(name: str, capsys: pytest.Ca
     command = vars(importlib.import_module(module))[attribute]
     assert isinstance(command, click.Command)
     assert main([name, "--help"]) == 0
-    assert f"trainer {name}" in capsys.readouterr().out.partition("Examples:")[2]
+    _, heading, examples = capsys.readouterr().out.partition("\n  Examples:\n    ")
+    assert not examples.startswith(" ")
+    assert heading and f"trainer {name}" in examples
 
 
 def test_help_names_every_command_and_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +118,7 @@ def test_options_of_other_trainers_are_told_what_they_are_here(
 def test_an_empty_path_is_refused(
     arguments: list[str], capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As in a file: `--output "$UNSET"` must not mean the working directory."""
+    """An empty path is refused in a file too: `--output "$UNSET"` must not mean the working directory."""
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 78
     captured = capsys.readouterr()

@@ -1,4 +1,4 @@
-"""What is measured before a run, what is kept of it, and what a verdict that was kept cannot prevent."""
+"""Measuring before a run: the settings measured, the verdicts kept, and refusals that lift a kept verdict."""
 
 from __future__ import annotations
 

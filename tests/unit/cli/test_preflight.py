@@ -1,4 +1,4 @@
-"""What the entrypoint is told on recorded machines: message and exit code."""
+"""Answers to the entrypoint on recorded machines: message and exit code."""
 
 from __future__ import annotations
 

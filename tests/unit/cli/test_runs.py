@@ -18,7 +18,7 @@ from trainer.telemetry.curves import COLOURS
 
 
 def a_run(folder: Path, *, rank: int, losses: tuple[float | None, ...], finished: bool = True) -> Path:
-    """As a run leaves its folder: a log step a loss, and the held-out loss at every second one."""
+    """A finished run's folder: one log step per loss, and a held-out loss at every second one."""
     folder.mkdir(parents=True)
     (folder / "config.resolved.yaml").write_text(
         f"family: tiny\nmethod: lora\nlora:\n  rank: {rank}\ntrain:\n  max_train_steps: 40\n"

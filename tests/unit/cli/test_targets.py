@@ -1,4 +1,4 @@
-"""What a command is to write where nobody can: told before the work, in its own words."""
+"""An output path that cannot be written is told before the work, in the command's own words."""
 
 from __future__ import annotations
 

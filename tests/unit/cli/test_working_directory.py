@@ -1,4 +1,4 @@
-"""What lies in the working directory is data: none of it is executed."""
+"""Files in the working directory are data: none of them is executed."""
 
 from __future__ import annotations
 

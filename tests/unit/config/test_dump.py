@@ -1,4 +1,4 @@
-"""What `dump` writes loads to the same configuration."""
+"""A configuration written by `dump` loads to the same configuration."""
 
 from __future__ import annotations
 

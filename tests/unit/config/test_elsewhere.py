@@ -27,7 +27,7 @@ PROMISED = (
 
 
 def problems(text: str = "", environ: dict[str, str] | None = None, *overrides: str) -> list[tuple[str, str]]:
-    """What is wrong and the remedy, of a configuration for an invented family."""
+    """Problem and remedy of each mistake in a configuration for an invented family."""
     family = {"flux1_dev": {"model": {"pretrained_model_name_or_path": "m"}}}
     file = Path("c.yaml")
     file.write_text(LEAST + text)

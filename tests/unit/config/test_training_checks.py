@@ -1,4 +1,4 @@
-"""What contradicts what among adapters, optimizers and precision, and where it is said."""
+"""Contradictions among adapters, optimizers and precision, and the place that the message names."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a machine is and can do, for people: no bytes, no brackets, the three CUDAs apart."""
+"""The description of a machine for people: no bytes, no brackets, the three CUDAs apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What stops a container: mounts, folders, shared memory, libraries, memory. Machines are recorded ones."""
+"""Reasons that stop a container: mounts, folders, shared memory, libraries, memory, on recorded machines."""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ def load(name: str) -> Node:
 
 
 def merged(below: Any, above: Any) -> Any:
-    """As compose extends a service: mappings by key, sequences one after the other, else the one above."""
+    """Two nodes merged like compose's `extends`: mappings by key, sequences joined, scalars from `above`."""
     if isinstance(below, dict) and isinstance(above, dict):
         return {key: merged(below.get(key), above.get(key, below.get(key))) for key in {**below, **above}}
     if isinstance(below, list) and isinstance(above, list):
@@ -67,7 +67,7 @@ def compose_command() -> list[str]:
 
 
 def config(arguments: list[str], folder: Path, **variables: str) -> Node:
-    """What compose understands, started anywhere and knowing nothing but `variables`."""
+    """The configuration that compose resolves, from any folder and with no environment but `variables`."""
     run = subprocess.run(
         # without a developer's own compose/.env
         [*compose_command(), "--env-file", os.devnull, *arguments, "config"],

@@ -53,7 +53,7 @@ def environment(manifest: Manifest) -> dict[str, str]:
 
 
 def plain(overlay: str) -> list[Manifest]:
-    """What an overlay amounts to, without kubectl. kustomize's labels and hashes are left out."""
+    """Manifests of an overlay, put together without kubectl and without kustomize's labels and hashes."""
     listed, on_top = load(BASE / "kustomization.yaml")[0], K8S / "overlays" / overlay
     manifests = [manifest for name in listed["resources"] for manifest in load(BASE / name)]
     for generator in listed["configMapGenerator"]:
@@ -97,7 +97,7 @@ def kubectl() -> str:
 
 
 def render(folder: Path) -> list[Manifest]:
-    """What `kubectl kustomize` makes of a folder."""
+    """Manifests that `kubectl kustomize` renders from a folder."""
     result = subprocess.run(
         [kubectl(), "kustomize", str(folder)],
         capture_output=True,

@@ -1,4 +1,4 @@
-"""What must hold for manifests, as functions that return what is wrong; a test breaks each rule."""
+"""Rules for manifests: functions that return the violations. A test breaks each rule."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ KIND_OF = {"persistentVolumeClaim": "PersistentVolumeClaim", "configMap": "Confi
 
 
 def restricted(manifest: Manifest) -> list[str]:
-    """What the restricted pod security standard forbids in a Job or Pod."""
+    """Violations of the restricted pod security standard in a Job or Pod."""
     spec = pod_spec(manifest)
     pod = spec.get("securityContext", {})
     wrong = [f"{key} is on" for key in ("hostNetwork", "hostPID", "hostIPC") if spec.get(key)]
@@ -58,7 +58,7 @@ def _container(container: Manifest, pod: Manifest) -> Iterator[str]:
 
 
 def house(manifest: Manifest) -> list[str]:
-    """What we ask of every pod beyond the standard."""
+    """Violations of our own rules for every pod, beyond the standard."""
     spec = pod_spec(manifest)
     wrong = []
     if spec.get("automountServiceAccountToken") is not False:
@@ -100,7 +100,7 @@ def unresolved(manifests: Iterable[Manifest]) -> list[str]:
 
 
 def admits(manifest: Manifest, labels: Mapping[str, str]) -> bool:
-    """Whether a node with these labels may run the pod, by its required node affinity."""
+    """True if the pod's required node affinity admits a node with these labels."""
     required = pod_spec(manifest)["affinity"]["nodeAffinity"][
         "requiredDuringSchedulingIgnoredDuringExecution"
     ]
@@ -131,7 +131,7 @@ def _matches(expression: Manifest, labels: Mapping[str, str]) -> bool:
 
 
 def selects(selector: Mapping[str, Any], labels: Mapping[str, str]) -> bool:
-    """Whether a label selector with matchLabels alone takes these labels."""
+    """True if a label selector, which may use matchLabels alone, takes these labels."""
     assert selector.keys() == {"matchLabels"}
     return selector["matchLabels"].items() <= labels.items()
 

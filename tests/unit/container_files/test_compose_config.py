@@ -1,4 +1,4 @@
-"""What compose itself makes of the compose files, where it is installed."""
+"""The compose files read by compose itself, where it is installed."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ Run = Callable[..., tuple[int, str, str]]
 
 @pytest.fixture
 def run(start: Start) -> Run:
-    """As `start`: exit code, stdout with SAME for the script's own process id, and stderr."""
+    """Run the entrypoint to its end: exit code, stdout with SAME for its own process id, and stderr."""
 
     def ended(*words: str, **variables: str) -> tuple[int, str, str]:
         process = start(*words, **variables)

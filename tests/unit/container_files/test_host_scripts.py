@@ -29,7 +29,7 @@ def host(tmp_path: Path) -> Host:
 
 
 def to_dos(output: str) -> dict[str, str]:
-    """What is to be done by the part's name: the line and its remedies."""
+    """TO DO entries by the name of their part: the line and its remedies."""
     blocks = re.findall(r"^TO DO  ([^:]+):(.*(?:\n {9}.*)*)", output, re.MULTILINE)
     return dict(blocks)
 

@@ -45,7 +45,7 @@ MODELLED = {(OPERATOR, "PodMonitor"), (OPERATOR, "PrometheusRule")}
 """Custom resources that a package ships models of."""
 CORE = re.compile(r"v1|(apps|batch|networking\.k8s\.io)/v1")
 UNVALIDATED = {("kueue.x-k8s.io/v1beta2", "LocalQueue"): "no package ships a schema or model of it"}
-"""What nothing here checks."""
+"""Kinds that nothing here validates, each with the reason."""
 
 
 def everything(tmp_path: Path) -> list[Manifest]:
@@ -261,7 +261,7 @@ def test_the_models_find_mistakes() -> None:
 
 @pytest.mark.container
 def test_every_kind_is_validated_or_listed(tmp_path: Path) -> None:
-    """What is not Kubernetes' own is checked against a model, or known not to be."""
+    """A kind that is not Kubernetes' own is checked against a model or listed as unvalidated."""
     kinds = {kind(manifest) for manifest in everything(tmp_path)}
     custom = {(version, name) for version, name in kinds if not CORE.fullmatch(version)}
     assert custom == MODELLED | UNVALIDATED.keys()

@@ -288,7 +288,7 @@ def test_every_symptom_has_a_cause_and_a_remedy() -> None:
 
 
 def quotes() -> list[str]:
-    """What `says:` quotes, in whole lines of the page."""
+    """Messages quoted after `says:`, in whole lines of the page."""
     lines = [line.split("says:", 1)[1] for line in TROUBLES.read_text().splitlines() if "- says:" in line]
     return [
         (double or single).strip()
@@ -317,7 +317,7 @@ def printed() -> tuple[str, ...]:
 
 
 def is_printed(quote: str) -> bool:
-    """Whether one file holds every piece of the quote between what is filled in."""
+    """True if one file holds every piece of the quote, apart from the values filled in."""
     pieces = [piece for piece in quote.split("…") if piece.strip(" (),.:;")]
     assert max(map(len, pieces)) >= 10, f"too short to be told from others: {quote}"
     return any(all(piece in text for piece in pieces) for text in printed())

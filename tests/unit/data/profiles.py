@@ -47,7 +47,7 @@ class Profile:
     name: str
 
     def shown(self, values: Values) -> Values:
-        """What a viewer shows."""
+        """sRGB values that a viewer shows for stored values of this profile."""
         if self.name == "grey":
             return _from_xyz(values[..., :1] ** 1.5 * _D50)
         if self.name == "cmyk":

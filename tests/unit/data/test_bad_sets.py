@@ -32,7 +32,7 @@ class Bad:
     problems: tuple[tuple[str, str, str], ...]
     """Place within the folder (empty: the folder), words of what is wrong, words of the remedy."""
     masks: bool = False
-    """Whether the set has masks, in the folder `masks` beside it."""
+    """True for a set with masks, in the folder `masks` beside it."""
 
 
 def bad(spoil: Callable[[Path], object], *problems: tuple[str, str, str], masks: bool = False) -> Bad:
@@ -536,7 +536,7 @@ def test_a_path_beyond_what_the_system_takes(tmp_path: Path) -> None:
 
 
 def test_a_name_beyond_what_the_system_takes_beside_a_set(tmp_path: Path) -> None:
-    """As a folder of masks that the configuration names."""
+    """A folder of masks whose configured name is too long is a DataError."""
     write_pair(tmp_path, "good.png")
     with pytest.raises(DataError, match="File name too long"):
         scan_images(

@@ -1,4 +1,4 @@
-"""What decoding takes: large pictures in strips and one at a time, and a host that has too little memory."""
+"""Memory of decoding: large pictures in strips and one at a time, and a host that has too little memory."""
 
 from __future__ import annotations
 

@@ -52,6 +52,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     logger.setLevel(logging.NOTSET)
 
 
+def write_anew(path: Path, data: bytes) -> None:
+    """A new file every time: file systems write one that is cut and filled again to the disk at once."""
+    path.unlink(missing_ok=True)
+    path.write_bytes(data)
+
+
 def survives(work: Callable[[], object]) -> None:
     try:
         work()
@@ -70,7 +76,7 @@ def scan(folder: Path) -> object:
 @given(raw=caption_bytes)
 def test_any_caption(folder: Path, raw: bytes) -> None:
     path = folder.parent / "caption.txt"
-    path.write_bytes(raw)
+    write_anew(path, raw)
     survives(lambda: read_sidecar(path).encode())
 
 
@@ -81,7 +87,7 @@ def test_any_metadata(folder: Path, name: str) -> None:
     @EXAMPLES
     @given(raw=metadata_bytes)
     def survive(raw: bytes) -> None:
-        path.write_bytes(raw)
+        write_anew(path, raw)
         metadata, problems = read_metadata((path,), folder)
         assert metadata.rows.keys() <= metadata.named.keys()
         assert all(one.where.startswith(f"{path}:") and one.what and one.remedy for one in problems)
@@ -119,7 +125,7 @@ def damaged(draw: st.DrawFn) -> bytes:
 @given(raw=damaged() | st.binary(min_size=1, max_size=60))
 def test_any_picture(folder: Path, raw: bytes) -> None:
     path = folder.parent / "picture"
-    path.write_bytes(raw)
+    write_anew(path, raw)
     survives(lambda: measure(raw, str(path)))
     survives(lambda: read_image(path))
     survives(lambda: read_mask(path))
@@ -131,5 +137,6 @@ def test_any_picture(folder: Path, raw: bytes) -> None:
 )
 def test_any_colour_profile(folder: Path, icc: bytes, mode: str) -> None:
     path = folder.parent / "profiled.tiff"
+    path.unlink(missing_ok=True)
     Image.new(mode, (16, 16)).save(path, icc_profile=icc)
     survives(lambda: read_image(path).load())

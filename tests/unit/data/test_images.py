@@ -65,7 +65,7 @@ def test_a_size_is_read_without_decoding(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_no_large_file_is_read_whole_for_its_size(tmp_path: Path) -> None:
-    """As PIL reads a webp and an avif."""
+    """webp and avif get their size from PIL, which would read the whole file: a huge one is refused."""
     path = saved(tmp_path / "a.png", quadrants(), "WEBP")
     assert claimed_size(path) == (48, 32)
     with path.open("ab") as file:

@@ -72,7 +72,7 @@ class Made:
 
 
 def stored(upright: Array, orientation: int) -> Array:
-    """What a camera held that way stores."""
+    """Pixels that a camera stores for an upright picture, by its EXIF orientation."""
     turns: dict[int, Callable[[Array], Array]] = {
         1: lambda x: x,
         2: lambda x: x[:, ::-1],

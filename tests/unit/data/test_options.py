@@ -1,4 +1,4 @@
-"""What a set may ask for: masks, weights, regularisation, views, folders of folders, tables of captions."""
+"""Options of a set: masks, weights, regularisation, views, folders of folders, tables of captions."""
 
 from __future__ import annotations
 

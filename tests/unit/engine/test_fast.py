@@ -1,4 +1,4 @@
-"""What a model is prepared for before its blocks are compiled."""
+"""Preparation of a model before its blocks are compiled."""
 
 from __future__ import annotations
 

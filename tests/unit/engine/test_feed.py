@@ -80,7 +80,7 @@ def values(batch: Any, draw: Any) -> dict[str, torch.Tensor]:
 
 
 def one_by_one(context: Any, entries: Entries, start: int, stop: int) -> Iterator[dict[str, torch.Tensor]]:
-    """What the feed must give, without threads and memory."""
+    """Batches that the feed must give, computed without threads and memory."""
     sampler = feed.make_sampler(context, entries)
     for number in range(start, stop):
         for samples in sampler.step(number):

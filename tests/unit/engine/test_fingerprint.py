@@ -1,4 +1,4 @@
-"""Which values a resume refuses to change, and which it tells."""
+"""Values that a resume refuses to change, and values whose change it reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a log step measures: everything between two log steps, writing the lines included."""
+"""The time of a log step covers everything since the last one, writing the lines included."""
 
 from __future__ import annotations
 

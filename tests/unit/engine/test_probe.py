@@ -73,7 +73,7 @@ class Process:
 
 @pytest.fixture
 def answers(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """What the processes will answer."""
+    """List of answers (exit code, output) that the next processes give."""
     Process.answers, Process.started, Process.running = [], 0, 0
     monkeypatch.setattr(subprocess, "Popen", Process)
     return Process.answers

@@ -1,4 +1,4 @@
-"""What a run folder may be used for."""
+"""Conditions under which a run folder may be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which images are trained on and which are held out, with every problem of all folders told at once."""
+"""Images for training and held-out images; the problems of all folders are told at once."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_floors_hold() -> None:
 
 
 def test_torch_free_floors_import_no_model_library() -> None:
-    """What import-linter cannot see: imports by the libraries that these floors do import."""
+    """Unlike import-linter, this also sees imports by the libraries that these floors use."""
     names = [
         name(path).removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for path in modules()

@@ -185,7 +185,7 @@ def test_the_child_imports_the_real_torch() -> None:
 
 
 def test_architectures_without_a_visible_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch 2.11 answers: its own list is empty there, what it was compiled for is not."""
+    """torch 2.11 without a GPU: `get_arch_list` is empty, and the compiled list comes from its flags."""
     (tmp_path / "torch.py").write_text(
         "class version: cuda = '13.0'\n"
         "class cuda: get_arch_list = staticmethod(lambda: [])\n"

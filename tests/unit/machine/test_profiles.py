@@ -1,4 +1,4 @@
-"""Which profile a machine gets, and which torch, driver and GPU go together."""
+"""The profile of each machine, and the torch, driver and GPU that go together."""
 
 from __future__ import annotations
 

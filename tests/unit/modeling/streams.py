@@ -12,7 +12,7 @@ Part = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 WidePart = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]
 """A joint product, the weights of the queries' norm and the keys', and one table or two."""
 LowRank = tuple[torch.Tensor, tuple[torch.Tensor, ...]]
-"""What is added to a joint product: `hidden`, and the `ups` of queries, keys and values."""
+"""A low-rank addend of a joint product: `hidden`, and the `ups` of queries, keys and values."""
 
 
 def norm_rotary(first: Part, second: Part | None, eps: float) -> torch.Tensor:

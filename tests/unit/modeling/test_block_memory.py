@@ -91,7 +91,7 @@ def test_joined_weights_stay_views_of_the_wide_one() -> None:
 
 
 def test_host_memory_that_is_not_there_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As torch's own allocator is, which says so in a RuntimeError: both end with advice, not a traceback."""
+    """An OSError of mmap becomes a MemoryError, which ends with advice like torch's own allocator error."""
 
     def full(*_: object, **__: object) -> None:
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
@@ -102,7 +102,7 @@ def test_host_memory_that_is_not_there_is_out_of_memory(monkeypatch: pytest.Monk
 
 
 def test_pages_are_whole_and_stay_as_long_as_a_view_of_them() -> None:
-    """What is pinned shares no page with other memory."""
+    """Pinned memory shares no page with other memory."""
     memory = pages(mmap.PAGESIZE + 1)
     assert memory.numel() == mmap.PAGESIZE + 1 and not memory.any()
     assert memory.data_ptr() % mmap.PAGESIZE == 0

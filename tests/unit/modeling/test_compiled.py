@@ -50,7 +50,7 @@ def plain_backend(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def fast(storage: Storage = "plain", *, budget: float = 1.0, depth: dict[str, int] = SHORT) -> Case:
-    """As a run builds it: layers joined, norms fused, blocks compiled."""
+    """The model that a run builds: layers joined, norms fused, blocks compiled."""
     doubles, singles = depth["num_layers"], depth["num_single_layers"]
     made = case("flux1_dev", storage=storage, changes=depth)
     assert join_siblings(made.model, made.predict) == 3 * (2 * doubles + singles)

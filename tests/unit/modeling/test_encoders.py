@@ -99,7 +99,7 @@ def load(kind: Any, base: ModelSource, weights: str | None, dtype: torch.dtype =
 
 
 def embeddings(model: Any) -> torch.Tensor:
-    """What a pipeline would take: the last layer's output."""
+    """The last hidden layer, which a pipeline would take."""
     with torch.no_grad():
         found = model(input_ids=torch.tensor([[1, 5, 9, 33, 2]]), output_hidden_states=True)
     return found.hidden_states[-1].float()

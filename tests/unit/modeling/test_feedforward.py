@@ -233,7 +233,7 @@ def test_other_feed_forwards_are_left_alone() -> None:
 
 @pytest.mark.parametrize("made", [feed_forward, single_block])
 def test_a_layer_that_was_wrapped_since_is_called(made: Any) -> None:
-    """As peft does where a LoRA is loaded onto a fused model."""
+    """A layer that peft wrapped after fusing, to load a LoRA onto the fused model, is called."""
 
     class Wrapped(torch.nn.Module):
         def __init__(self, base: torch.nn.Module) -> None:
@@ -341,7 +341,7 @@ def test_layers_with_a_lora_are_left_alone() -> None:
 
 
 def test_a_fused_model_is_the_plain_one_once_its_lora_is_gone() -> None:
-    """As the proof of a run goes on: layers single again, the LoRA off and on another time."""
+    """The run's proof does this: layers single again, the LoRA off, and on once more."""
     one = fused("fp8", joined=True)
     wanted = case("flux1_dev", storage="fp8")
     part_siblings(one.model)

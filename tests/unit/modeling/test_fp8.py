@@ -54,7 +54,7 @@ def test_the_largest_value_of_a_row_is_the_type_s_largest() -> None:
 
 @pytest.mark.parametrize("size", [1e-10, 1e-13, 1e-16, 1e-20])
 def test_small_gradients_are_quantised_as_well_as_large_ones(size: float) -> None:
-    """Those of a mean over all pixels are small, and times a weight's scale smaller by four orders."""
+    """Gradients of a mean over all pixels are small; a weight's scale makes them smaller by four orders."""
     wide, columns = values(8, 256), torch.full((256,), 1.5e-4)
     errors = []
     for exact in (wide, wide * size):

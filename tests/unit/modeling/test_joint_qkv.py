@@ -339,7 +339,7 @@ def test_there_is_none_of_layers_of_two_groups() -> None:
 
 
 def test_there_is_none_of_layers_that_differ_in_size() -> None:
-    """As where several heads of queries share a key."""
+    """Queries that share a key among several heads have a wider projection than keys and values."""
     one = case("llama")
     assert join_siblings(one.model, one.predict) > 0
     attention = one.model.model.layers[0].self_attn

@@ -1,4 +1,4 @@
-"""What a plan adds for ranks above the one that activations were counted with, beside what autograd keeps."""
+"""Bytes that a plan adds for ranks above the counted one, beside the bytes that autograd keeps."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def small(rank: int, preset: str) -> Case:
 
 
 def added(one: Case, rank: int, preset: str) -> int:
-    """What a plan adds for the rank."""
+    """Bytes that a plan adds for the rank."""
     names = [name for name in lora.linear_names(one.model) if ".lora_" not in name]
     layers = {name.removesuffix(".base_layer"): one.model.get_submodule(name) for name in names}
     tokens = {name: int(one.batch.text["prompt_embeds"].shape[1]) for name in layers if TEXT.search(name)}

@@ -1,4 +1,4 @@
-"""What reading ahead may take: memory, threads, descriptors, page cache; and what a failing disk does."""
+"""Limits of reading ahead: memory, threads, descriptors, page cache; and errors of a failing disk."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_a_reader_that_stops_early_leaves_no_descriptor(path: Path) -> None:
 
 
 def test_dropped_pages_leave_the_page_cache(path: Path) -> None:
-    """As on unified memory, where they would be taken from the model."""
+    """On unified memory the page cache would take memory from the model."""
     require_eviction(path)
     path.read_bytes()
     ring = Ring(torch.device("cpu"), SMALL)

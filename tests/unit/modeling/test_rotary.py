@@ -47,7 +47,7 @@ LAYERS = {"flux1_dev": 1 + 2, "flux2_dev": 1 + 2, "qwen_image": 2}
 
 @pytest.fixture(autouse=True)
 def whole_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is compiled, and diffusers' kernel in use, are the whole process's."""
+    """Undo both settings of the whole process: compiled code, and diffusers' active kernel."""
     registry = _AttentionBackendRegistry
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)
     torch._dynamo.reset()
@@ -59,7 +59,7 @@ def whole_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def tables(tokens: int, width: int, kind: str) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """As the models make them: real ones with every number twice, or one of complex numbers seen as real."""
+    """RoPE tables of the models: cos and sin with every number twice, or complex numbers seen as real."""
     angles = torch.randn(tokens, width // 2) * 3
     if kind == "complex":
         return torch.view_as_real(torch.polar(torch.ones_like(angles), angles)).flatten(1), None
@@ -75,7 +75,7 @@ def part(tokens: int, kind: str, *, width: int = 32, dtype: torch.dtype = torch.
 
 
 def steps(first: Part, second: Part | None, kind: str) -> torch.Tensor:
-    """What diffusers does for the same."""
+    """The same RMSNorm and RoPE by diffusers' functions."""
     turned = []
     for values, weight, cos, sin in (first, *([second] if second else [])):
         normed = torch.nn.functional.rms_norm(values, (values.shape[-1],), weight, EPS)
@@ -222,7 +222,7 @@ def test_it_is_one_of_several_changes(family: str, first: str) -> None:
 
 @pytest.mark.parametrize("family", LAYERS)
 def test_without_gradients_and_adapters(family: str) -> None:
-    """As previews and proofs run it."""
+    """Previews and proofs run without gradients and without an adapter."""
     plain, one = pair(family, adapted=False)
     fuse_rotary(one.model)
     with torch.no_grad():
@@ -230,7 +230,7 @@ def test_without_gradients_and_adapters(family: str) -> None:
 
 
 def fast(one: Case) -> Case:
-    """As a run builds it, but for what turns graphs into kernels."""
+    """The model that a run builds, compiled by a backend that makes no kernels of its graphs."""
     join_siblings(one.model, one.predict)
     fuse_head_norms(one.model)
     fuse_rotary(one.model)
@@ -279,7 +279,7 @@ def test_the_attention_kernel_stays_and_can_be_changed(family: str) -> None:
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_a_mask_of_padded_text_is_kept(masked: bool) -> None:
-    """Which previews of ours do not have, but the pipeline could make."""
+    """Our previews pass no mask, but the pipeline could."""
     plain, one = pair("qwen_image")
     fuse_rotary(one.model)
     text = plain.batch.text["prompt_embeds"].repeat(2, 1, 1)

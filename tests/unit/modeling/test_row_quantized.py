@@ -55,7 +55,7 @@ def test_output_and_gradient_are_near_the_full_layer_s(kind: Kind, dtype: torch.
 def test_int8_of_bf16_weights_is_that_of_fp32_arithmetic(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether rows are quantised all at once, or five at a time."""
+    """The values are the same with all rows quantised at once and with five at a time."""
     monkeypatch.setattr(row_quantized, "_AT_ONCE", at_once)
     plain = linear(torch.bfloat16)
     plain.weight.data.normal_()

@@ -167,7 +167,7 @@ def test_random_weights_need_configs_alone(copy: Path, run_config: Make) -> None
 
 
 def test_random_weights_leave_learned_components_learned(copy: Path, run_config: Make) -> None:
-    """What trains is built even where its weights are there; a component without weights is built too."""
+    """The trained component is random though its weights exist; one without weights is random too."""
     (copy / "text_encoder/model.safetensors").unlink()
     config = run_config(pretrained_model_name_or_path=str(copy), weights="random")
     source = resolved(config)

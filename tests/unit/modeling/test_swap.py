@@ -16,8 +16,7 @@ from trainer.modeling.adapter.lora import adapter_state, remove_lora
 from trainer.modeling.base import structure
 from trainer.modeling.base.structure import Structure, modules_inside
 from trainer.modeling.blocks.recompute import Recomputed, recompute_blocks, repeated_blocks
-from trainer.modeling.storage.swap import Swapped, swap_blocks, waiting_blocks
-from trainer.modeling.storage.waiting import waiting
+from trainer.modeling.storage.swap import Swapped, swap_blocks, waiting, waiting_blocks
 
 BLOCKS = {
     "flux1_dev": {"num_layers": 2, "num_single_layers": 5},
@@ -51,7 +50,7 @@ def swapped_in(one: Case) -> Swapped:
 
 
 def join(one: Case) -> None:
-    """As the engine does: the weights of waiting blocks are joined where they wait."""
+    """Join layers like the engine does: the weights of waiting blocks are joined where they wait."""
     swapped = host_blocks(one)
 
     def run() -> None:

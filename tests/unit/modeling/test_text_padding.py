@@ -84,7 +84,7 @@ def test_padding_changes_neither_output_nor_gradients(family: str, tokens: int) 
 
 @pytest.mark.parametrize("family", VARYING)
 def test_a_mask_that_is_left_out_is_seen(family: str) -> None:
-    """What the other tests would miss if padding had no effect at all on these small models."""
+    """Guards the other tests: padding must have an effect on these small models."""
     given = with_caption(case(family), 5)
     wanted, _ = given.gradients()
     found, _ = run(

@@ -1,4 +1,4 @@
-"""What a micro-batch holds, from counts of one block; that every family has counts of its own stacks."""
+"""Activation bytes of a micro-batch from counts of one block; every family has counts of its own stacks."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ def plan(base: Path, family: str = "flux1_dev") -> Plan:
 
 
 def check(base: Path, family: str = "flux1_dev", **model: object) -> None:
-    """What every job does before it loads anything."""
+    """Check the base like every job does before it loads anything."""
     asked, one = loaded(base, family, **model), get(family)
     check_base(one, asked, base)
     check_loadable(one, resolve_source(asked.config, components(one), trained=one.trained_component))
@@ -328,7 +328,7 @@ def test_a_base_that_two_families_can_train_is_told(
 
 
 def test_an_older_edit_base_is_planned(tiny_base: Callable[[str], Path], tmp_path: Path) -> None:
-    """Those before 2511 do not say `zero_cond_t`."""
+    """Edit bases before 2511 have no key `zero_cond_t`."""
     base = Path(shutil.copytree(tiny_base("qwen_image_edit"), tmp_path / "base"))
     edited("transformer/config.json", zero_cond_t="GONE")(base)
     assert plan(base, "qwen_image_edit").device == "cpu"

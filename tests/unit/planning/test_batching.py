@@ -37,7 +37,7 @@ def once(*counts: int) -> Pictures:
 
 
 def sampled(pictures: Pictures, captions: Captions, size: int, samples: int) -> list[float]:
-    """What steps of the sampler make of a set, by how many samples: captions are any of the usual mix."""
+    """Mean number of micro-batches of 1 to `size` samples in a sampler step, for the usual captions."""
     chooser = random.Random(1)
     shapes = [(shape, repeats) for shape, count, repeats in pictures for _ in range(count)]
     keys = [

@@ -1,4 +1,4 @@
-"""Whether captions are padded to a few lengths, what the plan says of it, and the time that it counts on."""
+"""Padding captions to a few lengths: the decision, its row in the plan, and the planned time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which loader reads the base: what was measured on its disk decides; without that nothing changes."""
+"""The loader that reads the base: the rates measured on its disk decide; without them nothing changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is suggested where a run does not fit."""
+"""Settings that are suggested where a run does not fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What optimizers, a mean of the weights and kinds of adapters change in a plan."""
+"""Changes of a plan by optimizers, EMA weights and kinds of adapters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run says where memory ran out: what was predicted, and only what it does not do already."""
+"""The out-of-memory message names the prediction, and advises only settings that the run does not use."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a family does not take is an error that says where it was written."""
+"""A setting that the family does not take is an error that names where it was written."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan sees of a data set at a glance: shapes of samples, against the run's own scan."""
+"""Sample shapes that a plan reads from a data set at a glance, against the run's own scan."""
 
 from __future__ import annotations
 

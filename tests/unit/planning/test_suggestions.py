@@ -1,4 +1,4 @@
-"""What a refusal or an out-of-memory error suggests, written as `--set`, loads and is planned."""
+"""Suggestions of a refusal or an out-of-memory error load when written as `--set`, and are planned."""
 
 from __future__ import annotations
 

@@ -229,7 +229,7 @@ def test_what_waits_is_not_on_the_device(stacked: Geometry, weights: str) -> Non
 
 
 def test_blocks_that_wait_are_recomputed_from_outside(stacked: Geometry) -> None:
-    """Which was counted of its own, and holds more."""
+    """Recomputing from outside has counts of its own, which hold more memory."""
     compiled = stacked.activations_compiled
     outside = dataclasses.replace(compiled.recomputed, beyond=compiled.recomputed.beyond + GIB)
     geometry = dataclasses.replace(

@@ -63,7 +63,7 @@ def card(gib: float, *packages: str) -> Facts:
 
 
 def words(field: str) -> set[str]:
-    """What the schema takes for a key of `features`."""
+    """Words that the schema takes for a key of `features`."""
     return {*get_args(FeaturesSection.model_fields[field].annotation)}
 
 

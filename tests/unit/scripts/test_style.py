@@ -15,7 +15,7 @@ CELL_PIXELS = 64
 
 
 def style_pictures() -> list[Image.Image]:
-    """Those that the demo trains on and those that it is measured on."""
+    """Pictures that the demo trains on, and pictures that it is measured on."""
     return [Image.open(path) for path in sorted(ROOT.glob("examples/style*/*.png"))]
 
 

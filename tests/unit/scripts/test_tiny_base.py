@@ -1,4 +1,4 @@
-"""What the tiny base is made from and how it is judged; that the committed one loads, is small, and draws."""
+"""Making and judging the tiny base; the committed one loads, is small, and draws."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def drawing(name: str, hand: str) -> drawings.Drawing:
     picture = Image.new("RGBA", (drawings.SIDE_PIXELS,) * 2)
     colours: dict[str, Any] = {"flat": {"fill": (200, 30, 30, 255)}, "ink": {"outline": (0, 0, 0, 255)}}
     ImageDraw.Draw(picture).ellipse((30, 40, 90, 100), **colours[hand])
-    return drawings.Drawing(name=name, hand=hand, picture=picture)
+    return drawings.Drawing(name=name, picture=picture)
 
 
 def made(name: str = "red-apple") -> list[drawings.Sample]:
@@ -126,7 +126,7 @@ def test_the_right_pairs_match_best() -> None:
 def test_a_caption_that_is_too_long_is_refused() -> None:
     captions = ["a red apple", " ".join(["apple"] * 20)]
     with pytest.raises(ValueError, match="more than 16"):
-        text._tokens(text.tokenizers(captions)["tokenizer_2"], captions, text.TOKENS)
+        text.token_ids(text.tokenizers(captions)["tokenizer_2"], captions, text.TOKENS)
 
 
 def test_shapes_are_compared_without_colours() -> None:

@@ -24,7 +24,7 @@ Curve = Callable[[float], float]
 
 @dataclass(frozen=True, kw_only=True)
 class Timeline:
-    """What is left without page cache, over time, and how a save of that run would go."""
+    """Memory left without page cache, over time, and the course of that run's save."""
 
     kind: str
     left: Curve
@@ -34,7 +34,7 @@ class Timeline:
     save_seconds: float
     """From the request to the finished checkpoint, the rest of the micro-batch among it."""
     save_size: float
-    """What saving takes besides."""
+    """Memory that saving takes in addition."""
 
     def rows(self, at: float, *, saving: bool = False) -> dict[str, int]:
         """Of /proc/meminfo, in kB: page cache fills what is free, and what the GPU holds stands in no row."""

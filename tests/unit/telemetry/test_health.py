@@ -93,7 +93,7 @@ def test_a_run_whose_processes_were_killed_is_no_run(start: Start) -> None:
 
 
 def test_a_run_whose_processes_cannot_be_seen_from_here_is_judged_by_its_lock(tmp_path: Path) -> None:
-    """As that of a container, whose folder is looked at from outside."""
+    """The run of a container has such a process id, when its folder is looked at from outside."""
     StatusWriter(tmp_path).beat(Phase.TRAIN)
     path = tmp_path / "status.json"
     with subprocess.Popen(["true"]) as gone:

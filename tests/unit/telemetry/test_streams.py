@@ -87,7 +87,7 @@ def test_a_full_disk_behind_stderr(tmp_path: Path) -> None:
 
 
 def test_a_pipe_that_does_not_block_loses_nothing(tmp_path: Path) -> None:
-    """As some programs hand them to their children."""
+    """Some programs hand their children a stderr that does not block."""
     program = (
         "import os, sys; from trainer.telemetry.streams import outlive_readers\n"
         "outlive_readers(stdout=True); os.set_blocking(2, False); print('x' * 1_000_000, file=sys.stderr)"

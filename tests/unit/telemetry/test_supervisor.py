@@ -145,7 +145,7 @@ def test_a_second_sigterm_does_not_kill(start: Start) -> None:
 
 
 def test_signals_while_a_stopped_run_ends_change_nothing(start: Start) -> None:
-    """As a manager of processes sends them that signals the whole group, again and again."""
+    """A process manager that signals the whole group sends signals again and again."""
     ends = "        sys.exit(flag.requested)"
     assert ends in CHILD
     # Python has given its own handlers up by the time at which it clears a module

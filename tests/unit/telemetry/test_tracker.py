@@ -1,4 +1,4 @@
-"""What Weights & Biases is given, and what not. The library is stood in for: it is an extra of 100 MB."""
+"""Values that Weights & Biases is given. A fake stands in for the library, an extra of 100 MB."""
 
 from __future__ import annotations
 

@@ -185,13 +185,10 @@ def _entries(node: yaml.MappingNode, place: Place, problems: list[Problem]) -> I
 _WORDS: tuple[tuple[str, str, str], ...] = (
     (r"'\\t'", "a tab where only spaces can stand", "use spaces for indentation"),
     (r"another document", "a second document starts here (---)", "use one file for each"),
-    (
-        r"mapping values are not allowed",
-        "a `:` where none can stand",
-        "quote a text that holds `: `, and check the indentation of this line and the one above",
-    ),
+    (r"mapping values are not allowed", "a `:` where none can stand",
+     "quote a text that holds `: `, and check the indentation of this line and the one above"),
     (r"end of stream|<stream end>", "what is opened here is never closed", "close the quote or bracket"),
-)
+)  # fmt: skip
 """PyYAML's wording -> ours, with the remedy."""
 
 

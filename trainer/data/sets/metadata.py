@@ -10,7 +10,7 @@ import csv
 import io
 import posixpath
 import unicodedata
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -64,7 +64,13 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
     problems: list[Problem] = []
     for path in paths:
         within = path.parent.relative_to(folder).as_posix()
-        for number, row in _read(path, problems):
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            what = f"the file cannot be read: {error.strerror or error}"
+            problems.append(Problem(what=what, where=str(path), remedy="check its permissions"))
+            continue
+        for number, row in _json_rows(data) if path.name == METADATA_NAME else _csv_rows(data):
             where = f"{path}:{number}"
             try:
                 if isinstance(row, TextError):
@@ -91,18 +97,6 @@ def read_metadata(paths: Sequence[Path], folder: Path) -> tuple[Metadata, list[P
             except TextError as error:
                 problems.append(Problem(what=error.what, where=where, remedy=error.remedy))
     return Metadata(rows=rows, named=named, again=again, controls=controls), problems
-
-
-def _read(path: Path, problems: list[Problem]) -> Iterator[Row]:
-    """The rows of one file; one that cannot be read at all is a problem."""
-    readers: dict[str, Callable[[bytes], Iterator[Row]]] = {METADATA_NAME: _json_rows, CSV_NAME: _csv_rows}
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        what = f"the file cannot be read: {error.strerror or error}"
-        problems.append(Problem(what=what, where=str(path), remedy="check its permissions"))
-        return
-    yield from readers[path.name](data)
 
 
 def _json_rows(data: bytes) -> Iterator[Row]:

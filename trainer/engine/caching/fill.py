@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import torch
 from PIL import Image
 
+from trainer.data.leftout import first_lines
 from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.data.records import Record
 from trainer.data.sets.masks import mask_pixels
 from trainer.engine.caching.entries import ControlView, Entries, Entry, TextEntry, control_views, precision
 from trainer.engine.caching.store import MISSING, Cache
 from trainer.engine.context import Context, free_memory
-from trainer.errors import DivergedError, one_line
+from trainer.errors import DivergedError
 from trainer.families import losses
 from trainer.families.values import EntryKind
 from trainer.telemetry.progress import bars
@@ -184,10 +185,8 @@ def tell_cut_captions(context: Context, records: Sequence[Record]) -> None:
             lines[f"{record.path}: {tokens[record.caption]} tokens"] = None
     if not lines:
         return
-    shown = [one_line(line) for line in list(lines)[:_CUT_SHOWN]]
-    hidden = len(lines) - len(shown)
     _log.warning(
         "%d caption%s than data.max_sequence_length, %d tokens: the rest is not read\n%s",
         len(lines), " is longer" if len(lines) == 1 else "s are longer", limit,
-        "\n".join([*shown, *([f"... and {hidden} more"] if hidden else [])]),
+        first_lines([*lines], _CUT_SHOWN),
     )  # fmt: skip

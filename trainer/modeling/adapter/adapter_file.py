@@ -24,7 +24,7 @@ _PREFIXES: Mapping[Layout, tuple[str, ...]] = {
     "comfyui": ("transformer.", "diffusion_model."),
     "peft": ("base_model.model.",),
 }
-"""What stands before a layer's name."""
+"""Prefixes of a layer's name in the file."""
 _TENSOR = re.compile(r"(.+?)\.((?:lora_|lokr_).+|alpha|dora_scale)")
 """A layer with what stands before it, and a part of its adapter."""
 
@@ -39,7 +39,7 @@ class AdapterFile:
     config: Mapping[str, Any]
     """peft's; of a ComfyUI file what its shapes and alphas say."""
     metadata: Mapping[str, str]
-    """What the file says of itself, besides peft's configuration."""
+    """The file's safetensors metadata, without peft's configuration."""
 
     @property
     def state(self) -> dict[str, torch.Tensor]:
@@ -72,7 +72,11 @@ def read_adapter(path: Path) -> AdapterFile:
     inside = metadata.pop(CONFIG_INSIDE, None)
     metadata.pop("format", None)
     if layout == "comfyui":
-        config, layers = _config_of_comfyui(layers), {name: _plain(parts) for name, parts in layers.items()}
+        config = _config_of_comfyui(layers)
+        layers = {
+            module: {part: tensor for part, tensor in parts.items() if part != "alpha"}
+            for module, parts in layers.items()
+        }
     elif inside is not None:
         config = {
             key.removeprefix("transformer."): value
@@ -118,10 +122,6 @@ def _by_layer(tensors: Mapping[str, torch.Tensor], layout: Layout, path: Path) -
     if not found:
         raise DataError("holds no tensor", where=str(path), remedy="name a LoRA that this trainer saved")
     return dict(found)
-
-
-def _plain(parts: Parts) -> Parts:
-    return {part: tensor for part, tensor in parts.items() if part != "alpha"}
 
 
 def _config_of_comfyui(layers: Mapping[str, Parts]) -> dict[str, Any]:
@@ -219,7 +219,7 @@ def require_fits(model: torch.nn.Module, path: Path, prefix: str) -> None:
 
 
 def _fits(layers: Mapping[str, torch.nn.Linear], name: str, shape: Sequence[int], prefix: str) -> bool:
-    """Whether a tensor is a part of one of the layers' adapters; ComfyUI's alphas are none that are read."""
+    """True for a tensor that belongs to the adapter of one of the layers; ComfyUI's alphas are not read."""
     parted = _TENSOR.fullmatch(name)
     if parted is None or not name.startswith(prefix) or not parted[2].startswith(("lora_", "lokr_")):
         return False

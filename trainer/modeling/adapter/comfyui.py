@@ -40,13 +40,17 @@ def write_comfyui(
     Raises DataError for a layer that ComfyUI does not know.
     """
     tensors: dict[str, torch.Tensor] = {}
-    for module, parts in _by_module(state).items():
+    for module, parts in by_module(state).items():
         prefix = key_of(module)
         if prefix is None:
             raise DataError(f"ComfyUI does not know the layer {module}", where="lora.target_modules")
-        kind = _lokr if any(part.startswith("lokr_") for part in parts) else _lora
-        weight = functools.partial(weight_of, module)
-        found = kind(parts, alpha_of(config, module), rank_of(config, module), weight)
+        alpha, rank = alpha_of(config, module), rank_of(config, module)
+        if any(part.startswith("lokr_") for part in parts):
+            # without an alpha ComfyUI scales by one, as it does a factor without a rank: one factor is scaled
+            left = parts["lokr_w1"]
+            found = {**parts, "lokr_w1": (left.float() * (alpha / rank)).to(left.dtype)}
+        else:
+            found = _lora(parts, alpha, rank, functools.partial(weight_of, module))
         if module in swapped and _SCALE in found:
             # it swaps the rows of the low-rank change as those of the weight, and leaves these as they are
             found[_SCALE] = torch.cat(found[_SCALE].chunk(2)[::-1])
@@ -56,7 +60,7 @@ def write_comfyui(
 
 def unnamed(state: Mapping[str, torch.Tensor], key_of: Callable[[str], str | None]) -> list[str]:
     """Layers of `state` that `write_comfyui` would refuse."""
-    return [module for module in _by_module(state) if key_of(module) is None]
+    return [module for module in by_module(state) if key_of(module) is None]
 
 
 def alpha_of(config: Mapping[str, Any], module: str) -> float:
@@ -70,7 +74,7 @@ def rank_of(config: Mapping[str, Any], module: str) -> int:
     return int(pattern_value(config["rank_pattern"], module, config["r"]))
 
 
-def _by_module(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
+def by_module(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.Tensor]]:
     """Tensors by layer, and by what follows its name: `lora_A.weight`, `lokr_w1`, ..."""
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in state.items():
@@ -83,12 +87,9 @@ def _by_module(state: Mapping[str, torch.Tensor]) -> dict[str, dict[str, torch.T
 def _lora(
     parts: Parts, alpha: float, rank: int, weight: Callable[[], torch.Tensor]
 ) -> dict[str, torch.Tensor]:
+    """ComfyUI's tensors of a LoRA or DoRA layer; `weight` gives the frozen weight of a DoRA's layer."""
     down, up = parts["lora_A.weight"], parts["lora_B.weight"]
-    written = {
-        "lora_A.weight": down,
-        "lora_B.weight": up,
-        "alpha": torch.tensor(float(alpha), dtype=torch.float32),
-    }
+    written = {"lora_A.weight": down, "lora_B.weight": up, "alpha": torch.tensor(alpha, dtype=torch.float32)}
     magnitude = parts.get(f"lora_{_MAGNITUDE}")
     if magnitude is not None:
         base = weight().detach().float().cpu()
@@ -96,12 +97,3 @@ def _lora(
         share = base.norm(dim=1) / changed.norm(dim=1)
         written[_SCALE] = (magnitude.float() * share)[:, None]
     return written
-
-
-def _lokr(
-    parts: Parts, alpha: float, rank: int, weight: Callable[[], torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    # without an alpha ComfyUI scales by one, also a factor without a rank: the scale goes into the other
-    left = parts["lokr_w1"]
-    scaled = (left.float() * (alpha / rank)).to(left.dtype)
-    return {**parts, "lokr_w1": scaled}

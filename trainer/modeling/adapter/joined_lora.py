@@ -8,6 +8,7 @@ without siblings adds its adapter's product in one pass over its output.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ it: hidden (..., all ranks), and `ups`.
 
 @dataclass(kw_only=True)
 class _Shared:
-    """What the layers of one group have together. They are called in order, the first computes for all."""
+    """State of one group of layers. They are called in order, and the first computes for all."""
 
     members: tuple[Any, ...]
     sizes: list[int]
@@ -41,13 +42,13 @@ class _Shared:
 
 
 class _Member(LoraLinear):
-    """A LoRA layer of a group. Only ever assigned as a layer's class: it has no state of its own kind."""
+    """A LoRA layer of a group. It is assigned as the class of a layer, never constructed."""
 
     shared: _Shared
     place: int
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As peft's, for all members at the first one's call."""
+        """Compute peft's forward pass, for all members when the first one is called."""
         shared = self.shared
         if not _is_active(self):
             return super().forward(x, *args, **kwargs)
@@ -61,10 +62,10 @@ class _Member(LoraLinear):
 
 
 class _Single(LoraLinear):
-    """A LoRA layer by itself; like `_Member`, only ever a layer's class."""
+    """A LoRA layer without a group. Like `_Member` it is assigned as a class, never constructed."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As peft's."""
+        """Compute peft's forward pass."""
         if not _is_active(self):
             return super().forward(x, *args, **kwargs)
         whole = self.base_layer(x)
@@ -80,17 +81,14 @@ def joined_parts(layers: tuple[Any, ...], inputs: torch.Tensor) -> Parts | None:
 
     None where they are not all layers of a group in their order, differ in size, or do not add their adapter.
     """
-    return _parts(layers[0].shared, inputs) if _are_one(layers) else None
-
-
-def _are_one(layers: tuple[Any, ...]) -> bool:
-    """Whether the layers are all of a group in their order, of one size, and add their adapters."""
-    first = layers[0]
     if not all(isinstance(layer, _Member) and _is_active(layer) for layer in layers):
-        return False
-    shared = first.shared
-    is_whole = len(shared.members) == len(layers) and len(set(shared.sizes)) == 1
-    return is_whole and all(layer is own for layer, own in zip(layers, shared.members, strict=True))
+        return None
+    shared = layers[0].shared
+    if len(shared.members) != len(layers) or len(set(shared.sizes)) > 1:
+        return None
+    if any(layer is not own for layer, own in zip(layers, shared.members, strict=True)):
+        return None
+    return _parts(shared, inputs)
 
 
 def join_siblings(model: torch.nn.Module, run: Callable[[], object]) -> int:
@@ -136,21 +134,18 @@ def _same_inputs(model: torch.nn.Module, run: Callable[[], object]) -> list[list
     counts: dict[str, int] = {}
     handles = []
 
-    def watch(name: str) -> Callable[[Any, Any], None]:
-        def hook(module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
-            counts[name] = counts.get(name, 0) + 1
-            known, names = inputs.get(id(arguments[0]), (None, []))
-            if known is None or known() is not arguments[0]:
-                names = []
-                groups.append(names)
-                inputs[id(arguments[0])] = weakref.ref(arguments[0]), names
-            names.append(name)
-
-        return hook
+    def note(name: str, module: Any, arguments: tuple[torch.Tensor, ...]) -> None:
+        counts[name] = counts.get(name, 0) + 1
+        known, names = inputs.get(id(arguments[0]), (None, []))
+        if known is None or known() is not arguments[0]:
+            names = []
+            groups.append(names)
+            inputs[id(arguments[0])] = weakref.ref(arguments[0]), names
+        names.append(name)
 
     for name, module in model.named_modules():
         if type(module) in (LoraLinear, _Single):
-            handles.append(module.register_forward_pre_hook(watch(name)))
+            handles.append(module.register_forward_pre_hook(functools.partial(note, name)))
     try:
         with torch.no_grad():
             run()
@@ -161,14 +156,14 @@ def _same_inputs(model: torch.nn.Module, run: Callable[[], object]) -> list[list
 
 
 def _alike(layers: list[Any]) -> bool:
-    """Whether the weights can be one: the same kind of layer, type of value, scale of adapter and biases."""
+    """True where the weights can be one: same kind of layer, dtype, adapter scale and presence of biases."""
     kinds = {_kind(layer) for layer in layers}
     known = next(iter(kinds))[0] in (torch.nn.Linear, RowScaledLinear)
     return len(kinds) == 1 and known and all(_is_plain(layer) for layer in layers)
 
 
 def _is_plain(layer: Any) -> bool:
-    """Whether the adapter is nothing but two products in the base's type: no dropout, no variant as DoRA."""
+    """True for an adapter of two products in the base's dtype: no dropout, no variant such as DoRA."""
     types = {layer.lora_A[ADAPTER].weight.dtype, torch.uint8}  # bytes are unpacked to any type
     plain = type(layer.lora_dropout[ADAPTER]) is torch.nn.Identity and ADAPTER not in layer.lora_variant
     return plain and layer.base_layer.weight.dtype in types
@@ -182,28 +177,18 @@ def _kind(layer: Any) -> tuple[Any, ...]:
 
 def _join(layers: list[Any]) -> None:
     bases = [layer.base_layer for layer in layers]
-    first = layers[0]
-    first.register_buffer("joint_weight", _one([base.weight for base in bases]), persistent=False)
-    biased = bases[0].bias is not None
-    first.register_buffer(
-        "joint_bias", _one([base.bias for base in bases]) if biased else None, persistent=False
-    )
-    first.register_buffer("joint_scale", None, persistent=False)
-    first.register_buffer("joint_transposed", None, persistent=False)
+    sizes = [base.out_features for base in bases]
+    weight, scale, transposed = _one([base.weight for base in bases]), None, None
+    bias = None if bases[0].bias is None else _one([base.bias for base in bases])
     if isinstance(bases[0], RowScaledLinear):
-        first.joint_scale = _one([base.weight_scale for base in bases])
+        scale = _one([base.weight_scale for base in bases])
         if bases[0].transposed is not None:
-            whole = torch.cat([base.transposed for base in bases], dim=1)
-            start = 0
-            for base in bases:
-                base.transposed = whole[:, start : start + base.out_features]
-                start += base.out_features
-            first.joint_transposed = whole
-    shared = _Shared(
-        members=tuple(layers),
-        sizes=[base.out_features for base in bases],
-        scaling=first.scaling[ADAPTER],
-    )
+            transposed = torch.cat([base.transposed for base in bases], dim=1)
+            for base, part in zip(bases, transposed.split(sizes, dim=1), strict=True):
+                base.transposed = part
+    for name, tensor in zip(_JOINT, (weight, bias, scale, transposed), strict=True):
+        layers[0].register_buffer(name, tensor, persistent=False)
+    shared = _Shared(members=tuple(layers), sizes=sizes, scaling=layers[0].scaling[ADAPTER])
     for place, layer in enumerate(layers):
         layer.__class__ = _Member
         # not through the module's own assignment, which would make the group's layers children of each other
@@ -214,15 +199,13 @@ def _join(layers: list[Any]) -> None:
 def _one(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The tensors under each other in one; each becomes a view of its part."""
     whole = torch.cat([tensor.data for tensor in tensors])
-    start = 0
-    for tensor in tensors:
-        tensor.data = whole[start : start + len(tensor)]
-        start += len(tensor)
+    for tensor, part in zip(tensors, whole.split([len(tensor) for tensor in tensors]), strict=True):
+        tensor.data = part
     return whole
 
 
 def _is_active(layer: Any) -> bool:
-    """Whether the layer adds its adapter's product to its base's, and no other's."""
+    """True where the layer adds its own adapter, and no other, to its base's output."""
     return not (layer.disable_adapters or layer.merged) and layer.active_adapters == [ADAPTER]
 
 

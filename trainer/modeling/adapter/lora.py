@@ -34,14 +34,32 @@ def add_lora(
     """Inject a seeded adapter (of a LoRA A gaussian, B zero; in the model's dtype) whose parameters alone are
     trainable. `kind` is that of `lora.type`, the patterns are peft's.
 
-    That the names exist is `target_pattern`'s to see to.
+    `target_pattern` has checked that the names exist.
     """
+    from peft import LoKrConfig, LoraConfig, PeftConfig
+
     expression = re.compile(pattern)
     targets = [name for name in linear_names(model) if expression.fullmatch(name)]
     assert targets, f"no linear layer matches {pattern}"
-    ranks, alphas = dict(rank_pattern or {}), dict(alpha_pattern or {})
+    common: dict[str, Any] = {
+        "target_modules": targets,
+        "rank_pattern": dict(rank_pattern or {}),
+        "alpha_pattern": dict(alpha_pattern or {}),
+    }
+    config: PeftConfig
+    # peft's types say that an alpha is an integer; it only divides an alpha by a rank
+    if kind == "lokr":
+        config = LoKrConfig(r=rank, alpha=alpha, **common)  # type: ignore[arg-type]
+    else:
+        config = LoraConfig(
+            r=rank,
+            lora_alpha=alpha,  # type: ignore[arg-type]
+            lora_dropout=dropout,
+            use_dora=kind == "dora",
+            init_lora_weights="gaussian",
+            **common,
+        )
     model.requires_grad_(False)
-    config = _peft_config(kind, rank, alpha, dropout, targets, ranks, alphas)
     with seeded(f"{seed}/lora", device):
         model.add_adapter(config, adapter_name=ADAPTER)
     to_model_type(model)
@@ -50,33 +68,8 @@ def add_lora(
 
 
 def is_adapter(name: str) -> bool:
-    """Whether a parameter of a model belongs to an adapter."""
+    """True for the name of an adapter's parameter."""
     return ".lora_" in name or ".lokr_" in name
-
-
-def _peft_config(
-    kind: str,
-    rank: int,
-    alpha: float,
-    dropout: float,
-    targets: list[str],
-    ranks: dict[str, int],
-    alphas: dict[str, float],
-) -> Any:
-    """peft's configuration of one kind of adapter. Types: peft only divides an alpha by a rank."""
-    from peft import LoKrConfig, LoraConfig
-
-    common: dict[str, Any] = {"target_modules": targets, "rank_pattern": ranks, "alpha_pattern": alphas}
-    if kind == "lokr":
-        return LoKrConfig(r=rank, alpha=alpha, **common)  # type: ignore[arg-type]
-    return LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # type: ignore[arg-type]
-        lora_dropout=dropout,
-        use_dora=kind == "dora",
-        init_lora_weights="gaussian",
-        **common,
-    )
 
 
 def to_model_type(model: Any) -> None:

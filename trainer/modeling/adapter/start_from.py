@@ -10,7 +10,7 @@ import torch
 
 from trainer.errors import AccessError, ConfigError, DataError, Problem
 from trainer.modeling.adapter.adapter_file import AdapterFile, read_adapter
-from trainer.modeling.adapter.comfyui import alpha_of
+from trainer.modeling.adapter.comfyui import alpha_of, by_module
 from trainer.modeling.adapter.lora import ADAPTER, adapter_config, adapter_state
 
 WHERE = "lora.init_from"
@@ -63,11 +63,9 @@ def _differences(saved: dict[str, torch.Tensor], fresh: dict[str, torch.Tensor])
 
 def _alphas(adapter: AdapterFile, own: dict[str, Any], fresh: dict[str, torch.Tensor]) -> list[str]:
     """Alphas that differ; the file's shapes say the ranks."""
-    kind = ".lokr_" if any(".lokr_" in name for name in fresh) else ".lora_"
-    if (adapter.kind == "lokr") != (kind == ".lokr_"):
+    if (adapter.kind == "lokr") != any(".lokr_" in name for name in fresh):
         return []  # the tensors' names say already that it is of another kind
-    modules = dict.fromkeys(name.partition(kind)[0] for name in fresh)
-    pairs = [(module, alpha_of(adapter.config, module), alpha_of(own, module)) for module in modules]
+    pairs = [(module, alpha_of(adapter.config, module), alpha_of(own, module)) for module in by_module(fresh)]
     return [
         f"{module} has the alpha {theirs:g} in the file and {ours:g} in this run"
         for module, theirs, ours in pairs

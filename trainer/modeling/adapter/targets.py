@@ -75,7 +75,7 @@ def _unknown_in_patterns(
 
 
 def _meant(suffix: str, names: Collection[str]) -> str:
-    """What to write in its place: the nearest of `names`, and all of them."""
+    """Remedy for an unknown suffix: the nearest of `names`, and all of them."""
     known = _within_blocks(names)
     endings = sorted({name.partition(".")[2] for name in known if "." in name})
     near = closest(suffix, (*endings, *known))

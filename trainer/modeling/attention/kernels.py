@@ -52,7 +52,7 @@ def attention(
 
 
 def selected(kernel: str) -> contextlib.AbstractContextManager[None]:
-    """Where `attend` may be called with this kernel; entered once for several calls."""
+    """Context in which `attend` may be called with this kernel; enter it once for several calls."""
     if kernel in SDPA_BACKENDS:
         return sdpa_kernel(SDPA_BACKENDS[kernel])
     return contextlib.nullcontext()
@@ -132,7 +132,7 @@ _PACKAGES: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-# the fourth generates its kernels in Python, which no compiler traces through: operators of our own hide that
+# flash-attn 4 generates its kernels in Python, which no compiler traces through: custom operators hide that
 
 
 @torch.library.custom_op("trainer::flash_attn_4", mutates_args=())
@@ -167,23 +167,16 @@ def _flash_4_backward(
 
 @_flash_4.register_fake
 def _(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, causal: bool, scale: float
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, tokens, heads, _ = query.shape
+    batch, tokens, heads = query.shape[:3]
     sums = query.new_empty((batch, heads, tokens), dtype=torch.float32)
     return query.new_empty((batch, tokens, heads, value.shape[-1])), sums
 
 
 @_flash_4_backward.register_fake
 def _(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    sums: torch.Tensor,
-    causal: bool,
-    scale: float,
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return query.new_empty(query.shape), key.new_empty(key.shape), value.new_empty(value.shape)
 
@@ -202,7 +195,7 @@ _flash_4.register_autograd(_differentiate, setup_context=_keep_for_backward)
 
 @register_flop_formula(torch.ops.trainer.flash_attn_4)
 def _operations(query: Sequence[int], key: Sequence[int], value: Sequence[int], *_: Any, **__: Any) -> int:
-    """Of the forward pass: what costs nothing is recomputed first where activations are short."""
+    """FLOPs of the forward pass: recomputation takes operators without FLOPs first where memory is short."""
     batch, tokens, heads, width = query
     return 2 * batch * heads * tokens * key[1] * (width + value[3])
 
@@ -210,7 +203,7 @@ def _operations(query: Sequence[int], key: Sequence[int], value: Sequence[int], 
 def _grouped_operations(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any
 ) -> int:
-    """Of torch's own kernels, tensors (B, heads, tokens, width): each query head is a product of its own."""
+    """FLOPs of torch's kernels, tensors (B, heads, tokens, width): each query head is its own product."""
     batch, heads, tokens, width = query.shape
     return 2 * batch * heads * tokens * key.shape[2] * (width + value.shape[3])
 

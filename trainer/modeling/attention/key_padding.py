@@ -108,17 +108,13 @@ def _backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value, (B, tokens, heads, width)."""
     if kernel == "flash_attn_4":
-        scale = query.shape[-1] ** -0.5
         kept = (query, key, value, output, sums)
-        query_gradient, key_gradient, value_gradient = torch.ops.trainer.flash_attn_4_backward(
-            gradient, *kept, False, scale
-        )
-        return query_gradient, key_gradient, value_gradient
+        found = torch.ops.trainer.flash_attn_4_backward(gradient, *kept, False, query.shape[-1] ** -0.5)
+        return found[0], found[1], found[2]
     tensors = [one.transpose(1, 2) for one in (gradient, query, key, value, output)]
     if query.device.type == "cpu":
         found = _aten._scaled_dot_product_flash_attention_for_cpu_backward(*tensors, sums, 0.0, False)
-        return found[0].transpose(1, 2), found[1].transpose(1, 2), found[2].transpose(1, 2)
-    if kernel == "flash":
+    elif kernel == "flash":
         lengths = (query.shape[1], key.shape[1])
         found = _aten._scaled_dot_product_flash_attention_backward(
             *tensors, sums, None, None, *lengths, 0.0, False, *drawn
@@ -158,13 +154,6 @@ def _as(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 @_cudnn_backward.register_fake
 def _(
-    gradient: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    output: torch.Tensor,
-    sums: torch.Tensor,
-    seed: torch.Tensor,
-    offset: torch.Tensor,
+    gradient: torch.Tensor, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)

@@ -28,12 +28,12 @@ _WIDTH = 8
 
 
 def row_ends(lengths: Sequence[int]) -> torch.Tensor:
-    """Where the samples of a row begin and end, int32 (n + 1,): 0, then each end."""
+    """The boundaries of a row's samples, int32 (n + 1,): 0, then the end of each sample."""
     return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
 
 
 def segments_of(model: Any, lengths: torch.Tensor, ends: torch.Tensor) -> Segments:
-    """What the model's attention reads of a row's `ends` (on its device) and `lengths` (on the host)."""
+    """Segments as the model's attention reads them: `ends` (on its device) or `lengths` (on the host)."""
     names = (implementation(name) for name, kernel in KERNELS.items() if kernel.reads_ends)
     by_ends = model.config._attn_implementation in names
     # with dropout the row's call would draw other numbers when it is computed again
@@ -43,14 +43,14 @@ def segments_of(model: Any, lengths: torch.Tensor, ends: torch.Tensor) -> Segmen
 
 
 def segments_for(kernel: str, lengths: Sequence[int], device: str) -> Segments:
-    """What this kernel reads of a row of samples."""
+    """The form in which this kernel reads where a row's samples end."""
     if KERNELS[kernel].reads_ends and reads_ends(device):
         return row_ends(lengths).to(device)
     return tuple(lengths)
 
 
 def reads_ends(device: str) -> bool:
-    """Whether kernels take `ends` there: torch's own has no such form for CPUs."""
+    """True where kernels take `ends`: torch's own kernel has no such form for CPUs."""
     return device == "cuda"
 
 
@@ -123,7 +123,7 @@ def _flash_by_ends(
 
 
 def _operations(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *_: Any, **__: Any) -> int:
-    """Of the row as one sample, tensors (tokens, heads, width): how it is divided is not known to a compiler.
+    """FLOPs of the row as one sample, tensors (tokens, heads, width): a compiler does not know its samples.
 
     torch's own count takes each sample for as long as the row, and 2.11's knows no heads that share keys.
     """

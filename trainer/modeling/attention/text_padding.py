@@ -28,7 +28,7 @@ class _TextKeys(FusedProcessor):
         rotary_emb: torch.Tensor | None = None,
         sparse_params: object | None = None,
     ) -> torch.Tensor:
-        """As diffusers', but for the mask."""
+        """Compute diffusers' processor, without padded text keys."""
         assert sparse_params is None, "sparse attention is for videos"
         read = hidden_states if encoder_hidden_states is None else encoder_hidden_states
         query, key, value = (

@@ -1,4 +1,4 @@
-"""Where a run's base model is on this disk, and what of it is missing. Imports no torch."""
+"""The place of a run's base model on this disk, and the files of it that are missing. Imports no torch."""
 
 from __future__ import annotations
 
@@ -147,7 +147,7 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
 
 
 def is_configured(path: Path) -> bool:
-    """Whether a component's folder says what it is."""
+    """Whether a component's folder holds its config."""
     return any(file.exists() for file in path.glob("*config.json"))
 
 

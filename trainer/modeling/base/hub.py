@@ -5,24 +5,29 @@ Downloads land in huggingface_hub's own cache (HF_HOME) and resume where they st
 
 from __future__ import annotations
 
+import functools
+import io
 import re
 import shutil
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainer.config import environment
 from trainer.errors import AccessError, NoSpaceError, TrainerError
 from trainer.files.atomic import no_space_told
 from trainer.words.sizes import GB
 
+if TYPE_CHECKING:
+    from huggingface_hub import DryRunFileInfo
+
 # the same weights once more, as the model's own code reads them
 _OTHER_LAYOUT = ["*consolidated*.safetensors"]
 _KEY = "model.pretrained_model_name_or_path"
-# as huggingface_hub.utils.validate_repo_id has it, and the layout of the cache: that module and the one that
-# knows the layout take longer to import than a plan takes to make
+# the pattern of huggingface_hub.utils.validate_repo_id, and the layout of its cache: the modules that know
+# them take longer to import than a plan takes to make
 _REPOSITORY = re.compile(r"\b[\w\-.]{1,96}\b/\b[\w\-.]{1,96}\b", re.ASCII)
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -88,7 +93,16 @@ def download(
 
     cache = Path(constants.HF_HUB_CACHE)
     try:
-        plan = _measure(repository, revision, patterns, cache)
+        wanted = functools.partial(
+            snapshot_download,
+            repository,
+            revision=revision,
+            cache_dir=cache,
+            allow_patterns=list(patterns),
+            ignore_patterns=_OTHER_LAYOUT,
+        )
+        files: Any = wanted(tqdm_class=_bar_class(0, None), dry_run=True)
+        plan = _measured(repository, files, cache)
         if on_start is not None:
             on_start(plan)
         if plan.missing_bytes > plan.free_bytes:
@@ -99,35 +113,16 @@ def download(
                 remedy="free space there, or set HF_HOME to a folder on a larger disk",
             )
         with no_space_told(cache):
-            return Path(
-                snapshot_download(
-                    repository,
-                    revision=revision,
-                    cache_dir=cache,
-                    allow_patterns=list(patterns),
-                    ignore_patterns=_OTHER_LAYOUT,
-                    tqdm_class=_bar_class(plan.missing_bytes, on_bytes),
-                )
-            )
-    # what httpx2 and huggingface_hub raise for the network, the server and the cache folder
+            return Path(wanted(tqdm_class=_bar_class(plan.missing_bytes, on_bytes)))
+    # raised by httpx2 and huggingface_hub for the network, the server and the cache folder
     except (httpx2.HTTPError, OSError) as error:
         raise _told(repository, revision, error) from error
 
 
-def _measure(repository: str, revision: str | None, patterns: Sequence[str], cache: Path) -> Download:
-    """The sizes of a download, without a byte of it."""
-    from huggingface_hub import snapshot_download
+def _measured(repository: str, files: Sequence[DryRunFileInfo], cache: Path) -> Download:
+    """The sizes of a download by what the hub says of its files."""
     from huggingface_hub.file_download import repo_folder_name
 
-    files = snapshot_download(
-        repository,
-        revision=revision,
-        cache_dir=cache,
-        allow_patterns=list(patterns),
-        ignore_patterns=_OTHER_LAYOUT,
-        tqdm_class=_bar_class(0, None),
-        dry_run=True,
-    )
     missing = sum(file.file_size or 0 for file in files if file.will_download)
     # huggingface_hub continues downloads that were interrupted
     blobs = cache / repo_folder_name(repo_id=repository, repo_type="model") / "blobs"
@@ -198,7 +193,7 @@ def _bar_class(total_bytes: int, on_bytes: Callable[[int, int], None] | None) ->
             shown = super().update(n)
             if on_bytes is not None and self in byte_bars:
                 with lock:
-                    # one bar counts what came over the network, the other what was written
+                    # one bar counts bytes from the network, the other bytes on disk
                     done = int(max(bar.n for bar in byte_bars))
                     on_bytes(min(done, total_bytes), total_bytes)
             return shown
@@ -206,11 +201,8 @@ def _bar_class(total_bytes: int, on_bytes: Callable[[int, int], None] | None) ->
     return Reporter
 
 
-class _Nowhere:
+class _Nowhere(io.TextIOBase):
     """A text file that keeps nothing."""
 
     def write(self, text: str) -> int:
         return len(text)
-
-    def flush(self) -> None:
-        return None

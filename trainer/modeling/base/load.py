@@ -186,7 +186,7 @@ def _read_shards(
                 remedy="delete it and run `trainer fetch`",
             ) from error
         if torch.device(structure.device).type == "cuda":
-            # what full-precision weights left between the bytes that they were quantised to
+            # free the holes that full-precision weights left between quantised ones
             torch.cuda.empty_cache()
         on_shard(number + 1, len(shards))
 

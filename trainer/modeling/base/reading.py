@@ -34,7 +34,7 @@ Method = Literal["parallel", "fastsafetensors", "safetensors"]
 
 CACHED_SHARE = 0.5
 """`auto` reads through the page cache where it holds at least this share of a file."""
-# what fastsafetensors may hold on the device beside the tensors that were asked for, and pin on the host
+# limits of fastsafetensors: device memory beside the tensors that were asked for, and pinned host memory
 _BATCH_BYTES = 2**30
 _BOUNCE_KIB = DISCRETE.pieces * DISCRETE.piece_bytes // 2**10
 _SAMPLE_WINDOWS, _SAMPLE_PAGES = 64, 64
@@ -260,7 +260,7 @@ def _batched(path: Path, header: Mapping[str, _Entry], device: torch.device) -> 
             entry = header[name]
             if entry.start == entry.end:
                 return torch.empty(entry.shape, dtype=entry.dtype, device=device)
-            # those before it are let go
+            # the tensors before it are let go
             found = next((tensor for key, tensor in tensors if key == name), None)
             assert found is not None, f"{name} was passed already"
             return found

@@ -18,7 +18,7 @@ from safetensors import SafetensorError
 from trainer.modeling.storage.block_memory import pin, unpin
 
 MIB = 2**20
-# what file systems without direct reads answer
+# answers of file systems without direct reads
 _NOT_DIRECT = {errno.EINVAL, errno.EOPNOTSUPP}
 
 
@@ -69,7 +69,7 @@ class Ring:
         self._threads = ThreadPoolExecutor(size.threads, thread_name_prefix="read-shard")
 
     def close(self) -> None:
-        """Wait for what is under way and unpin the memory, which goes with the ring."""
+        """Wait for reads and copies under way and unpin the memory, which is freed with the ring."""
         self._threads.shutdown(cancel_futures=True)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
@@ -104,7 +104,7 @@ class Ring:
             file.close()
 
     def _copy(self, file: _File, state: _Ahead, position: int, target: torch.Tensor) -> None:
-        """Fill `target` from the pieces that its bytes lie in, freeing those that lie before."""
+        """Fill `target` from the pieces that hold its bytes, and free the pieces before them."""
         piece_bytes = self.size.piece_bytes
         done, wanted = 0, target.numel()
         while done < wanted:
@@ -138,7 +138,7 @@ class Ring:
         file.read(self._views[slot], offset, end)
 
     def _mark(self, slot: int) -> None:
-        """Remember where on the stream the slot's copies end."""
+        """Record an event on the stream behind the slot's copies."""
         if self._copied:
             self._copied[slot].record(torch.cuda.current_stream(self._device))
 

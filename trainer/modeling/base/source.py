@@ -75,8 +75,8 @@ class ModelSource:
 def prepare(config: RunConfig, components: Sequence[str], *, trained: str) -> None:
     """Make sure that a plan can be made of the right model, before its weights are here.
 
-    Downloads what is not weights, some megabytes, where a config is missing. Raises AccessError where files
-    are missing that cannot or must not be downloaded, NoSpaceError.
+    Downloads the files beside the weights, some megabytes, where a config is missing. Raises AccessError
+    where missing files cannot or must not be downloaded, NoSpaceError.
     """
     base = find_base(config, components, trained=trained)
     if base.state == "complete":
@@ -98,7 +98,7 @@ def resolve_source(
     on_start: Callable[[hub.Download], None] | None = None,
     on_bytes: Callable[[int, int], None] | None = None,
 ) -> ModelSource:
-    """The base model with all `components`, complete on this disk; downloads what is missing.
+    """The base model with all `components`, complete on this disk; missing files are downloaded.
 
     With `model.weights: random` the component `trained` is always built, the others where the folder holds no
     .safetensors of theirs; nothing but configs is downloaded then.

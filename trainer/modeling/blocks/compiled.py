@@ -12,7 +12,7 @@ import torch
 
 from trainer.modeling.blocks.recompute import Blocks, RecomputedInside, recomputed
 
-# times that one kind of block is compiled, for new shapes; after a few its sizes are dynamic anyway
+# how often one kind of block is compiled for new shapes; after a few its sizes are dynamic anyway
 MOST_COMPILED = 16
 
 Varying = Mapping[str, Sequence[tuple[int, ...]]]
@@ -60,7 +60,7 @@ def mark_varying(tensor: torch.Tensor, dimensions: Sequence[int]) -> None:
 
 
 def _tensors(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[torch.Tensor]:
-    """Tensors among a block's inputs, those of tuples, lists and mappings too."""
+    """Tensors among a block's inputs, also inside tuples, lists and mappings."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Tensor):
             yield value
@@ -79,10 +79,10 @@ def compile_blocks(
 ) -> int:
     """Compile every block at its first call, and return their number.
 
-    `activation_budget` below 1 recomputes in backward what is cheapest, so that this share of the
-    activations beyond a block's input stays; none of those of `RecomputedInside` do. Graphs are of any size
-    in the dimensions `varying`; in others they are of one size until a second one comes. `say` is told once
-    of each kind where more shapes come than it is compiled for: these run as they are written.
+    With an `activation_budget` below 1 the cheapest operations are recomputed in backward, so that this share
+    of the activations beyond a block's input stays; blocks of `RecomputedInside` keep none. Graphs are of any
+    size in the dimensions `varying`; in others they are of one size until a second one comes. `say` is told
+    once for each kind of which more shapes come than it is compiled for: these run uncompiled.
     """
     import torch._dynamo
     import torch._inductor.config
@@ -176,7 +176,7 @@ _written_only: list[None] = []
 
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
-    """Run compiled blocks as they are written: for what is not training, where a graph more does not pay."""
+    """Run compiled blocks uncompiled, outside of training, where another graph does not pay."""
     stance: Any = torch.compiler.set_stance("force_eager")
     _written_only.append(None)
     try:

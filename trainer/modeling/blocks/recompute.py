@@ -1,7 +1,7 @@
 """Repeated blocks that keep nothing but their input for backward.
 
-Uncompiled ones are computed twice. What backward needs of a compiled one is computed in its own graph: not
-the last products, whose result nothing waits for.
+Uncompiled blocks are computed twice. A compiled block's backward graph recomputes only the activations that
+it reads, which leaves out the last products.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def recomputed(
     def run(*values: Any) -> Any:
         return call(*values[: len(args)], **dict(zip(named, values[len(args) :], strict=True)))
 
-    # a CUDA graph could not put a generator's state back: what is captured draws nothing
+    # a CUDA graph cannot restore the RNG state, but captured blocks draw nothing
     return checkpoint(
         run,
         *args,
@@ -97,7 +97,7 @@ def recompute_blocks(blocks: Blocks, count: int = 0, *, draws: bool = False, ins
         if not isinstance(block, Recomputed):
             give_base(block, Recomputed)
         assert isinstance(block, Recomputed)
-        # one class for all of them: what is compiled for one serves the others
+        # one class for all blocks, so that all share one compiled graph
         block.recomputes, block.draws = number < chosen, draws
     return chosen
 
@@ -114,7 +114,7 @@ def give_base(block: torch.nn.Module, base: type[torch.nn.Module]) -> None:
     one.__class__ = _with_base(*kinds)
 
 
-# one class for all blocks of a kind with the same base: what is compiled for one serves the others
+# one class for all blocks of a kind with the same base, so that all share one compiled graph
 @functools.cache
 def _with_base(kind: Any, base: Any) -> Any:
     return type(kind.__name__, (base, kind), {"__module__": kind.__module__})

@@ -115,16 +115,16 @@ class _FeedForward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         values, up, up_scale, down, down_scale = ctx.saved_tensors
-        up_turned, down_turned = ctx.is_transposed
+        up_transposed, down_transposed = ctx.is_transposed
         rows, dtype = gradient.shape[0], gradient.dtype
         quantized, row_scale = fp8.quantize_rows(gradient, down_scale.view(-1), pad=True)
         hidden = fp8.times_weight(
-            quantized, row_scale, down, is_transposed=down_turned, dtype=dtype, rows=rows
+            quantized, row_scale, down, is_transposed=down_transposed, dtype=dtype, rows=rows
         )
         of_left = hidden[:, : ctx.width].contiguous() if ctx.width else None
         quantized, row_scale = gelu_backward_quantize_rows(hidden[:, ctx.width :], values, up_scale.view(-1))
         of_inputs = fp8.times_weight(
-            quantized, row_scale, up, is_transposed=up_turned, dtype=dtype, rows=rows
+            quantized, row_scale, up, is_transposed=up_transposed, dtype=dtype, rows=rows
         )
         return of_left, of_inputs, *(None,) * 8
 
@@ -161,9 +161,9 @@ def _is_feed_forward(module: Any) -> bool:
 
 
 def _is_single_stream(module: Any) -> bool:
-    """Whether this is diffusers' block of one stream, by its layers and what it is called with.
+    """True for diffusers' single-stream block, known by its layers and by the arguments of its `forward`.
 
-    No name of a class: those belong to the families.
+    Class names are not asked: they belong to the families.
     """
     kind, layers = type(module), {name for name, _ in module.named_children()}
     if issubclass(kind, _SingleStream) or layers != _SINGLE_STREAM:
@@ -179,17 +179,17 @@ def _is_single_stream(module: Any) -> bool:
 
 
 def _in_fp8(*layers: torch.nn.Module) -> bool:
-    """Whether all are quantised layers that compute in FP8, without an adapter around them."""
+    """True where all layers are quantised, compute in FP8, and have no adapter."""
     return all(type(layer) is RowScaledLinear and layer.fp8_compute for layer in layers)
 
 
 class _FusedFeedForward(FeedForward):
-    """Only ever assigned as a module's class."""
+    """Class that `fuse_feed_forwards` assigns to a module; it is never constructed."""
 
     net: Any
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As diffusers', which it is again where a layer was given an adapter since."""
+        """Compute diffusers' forward pass, by diffusers' own code where a layer has an adapter."""
         up, down = self.net[0].proj, self.net[2]
         if not _in_fp8(up, down):
             return super().forward(hidden_states)
@@ -218,9 +218,9 @@ class _SingleStream(torch.nn.Module):
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
         joint_attention_kwargs: dict[str, Any] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As diffusers', which it is again where a layer was given an adapter since.
+        """Compute diffusers' forward pass, by diffusers' own code where a layer has an adapter.
 
-        Tokens (batch, tokens, width) of image and text; gives those of the text and those of the image.
+        Takes image and text tokens (batch, tokens, width); returns the text tokens and the image tokens.
         """
         if not _in_fp8(self.proj_mlp, self.proj_out):
             return super().forward(

@@ -1,8 +1,9 @@
-"""Heads from products to attention in one pass: low-rank addend, norm, RoPE, joining of streams; and back.
+"""Heads from QKV projections to attention in one pass: LoRA delta, RMSNorm, RoPE, joining of streams.
 
-Apart, these are several passes over memory each way, complex tables make a compiler fall back to a kernel for
-every step, and it makes the gradient of a joint product from those of its parts by copying them beside each
-other. Here everything is written where it belongs at once.
+One after the other, these steps are several passes over memory, forward and backward. Complex RoPE tables
+make a compiler fall back to a kernel for every step, and it makes the gradient of a joint QKV projection by
+copying the gradients of queries, keys and values beside each other. Here every result is written in its final
+place.
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ from typing import Any, NamedTuple
 import torch
 
 from trainer.modeling.adapter.low_rank import add_low_rank, of_ups, side_by_side
-from trainer.modeling.fused.norms import unit_of
+from trainer.modeling.fused.norms import unit_gradient, unit_of
 
 if torch.version.cuda is not None:
     from trainer.modeling.triton import norm_rotary as kernels
+
+Tensors = Sequence[torch.Tensor]
 
 
 class Stream(NamedTuple):
@@ -26,25 +29,26 @@ class Stream(NamedTuple):
     """(batch, tokens, heads, width), or (batch, tokens, 3 * heads * width): queries, keys and values of all
     heads beside each other. The width is a power of two."""
     weights: tuple[torch.Tensor, ...]
-    """Of the norm, (width,): one, or those of queries and keys."""
+    """Weights of the RMSNorm, (width,): one, or one for queries and one for keys."""
     tables: tuple[torch.Tensor, ...]
-    """How tokens turn, (tokens, width) fp32: one table with cosines in columns 2 i and sines in 2 i + 1, or
-    one with cosines and one with sines, both in columns 2 i, whose other columns do not count."""
+    """RoPE, (tokens, width) fp32: one table with cosines in columns 2 i and sines in columns 2 i + 1, or
+    a table of cosines and a table of sines, both in columns 2 i; their other columns are not read."""
     hidden: torch.Tensor | None = None
-    """(batch, tokens, all ranks): what is added to a joint product, see `low_rank.add_low_rank`."""
+    """Outputs of the LoRA A of a joint product, (batch, tokens, all ranks): see `low_rank.add_low_rank`."""
     ups: tuple[torch.Tensor, ...] = ()
-    """Of queries, keys and values."""
+    """LoRA B of queries, keys and values, (heads * width, rank) each."""
 
 
 def norm_rotary(streams: Sequence[Stream], eps: float) -> tuple[torch.Tensor, ...]:
-    """Heads of one or two streams, each divided by its rms, weighed, and turned by its token; of joint
-    products queries and keys so, and values as they are. All are (batch, tokens, heads, width), with the
-    first stream's tokens first.
+    """RMSNorm and RoPE of the heads of one or two streams, the first stream's tokens first.
 
-    Values 2 i and 2 i + 1 of a head are real and imaginary part of what is multiplied by cos_i + sin_i j, in
-    fp32; results have the values' type. They are contiguous, but for attention's values of one stream, which
-    are a view. What is added to two products is added in the same pass, in fp32, where kernels can: for bf16,
-    ranks up to `MOST_RANK` of the kernels and `ups` of one shape. Values, `hidden` and `ups` have gradients.
+    Streams of heads give one tensor; streams of joint products give queries, keys and values, of which the
+    values are neither normed nor rotated. All results are (batch, tokens, heads, width) of the values' type,
+    and contiguous, except for the attention values of a single stream, which are a view of its product.
+
+    RoPE multiplies the complex number of values 2 i and 2 i + 1 of a head by cos_i + sin_i j, in fp32. The
+    LoRA deltas of two products are added in the same pass, in fp32, where the kernels can do that: bf16,
+    ranks up to their `MOST_RANK`, `ups` of one shape. `values`, `hidden` and `ups` have gradients.
     """
     if streams[0].hidden is not None and not _is_added_here(streams):
         streams = [
@@ -63,7 +67,7 @@ def norm_rotary(streams: Sequence[Stream], eps: float) -> tuple[torch.Tensor, ..
 
 
 def _is_added_here(streams: Sequence[Stream]) -> bool:
-    """Whether what is added to the streams can be added in the same pass."""
+    """True where the same pass can add the LoRA deltas of the streams."""
     if len(streams) == 1 or streams[0].values.device.type == "cpu":
         return len(streams) == 2
     return all(
@@ -75,13 +79,13 @@ def _is_added_here(streams: Sequence[Stream]) -> bool:
 
 
 class _NormRotary(torch.autograd.Function):
-    """A sum with what is added is not kept: backward makes it once more."""
+    """Backward adds the LoRA deltas again: the sums are not kept."""
 
     @staticmethod
     def forward(
-        ctx: Any, eps: float, count: int, norms: int, turns: int, *tensors: torch.Tensor
+        ctx: Any, eps: float, count: int, norms: int, rope: int, *tensors: torch.Tensor
     ) -> tuple[torch.Tensor, ...]:
-        ends = count, count * (1 + norms), count * (1 + norms + turns)
+        ends = count, count * (1 + norms), count * (1 + norms + rope)
         values, weights, tables = tensors[: ends[0]], tensors[ends[0] : ends[1]], tensors[ends[1] : ends[2]]
         hiddens, ups = tensors[ends[2] : ends[2] + count], tensors[ends[2] + count :]
         blocks = [ups[3 * number : 3 * number + 3] for number in range(len(hiddens))]
@@ -113,26 +117,24 @@ class _NormRotary(torch.autograd.Function):
         return *(None,) * 4, *found[:first], *(None,) * (third - first), *found[first:], *ups
 
 
-# the same in plain torch, with tensors as the kernels take them: `low` has hidden and a joint `up` a stream
+# the kernels' arithmetic in plain torch; `low` has `hidden` and one block diagonal `up` for each stream
 
 
 def _per_stream(
-    values: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    tables: Sequence[torch.Tensor],
-    low: Sequence[torch.Tensor],
-) -> list[tuple[tuple[torch.Tensor, ...], Sequence[torch.Tensor], Sequence[torch.Tensor]]]:
-    """Of each stream: its heads, or queries, keys and values with what is added; weights of their norms, and
-    tables.
+    values: Tensors, weights: Tensors, tables: Tensors, low: Tensors
+) -> list[tuple[Tensors, Tensors, Tensors]]:
+    """Each stream's heads, or its queries, keys and values with the LoRA delta added; the weights of their
+    norms; and the RoPE tables.
     """
-    found, count = [], len(values)
+    found: list[tuple[Tensors, Tensors, Tensors]] = []
+    count = len(values)
     for number, whole in enumerate(values):
         own = weights[number * len(weights) // count :][: len(weights) // count]
-        turns = tables[number * len(tables) // count :][: len(tables) // count]
+        rope = tables[number * len(tables) // count :][: len(tables) // count]
         if low:
             hidden, up = low[2 * number : 2 * number + 2]
             whole = whole + (hidden.flatten(0, 1) @ up.t()).view(whole.shape)
-        found.append((_apart(whole, len(own[0])) if len(own) == 2 else (whole,), own, turns))
+        found.append((_apart(whole, len(own[0])) if len(own) == 2 else (whole,), own, rope))
     return found
 
 
@@ -142,60 +144,47 @@ def _apart(wide: torch.Tensor, width: int) -> tuple[torch.Tensor, ...]:
 
 
 def _forward(
-    values: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    tables: Sequence[torch.Tensor],
-    low: Sequence[torch.Tensor],
-    eps: float,
+    values: Tensors, weights: Tensors, tables: Tensors, low: Tensors, eps: float
 ) -> list[torch.Tensor]:
     found = []
-    for heads, own, turns in _per_stream(values, weights, tables, low):
-        turned = []
-        for one, weight in zip(heads, own, strict=False):
-            real, imaginary = _pairs(unit_of(one, eps)[0] * weight.float())
-            cos, sin = _cos_sin(turns)
-            turned.append(
-                _whole(real * cos - imaginary * sin, imaginary * cos + real * sin).to(values[0].dtype)
-            )
-        found.append([*turned, *heads[len(own) :]])
+    for heads, own, rope in _per_stream(values, weights, tables, low):
+        rotated = [
+            _rotated(unit_of(one, eps)[0] * weight.float(), rope).to(one.dtype)
+            for one, weight in zip(heads, own, strict=False)
+        ]
+        found.append([*rotated, *heads[len(own) :]])
     return found[0] if len(found) == 1 else [torch.cat(both, dim=1) for both in zip(*found, strict=True)]
 
 
 def _backward(
-    gradients: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    tables: Sequence[torch.Tensor],
-    low: Sequence[torch.Tensor],
-    eps: float,
+    gradients: Tensors, values: Tensors, weights: Tensors, tables: Tensors, low: Tensors, eps: float
 ) -> list[torch.Tensor]:
     """The gradients of `_forward` for `values`, contiguous, and for each `hidden`."""
     found, start = [], 0
-    for heads, own, turns in _per_stream(values, weights, tables, low):
+    for heads, own, rope in _per_stream(values, weights, tables, low):
         end = start + heads[0].shape[1]
         given = [one[:, start:end] for one in gradients]
-        start, cos, sin = end, *_cos_sin(turns)
+        start = end
         for which, weight in enumerate(own):
-            real, imaginary = _pairs(given[which].float())
-            back = _whole(real * cos + imaginary * sin, imaginary * cos - real * sin) * weight.float()
-            unit, inverse = unit_of(heads[which], eps)
-            mean = (back * unit).mean(-1, keepdim=True)
-            given[which] = ((back - unit * mean) * inverse).to(values[0].dtype)
+            back = _rotated(given[which].float(), rope, back=True) * weight.float()
+            given[which] = unit_gradient(back, heads[which], eps)
         found.append(torch.stack(given, dim=2).flatten(2) if len(own) == 2 else given[0])
     rows = [of.flatten(0, 1) @ up for of, up in zip(found, low[1::2], strict=False)]
     return found + [one.view(hidden.shape) for one, hidden in zip(rows, low[::2], strict=True)]
 
 
-def _cos_sin(tables: Sequence[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosine and sine of every pair, (tokens, 1, width / 2)."""
-    even, odd = _pairs(tables[0][:, None])
-    return even, odd if len(tables) == 1 else _pairs(tables[1][:, None])[0]
+def _rotated(values: torch.Tensor, tables: Tensors, *, back: bool = False) -> torch.Tensor:
+    """fp32 heads (batch, tokens, heads, width) rotated by their tokens' angles, or `back`."""
+    real, imaginary = _pairs(values)
+    cos, sin = _pairs(tables[0][:, None])
+    if len(tables) == 2:
+        sin = _pairs(tables[1][:, None])[0]
+    if back:
+        sin = -sin
+    return torch.stack((real * cos - imaginary * sin, imaginary * cos + real * sin), dim=-1).flatten(-2)
 
 
 def _pairs(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Real and imaginary parts, (..., width / 2)."""
     real, imaginary = values.unflatten(-1, (-1, 2)).unbind(-1)
     return real, imaginary
-
-
-def _whole(real: torch.Tensor, imaginary: torch.Tensor) -> torch.Tensor:
-    return torch.stack((real, imaginary), dim=-1).flatten(-2)

@@ -62,10 +62,7 @@ class _HeadNorm(torch.autograd.Function):
         values, weight = ctx.saved_tensors
         if values.device.type != "cpu":
             return kernel.head_norm(values, weight, gradient.contiguous(), ctx.eps), None, None
-        unit, inverse = unit_of(values, ctx.eps)
-        given = gradient.float() * weight.float()
-        mean = (given * unit).mean(-1, keepdim=True)
-        return ((given - unit * mean) * inverse).to(values.dtype), None, None
+        return unit_gradient(gradient.float() * weight.float(), values, ctx.eps), None, None
 
 
 def unit_of(values: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -75,26 +72,33 @@ def unit_of(values: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tenso
     return wide * inverse, inverse
 
 
+def unit_gradient(gradient: torch.Tensor, values: torch.Tensor, eps: float) -> torch.Tensor:
+    """The gradient of `values`, of their type, from the fp32 one of `unit_of`."""
+    unit, inverse = unit_of(values, eps)
+    mean = (gradient * unit).mean(-1, keepdim=True)
+    return ((gradient - unit * mean) * inverse).to(values.dtype)
+
+
 def torch_eps(eps: float | None) -> float:
-    """A norm's eps; torch's own where none is set, which is that of the type it computes in, whatever its
+    """A norm's eps; where it is None, torch's default: that of fp32, in which torch computes, whatever its
     documentation says.
     """
     return torch.finfo(torch.float32).eps if eps is None else eps
 
 
 class _FusedTorch(torch.nn.RMSNorm):
-    """Only ever assigned as a module's class."""
+    """Class that `fuse_head_norms` assigns to a module; it is never constructed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """As torch's."""
+        """Compute torch's norm; of heads (batch, tokens, heads, width) in one pass."""
         return head_norm(x, self.weight, torch_eps(self.eps)) if x.ndim == 4 else super().forward(x)
 
 
 class _FusedDiffusers(RMSNorm):
-    """Only ever assigned as a module's class."""
+    """Class that `fuse_head_norms` assigns to a module; it is never constructed."""
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """As diffusers', but for the rounding before the weight."""
+        """Compute diffusers' norm; of heads in one pass, without its rounding before the weight."""
         if hidden_states.ndim != 4 or self.bias is not None:
             return super().forward(hidden_states)
         assert self.weight is not None

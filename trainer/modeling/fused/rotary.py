@@ -1,6 +1,6 @@
-"""Attention layers of diffusers whose queries and keys are normed and turned in one pass.
+"""Attention layers of diffusers whose queries and keys get RMSNorm and RoPE in one pass.
 
-They get a processor in the place of theirs that computes the same by `norm_rotary`.
+Their processors are replaced by processors that compute the same through `norm_rotary`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from trainer.modeling.fused.norms import FUSED, is_fusible, torch_eps
 
 
 def fuse_rotary(model: torch.nn.Module) -> int:
-    """Let every attention layer of a known kind norm and turn its heads in one pass; returns their number.
+    """Let every attention layer of a known kind compute RMSNorm and RoPE in one pass; returns their number.
 
-    Its norms must be frozen, their width a power of two. They stay where they are: no parameter is renamed.
+    Its norms must be frozen, their width a power of two. They stay in the layer: no parameter is renamed.
     """
     count = 0
     for module in model.modules():
@@ -47,7 +47,7 @@ def set_processor(attention: Any, new: FusedProcessor) -> None:
 def _kind(attention: Any) -> type[FusedProcessor] | None:
     """The processor for a layer whose own is known by its arguments, and by the layers that it calls.
 
-    No name of a class: those belong to the families. None where one pass cannot compute the layer's norms.
+    Class names are not asked: they belong to the families. None where one pass cannot compute its norms.
     """
     if isinstance(attention.processor, FusedProcessor):
         return None
@@ -86,13 +86,9 @@ class FusedProcessor:
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor | None
     ) -> torch.Tensor:
         """Attention by the model's kernel: heads (batch, tokens, heads, width) to (batch, tokens, all)."""
+        backend, config = self._attention_backend, self._parallel_config
         output: torch.Tensor = dispatch_attention_fn(
-            query,
-            key,
-            value,
-            attn_mask=mask,
-            backend=self._attention_backend,
-            parallel_config=self._parallel_config,
+            query, key, value, attn_mask=mask, backend=backend, parallel_config=config
         )
         return output.flatten(2, 3).to(query.dtype)
 
@@ -108,7 +104,7 @@ class _RealTables(FusedProcessor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """As diffusers': the output for the stream, or those for image and text."""
+        """Compute diffusers' processor: the output of the one stream, or the outputs of image and text."""
         assert image_rotary_emb is not None and not attn.fused_projections
         assert (encoder_hidden_states is None) == (attn.added_kv_proj_dim is None)
         if encoder_hidden_states is None:
@@ -132,7 +128,7 @@ class _ComplexTables(FusedProcessor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As diffusers': outputs for image and text. The mask (batch, tokens) is that of the text."""
+        """Compute diffusers' processor: outputs of image and text. The mask is the text's (batch, tokens)."""
         assert encoder_hidden_states is not None and image_rotary_emb is not None and attention_mask is None
         text_mask = self.text_mask if encoder_hidden_states_mask is None else encoder_hidden_states_mask
         if text_mask is not None:
@@ -153,7 +149,7 @@ class _Parallel(FusedProcessor):
         attention_mask: torch.Tensor | None = None,
         image_rotary_emb: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> torch.Tensor:
-        """As diffusers'."""
+        """Compute diffusers' processor: the output of the stream."""
         assert image_rotary_emb is not None
         widths = [attn.inner_dim] * 3 + [attn.mlp_hidden_dim * attn.mlp_mult_factor]
         *products, inner = attn.to_qkv_mlp_proj(hidden_states).split(widths, dim=-1)

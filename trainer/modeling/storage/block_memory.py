@@ -1,4 +1,4 @@
-"""The frozen tensors of a block under each other in one piece of memory, on any device."""
+"""The frozen tensors of a block, packed into one piece of memory on any device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ALIGNMENT = 256
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One frozen tensor and where its bytes are in its block's."""
+    """One frozen tensor and the place of its bytes among those of its block."""
 
     tensor: torch.Tensor
     dtype: torch.dtype
@@ -33,7 +33,7 @@ class Place:
 
 @dataclass(frozen=True, kw_only=True)
 class Packed:
-    """One block's frozen tensors under each other in one piece of memory."""
+    """One block's frozen tensors in one piece of memory."""
 
     bytes: torch.Tensor
     places: tuple[Place, ...]
@@ -80,7 +80,7 @@ def unpin(memory: torch.Tensor) -> None:
 
 
 def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor]) -> Packed:
-    """Copy the bytes of the block's frozen tensors to one piece of memory, those that several share once.
+    """Copy the bytes of the block's frozen tensors to one piece of memory, shared bytes once.
 
     `memory_of` gives so many bytes, 1-D uint8, on any device.
     """
@@ -113,7 +113,7 @@ def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor]) -> Pa
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
-    """First byte of its storage that a tensor has, down to a multiple of the alignment, and the end."""
+    """First byte of a tensor in its storage, rounded down to the alignment, and the byte after its last."""
     first = int(tensor.storage_offset())
     last = first + sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
     low = first * tensor.itemsize // _ALIGNMENT * _ALIGNMENT
@@ -121,7 +121,7 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def views(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
-    """Each of the block's tensors as it is in `memory`, which holds the block's bytes."""
+    """The block's tensors as views of `memory`, which holds the block's bytes."""
     return [place.within(memory) for place in packed.places]
 
 

@@ -31,7 +31,7 @@ LEAST = 1e-30
 
 
 def padded_rows(rows: int) -> int:
-    """Rows that a product on a GPU has for so many of its caller's."""
+    """Number of rows of a product on a GPU whose caller has `rows`."""
     return -(-rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
@@ -49,7 +49,7 @@ def quantize_rows(
     wide = values.float() if column_scale is None else values.float() * column_scale
     largest = wide.abs().amax(dim=-1, keepdim=True)
     scale = largest.clamp(min=LEAST) / MOST
-    # as the kernels do: one division a row
+    # one division a row, like the kernels
     return (wide * (1.0 / scale)).to(torch.float8_e4m3fn), scale
 
 
@@ -124,7 +124,7 @@ _MOST_ONES = 1 << 16
 
 
 def keep_ones(device: str) -> None:
-    """Make once what every product of a gradient needs: else each makes its own, in a kernel of its own."""
+    """Make the scales of ones that every product of a gradient needs: else each product launches a kernel."""
     ones = torch.ones((1, _MOST_ONES), device=device, dtype=torch.float32)
     _kept_ones[ones.device] = ones
 

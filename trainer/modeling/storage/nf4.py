@@ -1,9 +1,9 @@
 """Linear layers whose frozen weight is stored in 4 bits (nf4), packed and unpacked by bitsandbytes.
 
-Its own layer keeps what a weight needs in an object beside the tensor, which no compiler traces. Here the
-same tensors are a layer's buffers, and a product is one operator with another for its gradient: the weight
-is unpacked inside, for each anew and the largest in parts, and a compiler cannot keep it from forward to
-backward.
+bitsandbytes' own layer keeps the scales of a weight in an object beside the tensor, which no compiler traces.
+Here the same tensors are buffers of the layer. A product is one operator, and its gradient another: each
+unpacks the weight inside, the largest weights in parts, so that a compiler cannot keep the unpacked weight
+from forward to backward.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from trainer.modeling.storage.stored import StoredLinear
 from trainer.ways.storages import NF4_MOST_UNPACKED, Way
 
 _TILE = 128
-"""A part has a multiple of so many rows. Eight would do for 16-byte words; products compute tiles of 64 to
-320, and a part that ends within one computes the rest of it in vain.
+"""A part of a weight has a multiple of so many rows. Eight would do for 16-byte words, but products compute
+tiles of 64 to 320 rows, and a part that ends within a tile computes the rest of it in vain.
 """
 
 
@@ -139,7 +139,7 @@ def _add_product(found: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -
 
 
 def _parts(shape: Sequence[int], blocksize: int) -> list[slice]:
-    """Rows of the weight that are unpacked at a time: all, but for the largest weights.
+    """Rows of the weight that are unpacked at a time: all rows, except of the largest weights.
 
     Parts are whole tiles of rows: where one begins between two 16-byte words, cuBLAS falls back to kernels of
     older GPUs, which take more than twice as long. A part has a tile at least: no model's rows are so long

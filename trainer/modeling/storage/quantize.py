@@ -99,7 +99,7 @@ def fill(
 def count_quantized(model: torch.nn.Module, weights: str) -> tuple[int, int]:
     """(linears in `weights` or in the storage of modulation beside it, linears in full precision).
 
-    Raises ConfigError where none is in `weights`: a plan that says so and such a model contradict each other.
+    Raises ConfigError where no layer is in `weights`, which contradicts the plan.
     """
     linears = [module for module in model.modules() if isinstance(module, torch.nn.Linear)]
     stored = [linear.kind if isinstance(linear, StoredLinear) else "" for linear in linears]

@@ -94,8 +94,8 @@ _AT_ONCE = 2**24
 def _int8_rows(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """(out, in) int8 and (out, 1) fp32 by optimum-quanto: symmetric, the largest value of a row is 127.
 
-    In fp32 whatever the weight's type: quanto rounds to that of what it is given, and with quotients in bf16
-    the error of a weight is up to 18 % larger.
+    The computation is in fp32 for any type of the weight: quanto rounds to the type of its input, and with
+    quotients in bf16 the error of a weight is up to 18 % larger.
     """
     from optimum.quanto import AbsmaxOptimizer, qint8, quantize_weight
 

@@ -19,7 +19,6 @@ import torch
 
 from trainer.modeling.blocks.recompute import Blocks, Recomputed, give_base, recomputed
 from trainer.modeling.storage.block_memory import Packed, pack, pages, pin, point, unpin, views
-from trainer.modeling.storage.waiting import waiting
 
 Pass = Literal["forward", "backward", "prediction"]
 _BUFFERS = 2
@@ -33,7 +32,7 @@ class _Waiting(Recomputed):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The block's own call with its weights on the device; it is recomputed in backward."""
-        # past the base's own: this one knows when the weights are needed
+        # not the base class' call, which would recompute without the weights
         call = super(Recomputed, self).__call__
         if not torch.is_grad_enabled():
             self.swapped.stage(self.number, "prediction")
@@ -116,7 +115,7 @@ class Swapped:
             point(packed, packed.bytes)
 
     def stage(self, number: int, turn: Pass) -> None:
-        """Have a block's weights on the device for what is enqueued next, and begin to copy the one after.
+        """Put a block's weights on the device for the next kernels, and begin to copy the following block's.
 
         Everything that reads the weights of the block before must be enqueued by now, and is: autograd works
         through blocks in the reverse of their order, one after another.
@@ -135,7 +134,7 @@ class Swapped:
             self._copy(following, 1 - slot)
 
     def _following(self, number: int, turn: Pass) -> int | None:
-        """The block that is needed next; backward begins with the last two, which are there, and so on."""
+        """The block that is needed next; backward begins with the last two, which are on the device."""
         if turn == "backward":
             return number - 1 if number > 0 else None
         if number + 1 < self.number:
@@ -158,6 +157,20 @@ class Swapped:
     def _bind(self, number: int, slot: int) -> None:
         for place, view in zip(self._packed[number].places, self._views[number][slot], strict=True):
             place.tensor.data = view
+
+
+def waiting(lengths: Sequence[int], count: int) -> list[list[int]]:
+    """Places of the blocks that wait in host memory in stacks of these lengths, one stack after the other.
+
+    Those of a stack lie as far from each other as they can: a block is copied while all blocks between the
+    one before and it compute.
+    """
+    chosen = []
+    for length in lengths:
+        part = min(length, count)
+        chosen.append([(2 * place + 1) * length // (2 * part) for place in range(part)])
+        count -= part
+    return chosen
 
 
 def waiting_blocks(blocks: Blocks, count: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Triton kernel for CUDA: the root-mean-square norm of heads, and its gradient.
 
-Imported as `fp8_rows` is, and for the same reason. A row is one head of one token, WIDTH values in one piece;
+Imported only where torch was built for CUDA. A row is one head of one token, WIDTH values in one piece;
 program i does ROWS of them, of batch * tokens * heads in that order:
 
     values    row at sample * stride_batch + token * stride_token + head * stride_head

@@ -1,6 +1,6 @@
 """Programs over the heads of a stream's tokens: norm, RoPE, a low-rank addend, and their gradients.
 
-Imported as `fp8_rows` is, and for the same reason. A program holds TOKENS tokens of one head at a time:
+Imported only where torch was built for CUDA. A program holds TOKENS tokens of one head at a time:
 
     token           0 .. TOKENS of a block; those beyond the stream's `tokens` are masked
     column          0 .. WIDTH of a head; values 2 i and 2 i + 1 are real and imaginary part of a number
@@ -111,12 +111,12 @@ def _with_low(whole, left, low, head, WIDTH: tl.constexpr, RANK: tl.constexpr): 
 
 
 @triton.jit
-def _turn(  # type: ignore[no-untyped-def]
+def _rotate(  # type: ignore[no-untyped-def]
     part, low, table_row, result, block, row_heads,
     EPS: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     RANK: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """Add `low` to some heads of a block's tokens, norm and turn them."""
+    """Add `low` to some heads of a block's tokens, normalise and rotate them."""
     values, _, _, _, tokens, stride_token, stride_head = part
     token = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
     column = tl.arange(0, WIDTH)[None, :]
@@ -140,12 +140,12 @@ def _turn(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def _turn_back(  # type: ignore[no-untyped-def]
+def _rotate_back(  # type: ignore[no-untyped-def]
     part, low, of_hidden, table_row, given, result, block, row_heads,
     EPS: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr, TOKENS: tl.constexpr, HEADS: tl.constexpr,
     RANK: tl.constexpr, NORMED: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of `_turn` for its values from that of its result, and these heads' part of `hidden`'s."""
+    """Gradients of the values of `_rotate` and, from these heads, of `hidden`, given that of its result."""
     values, _, _, _, tokens, stride_token, stride_head = part
     gradient, gradient_token, gradient_head = given
     token = (block * TOKENS + tl.arange(0, TOKENS)).to(tl.int64)[:, None]
@@ -205,7 +205,7 @@ def _part(which, stream, sample, head, heads, QKV: tl.constexpr, WIDTH: tl.const
 
 @triton.jit
 def _low(which, low, tokens, sample, column):  # type: ignore[no-untyped-def]
-    """What is added to a stream, from the same sample and column of the product on."""
+    """A stream's low-rank addend, from the same sample and column of the product on."""
     hidden, up, rank = low
     return hidden + (sample * tokens * 3 + which) * rank, up + (column * 3 + which) * rank, rank
 
@@ -216,14 +216,14 @@ def stream_forward(  # type: ignore[no-untyped-def]
     EPS: tl.constexpr, QKV: tl.constexpr, JOINED: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """What one program does, in the stream that its block is of; the result is its sample's and head's."""
+    """One program's work in the stream that its block belongs to; `result` begins at its sample and head."""
     part = _part(which, stream, sample, head, heads, QKV, WIDTH)
     _, _, _, _, _, tokens, _, _, _ = stream
     low = _low(which, low, tokens, sample, (which * heads + head) * WIDTH)
     if which < 2:
-        _turn(part, low, table_row, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK, True)
+        _rotate(part, low, table_row, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK, True)
     elif QKV and JOINED:
-        _turn(part, low, table_row, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK, False)
+        _rotate(part, low, table_row, result, block, heads, EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK, False)
 
 
 @triton.jit
@@ -232,19 +232,19 @@ def stream_backward(  # type: ignore[no-untyped-def]
     EPS: tl.constexpr, QKV: tl.constexpr, SPLIT: tl.constexpr, WIDTH: tl.constexpr,
     TOKENS: tl.constexpr, HEADS: tl.constexpr, RANK: tl.constexpr,
 ):  # fmt: skip
-    """What one program does backward; a step of the result's that came out of `_part` would tell torch that
-    all tensors of the stream are written.
+    """One program's work backward. The stride of `result` is an argument of its own: a stride out of `_part`
+    would let torch conclude that the kernel writes all tensors of the stream.
     """
     part = _part(which, stream, sample, head, heads, QKV, WIDTH)
     _, _, _, _, _, tokens, _, _, _ = stream
     low = _low(which, low, tokens, sample, (which * heads + head) * WIDTH)
     if which < 2:
-        _turn_back(
+        _rotate_back(
             part, low, of_hidden, table_row, given, result, block, row_heads,
             EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK, True,
         )  # fmt: skip
     elif QKV:
-        _turn_back(
+        _rotate_back(
             part, low, of_hidden, table_row, given, result, block, row_heads,
             EPS, SPLIT, WIDTH, TOKENS, HEADS, RANK, False,
         )  # fmt: skip

@@ -1,6 +1,6 @@
 """Triton kernel for CUDA: a low-rank product added to a layer's output.
 
-Imported as `fp8_rows` is, and for the same reason. Program (i, j) makes a tile of the result, all contiguous:
+Imported only where torch was built for CUDA. Program (i, j) makes a tile of the result, all contiguous:
 
                       result      whole       hidden             up
     rows, columns     [ tile ] = [ tile ] + [ ROWS x rank ] @ [ COLUMNS x rank ].T

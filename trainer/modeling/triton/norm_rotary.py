@@ -1,6 +1,6 @@
 """Triton kernels for CUDA between products of queries, keys and values, and attention: norm, RoPE, joining.
 
-Imported as `fp8_rows` is, and for the same reason. Each of one or two streams of tokens has either one tensor
+Imported only where torch was built for CUDA. Each of one or two streams of tokens has either one tensor
 of heads, or (QKV) the joint product of queries, keys and values. The first stream's tokens come first in the
 results, which are contiguous, (batch, all tokens, heads, width), so that nothing is put beside each other.
 
@@ -39,6 +39,8 @@ from torch.library import triton_op, wrap_triton
 
 from trainer.modeling.triton.heads import place_of, stream_backward, stream_forward
 
+Tensors = Sequence[torch.Tensor]
+
 # what a program adds at most: the more, the more of the right side it reads for its few tokens. Forward and
 # backward take 63 and 123 us at 16 in place of 111 and 96, but 76 and 195 at 32 in place of 122 and 97 (H200)
 MOST_RANK = 16
@@ -51,13 +53,9 @@ _VALUES, _MOST_HEADS = 2048, 8
 
 @triton_op("trainer::norm_rotary", mutates_args={})
 def norm_rotary(
-    values: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    tables: Sequence[torch.Tensor],
-    low: Sequence[torch.Tensor],
-    eps: float,
+    values: Tensors, weights: Tensors, tables: Tensors, low: Tensors, eps: float
 ) -> list[torch.Tensor]:
-    """See `rotary.norm_rotary`: the heads of all streams; or queries and keys, and values of two streams.
+    """See `fused.norm_rotary`: the heads of all streams; or queries and keys, and the values of two streams.
 
     `values` has one tensor a stream, `weights` one (heads) or two (QKV: of queries and keys), `tables` one or
     two, whose rows are at multiples of 16 bytes, `low` none or two.
@@ -83,12 +81,7 @@ def norm_rotary(
 
 @triton_op("trainer::norm_rotary_backward", mutates_args={})
 def norm_rotary_backward(
-    gradients: Sequence[torch.Tensor],
-    values: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    tables: Sequence[torch.Tensor],
-    low: Sequence[torch.Tensor],
-    eps: float,
+    gradients: Tensors, values: Tensors, weights: Tensors, tables: Tensors, low: Tensors, eps: float
 ) -> list[torch.Tensor]:
     """The gradients of `norm_rotary` for its values, contiguous, and for each `hidden` there is.
 
@@ -123,28 +116,23 @@ def norm_rotary_backward(
     return results
 
 
-def _shapes(values: Sequence[torch.Tensor], weights: Sequence[torch.Tensor]) -> list[torch.Size]:
+def _shapes(values: Tensors, weights: Tensors) -> list[torch.Size]:
     """(batch, tokens, heads, width) of each stream."""
     if len(weights) == len(values):
         return [one.shape for one in values]
     return [one.unflatten(-1, (3, -1, len(weights[0])))[:, :, 0].shape for one in values]
 
 
-def _streams(
-    values: Sequence[torch.Tensor],
-    weights: Sequence[torch.Tensor],
-    tables: Sequence[torch.Tensor],
-    low: Sequence[torch.Tensor],
-) -> list[Any]:
+def _streams(values: Tensors, weights: Tensors, tables: Tensors, low: Tensors) -> list[Any]:
     """Both streams as the kernels take them; a single one twice, and in the place of `low` anything."""
     count, found = len(values), []
     for number, one in enumerate(values):
         # a joint product's strides follow from its shape
         one, strides = (_aligned(one), None) if len(weights) == count else (one.contiguous(), (0, 0, 0))
         norms = weights[number * len(weights) // count :][: len(weights) // count]
-        turns = tables[number * len(tables) // count :][: len(tables) // count]
-        own = [part.contiguous() for part in low[2 * number : 2 * number + 2]] or [turns[0]] * 2
-        found += [one, norms[0], norms[-1], turns[0], turns[-1], one.shape[1]]
+        rope = tables[number * len(tables) // count :][: len(tables) // count]
+        own = [part.contiguous() for part in low[2 * number : 2 * number + 2]] or [rope[0]] * 2
+        found += [one, norms[0], norms[-1], rope[0], rope[-1], one.shape[1]]
         found += [*(strides or one.stride()[:3]), *own]
     return found if count == 2 else found * 2
 
@@ -157,15 +145,15 @@ def _aligned(values: torch.Tensor) -> torch.Tensor:
     return values.contiguous()
 
 
-def _table_row(tables: Sequence[torch.Tensor]) -> int:
-    """How far the rows of all tables are apart; where a table has a single row, its stride means nothing."""
+def _table_row(tables: Tensors) -> int:
+    """The row stride of all tables; a table of a single row is left out, its stride means nothing."""
     first, *others = [table.stride() for table in tables if table.shape[0] > 1] or [tables[0].stride()]
     assert first[1] == 1 and first[0] % 4 == 0 and all(other == first for other in others)
     return first[0]
 
 
 def _tiles(
-    shapes: Sequence[torch.Size], low: Sequence[torch.Tensor], adding: tuple[int, int, int]
+    shapes: Sequence[torch.Size], low: Tensors, adding: tuple[int, int, int]
 ) -> tuple[Any, dict[str, Any]]:
     """The kernels' grid and sizes; `adding` are tokens, warps and stages of a program that adds."""
     batch, _, heads, width = shapes[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from trainer.config.schema import RunConfig
@@ -41,7 +41,8 @@ def nearest_fit(config: RunConfig, peak_of: PeakOf, budget: str = "") -> str:
         return "fits with " + ", or ".join(fitting.values())
     together: tuple[Change, ...] = ()
     for change in changes:
-        trial = _latest((*together, change))
+        # one change a key: the last
+        trial = tuple(dict((*together, change)).items())
         try:
             peak = peak_of(dict(trial))
         except DoesNotFitError:
@@ -95,11 +96,6 @@ def _changes(config: RunConfig, budget: str) -> Iterator[Change]:
                 yield "data.resolution", side
     if config.method == "full":
         yield "method", "lora"
-
-
-def _latest(changes: Sequence[Change]) -> tuple[Change, ...]:
-    """One change a key: the last."""
-    return tuple(dict(changes).items())
 
 
 def setting(key: str, value: object) -> str:
