@@ -185,7 +185,7 @@ def small_job(family: str, base: Path, tokens: int) -> ours.Job:
 def test_runs_side_by_side_have_servers_of_their_own(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     given: list[int] = []
 
-    def child(command: list[str], environ: Mapping[str, str], log: Path) -> Ended:
+    def child(command: list[str], environ: Mapping[str, str], log: Path, *, cwd: Path) -> Ended:
         given.append(int(environ["TRAINER_METRICS_PORT"]))
         return Ended(code=1, host_gib=0.0, said="no\n")
 
