@@ -52,7 +52,8 @@ def trained(case: Case, workshop: Workshop, folder: Path, *overrides: str) -> Tr
                 parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
     files = job.context.run_dir / "lora"
     files.mkdir(parents=True)
-    file, comfyui = proof.write_lora_files(job.context, model, files)
+    file = proof.write_lora(job.context, model, files)
+    comfyui = proof.write_twin(job.context, model, files)
     return Trained(job=job, model=model, file=file, comfyui=comfyui)
 
 

@@ -101,7 +101,7 @@ def test_comfyui_knows_every_key_of_every_preset(lora_case: Case, workshop: Work
         job = workshop.job(lora_case, tmp_path / preset, f"lora.target_modules={preset}")
         folder = job.context.run_dir / "lora"
         folder.mkdir(parents=True)
-        _, comfyui = proof.write_lora_files(job.context, build(job.context).model, folder)
+        comfyui = proof.write_twin(job.context, build(job.context).model, folder)
         assert comfyui is not None
         keys = set(load_file(comfyui))
         assert keys
@@ -196,7 +196,7 @@ def test_a_spoilt_lora_file_fails_the_proof(
     context, built = trained(lora_case, workshop, finished(lora_case), tmp_path)
     folder = context.run_dir / "lora"
     folder.mkdir(parents=True, exist_ok=True)
-    path, _ = proof.write_lora_files(context, built.model, folder)
+    path = proof.write_lora(context, built.model, folder)
     assert path.read_bytes() == lora_file(finished(lora_case)).read_bytes()
     spoil(path, change)
     with pytest.raises(DataError, match=words) as caught:

@@ -33,12 +33,15 @@ def record(step: int, loss: float, data: str = "a") -> ValidationRecord:
 def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """The adapter is a number, written as two files."""
 
-    def write(context: Any, model: int, folder: Path) -> tuple[Path, None]:
-        (folder / "x.safetensors").write_text(str(model))
-        (folder / "x.comfyui.safetensors").write_text(str(model))
-        return folder / "x.safetensors", None
+    def write(name: str) -> Callable[[Any, int, Path], Path]:
+        def call(context: Any, model: int, folder: Path) -> Path:
+            (folder / name).write_text(str(model))
+            return folder / name
 
-    monkeypatch.setattr(proof, "write_lora_files", write)
+        return call
+
+    monkeypatch.setattr(proof, "write_lora", write("x.safetensors"))
+    monkeypatch.setattr(proof, "write_twin", write("x.comfyui.safetensors"))
 
 
 def kept(run_dir: Path) -> tuple[int, float] | None:
@@ -84,7 +87,8 @@ def dying(monkeypatch: pytest.MonkeyPatch, moment: int) -> None:
     monkeypatch.setattr(shutil, "rmtree", counted(shutil.rmtree))
     monkeypatch.setattr(Path, "replace", counted(Path.replace))
     monkeypatch.setattr(atomic, "write_text", counted(atomic.write_text))
-    monkeypatch.setattr(proof, "write_lora_files", counted(proof.write_lora_files))
+    monkeypatch.setattr(proof, "write_lora", counted(proof.write_lora))
+    monkeypatch.setattr(proof, "write_twin", counted(proof.write_twin))
 
 
 def test_a_kill_at_any_moment_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:

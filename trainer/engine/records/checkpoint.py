@@ -81,7 +81,13 @@ def save(
             state[_OWN] = _own_checksum(state)
             # it makes the folder a whole checkpoint
             write_text(temporary / _STATE, json.dumps(state, indent=1, sort_keys=True))
-        _prune(root, keep, snapshot.step)
+        # later ones are damaged, since the run went on from an earlier one, and are replaced on its way
+        ours = [folder for folder in steps_on_disk(root) if step_of(folder) <= snapshot.step]
+        leftovers = [folder for folder in root.glob("step-*.tmp") if _NAME.fullmatch(folder.stem)]
+        for folder in ours[:-keep]:
+            shutil.rmtree(folder)
+        for folder in leftovers:  # of interrupted saves
+            shutil.rmtree(folder, ignore_errors=True)
     return target
 
 
@@ -89,19 +95,6 @@ def _own_checksum(state: Mapping[str, Any]) -> str:
     """SHA-256 of the content of state.json besides this checksum."""
     said = {key: value for key, value in state.items() if key != _OWN}
     return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
-
-
-def _prune(root: Path, keep: int, newest_step: int) -> None:
-    """Remove all but the newest `keep` checkpoints up to `newest_step`, and leftovers of interrupted saves.
-
-    Later ones are damaged, since the run went on from an earlier one; they are replaced when it gets there.
-    """
-    ours = [folder for folder in steps_on_disk(root) if step_of(folder) <= newest_step]
-    for folder in ours[:-keep]:
-        shutil.rmtree(folder)
-    for leftover in root.glob("step-*.tmp"):
-        if _NAME.fullmatch(leftover.stem):
-            shutil.rmtree(leftover, ignore_errors=True)
 
 
 def step_of(folder: Path) -> int:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -106,9 +106,19 @@ def _merge_shards(
     left = set(adapter.layers)
     files = shard_files(source.component(family.trained_component))
     for number, file in enumerate(files, start=1):
+        tensors: dict[str, torch.Tensor] = {}
         with safe_open(file, framework="pt") as shard:
             metadata = {"format": "pt", **(shard.metadata() or {})}
-            tensors = dict(_merged(shard, adapter, left))
+            for name in shard.keys():  # noqa: SIM118 (not a mapping)
+                tensor, module = shard.get_tensor(name), name.removesuffix(".weight")
+                if module != name and module in left:
+                    if tensor.dtype not in _PLAIN:
+                        remedy = "name the base in bf16, or use the LoRA as it is"
+                        raise ConfigError(f"{name} is stored quantised ({tensor.dtype})", remedy=remedy)
+                    left.discard(module)
+                    merged = merged_weight(tensor, adapter.layers[module], adapter.config, module)
+                    tensor = merged.to(tensor.dtype)
+                tensors[name] = tensor
         write_tensors(folder / family.trained_component / file.name, tensors, metadata, None)
         say(f"{file.name}: {number} of {len(files)}")
     if left:
@@ -117,17 +127,3 @@ def _merge_shards(
             where=source.identity,
             remedy="the adapter is of another base model",
         )
-
-
-def _merged(shard: safe_open, adapter: AdapterFile, left: set[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """The shard's tensors; layers that the adapter changes are taken out of `left`."""
-    for name in shard.keys():  # noqa: SIM118 (not a mapping)
-        tensor = shard.get_tensor(name)
-        module = name.removesuffix(".weight")
-        if module != name and module in left:
-            if tensor.dtype not in _PLAIN:
-                remedy = "name the base in bf16, or use the LoRA as it is"
-                raise ConfigError(f"{name} is stored quantised ({tensor.dtype})", remedy=remedy)
-            left.discard(module)
-            tensor = merged_weight(tensor, adapter.layers[module], adapter.config, module).to(tensor.dtype)
-        yield name, tensor

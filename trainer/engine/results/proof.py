@@ -96,26 +96,18 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
         with atomic.no_space_told(folder):
             temporary.mkdir(parents=True)
             folder.mkdir(exist_ok=True)
-        path = _write_lora(context, model, temporary)
+        path = write_lora(context, model, temporary)
         proof = prove_lora(context, model, path)
         figures = json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n"
         atomic.write_text(path.with_suffix(".proof.json"), figures)
         # it belongs to another LoRA from here on
         (folder / _name(context, ".comfyui")).unlink(missing_ok=True)
         _move(temporary, folder)
-        comfyui = _write_twin(context, model, temporary)
+        comfyui = write_twin(context, model, temporary)
         _move(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
-
-
-def write_lora_files(context: Context, model: Any, folder: Path) -> tuple[Path, Path | None]:
-    """Write both files into `folder`, not proved; None where ComfyUI does not take them.
-
-    Raises StorageError.
-    """
-    return _write_lora(context, model, folder), _write_twin(context, model, folder)
 
 
 def _name(context: Context, kind: str = "") -> str:
@@ -129,13 +121,17 @@ def _move(source: Path, folder: Path) -> None:
         atomic.sync_directory(folder)
 
 
-def _write_lora(context: Context, model: Any, folder: Path) -> Path:
+def write_lora(context: Context, model: Any, folder: Path) -> Path:
+    """Write the adapter on `model` into `folder`, not proved. Raises StorageError."""
     state, config = lora.adapter_state(model), lora.adapter_config(model)
     return save_adapter(context.family, state, config, file_metadata(context), folder / _name(context))
 
 
-def _write_twin(context: Context, model: Any, folder: Path) -> Path | None:
-    """None where ComfyUI takes no LoRA of the family, or has no name for one of its layers, which is said."""
+def write_twin(context: Context, model: Any, folder: Path) -> Path | None:
+    """Write the adapter on `model` into `folder` as ComfyUI reads it. Raises StorageError.
+
+    None where ComfyUI takes no LoRA of the family, or has no name for one of its layers, which is said.
+    """
     family, state = context.family, lora.adapter_state(model)
     if family.comfyui is None:
         return None

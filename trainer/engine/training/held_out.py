@@ -109,7 +109,8 @@ def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
     try:
         with atomic.no_space_told(new):
             new.mkdir(parents=True)
-        path, _ = proof.write_lora_files(context, model, new)
+        path = proof.write_lora(context, model, new)
+        proof.write_twin(context, model, new)
         row = {"file": path.name, **vars(record)}
         # last: with it the folder is whole
         atomic.write_text(new / RECORD, json.dumps(row, indent=1, sort_keys=True) + "\n")
