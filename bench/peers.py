@@ -40,7 +40,7 @@ from trainer.modeling.base.source import ModelSource, resolve_source
 from trainer.modeling.vision import make_torchvision_importable
 
 _MOST_GRAPHS = 64
-"""So that no block falls back to eager execution unseen."""
+"""Graphs at most, so that no block falls back to eager execution unseen."""
 _FP8_MULTIPLE = 16
 """Sides that the FP8 product takes are multiples of it."""
 
@@ -54,7 +54,7 @@ class Peer:
     compiled: bool
     """Blocks compiled, cuDNN attention, bf16 adapter, fused AdamW; else as diffusers' examples."""
     settings: str
-    """For the record's readers."""
+    """Settings of a run, for readers of the record."""
 
 
 _EXAMPLES = "eager, checkpointing, flash, autocast over fp32 adapter"

@@ -77,7 +77,7 @@ def call(
 
 
 def main(job: str, given: str, answer: str) -> None:
-    """The other side of `call`."""
+    """Entry point of the process that `call` starts."""
     module, _, name = job.partition(":")
     found = vars(importlib.import_module(module))[name](**json.loads(given))
     Path(answer).write_text(json.dumps(found))

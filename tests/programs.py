@@ -11,7 +11,7 @@ from typing import NoReturn
 import pytest
 
 LOCAL = Path(__file__).resolve().parents[1] / "build" / "ci" / "bin"
-"""Where .ci/run puts what it unpacks."""
+"""Folder in which .ci/run unpacks its tools."""
 
 
 def program(name: str, *, package: str, folder: Path) -> str:

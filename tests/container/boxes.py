@@ -45,15 +45,15 @@ class Box:
         return found
 
     def address(self, port: int) -> str:
-        """Where this machine finds a published port, as HOST:PORT."""
+        """Address of a published port on this machine, HOST:PORT."""
         return self.engine.ask("port", self.name, f"{port}/tcp").splitlines()[0]
 
     def training_pid(self) -> int:
-        """In the container; of the process that trains, not of its supervisor."""
+        """Process id, in the container, of the process that trains; not of its supervisor."""
         return int(self.status()["pid"])
 
     def step(self) -> int:
-        """Of training; 0 before it, and in previews and checkpoints too."""
+        """Step of training; 0 before it, and in previews and checkpoints too."""
         status = self.status()
         return int(status.get("step") or 0) if status.get("phase") == "train" else 0
 
@@ -70,5 +70,5 @@ class Box:
             time.sleep(0.2)
 
     def exit_code(self) -> int:
-        """Of the container, which is waited for."""
+        """Wait for the container; gives its exit code."""
         return int(self.engine.ask("wait", self.name, timeout=PATIENCE_SECONDS))

@@ -47,7 +47,7 @@ def engine() -> Iterator[Engine]:
 
 @pytest.fixture(scope="session")
 def source(engine: Engine) -> Source:
-    """Where builds take their base and packages from."""
+    """Source of a build's base and packages."""
     try:
         return find_source(engine, CACHE)
     except NoEngineError as error:

@@ -34,7 +34,7 @@ class Engine:
     """Address of a private engine; empty: whatever the client finds by itself."""
 
     def environment(self) -> dict[str, str]:
-        """For the client, and for other programs that talk to the engine (compose)."""
+        """Environment of the client, and of other programs that talk to the engine (compose)."""
         address = {"DOCKER_HOST": self.host} if self.host else {}
         return {**os.environ, **address, "DOCKER_BUILDKIT": "1", "BUILDKIT_PROGRESS": "plain"}
 

@@ -25,7 +25,7 @@ from tests.container.engine import Engine, EngineError, NoEngineError
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 WHEELS = ROOT / "build" / "test-wheels"
-"""Not build/wheels, where the Dockerfile looks by itself: images for GPUs must not find a CPU build."""
+"""Folder of CPU wheels; not build/wheels, which the Dockerfile reads for GPU images too."""
 _LEFT_OUT = (
     "etc/resolv.conf", "etc/hostname", "debootstrap", "var/cache/apt", "var/lib/apt/lists", "var/log",
 )  # fmt: skip
@@ -33,7 +33,7 @@ _LEFT_OUT = (
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Where a build takes its base and its packages from, as options of `docker build`."""
+    """Source of a build's base and packages, as options of `docker build`."""
 
     options: tuple[str, ...]
 
@@ -111,7 +111,7 @@ def _make_base(archive: Path, codename: str, wanted: Sequence[str]) -> None:
 
 
 def _mirror(codename: str) -> list[str]:
-    """Where this machine gets its packages; empty: debootstrap's own choice."""
+    """Address of this machine's package mirror; empty: debootstrap's own choice."""
     form = "$(CREATED_BY) $(CODENAME) $(REPO_URI)"
     listed = subprocess.run(["apt-get", "indextargets", "--format", form], capture_output=True, text=True)
     rows = [line.split() for line in listed.stdout.splitlines()]

@@ -59,7 +59,7 @@ class Meminfo:
 
 @pytest.fixture
 def meminfo(tmp_path: Path) -> Iterator[Meminfo]:
-    """Of a host that is well."""
+    """The meminfo of a healthy host."""
     found = Meminfo(tmp_path / "meminfo")
     yield found
     found.close()

@@ -92,7 +92,7 @@ class Prometheus:
         return [one for one in self.get("query", query=query)["result"] if one["value"][1] != "NaN"]
 
     def wait_for(self, query: str) -> list[dict[str, Any]]:
-        """Its series, as soon as there is one; none when the run was watched for long enough."""
+        """Series of the query, as soon as there is one; none after the longest wait."""
         while not (found := self.series(query)) and time.monotonic() < self.began + PATIENCE_SECONDS:
             time.sleep(0.5)
         return found
@@ -137,7 +137,7 @@ def node_exporter(port: int) -> list[str]:
 def prometheus(
     engine: Engine, cpu_image: str, samples_cache: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Prometheus]:
-    """It has just begun to watch a container that trains for as long as the tests of this module take."""
+    """A Prometheus server that watches a container, which trains as long as this module's tests take."""
     folder = tmp_path_factory.mktemp("prometheus")
     own, node = (f"127.0.0.1:{free_port()}" for _ in range(2))
     # held-out pictures too: their loss is on the dashboard

@@ -17,7 +17,7 @@ class Finished:
 
     job: Job
     samples: list[Step]
-    """By step and micro-batch."""
+    """Samples by step and micro-batch."""
 
     @property
     def folder(self) -> Path:

@@ -38,7 +38,7 @@ def test_compiled_losses_are_those_of_the_plain_run(
 def test_batches_of_all_sizes_share_graphs(
     case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But for one alone, which a compiler takes for no dimension."""
+    """A batch of one is apart: a compiler takes its size for a constant."""
     batch = ("train.train_batch_size=4", "train.gradient_accumulation_steps=1")
     counts = compare(case, workshop, tmp_path, monkeypatch, *batch, "train.max_train_steps=6")
     assert len(counts) > 6 and len(set(counts)) <= 2

@@ -240,7 +240,7 @@ def merge(done: Trained, target: Path, *arguments: str) -> int:
 
 
 def outputs_of(done: Trained, folder: Path) -> list[torch.Tensor]:
-    """Of the model in `folder`, without an adapter."""
+    """Outputs of the model in `folder`, without an adapter."""
     context = done.job.context
     model = context.config.model.model_copy(update={"pretrained_model_name_or_path": str(folder)})
     config = context.config.model_copy(update={"model": model})

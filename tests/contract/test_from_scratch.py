@@ -22,7 +22,7 @@ QUIET = ("validation.prompts=[]", "validation.held_out=0")
 
 
 def without(component: str, job: Job, folder: Path) -> Job:
-    """The same job on a copy of its base that lacks one component's weights."""
+    """The job on a copy of its base that lacks one component's weights."""
     context = job.context
     base = shutil.copytree(context.source.folder, folder)
     for path in (base / component).glob("*.safetensors"):

@@ -249,7 +249,7 @@ def test_a_proved_lora_stays_whatever_becomes_of_its_twin(
 
 @pytest.mark.parametrize("name", [one for one in families.names() if families.get(one).comfyui is not None])
 def test_comfyui_has_a_name_for_every_layer_that_can_have_an_adapter(name: str) -> None:
-    """So that no plan has to tell of one that has none; and each name is of one layer."""
+    """Every layer has a name, so that no plan has to report a nameless one, and no two layers share one."""
     family = families.get(name)
     linears = linear_weights(read_table(TABLES / f"{name}.json")[family.trained_component])
     keys = [family.comfyui_keys(linear) for linear in linears]

@@ -128,7 +128,7 @@ def test_captions_that_will_be_cut_are_listed_first(
 
 @pytest.mark.parametrize("family", ["qwen_image", "kandinsky5"])
 def test_counts_are_the_lengths_that_encoders_give(family: str, workshop: Workshop, tmp_path: Path) -> None:
-    """Of the families that do not pad."""
+    """Families whose encoders do not pad."""
     context = workshop.job(Case(family=family, method="lora"), tmp_path).context
     count = context.family.caption_tokens(context.source)
     assert count is not None

@@ -38,7 +38,7 @@ from trainer.families.family import Family
 from trainer.modeling.storage.row_quantized import RowScaledLinear
 
 ALWAYS = ("qwen_image",)
-"""Not left to slow runs: captions are not padded, and nearly each has a length of its own."""
+"""Families that every run tests: captions are not padded, and nearly each has a length of its own."""
 STORAGES: dict[str, tuple[str, ...]] = {
     "lora": (),
     "full": (),

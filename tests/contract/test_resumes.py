@@ -47,7 +47,7 @@ def four_steps(workshop: Workshop, tmp_path_factory: pytest.TempPathFactory) -> 
 
 @pytest.fixture(scope="module")
 def six_steps(workshop: Workshop, four_steps: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same run after six steps. Read only."""
+    """The run of `four_steps` after six steps. Read only."""
     folder = tmp_path_factory.mktemp("six")
     return again(workshop, four_steps, folder / "copy", *LONGER).folder
 

@@ -110,7 +110,7 @@ def test_what_waits_goes_to_the_host_as_soon_as_it_is_complete(
 
 @pytest.mark.parametrize("case", LORA_CASES, ids=str)
 def test_the_plan_counts_the_blocks_that_wait(case: Case, workshop: Workshop, tmp_path: Path) -> None:
-    """The same blocks, of as many parameters."""
+    """The plan counts the blocks that wait, with the same number of parameters."""
     job = workshop.job(case, tmp_path)
     context = job.context
     geometry = run_geometry(

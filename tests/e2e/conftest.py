@@ -38,7 +38,7 @@ class Process:
     answers: list[str] = field(default_factory=list)
     """The texts of /metrics, one per request."""
     printed: list[str] = field(default_factory=list)
-    """All of stderr, once it has ended."""
+    """The process's whole stderr, once it has ended."""
 
     def status(self) -> Status | None:
         return read_status(self.runtime)

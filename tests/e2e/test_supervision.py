@@ -55,7 +55,7 @@ def test_two_processes_give_equal_bytes(
 
 
 OURS = re.compile(r"\d\d:\d\d:\d\d |/\S+: \d+ tokens$|(checking|caching|loading|training) ")
-"""How a line of a run begins that is not of its plan: a log's time, a caption that was cut, a bar's word."""
+"""Beginnings of a run's lines that are not its plan: a log's time, a cut caption, a bar's word."""
 
 
 @pytest.mark.parametrize(

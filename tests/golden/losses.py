@@ -20,7 +20,7 @@ def losses_of(case: Case, workshop: Workshop, folder: Path) -> list[float]:
 
 
 def golden_path(case: Case) -> Path:
-    """Where the committed losses of a case are."""
+    """File of a case's committed losses."""
     return LOSSES / f"{case}.json"
 
 

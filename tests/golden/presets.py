@@ -17,7 +17,7 @@ from trainer.planning.planning import plan_run
 
 GOLDEN = Path(__file__).parent / "presets.json"
 PLAIN = "plain"
-"""No overlay: what the others are compared with."""
+"""No overlay, with which the other outcomes are compared."""
 _GIB = 1024**3
 
 
@@ -43,7 +43,7 @@ def load_overlay(family: str, overlay: str, folder: Path) -> Loaded:
 
 
 def outcome(loaded: Loaded, facts: Facts) -> str:
-    """One line: what the plan settled, or why there is none."""
+    """One line: the plan's choices, or the reason why there is no plan."""
     try:
         plan = plan_run(loaded, facts, find_model=lambda _: None)
     except TrainerError as error:

@@ -12,7 +12,7 @@ import torch._inductor.config
 
 @pytest.fixture(autouse=True)
 def fresh_compiler() -> Iterator[None]:
-    """Nothing that was compiled, and torch's own settings, which `compile_blocks` changes."""
+    """Reset compiled code and torch's own settings, which `compile_blocks` changes."""
     torch.compiler.reset()
     with (
         torch._dynamo.config.patch(recompile_limit=torch._dynamo.config.recompile_limit),

@@ -15,9 +15,9 @@ from trainer.planning.shapes.run_shapes import component_config
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(1500)]
 
 MOST = 1.03
-"""Of what is committed: a step that holds more fails."""
+"""Largest share of the committed count: a step that holds more fails."""
 LEAST = 0.7
-"""Of what is committed: one that holds less was counted for other shapes, or is out of date."""
+"""Least share of the committed count: a step below it was counted for other shapes, or is out of date."""
 WAYS = (
     *("eager", "compiled", "compiled, recomputed", "compiled, budget 0.6"),
     *("compiled, int8, budget 0.6", "compiled, nf4, budget 0.6"),

@@ -81,7 +81,7 @@ def test_bytes_are_transposed_exactly(shape: tuple[int, int]) -> None:
 @pytest.mark.parametrize("width", [16, 64, 128, 256])
 @pytest.mark.parametrize("layout", ["packed", "turned", "contiguous"])
 def test_head_norms_agree_with_fp32(width: int, layout: str) -> None:
-    """In views of a wide product, as a joined query, key and value are."""
+    """Heads are views of a wide product, like joined queries, keys and values."""
     torch.manual_seed(0)
     wide = torch.randn(2, 77, 3 * 5 * width, device=DEVICE, dtype=torch.bfloat16)
     if layout == "packed":
@@ -216,7 +216,7 @@ def test_graphs_compute_what_plain_calls_do(storage: str, recomputed: int) -> No
 def test_blocks_recomputed_in_their_graph_have_the_gradients_of_kept_ones(
     storage: str, recomputed: int
 ) -> None:
-    """But for roundings that another graph makes elsewhere."""
+    """The gradients are equal, except for roundings that another graph makes elsewhere."""
     plan = [(number, 512) for number in range(3)]
     kept = Computed(build(storage, fast=True)).run(None, plan)
     again = Computed(build(storage, fast=True, recomputed=recomputed)).run(None, plan)

@@ -296,7 +296,7 @@ def test_norms_of_every_number_of_tokens(heads: tuple[int, int]) -> None:
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 @pytest.mark.parametrize("joined", [False, True])
 def test_rotated_heads_of_every_number_of_tokens(heads: tuple[int, int], joined: bool) -> None:
-    """Of text alone, and of text before an image's tokens."""
+    """Heads of text alone, and of text before an image's tokens."""
     (count, width), beside = heads, 77
     weights = {"text": randn(width), "image": randn(width)}
     turns = {"text": tables(MOST, width), "image": tables(beside, width)}

@@ -163,7 +163,7 @@ def test_products_and_gradients_that_are_not_aligned_are_copied() -> None:
 
 @pytest.mark.parametrize("tokens", [(64, 0), (40, 96)])
 def test_a_compiled_step_writes_everything_once(tokens: tuple[int, int]) -> None:
-    """No parts are put beside each other."""
+    """A compiled step writes no result by concatenating parts."""
     parts: list[Any] = [
         on_device(wide_part(count, "real", width=64, dtype=torch.bfloat16)) for count in tokens if count
     ]

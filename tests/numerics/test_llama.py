@@ -222,7 +222,7 @@ def test_packed_is_unpacked(model: LlamaForCausalLM, tokenizer: Any, kernel: str
 
 
 def test_packed_is_what_transformers_masks(model: LlamaForCausalLM, tokenizer: Any) -> None:
-    """Its own attention finds packed rows by their positions, and makes a mask for them."""
+    """transformers' own attention finds packed rows by their positions, and makes a mask for them."""
     batch = batch_of(tokenizer, *CHATS)
     with torch.no_grad():
         text = {name: batch.text[name] for name in ("input_ids", "position_ids")}

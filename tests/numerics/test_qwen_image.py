@@ -346,7 +346,7 @@ def test_vae_shape_counts_what_decoding_takes_over_an_autoencoder_kl() -> None:
 
 
 def test_an_adapter_is_saved_under_the_names_that_comfyui_maps(tmp_path: Path) -> None:
-    """And it loads again, alpha included."""
+    """The saved adapter loads again, alpha included."""
     pattern = QWEN_IMAGE.lora_targets["attention"]
     model, fresh = build(), build()
     lora.add_lora(model, rank=2, alpha=3, pattern=pattern, seed=0, device="cpu")

@@ -145,7 +145,7 @@ def real_pairs(data: Path, pairs: Sequence[tuple[str, str]]) -> Pictures:
 def judge_pairs(
     pictures: Pictures, pairs: Sequence[tuple[str, str]], trained: References, shapes: Pictures
 ) -> dict[str, Any]:
-    """How many are on the right sheet and have the right shape. `shapes`: edges of `trained`.
+    """Numbers of pictures on the right sheet and with the right shape. `shapes`: edges of `trained`.
 
     The shape is that of the training picture with the nearest edges; hearts of all colours have one.
     """
@@ -177,5 +177,5 @@ def difference(pipeline: Any) -> dict[str, float]:
 
 
 def share(rows: Sequence[dict[str, Any]]) -> dict[str, int]:
-    """How many are right, of how many."""
+    """Numbers of right answers and of all answers."""
     return {"right": sum(row["right"] for row in rows), "of": len(rows)}
