@@ -15,7 +15,7 @@ METRICS_PORT = DEFAULT_METRICS_PORT
 USER, GROUP = 10001, 0
 """User and group of images; any other user works too where group 0 or the mounted folder lets it write."""
 GRACE_SECONDS = 1800
-"""Between asking a run to end and killing it: the heartbeat's budget for saving."""
+"""Seconds between asking a run to end and killing it: the heartbeat's budget for saving."""
 RUNTIME_DIR = "/run/trainer"
 """A tmpfs: status and metrics of the run."""
 PREFIX = "/opt/trainer"

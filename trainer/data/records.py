@@ -35,7 +35,7 @@ class Control:
     height: int
     content_sha256: str
     colour: str = ""
-    """How its colours become sRGB where they are not: part of what its pixels depend on."""
+    """Conversion of its colours to sRGB, on which its pixels depend; empty where they are sRGB already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +72,9 @@ class ImageRecord:
     view: View = CENTRED
     mask: Mask | None = None
     loss_weight: float = 1.0
-    """The factor on its loss."""
+    """Factor on the sample's loss."""
     is_reg: bool = False
-    """Whether it is of a regularisation set: it gets no trigger word and is never held out."""
+    """Whether the image is of a regularisation set: it gets no trigger word and is never held out."""
 
     def crops_alike(self, control: Control) -> bool:
         """True if a control has the size of the image: it shows the same things, and is cropped alike."""

@@ -40,17 +40,17 @@ class Pipeline:
     """A family's pipeline as data. A token of its transformer is 16 x 16 pixels of the image."""
 
     name: str
-    """Class in diffusers, as is the VAE's."""
+    """Class of the pipeline in diffusers; `vae` is a class there too."""
     name_by_base: Callable[[ModelSource], str] | None = None
     """Class that encodes text and draws previews for a base, where bases differ."""
     vae: str
     encoders: Mapping[str, str]
-    """Text encoders' classes in transformers by folder; so are the tokenizers'."""
+    """Classes of the text encoders in transformers, by folder; `tokenizers` likewise."""
     tokenizers: Mapping[str, str]
     prepare: Callable[[Any], None] = lambda pipeline: None
     """Sets up the pipeline before it encodes text."""
     guidance: str = "guidance_scale"
-    """Argument of a pipeline call that `PreviewRequest.guidance_scale` is."""
+    """Argument of the pipeline's call that gets `PreviewRequest.guidance_scale`."""
     against_empty: bool = False
     """Guidance above 1 is classifier-free, against the empty caption."""
     arguments: Arguments = lambda pipeline, prompt, embeds: {}
@@ -65,7 +65,7 @@ class Pipeline:
     text_widths: Mapping[str, str]
     """Text tensors (L, D) by name: keys of the transformer's config for their widths."""
     pooled_widths: Mapping[str, str] = field(default_factory=dict)
-    """The same of text tensors (P,). `encode_prompt` of the pipeline returns first those, then these."""
+    """The same for pooled tensors (P,). The pipeline's `encode_prompt` returns these after `text_widths`."""
     least_controls: int = 0
     """Fewest control images of a sample."""
 
@@ -171,7 +171,7 @@ def batch_key(latents: Header, text: Header) -> tuple[Any, ...]:
 
 
 def collate(text: Rows, latents: Rows) -> Batch:
-    """Stack the entries of samples that are equal inside."""
+    """Stack the entries of samples whose tensors have equal shapes."""
     import torch
 
     def stacked(rows: Rows) -> dict[str, torch.Tensor]:

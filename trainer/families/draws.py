@@ -26,7 +26,7 @@ _GOLDEN = (5**0.5 - 1) / 2
 
 @dataclass(frozen=True, kw_only=True)
 class FlowSettings:
-    """One run's part in its draws. `sigmas` (T,) fp32 are the scheduler's own noise levels, highest first."""
+    """Settings of one run's draws. `sigmas` (T,) fp32 are the scheduler's own noise levels, highest first."""
 
     sigmas: torch.Tensor
     flow: FlowSection

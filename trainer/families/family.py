@@ -141,7 +141,7 @@ class Family:
     collate: Callable[[Rows, Rows], Batch] = diffusion.collate
     """One batch on the CPU of the text and latents entries of samples of one key."""
     settings: Callable[[ModelSource, RunConfig], Any] = draws.settings
-    """A run's part in draws and predictions."""
+    """Settings of a run that draws and predictions depend on."""
     draw: Callable[[Any, Sequence[int], Header], Draw | None] = draws.draw
     """Randomness of one micro-batch from settings, sample positions and latents' shapes alone, on the CPU."""
     predict: Callable[[Any, Batch, Any, Any], torch.Tensor]

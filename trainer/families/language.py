@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 USUAL_TOKENS = 482
 """Mean length of conversations of 1 to 4,000 tokens, as many short as long by their logarithm."""
 USUAL_REACH = 2000
-"""Mean length of the conversation that a token of those is of."""
+"""Mean length of the conversation that a token belongs to, among such conversations."""
 LOGITS_TOKENS = 512
 """Tokens whose logits exist at one time while the loss is computed."""
 ADAPTER_FILE, ADAPTER_CONFIG = "adapter_model.safetensors", "adapter_config.json"

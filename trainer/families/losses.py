@@ -1,4 +1,4 @@
-"""The loss of flow matching, and what of a cache entry it depends on besides the prediction.
+"""The loss of flow matching, and the tensors of a cache entry that it needs besides the prediction.
 
 torch is imported inside the functions.
 """
@@ -42,7 +42,7 @@ def mask_entry(pixels: torch.Tensor, latents: Mapping[str, torch.Tensor]) -> dic
 def weighed(
     latents: Mapping[str, torch.Tensor], loss_weight: float | None, *, masked: bool
 ) -> Mapping[str, torch.Tensor]:
-    """A latents entry with what else its loss depends on: all samples of a run have the same names.
+    """A latents entry with loss mask and loss weight, so that all entries of a run have the same names.
 
     `loss_weight` is None where no sample has one; with `masked` a sample without a mask counts everywhere.
     """

@@ -20,7 +20,7 @@ Rows = Sequence[Mapping[str, "torch.Tensor"]]
 TEXT_MASK = "text_mask"
 """Text tensor of a batch whose captions are padded, (B, text tokens): False for padding."""
 ENDS = "ends"
-"""Name in `Batch.text` of where the samples of a packed row end: a tensor of another size for each row."""
+"""Name in `Batch.text` of the ends of a packed row's samples; the tensor's size differs by row."""
 ON_HOST = ("lengths",)
 """Text tensors of a batch that stay on the CPU: reading them from the device would wait for it."""
 
@@ -82,11 +82,11 @@ class AttentionShape:
     key_heads: int = 0
     """Heads of keys and values where they are fewer than those of queries, else 0."""
     causal: bool = False
-    """Every token reads itself and those before it, as in a language model's rows."""
+    """Every token reads itself and earlier tokens, as in a language model's rows."""
     samples: int = 1
     """Samples in a row, each of which reads itself only: causal rows of several."""
     reach: int = 0
-    """Tokens of the sample that a token is of, on average, where they are fewer than the row's; else 0."""
+    """Mean length of the sample that a token belongs to, where it is less than the row's; else 0."""
 
 
 @dataclass(frozen=True, kw_only=True)

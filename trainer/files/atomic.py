@@ -1,4 +1,4 @@
-"""Files that are either the old or the new one, never half of one, and full disks told as such."""
+"""Atomic writes: a file is the old or the new one, never half of it; a full disk is reported as such."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _GIB = 1024**3
 
 @contextlib.contextmanager
 def no_space_told(path: Path) -> Iterator[None]:
-    """Turn what a disk answers inside the block into StorageError that names `path`: NoSpaceError where it is
+    """Turn a disk's errors inside the block into StorageError that names `path`: NoSpaceError where it is
     full or a quota is spent. Other errors keep their type.
     """
     try:
@@ -56,7 +56,7 @@ def no_space_told(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def reading_told(path: Path) -> Iterator[None]:
-    """Turn what a failing disk answers inside the block into StorageError that names `path`."""
+    """Turn a failing disk's errors inside the block into StorageError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -123,7 +123,7 @@ def whole_folder(target: Path) -> Iterator[Path]:
 
 
 def unused_name(path: Path) -> Path:
-    """`path`, or with the first number that is free after it: nothing that is kept aside replaces another."""
+    """`path`, or `path` with the first free number: a file that is kept aside never replaces another."""
     found, number = path, 2
     while found.exists() or found.is_symlink():
         found = path.with_name(f"{path.name}-{number}")

@@ -1,4 +1,4 @@
-"""Small JSON files in the cache folder; what they hold can be had again, a broken one is empty."""
+"""Small JSON files in the cache folder: their values can be measured again, and a broken file is empty."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def update_entries(path: Path, change: Callable[[dict[str, Any]], None]) -> bool
 
 
 def write_entries(path: Path, entries: dict[str, Any]) -> bool:
-    """Replace the file in one step; False where the folder cannot be written: a cache is no need."""
+    """Replace the file in one step; False where the folder cannot be written: no run needs a cache."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         atomic.write_text(path, json.dumps(entries, indent=2, sort_keys=True) + "\n", sync=False)

@@ -114,7 +114,7 @@ def packed_size(folder: Path) -> tuple[int, int]:
 
 
 def stamp_of(files: Iterable[Path]) -> Stamp:
-    """Each file with its time of change and size: another version of it has another stamp."""
+    """Each file with its modification time and size, so that another version has another stamp."""
     stats = [(file, file.stat()) for file in files]
     return tuple((file, stat.st_mtime_ns, stat.st_size) for file, stat in stats)
 

@@ -80,7 +80,7 @@ def read_header(file: Path | BinaryIO) -> Header:
 
 
 def entries(tensors: Iterable[tuple[str, str, Sequence[int], int]]) -> dict[str, Any]:
-    """Header entries of tensors that are written one after the other.
+    """Header entries of tensors whose bytes follow each other in the file.
 
     Each is given as (name, torch's type as text, shape, bytes).
     """
@@ -99,7 +99,7 @@ def canonical(content: Mapping[str, Any]) -> bytes:
 
 
 def head(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
-    """The bytes before those of the tensors, from their header entries; filled with blanks to whole words."""
+    """The length and JSON of the header, padded with blanks to a multiple of eight bytes."""
     header = canonical({**tensors, _METADATA: dict(metadata)} if metadata else tensors)
     header += b" " * (-len(header) % _LENGTH_BYTES)
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header

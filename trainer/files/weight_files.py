@@ -1,4 +1,4 @@
-"""The weight files of one component: which its folder holds, and which it should."""
+"""The weight files of one component: those in its folder, and those that are missing there."""
 
 from __future__ import annotations
 

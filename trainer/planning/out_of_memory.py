@@ -1,4 +1,4 @@
-"""Memory ran out: what was predicted, and what the plan has not done against it yet. No torch."""
+"""The out-of-memory error: the predicted memory, and savings that the plan does not use yet. No torch."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ class Plan:
     weights: str
     """`bf16`, `fp16`, `fp32`, `int8`, `nf4` or `fp8`: storage of the base."""
     compute: str
-    """`bf16`, `fp16`, `fp32` or `fp8`: what frozen linears multiply in; `fp8` only with weights in fp8."""
+    """`bf16`, `fp16`, `fp32` or `fp8`: type of frozen linears' products; `fp8` only with weights in fp8."""
     weight_copies: int
     """2: FP8 weights have a transposed copy for backward (faster); 1: they are transposed each time."""
     modulation: str

@@ -8,7 +8,7 @@ from pathlib import Path
 from trainer.errors import ConfigError, Problem
 
 LOCK_FILE = ".lock"
-"""Held by the process that trains in the folder."""
+"""Lock file that the process holds which trains in the folder."""
 _FOLDERS = ("checkpoints", "samples")
 """Folders whose entries a run prunes."""
 # fmt: off

@@ -26,7 +26,7 @@ from trainer.telemetry import locks
 
 STATUS_FILE = "status.json"
 LOCK_FILE = "lock"
-"""Held by the supervisor, and by a training process that outlives it to save."""
+"""Lock file of the supervisor, and of a training process that outlives it to save."""
 _log = logging.getLogger("trainer.status")
 _MOST_BYTES = 1 << 16
 """Bytes that are read of a status file at most; a valid one has 300."""

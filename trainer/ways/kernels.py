@@ -14,8 +14,7 @@ OWN_SLOT = "_native_cudnn"
 """diffusers' name of the function in whose place most kernels are put.
 
 Its names are a closed list, its flash function takes no padding, and those of the flash-attn packages check
-or download things at run time. A function of ours takes the place of its cuDNN function: that which was set
-last.
+or download things at run time. Our function takes the place of its cuDNN function: the one that was set last.
 """
 
 
@@ -26,9 +25,9 @@ class Kernel:
     name: str
     """Its word in `features.attention`."""
     backend: str = OWN_SLOT
-    """diffusers' name of what it is set by."""
+    """Name of diffusers' attention backend by which it is set."""
     package: str = ""
-    """The distribution that has it, and its module; torch where they are empty."""
+    """Distribution that holds the kernel, and its module; torch holds it where they are empty."""
     module: str = ""
     extra: str = ""
     """The project's extra that installs it."""

@@ -52,22 +52,22 @@ class Way:
     unpack_traffic: tuple[float, float] = (0.0, 0.0)
     """Bytes moved to unpack one value for one product, in eager and in compiled blocks."""
     counted_as: str = ""
-    """The storage whose counted activations are those of this one, where it is another."""
+    """The storage whose activation counts hold for this one too; empty: it has its own."""
     package: str = ""
-    """The distribution that stores weights so, and its module."""
+    """Distribution that implements the storage, and its module."""
     module: str = ""
     extra: str = ""
     """The project's extra that installs it; empty: it is required."""
     least_capability: tuple[int, int] = (0, 0)
-    """Compute capability of GPUs that store and multiply so; a way with a `compute` is not for CPUs."""
+    """Least compute capability of a GPU for this way; a way with a `compute` is not for CPUs."""
     least_compiled: tuple[int, int] = (0, 0)
-    """Compute capability of GPUs on which blocks with such weights are compiled."""
+    """Least compute capability of a GPU on which blocks with such weights are compiled."""
     verdict: str = ""
     """The probe's kernel; empty where none measures this way."""
     tolerance: float = 2e-2
     """Largest relative error against fp32 of the probe's kernel: quantised values are off by themselves."""
     tier: int = 0
-    """A higher one changes the base's precision more: it is tried where nothing of the lower ones fits."""
+    """Rank by loss of precision: `auto` tries a higher tier where no way of a lower one fits."""
     automatic: bool = True
     """Whether `auto` may choose it; a user gets the others by writing their storage or modulation."""
     instead_of: str = ""
@@ -166,5 +166,5 @@ def find(weights: str, compute: str = "", copies: int = 1, modulation: str = "")
 
 
 def frozen() -> tuple[str, ...]:
-    """Storages that are for a base which is not trained."""
+    """Storages for a frozen base alone."""
     return tuple(dict.fromkeys(way.weights for way in WAYS.values() if not way.trains))

@@ -1,4 +1,4 @@
-"""How an optional part of the project is installed, in the same words wherever one is missing.
+"""Install commands of the project's optional parts, in the same words wherever one is missing.
 
 Never `pip install 'trainer[...]'`: the package index has another project of that name.
 """
@@ -10,7 +10,7 @@ IN_IMAGES = ("nf4", "flash-attn-4")
 
 
 def command(extra: str = "") -> str:
-    """The line that installs an extra, or with none all that is required, run in a checkout."""
+    """The command that installs an extra, or without one all required packages, run in a checkout."""
     if extra == "flash-attn":  # its setup asks the torch that is installed, and packages that this brings
         return "pip install --no-build-isolation -c constraints.txt -e '.[flash-attn]'"
     return (

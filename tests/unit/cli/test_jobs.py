@@ -222,7 +222,7 @@ def test_compilers_keep_what_they_make(
 def test_accelerate_hears_nothing_of_launchers(
     planned: tuple[Plan, Facts], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would wait for processes that nothing started, or fail without their address."""
+    """accelerate would wait for processes that nobody started, or fail without their address."""
     ranks = {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "OMPI_COMM_WORLD_SIZE": "16", "PMI_SIZE": "2"}
     others = {"MV2_COMM_WORLD_SIZE": "3", "ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_FSDP": "true"}
     for name, value in {**ranks, **others, "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "7"}.items():

@@ -1,4 +1,4 @@
-"""How commands are found, what they import, and how they end."""
+"""Commands: how they are found, their imports, and their exit codes."""
 
 from __future__ import annotations
 

@@ -219,7 +219,7 @@ def test_the_disk_of_the_base_is_measured_once_and_decides(
 def test_verdicts_of_an_earlier_version_are_dropped_with_a_word(
     gpu: Machine, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """They do not say their type: those of an fp16 run stood for bf16 too."""
+    """Verdicts of older versions name no type: those of an fp16 run counted for bf16 too."""
     gpu.answer = fails
     with pytest.raises(HardwareError):
         measure.planned(config(), probe=True)

@@ -287,7 +287,7 @@ def test_an_output_that_cannot_be_written(ask: Ask, tmp_path: Path, monkeypatch:
 
 
 def refuse(monkeypatch: pytest.MonkeyPatch, refused: Path) -> None:
-    """No file can be made in `refused`; root could, whatever its bits say."""
+    """Nobody can make a file in `refused`; permission bits alone would not stop root."""
     real = tempfile.TemporaryFile
 
     def made(dir: Path) -> object:

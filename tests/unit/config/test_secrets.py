@@ -65,7 +65,7 @@ def test_every_kind_is_hidden() -> None:
 
 @pytest.mark.parametrize("name", ["WANDB_API_KEY_FILE", "HF_TOKEN_FILE", "HF_TOKEN_PATH"])
 def test_a_secret_that_lies_in_a_file_is_hidden(tmp_path: Path, name: str) -> None:
-    """It is in no variable, but the library that it is for may repeat it in an error."""
+    """No variable holds such a secret, but the library that reads it may repeat it in an error."""
     file = tmp_path / "key"
     file.write_text(SECRETS["WANDB_API_KEY"] + "\n")
     said = f"wandb: ERROR the key {SECRETS['WANDB_API_KEY']} from {file} is not accepted"

@@ -39,7 +39,7 @@ def one(manifests: Iterable[Manifest], kind: str) -> Manifest:
 
 
 def pod_spec(manifest: Manifest) -> Manifest:
-    """Of a Job's template, or of a Pod."""
+    """The pod spec of a Job's template, or of a Pod."""
     return manifest["spec"] if manifest["kind"] == "Pod" else manifest["spec"]["template"]["spec"]
 
 

@@ -48,7 +48,7 @@ def test_there_is_one_file_for_each_profile() -> None:
 
 
 def test_a_file_is_complete(profile: str) -> None:
-    """One `-f` is enough: every service that is waited for and every secret is in the file itself."""
+    """One `-f` is enough: the file holds every secret, and every service that another one waits for."""
     content, found = load(f"{profile}.yaml"), services(profile)
     assert content["name"] == "trainer"
     assert set(found) == {"trainer", HELPER}
@@ -153,7 +153,7 @@ def test_the_environment_fits_the_profile(profile: str) -> None:
 
 
 def test_host_variables_disturb_no_trainer_on_the_host() -> None:
-    """They are exported by people who may also run the trainer without a container."""
+    """People who export these variables may also run the trainer without a container."""
     exported = {*HOST_VARIABLES, "TRAINER_COMMAND", "TRAINER_IMAGE"}
     assert not exported & {variable.name for variable in environment.VARIABLES}
     assert environment.misspelt(dict.fromkeys(exported, "x"), fields.dotted_keys()) == []

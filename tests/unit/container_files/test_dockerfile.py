@@ -34,7 +34,7 @@ class Instruction:
 
 
 def stages() -> dict[str, tuple[str, list[Instruction]]]:
-    """For each stage what it starts from, and its instructions."""
+    """The base of each stage, and its instructions."""
     found: dict[str, tuple[str, list[Instruction]]] = {}
     lines = (line for line in TEXT.splitlines() if line.strip() and not line.lstrip().startswith("#"))
     current = ""
@@ -200,7 +200,7 @@ def test_an_authority_of_ones_own_is_trusted_beside_the_systems(tmp_path: Path) 
 def test_the_cpu_image_takes_any_torch_and_says_how_to_get_the_small_one(
     found: str, index: str, code: int, says: str, tmp_path: Path
 ) -> None:
-    """Its own script, with a pip that finds one torch or the other."""
+    """Runs the image's own script, with a pip that finds one torch or the other."""
     script = next(one.words for one in STAGES["dependencies-cpu"][1] if "--dry-run" in one.words)
     script = moved(script[script.index("install=") :], tmp_path, "/mnt/tools/bin/", "/tmp/found")
     pip = tmp_path / "mnt/tools/bin/pip"

@@ -98,7 +98,7 @@ def test_a_host_for_the_cpu_image_needs_neither_driver_nor_toolkit(tmp_path: Pat
 
 
 def test_a_user_without_the_group_is_told_the_command(host: Host) -> None:
-    """Only where the engine does not answer: rootless engines need no group."""
+    """The command is told only where the engine does not answer: rootless engines need no group."""
     environ = {"GROUPS_OF_USER": "tester"}
     assert host.run(SETUP, environ=environ).returncode == 0
     result = host.run(SETUP, environ={**environ, "NO_ENGINE": "1"})

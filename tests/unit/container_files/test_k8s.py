@@ -214,7 +214,7 @@ def test_the_supervisor_answers_what_probes_and_prometheus_ask(manifests: list[M
 
 
 def test_the_supervisor_ends_a_hung_run_before_the_kubelet_does(job: Manifest) -> None:
-    """It is unhealthy from one budget on, and killed at HUNG_FACTOR of them."""
+    """A run is unhealthy after one budget of silence, and killed after HUNG_FACTOR budgets."""
     probe = container(job)["livenessProbe"]
     longest = (HUNG_FACTOR - 1) * max(BUDGET_SECONDS.values())
     assert probe["periodSeconds"] * (probe["failureThreshold"] - 1) >= longest

@@ -49,7 +49,7 @@ UNVALIDATED = {("kueue.x-k8s.io/v1beta2", "LocalQueue"): "no package ships a sch
 
 
 def everything(tmp_path: Path) -> list[Manifest]:
-    """One of each kind that there is, as kubectl renders it."""
+    """One manifest of each kind that exists, rendered by kubectl."""
     chosen = [name for name in COMPONENTS if name not in ("no-operator", "offline")]
     return combined(tmp_path, "hopper-fp8", chosen) + render(K8S / "files")
 
@@ -65,7 +65,7 @@ def test_there_are_the_components() -> None:
 @pytest.mark.container
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_kubectl_merges_as_our_own_merge_does(name: str) -> None:
-    """Else what is tested without kubectl is not what a cluster gets."""
+    """Otherwise the tests without kubectl would check other manifests than a cluster gets."""
     ours, theirs = one(plain(name), "Job"), copy.deepcopy(one(rendered(name), "Job"))
     assert theirs["metadata"].pop("labels") == theirs["spec"]["template"]["metadata"]["labels"]
     assert theirs["spec"]["template"]["metadata"]["labels"].pop("app.kubernetes.io/instance") == name

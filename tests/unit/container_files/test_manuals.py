@@ -38,7 +38,7 @@ FOREIGN_VARIABLES = {
     "TRITON_PTXAS_BLACKWELL_PATH",
     "UID",
 }
-"""Of the shell, of others, or named because they must go."""
+"""Variables of the shell, of other programs, or named because they must be removed."""
 each_manual = pytest.mark.parametrize("manual", MANUALS, ids=lambda path: path.name)
 
 

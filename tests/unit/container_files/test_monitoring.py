@@ -179,7 +179,7 @@ def test_all_metrics_of_a_run_are_shown_or_watched(tmp_path: Path) -> None:
 
 
 def test_the_board_of_a_run_needs_no_exporter(tmp_path: Path) -> None:
-    """So that each of its queries has an answer on every machine, also without a GPU."""
+    """Each query of the board has an answer on every machine, also without a GPU."""
     allowed = served(tmp_path) | PROMETHEUS_ITSELF
     for panel in panels(MONITORING / "grafana" / "dashboards" / "trainer.json"):
         for target in panel["targets"]:

@@ -24,7 +24,7 @@ GOOD = {"messages": [ASKED, ANSWERED]}
 
 
 def write(path: Path, *rows: object) -> Path:
-    """One row a line; a text is written as it is."""
+    """Write one row per line; a text is written unchanged."""
     lines = [row if isinstance(row, str) else json.dumps(row) for row in rows]
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")
     return path

@@ -104,7 +104,7 @@ ROWS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("beside", [True, False])
 def test_metadata_names_controls(beside: bool, tmp_path: Path) -> None:
-    """In the control folder, or beside the images, where they are no samples themselves."""
+    """Controls lie in the control folder, or beside the images, where they are not samples themselves."""
     folder = controls(tmp_path / "set", "a.png", "b.png")
     home = controls(folder if beside else tmp_path / "before", "x.png", "y.png")
     write_rows(folder, ROWS)

@@ -57,7 +57,7 @@ def test_repeats_in_a_folders_name_are_told_and_not_taken(
 
 
 def test_a_folder_below_that_is_a_set_of_its_own_is_in_no_other(tmp_path: Path) -> None:
-    """Its images would be trained twice, and those of a regularisation set with the trigger word."""
+    """Otherwise its images would be trained twice, those of a regularisation set with the trigger word."""
     (tmp_path / "reg").mkdir()
     write_pair(tmp_path, "a.png", "a cat", seed=1)
     write_pair(tmp_path / "reg", "b.png", "a cat", seed=2)

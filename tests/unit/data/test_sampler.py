@@ -326,7 +326,7 @@ def test_conversations_of_many_lengths_are_once_in_a_step_and_fill_it() -> None:
 
 
 def test_one_that_is_repeated_far_more_often_than_others_still_fills_rows() -> None:
-    """Its share of the samples is what was asked for, though it is in a step twice."""
+    """The repeated sample has the requested share of all samples, though a step may hold it twice."""
     sizes = [200, *[3900] * 6]
     repeats = [200, *[1] * 6]
     steps = take(packing(sizes, 4096, repeats=repeats), 400)

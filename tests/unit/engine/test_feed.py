@@ -95,7 +95,7 @@ def one_by_one(context: Any, entries: Entries, start: int, stop: int) -> Iterato
 def test_batches_are_those_of_the_stream(
     context: Any, entries: Entries, start: int, room: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In its order, over several epochs, however much room there is for entries."""
+    """Batches keep the stream's order over several epochs, however much room there is for entries."""
     monkeypatch.setattr(feed, "keep_bytes", lambda context, entries: room)
     expected = list(one_by_one(context, entries, start, 25))
     steps = list(feed.feed(context, entries, SETTINGS, start, 25))
@@ -186,7 +186,7 @@ def test_a_draw_is_that_of_the_samples_own_generator(scheme: Any, shape: tuple[i
 
 @pytest.mark.parametrize("scheme", ["none", "sigma_sqrt", "logit_normal", "mode", "cosmap"])
 def test_held_out_draws_are_other_draws_spread_over_what_training_draws(scheme: Any) -> None:
-    """Of eight samples, four draws each, against ten thousand draws by diffusers."""
+    """Four draws for each of eight samples, against ten thousand draws by diffusers."""
     section = FlowSection(weighting_scheme=scheme, logit_mean=0.5, logit_std=0.8)
     settings = dataclasses.replace(SETTINGS, flow=section)
     held_out = dataclasses.replace(settings, measured_draws=4)

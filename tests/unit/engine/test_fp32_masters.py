@@ -53,7 +53,7 @@ def test_gradients_of_three_micro_batches_are_summed_in_fp32() -> None:
 
 @pytest.mark.parametrize("missing", [("b",), ("a", "scalar"), ("a", "b", "c")])
 def test_a_missing_gradient_counts_as_zero(missing: tuple[str, ...]) -> None:
-    """Not as the one of the micro-batch before."""
+    """A missing gradient is not replaced by the gradient of the micro-batch before."""
     held = parameters()
     masters = FlatMasters(held)
     wanted = {name: torch.zeros(shape) for name, shape in SHAPES.items()}

@@ -169,7 +169,7 @@ def test_schedules() -> None:
 
 @pytest.mark.parametrize(("kind", "dtype"), KINDS[:3])
 def test_a_parameter_that_never_had_a_gradient_is_resumed(kind: str, dtype: torch.dtype) -> None:
-    """Its state is missing, in checkpoints of older versions for all kinds."""
+    """Its optimizer state is missing; in checkpoints of older versions, for all kinds of optimizers."""
     train = TrainSection(learning_rate=1e-3)
     updater = Updater(parameters(dtype), train, kind)
     gradients(updater.parameters, 0)
@@ -281,7 +281,7 @@ def test_steps_that_overflow_leave_no_trace_but_a_smaller_scale(kind: str) -> No
 
 
 def test_the_mean_of_a_large_model_is_made_without_a_second_copy_of_it() -> None:
-    """In a bf16 fine-tune every tensor is widened by itself: all at once would be twice the weights."""
+    """A bf16 fine-tune widens one tensor at a time: all at once would take twice the weights."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     held = {str(number): torch.nn.Parameter(torch.zeros(1024, dtype=torch.bfloat16)) for number in range(9)}

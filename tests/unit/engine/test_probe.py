@@ -365,7 +365,7 @@ def test_what_others_hold_of_unified_memory_is_the_hosts(
 
 
 def test_the_process_ends_where_nobody_asks() -> None:
-    """Its parent was killed before it asked."""
+    """The child ends if its parent was killed before it asked."""
     done = subprocess.run(
         [sys.executable, "-m", "trainer.engine.probing"],
         stdin=subprocess.DEVNULL,

@@ -77,7 +77,7 @@ def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
 
 @pytest.fixture(autouse=True)
 def diffusers_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its table of kernels, and the one in use, are the whole process's."""
+    """Undo diffusers' table of kernels and its active kernel, which belong to the whole process."""
     registry = attention_dispatch._AttentionBackendRegistry
     monkeypatch.setattr(registry, "_backends", dict(registry._backends))
     monkeypatch.setattr(registry, "_active_backend", registry._active_backend)

@@ -1,4 +1,4 @@
-"""Where the base model is, and which of its files: one answer for plan, loader, fetch and preflight."""
+"""The base model's place and files on disk: one answer for plan, loader, fetch and preflight."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def snapshot(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def begin(folder: Path) -> None:
-    """Its transformer as an interrupted download leaves it: the index, one of three shards, a dead link."""
+    """Leave the transformer like an interrupted download: the index, one of three shards, a dead link."""
     transformer = folder / "transformer"
     names = list(read_table(TABLES / "flux1_dev.json")["transformer"])
     write_index(transformer, metadata={"total_size": 23_802_816_640})

@@ -67,7 +67,7 @@ def resized(made: Case, size: int) -> Case:
 def test_compiled_blocks_compute_what_eager_ones_do(
     storage: Storage, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """And need one graph a kind and direction, not one a block; a later step compiles nothing."""
+    """Compiling makes one graph per kind and direction, not one per block; a later step compiles nothing."""
     monkeypatch.setattr(fp8, "_kept_ones", {})
     plain = case("flux1_dev", storage=storage, changes=DEPTH)
     join_siblings(plain.model, plain.predict)

@@ -72,7 +72,7 @@ CONFIGS: dict[Any, dict[str, Any]] = {
 }
 CLASSES = pytest.mark.parametrize("kind", CONFIGS, ids=lambda kind: kind.__name__)
 BANDS = {"int8": 0.03, "nf4": 0.2}
-"""How far embeddings may be from those in full precision, in units of their norm."""
+"""Largest distance of embeddings from full precision, in units of their norm."""
 
 
 @pytest.fixture

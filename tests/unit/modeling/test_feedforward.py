@@ -299,7 +299,7 @@ def test_a_model_in_bf16() -> None:
 
 
 def bf16_gradients(made: Case) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """Of the transformer called as the family calls it, in another type."""
+    """Gradients of the transformer, called like the family calls it, in another type."""
     config = CONFIGS["flux1_dev"]
     torch.manual_seed(2)
     output = made.model(

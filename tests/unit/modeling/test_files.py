@@ -119,7 +119,7 @@ def test_comfyui_file_has_its_keys_and_one_alpha_a_layer(tmp_path: Path) -> None
 def test_a_dora_on_a_layer_that_comfyui_keeps_the_other_way_round_changes_it_by_as_much(
     tmp_path: Path,
 ) -> None:
-    """Its formula, comfy/weight_adapter/base.py, on rows in its order: their halves are swapped."""
+    """ComfyUI's formula, comfy/weight_adapter/base.py, on rows in its order: their halves are swapped."""
     generator = torch.Generator().manual_seed(3)
     down, up, base, magnitude = (
         torch.randn(shape, generator=generator) for shape in ((4, 8), (6, 4), (6, 8), (6,))

@@ -27,7 +27,7 @@ def values(rows: int, columns: int, seed: int = 0) -> torch.Tensor:
 
 
 def weight(out: int, inner: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """In fp32, and quantised with its scale."""
+    """A weight in fp32, and its quantised values with their scale."""
     plain = torch.randn(out, inner, generator=torch.Generator().manual_seed(7)) / inner**0.5
     return plain, *quantize_rows(plain)
 
@@ -236,7 +236,7 @@ def test_rows_are_padded_to_the_next_multiple_and_no_further() -> None:
 def test_a_gpu_multiplies_a_multiple_of_rows_and_gives_as_many_as_it_was_given(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On tensors without values: what reaches cuBLAS, forward and backward, has padded rows."""
+    """Meta tensors show that matrices reach cuBLAS with padded rows, forward and backward."""
     multiplied: list[int] = []
 
     def quantize(rows: torch.Tensor, *_: object) -> tuple[torch.Tensor, torch.Tensor]:

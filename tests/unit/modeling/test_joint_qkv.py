@@ -128,7 +128,7 @@ def low_rank(
 
 
 def added_before(first: WidePart, second: WidePart, eps: float, added: tuple[LowRank, LowRank]) -> Any:
-    """In a pass of its own over each product."""
+    """LoRA deltas added in a separate pass over each product."""
     parts = [
         (add_low_rank(part[0], hidden, *ups), *part[1:])
         for part, (hidden, ups) in zip((first, second), added, strict=True)
@@ -189,7 +189,7 @@ def test_the_sum_is_not_kept_for_backward() -> None:
 
 @pytest.fixture
 def taken(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """How many streams each call of the function with joint products had."""
+    """Number of streams in each call of the function with joint products."""
     counts: list[int] = []
     plain = rotary.norm_rotary
 
@@ -233,7 +233,7 @@ def test_models_compute_what_they_did(family: str, taken: list[int], monkeypatch
 @pytest.mark.slow
 @pytest.mark.parametrize("family", LAYERS)
 def test_compiled_blocks_compute_what_they_did(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And need no more graphs: no block is known by its own layers."""
+    """Joint products need no more graphs: no graph depends on a single block's own layers."""
     changes = {"num_layers": 3} if family == "qwen_image" else {"num_layers": 2, "num_single_layers": 3}
     counts = []
     for is_wide in (True, False):
@@ -280,7 +280,7 @@ def test_parted_layers_and_such_without_adapter_are_computed_apart(taken: list[i
 
 @pytest.mark.parametrize("parted", ["to_k", "add_k_proj"])
 def test_one_stream_of_two_is_computed_apart(parted: str, taken: list[int]) -> None:
-    """Where the other is joined, its product is computed once all the same."""
+    """The product of the other, joined stream is computed only once."""
     plain, one = pair("flux1_dev")
     for each in (plain, one):
         layer = each.model.transformer_blocks[0].attn.get_submodule(parted)

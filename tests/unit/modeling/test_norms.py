@@ -65,7 +65,7 @@ def test_bf16_output_and_gradient_are_near_the_library_s(kind: str) -> None:
 
 @pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 1e-6), (torch.bfloat16, 5e-3)])
 def test_without_an_eps_it_is_torch_s(dtype: torch.dtype, limit: float) -> None:
-    """It matters where squares are as small as it."""
+    """The eps matters for values whose squares are as small."""
     x = (heads() * 1e-3).to(dtype)
     wanted = run(norm("torch", eps=None).to(dtype), x)
     found = run(fused(norm("torch", eps=None).to(dtype)), x)

@@ -66,7 +66,7 @@ def test_modulation_is_quantised_where_size_is_all_that_counts(weights: str, tak
 
 
 def test_modulation_lies_in_int8_beside_fp8_products() -> None:
-    """It keeps out of them: nearer to its values, and in bf16 only while it is multiplied."""
+    """Modulation stays out of FP8 products: int8 is nearer to its values, and becomes bf16 for a product."""
     names, modulation = (r".*norm\.linear", r"proj_out"), (r"blocks\..*norm\.linear",)
     replace = replacer(find("fp8", "fp8", 1, "int8"), names, modulation)
     assert replace is not None
@@ -191,7 +191,7 @@ def test_a_gradient_in_parts_is_rounded_once(monkeypatch: pytest.MonkeyPatch) ->
     ],
 )
 def test_parts_are_alike_and_aligned(shape: tuple[int, int], rows: int) -> None:
-    """One that begins between two 16-byte words makes every product of it more than twice as long."""
+    """A part that begins between two 16-byte words makes its products take more than twice as long."""
     parts = nf4._parts(shape, 64)
     assert [part.stop - part.start for part in parts[:-1]] == [rows] * (len(parts) - 1)
     assert parts[0].start == 0 and parts[-1].stop == shape[0]

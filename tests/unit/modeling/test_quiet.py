@@ -30,7 +30,7 @@ SAID = {
     "Mismatch": ("Mismatch dtype between input and weight: input dtype = float", "torch.nn.functional"),
     r"torch": ("torch._dynamo hit config.recompile_limit (16)", "torch._dynamo.convert_frame"),
 }
-"""By the first word of a row's pattern: what a library said, and where."""
+"""Messages of libraries and their source, by the first word of a row's pattern."""
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,7 @@ from trainer.planning.shapes.adapters import COUNTED_RANK
 HIGHER = 48
 DEPTH = {"num_layers": 1, "num_single_layers": 1}
 IMAGE_TOKENS = 16
-"""Of the 64 px that a small model is given."""
+"""Tokens of the 64 px pictures that a small model is given."""
 TEXT = re.compile(r"add_[qkv]_proj|to_add_out|ff_context")
 
 

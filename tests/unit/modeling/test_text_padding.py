@@ -34,7 +34,7 @@ def whole_process() -> Iterator[None]:
 
 
 def with_caption(given: Case, tokens: int) -> Case:
-    """The same case with its caption cut to so many tokens."""
+    """The case with its caption cut to so many tokens."""
     name = given.family.caption
     text = {**given.batch.text, name: given.batch.text[name][:, :tokens]}
     return dataclasses.replace(given, batch=dataclasses.replace(given.batch, text=text))

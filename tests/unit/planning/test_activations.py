@@ -77,7 +77,7 @@ def test_a_budget_that_was_not_counted_needs_what_a_larger_one_does() -> None:
 def test_small_budgets_are_planned_as_they_were_counted_with_the_kernel(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Not counted with another kernel, or for FP8, they are taken to need what the next larger one does."""
+    """Budgets without counts for a kernel, or for FP8, are planned like the next larger budget."""
     compiled = found(compiled=True)
     large = 120 + 3000 + 600
     assert compiled.peak(budget=0.2) == 20 + 600 + 600
@@ -119,7 +119,7 @@ def test_a_budget_over_packed_weights_needs_what_was_counted_of_them() -> None:
 
 
 def test_a_budget_needs_no_more_than_any_larger_one() -> None:
-    """Of packed weights not all budgets were counted, and those of others keep more."""
+    """Not all budgets were counted with packed weights, and counts with other weights keep more."""
     way = {"fixed": 0.0, "blocks": [5.0, 9.0], "beyond": 6.0}
     counts = COUNTS | {"ways": COUNTS["ways"] | {"compiled, budget 0.4": way}}
     units = (100, 10)
@@ -129,7 +129,7 @@ def test_a_budget_needs_no_more_than_any_larger_one() -> None:
 
 
 def test_what_is_recomputed_from_outside_is_counted_of_its_own() -> None:
-    """Where it was: elsewhere it is taken to be the same."""
+    """Where recomputing from outside has no counts of its own, the counts from inside are used."""
     compiled, eager = found(compiled=True), found()
     assert (compiled.outside.beyond, compiled.recomputed.beyond) == (2500, 2000)
     assert eager.outside == eager.recomputed

@@ -1,4 +1,4 @@
-"""In how many micro-batches a step's samples go, against the sampler itself, and what plans make of it."""
+"""Number of micro-batches of a step's samples, against the sampler itself, and its use in plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAMPLES = 20_000
 
 
 def once(*counts: int) -> Pictures:
-    """So many pictures of each shape."""
+    """Pictures of each shape, by their counts, each once in an epoch."""
     return tuple((shape, count, 1) for shape, count in enumerate(counts))
 
 

@@ -1,4 +1,4 @@
-"""How text encoders are stored while captions are encoded: full-size models on the recorded H200."""
+"""Storage of text encoders while captions are encoded: full-size models on the recorded H200."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ def test_a_transposed_copy_needs_no_transposing(geometry: Geometry) -> None:
 
 @pytest.mark.parametrize("copies", [1, 2])
 def test_modulation_beside_fp8_takes_a_byte_a_value_once(geometry: Geometry, copies: int) -> None:
-    """Of 2 GiB that are not quantised else 1.5 are modulation, whose largest weight is unpacked to bf16."""
+    """1.5 of the 2 GiB outside of FP8 are modulation, whose largest weight is unpacked to bf16."""
     mod = Linears(parameters=3 * GIB // 4, rows=1000, largest=1024 * 4096)
     found = dataclasses.replace(with_largest(geometry), modulation=mod)
     packed = storage(weights="fp8", compute="fp8", weight_copies=copies, modulation="int8")

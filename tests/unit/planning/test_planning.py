@@ -142,7 +142,7 @@ def test_a_small_budget_is_planned_for_the_attention_kernel(
 def test_layers_that_can_have_an_adapter_are_those_of_the_model(
     config: Config, family: str, tiny_base: Callable[[str], Path], tmp_path: Path
 ) -> None:
-    """All of them named: the plan takes each, and what it knows beside them is none."""
+    """The plan accepts each of them by name, and knows no other layer that can have an adapter."""
     from trainer.modeling.adapter.lora import linear_names
 
     name, _, tied = family.partition(", ")

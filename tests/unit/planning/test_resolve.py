@@ -157,7 +157,7 @@ def test_a_batch_that_fits_only_in_a_coarser_base_is_split(
 def test_a_full_fine_tune_is_not_split_for_speed(
     config: Config, scaled: Callable[[RunConfig, str], Geometry]
 ) -> None:
-    """Its gradients are summed in bf16."""
+    """The gradients of a full fine-tune are summed in bf16, which rounds at every further micro-batch."""
     big = config(method="full", train__train_batch_size=6, train__gradient_accumulation_steps=2)
     for gib in (31, 40, 60):
         found = plan(big, small(gib), scaled(big, "bf16"), geometry_of=scaled)
@@ -264,7 +264,7 @@ def test_a_checkpoint_in_nf4_decides_the_storage(config: Config, geometry: Geome
 
 
 def test_shared_memory_is_filled_as_any_other(config: Config, geometry: Geometry) -> None:
-    """Its budget is the safety; what is recomputed within it costs time alone."""
+    """The budget itself keeps shared memory safe; recomputing within it would only cost time."""
     spark = machine("dgx-spark")
     assert not plan(config(), spark, geometry).activation_checkpointing
     busy = dataclasses.replace(spark.memory, available_bytes=31 * GIB)
@@ -272,7 +272,7 @@ def test_shared_memory_is_filled_as_any_other(config: Config, geometry: Geometry
 
 
 def test_spark_keeps_20_gib_of_what_is_available(config: Config, geometry: Geometry) -> None:
-    """And what the process takes beside the GPU, from the same memory."""
+    """The process's own host memory comes out of the same memory."""
     spark = machine("dgx-spark")
     busy = dataclasses.replace(spark.memory, available_bytes=34 * GIB)
     found = plan(config(), dataclasses.replace(spark, memory=busy), geometry)

@@ -27,12 +27,12 @@ REAL_SHAPED = REPOSITORY / "tests" / "data" / "real_shaped"
 
 
 def counts(family: str, *sets: DataSet, resolution: int = 512) -> list[tuple[int, int]]:
-    """Of each shape how many samples, and how often they come."""
+    """Number of samples of each shape, and how often they come in an epoch."""
     return sorted(one[1:] for one in shapes_of(seen(sets, families.get(family)), resolution, 16))
 
 
 def scanned(family: str, *sets: DataSet) -> list[tuple[int, int]]:
-    """The same from what a run reads."""
+    """The counts from the files that a run reads."""
     controls = families.get(family).control_counts
     scan = scan_images(sets, resolution=512, multiple=16, trigger_word=None, controls=controls)
     found: Counter[tuple[object, int]] = Counter()

@@ -271,7 +271,7 @@ def test_a_budget_of_all_of_a_card_takes_what_is_there(config: Config, geometry:
 
 
 def test_the_nearest_fit_may_be_another_budget(config: Config, geometry: Geometry) -> None:
-    """No larger than is needed, to a tenth of a GiB."""
+    """The suggested budget is no larger than needed, to a tenth of a GiB."""
     with pytest.raises(HardwareError, match=r"fits with features\.memory_budget: [0-9.]+GiB") as raised:
         plan(
             config(features__memory_budget="2GiB"),

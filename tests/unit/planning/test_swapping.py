@@ -148,7 +148,7 @@ def test_shared_memory_refuses_a_written_number(name: str, reason: str) -> None:
 
 
 def test_shared_memory_never_swaps() -> None:
-    """Not by a profile's name: any GPU that is integrated."""
+    """This holds for every integrated GPU, whatever the profile is called."""
     facts = with_gpu(machine("rtx-4090"), integrated=True)
     with pytest.raises(HardwareError, match=r"training needs 23\.5 GiB at least"):
         planned(shipped("flux2_dev_lora"), facts)
@@ -205,7 +205,7 @@ def test_a_full_fine_tune_never_swaps() -> None:
 @pytest.mark.parametrize("modulation", ["", "int8"])
 @pytest.mark.parametrize("copies", [1, 2])
 def test_blocks_wait_with_their_modulation(stacked: Geometry, modulation: str, copies: int) -> None:
-    """Of 1 MiB that blocks keep, half is modulation, which two copies of FP8 leave single."""
+    """Half of the 1 MiB in waiting blocks is modulation, which two FP8 copies store once."""
     half = Linears(parameters=512 * 1024, rows=512, largest=512 * 1024)
     stack = dataclasses.replace(STACK, modulation=half)
     every = dataclasses.replace(half, parameters=10 * half.parameters, rows=10 * half.rows)

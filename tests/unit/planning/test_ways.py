@@ -1,4 +1,4 @@
-"""One row makes a way to store weights, or an attention kernel, known to the whole house."""
+"""One row makes a storage of weights, or an attention kernel, known to every floor."""
 
 from __future__ import annotations
 

@@ -122,7 +122,7 @@ def test_a_version_that_does_not_exist_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("file", ["cpu.txt", "cuda.txt"])
 def test_what_is_checked_has_all_that_the_dockerfile_installs(file: str, tmp_path: Path) -> None:
-    """Its own script, run here."""
+    """Runs the image's own script here."""
     _, instructions = STAGES["requirements"]
     for name in ("pyproject.toml", "constraints.txt"):
         (tmp_path / name).write_text((ROOT / name).read_text())

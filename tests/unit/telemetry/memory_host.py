@@ -14,7 +14,7 @@ from trainer.telemetry.supervising.memory_floor import Action, Floors, Sample, d
 
 TOTAL, SYSTEM = 121.7, 5.0
 WEDGE = 2.0
-"""Of available memory: here the machine is lost."""
+"""Available memory at which the machine locks up."""
 # the kernel keeps some memory free, and does not count all of the page cache as available
 _FREE, _WATERMARK = 0.3, 0.1
 _CACHED_A_SECOND = 1.5
@@ -29,15 +29,15 @@ class Timeline:
     kind: str
     left: Curve
     trained_at: float
-    """When the first step is done."""
+    """Time at which the first step is done."""
     end: float
     save_seconds: float
-    """From the request to the finished checkpoint, the rest of the micro-batch among it."""
+    """Seconds from the request to the finished checkpoint, the rest of the micro-batch included."""
     save_size: float
     """Memory that saving takes in addition."""
 
     def rows(self, at: float, *, saving: bool = False) -> dict[str, int]:
-        """Of /proc/meminfo, in kB: page cache fills what is free, and what the GPU holds stands in no row."""
+        """Rows of /proc/meminfo, in kB: page cache fills free memory, and no row has the GPU's memory."""
         left = max(0.0, self.left(at) - (self.save_size if saving else 0.0)) + _WATERMARK
         cached = max(0.0, min(left - _FREE, _CACHED_A_SECOND * at))
         sizes = {
@@ -57,7 +57,7 @@ class Timeline:
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """How a run ended: `saved`, `killed`, `wedged` or `kept` to the end of its timeline."""
+    """The end of a run: `saved`, `killed`, `wedged`, or `kept` to the end of its timeline."""
 
     how: str
     at: float

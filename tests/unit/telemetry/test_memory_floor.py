@@ -1,4 +1,4 @@
-"""When memory makes the supervisor act: rules, simulated runs, and the real supervisor on a timeline."""
+"""The supervisor's reactions to low memory: rules, simulated runs, and the real supervisor on a timeline."""
 
 from __future__ import annotations
 

@@ -110,7 +110,7 @@ def test_an_address_of_another_machine_is_told() -> None:
 
 
 def test_a_burst_of_clients_waits_for_nobody() -> None:
-    """Who finds the queue full sends again after a second."""
+    """A client that finds the queue full would send again only after a second."""
     port, held = free_port(), threading.Event()
     listening = server_module._Server("127.0.0.1", port, lambda path: (200, "", ""))  # it accepts nobody yet
     try:

@@ -55,7 +55,7 @@ class Rule(Generic[C]):
     what: str
     remedy: str
     at: tuple[str, ...] = ()
-    """The keys of which one is the place, where these are not all `keys`."""
+    """Keys of which one is the place, where not all of `keys` may be."""
 
 
 def check(rules: Iterable[Rule[C]], context: C, bad: frozenset[str] = frozenset()) -> list[Problem]:

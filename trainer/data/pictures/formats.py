@@ -1,4 +1,4 @@
-"""Formats of pictures that are read. A plan lists folders by them without loading what opens pictures."""
+"""Picture formats that are read. A plan lists folders by them without importing image libraries."""
 
 from __future__ import annotations
 

@@ -67,10 +67,10 @@ class Measured:
     """Size and colours of a picture that was decoded, and the hash of its file."""
 
     width: int
-    """In pixels after EXIF orientation, as `height` is."""
+    """Width in pixels after EXIF orientation; `height` likewise."""
     height: int
     colour: str
-    """How its colours become sRGB, see `colour.profile_state`; empty where they are taken for it."""
+    """Conversion of its colours to sRGB, see `colour.profile_state`; empty where they are sRGB already."""
     unapplied: str
     """Why its colour profile is not applied, in words; else empty."""
     content_sha256: str

@@ -33,7 +33,7 @@ def open_all(
     masks: Collection[Path] = (),
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[Path, Measured | tuple[Problem, ...]]:
-    """Every file once, those in `masks` as masks; for one that cannot be used what is wrong with it.
+    """Open every file once, those in `masks` as masks; gives the fault of each one that cannot be used.
 
     `progress(done, total)` runs in the calling thread and may raise to stop.
     """

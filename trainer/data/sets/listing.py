@@ -46,7 +46,7 @@ class Listing:
         return path.relative_to(self.folder).as_posix()
 
     def key(self, path: Path) -> str:
-        """The name as metadata is asked for it."""
+        """The name in the form in which metadata is looked up."""
         return one_form(self.name(path))
 
     def stem(self, path: Path) -> str:

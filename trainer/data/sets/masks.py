@@ -1,4 +1,4 @@
-"""Loss masks: which file masks which image, and its values at the image's bucket."""
+"""Loss masks: the mask file of each image, and its values at the image's bucket."""
 
 from __future__ import annotations
 

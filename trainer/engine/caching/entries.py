@@ -20,7 +20,7 @@ from trainer.families.values import EntryKind, Header
 
 @dataclass(frozen=True, kw_only=True)
 class ControlView:
-    """A control image as an entry sees it."""
+    """A control image in the form that an entry's tensors depend on."""
 
     path: Path
     content_sha256: str
@@ -31,7 +31,7 @@ class ControlView:
 
     @property
     def key(self) -> str:
-        """Identifies its pixels."""
+        """Identity of the control's pixels."""
         crop = "" if self.crop is None else f"{self.crop[0]}x{self.crop[1]}"
         return " ".join(part for part in (self.content_sha256, crop, self.view.key, self.colour) if part)
 

@@ -37,7 +37,7 @@ _ENTRY_NAME = re.compile(r"[0-9a-f]{64}\.safetensors")
 _STALE_NAME = re.compile(r"\.[0-9a-f]{64}\.safetensors\..*\.tmp")
 _STALE_AFTER_SECONDS = 3600.0
 MISSING = "it is gone"
-"""Told of an entry that is not there."""
+"""Fault of an entry that does not exist."""
 # Python's own objects for one entry of two tensors
 _OBJECT_BYTES = 2048
 _MOVE = "move it away, or remove it, and start again"

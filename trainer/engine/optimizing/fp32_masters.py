@@ -55,7 +55,7 @@ class FlatMasters:
             self.parameters[name].grad = None
 
     def drop_gradients(self) -> None:
-        """Forget the sum."""
+        """Forget the summed gradients."""
         self.gradient.zero_()
         self.flat.grad = None
         for parameter in self.parameters.values():

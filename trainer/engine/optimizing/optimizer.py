@@ -16,7 +16,7 @@ _FLAT = "flat"
 _MEAN = "ema"
 _START, _GROWTH_STEPS = 2.0**16, 2000
 FLOOR = 1.0
-"""Below this the gradients themselves overflow: no scale makes them fit."""
+"""Least loss scale: below it the gradients themselves overflow, and no scale makes them fit."""
 
 
 class HostFlag:
@@ -32,7 +32,7 @@ class HostFlag:
             self._event.record()
 
     def read(self) -> float:
-        """The value."""
+        """Wait for the copy; gives the scalar's value."""
         if self._event is not None:
             self._event.synchronize()
         return float(self._value.item())
@@ -101,7 +101,7 @@ class LossScale:
         return (self.factor < FLOOR).float()
 
     def state(self) -> dict[str, torch.Tensor]:
-        """For a checkpoint."""
+        """Tensors that a checkpoint holds, by name."""
         return {"loss/scale": self.factor, "loss/growth": self._growth, "loss/applied": self.applied}
 
     def load(self, state: dict[str, Any]) -> int:

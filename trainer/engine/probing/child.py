@@ -16,14 +16,14 @@ from trainer.config.interpreter import python
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """The end of one process."""
+    """Exit code and output of one process."""
 
     code: int | None
-    """Its exit code, negative for a signal; None where its time ran out."""
+    """Exit code, negative for a signal; None where the time ran out."""
     rows: list[dict[str, Any]]
     """Whole lines of JSON that it printed; other lines are of libraries."""
     errors: str
-    """Everything that it wrote to stderr."""
+    """The process's stderr."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class Child:
         )
 
     def ask(self, request: Mapping[str, object], seconds: float) -> Answer:
-        """Its answer to the one request, within so many seconds."""
+        """The process's answer to its one request, within `seconds`."""
         code = None
         try:
             output, errors = self._process.communicate(json.dumps(request), timeout=max(seconds, 0.0))
@@ -62,7 +62,7 @@ class Child:
         return Answer(code=code, rows=[json.loads(line) for line in lines], errors=errors)
 
     def end(self) -> None:
-        """Kill it; nothing where it has ended already."""
+        """Kill the process; does nothing where it has ended already."""
         self._process.kill()
         self._process.communicate()
 

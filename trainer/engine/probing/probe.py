@@ -41,7 +41,7 @@ class Probed:
     """The answers about some kernels."""
 
     verdicts: tuple[KernelVerdict, ...]
-    """About the kernels: these are worth keeping."""
+    """Verdicts on the kernels, which are worth keeping."""
     unsettled: tuple[KernelVerdict, ...] = ()
     """Failures that say nothing of the kernel: a full GPU, a killed process, a missing file."""
     held: float = 0.0

@@ -1,4 +1,4 @@
-"""A saved LoRA in the other layout: diffusers' and ComfyUI's. Needs no base model."""
+"""Conversion of a saved LoRA between diffusers' and ComfyUI's layouts. Needs no base model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures of pictures: a row of one time, a strip of all times, before over after. No torch."""
+"""Contact sheets of previews: a row per time, a strip of all times, before over after. No torch."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def row(images: Sequence[Image.Image], captions: Sequence[str], title: str) -> I
 
 
 def shown(drawn: Image.Image | str) -> Image.Image:
-    """A picture as it is; a text as a card to read."""
+    """A picture unchanged; a text drawn on a card."""
     if isinstance(drawn, Image.Image):
         return drawn
     font = ImageFont.load_default(size=_CARD_TEXT_SIZE)

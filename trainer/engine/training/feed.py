@@ -1,4 +1,4 @@
-"""The micro-batches of each optimizer step in the run's order, made some ahead of the device."""
+"""The micro-batches of each optimizer step in the run's order, made ahead of the device."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ MOST_SIZES = 128
 
 
 OF_ONE_PICTURE = ("std", LOSS_MASK, LOSS_WEIGHT)
-"""Latents that are as large as the target's mean, or one a sample."""
+"""Names of latents that are as large as the target's mean, or have one value per sample."""
 
 
 @dataclass(kw_only=True)

@@ -46,7 +46,7 @@ class HeldOut:
 
     entries: Entries
     settings: Any
-    """The family's, with validation.seed for train.seed, and draws that training never sees."""
+    """The family's settings, with validation.seed for train.seed, and draws that training never sees."""
     data: str
     """Hash of everything that the loss depends on besides the weights."""
 
@@ -128,8 +128,7 @@ def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
 
 
 def restore_best(context: Context, step: int) -> None:
-    """Leave what may be kept by a run that goes on from `step`: nothing of an earlier start where that is 0,
-    and nothing of a step that the run has not reached.
+    """Keep the best LoRA only if a run that goes on from `step` has reached its step; none where `step` is 0.
 
     Finishes a replacement that a kill interrupted: the newest whole folder is the kept one, others go. A kept
     one whose record is damaged stays under another name: of what step it is nobody knows.
@@ -153,7 +152,7 @@ def restore_best(context: Context, step: int) -> None:
 
 
 def read_best(run_dir: Path) -> dict[str, Any] | None:
-    """The record of the kept one: step, validation_loss, validation_data, file; None without one."""
+    """The record of the kept LoRA: step, validation_loss, validation_data, file; None without one."""
     found = _record(run_dir)
     # the file may have been moved away
     return found if found is not None and (run_dir / FOLDER / found["file"]).is_file() else None

@@ -1,4 +1,4 @@
-"""Previews of the model as it is, kept by step, and base model and result in one picture."""
+"""Previews of the current model, kept by step, and one picture of base model and result."""
 
 from __future__ import annotations
 

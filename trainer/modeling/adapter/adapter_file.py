@@ -37,7 +37,7 @@ class AdapterFile:
     layers: Mapping[str, Parts]
     """By module; without ComfyUI's alphas, which are in `config`."""
     config: Mapping[str, Any]
-    """peft's; of a ComfyUI file what its shapes and alphas say."""
+    """peft's configuration; for a ComfyUI file it follows from shapes and alphas."""
     metadata: Mapping[str, str]
     """The file's safetensors metadata, without peft's configuration."""
 
@@ -60,7 +60,7 @@ class AdapterFile:
 
 
 def read_adapter(path: Path) -> AdapterFile:
-    """Raises DataError for a file that is no adapter of ours, AccessError where peft's config is missing."""
+    """Read a file. Raises DataError for no adapter of ours, AccessError where peft's config is missing."""
     try:
         with safe_open(path, framework="pt") as file:
             metadata = dict(file.metadata() or {})

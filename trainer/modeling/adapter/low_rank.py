@@ -40,7 +40,7 @@ class _AddLowRank(torch.autograd.Function):
 
 
 def side_by_side(ups: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    """All of them in one, each in rows and columns of its own, zeros elsewhere: one product serves all."""
+    """All `ups` in one matrix, each in its own rows and columns, zeros elsewhere: one product serves all."""
     total, start, rows = sum(up.shape[1] for up in ups), 0, []
     for up in ups:
         rows.append(torch.nn.functional.pad(up, (start, total - start - up.shape[1])))
@@ -51,7 +51,7 @@ def side_by_side(ups: tuple[torch.Tensor, ...]) -> torch.Tensor:
 def of_ups(
     gradient: torch.Tensor, hidden: torch.Tensor, shapes: list[tuple[int, ...]]
 ) -> tuple[torch.Tensor, ...]:
-    """The gradient of each: its columns of `gradient` with its columns of `hidden`."""
+    """The gradient of each `up`, from its columns of `gradient` and its columns of `hidden`."""
     if len(set(shapes)) == 1 and len(shapes) > 1:
         columns, rank = shapes[0]
         left = gradient.reshape(-1, len(shapes), columns).permute(1, 2, 0)

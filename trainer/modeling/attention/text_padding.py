@@ -1,6 +1,6 @@
 """Captions of different lengths, padded to a few, read as if they were not padded.
 
-What depends on a shape (compiled blocks, CUDA graphs, attention plans) would be made anew for each caption's
+Compiled blocks, CUDA graphs and attention plans depend on shapes, and would be made anew for each caption's
 length. Padded tokens pass through every layer of the text's stream, each for itself; only attention mixes
 tokens, and there the layers named by `Family.text_keys` leave them out.
 """

@@ -50,7 +50,7 @@ class Base:
     """Where a run's base model is, as far as it is on this disk."""
 
     folder: Path | None
-    """None: absent."""
+    """The model's folder; None where it is absent."""
     missing: tuple[tuple[Path, str], ...]
     """Obstacles to loading its components, as (path, what is wrong)."""
     built: frozenset[str]

@@ -1,4 +1,4 @@
-"""How much of the device's and of the host's memory a run may fill, and where those figures come from."""
+"""The device and host memory that a run may fill, and the sources of these figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How text encoders are stored while captions are encoded: in the run's type where that fits."""
+"""Storage of the text encoders while captions are encoded: the run's type where it fits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a run is made to fit: the fastest setting by prediction whose memory is within the budget."""
+"""The choice of a setting that fits: the fastest by prediction whose memory is within the budget."""
 
 from __future__ import annotations
 

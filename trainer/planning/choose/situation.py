@@ -28,7 +28,7 @@ class KernelsFailedError(HardwareError):
 
 @dataclass(frozen=True, kw_only=True)
 class Situation(Context):
-    """A configuration on a machine: what every choice looks at."""
+    """A configuration on a machine: the input of every choice."""
 
     facts: Facts
     profile: Profile
@@ -72,7 +72,7 @@ class Situation(Context):
 
     @property
     def unmeasured(self) -> Situation:
-        """The same before any kernel was measured."""
+        """The situation without any verdict of the probe."""
         return replace(self, facts=replace(self.facts, verdicts=()))
 
     @property

@@ -1,4 +1,4 @@
-"""When nothing fits, the nearest configuration that does."""
+"""The nearest configuration that fits, suggested where nothing does."""
 
 from __future__ import annotations
 

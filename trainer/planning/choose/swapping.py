@@ -17,17 +17,17 @@ from trainer.words.sizes import gib
 
 KEY = "features.block_swap"
 NO_OFFLOAD = "DISABLE_CPU_OFFLOAD"
-"""The variable that forbids it."""
+"""The variable that forbids blocks in host memory."""
 
 
 def written(config: RunConfig) -> int:
-    """The number that the user asked for; 0 where the plan may decide."""
+    """Number of waiting blocks that the user asked for; 0 where the plan may decide."""
     asked = config.features.block_swap
     return 0 if asked == "auto" else asked
 
 
 def without(situation: Situation) -> Situation:
-    """The same where no block may wait. Raises ConfigError for a number of blocks that was written."""
+    """The situation where no block may wait. Raises ConfigError where the user wrote a number of blocks."""
     count = written(situation.config)
     if count:
         raise ConfigError(

@@ -50,7 +50,7 @@ _RATES: tuple[tuple[str, Rates], ...] = (
     ("GB10", Rates(bf16=125, fp8=250, bandwidth=0.273)),
 )
 GENERIC = Rates(bf16=312, fp8=624, bandwidth=2.0)
-"""In place of unknown ones, to put settings in order: only the proportions count then."""
+"""Rates for an unknown GPU, which put settings in order: only their proportions count."""
 
 # H200: 720 of 989 TFLOP/s in bf16, 1430 of 1979 in FP8
 _MATMUL_SHARE = {"bf16": 0.728, "fp8": 0.723}
@@ -92,7 +92,7 @@ _LESS = ("Laptop", "Max-Q", "MIG")
 
 @dataclass(frozen=True, kw_only=True)
 class Speed:
-    """Everything that times are predicted from."""
+    """The rates and verdicts that times are predicted from."""
 
     rates: Rates
     known: bool = True
@@ -100,7 +100,7 @@ class Speed:
     attention: str
     """The kernel that the run uses."""
     attention_ms: float | None = None
-    """One call of it, forward and backward, where the probe measured it at the run's shape."""
+    """Milliseconds of one attention call, forward and backward, if the probe measured the run's shape."""
     matmul: Mapping[str, float] = field(default_factory=dict)
     """Time of a frozen linear layer by its kind, as a share of bf16's, where the probe measured it."""
 

@@ -25,7 +25,7 @@ class ValidationRecord:
     step: int
     validation_loss: float
     validation_data: str
-    """Hash of what it was measured on and how; losses with unequal ones do not compare."""
+    """Hash of the samples and settings of the measurement: losses with unequal hashes do not compare."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class StepRecord:
     seconds_per_step: float
     samples_per_second: float
     tokens_per_second: float | None = None
-    """None but for language models."""
+    """Tokens a second of a language model; None for other families."""
     device_memory_peak_bytes: int = 0
     """Highest allocation so far; 0 on a CPU."""
     device_memory_reserved_bytes: int = 0

@@ -35,9 +35,9 @@ class Floors:
     trend_after_seconds: float = 60.0
     """So much training is known before a trend counts: what comes and goes within it sets no lows later."""
     trend_memory_seconds: float = 600.0
-    """Samples older than this are forgotten."""
+    """Seconds after which samples are forgotten."""
     trend_reach: float = 3.0
-    """A trend is believed for this many times as long as it was seen, for `save_seconds` at most."""
+    """Factor on a trend's observed length for which it is believed, for `save_seconds` at most."""
     save_seconds: float = 75.0
     """Time to end a micro-batch and to save."""
     save_bytes: int = 2 * GIB
