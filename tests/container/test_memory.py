@@ -19,7 +19,7 @@ from tests.container.images import ROOT
 from tests.container.quickstart import require_proved, steps_saved, words
 from tests.unit.telemetry.memory_host import Timeline
 from trainer.errors import ExitCode
-from trainer.telemetry.supervising.host import available_bytes
+from trainer.telemetry.supervising.cause_of_death import available_bytes
 from trainer.telemetry.supervising.memory_floor import Floors
 from trainer.words.sizes import GIB
 

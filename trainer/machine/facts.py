@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from trainer.files import codec
 
 Version = tuple[int, ...]
+_FORMER = {"index", "shm_bytes", "swap_free_bytes"}
+"""Keys that version 0.1.0 recorded of GPUs, of the host and of its memory."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,8 +104,17 @@ def facts_to_json(facts: Facts) -> str:
 
 
 def facts_from_json(text: str, where: str) -> Facts:
-    """Facts from JSON text; raises HardwareError at `where` for unknown or missing keys and wrong types."""
+    """Facts from JSON text; raises HardwareError at `where` for unknown or missing keys and wrong types.
+
+    Recordings of version 0.1.0 are read too: its keys that nothing reads any more are passed over.
+    """
+    with contextlib.suppress(ValueError):  # the codec says where a text is no JSON
+        text = json.dumps(json.loads(text, object_hook=_without_former))
     return codec.from_json(Facts, text, where)
+
+
+def _without_former(tree: dict[str, object]) -> dict[str, object]:
+    return {key: value for key, value in tree.items() if key not in _FORMER}
 
 
 def version_from(text: str) -> Version:

@@ -49,6 +49,14 @@ def test_unknown_keys_and_wrong_types_are_refused_by_name(change: dict[str, obje
     assert f"mine.json: {says}" in str(caught.value)
 
 
+def test_recordings_of_version_0_1_are_read() -> None:
+    text = (MACHINES / "h200.json").read_text()
+    tree = json.loads(text) | {"shm_bytes": 137438953472}
+    tree["gpus"][0]["index"] = 0
+    tree["memory"]["swap_free_bytes"] = 0
+    assert facts_from_json(json.dumps(tree), "mine.json") == facts_from_json(text, "h200.json")
+
+
 def test_what_is_no_json_is_refused() -> None:
     with pytest.raises(HardwareError, match=r"mine\.json"):
         facts_from_json("{", "mine.json")

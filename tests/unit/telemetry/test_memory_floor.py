@@ -19,7 +19,7 @@ from tests.unit.telemetry.conftest import CHILD, PARENT, Run, write_meminfo
 from tests.unit.telemetry.memory_host import WEDGE, Timeline, collapse, healthy, play
 from trainer.errors import ExitCode
 from trainer.machine import profiles
-from trainer.telemetry.supervising import host
+from trainer.telemetry.supervising import cause_of_death
 from trainer.telemetry.supervising.memory_floor import Action, Floors, Sample, decide, remember
 from trainer.words.sizes import GIB
 
@@ -82,7 +82,7 @@ def test_what_is_simulated_is_hard_enough() -> None:
 def test_the_simulated_file_is_read_as_it_is_meant(tmp_path: Path) -> None:
     (tmp_path / "meminfo").write_text(healthy(3).meminfo(900.0))
     available = healthy(3).rows(900.0)["MemAvailable"] * 1024
-    assert host.available_bytes(tmp_path / "meminfo") == available
+    assert cause_of_death.available_bytes(tmp_path / "meminfo") == available
     assert available > FLOORS.soft_floor_bytes
 
 
@@ -287,7 +287,7 @@ def test_the_real_supervisor_saves_a_leaking_run_in_time(real: Run) -> None:
     leaking = dataclasses.replace(collapse(0), left=lambda at: 18 - 0.1 * max(0.0, at - 150))
     with host_of(real.meminfo, leaking, begin=60):
         code, errors = real.end()
-        left = host.available_bytes(real.meminfo)
+        left = cause_of_death.available_bytes(real.meminfo)
     assert code == ExitCode.OUT_OF_MEMORY, errors
     assert (real.directory / "saved").read_text() == "OUT_OF_MEMORY"
     assert "less every minute, the hard floor is 6.0 GiB: the run saves and ends" in errors

@@ -15,7 +15,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from trainer.errors import ExitCode
 from trainer.telemetry.status import Phase
-from trainer.telemetry.supervising import host
+from trainer.telemetry.supervising import cause_of_death
 
 from .conftest import CHILD, Run, Start, free_port, wait_for, write_meminfo
 
@@ -294,14 +294,14 @@ def test_the_supervisor_imports_no_torch() -> None:
 def test_kernel_files_that_are_missing_or_odd_are_no_error(tmp_path: Path) -> None:
     odd = tmp_path / "meminfo"
     odd.write_text("MemAvailable:\nnonsense\n")
-    assert host.available_bytes(odd) is None
-    assert host.available_bytes(tmp_path / "none") is None
-    assert host.oom_kills(tmp_path / "none") == 0
-    assert host.oom_kills(None) == 0
-    assert host.available_bytes() is not None
+    assert cause_of_death.available_bytes(odd) is None
+    assert cause_of_death.available_bytes(tmp_path / "none") is None
+    assert cause_of_death.oom_kills(tmp_path / "none") == 0
+    assert cause_of_death.oom_kills(None) == 0
+    assert cause_of_death.available_bytes() is not None
 
 
 def test_a_signal_without_a_name_is_explained() -> None:
-    code, cause = host.explain_death(signal.SIGRTMIN + 3, oom_kills_since_start=0)
+    code, cause = cause_of_death.explain_death(signal.SIGRTMIN + 3, oom_kills_since_start=0)
     assert code == 128 + signal.SIGRTMIN + 3
     assert "signal" in cause

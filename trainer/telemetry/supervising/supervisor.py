@@ -25,7 +25,7 @@ from trainer.errors import ConfigError, ExitCode, Problem, StorageError
 from trainer.telemetry import locks, status, stop
 from trainer.telemetry.sinks.metrics import METRICS_FILE
 from trainer.telemetry.status import LOCK_FILE, STATUS_FILE, Phase, StatusWriter, Verdict
-from trainer.telemetry.supervising import host, memory_floor, server
+from trainer.telemetry.supervising import cause_of_death, memory_floor, server
 
 RUNTIME_DIR_VARIABLE = "TRAINER_RUNTIME_DIR"
 _TICK_SECONDS = 0.1
@@ -54,7 +54,7 @@ def supervise(
     port: int | None,
     address: str = LOOPBACK,
     unified_memory: bool,
-    meminfo_path: Path = host.MEMINFO,
+    meminfo_path: Path = cause_of_death.MEMINFO,
     memory_events_path: Path | None = None,
     limits: Limits = Limits(),
     console: TextIO | None = None,
@@ -76,7 +76,7 @@ def supervise(
             directory=runtime_dir,
             unified_memory=unified_memory,
             meminfo=meminfo_path,
-            memory_events=memory_events_path or host.memory_events_path(),
+            memory_events=memory_events_path or cause_of_death.memory_events_path(),
             limits=limits,
             console=console,
         )
@@ -137,15 +137,17 @@ class _Watch:
             child_up=self.child is not None and self.child.returncode is None,
             verdict=self._judge(current),
             status=current,
-            available=host.available_bytes(self.meminfo),
+            available=cause_of_death.available_bytes(self.meminfo),
         )
 
     def run(self, received: list[tuple[float, int]]) -> int:
         """Watch the child to its end; return the exit code. `received` fills with signals and their times."""
-        oom_kills_before = host.oom_kills(self.memory_events)
+        oom_kills_before = cause_of_death.oom_kills(self.memory_events)
         returncode = self._wait(received)
         self._kill_group()  # workers that outlived it
-        code, cause = self._outcome(returncode, host.oom_kills(self.memory_events) - oom_kills_before)
+        code, cause = self._outcome(
+            returncode, cause_of_death.oom_kills(self.memory_events) - oom_kills_before
+        )
         if cause:
             self._say(cause)
         with contextlib.suppress(StorageError):  # the exit code is worth more than its note
@@ -203,7 +205,7 @@ class _Watch:
             self._look_at_memory(now)
 
     def _look_at_memory(self, now: float) -> None:
-        available = host.available_bytes(self.meminfo)
+        available = cause_of_death.available_bytes(self.meminfo)
         if available is None:
             return
         newest = memory_floor.Sample(at=now, available=available, trained=self._trained)
@@ -245,7 +247,7 @@ class _Watch:
         if self._asked is not None and -returncode == self._asked[1]:
             why = "it ended before it could handle the request, so before there was anything to save"
             return self._asked[2], why
-        return host.explain_death(-returncode, oom_kills_since_start=oom_kills)
+        return cause_of_death.explain_death(-returncode, oom_kills_since_start=oom_kills)
 
     def _process(self) -> subprocess.Popen[bytes]:
         assert self.child is not None, "set before the watch runs"
