@@ -37,7 +37,7 @@ COMMANDS: dict[str, Row] = {
     "health": Row(target="trainer.cli.health:health", summary="Say whether the run is alive."),
     "preflight": Row(target="trainer.cli.preflight:preflight", summary="Check a container before a command."),
 }
-"""In the order in which the help lists them."""
+"""Commands in the order in which the help lists them."""
 
 
 class LazyGroup(click.Group):

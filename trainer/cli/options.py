@@ -164,6 +164,6 @@ def _taking(*parameters: Callable[[Any], Any]) -> Callable[[F], Any]:
 
 
 layer_options = _taking(*_LAYERS)
-"""For a command with an option for its configurations, `configs`."""
+"""Decorator for a command that gets its configurations by an option, `configs`."""
 config_arguments = _taking(_CONFIGS, *_LAYERS)
 config_arguments_and_budget = _taking(_CONFIGS, *_LAYERS, _BUDGET)

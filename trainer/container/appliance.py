@@ -56,7 +56,7 @@ MISPLACED: Mapping[str, str] = {
     }.items()
     for wrong in others.split()
 }
-"""Where other images have their volumes: a mount there is one of ours in the wrong place."""
+"""Folders of other images' volumes: a mount there is one of ours in the wrong place."""
 
 IMAGE_ENVIRONMENT: Mapping[str, str] = {
     "HOME": "/cache/home",

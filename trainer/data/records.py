@@ -9,12 +9,12 @@ from pathlib import Path
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """How an image is cut to its bucket; the default is the centred cut."""
+    """Crop and mirroring of an image for its bucket; the default is the centred crop."""
 
     flip: bool = False
     """Mirrored, left for right."""
     place: tuple[float, float] = (0.5, 0.5)
-    """Where the cut lies in what is left over, across and down, from 0 to 1."""
+    """Place of the crop within the leftover, across and down, from 0 to 1."""
 
     @property
     def key(self) -> str:
@@ -40,7 +40,7 @@ class Control:
 
 @dataclass(frozen=True, kw_only=True)
 class Mask:
-    """Where a sample's loss counts: white counts, black does not. Of the image's aspect, of any size."""
+    """Loss mask of a sample: white counts, black does not. It has the image's aspect, and any size."""
 
     path: Path
     content_sha256: str
@@ -67,7 +67,7 @@ class ImageRecord:
     """Hash of the file's bytes."""
     controls: tuple[Control, ...] = ()
     colour: str = ""
-    """How its colours become sRGB where they are not, as in `Control`."""
+    """Conversion of its colours to sRGB, like in `Control`."""
     set_index: int = 0
     view: View = CENTRED
     mask: Mask | None = None

@@ -18,16 +18,16 @@ class Job:
 
     mode: Mode
     lora_file: str = ""
-    """For `sample` and `verify`: the adapter; empty for the base model alone."""
+    """The adapter, for `sample` and `verify`; empty for the base model alone."""
     output_file: str = ""
     before_after: bool = False
-    """For `sample`: the base model's pictures above the adapter's."""
+    """Draw the base model's pictures above the adapter's, for `sample`."""
     verify: bool = False
-    """For `cache`: compare entries with their checksums."""
+    """Compare entries with their checksums, for `cache`."""
     import_folder: str = ""
-    """For `cache`: folder of another trainer's .pt files; empty for none."""
+    """Folder of another trainer's .pt files, for `cache`; empty for none."""
     prune: bool = False
-    """For `cache`: remove the family's entries that this configuration does not use."""
+    """Remove the family's entries that this configuration does not use, for `cache`."""
 
 
 @dataclass(frozen=True, kw_only=True)

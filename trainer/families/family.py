@@ -100,7 +100,7 @@ class Family:
     """Text tensor whose first axis counts against `data.max_sequence_length`, for families that pack several
     samples into one row; None where equal samples are batched."""
     comfyui: str | None = None
-    """Where ComfyUI's key mapping is stated; None where ComfyUI does not take the family's LoRAs."""
+    """Source of ComfyUI's key mapping; None where ComfyUI does not take the family's LoRAs."""
     comfyui_swaps: tuple[str, ...] = ()
     """Modules whose weights have their halves of rows, scale and shift, in the other order there."""
     defaults: Mapping[str, Mapping[str, Any]]

@@ -46,9 +46,9 @@ class Header:
     """A file's header."""
 
     tensors: Mapping[str, Mapping[str, Any]]
-    """By name: `dtype`, `shape`, and `data_offsets`, begin and end in bytes counted from `start`."""
+    """Entries by name: `dtype`, `shape`, and `data_offsets`, begin and end in bytes counted from `start`."""
     shapes: Mapping[str, tuple[int, ...]]
-    """By name, sorted."""
+    """Shapes by name, sorted."""
     metadata: Mapping[str, str]
     start: int
     """Byte of the file that the first tensor begins at."""

@@ -48,7 +48,7 @@ class Profile:
     budget_share: float
     """Share of the device's total memory that a run may fill."""
     headroom_bytes: int | None
-    """Where the device's memory is the host's: what must stay of MemAvailable. None for memory of its own."""
+    """Bytes of MemAvailable that must stay free on unified memory; None for memory of the GPU's own."""
     attention: tuple[str, ...]
     """Kernels in the order in which `auto` prefers them while none was measured."""
     pin_memory: bool
@@ -62,7 +62,7 @@ class Profile:
 
     @property
     def memory_source(self) -> str:
-        """Where budget, headroom, pinning and the allocator's settings come from."""
+        """Source of budget, headroom, pinning and the allocator's settings."""
         return "facts" if self.by_facts else f"profile {self.name}"
 
 

@@ -25,7 +25,7 @@ def row(feature: str, value: str, source: str, reason: str) -> Decision:
 
 
 def on_off(value: bool) -> str:
-    """How the plan's table writes a switch."""
+    """Word for a switch in the plan's table."""
     return "on" if value else "off"
 
 
@@ -125,7 +125,7 @@ class Plan:
 
     @property
     def way(self) -> Way:
-        """How the base is stored and multiplied with, as `weights` to `modulation` name it."""
+        """Storage and product type of the base, found by `weights` to `modulation`."""
         return find(self.weights, self.compute, self.weight_copies, self.modulation)
 
     @property

@@ -1,4 +1,4 @@
-"""From a configuration to its plan on a machine. Imports no torch."""
+"""The plan of a configuration on a machine. Imports no torch."""
 
 from __future__ import annotations
 
@@ -118,13 +118,13 @@ def _geometries(
 
 
 def weights_folder(family: Family, folder: Path | None) -> Path | None:
-    """Where the trained component's weight files lie: in the hub's cache they are links. None without any."""
+    """Real folder of the trained component's weight files, which are links in the hub's cache; or None."""
     files = () if folder is None else weight_files(folder / family.trained_component).files
     return files[0].resolve().parent if files else None
 
 
 def prepare_base(loaded: Loaded) -> None:
-    """Before the plan of a job that will run: what it needs of the base model to be planned is on this disk.
+    """Put the files of the base model on this disk that a job's plan needs, before the job is planned.
 
     Raises AccessError where the base cannot be made complete or is damaged, ConfigError where it is another
     family's. Says no word to the hub where it is complete.

@@ -1,4 +1,4 @@
-"""Where hardware decisions are made: a pure function from facts and wishes to a plan."""
+"""The hardware decisions: a pure function from facts and configuration to a plan."""
 
 from __future__ import annotations
 

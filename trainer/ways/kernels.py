@@ -23,7 +23,7 @@ class Kernel:
     """One way to compute attention."""
 
     name: str
-    """Its word in `features.attention`."""
+    """The kernel's word in `features.attention`."""
     backend: str = OWN_SLOT
     """Name of diffusers' attention backend by which it is set."""
     package: str = ""

@@ -94,7 +94,7 @@ def _paths(context: Context) -> Iterator[tuple[str, Path, str, int]]:
 
 
 def _too_long(context: Context) -> Iterator[Clash]:
-    """For each path a name in it that is too long, else the whole path if it is."""
+    """One clash for each path with a name that is too long, or that is too long as a whole."""
     for key, path, where, beside in _paths(context):
         limits = (*(_NAME_BYTES for _ in path.parts[1:]), _NAME_BYTES - beside)
         texts = [("has a name", "shorter name", *pair) for pair in zip(path.parts, limits, strict=False)]

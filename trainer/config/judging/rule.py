@@ -23,7 +23,7 @@ class Context:
     """Names of LoRA target presets by family; a family that is not in it is not checked."""
 
     def source(self, key: str) -> str:
-        """Where `key` was written; the family or `default` if nobody wrote it."""
+        """Place where `key` was written; the family or `default` if nobody wrote it."""
         return self.sources.get(key, "default")
 
     def written(self, key: str) -> bool:

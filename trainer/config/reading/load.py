@@ -34,7 +34,7 @@ class Loaded:
     config: RunConfig
     sources: Mapping[str, str]
     notes: tuple[str, ...] = ()
-    """For people: values of files that presets replaced, and values of presets that are not in effect."""
+    """Notes for people: values of files that presets replaced, and values of presets without effect."""
     warnings: tuple[str, ...] = ()
     """Variables of the environment that do nothing here, or harm."""
     goes_on: bool = False

@@ -1,4 +1,4 @@
-"""From the merged tree to a RunConfig, each mistake named at its place in the schema's words."""
+"""Validation: a RunConfig from the merged tree, each mistake named at its place in the schema's words."""
 
 from __future__ import annotations
 

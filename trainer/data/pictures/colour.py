@@ -128,7 +128,7 @@ def _applying(icc: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | str:
 
 @functools.lru_cache(maxsize=64)
 def _transform(icc: bytes, mode: str) -> ImageCms.ImageCmsTransform | str:
-    """From a profile's colours to sRGB, or why it cannot be applied to a picture of this mode."""
+    """Transform from a profile's colours to sRGB, or why it cannot be applied to a picture of this mode."""
     intent, flags = ImageCms.Intent.RELATIVE_COLORIMETRIC, ImageCms.Flags.BLACKPOINTCOMPENSATION
     try:
         profile, srgb = ImageCms.ImageCmsProfile(io.BytesIO(icc)), ImageCms.createProfile("sRGB")

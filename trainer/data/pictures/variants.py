@@ -48,7 +48,7 @@ def with_variants(records: Sequence[Record], sets: Sequence[DataSet]) -> tuple[R
 
 
 def _places(record: ImageRecord, count: int) -> list[tuple[float, float]]:
-    """Where the `count` cuts lie: told by the image's content, so that a cache serves every seed.
+    """Places of the `count` cuts, from the image's content alone, so that a cache serves every seed.
 
     The cut is as large as can be, so that it moves along one axis only; with a count of 0, and where nothing
     is left over, there is the centred one alone.

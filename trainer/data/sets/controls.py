@@ -92,7 +92,7 @@ def _pair_controls(
 
 
 def pair_stems(listing: Listing, folders: Sequence[Path], noun: str) -> Pairs:
-    """For every image the files of equal stem in other folders, one in each."""
+    """Files of equal stem in other folders, one in each, by image."""
     listings = [list_folder(folder) for folder in folders]
     problems = [problem for others in listings for problem in others.problems]
     found: dict[Path, tuple[Path, ...]] = {image: () for image in listing.images}

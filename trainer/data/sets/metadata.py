@@ -43,7 +43,7 @@ class Metadata:
     rows: Mapping[str, str] = field(default_factory=dict)
     """Captions by file name."""
     named: Mapping[str, str] = field(default_factory=dict)
-    """Where each name stands, as `folder/metadata.jsonl:3`; also of rows whose caption is bad."""
+    """Place of each name, such as `folder/metadata.jsonl:3`; also of rows whose caption is bad."""
     again: Mapping[str, str] = field(default_factory=dict)
     """Names by the places where they stand a second time."""
     controls: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

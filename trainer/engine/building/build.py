@@ -1,4 +1,4 @@
-"""From files to a model that can train, in the one order that is right.
+"""Building a model that can train from files, in the one order that is right.
 
 `load_base`: build on the meta device -> replace linear layers -> stream shards (read, quantise, place; blocks
 that wait go to host memory) -> attention kernel. `build`: LoRA -> activation checkpointing -> joined layers

@@ -175,7 +175,7 @@ class _Products(TorchDispatchMode):
 
 
 def uncompiled(context: Context) -> contextlib.AbstractContextManager[None]:
-    """For previews, validation and proof: compiled blocks run as they are written, without more graphs."""
+    """Context for previews, validation and proof: compiled blocks run eagerly, without more graphs."""
     if not context.plan.compile:
         return contextlib.nullcontext()
     from trainer.modeling.blocks.compiled import eager

@@ -138,7 +138,7 @@ class Entries:
     empties: tuple[TextEntry, ...]
     """Entries of the empty caption, one a sample; none where no caption is dropped and nothing is drawn."""
     latents: tuple[LatentsEntry, ...]
-    """None where samples have no images."""
+    """Latents entries of the samples; None where samples have no images."""
     prompts: tuple[Prompt, ...]
 
     @functools.cached_property

@@ -29,7 +29,7 @@ class Row:
     """One value of a run."""
 
     name: str
-    """Its name in checkpoints."""
+    """The row's name in checkpoints."""
     keys: tuple[str, ...]
     """Configuration keys that decide it."""
     value: Value

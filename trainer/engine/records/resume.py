@@ -28,7 +28,7 @@ class Start:
     """The start of a run: afresh, or from a checkpoint."""
 
     context: Context
-    """With the decisions that the run's data depend on as they were when it began."""
+    """Context with the decisions on which the run's data depend, unchanged since it began."""
     found: tuple[Path, checkpoint.Snapshot] | None
     fingerprint: Mapping[str, str]
     """Values that the next start must share."""

@@ -35,7 +35,7 @@ class AdapterFile:
 
     layout: Layout
     layers: Mapping[str, Parts]
-    """By module; without ComfyUI's alphas, which are in `config`."""
+    """Tensors by module, without ComfyUI's alphas, which are in `config`."""
     config: Mapping[str, Any]
     """peft's configuration; for a ComfyUI file it follows from shapes and alphas."""
     metadata: Mapping[str, str]

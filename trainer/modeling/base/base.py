@@ -47,7 +47,7 @@ def local_folder(config: RunConfig) -> Path | None:
 
 @dataclass(frozen=True, kw_only=True)
 class Base:
-    """Where a run's base model is, as far as it is on this disk."""
+    """The state of a run's base model on this disk."""
 
     folder: Path | None
     """The model's folder; None where it is absent."""

@@ -21,7 +21,7 @@ class Structure:
     module: Any
     folder: Path
     device: str
-    """Where values are quantised, and where they stay."""
+    """Device on which values are quantised and stay."""
     wanted: Mapping[str, torch.Tensor] = field(default_factory=dict)
     """Its tensors as files may hold them, on the meta device, in the types that they are to have."""
     stored: Mapping[str, tuple[str, ...]] = field(default_factory=dict)

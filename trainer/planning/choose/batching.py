@@ -25,7 +25,7 @@ def smaller(config: RunConfig) -> Iterator[RunConfig]:
 
 
 def row(config: RunConfig, asked: RunConfig, why: str) -> Decision:
-    """How a step's samples are parted, and why not as in `asked`, the configuration that was written."""
+    """Row on the micro-batches of a step, and why they differ from `asked`, the user's configuration."""
     size, steps = config.train.train_batch_size, config.train.gradient_accumulation_steps
     reason = f"{asked.train.train_batch_size} samples at once {why}; a step still has {size * steps}"
     return Decision(feature="micro_batch", value=f"{size} x {steps}", source="auto", reason=reason)

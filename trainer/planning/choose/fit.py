@@ -44,7 +44,7 @@ class Outcome:
 
     @property
     def way(self) -> Way:
-        """How the base is stored and multiplied with; its tier is that of this run."""
+        """Storage and product type of the base, with this run's tier."""
         return self.storage.way
 
     @property

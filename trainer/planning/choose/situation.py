@@ -97,7 +97,7 @@ class Situation(Context):
         return "" if package in self.facts.packages else package
 
     def source(self, key: str) -> str:
-        """Where the value of a dotted key was written; the key itself where that is not known."""
+        """Place where a dotted key's value was written; the key itself where that is not known."""
         return self.sources.get(key, key)
 
     def asked(self, key: str) -> Any:

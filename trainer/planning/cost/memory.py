@@ -44,7 +44,7 @@ class Storage:
     device: str
     dtype: str
     way: Way
-    """How the base is stored and multiplied with."""
+    """Storage and product type of the base."""
     checkpointing: bool
     tiling: bool
     previews: bool
@@ -221,7 +221,7 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int, copies
 
 
 def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
-    """All of the base but the blocks that wait in host memory."""
+    """Row of the base on the device, without the blocks that wait in host memory."""
     way, kept_fp32 = storage.way, geometry.fp32_parameters
     fp32 = f", {_count(kept_fp32)} in fp32" if kept_fp32 else ""
     packed = 0 if way.trains else packed_linears(way, geometry).parameters

@@ -131,7 +131,7 @@ def activations(
     more: float = 0.0,
     adapter: Kept = NOTHING_KEPT,
 ) -> Activations:
-    """From a family's counts and the number of blocks of each stack.
+    """Activations from a family's counts and the number of blocks of each stack.
 
     `linear_inputs`: the inputs of all linears are kept as well, as a LoRA on all linears and a full fine-tune
     do. `more` units are added to what each block keeps: it is not of the shape that was counted.

@@ -79,7 +79,7 @@ class ComponentGeometry:
     role: Role
     shapes: Shapes
     source: str
-    """Where the shapes came from: safetensors headers, the committed table, or the meta device."""
+    """Source of the shapes: safetensors headers, the committed table, or the meta device."""
 
     def __hash__(self) -> int:
         # plans are made of the same component again and again: what follows from its names is kept by it
@@ -198,7 +198,7 @@ class Geometry:
     """Linear weights that a quantised base would hold quantised, or that are stored so."""
     activations: Activations
     activations_compiled: Activations
-    """With compiled blocks."""
+    """Activations with compiled blocks."""
     modulation: Linears = NO_LINEARS
     """Linears that int8 and nf4 bases hold quantised besides: see `Family.modulation`."""
     fp32_parameters: int = 0

@@ -49,7 +49,7 @@ class StepRecord:
     device_memory_reserved_peak_bytes: int = 0
     """Most that the allocator held so far; 0 on a CPU."""
     validation_loss: float | None = None
-    """None at steps that do not validate."""
+    """Held-out loss; None at steps that do not validate."""
     validation_data: str | None = None
     """Hash of what the held-out loss was measured on, as in ValidationRecord."""
     steps: int = 1

@@ -33,7 +33,7 @@ class Floors:
     no trend. The shortest is for fast leaks, the longest for those in steps."""
     trend_windows: int = 3
     trend_after_seconds: float = 60.0
-    """So much training is known before a trend counts: what comes and goes within it sets no lows later."""
+    """Seconds of training before a trend counts: peaks that come and go within them set no lows later."""
     trend_memory_seconds: float = 600.0
     """Seconds after which samples are forgotten."""
     trend_reach: float = 3.0
