@@ -39,7 +39,7 @@ def time_index(sizes: Sizes, device: torch.device) -> torch.Tensor:
 
 
 class _Transformer(torch.nn.Module):
-    """Only ever given as a base."""
+    """First base of the transformer's class, given by `keep_time_index`; it is never constructed."""
 
     def forward(
         self,
@@ -73,7 +73,7 @@ class _Transformer(torch.nn.Module):
 
 
 class _Block(torch.nn.Module):
-    """Only ever given as a base."""
+    """First base of a block's class; it is never constructed."""
 
     def forward(
         self,
@@ -101,7 +101,7 @@ class _Block(torch.nn.Module):
 
 
 class _LastNorm(torch.nn.Module):
-    """Only ever given as a base."""
+    """First base of the last norm's class; it is never constructed."""
 
     def forward(self, x: torch.Tensor, conditioning_embedding: torch.Tensor) -> torch.Tensor:
         """Call diffusers' own with the time of the target, which is in the first half."""

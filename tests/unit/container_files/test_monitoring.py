@@ -31,7 +31,7 @@ DASHBOARDS = sorted((MONITORING / "grafana" / "dashboards").glob("*.json"))
 PROVISIONING = MONITORING / "grafana" / "provisioning"
 GIB = 1024**3
 
-# What the collectors that monitoring.yaml switches on export, as far as it is used here.
+# metrics, as far as they are used here, of the collectors that monitoring.yaml switches on
 NODE_EXPORTER = {
     "node_cpu_seconds_total",
     "node_disk_read_bytes_total",

@@ -19,7 +19,7 @@ Around = AbstractContextManager[Any]
 
 
 class Recomputed(torch.nn.Module):
-    """A block that recomputes itself in backward. Only ever the first base of a block's class."""
+    """A block that recomputes itself in backward. Given to a block's class as first base."""
 
     recomputes: bool = True
     """False for a block that keeps its activations: all blocks of a kind stay of one class."""
@@ -63,7 +63,7 @@ def recomputed(
 
 
 class RecomputedInside(torch.nn.Module):
-    """A block to be compiled so that its graph keeps its inputs alone. Only ever the first base of its class.
+    """A block to be compiled so that its graph keeps its inputs alone. Given to its class as first base.
 
     Blocks that keep their activations have another class, and so no graph in common with these.
     """
