@@ -17,7 +17,8 @@ from trainer import families
 from trainer.cli.measure import planned
 from trainer.cli.options import load_config
 from trainer.config import environment
-from trainer.config.reading.load import Loaded, dump, load
+from trainer.config.reading.load import Loaded
+from trainer.config.schema import RunConfig
 from trainer.engine.spec import Spec, read_spec, write_spec
 from trainer.errors import AccessError, ConfigError
 from trainer.planning.plan import Plan
@@ -32,11 +33,10 @@ BLOCK_KEYS = ("num_layers", "num_single_layers", "num_visual_blocks", "num_text_
 
 def write_job(loaded: Loaded, plan: Plan, folder: Path) -> Path:
     """Write a training job whose files all lie in `folder`; gives the path of its spec."""
-    (folder / "config.yaml").write_text(dump(loaded.config))
     (folder / "runtime").mkdir(exist_ok=True)
     spec = Spec(
         mode="train",
-        config_file=str(folder / "config.yaml"),
+        config=loaded.config.model_dump(),
         plan_text=plan_to_json(plan),
         runtime_dir=str(folder / "runtime"),
         cache_dir=str(folder / "cache"),
@@ -111,8 +111,7 @@ def make_context(spec_path: str) -> Context:
     from trainer.telemetry.stop import StopFlag
 
     spec = read_spec(Path(spec_path))
-    known: dict[str, dict[str, Any]] = {name: {} for name in families.names()}
-    config = load([Path(spec.config_file)], family_defaults=known, environ={}).config
+    config = RunConfig.model_validate(spec.config)
     quiet_libraries()
     family = families.get(config.family)
     context = Context(

@@ -16,7 +16,7 @@ from PIL import Image, ImageOps
 
 from tests.tiny import TINY_MODELS
 from trainer import families
-from trainer.config.reading.load import dump, load
+from trainer.config.reading.load import load
 from trainer.data.records import ImageRecord
 from trainer.data.sampler import SampleRef
 from trainer.engine import run
@@ -160,11 +160,9 @@ def job_of(
     plan = plan_run(loaded, read_recorded(CPU_FACTS))
     config, family, said = loaded.config, known[loaded.config.family], []
     folder.mkdir(parents=True, exist_ok=True)
-    resolved = folder / "resolved.yaml"
-    resolved.write_text(dump(config))
     spec = Spec(
         mode="train",
-        config_file=str(resolved),
+        config=config.model_dump(),
         plan_text=plan_to_json(plan),
         runtime_dir=str(folder / "runtime"),
         cache_dir=str(cache),

@@ -11,10 +11,9 @@ from trainer.cli.output import say
 from trainer.cli.targets import nearest, require_writable_folder
 from trainer.config import environment
 from trainer.config.interpreter import python, with_safe_path
-from trainer.config.reading.load import Loaded, dump
+from trainer.config.reading.load import Loaded
 from trainer.engine.spec import Job, Mode, Spec, write_spec
 from trainer.errors import StoppedError
-from trainer.files import atomic
 from trainer.machine.facts import Facts
 from trainer.planning.plan import Plan
 from trainer.planning.render import plan_to_json
@@ -42,11 +41,10 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
     """Hand one job to the training process, watch over it, and return its exit code."""
     shared = environment.make_runtime_dir()
     with job_folder(shared, job.mode) as folder:
-        runtime_dir, config_file = shared if job.mode in _SHARED_MODES else folder, folder / "config.yaml"
-        atomic.write_text(config_file, dump(loaded.config))
+        runtime_dir = shared if job.mode in _SHARED_MODES else folder
         spec = Spec(
             **vars(job),
-            config_file=str(config_file),
+            config=loaded.config.model_dump(),
             plan_text=plan_to_json(plan),
             runtime_dir=str(runtime_dir),
             cache_dir=str(environment.cache_dir(loaded.config)),

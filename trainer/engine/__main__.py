@@ -13,13 +13,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.config.reading.load import load
 from trainer.config.schema import RunConfig
 from trainer.data.leftout import report_left_out
 from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
 from trainer.errors import ConfigError, ExitCode, TrainerError
-from trainer.families import components, get, names
+from trainer.families import components, get
 from trainer.planning.render import plan_from_json
 from trainer.telemetry import log
 from trainer.telemetry.progress import bars
@@ -47,8 +46,7 @@ def main(spec_path: str) -> int:
     die_with_parent(spec.supervisor_pid)
     status = StatusWriter(Path(spec.runtime_dir))
     status.beat(Phase.LOAD)
-    # the file is the sum of all layers already: variables must not be laid over it again
-    config = load([Path(spec.config_file)], family_defaults={name: {} for name in names()}, environ={}).config
+    config = RunConfig.model_validate(spec.config)
     log.setup(None)
     logger = log.get("run")
     try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from trainer.files import atomic
 
@@ -34,8 +35,8 @@ class Job:
 class Spec(Job):
     """A job with everything else that the training process needs to do it."""
 
-    config_file: str
-    """The resolved configuration."""
+    config: Mapping[str, Any]
+    """The resolved configuration, as `RunConfig.model_dump` gives it; checked once, by the parent."""
     plan_text: str
     """The plan as JSON."""
     runtime_dir: str
@@ -47,7 +48,7 @@ class Spec(Job):
 def write_spec(spec: Spec, path: Path) -> None:
     """Write it where the training process finds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(path, json.dumps(asdict(spec)))
+    atomic.write_text(path, json.dumps(asdict(spec), default=str))
 
 
 def read_spec(path: Path) -> Spec:
