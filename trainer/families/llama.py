@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from trainer.families import language
-from trainer.families.family import Family
+from trainer.families.family import Family, no_pixels
 from trainer.families.values import Batch, Draw
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ LLAMA = Family(
     model="transformers.LlamaForCausalLM",
     trained_component="",
     encoder_components={"text": ()},
+    vae_shape=no_pixels,
     load_encoders=language.load_tokenizer,
     encode_text=language.encode_text,
     caption_tokens=lambda source: None,  # `encode_text` refuses what is too long

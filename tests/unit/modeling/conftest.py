@@ -41,7 +41,7 @@ def run_config(tmp_path: Path) -> Callable[..., RunConfig]:
             {
                 "family": "flux1_dev",
                 "model": model,
-                "data": {"sets": [{"img_dir": tmp_path}]},
+                "data": {"sets": [{"img_dir": tmp_path / "images"}]},
                 "output_dir": tmp_path / "run",
             }
         )
