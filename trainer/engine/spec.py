@@ -48,7 +48,12 @@ class Spec(Job):
 def write_spec(spec: Spec, path: Path) -> None:
     """Write it where the training process finds it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic.write_text(path, json.dumps(asdict(spec), default=str))
+    atomic.write_text(path, json.dumps(asdict(spec), default=_as_text))
+
+
+def _as_text(path: Path) -> str:
+    """A path that reading takes for the same one: of a text, `~` at its start would become the home folder."""
+    return f"./{path}" if str(path).startswith("~") else str(path)
 
 
 def read_spec(path: Path) -> Spec:

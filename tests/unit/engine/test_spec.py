@@ -13,6 +13,7 @@ from trainer.engine.spec import Spec, read_spec, write_spec
 CONFIGS = sorted(Path("train_configs").glob("*.yaml"))
 ODD = {
     "several folders of controls": {"data.sets": [{"img_dir": "/a", "control_dir": ["/b", "/c d"]}]},
+    "a folder whose name begins with ~": {"data.sets": [{"img_dir": "./~odd/x", "control_dir": ["./~"]}]},
     "ranks by layer": {"lora.rank_pattern": {"to_q": 8, "to_k": 4}, "lora.alpha_pattern": {"to_q": 0.5}},
     "a number that would be 1.0 elsewhere": {"train.learning_rate": 1e-05, "features.memory_budget": "24GiB"},
     "a word that YAML takes for false": {"data.trigger_word": "off"},
