@@ -52,7 +52,7 @@ def write_spec(spec: Spec, path: Path) -> None:
 
 
 def _as_text(path: Path) -> str:
-    """A path that reading takes for the same one: of a text, `~` at its start would become the home folder."""
+    """A path that reading takes for the same one: `~` at the start of a text would become the home folder."""
     return f"./{path}" if str(path).startswith("~") else str(path)
 
 

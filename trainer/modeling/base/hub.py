@@ -185,7 +185,7 @@ def _bar_class(total_bytes: int, on_bytes: Callable[[int, int], None] | None) ->
 
     class Reporter(tqdm):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs | {"file": _Nowhere()})
+            super().__init__(*args, **kwargs | {"file": _Nowhere(), "disable": False})
             if kwargs.get("unit") == "B":
                 byte_bars.append(self)
 
