@@ -42,6 +42,8 @@ def sample(
     from trainer.engine.spec import Job
 
     loaded = layers.load()
+    if not all(prompt.strip() for prompt in prompts):
+        raise ConfigError("an empty prompt", where="--prompt", remedy="write what to draw")
     if prompts:
         loaded = dataclasses.replace(loaded, config=changed(loaded.config, {"validation.prompts": prompts}))
     if not loaded.config.validation.prompts:

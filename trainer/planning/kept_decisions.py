@@ -38,6 +38,8 @@ def continued(loaded: Loaded) -> Loaded:
     ):
         if asked == "auto" and name in began:
             kept[key] = began[name]
+    if kept.get("features.weights") == "fp16":
+        del kept["features.weights"]  # follows from model.dtype, and is no word of this key
     kept |= _beside(config, began, str(kept.get("features.weights", config.features.weights)))
     return dataclasses.replace(
         loaded,

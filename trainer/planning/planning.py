@@ -57,10 +57,10 @@ def plan_run(
 
     `find_model` says where the base model is on this disk; `local_folder` if not given. With
     `caption_tokens` all samples are of one shape, with captions so long; else they are of the shapes that a
-    look at the data set shows. Raises ConfigError (78) for a profile that does not exist and for an adapter
-    on layers that the model has none of, HardwareError (69) where the machine cannot do it, AccessError (77)
-    where the base model is a folder that is not there. UNIFIED_MEMORY, DISABLE_CPU_OFFLOAD and
-    PYTORCH_ALLOC_CONF are obeyed.
+    look at the data set shows. Raises ConfigError (78) for a configuration that contradicts itself or its
+    family, for a profile that does not exist and for an adapter on layers that the model has none of,
+    HardwareError (69) where the machine cannot do it, AccessError (77) where the base model is a folder that
+    is not there. UNIFIED_MEMORY, DISABLE_CPU_OFFLOAD and PYTORCH_ALLOC_CONF are obeyed.
     """
     unified, no_offload = environment.switch("UNIFIED_MEMORY"), environment.switch(NO_OFFLOAD)
     config, family = loaded.config, families.get(loaded.config.family)

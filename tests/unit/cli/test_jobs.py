@@ -165,6 +165,14 @@ def test_no_after_without_a_lora(seen: Seen, capsys: pytest.CaptureFixture[str])
     assert not seen.specs
 
 
+def test_an_empty_prompt_is_told_before_anything_is_started(
+    seen: Seen, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["sample", "c.yaml", "--prompt", "a cat", "--prompt", " "]) == 78
+    assert "--prompt: an empty prompt" in capsys.readouterr().err
+    assert not seen.specs
+
+
 @pytest.mark.parametrize("command", [["sample", "--prompt", "a cat", "c.yaml", "--lora"], ["verify-lora"]])
 def test_a_lora_of_another_family_is_told_before_anything_is_downloaded(
     command: list[str], seen: Seen, capsys: pytest.CaptureFixture[str]

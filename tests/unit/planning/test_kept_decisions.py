@@ -13,6 +13,7 @@ from tests.unit.planning.conftest import machine
 from tests.unit.planning.test_resolve import matmuls
 from trainer.cli.options import load_config
 from trainer.config.reading.load import Loaded
+from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError
 from trainer.planning.kept_decisions import continued
 from trainer.planning.planning import plan_run
@@ -46,6 +47,14 @@ def test_decisions_of_the_first_start_stay(load: Load, tmp_path: Path) -> None:
     assert (train.train_batch_size, train.gradient_accumulation_steps) == (2, 8)
     assert found.sources["features.weights"] == str(tmp_path / "plan.json")
     assert found.config.features.attention == "auto"
+
+
+def test_a_run_in_fp16_goes_on(load: Load, tmp_path: Path) -> None:
+    """Weights in fp16 follow from the type; as a setting of their own no process would take them."""
+    begin(tmp_path, BEGAN | {"dtype": "fp16", "weights": "fp16"})
+    found = continued(load()).config
+    assert (found.features.weights, found.model.dtype) == ("auto", "fp16")
+    assert RunConfig.model_validate(found.model_dump()) == found
 
 
 @pytest.mark.parametrize(("began", "stays"), [("int8", "int8"), ("", "kept"), (None, "kept")])
