@@ -1,4 +1,4 @@
-"""TensorBoard files as TensorBoard reads them, and their cut-back."""
+"""TensorBoard files as TensorBoard reads them, and what a resumed run makes it forget."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
 
 from trainer.telemetry.sinks.events import EventLog
 from trainer.telemetry.sinks.records import ValidationRecord
@@ -26,6 +25,7 @@ def png(side: int) -> bytes:
 
 def written(directory: Path, steps: range) -> EventLog:
     log = EventLog(directory)
+    log.restart_after(-1)
     for step in steps:
         log.record(record(step, loss=step / 8))
         picture = directory.with_name(f"{directory.name}.png")
@@ -35,17 +35,13 @@ def written(directory: Path, steps: range) -> EventLog:
 
 
 def read(directory: Path) -> tuple[list[tuple[int, float]], list[int]]:
-    """(step, loss) of every loss and the steps of the pictures, as TensorBoard's loader finds them."""
-    losses: list[tuple[int, float]] = []
-    pictures: list[int] = []
-    for path in sorted(directory.glob("*tfevents*")):
-        for event in EventFileLoader(str(path)).Load():
-            for value in event.summary.value:
-                if value.tag == "train/loss":
-                    losses.append((event.step, value.tensor.float_val[0]))
-                elif value.tag == "samples":
-                    pictures.append(event.step)
-    return losses, pictures
+    """(step, loss) of every loss and the steps of the pictures, as TensorBoard shows them."""
+    accumulator = EventAccumulator(str(directory), size_guidance={"images": 0})
+    accumulator.Reload()
+    tags = accumulator.Tags()
+    losses = accumulator.Scalars("train/loss") if "train/loss" in tags["scalars"] else []
+    pictures = accumulator.Images("samples") if "samples" in tags["images"] else []
+    return [(event.step, event.value) for event in losses], [event.step for event in pictures]
 
 
 def test_tensorboard_reads_scalars_and_pictures(tmp_path: Path) -> None:
@@ -68,50 +64,42 @@ def test_tensorboard_reads_scalars_and_pictures(tmp_path: Path) -> None:
     assert read(tmp_path)[0] == [(0, 0.0), (1, 0.125), (2, 0.25), (3, 0.5)]
 
 
-def test_later_steps_are_cut_and_the_next_session_follows_them(tmp_path: Path) -> None:
+def test_later_steps_are_forgotten_and_the_next_session_follows_them(tmp_path: Path) -> None:
     written(tmp_path, range(1, 9)).close()
     log = EventLog(tmp_path)
-    log.truncate_after(5)
+    log.restart_after(5)
     assert read(tmp_path) == ([(step, step / 8) for step in range(1, 6)], [1, 2, 3, 4, 5])
     log.record(record(6, loss=100.0))
     log.close()
     names = [path.name for path in sorted(tmp_path.iterdir())]
-    assert names == ["events.out.tfevents.0000000002.trainer", "events.out.tfevents.0000000003.trainer"]
+    assert names == ["events.out.tfevents.0000000001.trainer", "events.out.tfevents.0000000002.trainer"]
     assert read(tmp_path)[0][-2:] == [(5, 0.625), (6, 100.0)]
-    log.truncate_after(5)  # a second kill and resume
-    assert [step for step, _ in read(tmp_path)[0]] == [1, 2, 3, 4, 5]
+    log.restart_after(3)  # a second kill and resume, from an older checkpoint
+    log.record(record(4, loss=200.0))
+    log.close()
+    assert read(tmp_path)[0] == [(1, 0.125), (2, 0.25), (3, 0.375), (4, 200.0)]
 
 
 @pytest.mark.parametrize("torn_bytes", [1, 3, 100])
-def test_a_record_cut_short_by_a_crash_is_dropped(tmp_path: Path, torn_bytes: int) -> None:
+def test_a_record_cut_short_by_a_crash_is_left_out(tmp_path: Path, torn_bytes: int) -> None:
     written(tmp_path, range(4)).close()
     [path] = tmp_path.iterdir()
     path.write_bytes(path.read_bytes()[:-torn_bytes])
-    EventLog(tmp_path).truncate_after(99)
-    losses, pictures = read(tmp_path)
-    assert [step for step, _ in losses] == [0, 1, 2, 3]
-    assert pictures == [0, 1, 2]
-
-
-def test_a_cut_that_a_crash_interrupted_is_completed(tmp_path: Path) -> None:
-    written(tmp_path, range(4)).close()
-    [old] = tmp_path.iterdir()
-    content = old.read_bytes()
-    EventLog(tmp_path).truncate_after(2)
-    old.write_bytes(content)  # as if the crash came before the old file was removed
-    (tmp_path / ".events.out.tfevents.0000000003.trainer.7.7.tmp").write_bytes(content[:50])
-    EventLog(tmp_path).truncate_after(2)
-    assert len(list(tmp_path.iterdir())) == 1
-    assert read(tmp_path) == ([(0, 0.0), (1, 0.125), (2, 0.25)], [0, 1, 2])
+    log = EventLog(tmp_path)
+    log.restart_after(2)
+    log.record(record(3, loss=9.0))
+    log.close()
+    assert read(tmp_path) == ([(0, 0.0), (1, 0.125), (2, 0.25), (3, 9.0)], [0, 1, 2])
 
 
 def test_a_fresh_start_keeps_nothing_and_can_be_read(tmp_path: Path) -> None:
     log = written(tmp_path, range(2))
-    log.truncate_after(-1)
+    log.restart_after(-1)
     assert read(tmp_path) == ([], [])
     log.record(record(0, loss=0.5))
     log.close()
     assert read(tmp_path) == ([(0, 0.5)], [])
+    assert len(list(tmp_path.iterdir())) == 1
 
 
 def test_damage_and_files_of_others_do_not_stop_a_resume(tmp_path: Path) -> None:
@@ -122,14 +110,11 @@ def test_damage_and_files_of_others_do_not_stop_a_resume(tmp_path: Path) -> None
     (tmp_path / "events.out.tfevents.copy.trainer").write_bytes(b"\x04" + b"\0" * 11 + b"\xff" * 8)
     (tmp_path / "old tfevents").mkdir()
     log = EventLog(tmp_path)
-    log.truncate_after(99)
+    log.restart_after(3)
+    log.record(record(4, loss=0.5))
+    log.close()
     (tmp_path / "old tfevents").rmdir()
-    assert [step for step, _ in read(tmp_path)[0]] == [0, 1, 2, 3]
-
-
-def test_nothing_to_cut(tmp_path: Path) -> None:
-    EventLog(tmp_path / "new").truncate_after(3)
-    assert list((tmp_path / "new").iterdir()) == []
+    assert [step for step, _ in read(tmp_path)[0]] == [0, 1, 2, 3, 4]
 
 
 def test_neither_torch_nor_tensorflow_is_imported(tmp_path: Path) -> None:
@@ -143,7 +128,7 @@ assert "tensorboard" not in sys.modules
 log = EventLog(Path({str(tmp_path)!r}))
 log.record(StepRecord(
     step=1, loss=1.0, learning_rate=1.0, grad_norm=1.0, seconds_per_step=1.0, samples_per_second=1.0))
-log.truncate_after(1)
+log.restart_after(1)
 assert "torch" not in sys.modules and "tensorflow" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", script], check=True)

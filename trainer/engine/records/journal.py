@@ -54,7 +54,7 @@ class Journal:
             self.context.say(
                 f"{METRICS_LOG}: {damaged} damaged lines are left out; the file as it was is {name}"
             )
-        self.events.truncate_after(last_kept)
+        self.events.restart_after(last_kept)
         if step > 0:
             self.metrics.checkpoint(step)
 
