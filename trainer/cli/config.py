@@ -77,11 +77,11 @@ def show(layers: Layers) -> None:
       trainer config show base.yaml mine.yaml --set train.max_train_steps=500 --dataset /data
       trainer config show base.yaml mine.yaml > merged.yaml   # loads to the same configuration
     """
-    from trainer.config.reading.load import dump_with_sources
     from trainer.config.secrets import redacted
+    from trainer.config.writing.dump import dump
 
     loaded = layers.load()
-    click.echo(redacted(dump_with_sources(loaded.config, loaded.sources)), nl=False)
+    click.echo(redacted(dump(loaded.config, loaded.sources)), nl=False)
 
 
 @shown_below_options

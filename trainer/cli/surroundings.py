@@ -10,7 +10,8 @@ from pathlib import Path
 from trainer import families
 from trainer.cli.targets import nearest
 from trainer.config import environment
-from trainer.config.reading.load import Loaded, dump
+from trainer.config.reading.load import Loaded
+from trainer.config.writing.dump import dump
 from trainer.container.appliance import PREFIX, VOLUMES
 from trainer.container.preflight import Folder, Surroundings, container_problems, machine_problems
 from trainer.errors import ConfigError, HardwareError, Problem, TrainerError

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
-from trainer.files import safetensors
+from trainer.files import atomic, safetensors
 from trainer.files.safetensors import Header, HeaderCutOffError, HeaderError
 
 if TYPE_CHECKING:
@@ -34,7 +34,9 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
     entries = safetensors.entries((name, str(one.dtype), one.shape, one.nbytes) for name, one in rows)
     buffers = [one.contiguous().reshape(-1).view(torch.uint8).numpy().data for _, one in rows]
     checksum = _checksum(entries, metadata, buffers)
-    safetensors.write(path, safetensors.head(entries, {**metadata, _CHECKSUM: checksum}), buffers)
+    with atomic.writing(path) as file:
+        file.write(safetensors.head(entries, {**metadata, _CHECKSUM: checksum}))
+        file.writelines(buffers)
 
 
 def read_header(path: Path) -> Header:

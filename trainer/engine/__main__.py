@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import logging
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -48,7 +49,7 @@ def main(spec_path: str) -> int:
     status.beat(Phase.LOAD)
     config = RunConfig.model_validate(spec.config)
     log.setup(None)
-    logger = log.get("run")
+    logger = logging.getLogger("trainer.run")
     try:
         if spec.mode == "train":
             try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 import os
 from pathlib import Path
 
@@ -34,7 +35,7 @@ from trainer.errors import DivergedError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
 from trainer.planning.kept_decisions import PLAN_FILE
-from trainer.telemetry import locks, log
+from trainer.telemetry import locks
 from trainer.telemetry.rundir import LOCK_FILE
 from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_metrics
 from trainer.telemetry.status import Phase
@@ -182,7 +183,9 @@ def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
         atomic.write_text(config_file, redacted(dump(pinned(context.config, context.source))))
         atomic.write_text(context.run_dir / PLAN_FILE, redacted(spec.plan_text))
     decisions: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
-    log.get("run").info("run folder %s", context.run_dir, extra={"fields": {"plan": decisions}})
+    logging.getLogger("trainer.run").info(
+        "run folder %s", context.run_dir, extra={"fields": {"plan": decisions}}
+    )
 
 
 def _finish_lora(context: Context, model: torch.nn.Module, held_out: HeldOut | None = None) -> str:

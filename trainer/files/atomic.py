@@ -90,15 +90,10 @@ def writing(path: Path, *, sync: bool = True) -> Iterator[BinaryIO]:
             sync_directory(path.parent)
 
 
-def write_bytes(path: Path, data: bytes, *, sync: bool = True) -> None:
-    """Write `data` to `path` so that no reader and no crash ever sees a part of it."""
-    with writing(path, sync=sync) as file:
-        file.write(data)
-
-
 def write_text(path: Path, text: str, *, sync: bool = True) -> None:
-    """Write `text` to `path` as UTF-8, as `write_bytes` does."""
-    write_bytes(path, text.encode(), sync=sync)
+    """Write `text` to `path` as UTF-8, so that no reader and no crash ever sees a part of it."""
+    with writing(path, sync=sync) as file:
+        file.write(text.encode())
 
 
 @contextlib.contextmanager

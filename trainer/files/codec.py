@@ -10,18 +10,21 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError, with_config
 from trainer.errors import HardwareError, Problem
 
 Value = TypeVar("Value")
+# marks the class itself, so that nested dataclasses refuse unknown keys too
+_strict = with_config(ConfigDict(extra="forbid"))
 
 
 def to_json(value: object) -> str:
     """Indented JSON with sorted keys of a dataclass made of plain values, ending in a newline."""
-    text = json.dumps(_adapter(type(value)).dump_python(value, mode="json"), indent=2, sort_keys=True)
+    plain = TypeAdapter[Any](_strict(type(value))).dump_python(value, mode="json")
+    text = json.dumps(plain, indent=2, sort_keys=True)
     return text + "\n"
 
 
 def from_json(kind: type[Value], text: str, where: str) -> Value:
     """The dataclass `kind` from JSON text; raises HardwareError with every problem found, at `where`."""
     try:
-        value: Value = _adapter(kind).validate_json(text, strict=True)
+        value = TypeAdapter[Value](_strict(kind)).validate_json(text, strict=True)
     except ValidationError as error:
         problems = [
             Problem(what=f"{'.'.join(map(str, one['loc'])) or 'file'}: {one['msg']}", where=where)
@@ -29,8 +32,3 @@ def from_json(kind: type[Value], text: str, where: str) -> Value:
         ]
         raise HardwareError(problems) from error
     return value
-
-
-def _adapter(kind: type[Any]) -> TypeAdapter[Any]:
-    # marks the class itself, so that nested dataclasses refuse unknown keys too
-    return TypeAdapter(with_config(ConfigDict(extra="forbid"))(kind))

@@ -29,20 +29,15 @@ _NF4_CONFIG: dict[str, Any] = {
 }
 
 
-def header_shapes(folder: Path) -> Shapes:
-    """Name and shape of every tensor in the folder's .safetensors files.
+def header_shapes(files: Iterable[Path]) -> Shapes:
+    """Name and shape of every tensor in .safetensors files.
 
     Weights that are packed in nf4 have their true shape, which some bytes of each file's data state; no other
     data is read.
     """
-    return shapes_in(stamp_of(weight_files(folder).files))
-
-
-def shapes_in(stamp: Stamp) -> Shapes:
-    """`header_shapes` of the files as they are now."""
-    files = {file: read_header(file) for file, _, _ in stamp}
-    shapes = {name: header.shapes[name] for header in files.values() for name in header.tensors}
-    for file, header in files.items():
+    headers = {file: read_header(file) for file in files}
+    shapes = {name: header.shapes[name] for header in headers.values() for name in header.tensors}
+    for file, header in headers.items():
         for name, entry in header.tensors.items():
             if name.endswith(_NF4_STATE):
                 weight = name.removesuffix(_NF4_STATE)
@@ -103,10 +98,11 @@ def packed_tensors(folder: Path) -> dict[str, tuple[str, ...]]:
 
 def packed_size(folder: Path) -> tuple[int, int]:
     """(parameters, bytes with scales and tables) of the weights that the folder's files hold in nf4."""
-    shapes, stored = header_shapes(folder), packed_tensors(folder)
+    files, stored = weight_files(folder).files, packed_tensors(folder)
+    shapes = header_shapes(files)
     sizes = {
         name: entry["data_offsets"][1] - entry["data_offsets"][0]
-        for file in weight_files(folder).files
+        for file in files
         for name, entry in read_header(file).tensors.items()
     }
     parameters = sum(math.prod(shapes[f"{linear}.weight"]) for linear in stored)

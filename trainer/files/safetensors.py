@@ -1,4 +1,4 @@
-"""The safetensors format: one reader of headers, and one writer whose files are equal for equal tensors.
+"""The safetensors format: one reader of headers, and one writer of them, equal for equal tensors.
 
 A file is eight bytes of header length, little endian, a JSON header and the raw tensors
 (https://github.com/huggingface/safetensors#format). The library writes its header in random key order and
@@ -12,8 +12,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
-
-from trainer.files import atomic
 
 DTYPES: Mapping[str, str] = {
     "U64": "uint64", "I64": "int64", "F64": "float64", "C64": "complex64",
@@ -103,14 +101,3 @@ def head(tensors: Mapping[str, Any], metadata: Mapping[str, str]) -> bytes:
     header = canonical({**tensors, _METADATA: dict(metadata)} if metadata else tensors)
     header += b" " * (-len(header) % _LENGTH_BYTES)
     return len(header).to_bytes(_LENGTH_BYTES, "little") + header
-
-
-def write(path: Path, head: bytes, buffers: Iterable[memoryview]) -> None:
-    """Write a file whole or not at all, and sync it; `buffers` are the tensors' bytes, asked for one by one.
-
-    Raises StorageError.
-    """
-    with atomic.writing(path) as file:
-        file.write(head)
-        for buffer in buffers:
-            file.write(buffer)

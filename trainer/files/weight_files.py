@@ -55,20 +55,29 @@ def weight_files(folder: Path) -> WeightFiles:
     A file that no index names beside one, and the same weights in another layout, are left out; a link whose
     target is gone is a missing file. Raises AccessError for an index that cannot be read.
     """
+    total = None
     indexes = [path for path in folder.glob(f"*{_INDEX_ENDING}") if path.exists()]
     if indexes:
         libraries = [name + _INDEX_ENDING.removeprefix(_ENDING) for name in _LIBRARY_FILES]
-        return _indexed(min(indexes, key=lambda path: (path.name not in libraries, path.name)))
-    names = {path.name for path in folder.glob(f"*{_ENDING}")}
-    single = [name for name in _LIBRARY_FILES if name in names]
-    names = {name for name in names if not _OTHER_LAYOUT.fullmatch(name)} or names
-    return _found(folder, single[:1] or names | set(_siblings(names)))
+        names, total = _indexed(min(indexes, key=lambda path: (path.name not in libraries, path.name)))
+    else:
+        names = {path.name for path in folder.glob(f"*{_ENDING}")}
+        single = {name for name in _LIBRARY_FILES if name in names}
+        names = {name for name in names if not _OTHER_LAYOUT.fullmatch(name)} or names
+        names = single or names | set(_siblings(names))
+    here = {name: (folder / name).exists() for name in sorted(names)}
+    return WeightFiles(
+        files=tuple(folder / name for name, there in here.items() if there),
+        missing=tuple(name for name, there in here.items() if not there),
+        total_bytes=total,
+    )
 
 
-def _indexed(index: Path) -> WeightFiles:
+def _indexed(index: Path) -> tuple[set[str], int | None]:
+    """Names of the files that an index speaks of, and the bytes of all tensors where it says them."""
     try:
         content = json.loads(index.read_text())
-        names = set(content["weight_map"].values())
+        names: set[str] = set(content["weight_map"].values())
         if not names or not all(name == Path(name).name and name.endswith(_ENDING) for name in names):
             raise ValueError("its weight_map does not name files beside it")
         total = content.get("metadata", {}).get("total_size")
@@ -79,7 +88,7 @@ def _indexed(index: Path) -> WeightFiles:
             where=str(index),
             remedy="delete it and run `trainer fetch`, or copy it again",
         ) from error
-    return _found(index.parent, names, total_bytes=total)
+    return names, total
 
 
 def _siblings(names: Iterable[str]) -> Iterable[str]:
@@ -90,15 +99,6 @@ def _siblings(names: Iterable[str]) -> Iterable[str]:
             width = len(found["number"])
             for number in range(1, int(found["count"]) + 1):
                 yield f"{found['stem']}-{number:0{width}}-of-{found['count']}{_ENDING}"
-
-
-def _found(folder: Path, names: Iterable[str], *, total_bytes: int | None = None) -> WeightFiles:
-    here = {name: (folder / name).exists() for name in sorted(names)}
-    return WeightFiles(
-        files=tuple(folder / name for name, there in here.items() if there),
-        missing=tuple(name for name, there in here.items() if not there),
-        total_bytes=total_bytes,
-    )
 
 
 def read_header(file: Path) -> safetensors.Header:

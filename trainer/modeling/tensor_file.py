@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from trainer.files import safetensors
+from trainer.files import atomic, safetensors
 
 DTYPES: Mapping[str, torch.dtype] = {name: vars(torch)[theirs] for name, theirs in safetensors.DTYPES.items()}
 """Types of safetensors that torch has, by their names in headers."""
@@ -50,8 +50,9 @@ def write_tensors(
             if on_tensor is not None:
                 on_tensor()
 
-    with ThreadPoolExecutor(max_workers=1) as pool:
-        safetensors.write(path, head, buffers())
+    with ThreadPoolExecutor(max_workers=1) as pool, atomic.writing(path) as file:
+        file.write(head)
+        file.writelines(buffers())
     return digest.hexdigest()
 
 

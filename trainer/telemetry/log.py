@@ -1,4 +1,7 @@
-"""The log of a run: JSON lines in log.jsonl for machines, short lines on stderr for people."""
+"""The log of a run: JSON lines in log.jsonl for machines, short lines on stderr for people.
+
+`extra={"fields": {...}}` of a log call adds keys to its line in log.jsonl; stderr shows the message.
+"""
 
 from __future__ import annotations
 
@@ -15,15 +18,13 @@ from trainer.errors import one_line
 from trainer.telemetry.sinks.records import StepRecord, cut_torn_line
 from trainer.words.sizes import GIB
 
-_ROOT = "trainer"
-
 
 def setup(run_dir: Path | None) -> None:
     """Send the loggers of this package to stderr and, with a run folder, to its log.jsonl as well.
 
     Called again it replaces what it set up before: a command can log first and learn its run folder later.
     """
-    logger = logging.getLogger(_ROOT)
+    logger = logging.getLogger("trainer")
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
@@ -40,14 +41,6 @@ def setup(run_dir: Path | None) -> None:
         machine = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
         machine.setFormatter(_JsonFormatter())
         logger.addHandler(machine)
-
-
-def get(name: str) -> logging.Logger:
-    """The logger `name` of this package.
-
-    `extra={"fields": {...}}` of a log call adds keys to its line in log.jsonl; stderr shows the message.
-    """
-    return logging.getLogger(f"{_ROOT}.{name}")
 
 
 def step_line(record: StepRecord) -> str:

@@ -32,7 +32,7 @@ def progress(total: int, description: str, *, start: int = 0) -> Iterator[Progre
     What is printed or logged to stderr meanwhile appears above the bar.
     """
     if not sys.stderr.isatty():
-        yield _Plain(total, description, start)
+        yield _Plain(total=total, description=description, done=start, printed=time.monotonic())
         return
     from rich import progress as rich
 
@@ -62,21 +62,23 @@ def bars() -> Iterator[Callable[[str, int, int], None]]:
         yield advance
 
 
+@dataclass(kw_only=True)
 class _Plain:
     """Prints when there is news, when the last unit is done, and otherwise every ten seconds."""
 
-    def __init__(self, total: int, description: str, start: int) -> None:
-        self._total, self._description, self._done = total, description, start
-        self._printed = time.monotonic()
+    total: int
+    description: str
+    done: int
+    printed: float
 
     def advance(self, n: int = 1, *, text: str = "") -> None:
-        self._done += n
+        self.done += n
         now = time.monotonic()
-        if not text and self._done < self._total and now - self._printed < _PLAIN_INTERVAL_SECONDS:
+        if not text and self.done < self.total and now - self.printed < _PLAIN_INTERVAL_SECONDS:
             return
-        self._printed = now
+        self.printed = now
         news = f"  {text}" if text else ""
-        print(f"{self._description} {self._done}/{self._total}{news}", file=sys.stderr, flush=True)
+        print(f"{self.description} {self.done}/{self.total}{news}", file=sys.stderr, flush=True)
 
 
 @dataclass(frozen=True, kw_only=True)

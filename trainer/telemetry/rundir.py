@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from trainer.errors import ConfigError, Problem
@@ -25,7 +24,10 @@ def require_no_links(run_dir: Path) -> None:
 
     The folder itself may be one. A folder that was unpacked to go on with it must not reach other files.
     """
-    links = sorted(_links(run_dir))
+    written = [path for path in run_dir.iterdir() if path.name in _WRITTEN] if run_dir.is_dir() else []
+    folders = [path for path in written if path.name in _FOLDERS and path.is_dir() and not path.is_symlink()]
+    pruned = [path for folder in folders for path in folder.glob("step-*")]
+    links = sorted(path for path in (*written, *pruned) if path.is_symlink())
     if not links:
         return
     problems = [Problem(what=f"a link to {path.readlink()}", where=str(path)) for path in links[:_MOST_TOLD]]
@@ -33,13 +35,3 @@ def require_no_links(run_dir: Path) -> None:
     what = f"a run writes there, and does not follow links inside its folder{more}"
     remedy = "put what they lead to in their place, or point output_dir to the other disk"
     raise ConfigError([*problems, Problem(what=what, where=str(run_dir), remedy=remedy)])
-
-
-def _links(run_dir: Path) -> Iterator[Path]:
-    if not run_dir.is_dir():
-        return
-    for path in run_dir.iterdir():
-        if path.name in _WRITTEN and path.is_symlink():
-            yield path
-        elif path.name in _FOLDERS and path.is_dir():
-            yield from (inner for inner in path.glob("step-*") if inner.is_symlink())

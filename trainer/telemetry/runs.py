@@ -12,7 +12,7 @@ from trainer.errors import ConfigError, DataError
 from trainer.files import atomic
 from trainer.telemetry.locks import is_held
 from trainer.telemetry.rundir import LOCK_FILE
-from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_undamaged
+from trainer.telemetry.sinks.records import METRICS_LOG, held_out_line, read_lines
 from trainer.words.sizes import GIB
 
 CONFIG_FILE = "config.resolved.yaml"
@@ -89,12 +89,14 @@ def read_run(folder: Path) -> Run:
         if node is not None and not isinstance(node.value, dict | list):
             config[key] = "null" if node.value is None else str(node.value)
     with atomic.reading_told(folder / METRICS_LOG):
-        rows, damaged = read_undamaged(folder / METRICS_LOG)
+        found = [row for _, row in read_lines(folder / METRICS_LOG)]
+    rows = [row for row in found if row is not None]
     losses = [(row["step"], row["loss"]) for row in rows if row.get("loss") is not None]
     held_out = [
         (row["step"], row["validation_loss"]) for row in rows if row.get("validation_loss") is not None
     ]
     figures = _figures(folder, config, rows)
+    damaged = found.count(None)
     return Run(
         folder=folder, config=config, losses=losses, held_out=held_out, figures=figures, damaged_lines=damaged
     )

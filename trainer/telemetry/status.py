@@ -116,17 +116,13 @@ class StatusWriter:
         self._clock = clock
         self._boot_id = locks.boot_id()
         self._started = time.time()
-        self._phase: Phase | None = None
+        self.phase: Phase | None = None
+        """The phase of the last beat."""
         self._written = 0.0
         self._item_started = 0.0
         self._step_seconds: deque[float] = deque(maxlen=51)
         self._median: float | None = None
         self._told = False
-
-    @property
-    def phase(self) -> Phase | None:
-        """The phase of the last beat."""
-        return self._phase
 
     def beat(
         self,
@@ -142,7 +138,7 @@ class StatusWriter:
         The median step time is taken from the `item_done` beats of the train phase unless it is given.
         """
         now = self._clock()
-        changed = phase is not self._phase
+        changed = phase is not self.phase
         if item_done and not changed and phase is Phase.TRAIN:
             self._step_seconds.append(now - self._item_started)
         if item_done or changed:
@@ -153,7 +149,7 @@ class StatusWriter:
             return
         if median_step_seconds is None and self._step_seconds:
             self._median = statistics.median(self._step_seconds)
-        self._phase = phase
+        self.phase = phase
         self._written = now
         status = Status(
             phase=phase,
@@ -167,7 +163,7 @@ class StatusWriter:
             median_step_seconds=self._median,
         )
         try:
-            _write(self._path, status)
+            atomic.write_text(self._path, _text(status), sync=False)
         except StorageError as error:
             # a full folder for status must not end a run whose results go elsewhere
             if not self._told:
@@ -217,7 +213,7 @@ def write_end(directory: Path, *, exit_code: int, cause: str) -> None:
         return
     phase = Phase.DONE if exit_code == ExitCode.OK else status.phase
     ended = dataclasses.replace(status, phase=phase, exit_code=exit_code, cause=cause)
-    _write(directory / STATUS_FILE, ended)
+    atomic.write_text(directory / STATUS_FILE, _text(ended), sync=False)
 
 
 def budget_seconds(status: Status, *, scale: float = 1.0) -> float | None:
@@ -258,12 +254,8 @@ def verdict(status: Status | None, now: float, *, scale: float = 1.0) -> Verdict
 
 
 def _text(status: Status) -> str:
+    """The content of status.json, which is written without fsync: a power cut ends the process as well."""
     return redacted(json.dumps(dataclasses.asdict(status)))
-
-
-def _write(path: Path, status: Status) -> None:
-    # No fsync: a status that a power cut swallows describes a process that the power cut ended.
-    atomic.write_text(path, _text(status), sync=False)
 
 
 def _overwrite(path: Path, status: Status) -> None:

@@ -30,8 +30,8 @@ class StopFlag:
     supervisor decides when waiting has been long enough.
     """
 
-    def __init__(self) -> None:
-        self._signal: signal.Signals | None = None
+    requested: ExitCode | None = None
+    """The exit code that the run was asked to end with; None to go on."""
 
     def install(self) -> None:
         """Handle SIGTERM, SIGINT and SIGUSR1 from now on; call it on the main thread."""
@@ -46,17 +46,12 @@ class StopFlag:
             signal.signal(signum, signal.SIG_IGN)
 
     def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self._signal is None:
-            self._signal = signal.Signals(signum)
-
-    @property
-    def requested(self) -> ExitCode | None:
-        """The exit code that the run was asked to end with; None to go on."""
-        return None if self._signal is None else _MEANS[self._signal]
+        if self.requested is None:
+            self.requested = _MEANS[signum]
 
     def raise_if_requested(self) -> None:
         """Raise StoppedError (75) or OutOfMemoryError (71) when the run was asked to stop."""
-        if self._signal is None:
+        if self.requested is None:
             return
         if self.requested is ExitCode.OUT_OF_MEMORY:
             raise OutOfMemoryError(

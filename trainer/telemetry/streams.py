@@ -24,44 +24,37 @@ _GONE = frozenset({errno.EPIPE, errno.EIO, errno.EBADF, errno.ECONNRESET, errno.
 _NAMES = ("stdin", "stdout", "stderr")
 
 
-class _PatientFile(io.FileIO):
-    """A raw file that waits for its reader, also where another process made the pipe non-blocking."""
+class _LastingFile(io.FileIO):
+    """A raw file that waits for its reader, also at a non-blocking pipe, and drops what cannot be written."""
 
     def write(self, data: Buffer, /) -> int:
-        """Write a part of `data`; gives its bytes."""
-        while (written := super().write(data)) is None:
-            select.select([], [self.fileno()], [])
+        """Write a part of `data`, or give it up; gives its bytes."""
+        try:
+            while (written := super().write(data)) is None:
+                select.select([], [self.fileno()], [])
+        except OSError as error:
+            self.give_up(error)
+            return memoryview(data).nbytes
         return written
 
-
-class _LastingFile(_PatientFile):
-    """A raw file whose writes never fail."""
-
-    def write(self, data: Buffer, /) -> int:
-        """Write `data`, or drop it; once the reader went away the descriptor leads to the null device."""
-        try:
-            return super().write(data)
-        except OSError as error:
-            if error.errno in _GONE:
-                _lead_nowhere(self.fileno())
-                name = _NAMES[self.fileno()]
-                _tell(f"nobody reads {name} any more ({error.strerror}); the work goes on without it")
-            return memoryview(data).nbytes  # of a full disk: later lines may find room again
+    def give_up(self, error: OSError) -> None:
+        """Drop what was not written; once the reader went away the descriptor leads to the null device."""
+        if error.errno in _GONE:  # not a full disk: later lines may find room again
+            _lead_nowhere(self.fileno())
+            name = _NAMES[self.fileno()]
+            _tell(f"nobody reads {name} any more ({error.strerror}); the work goes on without it")
 
 
-class _ResultFile(_PatientFile):
+class _ResultFile(_LastingFile):
     """A raw file for what a command was asked for."""
 
-    def write(self, data: Buffer, /) -> int:
-        """Write `data`. Raises BrokenPipeError where nobody reads it, StorageError for a disk."""
-        try:
-            return super().write(data)
-        except BrokenPipeError:
-            raise
-        except OSError as error:
-            _lead_nowhere(self.fileno())  # what waits to be written would fail again at the process's end
-            what = f"{error.strerror or error} while writing it"
-            raise StorageError(what, where=_NAMES[self.fileno()], remedy="send it elsewhere") from error
+    def give_up(self, error: OSError) -> None:
+        """Raise BrokenPipeError where nobody reads it, StorageError for a disk."""
+        if isinstance(error, BrokenPipeError):
+            raise error
+        _lead_nowhere(self.fileno())  # what waits to be written would fail again at the process's end
+        what = f"{error.strerror or error} while writing it"
+        raise StorageError(what, where=_NAMES[self.fileno()], remedy="send it elsewhere") from error
 
 
 def outlive_readers(*, stdout: bool) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainer.config.reading.load import load
 from trainer.config.schema import RunConfig
-from trainer.config.writing.dump import dump, dump_with_sources
+from trainer.config.writing.dump import dump
 from trainer.errors import one_line
 
 texts = st.text(min_size=1).filter(lambda text: re.search(r"\S", text) is not None)
@@ -121,7 +121,7 @@ def test_what_has_no_effect_is_left_out(file: Path, one: RunConfig) -> None:
 def test_sources_stand_behind_the_values(file: Path) -> None:
     file.write_text(dump(config(validation={"prompts": ["a # b", "c"]})), encoding="utf-8")
     got = load([file], overrides=["train.seed=3"], family_defaults={"tiny": {}}, environ={})
-    text = dump_with_sources(got.config, got.sources)
+    text = dump(got.config, got.sources)
     assert re.search(r"^  seed: 3 +# --set train\.seed$", text, re.M)
     assert re.search(rf"^  - 'a # b' +# {re.escape(str(file))}:\d+$", text, re.M)
     assert reloaded(file, text) == got.config

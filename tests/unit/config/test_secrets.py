@@ -155,7 +155,9 @@ def test_logs_status_and_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         try:
             raise ValueError(EVERYTHING)
         except ValueError:
-            log.get("test").exception("failed with %s", EVERYTHING, extra={"fields": {"what": EVERYTHING}})
+            logging.getLogger("trainer.test").exception(
+                "failed with %s", EVERYTHING, extra={"fields": {"what": EVERYTHING}}
+            )
     finally:
         for handler in list(logging.getLogger("trainer").handlers):
             logging.getLogger("trainer").removeHandler(handler)

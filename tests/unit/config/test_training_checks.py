@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from trainer.config.reading.load import Loaded, dump, load
+from trainer.config.reading.load import Loaded, load
+from trainer.config.writing.dump import dump
 from trainer.errors import ConfigError, ExitCode
 
 BASE = {

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.programs import program
@@ -118,7 +119,7 @@ def served(folder: Path) -> set[str]:
     text = metrics_text(
         folder, version="0", child_up=True, verdict=verdict(None, 0.0), status=None, available=1
     )
-    text += build_registry("supervisor").text()
+    text += generate_latest(build_registry("supervisor").collector).decode()
     names = set()
     for family in text_string_to_metric_families(text):
         names |= {sample.name for sample in family.samples}

@@ -36,7 +36,7 @@ def test_the_old_content_stays_until_the_block_ends_and_when_it_fails(tmp_path: 
 def test_new_files_have_the_usual_mode(tmp_path: Path) -> None:
     usual = tmp_path / "usual"
     usual.touch()
-    atomic.write_bytes(tmp_path / "file", b"")
+    atomic.write_text(tmp_path / "file", "")
     assert (tmp_path / "file").stat().st_mode == usual.stat().st_mode
 
 

@@ -13,6 +13,7 @@ from trainer.config.schema import LoraSection
 from trainer.errors import AccessError, ConfigError
 from trainer.families import get
 from trainer.files.component_shapes import Shapes, header_shapes, packed_size, packed_tensors, stored_as
+from trainer.files.weight_files import weight_files
 from trainer.planning.shapes.adapters import adapter_parameters
 from trainer.planning.shapes.geometry import (
     TABLES,
@@ -93,7 +94,7 @@ def test_a_component_without_files_is_named(tmp_path: Path) -> None:
 def test_a_broken_file_is_named(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.safetensors").write_bytes(content)
     with pytest.raises(AccessError, match=r"model\.safetensors"):
-        header_shapes(tmp_path)
+        header_shapes(weight_files(tmp_path).files)
 
 
 def test_compact_tables_lose_nothing(tmp_path: Path) -> None:
@@ -129,7 +130,11 @@ def write_packed(folder: Path) -> None:
 def test_packed_weights_have_their_true_shape(tmp_path: Path) -> None:
     folder = tmp_path / "transformer"
     write_packed(folder)
-    assert header_shapes(folder) == {"a.weight": (6, 64), "a.bias": (6,), "norm.weight": (4,)}
+    assert header_shapes(weight_files(folder).files) == {
+        "a.weight": (6, 64),
+        "a.bias": (6,),
+        "norm.weight": (4,),
+    }
     assert {name.removeprefix("a.weight") for name in packed_tensors(folder)["a"]} == {
         "",
         ".absmax",

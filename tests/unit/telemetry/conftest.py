@@ -62,7 +62,6 @@ folder = Path(os.environ["TRAINER_RUNTIME_DIR"])
 writer = StatusWriter(folder, interval_seconds=0.02)
 metrics = RunMetrics(folder)
 metrics.phase(Phase.TRAIN)
-metrics.write()
 for step in range(100000):
     writer.beat(Phase.TRAIN, step=step, total=100000, item_done=True)
     if flag.requested is not None:

@@ -30,11 +30,11 @@ def test_people_get_short_lines_and_machines_get_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     log.setup(None)
-    log.get("engine").info("before the run folder")
+    logging.getLogger("trainer.engine").info("before the run folder")
     log.setup(tmp_path)
-    log.get("engine").info("step %d", 3, extra={"fields": {"step": 3}})
-    log.get("data").warning("odd")
-    log.get("data").debug("hidden")
+    logging.getLogger("trainer.engine").info("step %d", 3, extra={"fields": {"step": 3}})
+    logging.getLogger("trainer.data").warning("odd")
+    logging.getLogger("trainer.data").debug("hidden")
     lines = capsys.readouterr().err.splitlines()
     assert [line.split(" ", 1)[1] for line in lines] == ["before the run folder", "step 3", "warning: odd"]
     first, second = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
@@ -53,7 +53,7 @@ def test_a_folder_whose_name_is_not_utf_8_can_be_told(
 ) -> None:
     folder = Path(os.fsdecode(b"/tmp/caf\xe9"))
     log.setup(tmp_path)
-    log.get("run").info("cache complete in %s", folder)
+    logging.getLogger("trainer.run").info("cache complete in %s", folder)
     assert json.loads((tmp_path / "log.jsonl").read_text())["message"] == f"cache complete in {folder}"
     assert capsys.readouterr().err.endswith("cache complete in /tmp/caf\\udce9\n")
 
@@ -63,7 +63,7 @@ def test_a_traceback_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     try:
         raise ValueError("boom")
     except ValueError:
-        log.get("engine").exception("failed")
+        logging.getLogger("trainer.engine").exception("failed")
     assert "ValueError: boom" in json.loads((tmp_path / "log.jsonl").read_text())["traceback"]
     assert "error: failed" in capsys.readouterr().err
 
@@ -72,7 +72,7 @@ def test_a_resumed_run_appends_after_the_last_whole_line(tmp_path: Path) -> None
     path = tmp_path / "log.jsonl"
     path.write_text('{"message": "first"}\n{"message": "to')
     log.setup(tmp_path)
-    log.get("engine").info("second")
+    logging.getLogger("trainer.engine").info("second")
     assert [json.loads(line)["message"] for line in path.read_text().splitlines()] == ["first", "second"]
 
 
@@ -95,7 +95,7 @@ def test_a_full_disk_under_the_log_is_said_once(tmp_path: Path, capsys: pytest.C
     (tmp_path / "log.jsonl").symlink_to("/dev/full")
     log.setup(tmp_path)
     for step in range(3):
-        log.get("engine").info("step %d", step)
+        logging.getLogger("trainer.engine").info("step %d", step)
     log.setup(None)
     lines = capsys.readouterr().err.splitlines()
     why = "cannot be written (No space left on device): the run goes on without"

@@ -13,7 +13,7 @@ from trainer.telemetry import progress as module
 from trainer.telemetry.progress import progress
 
 SCRIPT = """
-import sys
+import logging, sys
 from trainer.telemetry import log
 from trainer.telemetry.progress import progress
 log.setup(None)
@@ -21,7 +21,7 @@ with progress(4, "training", start=1) as outer:
     outer.advance(1, text="loss 0.41")
     with progress(2, "preview") as inner:
         inner.advance(2)
-    log.get("engine").info("a line from the log")
+    logging.getLogger("trainer.engine").info("a line from the log")
     outer.advance(2)
 """
 

@@ -11,7 +11,6 @@ import pytest
 
 from trainer.errors import ExitCode, NoSpaceError
 from trainer.files import atomic
-from trainer.telemetry import status as module
 from trainer.telemetry.status import (
     BUDGET_SECONDS,
     Phase,
@@ -155,7 +154,12 @@ def test_beats_are_written_once_a_second_and_at_every_phase_change(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written: list[tuple[Phase, int | None]] = []
-    monkeypatch.setattr(module, "_write", lambda path, status: written.append((status.phase, status.step)))
+
+    def write(path: Path, text: str, *, sync: bool) -> None:
+        row = json.loads(text)
+        written.append((Phase(row["phase"]), row["step"]))
+
+    monkeypatch.setattr(atomic, "write_text", write)
     clock = Clock()
     writer = StatusWriter(tmp_path, clock=clock)
     for step in range(20):

@@ -14,7 +14,7 @@ import pytest
 from trainer.config.interpreter import python
 
 WRITES = """
-import contextlib, os, sys
+import contextlib, logging, os, sys
 from pathlib import Path
 from trainer.telemetry import log
 from trainer.telemetry.progress import progress
@@ -29,7 +29,7 @@ with progress(3, "steps") as bar:
     for number in range(3):
         bar.advance(text=f"step {number}")
         print("result", flush=True)
-        log.get("run").info("did %d", number)
+        logging.getLogger("trainer.run").info("did %d", number)
 with contextlib.suppress(OSError):
     os.write(2, b"native code, too")
 print("not flushed")

@@ -58,7 +58,7 @@ def wandb(monkeypatch: pytest.MonkeyPatch) -> Fake:
 
 def test_a_resumed_run_goes_on_under_the_same_id(wandb: Fake, tmp_path: Path) -> None:
     Tracker(tmp_path, "mine", {"family": "x"}).close(finished=False)
-    Tracker(tmp_path, "mine", {"family": "x"}).close()
+    Tracker(tmp_path, "mine", {"family": "x"}).close(finished=True)
     first, second = wandb.started
     assert first["id"] == second["id"] == (tmp_path / "wandb.id").read_text()
     assert first["resume"] == "allow"

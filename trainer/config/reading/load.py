@@ -16,11 +16,8 @@ from trainer.config.reading import layers, presets
 from trainer.config.reading.validate import validate
 from trainer.config.schema import RunConfig, changed
 from trainer.config.tree import Node, from_plain, leaves, merge
-from trainer.config.writing.dump import dump, dump_with_sources
 from trainer.errors import ConfigError, Problem
 from trainer.words.near import closest, did_you_mean
-
-__all__ = ["Loaded", "dump", "dump_with_sources", "load", "with_settings"]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,22 +16,11 @@ _MAX_COMMENT_COLUMN = 60
 _LINE_BREAKS = "\n\r\x85\u2028\u2029"
 
 
-def dump(config: RunConfig) -> str:
-    """Every key in the schema's order, except those without effect (`lora` with `method: full`)."""
-    return "".join(f"{text}\n" for text, _ in _lines(config))
+def dump(config: RunConfig, sources: Mapping[str, str] | None = None) -> str:
+    """Every key in the schema's order, except those without effect (`lora` with `method: full`).
 
-
-def dump_with_sources(config: RunConfig, sources: Mapping[str, str]) -> str:
-    """The text of `dump` with the source of each value as a comment behind it."""
-    lines = _lines(config)
-    width = max((len(text) for text, key in lines if key and len(text) <= _MAX_COMMENT_COLUMN), default=0)
-    return "".join(
-        f"{text:<{width}}  # {one_line(sources[key])}\n" if key else f"{text}\n" for text, key in lines
-    )
-
-
-def _lines(config: RunConfig) -> list[tuple[str, str]]:
-    """Lines of YAML, each with the dotted key of its value, or without one where the line opens a section."""
+    With `sources`, by dotted key, each value has its source as a comment behind it.
+    """
     left_out = unused_keys(config)
     lines: list[tuple[str, str]] = []
     for key, value in config.model_dump().items():
@@ -42,7 +31,11 @@ def _lines(config: RunConfig) -> list[tuple[str, str]]:
                 lines += entry(name, item, f"{key}.{name}", "  ")
         else:
             lines += entry(key, value, key, "")
-    return lines
+    width = max((len(text) for text, key in lines if key and len(text) <= _MAX_COMMENT_COLUMN), default=0)
+    return "".join(
+        f"{text:<{width}}  # {one_line(sources[key])}\n" if sources is not None and key else f"{text}\n"
+        for text, key in lines
+    )
 
 
 def entry(name: str, value: Any, key: str, indent: str) -> list[tuple[str, str]]:

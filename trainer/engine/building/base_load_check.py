@@ -78,7 +78,8 @@ def _files(folder: Path, module: torch.nn.Module) -> Iterator[str]:
     """Shapes by the files' headers against the module's, and whether anything is in the files."""
     wanted = {name: tuple(tensor.shape) for name, tensor in module.state_dict().items()}
     rename = renaming(module)
-    found = {rename(name): shape for name, shape in header_shapes(folder).items()}
+    files = weight_files(folder).files
+    found = {rename(name): shape for name, shape in header_shapes(files).items()}
     kind = type(module).__name__
     if not wanted.keys() & found.keys():
         yield f"none of the {len(found)} tensors of its files belongs to a {kind}"
@@ -91,7 +92,7 @@ def _files(folder: Path, module: torch.nn.Module) -> Iterator[str]:
             f"{len(differing)} tensors of its files have another shape than its config says, first {first}:"
             f" {', not '.join(is_not)}"
         )
-    for file in weight_files(folder).files:
+    for file in files:
         if _is_empty(file):
             yield f"{file.name} holds nothing but zeros"
 

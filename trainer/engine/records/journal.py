@@ -19,7 +19,6 @@ from trainer.telemetry.sinks.records import (
     DAMAGED_SUFFIX,
     METRICS_LOG,
     MetricsLog,
-    Sink,
     StepRecord,
     ValidationRecord,
 )
@@ -35,8 +34,10 @@ class Journal:
         self.metrics_log = MetricsLog(context.run_dir / METRICS_LOG)
         self.events = EventLog(context.run_dir / "tensorboard")
         self.metrics = RunMetrics(runtime_dir)
+        self.tracker = tracker
         sent = () if tracker is None else (tracker,)
-        self._sinks: tuple[Sink, ...] = (self.metrics_log, self.events, *sent, self.metrics)
+        self._pictures: tuple[EventLog | Tracker, ...] = (self.events, *sent)
+        self._figures = (self.metrics_log, *self._pictures, self.metrics)
         versions = {"version": __version__, "torch": torch.__version__}
         self.metrics.begin(
             build={**versions, "family": context.config.family, "method": context.config.method},
@@ -72,11 +73,10 @@ class Journal:
     def phase(self, phase: Phase) -> None:
         """Publish the phase to the metrics."""
         self.metrics.phase(phase)
-        self.metrics.write()
 
     def log_validation(self, record: ValidationRecord) -> None:
         """Record a held-out loss on a line of its own."""
-        for sink in self._sinks:
+        for sink in self._figures:
             sink.record(record)
 
     def log_step(
@@ -115,7 +115,7 @@ class Journal:
             samples=samples,
             planned_steps=self.context.config.train.max_train_steps,
         )
-        for sink in self._sinks:
+        for sink in self._figures:
             sink.record(record)
         # writing is timed with the next step: nothing that the run waits for is left out of its times
         self._marked = now
@@ -123,21 +123,23 @@ class Journal:
 
     def picture(self, tag: str, path: Path, step: int) -> None:
         """Show a PNG where pictures are taken."""
-        for sink in self._sinks:
+        for sink in self._pictures:
             sink.image(tag, path, step=step)
 
     def sync(self) -> None:
         """Put everything recorded on the disk, before a checkpoint that relies on it becomes valid."""
-        for sink in self._sinks:
-            sink.sync()
+        self.metrics_log.sync()
+        self.events.sync()
 
     def __enter__(self) -> Journal:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.sync()
-        for sink in self._sinks:
-            sink.close(finished=kind is None)  # which the tracker tells
+        self.metrics_log.close()
+        self.events.close()
+        if self.tracker is not None:
+            self.tracker.close(finished=kind is None)
 
 
 def start_tracker(context: Context) -> Tracker | None:

@@ -216,7 +216,8 @@ def write_png(picture: Image.Image, path: Path, text: Mapping[str, str] | None =
         info.add_itxt(key, value)
     buffer = io.BytesIO()
     picture.save(buffer, format="PNG", pnginfo=info)
-    atomic.write_bytes(path, buffer.getvalue())
+    with atomic.writing(path) as file:
+        file.write(buffer.getvalue())
 
 
 def read_png(path: Path) -> tuple[Image.Image, dict[str, str]]:

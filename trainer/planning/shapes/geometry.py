@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from trainer.errors import AccessError
-from trainer.files.component_shapes import Shapes, Stamp, shapes_in, stamp_of
+from trainer.files.component_shapes import Shapes, Stamp, header_shapes, stamp_of
 from trainer.files.weight_files import weight_files
 from trainer.planning.shapes.activations import Activations
 from trainer.planning.shapes.mix import Captions
@@ -270,7 +270,8 @@ def stored_component(folder: Path, name: str, role: Role, *, base: str = "") -> 
 # plans are made of the same files again and again: what is read of a file stands until the file changes
 @functools.lru_cache(maxsize=64)
 def _from_headers(stamp: Stamp, name: str, role: Role, source: str) -> ComponentGeometry:
-    return ComponentGeometry(name=name, role=role, shapes=shapes_in(stamp), source=source)
+    shapes = header_shapes(file for file, _, _ in stamp)
+    return ComponentGeometry(name=name, role=role, shapes=shapes, source=source)
 
 
 @functools.cache

@@ -30,7 +30,7 @@ class EventLog:
         self._file: BinaryIO | None = None
 
     def record(self, record: StepRecord | ValidationRecord) -> None:
-        """Write the values as one event with a scalar per tag."""
+        """Write the values as one event with a scalar per tag. Raises StorageError."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         values: dict[str, float | None] = {}
@@ -51,7 +51,7 @@ class EventLog:
         self._write(step=record.step, summary=Summary(value=scalars))
 
     def image(self, tag: str, path: Path, *, step: int) -> None:
-        """Write the picture of a PNG file under `tag`."""
+        """Write the picture of a PNG file under `tag`. Raises StorageError."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         png = path.read_bytes()
@@ -60,7 +60,7 @@ class EventLog:
         self._write(step=step, summary=Summary(value=[Summary.Value(tag=tag, image=picture)]))
 
     def sync(self) -> None:
-        """Put every event on the disk."""
+        """Put every event on the disk. Raises StorageError."""
         if self._file is not None:
             with atomic.no_space_told(self._directory):
                 self._file.flush()
@@ -79,30 +79,28 @@ class EventLog:
                 path.unlink()
         self._write(step=step + 1, session_log=SessionLog(status=SessionLog.START))
 
-    def close(self, *, finished: bool = True) -> None:
+    def close(self) -> None:
         """Close the file of this session; the next event opens another."""
         if self._file is not None:
             self._file.close()
             self._file = None
 
     def _write(self, **values: Any) -> None:
-        """Write one event with the fields of the protocol's Event."""
+        """Write one event with the fields of the protocol's Event; a session's first one opens its file."""
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         events = [Event(wall_time=time.time(), **values)]
         with atomic.no_space_told(self._directory):
             if self._file is None:
-                self._file = self._next_path().open("xb")
+                # TensorBoard reads the files of a folder in the order of their names
+                names = (path.name.split(".") for path in self._directory.glob(_FILES))
+                # others may have put copies under names of their own here
+                numbers = [int(parts[3]) for parts in names if len(parts) == 5 and parts[3].isdecimal()]
+                name = f"events.out.tfevents.{max(numbers, default=0) + 1:010d}.trainer"
+                self._file = (self._directory / name).open("xb")
                 events.insert(0, Event(wall_time=time.time(), file_version="brain.Event:2"))
             writer = RecordWriter(self._file)
             for event in events:
                 writer.write(event.SerializeToString())
             self._file.flush()
-
-    def _next_path(self) -> Path:
-        """A name after all others: TensorBoard reads the files of a folder in the order of their names."""
-        names = (path.name.split(".") for path in self._directory.glob(_FILES))
-        # others may have put copies under names of their own here
-        numbers = [int(parts[3]) for parts in names if len(parts) == 5 and parts[3].isdecimal()]
-        return self._directory / f"events.out.tfevents.{max(numbers, default=0) + 1:010d}.trainer"

@@ -89,10 +89,6 @@ class Registry:
     counters: Mapping[str, Counter]
     histograms: Mapping[str, Histogram]
 
-    def text(self) -> str:
-        """The text exposition. A metric with labels but without samples has only its header lines."""
-        return generate_latest(self.collector).decode()
-
 
 def build_registry(writer: Literal["run", "supervisor"]) -> Registry:
     """A fresh registry with the metrics that `writer` owns."""
@@ -117,7 +113,7 @@ def build_registry(writer: Literal["run", "supervisor"]) -> Registry:
 
 
 class RunMetrics:
-    """The training process's metrics. Nothing is visible outside before `write` or `record`."""
+    """The training process's metrics. Counts and checkpoints are published with the next record or phase."""
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -136,9 +132,10 @@ class RunMetrics:
         self.write()
 
     def phase(self, phase: Phase) -> None:
-        """Say which phase the run is in."""
+        """Publish which phase the run is in."""
         for other in Phase:
             self._registry.gauges["trainer_phase"].labels(phase=other.value).set(other is phase)
+        self.write()
 
     def cache_entries(self, *, reused: int, encoded: int) -> None:
         """Count entries of the cache that were found valid, and that had to be encoded."""
@@ -169,15 +166,6 @@ class RunMetrics:
             self._registry.gauges[name].set(value)
         self.write()
 
-    def image(self, tag: str, path: Path, *, step: int) -> None:
-        """Pictures are not kept here."""
-
-    def sync(self) -> None:
-        """Nothing to do: no checkpoint relies on the metrics."""
-
-    def close(self, *, finished: bool = True) -> None:
-        """Nothing to do: the last values stay."""
-
     def checkpoint(self, step: int) -> None:
         """Say that a checkpoint of `step` became valid."""
         self._registry.gauges["trainer_checkpoint_step"].set(step)
@@ -185,4 +173,5 @@ class RunMetrics:
     def write(self) -> None:
         """Publish all values at once for the supervisor to serve; a full folder keeps the last ones."""
         with contextlib.suppress(StorageError):  # the heartbeat, written to the same folder, has told it
-            atomic.write_text(self._path, redacted(self._registry.text()), sync=False)
+            text = generate_latest(self._registry.collector).decode()
+            atomic.write_text(self._path, redacted(text), sync=False)

@@ -1,4 +1,4 @@
-"""Records of log steps, the protocol of sinks, and metrics.jsonl, which can be cut back to a checkpoint."""
+"""Records of log steps, and metrics.jsonl, which can be cut back to a checkpoint."""
 
 from __future__ import annotations
 
@@ -6,16 +6,15 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainer.files import atomic
 
 METRICS_LOG = "metrics.jsonl"
 DAMAGED_SUFFIX = ".damaged"
-_CHUNK_BYTES = 1 << 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,22 +70,6 @@ def written_values(record: StepRecord | ValidationRecord) -> dict[str, Any]:
     return {name: value for name, value in values if value is not None and name not in _COUNTS}
 
 
-class Sink(Protocol):
-    """A place that takes in a run's figures and pictures."""
-
-    def record(self, record: StepRecord | ValidationRecord) -> None:
-        """Take in a log step, or a held-out loss that was measured between no steps. Raises StorageError."""
-
-    def image(self, tag: str, path: Path, *, step: int) -> None:
-        """Take in the picture of a PNG file under `tag`. Raises StorageError."""
-
-    def sync(self) -> None:
-        """Put everything taken in on the disk; called before a checkpoint becomes valid."""
-
-    def close(self, *, finished: bool = True) -> None:
-        """Let go of files and connections; `finished`: the run came to its end."""
-
-
 class MetricsLog:
     """Append-only metrics.jsonl. A line that a crash cut short is dropped when the file is opened again."""
 
@@ -97,7 +80,10 @@ class MetricsLog:
         self._file = path.open("ab")
 
     def record(self, record: StepRecord | ValidationRecord) -> None:
-        """Write one line, readable at once. A value that is not finite becomes null: JSON has no NaN."""
+        """Write one line, readable at once. A value that is not finite becomes null: JSON has no NaN.
+
+        Raises StorageError.
+        """
         row = {
             name: None if isinstance(value, float) and not math.isfinite(value) else value
             for name, value in written_values(record).items()
@@ -106,11 +92,8 @@ class MetricsLog:
             self._file.write(json.dumps(row, allow_nan=False).encode() + b"\n")
             self._file.flush()
 
-    def image(self, tag: str, path: Path, *, step: int) -> None:
-        """Pictures are not kept here."""
-
     def sync(self) -> None:
-        """Put every line on the disk."""
+        """Put every line on the disk. Raises StorageError."""
         with atomic.no_space_told(self._path):
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -121,30 +104,32 @@ class MetricsLog:
         Gives how many damaged lines were dropped too; the whole file is then kept as `.damaged` beside it.
         """
         self._file.close()
-        rows = list(_rows(self._path))
-        damaged = sum(row is None for _, row in rows)
+        lines = read_lines(self._path)
+        damaged = sum(row is None for _, row in lines)
         if damaged:
-            aside = self._path.with_name(self._path.name + DAMAGED_SUFFIX)
-            atomic.write_bytes(aside, self._path.read_bytes())
-        kept = [line for line, row in rows if row is not None and row["step"] <= step]
-        atomic.write_bytes(self._path, b"".join(kept))
+            with atomic.writing(self._path.with_name(self._path.name + DAMAGED_SUFFIX)) as aside:
+                aside.write(self._path.read_bytes())
+        with atomic.writing(self._path) as file:
+            file.writelines(line for line, row in lines if row is not None and row["step"] <= step)
         self._file = self._path.open("ab")
         return damaged
 
-    def close(self, *, finished: bool = True) -> None:
+    def close(self) -> None:
         """Close the file."""
         self._file.close()
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The rows of a metrics.jsonl, oldest first, without a half-written last one and without damaged ones."""
-    return read_undamaged(path)[0]
+    return [row for _, row in read_lines(path) if row is not None]
 
 
-def read_undamaged(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """The rows of `read_metrics`, and the number of damaged lines that it leaves out."""
-    rows = [row for _, row in _rows(path)] if path.exists() else []
-    return [row for row in rows if row is not None], rows.count(None)
+def read_lines(path: Path) -> list[tuple[bytes, dict[str, Any] | None]]:
+    """The whole lines of a metrics.jsonl with their rows; None for a line that `MetricsLog` did not write."""
+    if not path.exists():
+        return []
+    with path.open("rb") as file:
+        return [(line, _row(line)) for line in file if line.endswith(b"\n")]
 
 
 def held_out_line(rows: Sequence[Mapping[str, Any]]) -> str | None:
@@ -174,26 +159,10 @@ def cut_torn_line(path: Path) -> None:
     if not path.exists():
         return
     with path.open("r+b") as file:
-        end = file.seek(0, os.SEEK_END)
-        position = end
-        while position > 0:
-            start = max(0, position - _CHUNK_BYTES)
-            file.seek(start)
-            newline = file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
-
-
-def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Whole lines with their rows; None for a line that `MetricsLog.record` did not write."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
-                yield line, _row(line)
+        text = file.read(path.stat().st_size)  # a device has no size, and may have no end
+        whole = text.rfind(b"\n") + 1
+        if whole < len(text):
+            file.truncate(whole)
 
 
 def _row(line: bytes) -> dict[str, Any] | None:

@@ -66,10 +66,7 @@ class Tracker:
         """Send a picture."""
         self._run.log({tag: self._wandb.Image(str(path))}, step=step)
 
-    def sync(self) -> None:
-        """Nothing to do: wandb sends by itself."""
-
-    def close(self, *, finished: bool = True) -> None:
+    def close(self, *, finished: bool) -> None:
         """Send what is left, and whether the run came to its end."""
         self._run.finish(exit_code=0 if finished else 1)
 

@@ -13,6 +13,8 @@ import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from prometheus_client import generate_latest
+
 from trainer.config.environment import LOOPBACK
 from trainer.errors import ConfigError
 from trainer.telemetry.sinks.metrics import METRICS_FILE, build_registry
@@ -51,7 +53,7 @@ def metrics_text(
     registry.gauges["trainer_healthy"].set(verdict.healthy)
     registry.gauges["trainer_heartbeat_timestamp_seconds"].set(beat)
     registry.gauges["trainer_host_memory_available_bytes"].set(math.nan if available is None else available)
-    return run + registry.text()
+    return run + generate_latest(registry.collector).decode()
 
 
 @contextlib.contextmanager
