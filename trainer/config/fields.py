@@ -13,7 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from trainer.config import elsewhere
-from trainer.config.schema import RunConfig
+from trainer.config.schema import DataSet, RunConfig
 from trainer.config.tree import KeyPath
 from trainer.words.near import closest
 
@@ -77,7 +77,8 @@ def suggest_key(path: KeyPath) -> str:
     key, field = path[-1].lower().replace("-", "_"), field_at(path[:-1])
     parent = RunConfig if field is None else section_of(field.annotation)
     siblings = () if parent is None else tuple(parent.model_fields)
-    everywhere = {name.rpartition(".")[2]: name for name in reversed(dotted_keys())} | _keys_of_items()
+    misplaced = dict.fromkeys(DataSet.model_fields, "data.sets")  # `img_dir` of a set, for instance
+    everywhere = {name.rpartition(".")[2]: name for name in reversed(dotted_keys())} | misplaced
     if path[-1] in dotted_keys():
         section, _, leaf = path[-1].partition(".")
         return f"nest it: `{section}:` on one line, `  {leaf}: ...` indented below it"
@@ -107,16 +108,6 @@ def option_meant(word: str) -> str:
     note = f" ({row.note})" if row is not None and row.note else ""
     key = ours if row is None else row.ours
     return f"keys are set in the file, or by --set {key}=...{note}" if key else ""
-
-
-def _keys_of_items() -> dict[str, str]:
-    """Keys of what a list holds -> the list: `img_dir` of a set, misplaced, means `data.sets`."""
-    found: dict[str, str] = {}
-    for name in dotted_keys():
-        item = field_at((*name.split("."), "0"))
-        section = None if item is None else section_of(item.annotation)
-        found |= {} if section is None else dict.fromkeys(section.model_fields, name)
-    return found
 
 
 def _list_item(annotation: object) -> Any:

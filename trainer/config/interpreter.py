@@ -12,7 +12,6 @@ from pathlib import Path
 
 from trainer.config import environment
 
-_SAFE_PATH = "PYTHONSAFEPATH"
 _PACKAGE_FOLDER = Path(__file__).parents[2]
 
 
@@ -23,7 +22,7 @@ def python(*arguments: str) -> list[str]:
 
 def with_safe_path(environ: Mapping[str, str]) -> dict[str, str]:
     """`environ`, in which Python processes that a library starts keep to the same."""
-    return {**environ, _SAFE_PATH: "1"}
+    return {**environ, "PYTHONSAFEPATH": "1"}
 
 
 def keep_checkout(folder: str) -> None:

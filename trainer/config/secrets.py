@@ -33,26 +33,23 @@ _KNOWN = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{20,}|gh[pousr]_[
 
 def redacted(text: str, environ: Mapping[str, str] | None = None) -> str:
     """`text` with HIDDEN in place of every secret; `environ` is the process environment if not given."""
-    for value in _values(environment.snapshot() if environ is None else environ):
-        text = text.replace(value, HIDDEN)
+    environ = environment.snapshot() if environ is None else environ
+    values = {value.strip() for name, value in environ.items() if _NAMES.fullmatch(name)}
+    values |= {_text_of(environ[name]) for name in _FILES if environ.get(name)}
+    forms: set[str] = set()
+    for value in values:
+        if len(value) >= _SHORTEST:
+            # as JSON and YAML write them, too
+            quoted = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
+            forms |= {value, *quoted, value.replace("'", "''")}
+    for form in sorted(forms, key=len, reverse=True):  # a longer one may hold others
+        text = text.replace(form, HIDDEN)
     return _KNOWN.sub(HIDDEN, _IN_ADDRESS.sub(rf"\1{HIDDEN}", text))
 
 
 def shown(text: str) -> str:
     """`text` for a terminal or a log: without secrets, and with control characters spelled out."""
     return printable(redacted(text))
-
-
-def _values(environ: Mapping[str, str]) -> list[str]:
-    """Secret values, also as JSON and YAML write them; longer ones first, which may hold others."""
-    found = {value.strip() for name, value in environ.items() if _NAMES.fullmatch(name)}
-    found |= {_text_of(environ[name]) for name in _FILES if environ.get(name)}
-    forms: set[str] = set()
-    for value in found:
-        if len(value) >= _SHORTEST:
-            quoted = (json.dumps(value)[1:-1], json.dumps(value, ensure_ascii=False)[1:-1])
-            forms |= {value, *quoted, value.replace("'", "''")}
-    return sorted(forms, key=len, reverse=True)
 
 
 @functools.lru_cache(maxsize=8)

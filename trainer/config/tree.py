@@ -33,13 +33,8 @@ class Node:
 
     def source_of(self, path: KeyPath) -> str:
         """Source of the value at `path`, or of the nearest one above it that was written."""
-        node, source = self, self.source
-        for key in path:
-            below = dict(_children(node)).get(key)
-            if below is None:
-                break
-            node, source = below, below.source
-        return source
+        above = (self.get(path[:depth]) for depth in range(len(path), -1, -1))
+        return next(node.source for node in above if node is not None)
 
     def plain(self) -> Plain:
         """The tree as nested dicts and lists."""

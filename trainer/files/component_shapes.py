@@ -88,9 +88,8 @@ def packed_tensors(folder: Path) -> dict[str, tuple[str, ...]]:
             remedy="the download may be incomplete: run `trainer fetch` again",
         )
     return {
-        weight.removesuffix(".weight"): (
-            weight,
-            *(weight + ending for ending in _NF4_BESIDE if weight + ending in names),
+        weight.removesuffix(".weight"): tuple(
+            weight + ending for ending in ("", *_NF4_BESIDE) if weight + ending in names
         )
         for weight in weights
     }

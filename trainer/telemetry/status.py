@@ -86,10 +86,10 @@ class Status:
 class Verdict:
     """The judgement of a run at one moment."""
 
-    healthy: bool
-    ready: bool
-    """Healthy and past caching."""
     reason: str
+    healthy: bool = False
+    ready: bool = False
+    """Healthy and past caching."""
     budget: float | None = None
     """Seconds of silence allowed now; None when no process is expected to beat."""
     age: float | None = None
@@ -101,7 +101,7 @@ class Verdict:
         return self.age is not None and self.budget is not None and self.age > HUNG_FACTOR * self.budget
 
 
-KILLED = Verdict(healthy=False, ready=False, reason="no run: its processes were killed; it can be resumed")
+KILLED = Verdict(reason="no run: its processes were killed; it can be resumed")
 
 
 class StatusWriter:
@@ -230,25 +230,22 @@ def budget_seconds(status: Status, *, scale: float = 1.0) -> float | None:
 def verdict(status: Status | None, now: float, *, scale: float = 1.0) -> Verdict:
     """Judge a run at `now` (seconds of the monotonic clock); `scale` shrinks the phase budgets for tests."""
     if status is None:
-        reason = "no run: no status has been written since this machine started"
-        return Verdict(healthy=False, ready=False, reason=reason)
+        return Verdict(reason="no run: no status has been written since this machine started")
     code, where = status.exit_code, f"phase {status.phase}"
     if status.step is not None:
         where += f" {status.step}" if status.total is None else f" {status.step}/{status.total}"
     if code not in (None, ExitCode.OK):
         meaning = status.cause or next((MEANING[known] for known in ExitCode if known == code), "unexpected")
-        reason = f"ended with exit code {code} in {where}: {meaning}"
-        return Verdict(healthy=False, ready=False, reason=reason)
+        return Verdict(reason=f"ended with exit code {code} in {where}: {meaning}")
     budget = budget_seconds(status, scale=scale)
     if budget is None or code == ExitCode.OK:
         return Verdict(healthy=True, ready=True, reason="finished")
     age = now - status.beat
     if age < 0:
-        reason = "no run: the status is from before this machine's last start"
-        return Verdict(healthy=False, ready=False, reason=reason)
+        return Verdict(reason="no run: the status is from before this machine's last start")
     if age > budget:
         reason = f"no heartbeat for {age:.1f} s in {where}, budget {budget:.1f} s"
-        return Verdict(healthy=False, ready=False, reason=reason, budget=budget, age=age)
+        return Verdict(reason=reason, budget=budget, age=age)
     reason = f"{where}, last heartbeat {age:.1f} s ago"
     return Verdict(healthy=True, ready=status.phase in _READY, reason=reason, budget=budget, age=age)
 

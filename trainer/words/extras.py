@@ -13,9 +13,8 @@ def command(extra: str = "") -> str:
     """The command that installs an extra, or without one all required packages, run in a checkout."""
     if extra == "flash-attn":  # its setup asks the torch that is installed, and packages that this brings
         return "pip install --no-build-isolation -c constraints.txt -e '.[flash-attn]'"
-    return (
-        f"pip install -c constraints.txt -e '.[{extra}]'" if extra else "pip install -c constraints.txt -e ."
-    )
+    checkout = f"'.[{extra}]'" if extra else "."
+    return f"pip install -c constraints.txt -e {checkout}"
 
 
 def remedy(extra: str = "") -> str:

@@ -72,13 +72,8 @@ class Decision:
     reason: str = ""
 
 
-_KEEP = Decision(action=Action.KEEP)
-
-
 def decide(samples: Sequence[Sample], floors: Floors) -> Decision:
     """Judge the newest of `samples`, which are in the order of their times, by those before it."""
-    if not samples:
-        return _KEEP
     available = samples[-1].available
     left, hard = f"{_gib(available)} of host memory are left", _gib(floors.hard_floor_bytes)
     if available < floors.hard_floor_bytes:
@@ -93,7 +88,7 @@ def decide(samples: Sequence[Sample], floors: Floors) -> Decision:
         a_minute = _gib(60 * rate)
         why = f"{left}, {a_minute} less every minute, the hard floor is {hard}: the run saves and ends"
         return Decision(action=Action.ASK, reason=why)
-    return _KEEP
+    return Decision(action=Action.KEEP)
 
 
 def remember(samples: Sequence[Sample], newest: Sample, floors: Floors) -> tuple[Sample, ...]:
