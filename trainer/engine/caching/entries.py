@@ -140,16 +140,10 @@ class Entries:
     latents: tuple[LatentsEntry, ...]
     """Latents entries of the samples; None where samples have no images."""
     prompts: tuple[Prompt, ...]
-
-    @functools.cached_property
-    def masked(self) -> bool:
-        """True if any sample has a loss mask: then every batch has one."""
-        return any(entry.record.mask is not None for entry in self.latents)
-
-    @functools.cached_property
-    def weighted(self) -> bool:
-        """True if any sample's loss has a weight."""
-        return any(entry.record.loss_weight != 1 for entry in self.latents)
+    masked: bool = False
+    """Whether any sample has a loss mask: then every batch has one."""
+    weighted: bool = False
+    """Whether any sample's loss has a weight."""
 
     @functools.cached_property
     def headers(self) -> Mapping[str, Header]:
@@ -194,6 +188,8 @@ def list_entries(
         empties=tuple(text_entry("", text, views) for views in seen) if drawn else (),
         latents=tuple(latents_entry(record, latents) for record in images),
         prompts=tuple(listed),
+        masked=any(record.mask is not None for record in images),
+        weighted=any(record.loss_weight != 1 for record in images),
     )
 
 
