@@ -123,7 +123,7 @@ def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
 
 def _control_image(view: ControlView) -> Image.Image:
     """A control image as the encoders see it: cut as its target is, or whole."""
-    picture = read_image(view.path, content_sha256=view.content_sha256)
+    picture = read_image(view.control.path, content_sha256=view.control.content_sha256)
     if view.crop is not None:
         return fit(picture, *view.crop, view.view)
     return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.view.flip else picture
