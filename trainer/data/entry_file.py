@@ -10,7 +10,7 @@ import hashlib
 import io
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from trainer.files import atomic, safetensors
 from trainer.files.safetensors import Header, HeaderCutOffError, HeaderError
@@ -30,7 +30,8 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
     """Write `path` atomically, with the same bytes for the same tensors and metadata. Raises NoSpaceError."""
     import torch
 
-    rows = sorted(tensors.items(), key=lambda row: (_ORDER[str(row[1].dtype)], row[0]))
+    order = sorted((_ORDER[str(one.dtype)], name) for name, one in tensors.items())
+    rows = [(name, tensors[name]) for _, name in order]
     entries = safetensors.entries((name, str(one.dtype), one.shape, one.nbytes) for name, one in rows)
     buffers = [one.contiguous().reshape(-1).view(torch.uint8).numpy().data for _, one in rows]
     checksum = _checksum(entries, metadata, buffers)
@@ -39,31 +40,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, torch.Tensor], metadata:
         file.writelines(buffers)
 
 
-def read_header(path: Path) -> Header:
-    """The header without its checksum. Raises DamagedFileError when it or the file's size are wrong."""
-    return _parsed(path, path.stat().st_size)[0]
+def read_header(file: Path | bytes) -> tuple[Header, str]:
+    """(the header without its checksum, the checksum) of a file, or of all of its bytes.
 
-
-def verify(path: Path) -> bytes:
-    """The whole file, compared with its checksum. Raises DamagedFileError."""
-    data = path.read_bytes()
-    header, checksum = _parsed(io.BytesIO(data), len(data))
-    if _checksum(header.tensors, header.metadata, [memoryview(data)[header.start :]]) != checksum:
-        raise DamagedFileError("its checksum is wrong")
-    return data
-
-
-def read_safetensors(path: Path) -> dict[str, torch.Tensor]:
-    """The tensors, on the CPU. Raises DamagedFileError unless every byte is as it was written."""
-    from safetensors.torch import load
-
-    return load(verify(path))
-
-
-def _parsed(file: Path | BinaryIO, size: int) -> tuple[Header, str]:
-    """(the header, its checksum) of a file of `size` bytes."""
+    Raises DamagedFileError when the header or the file's size are wrong.
+    """
+    content, size = (io.BytesIO(file), len(file)) if isinstance(file, bytes) else (file, file.stat().st_size)
     try:
-        header = safetensors.read_header(file)
+        header = safetensors.read_header(content)
         metadata = dict(header.metadata)
         checksum = metadata.pop(_CHECKSUM)
     except HeaderCutOffError as error:
@@ -73,6 +57,15 @@ def _parsed(file: Path | BinaryIO, size: int) -> tuple[Header, str]:
     if size != header.end:
         raise DamagedFileError(f"{size} bytes instead of {header.end}")
     return dataclasses.replace(header, metadata=metadata), checksum
+
+
+def verify(path: Path) -> bytes:
+    """The whole file, compared with its checksum. Raises DamagedFileError."""
+    data = path.read_bytes()
+    header, checksum = read_header(data)
+    if _checksum(header.tensors, header.metadata, [memoryview(data)[header.start :]]) != checksum:
+        raise DamagedFileError("its checksum is wrong")
+    return data
 
 
 def _checksum(entries: Mapping[str, Any], metadata: Mapping[str, str], buffers: Iterable[memoryview]) -> str:

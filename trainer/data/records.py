@@ -76,10 +76,6 @@ class ImageRecord:
     is_reg: bool = False
     """Whether the image is of a regularisation set: it gets no trigger word and is never held out."""
 
-    def crops_alike(self, control: Control) -> bool:
-        """True if a control has the size of the image: it shows the same things, and is cropped alike."""
-        return (control.width, control.height) == (self.width, self.height)
-
 
 @dataclass(frozen=True, kw_only=True)
 class ChatRecord:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import operator
 from collections import Counter, deque
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -116,15 +118,13 @@ class Sampler:
         copies: dict[Hashable, list[int]] = {}
         for slot, record in enumerate(self._slots):
             copies.setdefault(self._contents[record], []).append(slot)
-        places: dict[int, float] = {}
+        places: list[tuple[float, int]] = []
         for slots in copies.values():
-            # views of one picture take turns in no fixed order
-            turns = sorted(
-                slots, key=lambda slot: _hash(self._seed, "copies", epoch, slot) if slots[1:] else 0
-            )
-            for number, slot in enumerate(turns):
-                places[slot] = (number + _uniform(self._seed, "shuffle", epoch, slot)) / len(slots)
-        return [self._slots[slot] for slot in sorted(places, key=lambda slot: (places[slot], slot))]
+            if len(slots) > 1:  # views of one picture take turns in no fixed order
+                slots.sort(key=functools.partial(_hash, self._seed, "copies", epoch))
+            for number, slot in enumerate(slots):
+                places.append(((number + _uniform(self._seed, "shuffle", epoch, slot)) / len(slots), slot))
+        return [self._slots[slot] for _, slot in sorted(places)]
 
     def _start_over(self) -> None:
         """Go back to before the first sample."""
@@ -183,7 +183,7 @@ class Sampler:
                 return False
             rows.append(_Row(key=key))
             fitting = rows[-1:]
-        chosen = max(fitting, key=lambda row: row.size)
+        chosen = max(fitting, key=operator.attrgetter("size"))
         chosen.samples.append(sample)
         chosen.size += size
         return True
@@ -200,7 +200,7 @@ def held_out_split(
     twins = Counter(record.content_sha256 for record in records)
     held_out: set[str] = set()
     missing = count
-    for content in sorted(twins, key=lambda content: _hash(seed, "held out", content)):
+    for content in sorted(twins, key=functools.partial(_hash, seed, "held out")):
         if twins[content] <= missing:
             held_out.add(content)
             missing -= twins[content]

@@ -4,18 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from tests.unit.data.pictures import record
+from trainer.engine.caching import fill
 from trainer.engine.caching.entries import Entry, LatentsEntry, TextEntry, latents_entry, text_entry
-from trainer.engine.caching.fill import FillReport, fill
+from trainer.engine.caching.fill import FillReport, fill_cache
 from trainer.engine.caching.store import Cache
 from trainer.errors import DivergedError, StoppedError
+from trainer.telemetry.status import Phase
 
 PARTS = {"encoder": "tiny", "dtype": "fp32"}
 TEXTS = [text_entry(caption, PARTS) for caption in ("", "a cat", "a dog")]
@@ -30,7 +34,7 @@ class Encoders:
         self.events: list[str] = []
 
     @contextlib.contextmanager
-    def open(self, kind: str) -> Iterator[Encoders]:
+    def open(self, context: object, kind: str) -> Iterator[Encoders]:
         self.events.append(f"load {kind}")
         try:
             yield self
@@ -40,6 +44,32 @@ class Encoders:
     def __call__(self, entry: Entry) -> Mapping[str, torch.Tensor]:
         self.events.append(entry.caption if isinstance(entry, TextEntry) else entry.record.identifier)
         return {"value": torch.full((3,), float(len(self.events)))}
+
+
+def filled(
+    cache: Cache,
+    entries: list[Entry],
+    opened: Callable[..., object],
+    *,
+    stop_check: Callable[[], None] = lambda: None,
+    seen: list[tuple[int, int]] | None = None,
+    verify: bool = False,
+) -> FillReport:
+    """Fill the cache with the encoders that `opened` gives; `seen` gets each (done, total) of the status."""
+
+    def beat(phase: Phase, *, step: int, total: int) -> None:
+        if seen is not None:
+            seen.append((step, total))
+
+    context: Any = SimpleNamespace(
+        status=SimpleNamespace(beat=beat),
+        stop=SimpleNamespace(raise_if_requested=stop_check),
+        say=lambda text: None,
+    )
+    wanted: Any = SimpleNamespace(cache=cache, all=lambda: entries)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fill, "_encoders", opened)
+        return fill_cache(context, wanted, verify=verify)
 
 
 def run(
@@ -52,10 +82,7 @@ def run(
         if left[0] < 0:
             raise StoppedError("asked to stop")
 
-    report = fill(
-        cache, entries, encoders.open, stop_check=stop_check, on_progress=lambda *_: None, verify=verify
-    )
-    return encoders, report
+    return encoders, filled(cache, entries, encoders.open, stop_check=stop_check, verify=verify)
 
 
 @pytest.fixture
@@ -69,14 +96,14 @@ def test_texts_first_then_latents_never_both(cache: Cache) -> None:
         "load text", "", "a cat", "a dog", "free text",
         "load latents", "0/0.png", "0/1.png", "0/2.png", "0/3.png", "free latents",
     ]  # fmt: skip
-    assert report == FillReport(reused=0, encoded=7, damaged=0)
+    assert report == FillReport(reused=0, encoded=7)
 
 
 def test_a_full_cache_loads_nothing(cache: Cache) -> None:
     run(cache, ENTRIES)
     encoders, report = run(cache, ENTRIES)
     assert encoders.events == []
-    assert report == FillReport(reused=7, encoded=0, damaged=0)
+    assert report == FillReport(reused=7, encoded=0)
 
 
 def test_equal_entries_are_encoded_once(cache: Cache) -> None:
@@ -92,7 +119,7 @@ def test_stopped_anywhere_the_next_run_encodes_the_rest(cache: Cache, stop_after
         run(cache, ENTRIES, stop_after=stop_after)
     there = {entry.key for entry in ENTRIES if cache.has(entry.kind, entry.key)}
     _, report = run(cache, ENTRIES)
-    assert report == FillReport(reused=len(there), encoded=7 - len(there), damaged=0)
+    assert report == FillReport(reused=len(there), encoded=7 - len(there))
     assert all(cache.has(entry.kind, entry.key) for entry in ENTRIES)
 
 
@@ -105,21 +132,15 @@ def test_a_stop_frees_the_encoders(cache: Cache) -> None:
             raise StoppedError("asked to stop")
 
     with pytest.raises(StoppedError):
-        fill(cache, ENTRIES, encoders.open, stop_check=stop_check, on_progress=lambda *_: None)
+        filled(cache, ENTRIES, encoders.open, stop_check=stop_check)
     assert encoders.events == ["load text", "", "free text"]
 
 
 def test_progress_counts_every_entry_of_a_kind(cache: Cache) -> None:
     run(cache, [TEXTS[1]])
-    seen: list[tuple[str, int, int]] = []
-    fill(
-        cache,
-        ENTRIES,
-        Encoders().open,
-        stop_check=lambda: None,
-        on_progress=lambda kind, done, total: seen.append((kind, done, total)),
-    )
-    assert seen == [("text", n, 3) for n in (1, 2, 3)] + [("latents", n, 4) for n in (1, 2, 3, 4)]
+    seen: list[tuple[int, int]] = []
+    filled(cache, ENTRIES, Encoders().open, seen=seen)
+    assert seen == [(n, 3) for n in (1, 2, 3)] + [(n, 4) for n in (1, 2, 3, 4)]
 
 
 def test_a_cut_entry_is_named_and_encoded_again(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:
@@ -129,7 +150,7 @@ def test_a_cut_entry_is_named_and_encoded_again(cache: Cache, caplog: pytest.Log
     with caplog.at_level(logging.WARNING):
         encoders, report = run(cache, ENTRIES)
     assert encoders.events == ["load text", "a cat", "free text"]
-    assert report == FillReport(reused=6, encoded=1, damaged=1)
+    assert report == FillReport(reused=6, encoded=1)
     assert str(path) in caplog.text and "caption 'a cat'" in caplog.text
     assert cache.read("text", TEXTS[1].key)["value"].tolist() == [2.0] * 3
 
@@ -138,19 +159,18 @@ def test_verify_finds_changed_tensors(cache: Cache) -> None:
     run(cache, ENTRIES)
     path = cache.path("latents", IMAGES[2].key)
     path.write_bytes(path.read_bytes()[:-1] + b"\x01")
-    assert run(cache, ENTRIES)[1].damaged == 0
-    encoders, report = run(cache, ENTRIES, verify=True)
+    assert run(cache, ENTRIES)[0].events == []
+    encoders, _ = run(cache, ENTRIES, verify=True)
     assert encoders.events == ["load latents", "0/2.png", "free latents"]
-    assert report.damaged == 1
 
 
 def test_values_that_are_not_finite_are_never_cached(cache: Cache) -> None:
     @contextlib.contextmanager
-    def broken(kind: str) -> Iterator[object]:
+    def broken(context: object, kind: str) -> Iterator[object]:
         yield lambda entry: {"mean": torch.tensor([1.0, float("nan")])}
 
     with pytest.raises(DivergedError, match=r"0\.png.*`mean`"):
-        fill(cache, IMAGES, broken, stop_check=lambda: None, on_progress=lambda *_: None)  # type: ignore[arg-type]
+        filled(cache, list(IMAGES), broken)
     assert not any(cache.has(entry.kind, entry.key) for entry in IMAGES)
 
 

@@ -39,9 +39,8 @@ def buckets(resolution: int, multiple: int) -> tuple[Size, ...]:
 def nearest_bucket(width: int, height: int, sizes: Sequence[Size]) -> Size:
     """The size whose aspect ratio is nearest to width / height by its logarithm; of equals the largest."""
     aspect = math.log(width / height)
-
-    def distance(size: Size) -> tuple[float, int, int]:
-        # rounded, so that sizes of one aspect ratio compare equal whatever the last bit of the logarithm is
-        return (round(abs(math.log(size[0] / size[1]) - aspect), 9), -size[0] * size[1], size[0])
-
-    return min(sizes, key=distance)
+    # rounded, so that sizes of one aspect ratio compare equal whatever the last bit of the logarithm is
+    ranked = [
+        (round(abs(math.log(size[0] / size[1]) - aspect), 9), -size[0] * size[1], size) for size in sizes
+    ]
+    return min(ranked)[-1]

@@ -29,7 +29,7 @@ def profile_state(image: Image.Image) -> tuple[str, str]:
 
     The first is part of cache keys; the second is for people.
     """
-    found = _applying(_profile(image), _described_mode(image))
+    _, found = _applying(image.info.get("icc_profile"), image)
     return ("", found) if isinstance(found, str) else (f"icc {COLOUR_VERSION}", "")
 
 
@@ -56,17 +56,14 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 def _strip_to_rgb(image: Image.Image, *, inverted: bool) -> Image.Image:
     """`to_rgb` of what is small enough for several copies; `inverted`: 16 bits that count from white."""
+    icc = image.info.get("icc_profile")
     image = _eight_bits(image, inverted=inverted)
-    icc = _profile(image)
     alpha = None
     if image.has_transparency_data:
         layer = image.convert("RGBA")
-        alpha, image = (
-            layer.getchannel("A"),
-            image.convert("L") if image.mode == "LA" else layer.convert("RGB"),
-        )
-    mode = _described_mode(image)
-    profile = _applying(icc, mode)
+        alpha = layer.getchannel("A")
+        image = image.convert("L") if image.mode == "LA" else layer.convert("RGB")
+    mode, profile = _applying(icc, image)
     if not isinstance(profile, str):
         flat = _applied(image if image.mode == mode else image.convert(mode), profile)
     elif image.mode == "LAB":
@@ -80,20 +77,10 @@ def _strip_to_rgb(image: Image.Image, *, inverted: bool) -> Image.Image:
     return Image.alpha_composite(Image.new("RGBA", flat.size, "white"), layer).convert("RGB")
 
 
-def _profile(image: Image.Image) -> bytes | None:
-    icc = image.info.get("icc_profile")
-    return icc if isinstance(icc, bytes) and icc else None
-
-
-def _described_mode(image: Image.Image) -> str:
-    """The mode whose channels a profile of this picture describes."""
-    if image.mode in ("CMYK", "LAB"):
-        return image.mode
-    return "L" if image.mode in ("L", "LA", "1") or image.mode.startswith("I") else "RGB"
-
-
 def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
-    """The picture with values of eight bits: PIL's own conversion clips at 255, to white."""
+    """The picture with values of eight bits: PIL's own conversion clips at 255, to white. One that had more
+    has no profile afterwards.
+    """
     import numpy as np
 
     if image.mode == "F":
@@ -107,11 +94,7 @@ def _eight_bits(image: Image.Image, *, inverted: bool) -> Image.Image:
         raise UnreadableModeError("values of 32 bits, of which nobody says what is white")
     if inverted:
         values = 0xFFFF - values
-    eight = Image.fromarray((values >> 8).astype(np.uint8))
-    icc = _profile(image)
-    if icc is not None:
-        eight.info["icc_profile"] = icc
-    return eight
+    return Image.fromarray((values >> 8).astype(np.uint8))
 
 
 def _applied(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Image.Image:
@@ -120,10 +103,16 @@ def _applied(image: Image.Image, transform: ImageCms.ImageCmsTransform) -> Image
     return result
 
 
-def _applying(icc: bytes | None, mode: str) -> ImageCms.ImageCmsTransform | str:
-    """How a profile is applied to a picture of this mode, else why not; empty where there is no need."""
-    found = _transform(icc, mode) if icc is not None else ""
-    return found if isinstance(found, str) or not _is_srgb(found, mode) else ""
+def _applying(icc: object, image: Image.Image) -> tuple[str, ImageCms.ImageCmsTransform | str]:
+    """(the mode whose channels a profile of this picture describes, how the profile `icc` is applied to it).
+
+    The second is a text where it is not applied: why, or empty where there is none, or no need.
+    """
+    mode = image.mode
+    if mode not in ("CMYK", "LAB"):
+        mode = "L" if mode in ("L", "LA", "1") or mode.startswith("I") else "RGB"
+    found = _transform(icc, mode) if isinstance(icc, bytes) and icc else ""
+    return mode, found if isinstance(found, str) or not _is_srgb(found, mode) else ""
 
 
 @functools.lru_cache(maxsize=64)

@@ -77,8 +77,10 @@ class Measured:
     """Hash of the file's bytes."""
 
 
-def read_bytes(path: Path) -> bytes:
-    """The file's bytes. Raises DataError when it cannot be read, is empty or larger than 512 MiB."""
+def read_bytes(path: Path, content_sha256: str | None = None) -> bytes:
+    """The file's bytes. Raises DataError when it cannot be read, is empty or larger than 512 MiB, and where
+    a hash is given that they have no longer.
+    """
     try:
         size = path.stat().st_size
         if size > _MAX_FILE_BYTES:
@@ -91,6 +93,10 @@ def read_bytes(path: Path) -> bytes:
         raise DataError(what, where=str(path), remedy=remedy) from error
     if not data:
         raise DataError("the file is empty (0 bytes)", where=str(path), remedy="copy it again, or remove it")
+    if content_sha256 is not None and hashlib.sha256(data).hexdigest() != content_sha256:
+        what = "the file has changed since the data set was checked"
+        remedy = "leave the data set alone while a run starts, and start again"
+        raise DataError(what, where=str(path), remedy=remedy)
     return data
 
 
@@ -147,7 +153,7 @@ def read_image(path: Path, *, content_sha256: str | None = None) -> Image.Image:
     With `content_sha256` the file must still have that hash, or DataError is raised, as for a file that
     cannot be decoded.
     """
-    image, orientation = _decode(_unchanged(path, content_sha256), str(path))
+    image, orientation = _decode(read_bytes(path, content_sha256), str(path))
     flat = _flat(image, str(path))
     del image  # a picture may be 0.7 GB: no more copies at a time than there have to be
     return _upright(flat, orientation)
@@ -157,7 +163,7 @@ def read_mask(path: Path, *, content_sha256: str | None = None) -> Image.Image:
     """A mask as grey of eight bits ("L"), upright; colours by their luminance. Raises as `read_image`, and
     for one that is transparent anywhere: other trainers count that as black, painters as what lies below.
     """
-    image, orientation = _decode(_unchanged(path, content_sha256), str(path))
+    image, orientation = _decode(read_bytes(path, content_sha256), str(path))
     # its values are numbers, not colours: a profile says nothing about them
     image.info.pop("icc_profile", None)
     flat = _flat(image, str(path))
@@ -167,16 +173,6 @@ def read_mask(path: Path, *, content_sha256: str | None = None) -> Image.Image:
             remedy = "save it without transparency, white where it counts and black elsewhere"
             raise DataError("the mask is transparent in places", where=str(path), remedy=remedy)
     return _upright(flat, orientation).convert("L")
-
-
-def _unchanged(path: Path, content_sha256: str | None) -> bytes:
-    """The file's bytes, which must have that hash where one is given."""
-    data = read_bytes(path)
-    if content_sha256 is not None and hashlib.sha256(data).hexdigest() != content_sha256:
-        what = "the file has changed since the data set was checked"
-        remedy = "leave the data set alone while a run starts, and start again"
-        raise DataError(what, where=str(path), remedy=remedy)
-    return data
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:

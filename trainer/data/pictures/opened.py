@@ -32,13 +32,14 @@ def open_all(
     *,
     masks: Collection[Path] = (),
     progress: Callable[[int, int], None] | None = None,
-) -> dict[Path, Measured | tuple[Problem, ...]]:
-    """Open every file once, those in `masks` as masks; gives the fault of each one that cannot be used.
+) -> tuple[dict[Path, Measured], list[Problem]]:
+    """Open every file once, those in `masks` as masks; gives (the usable ones, the faults of the others).
 
     `progress(done, total)` runs in the calling thread and may raise to stop.
     """
     paths, as_masks = tuple(dict.fromkeys(files)), frozenset(masks)
-    opened: dict[Path, Measured | tuple[Problem, ...]] = {}
+    opened: dict[Path, Measured] = {}
+    problems: list[Problem] = []
     one_at_a_time = threading.Lock()
 
     def one(path: Path) -> Measured | tuple[Problem, ...]:
@@ -58,22 +59,24 @@ def open_all(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             warnings.simplefilter("ignore", UserWarning)
-            for path, result in zip(paths, executor.map(one, paths), strict=True):
-                opened[path] = result
+            for done, (path, result) in enumerate(zip(paths, executor.map(one, paths), strict=True), start=1):
+                if isinstance(result, Measured):
+                    opened[path] = result
+                else:
+                    problems += result
                 if progress is not None:
-                    progress(len(opened), len(paths))
+                    progress(done, len(paths))
     finally:
         executor.shutdown(cancel_futures=True)
-    return opened
+    return opened, problems
 
 
 def measure_controls(paths: Sequence[Path]) -> tuple[Control, ...]:
     """Control images that are named by themselves. Raises one DataError with every problem."""
-    opened = open_all(paths)
-    problems = [problem for one in opened.values() if not isinstance(one, Measured) for problem in one]
+    opened, problems = open_all(paths)
     if problems:
         raise DataError(capped(problems))
-    return tuple(control_of(path, one) for path in paths if isinstance(one := opened[path], Measured))
+    return tuple(control_of(path, opened[path]) for path in paths)
 
 
 def control_of(path: Path, measured: Measured) -> Control:

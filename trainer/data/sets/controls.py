@@ -5,11 +5,11 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainer.data.sets.listing import Listing, list_folder
-from trainer.data.sets.metadata import METADATA_NAME, Metadata, one_form, read_metadata
+from trainer.data.sets.metadata import METADATA_NAME, Metadata, read_metadata
 from trainer.errors import Problem
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def pair_stems(listing: Listing, folders: Sequence[Path], noun: str) -> Pairs:
     problems = [problem for others in listings for problem in others.problems]
     found: dict[Path, tuple[Path, ...]] = {image: () for image in listing.images}
     # also of images that cannot be used: their partners are no second mistake
-    stems = {one_form(PurePosixPath(name).with_suffix("").as_posix()) for name in listing.names}
+    stems = {listing.stem(listing.folder / name) for name in listing.names}
     for others in listings:
         by_stem = {others.stem(path): path for path in others.images}
         for image in listing.images:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import os
 import stat
@@ -41,16 +42,12 @@ class Listing:
     unusable: bool = False
     """Whether no file of the set can be read, or none is an image."""
 
-    def name(self, path: Path) -> str:
-        """A file's name within the set: `cat.png`, `pets/cat.png`."""
-        return path.relative_to(self.folder).as_posix()
-
     def key(self, path: Path) -> str:
-        """The name in the form in which metadata is looked up."""
-        return one_form(self.name(path))
+        """A file's name within the set, in the form in which metadata is looked up: `pets/cat.png`."""
+        return one_form(path.relative_to(self.folder).as_posix())
 
     def stem(self, path: Path) -> str:
-        """The name without its suffix, by which captions, controls and masks are found."""
+        """The name without its suffix, by which captions, controls and masks are found: `pets/cat`."""
         return one_form(path.relative_to(self.folder).with_suffix("").as_posix())
 
 
@@ -66,7 +63,7 @@ def list_folder(folder: Path, *, apart: Sequence[Path] = ()) -> Listing:
         return Listing(folder=folder, problems=(_unreadable_folder(folder, error),), unusable=True)
     # unlike Path.resolve, realpath never raises
     others = {Path(os.path.realpath(path)) for path in apart} - {root}
-    usable: list[Path] = []
+    usable: list[str] = []
     names: list[str] = []
     problems: list[Problem] = []
     waiting, visited = [folder], {root}
@@ -82,7 +79,7 @@ def list_folder(folder: Path, *, apart: Sequence[Path] = ()) -> Listing:
                 continue
             problem = _entry_problem(path, root)
             if problem is None and not path.is_dir():
-                usable.append(path)
+                usable.append(names[-1])
             elif problem is None and (real := path.resolve()) not in others:
                 # a link to a hidden folder is followed: Kubernetes mounts files so
                 hidden = any(part.startswith(".") for part in real.relative_to(root).parts)
@@ -114,35 +111,26 @@ def _names(folder: Path) -> list[str] | Problem:
     return names
 
 
-def _sorted(folder: Path, usable: list[Path], names: list[str], problems: list[Problem]) -> Listing:
+def _sorted(folder: Path, usable: list[str], names: list[str], problems: list[Problem]) -> Listing:
     """The files that were found, by kind."""
-    usable = sorted(usable, key=lambda path: path.relative_to(folder).as_posix())
-    images = tuple(path for path in usable if path.suffix.lower() in SUFFIXES)
+    files = [folder / name for name in sorted(usable)]
+    listing = Listing(
+        folder=folder,
+        images=tuple(path for path in files if path.suffix.lower() in SUFFIXES),
+        metadata=tuple(path for path in files if path.name in METADATA_NAMES),
+        names=frozenset(names),
+    )
     # also of pictures that are refused: their captions are no second mistake
-    stems = {_stem(folder / name) for name in names if Path(name).suffix.lower() in _PICTURE_SUFFIXES}
-    captions = tuple(path for path in usable if path.suffix.lower() == ".txt" and _stem(path) in stems)
-    metadata = tuple(path for path in usable if path.name in METADATA_NAMES)
-    known = {*images, *captions, *metadata}
-    problems = [
-        *problems,
-        *_leftovers(path for path in usable if path not in known),
-        *_duplicates(images, "image"),
-        *_duplicates(captions, "caption"),
-        *_second_metadata(metadata),
-    ]
-    empty = not images and not problems
+    stems = {listing.stem(folder / name) for name in names if Path(name).suffix.lower() in _PICTURE_SUFFIXES}
+    captions = tuple(path for path in files if path.suffix.lower() == ".txt" and listing.stem(path) in stems)
+    listing = dataclasses.replace(listing, captions=captions)
+    known = {*listing.images, *captions, *listing.metadata}
+    problems = [*problems, *_leftovers(path for path in files if path not in known), *_seconds(listing)]
+    empty = not listing.images and not problems
     if empty:
         what = f"the folder holds no image; {FORMATS_TEXT}"
         problems = [Problem(what=what, where=str(folder), remedy="put images with captions into it")]
-    return Listing(
-        folder=folder,
-        images=images,
-        captions=captions,
-        metadata=metadata,
-        names=frozenset(names),
-        problems=tuple(problems),
-        unusable=empty,
-    )
+    return dataclasses.replace(listing, problems=tuple(problems), unusable=empty)
 
 
 def _unreadable_folder(folder: Path, error: Exception) -> Problem:
@@ -208,26 +196,22 @@ def _leftovers(paths: Iterable[Path]) -> Iterator[Problem]:
         yield Problem(what=what, where=str(path), remedy=remedy)
 
 
-def _duplicates(paths: tuple[Path, ...], noun: str) -> Iterator[Problem]:
-    """A problem for every file whose stem an earlier one has: captions go by the stem."""
-    first: dict[Path, Path] = {}
-    for path in paths:
-        earlier = first.setdefault(_stem(path), path)
+def _seconds(listing: Listing) -> Iterator[Problem]:
+    """A problem for every image and caption whose stem an earlier one has, because captions go by it, and for
+    every second file of metadata in a folder.
+    """
+    for noun, paths in (("image", listing.images), ("caption", listing.captions)):
+        of_stem: dict[str, Path] = {}
+        for path in paths:
+            earlier = of_stem.setdefault(listing.stem(path), path)
+            if earlier != path:
+                same = path.with_suffix("") == earlier.with_suffix("")
+                form = "" if same else ", whose accents are encoded in another way (NFC and NFD)"
+                what = f"a second {noun} with the stem of {earlier.name}{form}"
+                yield Problem(what=what, where=str(path), remedy="rename one of them, with its caption")
+    in_folder: dict[Path, Path] = {}
+    for path in listing.metadata:
+        earlier = in_folder.setdefault(path.parent, path)
         if earlier != path:
-            same = path.with_suffix("") == earlier.with_suffix("")
-            form = "" if same else ", whose accents are encoded in another way (NFC and NFD)"
-            what = f"a second {noun} with the stem of {earlier.name}{form}"
-            yield Problem(what=what, where=str(path), remedy="rename one of them, with its caption")
-
-
-def _stem(path: Path) -> Path:
-    return Path(one_form(str(path.with_suffix(""))))
-
-
-def _second_metadata(paths: tuple[Path, ...]) -> Iterator[Problem]:
-    """A problem for every folder with two files of metadata."""
-    first: dict[Path, Path] = {}
-    for path in paths:
-        if first.setdefault(path.parent, path) != path:
-            what = f"captions are in {first[path.parent].name} already"
+            what = f"captions are in {earlier.name} already"
             yield Problem(what=what, where=str(path), remedy="keep one of the two files")

@@ -1,30 +1,19 @@
-"""Loss masks: the mask file of each image, and its values at the image's bucket."""
+"""Loss masks: their values at the image's bucket."""
 
 from __future__ import annotations
 
-import dataclasses
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from PIL import Image
 
 from trainer.data.pictures.images import fit, read_mask
 from trainer.data.records import ImageRecord
-from trainer.data.sets.controls import Pairs, its_own, pair_stems
-from trainer.data.sets.listing import Listing
 
 if TYPE_CHECKING:
     import torch
 
 MASK_VERSION = 1
 """Part of the keys of masked entries: raise it when `mask_pixels` gives other values."""
-
-
-def pair_masks(listing: Listing, folder: Path | None) -> Pairs:
-    """The mask of every image, by equal stems; none without a folder. What lacks a partner is a problem."""
-    pairs = pair_stems(listing, (folder,) if folder is not None else (), "mask")
-    own = its_own(pairs.found, "mask", "name a folder of masks in data.sets.mask_dir")
-    return dataclasses.replace(pairs, problems=(*pairs.problems, *own))
 
 
 def mask_pixels(record: ImageRecord) -> torch.Tensor:

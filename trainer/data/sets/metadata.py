@@ -11,7 +11,7 @@ import io
 import posixpath
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
@@ -40,13 +40,13 @@ Row = tuple[int, dict[str, Any] | TextError]
 class Metadata:
     """Captions and names that the metadata of a set gives; names are relative to the set, and of one form."""
 
-    rows: Mapping[str, str] = field(default_factory=dict)
+    rows: Mapping[str, str]
     """Captions by file name."""
-    named: Mapping[str, str] = field(default_factory=dict)
+    named: Mapping[str, str]
     """Place of each name, such as `folder/metadata.jsonl:3`; also of rows whose caption is bad."""
-    again: Mapping[str, str] = field(default_factory=dict)
+    again: Mapping[str, str]
     """Names by the places where they stand a second time."""
-    controls: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    controls: Mapping[str, tuple[str, ...]]
     """Names of the images before the edit, of the rows that have any."""
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from trainer.data.captions import read_sidecar, with_trigger_word
@@ -14,9 +16,8 @@ from trainer.data.pictures.images import Measured
 from trainer.data.pictures.opened import control_of, open_all
 from trainer.data.records import ImageRecord, Mask, Scan
 from trainer.data.sets import notices
-from trainer.data.sets.controls import read_set, set_folders
+from trainer.data.sets.controls import its_own, pair_stems, read_set, set_folders
 from trainer.data.sets.listing import Listing
-from trainer.data.sets.masks import pair_masks
 from trainer.data.sets.metadata import METADATA_NAMES, Metadata, one_form
 from trainer.errors import DataError, Problem
 
@@ -39,10 +40,6 @@ class _Captioned:
     masks: tuple[Path, ...]
     """One, or none."""
 
-    @property
-    def files(self) -> tuple[Path, ...]:
-        return (self.path, *self.controls, *self.masks)
-
 
 @dataclass(kw_only=True)
 class _Found:
@@ -52,12 +49,10 @@ class _Found:
     problems: list[Problem] = field(default_factory=list)
     fatal: bool = False
     """Whether a folder is bad as a whole, which skipping files cannot mend."""
-    spoils: dict[str, dict[str, None]] = field(default_factory=dict)
+    files: list[Path] = field(default_factory=list)
+    """The images with their control images and masks."""
+    spoils: defaultdict[str, list[str]] = field(default_factory=functools.partial(defaultdict, list))
     """Places of problems -> images that cannot be used because of them."""
-
-    def blame(self, where: str, image: Path) -> None:
-        """A problem at `where` is one of this image."""
-        self.spoils.setdefault(where, {})[str(image)] = None
 
 
 def scan_images(
@@ -82,10 +77,8 @@ def scan_images(
     for set_index, one in enumerate(sets):
         _list_set(set_index, one, controls, found, apart)
     masks = {mask for item in found.images for mask in item.masks}
-    opened = open_all((path for item in found.images for path in item.files), masks=masks, progress=progress)
-    found.problems += [problem for one in opened.values() if not isinstance(one, Measured) for problem in one]
-    good = {path: one for path, one in opened.items() if isinstance(one, Measured)}
-    found.problems += _mask_problems(found.images, good)
+    good, problems = open_all(found.files, masks=masks, progress=progress)
+    found.problems += [*problems, *_mask_problems(found.images, good)]
     if found.problems and (found.fatal or on_bad_file == "error"):
         raise DataError(capped(found.problems))
     left_out = list_left_out(found.problems, found.spoils)
@@ -107,35 +100,37 @@ def _list_set(
     """The images of one set with captions, control images and masks; not those in folders of others."""
     assert one.img_dir is not None, "the configuration was checked"
     listing, metadata, metadata_problems, pairs = read_set(one, one.img_dir, apart, counts)
-    masks = pair_masks(listing, one.mask_dir)
+    masks = pair_stems(listing, (one.mask_dir,) if one.mask_dir is not None else (), "mask")
+    own_masks = its_own(masks.found, "mask", "name a folder of masks in data.sets.mask_dir")
     captions, caption_problems = _captions(listing, metadata)
-    problems = (*listing.problems, *metadata_problems, *caption_problems, *pairs.problems, *masks.problems)
+    problems = [*listing.problems, *metadata_problems, *caption_problems, *pairs.problems]
+    problems += [*masks.problems, *own_masks]
     found.problems += {(problem.what, problem.where): problem for problem in problems}.values()
     found.fatal = found.fatal or listing.unusable or pairs.unusable or masks.unusable
+    by_stem: defaultdict[str, list[str]] = defaultdict(list)
     for image in listing.images:
         item = _Captioned(
             set_index=set_index,
-            name=listing.name(image),
+            name=image.relative_to(listing.folder).as_posix(),
             path=image,
             caption=captions.get(image, ""),
             controls=pairs.found.get(image, ()),
             masks=masks.found.get(image, ()),
         )
         found.images.append(item)
-        for file in item.files:
-            found.blame(str(file), image)
+        files = (image, *item.controls, *item.masks)
+        found.files += files
+        for file in files:
+            found.spoils[str(file)].append(str(image))
+        by_stem[listing.stem(image)].append(str(image))
     # also rows of metadata and caption files that cannot be used spoil their images
     by_name = {listing.key(image): image for image in listing.images}
     for where, name in (*((row, name) for name, row in metadata.named.items()), *metadata.again.items()):
         if name in by_name:
-            found.blame(where, by_name[name])
-    by_stem: dict[str, list[Path]] = {}
-    for image in listing.images:
-        by_stem.setdefault(listing.stem(image), []).append(image)
-    for path in map(PurePosixPath, listing.names):
+            found.spoils[where].append(str(by_name[name]))
+    for path in (listing.folder / name for name in listing.names):
         if path.suffix.lower() == ".txt":
-            for image in by_stem.get(one_form(path.with_suffix("").as_posix()), ()):
-                found.blame(str(listing.folder / path), image)
+            found.spoils[str(path)] += by_stem.get(listing.stem(path), ())
 
 
 def _captions(listing: Listing, metadata: Metadata) -> tuple[dict[Path, str], list[Problem]]:

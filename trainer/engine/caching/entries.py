@@ -6,7 +6,6 @@ import functools
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -22,36 +21,33 @@ from trainer.families.values import EntryKind, Header
 class ControlView:
     """A control image in the form that an entry's tensors depend on."""
 
-    path: Path
-    content_sha256: str
-    crop: tuple[int, int] | None
+    control: Control
+    crop: tuple[int, int] | None = None
     """Width and height of the bucket that it is cut to as the target is; None: whole, of its own aspect."""
     view: View = CENTRED
-    colour: str = ""
 
     @property
     def key(self) -> str:
         """Identity of the control's pixels."""
         crop = "" if self.crop is None else f"{self.crop[0]}x{self.crop[1]}"
-        return " ".join(part for part in (self.content_sha256, crop, self.view.key, self.colour) if part)
+        parts = (self.control.content_sha256, crop, self.view.key, self.control.colour)
+        return " ".join(part for part in parts if part)
 
 
 def control_views(record: Record) -> tuple[ControlView, ...]:
-    """The control images of a sample; a control of the target's size is cut as the target is."""
+    """The control images of a sample; a control of the target's size shows the same things, and is cut as the
+    target is.
+    """
     if not isinstance(record, ImageRecord):
         return ()
-    bucket = (record.bucket_width, record.bucket_height)
-    return tuple(
-        ControlView(
-            path=control.path,
-            content_sha256=control.content_sha256,
-            crop=bucket if record.crops_alike(control) else None,
-            # a whole control is mirrored with its target, and has no cut to move
-            view=record.view if record.crops_alike(control) else View(flip=record.view.flip),
-            colour=control.colour,
-        )
-        for control in record.controls
-    )
+    views = []
+    for control in record.controls:
+        if (control.width, control.height) == (record.width, record.height):
+            bucket = (record.bucket_width, record.bucket_height)
+            views.append(ControlView(control=control, crop=bucket, view=record.view))
+        else:  # whole: mirrored with its target, and without a cut to move
+            views.append(ControlView(control=control, view=View(flip=record.view.flip)))
+    return tuple(views)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,16 +136,10 @@ class Entries:
     latents: tuple[LatentsEntry, ...]
     """Latents entries of the samples; None where samples have no images."""
     prompts: tuple[Prompt, ...]
-
-    @functools.cached_property
-    def masked(self) -> bool:
-        """True if any sample has a loss mask: then every batch has one."""
-        return any(entry.record.mask is not None for entry in self.latents)
-
-    @functools.cached_property
-    def weighted(self) -> bool:
-        """True if any sample's loss has a weight."""
-        return any(entry.record.loss_weight != 1 for entry in self.latents)
+    masked: bool = False
+    """Whether any sample has a loss mask: then every batch has one."""
+    weighted: bool = False
+    """Whether any sample's loss has a weight."""
 
     @functools.cached_property
     def headers(self) -> Mapping[str, Header]:
@@ -178,14 +168,10 @@ def list_entries(
     # a run's own entries come with the pictures that its prompts edit: without these nothing is drawn
     if prompt_controls or not family.control_counts[0]:
         for caption, own in zip(prompts, prompt_controls or [()] * len(prompts), strict=True):
-            views = [
-                ControlView(path=one.path, content_sha256=one.content_sha256, crop=None, colour=one.colour)
-                for one in (own if sees else ())
-            ]
+            views = [ControlView(control=one) for one in (own if sees else ())]
             entry = text_entry(caption, text, views, prompt=not drawn)
-            listed.append(
-                Prompt(entry=entry, empty=text_entry("", text, views) if drawn else None, controls=own)
-            )
+            empty = text_entry("", text, views) if drawn else None
+            listed.append(Prompt(entry=entry, empty=empty, controls=own))
     images = [record for record in records if isinstance(record, ImageRecord)] if drawn else []
     return Entries(
         cache=Cache(context.cache_dir, family.name),
@@ -194,6 +180,8 @@ def list_entries(
         empties=tuple(text_entry("", text, views) for views in seen) if drawn else (),
         latents=tuple(latents_entry(record, latents) for record in images),
         prompts=tuple(listed),
+        masked=any(record.mask is not None for record in images),
+        weighted=any(record.loss_weight != 1 for record in images),
     )
 
 

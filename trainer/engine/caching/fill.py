@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +16,7 @@ from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.data.records import Record
 from trainer.data.sets.masks import mask_pixels
 from trainer.engine.caching.entries import ControlView, Entries, Entry, TextEntry, control_views, precision
-from trainer.engine.caching.store import MISSING, Cache
+from trainer.engine.caching.store import MISSING
 from trainer.engine.context import Context, free_memory
 from trainer.errors import DivergedError
 from trainer.families import losses
@@ -28,8 +26,6 @@ from trainer.telemetry.status import Phase
 
 Encode = Callable[[Entry], Mapping[str, torch.Tensor]]
 """Loaded encoders of one kind: an entry's tensors on the CPU."""
-OpenEncoders = Callable[[EntryKind], AbstractContextManager[Encode]]
-"""Loads the encoders of a kind on entering, frees them on leaving; called only if one is needed."""
 KINDS: tuple[EntryKind, ...] = ("text", "latents")
 """Order in which kinds are encoded: each one's encoders are gone before the next ones load."""
 _CUT_SHOWN = 50
@@ -42,84 +38,50 @@ class FillReport:
 
     reused: int
     encoded: int
-    damaged: int
-    """Number of the encoded entries that replaced a damaged one."""
-
-
-def fill(
-    cache: Cache,
-    entries: Iterable[Entry],
-    open_encoders: OpenEncoders,
-    *,
-    stop_check: Callable[[], None],
-    on_progress: Callable[[str, int, int], None],
-    verify: bool = False,
-) -> FillReport:
-    """Make every entry valid: texts first, then latents; entries of equal key are encoded once.
-
-    Entries that are there keep their bytes; with `verify` their tensors are compared too. Damaged ones are
-    named in a warning and encoded again. `stop_check()` runs before every entry and may raise;
-    `on_progress(kind, done, total)` runs after every one. Entries finished before an error stay valid.
-    """
-    distinct = {(entry.kind, entry.key): entry for entry in entries}
-    encoded = damaged = 0
-    for kind in KINDS:
-        wanted = [entry for entry in distinct.values() if entry.kind == kind]
-        missing: list[Entry] = []
-        for seen, entry in enumerate(wanted, start=1):
-            stop_check()
-            problem = cache.damage(kind, entry.key, thorough=verify)
-            if problem is None:
-                on_progress(kind, seen - len(missing), len(wanted))
-                continue
-            missing.append(entry)
-            if problem != MISSING:
-                path = cache.path(kind, entry.key)
-                _log.warning(
-                    "cache entry %s of %s is damaged (%s) and is encoded again", path, entry.name, problem
-                )
-                damaged += 1
-        encoded += len(missing)
-        if not missing:
-            continue
-        with open_encoders(kind) as encode:
-            for done, entry in enumerate(missing, start=len(wanted) - len(missing) + 1):
-                stop_check()
-                tensors = encode(entry)
-                bad = next((name for name, one in tensors.items() if not bool(one.isfinite().all())), None)
-                if bad is not None:  # cached, it would poison every later run
-                    raise DivergedError(
-                        f"encoding {entry.name} gave values in `{bad}` that are not finite",
-                        where=f"{entry.kind} encoder",
-                        remedy="encode in a wider type (model.dtype: fp32), and check the encoder's weights",
-                    )
-                cache.write(kind, entry.key, tensors)
-                on_progress(kind, done, len(wanted))
-    return FillReport(reused=len(distinct) - encoded, encoded=encoded, damaged=damaged)
 
 
 def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> FillReport:
-    """Encode missing entries. A stop request raises between two samples; entries written by then stay valid.
+    """Make every entry valid: texts first, then latents, so that their encoders are never in memory together;
+    entries of equal key are encoded once.
 
-    With `verify` the entries that are there are read and compared with their checksums. Text encoders and VAE
-    are never in memory together.
+    Entries that are there keep their bytes; with `verify` their tensors are compared too. Damaged ones are
+    named in a warning and encoded again. A stop request raises between two entries. Entries finished before
+    an error stay valid.
     """
+    cache, encoded = entries.cache, 0
+    distinct = {(entry.kind, entry.key): entry for entry in entries.all()}
     with bars() as advance:
-
-        def on_progress(kind: str, done: int, total: int) -> None:
-            context.status.beat(Phase.CACHE, step=done, total=total)
-            advance(f"caching {kind}", done, total)
-
-        report = fill(
-            entries.cache,
-            entries.all(),
-            functools.partial(_encoders, context),
-            stop_check=context.stop.raise_if_requested,
-            on_progress=on_progress,
-            verify=verify,
-        )
-    context.say(f"cache: {report.reused} entries were there, {report.encoded} encoded")
-    return report
+        for kind in KINDS:
+            wanted = [entry for entry in distinct.values() if entry.kind == kind]
+            missing: list[Entry] = []
+            for seen, entry in enumerate(wanted, start=1):
+                context.stop.raise_if_requested()
+                problem = cache.damage(kind, entry.key, thorough=verify)
+                if problem is None:
+                    context.status.beat(Phase.CACHE, step=seen - len(missing), total=len(wanted))
+                    advance(f"caching {kind}", seen - len(missing), len(wanted))
+                    continue
+                missing.append(entry)
+                if problem != MISSING:
+                    said = "cache entry %s of %s is damaged (%s) and is encoded again"
+                    _log.warning(said, cache.path(kind, entry.key), entry.name, problem)
+            encoded += len(missing)
+            if not missing:
+                continue
+            with _encoders(context, kind) as encode:
+                for done, entry in enumerate(missing, start=len(wanted) - len(missing) + 1):
+                    context.stop.raise_if_requested()
+                    tensors = encode(entry)
+                    bad = next((name for name, one in tensors.items() if not one.isfinite().all()), None)
+                    if bad is not None:  # cached, it would poison every later run
+                        what = f"encoding {entry.name} gave values in `{bad}` that are not finite"
+                        remedy = "encode in a wider type (model.dtype: fp32), and check the encoder's weights"
+                        raise DivergedError(what, where=f"{kind} encoder", remedy=remedy)
+                    cache.write(kind, entry.key, tensors)
+                    context.status.beat(Phase.CACHE, step=done, total=len(wanted))
+                    advance(f"caching {kind}", done, len(wanted))
+    context.say(f"cache: {len(distinct) - encoded} entries were there, {encoded} encoded")
+    return FillReport(reused=len(distinct) - encoded, encoded=encoded)
 
 
 @contextlib.contextmanager
@@ -161,7 +123,7 @@ def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
 
 def _control_image(view: ControlView) -> Image.Image:
     """A control image as the encoders see it: cut as its target is, or whole."""
-    picture = read_image(view.path, content_sha256=view.content_sha256)
+    picture = read_image(view.control.path, content_sha256=view.control.content_sha256)
     if view.crop is not None:
         return fit(picture, *view.crop, view.view)
     return picture.transpose(Image.Transpose.FLIP_LEFT_RIGHT) if view.view.flip else picture

@@ -19,13 +19,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.data.entry_file import (
-    DamagedFileError,
-    read_header,
-    read_safetensors,
-    verify,
-    write_safetensors,
-)
+from trainer.data.entry_file import DamagedFileError, read_header, verify, write_safetensors
 from trainer.errors import ConfigError, DataError, StorageError
 from trainer.files import atomic
 
@@ -82,24 +76,20 @@ class Cache:
         path = self.path(kind, key)
         try:
             with _reading(path):
-                if read_header(path).metadata != {"kind": kind, "key": key}:
+                if read_header(path)[0].metadata != {"kind": kind, "key": key}:
                     return "it belongs to another entry"
                 if thorough:
                     verify(path)
         except DamagedFileError as error:
             return str(error)
-        except (
-            FileNotFoundError,
-            NotADirectoryError,
-            IsADirectoryError,
-        ):  # `write` tells
+        except (FileNotFoundError, NotADirectoryError, IsADirectoryError):  # `write` tells
             return MISSING
         return None
 
     def header(self, kind: str, key: str) -> dict[str, tuple[int, ...]]:
         """Shapes of the entry's tensors by name, without torch. Raises DamagedEntryError."""
         try:
-            return dict(read_header(self.path(kind, key)).shapes)
+            return dict(read_header(self.path(kind, key))[0].shapes)
         except (DamagedFileError, FileNotFoundError) as error:
             raise self._damaged(kind, key, error) from error
 
@@ -116,10 +106,12 @@ class Cache:
         kept = self._kept.get((kind, key))
         if kept is not None:
             return kept
+        from safetensors.torch import load
+
         path = self.path(kind, key)
         try:
             with _reading(path):
-                tensors = read_safetensors(path)
+                tensors = load(verify(path))
         except (DamagedFileError, FileNotFoundError) as error:
             raise self._damaged(kind, key, error) from error
         size = _OBJECT_BYTES + sum(tensor.nbytes for tensor in tensors.values())
