@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from trainer.engine.records.fingerprint import REFUSED, changes
+from trainer.engine.records.fingerprint import changes
 from trainer.errors import ConfigError, Problem
 from trainer.files.atomic import (
     no_space_told,
@@ -252,7 +252,7 @@ def require_same_run(
 
     A value that an older trainer did not record cannot be compared, and is said.
     """
-    found, unrecorded = changes(REFUSED, saved, current)
+    found, unrecorded = changes(saved, current)
     if found:
         problems = []
         for change in found:

@@ -12,7 +12,7 @@ from pathlib import Path
 from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.records import checkpoint
-from trainer.engine.records.fingerprint import REFUSED, TOLD, changes, values
+from trainer.engine.records.fingerprint import changes, values
 from trainer.errors import ConfigError, NoSpaceError
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
@@ -56,7 +56,7 @@ def start(context: Context, records: Sequence[Record]) -> Start:
         context.say(f"captions stay encoded in {began}, as the run began; this start alone would take {now}")
         plan = dataclasses.replace(context.plan, text_encoder_weights=began)
         context = dataclasses.replace(context, plan=plan)
-    fingerprint, settings = values(REFUSED, context, records), values(TOLD, context, records)
+    fingerprint, settings = values(context, records)
     relabels = False
     if found is None:
         require_free_folder(context, fingerprint)
@@ -81,7 +81,7 @@ def _tell_changes(context: Context, snapshot: checkpoint.Snapshot, settings: Map
     if not snapshot.settings:
         context.say("an older trainer wrote the checkpoint: what changed in the settings since is not known")
         return finished
-    found, _ = changes(TOLD, snapshot.settings, settings)
+    found, _ = changes(snapshot.settings, settings)
     for change in found:
         if finished:
             context.say(f"{change.name}: the run was trained with {change.old}; {change.new} has no effect")
