@@ -26,9 +26,7 @@ REFUSED: Mapping[str, Sequence[str]] = {
     "dtype": ("model.dtype",),
     "compute": ("features.compute",),
     "text_encoders": (),
-    "data": (
-        "data.sets", "data.resolution", "data.trigger_word", "data.on_bad_file", "validation.held_out",
-    ),
+    "data": ("data.sets", "data.resolution", "data.trigger_word", "data.on_bad_file", "validation.held_out"),
     "sample_order": (),
     "caption_dropout_rate": ("data.caption_dropout_rate",),
     "max_sequence_length": ("data.max_sequence_length",),
@@ -74,9 +72,8 @@ FREE: tuple[str, ...] = (
 
 _SCHEME_OF = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
 _PLANNED = (
-    *("dtype", "compute", "optimizer", "device", "attention", "compile", "text_padding", "tf32"),
-    "vae_tiling",
-)
+    "dtype", "compute", "optimizer", "device", "attention", "compile", "text_padding", "tf32", "vae_tiling",
+)  # fmt: skip
 """Values that are the plan's of the same name."""
 
 
