@@ -82,7 +82,6 @@ def measure(work: Path) -> Measure:
     from trainer.engine.caching.fill import fill_cache
     from trainer.engine.training.held_out import held_out_entries, measure
     from trainer.engine.training.preview import sample
-    from trainer.modeling.adapter.lora import ADAPTER
     from trainer.modeling.quiet import quiet_libraries
 
     quiet_libraries()
@@ -98,7 +97,7 @@ def measure(work: Path) -> Measure:
     def measured(file: Path | None) -> Measured:
         model = load_base(context).module
         if file is not None:
-            context.family.load_adapter(model, file, adapter_name=ADAPTER)
+            context.family.load_adapter(model, file)
         loss = measure(context, model, held_out, step=0).validation_loss
         return Measured(loss=loss, pictures=sample(context, model, entries))
 

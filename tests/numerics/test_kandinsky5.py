@@ -21,7 +21,7 @@ from diffusers import (
 )
 
 from tests import random_bases
-from trainer.config.schema import FlowSection
+from trainer.config.schema import FlowSection, RunConfig, TrainSection
 from trainer.families import draws
 from trainer.families.kandinsky5 import KANDINSKY5
 from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
@@ -185,9 +185,10 @@ def test_loss_is_the_squared_error_of_the_velocity() -> None:
     assert torch.allclose(ours, theirs, rtol=1e-6)
 
 
-def test_training_sigmas_are_shifted_as_the_scheduler_is(base: Path) -> None:
+def test_training_sigmas_are_shifted_as_the_scheduler_is(source: ModelSource) -> None:
     """A static shift s moves sigma to s sigma / (1 + (s - 1) sigma); half way becomes 5/6 of the way."""
-    run = draws.read_settings(base / "scheduler", FlowSection(), 0)
+    config = RunConfig.model_construct(flow=FlowSection(), train=TrainSection())
+    run = draws.settings(source, config)
     assert run.sigmas[500].item() == pytest.approx(5 / 6, abs=1e-3)
     middle = torch.stack([KANDINSKY5.draw(run, [p], {"mean": (1, 2, 2)}).sigma[0] for p in range(300)])
     assert middle.median().item() == pytest.approx(5 / 6, abs=0.03)
@@ -303,7 +304,7 @@ def test_a_saved_lora_loads_as_the_pipeline_loads_it(base: Path, source: ModelSo
     state = lora.adapter_state(trained)
     path = KANDINSKY5.save_adapter(state, lora.adapter_config(trained), tmp_path, "style.safetensors")
     ours = fresh()
-    KANDINSKY5.load_adapter(ours, path, adapter_name="style")
+    KANDINSKY5.load_adapter(ours, path)
     pipeline = Kandinsky5T2IPipeline.from_pretrained(base)
     pipeline.load_lora_weights(tmp_path, weight_name=path.name)
     for model in (ours, pipeline.transformer):

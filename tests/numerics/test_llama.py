@@ -366,7 +366,7 @@ def test_peft_and_we_load_what_is_saved(base: Path, tokenizer: Any, tmp_path: Pa
         # the way of the proof: off, compared, on again
         lora.remove_lora(model)
         assert torch.equal(LLAMA.predict(model, batch, None, None), plain)
-        LLAMA.load_adapter(model, path, adapter_name=lora.ADAPTER)
+        LLAMA.load_adapter(model, path)
         assert torch.equal(LLAMA.predict(model, batch, None, None), wanted)
     assert relative(plain, wanted) > 0.01
     again = save(model, tmp_path / "two")
@@ -380,7 +380,7 @@ def test_peft_and_we_load_what_is_saved(base: Path, tokenizer: Any, tmp_path: Pa
 def test_an_adapter_takes_the_type_of_its_model(base: Path, tmp_path: Path) -> None:
     path = save(trained(LlamaForCausalLM.from_pretrained(base)), tmp_path / "one")
     half = LlamaForCausalLM.from_pretrained(base, dtype=torch.bfloat16)
-    LLAMA.load_adapter(half, path, adapter_name="default")
+    LLAMA.load_adapter(half, path)
     assert {parameter.dtype for parameter in half.parameters()} == {torch.bfloat16}
 
 
@@ -388,10 +388,10 @@ def test_an_adapter_that_does_not_fit_is_refused(base: Path, tmp_path: Path) -> 
     path = save(trained(LlamaForCausalLM.from_pretrained(base)), tmp_path / "one")
     shallow = LlamaForCausalLM(LlamaConfig.from_pretrained(base, num_hidden_layers=1))
     with pytest.raises(DataError, match=r"does not fit the model, first model\.layers\.1"):
-        LLAMA.load_adapter(shallow, path, adapter_name="default")
+        LLAMA.load_adapter(shallow, path)
     path.with_name("adapter_config.json").unlink()
     with pytest.raises(AccessError, match="is not beside the adapter"):
-        LLAMA.load_adapter(shallow, path, adapter_name="default")
+        LLAMA.load_adapter(shallow, path)
 
 
 # answers

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests import random_bases
-from trainer.config.schema import FlowSection
+from trainer.config.schema import FlowSection, RunConfig, TrainSection
 from trainer.families import diffusion, draws, losses
 from trainer.families.qwen_image import QWEN_IMAGE
 from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
@@ -135,8 +135,10 @@ def test_the_shift_is_the_pipelines(source: ModelSource) -> None:
     from diffusers.pipelines.qwenimage.pipeline_qwenimage import calculate_shift
 
     scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(source.component("scheduler"))
-    flat = draws.read_settings(source.component("scheduler"), FlowSection(), seed=3)
-    moved = draws.read_settings(source.component("scheduler"), FlowSection(shift="resolution"), seed=3)
+    flat, moved = (
+        draws.settings(source, RunConfig.model_construct(flow=flow, train=TrainSection(seed=3)))
+        for flow in (FlowSection(), FlowSection(shift="resolution"))
+    )
     one = {"mean": (16, 128, 96)}
     plain, shifted = QWEN_IMAGE.draw(flat, [4], one).sigma, QWEN_IMAGE.draw(moved, [4], one).sigma
     mu = calculate_shift(128 * 96 // 4, 256, 8192, 0.5, 0.9)
@@ -355,7 +357,7 @@ def test_an_adapter_is_saved_under_the_names_that_comfyui_maps(tmp_path: Path) -
     modules = {name.partition(".lora_")[0] for name in load_file(path)}
     targets = {name for name, _ in build().named_modules() if re.fullmatch(pattern, name)}
     assert modules == {QWEN_IMAGE.comfyui_keys(name) for name in targets}
-    QWEN_IMAGE.load_adapter(fresh, path, adapter_name=lora.ADAPTER)
+    QWEN_IMAGE.load_adapter(fresh, path)
     assert lora.adapter_config(fresh)["lora_alpha"] == 3
     loaded = lora.adapter_state(fresh)
     assert loaded.keys() == state.keys()

@@ -33,5 +33,4 @@ def components(family: Family) -> tuple[str, ...]:
 
 def get(name: str) -> Family:
     """The family called `name`; no such module is our bug: configurations are checked against `names`."""
-    family: Family = vars(importlib.import_module(f"trainer.families.{name}"))[name.upper()]
-    return family
+    return vars(importlib.import_module(f"trainer.families.{name}"))[name.upper()]

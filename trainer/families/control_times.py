@@ -50,11 +50,12 @@ class _Transformer(torch.nn.Module):
         img_shapes: list[list[tuple[int, int, int]]] | None = None,
         guidance: torch.Tensor | None = None,
         attention_kwargs: dict[str, Any] | None = None,
-        controlnet_block_samples: Any = None,
-        additional_t_cond: Any = None,
         return_dict: bool = True,
     ) -> Any:
-        """Call diffusers' own with both times in one batch, and the index among the blocks' arguments."""
+        """Call diffusers' own with both times in one batch, and the index among the blocks' arguments.
+
+        The parameters are those that the pipelines give.
+        """
         assert timestep is not None and img_shapes is not None
         sizes = tuple(tuple(tuple(image) for image in sample) for sample in img_shapes)
         index = kept_on_device(time_index, sizes, timestep.device)
@@ -66,8 +67,6 @@ class _Transformer(torch.nn.Module):
             img_shapes=img_shapes,
             guidance=guidance,
             attention_kwargs={**(attention_kwargs or {}), _INDEX: index},
-            controlnet_block_samples=controlnet_block_samples,
-            additional_t_cond=additional_t_cond,
             return_dict=return_dict,
         )
 
@@ -88,7 +87,7 @@ class _Block(torch.nn.Module):
         """Call diffusers' own with the index that the model was given."""
         assert joint_attention_kwargs is not None and modulate_index is None
         others = {name: value for name, value in joint_attention_kwargs.items() if name != _INDEX}
-        found: tuple[torch.Tensor, torch.Tensor] = super().forward(
+        return super().forward(
             hidden_states=hidden_states,
             encoder_hidden_states=encoder_hidden_states,
             encoder_hidden_states_mask=encoder_hidden_states_mask,
@@ -97,7 +96,6 @@ class _Block(torch.nn.Module):
             joint_attention_kwargs=others,
             modulate_index=joint_attention_kwargs[_INDEX],
         )
-        return found
 
 
 class _LastNorm(torch.nn.Module):
@@ -105,5 +103,4 @@ class _LastNorm(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, conditioning_embedding: torch.Tensor) -> torch.Tensor:
         """Call diffusers' own with the time of the target, which is in the first half."""
-        found: torch.Tensor = super().forward(x, conditioning_embedding.chunk(2)[0])
-        return found
+        return super().forward(x, conditioning_embedding.chunk(2)[0])

@@ -174,10 +174,10 @@ def collate(text: Rows, latents: Rows) -> Batch:
     """Stack the entries of samples whose tensors have equal shapes."""
     import torch
 
-    def stacked(rows: Rows) -> dict[str, torch.Tensor]:
-        return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-    return Batch(latents=stacked(latents), text=stacked(text), size=len(latents), weight=float(len(latents)))
+    clean, captions = (
+        {name: torch.stack([row[name] for row in rows]) for name in rows[0]} for rows in (latents, text)
+    )
+    return Batch(latents=clean, text=captions, size=len(latents), weight=float(len(latents)))
 
 
 @functools.lru_cache(maxsize=256)  # a CUDA graph may read them still: more than all sizes that are captured
@@ -194,9 +194,8 @@ def synthetic_batch(pipeline: Pipeline, config: Mapping[str, Any], shape: Shape,
 
     count, generator = shape.batch_size, torch.Generator().manual_seed(seed)
     height, width = shape.height // pipeline.stride, shape.width // pipeline.stride
-    mean = torch.randn(
-        (count, config[pipeline.channels] // pipeline.patch, height, width), generator=generator
-    )
+    channels = config[pipeline.channels] // pipeline.patch
+    mean = torch.randn((count, channels, height, width), generator=generator)
     latents, text = {"mean": mean}, {}
     for name, key in pipeline.text_widths.items():
         text[name] = torch.randn((count, shape.text_tokens, config[key]), generator=generator)
@@ -235,11 +234,6 @@ def preview(
     import diffusers
     import torch
 
-    def on_device(text: Mapping[str, torch.Tensor], prefix: str = "") -> dict[str, torch.Tensor]:
-        """A text entry as a batch of one; floating values in the model's type."""
-        types = {name: model.dtype if one.is_floating_point() else one.dtype for name, one in text.items()}
-        return {prefix + name: one[None].to(model.device, types[name]) for name, one in text.items()}
-
     def step_end(pipeline: Any, step: int, timestep: Any, tensors: dict[str, Any]) -> dict[str, Any]:
         on_step()
         return tensors
@@ -251,9 +245,14 @@ def preview(
     made.set_progress_bar_config(disable=True)
     images: list[Image] = []
     for number, prompt in enumerate(prompts):
-        embeds = on_device(prompt.text)
+        texts = dict(prompt.text)
         if pipeline.against_empty and prompt.empty is not None and request.guidance_scale > 1:
-            embeds |= on_device(prompt.empty, "negative_")
+            texts |= {f"negative_{name}": one for name, one in prompt.empty.items()}
+        # a batch of one; floating values in the model's type
+        embeds = {
+            name: one[None].to(model.device, model.dtype if one.is_floating_point() else one.dtype)
+            for name, one in texts.items()
+        }
         images += made(
             **embeds,
             **pipeline.arguments(made, prompt, embeds),
@@ -283,13 +282,13 @@ def save_adapter(
     return folder / name
 
 
-def load_adapter(model: Any, path: Path, *, adapter_name: str) -> None:
+def load_adapter(model: Any, path: Path) -> None:
     """Load as diffusers' pipelines do; `load_lora_adapter` also takes a quantised transformer.
 
     Raises DataError where a part of the file is for no layer of the model.
     """
     from trainer.modeling.adapter.adapter_file import require_fits
+    from trainer.modeling.adapter.lora import ADAPTER
 
     require_fits(model, path, "transformer.")
-    options = {"weight_name": path.name, "prefix": "transformer", "adapter_name": adapter_name}
-    model.load_lora_adapter(path.parent, **options)
+    model.load_lora_adapter(path.parent, weight_name=path.name, prefix="transformer", adapter_name=ADAPTER)

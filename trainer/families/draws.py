@@ -9,7 +9,6 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainer.errors import ConfigError
@@ -40,42 +39,34 @@ class FlowSettings:
 
 
 def settings(source: ModelSource, config: RunConfig) -> FlowSettings:
-    """`Family.settings`: noise levels of the base model's scheduler and the run's flow section."""
-    return read_settings(source.component("scheduler"), config.flow, config.train.seed)
-
-
-def read_settings(scheduler_folder: Path, flow: FlowSection, seed: int) -> FlowSettings:
-    """Take the noise levels from the base model's scheduler configuration.
+    """`Family.settings`: the run's flow section, and noise levels by the base model's scheduler.
 
     A scheduler with dynamic shifting trains on unshifted levels, one with a static shift on shifted ones,
     exactly as diffusers' training scripts do by copying the scheduler.
     """
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(scheduler_folder)
-    sigmas, described = scheduler.sigmas.clone(), dict(scheduler.config)
-    return FlowSettings(sigmas=sigmas, flow=flow, seed=seed, scheduler=described)
+    scheduler = FlowMatchEulerDiscreteScheduler.from_pretrained(source.component("scheduler"))
+    return FlowSettings(
+        sigmas=scheduler.sigmas.clone(),
+        flow=config.flow,
+        seed=config.train.seed,
+        scheduler=dict(scheduler.config),
+    )
 
 
 def draw(settings: FlowSettings, positions: Sequence[int], latents: Header) -> Draw:
-    """`Family.draw` of 2 x 2 latent pixels a token; the VAE's own sampling is drawn too."""
-    _, height, width = latents["mean"]
-    return draw_samples(settings, positions, latents["mean"], mu=dynamic_mu(settings, height * width // 4))
+    """`Family.draw` of 2 x 2 latent pixels a token; the VAE's own sampling is drawn too.
 
-
-def dynamic_mu(settings: FlowSettings, tokens: int) -> float | None:
-    """The shift that FLUX.1's and Qwen-Image's pipelines give the scheduler for so many image tokens.
-
-    None where the scheduler's configuration has no dynamic shift.
+    Where the scheduler has a dynamic shift, it is that of FLUX.1's and Qwen-Image's pipelines at this size.
     """
     from diffusers.pipelines.flux.pipeline_flux import calculate_shift
 
-    config = settings.scheduler
-    if not config["use_dynamic_shifting"]:
-        return None
-    names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
-    mu: float = calculate_shift(tokens, *(config[name] for name in names))
-    return mu
+    (_, height, width), config, mu = latents["mean"], settings.scheduler, None
+    if config["use_dynamic_shifting"]:
+        names = ("base_image_seq_len", "max_image_seq_len", "base_shift", "max_shift")
+        mu = calculate_shift(height * width // 4, *(config[name] for name in names))
+    return draw_samples(settings, positions, latents["mean"], mu=mu)
 
 
 def draw_samples(

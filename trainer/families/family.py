@@ -57,12 +57,6 @@ class EncodeText(Protocol):
     ) -> dict[str, torch.Tensor]: ...
 
 
-class LoadAdapter(Protocol):
-    """Load a saved adapter onto a model the way the family's pipeline does."""
-
-    def __call__(self, model: Any, path: Path, /, *, adapter_name: str) -> None: ...
-
-
 def no_pixels(*arguments: Any) -> Any:
     """Stand in for a function that is never called, as the family has no pixels or takes no controls."""
     raise AssertionError("the family has no pixels, or no controls")
@@ -160,7 +154,8 @@ class Family:
     save_adapter: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any], Path, str], Path]
     """Write peft's state with its LoraConfig as a dict into a folder as the family's pipeline loads it, under
     this file name. Returns the file with the tensors; others may lie beside it."""
-    load_adapter: LoadAdapter = diffusion.load_adapter
+    load_adapter: Callable[[Any, Path], None] = diffusion.load_adapter
+    """Load a saved adapter onto a model the way the family's pipeline does, under the name `lora.ADAPTER`."""
     comfyui_keys: Callable[[str], str | None]
     """Prefix under which ComfyUI knows a module of the trained component; None where it does not."""
     counted_as: Callable[[Mapping[str, Any]], str]

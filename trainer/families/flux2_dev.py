@@ -101,8 +101,7 @@ def predict(model: Any, batch: Batch, draw: Draw, settings: draws.FlowSettings) 
         return_dict=False,
     )[0]
     # tokens are in rows; the pipeline's helper sorts them by their ids, and waits for the device to do so
-    unpacked: torch.Tensor = packed.transpose(1, 2).unflatten(2, (height, width))
-    return unpacked
+    return packed.transpose(1, 2).unflatten(2, (height, width))
 
 
 def _position_ids(
@@ -111,8 +110,7 @@ def _position_ids(
     """Positions (B, tokens, 4) by one of the pipeline's helpers, which reads its argument's shape alone."""
     import torch
 
-    ids: torch.Tensor = prepare(torch.empty(shape, device="meta"))
-    return ids.to(device)
+    return prepare(torch.empty(shape, device="meta")).to(device)
 
 
 def comfyui_keys(module: str) -> str:

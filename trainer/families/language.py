@@ -71,8 +71,7 @@ def attention_shape(config: Mapping[str, Any], shape: Shape) -> AttentionShape:
 
 def _head_width(config: Mapping[str, Any]) -> int:
     """Width of one head; only newer configs say it."""
-    width: int = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-    return width
+    return config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
 
 
 def load_tokenizer(
@@ -134,7 +133,7 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bo
             remedy="use a model that was made for chats, or put its chat_template.jinja into the folder",
         )
     try:
-        text: str = tokenizer.apply_chat_template(
+        return tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=opened, date_string=_DATE
         )
     except TemplateError as error:
@@ -143,7 +142,6 @@ def _render(tokenizer: Any, messages: Sequence[Mapping[str, str]], *, opened: bo
             where=tokenizer.name_or_path,
             remedy="correct or remove the conversation",
         ) from error
-    return text
 
 
 def _named(messages: Sequence[Mapping[str, str]]) -> str:
@@ -215,14 +213,12 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
     """The input of the model's head, (1, T, D), each conversation for itself."""
     from trainer.modeling.attention.packed_rows import segments_of
 
-    output = model.model(
+    return model.model(
         input_ids=batch.text["input_ids"],
         position_ids=batch.text["position_ids"],
         use_cache=False,
         segments=segments_of(model, batch.text["lengths"], batch.text[ENDS]),
-    )
-    states: torch.Tensor = output.last_hidden_state
-    return states
+    ).last_hidden_state
 
 
 def losses(model: Any, batch: Batch) -> torch.Tensor:
@@ -306,13 +302,11 @@ def save_adapter(
     path = folder / ADAPTER_FILE
     write_tensors(path, {_PEFT_PREFIX + name: value for name, value in state.items()}, {"format": "pt"}, None)
     values = {**config, "base_model_name_or_path": None, "inference_mode": True, "task_type": "CAUSAL_LM"}
-    (folder / ADAPTER_CONFIG).write_text(
-        json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8"
-    )
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(values, indent=2, sort_keys=True) + "\n")
     return path
 
 
-def load_adapter(model: Any, path: Path, *, adapter_name: str) -> None:
+def load_adapter(model: Any, path: Path) -> None:
     """Add the adapter to a transformers model in place, in its dtype, from a file and the config beside it.
 
     Raises AccessError where that config is missing, DataError where the file is another model's.
@@ -320,16 +314,16 @@ def load_adapter(model: Any, path: Path, *, adapter_name: str) -> None:
     from peft import PeftConfig, set_peft_model_state_dict
     from safetensors.torch import load_file
 
-    from trainer.modeling.adapter.lora import to_model_type
+    from trainer.modeling.adapter.lora import ADAPTER, to_model_type
 
     if not (path.parent / ADAPTER_CONFIG).is_file():
         what = f"{ADAPTER_CONFIG} is not beside the adapter, which cannot be read without it"
         raise AccessError(what, where=str(path), remedy="copy both files into one folder")
     state = {name.removeprefix(_PEFT_PREFIX): value for name, value in load_file(path).items()}
-    model.add_adapter(PeftConfig.from_pretrained(str(path.parent)), adapter_name=adapter_name)
-    loaded: Any = set_peft_model_state_dict(model, state, adapter_name=adapter_name)
+    model.add_adapter(PeftConfig.from_pretrained(str(path.parent)), adapter_name=ADAPTER)
+    loaded: Any = set_peft_model_state_dict(model, state, adapter_name=ADAPTER)
     to_model_type(model)
-    missing = [name for name in loaded.missing_keys if f".{adapter_name}." in name]
+    missing = [name for name in loaded.missing_keys if f".{ADAPTER}." in name]
     if loaded.unexpected_keys or missing:
         raise DataError(
             f"the adapter does not fit the model, first {[*loaded.unexpected_keys, *missing][0]}",

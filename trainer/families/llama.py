@@ -21,8 +21,7 @@ _MLP = r"mlp\.(gate|up|down)_proj"
 
 def predict(model: Any, batch: Batch, draw: Draw | None, settings: None) -> torch.Tensor:
     """Logits of the whole row, (1, T, vocabulary)."""
-    logits: torch.Tensor = model.lm_head(language.hidden_states(model, batch))
-    return logits
+    return model.lm_head(language.hidden_states(model, batch))
 
 
 LLAMA = Family(

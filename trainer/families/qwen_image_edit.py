@@ -115,8 +115,7 @@ def control_size(width: int, height: int) -> tuple[int, int]:
     """About the area of 1024 x 1024 at the control's aspect, in multiples of 32, as in both pipelines."""
     from diffusers.pipelines.qwenimage import pipeline_qwenimage_edit_plus as plus
 
-    size: tuple[int, int] = plus.calculate_dimensions(plus.VAE_IMAGE_SIZE, width / height)
-    return size
+    return plus.calculate_dimensions(plus.VAE_IMAGE_SIZE, width / height)
 
 
 QWEN_IMAGE_EDIT = dataclasses.replace(

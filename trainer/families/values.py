@@ -38,11 +38,6 @@ class Batch:
     tokens: int = 0
     """Text tokens that the model reads, where speed is counted in them."""
 
-    @property
-    def text_mask(self) -> torch.Tensor | None:
-        """Mask of the text tokens that are not padding; None where no caption is padded."""
-        return self.text.get(TEXT_MASK)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Draw:

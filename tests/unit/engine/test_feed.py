@@ -19,8 +19,8 @@ from trainer.engine.caching.entries import Entries, LatentsEntry, TextEntry
 from trainer.engine.caching.store import Cache, DamagedEntryError, entry_key
 from trainer.engine.training import feed
 from trainer.errors import ConfigError, OutOfMemoryError
-from trainer.families import get
-from trainer.families.draws import FlowSettings, draw_samples, dynamic_mu, sample_seed
+from trainer.families import draws, get
+from trainer.families.draws import FlowSettings, draw_samples, sample_seed
 
 SAMPLES, BATCH, ACCUMULATION = 23, 2, 2
 SETTINGS = FlowSettings(
@@ -213,25 +213,25 @@ def test_shifted_noise_levels_are_the_schedulers(dynamic: bool) -> None:
     """A static shift, and the dynamic one that the pipeline gives at 4,096 image tokens."""
     from diffusers import FlowMatchEulerDiscreteScheduler
 
-    plain = draw_samples(SETTINGS, range(8), (4, 6, 8)).sigma
+    latents = {"mean": (4, 128, 128)}
+    plain = draws.draw(SETTINGS, range(8), latents).sigma
     if dynamic:
         scheduler = FlowMatchEulerDiscreteScheduler(use_dynamic_shifting=True)
-        mu = dynamic_mu(dataclasses.replace(SETTINGS, scheduler=dict(scheduler.config)), 4096)
-        assert mu == pytest.approx(1.15)
-        expected = scheduler.time_shift(mu, 1.0, plain)
+        expected = scheduler.time_shift(1.15, 1.0, plain)
         section = FlowSection(shift="resolution")
+        settings = dataclasses.replace(SETTINGS, flow=section, scheduler=dict(scheduler.config))
     else:
-        mu, section = None, FlowSection(shift=3.0)
         expected = 3.0 * plain / (1 + 2.0 * plain)
-    shifted = draw_samples(dataclasses.replace(SETTINGS, flow=section), range(8), (4, 6, 8), mu=mu).sigma
+        settings = dataclasses.replace(SETTINGS, flow=FlowSection(shift=3.0))
+    shifted = draws.draw(settings, range(8), latents).sigma
     assert torch.allclose(shifted, expected, rtol=1e-6)
     assert (shifted > plain).all()
 
 
 def test_a_base_without_a_dynamic_shift_is_told() -> None:
-    assert dynamic_mu(SETTINGS, 4096) is None
+    settings = dataclasses.replace(SETTINGS, flow=FlowSection(shift="resolution"))
     with pytest.raises(ConfigError, match="no shift that depends on the resolution"):
-        draw_samples(dataclasses.replace(SETTINGS, flow=FlowSection(shift="resolution")), [0], (4, 6, 8))
+        draws.draw(settings, [0], {"mean": (4, 6, 8)})
 
 
 def test_a_run_says_what_its_steps_make(context: Any, entries: Entries) -> None:

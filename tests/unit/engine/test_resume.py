@@ -21,7 +21,7 @@ def context(run_dir: Path, *, wanted: str = "auto", disk_bytes: int = 0) -> Any:
         train=SimpleNamespace(max_train_steps=10),
     )
     plan = SimpleNamespace(disk_bytes=disk_bytes)
-    return SimpleNamespace(run_dir=run_dir, config=config, plan=plan, say=lambda text: None)
+    return SimpleNamespace(run_dir=run_dir, config=config, plan=plan, say=lambda text: None, alive=print)
 
 
 def finished(run_dir: Path, fingerprint: str) -> None:

@@ -24,7 +24,7 @@ def test_a_loaded_adapter_has_the_trained_one_s_type(family: str, storage: Stora
         lora.adapter_state(model), lora.adapter_config(model), tmp_path, "one.safetensors"
     )
     lora.remove_lora(model)
-    one.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
+    one.family.load_adapter(model, path)
     lora.to_model_type(model)
     loaded = {name: p for name, p in model.named_parameters() if ".lora_" in name}
     assert loaded.keys() == trained.keys()

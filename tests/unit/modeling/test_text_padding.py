@@ -54,7 +54,7 @@ def prepared(given: Case) -> tuple[Any, ...]:
 
 
 def run(given: Case, readers: tuple[Any, ...]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    with padded_text(readers, given.batch.text_mask):
+    with padded_text(readers, given.batch.text.get(TEXT_MASK)):
         return given.gradients()
 
 
@@ -104,13 +104,13 @@ def test_captions_of_different_lengths_share_a_batch(family: str) -> None:
     readers = prepared(given)
     short, long = (padded(with_caption(given, tokens), 16) for tokens in (3, 11))
     both = dataclasses.replace(short, batch=_stacked(short.batch, long.batch), draw=_twice(given.draw))
-    with torch.no_grad(), padded_text(readers, both.batch.text_mask):
+    with torch.no_grad(), padded_text(readers, both.batch.text.get(TEXT_MASK)):
         found = both.predict()
     for number, one in enumerate((short, long)):
         with torch.no_grad(), padded_text((), None):
             alone = with_caption(given, (3, 11)[number]).predict()
         assert relative(found[number], alone[0]) < ROUNDING
-        assert one.batch.text_mask is not None
+        assert TEXT_MASK in one.batch.text
 
 
 def _stacked(left: Batch, right: Batch) -> Batch:

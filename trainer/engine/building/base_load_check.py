@@ -6,6 +6,7 @@ the scheduler are opened: some seconds, whatever the model's size.
 
 from __future__ import annotations
 
+import heapq
 import importlib
 import json
 import math
@@ -101,15 +102,14 @@ def _is_empty(file: Path) -> bool:
     """True if the largest tensors of a file are zeros, judged by their first bytes."""
     header = read_header(file)
     with file.open("rb") as stream:
-        tensors = sorted(header.tensors.values(), key=lambda entry: -math.prod(entry["shape"]))[
-            :_SAMPLED_TENSORS
-        ]
-        for entry in tensors:
-            begin, end = entry["data_offsets"]
+        sizes = {name: math.prod(entry["shape"]) for name, entry in header.tensors.items()}
+        largest = heapq.nlargest(_SAMPLED_TENSORS, sizes, key=sizes.__getitem__)
+        for name in largest:
+            begin, end = header.tensors[name]["data_offsets"]
             stream.seek(header.start + begin)
             if any(stream.read(min(end - begin, _SAMPLED_BYTES))):
                 return False
-    return bool(tensors)
+    return bool(largest)
 
 
 # ---- components without weights

@@ -15,6 +15,7 @@ from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
 from trainer.errors import HardwareError
 from trainer.families.values import Shape
+from trainer.modeling.blocks.compiled import compile_blocks, eager, varying_sizes
 from trainer.modeling.storage.fp8 import keep_ones
 
 # a small input: which layers share theirs, and which kernels run, does not depend on its size
@@ -87,8 +88,6 @@ def compile_model(context: Context, model: Model, varies: Sequence[str]) -> None
     For any of the sizes that vary (arguments of `small_forward`) at once: of one size first, they would be
     compiled three times.
     """
-    from trainer.modeling.blocks.compiled import compile_blocks, varying_sizes
-
     move_plain_tensors(model.module, context.device)
     fused = f"; {_fuse_and_compact(context, model)}" if context.config.method == "lora" else ""
     sizes: list[dict[str, int]] = [{}, *({one: 2} for one in varies)]
@@ -176,8 +175,4 @@ class _Products(TorchDispatchMode):
 
 def uncompiled(context: Context) -> contextlib.AbstractContextManager[None]:
     """Context for previews, validation and proof: compiled blocks run eagerly, without more graphs."""
-    if not context.plan.compile:
-        return contextlib.nullcontext()
-    from trainer.modeling.blocks.compiled import eager
-
-    return eager()
+    return eager() if context.plan.compile else contextlib.nullcontext()

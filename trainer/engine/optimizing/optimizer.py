@@ -38,16 +38,6 @@ class HostFlag:
         return float(self._value.item())
 
 
-@torch.no_grad()
-def clip_gradients(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
-    """Scale gradients to a joint norm of at most `max_norm`; gives the norm before, in fp32 for any type."""
-    norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
-    norm = torch.linalg.vector_norm(torch.stack(norms))
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_(gradients, factor)
-    return norm
-
-
 class Average:
     """A mean of some values over the steps, younger ones weighing more.
 
@@ -162,16 +152,18 @@ class Updater:
         gradients = [master.grad for master in masters if master.grad is not None]
         if self.scale is not None:  # fp32 gradients of the loss itself
             torch._foreach_mul_(gradients, self.scale.factor.reciprocal())
-        norm = clip_gradients(gradients, self.train.max_grad_norm)
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        torch._foreach_mul_(gradients, (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
         bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(loss)).float()
         for group in self.optimizer.param_groups:
             group["lr"] = rate
-        waits = self.kind != "adamw_fused_fp32"
-        if not waits:
+        if self.kind == "adamw_fused_fp32":
             # AdamW's fused kernel reads these two, as torch.amp.GradScaler sets them
             self.optimizer.grad_scale = None  # type: ignore[attr-defined]
             self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-        if not waits or bad.item() == 0.0:
+            self.optimizer.step()
+        elif bad.item() == 0.0:  # the others wait for it
             self.optimizer.step()
         fatal = bad if self.scale is None else self.scale.update(bad)
         self.steps_taken += 1

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import io
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,59 +12,42 @@ import torch
 from trainer.config.schema import TrainSection
 from trainer.planning.choose.optimizers import second_beta_and_decay
 
-Values = Sequence[torch.nn.Parameter]
-Settings = dict[str, Any]
-"""Learning rate, betas, epsilon and weight decay, as all of these libraries call them."""
 OF_ALL = "group"
 """Stands for a parameter's name before the values that an optimizer keeps once for all parameters."""
 _SMALLEST_8BIT = 4096
 
 
-def build(kind: str, values: Values, train: TrainSection) -> torch.optim.Optimizer:
+def build(kind: str, values: Sequence[torch.nn.Parameter], train: TrainSection) -> torch.optim.Optimizer:
     """The optimizer of a plan over these values."""
     beta_2, decay = second_beta_and_decay(train, kind)
-    settings = {
+    # as all of these libraries call them
+    settings: dict[str, Any] = {
         "lr": train.learning_rate,
         "betas": (train.adam_beta1, beta_2),
         "eps": train.adam_epsilon,
         "weight_decay": decay,
     }
-    optimizer: torch.optim.Optimizer = _BUILD[kind](list(values), train, settings)
-    return optimizer
+    if kind == "adamw_kahan_bf16":
+        from optimi import AdamW
+
+        # one kernel a tensor; foreach would hold copies of all of them at once
+        on_gpu = values[0].device.type == "cuda"
+        return AdamW(values, kahan_sum=True, triton=on_gpu, foreach=False, **settings)
+    if kind == "adamw_8bit":
+        from bitsandbytes.optim.adamw import AdamW8bit
+
+        return AdamW8bit(values, min_8bit_size=_SMALLEST_8BIT, **settings)
+    if kind == "prodigy":
+        from prodigyopt import Prodigy
+
+        warms_up = train.lr_warmup_steps > 0
+        # it tells of its weight decay by print
+        with contextlib.redirect_stdout(io.StringIO()):
+            return Prodigy(values, use_bias_correction=True, safeguard_warmup=warms_up, **settings)
+    assert kind == "adamw_fused_fp32", kind
+    return torch.optim.AdamW(values, fused=True, **settings)
 
 
-def _compensated(values: list[torch.nn.Parameter], train: TrainSection, settings: Settings) -> Any:
-    from optimi import AdamW
-
-    # one kernel a tensor; foreach would hold copies of all of them at once
-    on_gpu = values[0].device.type == "cuda"
-    return AdamW(values, kahan_sum=True, triton=on_gpu, foreach=False, **settings)
-
-
-def _in_8_bits(values: list[torch.nn.Parameter], train: TrainSection, settings: Settings) -> Any:
-    from bitsandbytes.optim.adamw import AdamW8bit
-
-    return AdamW8bit(values, min_8bit_size=_SMALLEST_8BIT, **settings)
-
-
-def _prodigy(values: list[torch.nn.Parameter], train: TrainSection, settings: Settings) -> Any:
-    import contextlib
-    import io
-
-    from prodigyopt import Prodigy
-
-    warms_up = train.lr_warmup_steps > 0
-    # it tells of its weight decay by print
-    with contextlib.redirect_stdout(io.StringIO()):
-        return Prodigy(values, use_bias_correction=True, safeguard_warmup=warms_up, **settings)
-
-
-_BUILD: Mapping[str, Callable[[list[torch.nn.Parameter], TrainSection, Settings], Any]] = {
-    "adamw_fused_fp32": lambda values, _, settings: torch.optim.AdamW(values, fused=True, **settings),
-    "adamw_kahan_bf16": _compensated,
-    "adamw_8bit": _in_8_bits,
-    "prodigy": _prodigy,
-}
 WHOLE_STATE = ("adamw_8bit", "prodigy")
 """Optimizers whose state tensors have other shapes than the parameters, and are saved as they are."""
 

@@ -7,35 +7,25 @@ whose first step is taken at a rate of zero.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
 
 from trainer.config.schema import TrainSection
 
 
 def learning_rate(train: TrainSection, step: int) -> float:
     """Learning rate of optimizer step `step` (1 is the first): linear warm-up, then `train.lr_scheduler`."""
-    if step <= train.lr_warmup_steps:
-        return train.learning_rate * step / train.lr_warmup_steps
-    rest = max(1, train.max_train_steps - train.lr_warmup_steps)
-    return _COURSES[train.lr_scheduler](train, min(1.0, (step - 1 - train.lr_warmup_steps) / rest))
-
-
-def _polynomial(train: TrainSection, progress: float) -> float:
-    end = min(1e-7, train.learning_rate)
-    return end + (train.learning_rate - end) * (1.0 - progress) ** train.lr_power
-
-
-def _cosine(train: TrainSection, progress: float) -> float:
-    return train.learning_rate * 0.5 * (1.0 + math.cos(math.pi * progress))
-
-
-_COURSES: Mapping[str, Callable[[TrainSection, float], float]] = {
-    "constant": lambda train, _: train.learning_rate,
-    "constant_with_warmup": lambda train, _: train.learning_rate,
-    "linear": lambda train, progress: train.learning_rate * (1.0 - progress),
-    "cosine": _cosine,
-    "cosine_with_restarts": lambda train, progress: (
-        _cosine(train, (progress * train.lr_num_cycles) % 1.0) if progress < 1.0 else 0.0
-    ),
-    "polynomial": _polynomial,
-}
+    peak, warm_up = train.learning_rate, train.lr_warmup_steps
+    if step <= warm_up:
+        return peak * step / warm_up
+    progress = min(1.0, (step - 1 - warm_up) / max(1, train.max_train_steps - warm_up))
+    if train.lr_scheduler == "cosine_with_restarts" and progress < 1.0:
+        progress = (progress * train.lr_num_cycles) % 1.0
+    match train.lr_scheduler:
+        case "linear":
+            return peak * (1.0 - progress)
+        case "cosine" | "cosine_with_restarts":
+            return peak * 0.5 * (1.0 + math.cos(math.pi * progress))
+        case "polynomial":
+            end = min(1e-7, peak)
+            return end + (peak - end) * (1.0 - progress) ** train.lr_power
+        case "constant" | "constant_with_warmup":
+            return peak

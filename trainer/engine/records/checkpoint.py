@@ -14,8 +14,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import load_file
 
-from trainer.engine.records.fingerprint import REFUSED, changes
+from trainer.engine.records.fingerprint import changes
 from trainer.errors import ConfigError, Problem
 from trainer.files.atomic import (
     no_space_told,
@@ -32,7 +33,6 @@ SHARD_BYTES = 10 * 10**9
 _STATE = "state.json"
 _OWN = "state_sha256"
 _NAME = re.compile(r"step-\d{6,}")
-_SET_ASIDE = ".damaged"
 _CHUNK_BYTES = 1 << 24
 
 
@@ -132,7 +132,7 @@ def set_aside(root: Path, step: int, say: Callable[[str], None]) -> None:
     for folder in steps_on_disk(root):
         if step_of(folder) <= step:
             continue
-        aside = unused_name(folder.with_name(folder.name + _SET_ASIDE))
+        aside = unused_name(folder.with_name(folder.name + ".damaged"))
         folder.rename(aside)
         # a run resumed from elsewhere has no folder of its own yet, and nothing to rename
         sync_directory(root)
@@ -199,14 +199,9 @@ def _read_state(folder: Path) -> dict[str, Any]:
 
 
 _STATE_TYPES: Mapping[str, Any] = {
-    "version": int,
-    "step": int,
+    **dict.fromkeys(("version", "step", "interval_steps"), int),
     "interval_loss": float | int,
-    "interval_steps": int,
-    "fingerprint": dict,
-    "settings": dict,
-    "files": dict,
-    "sha256": dict,
+    **dict.fromkeys(("fingerprint", "settings", "files", "sha256"), dict),
 }
 
 
@@ -230,11 +225,8 @@ def read_group(folder: Path, group: str, device: str) -> dict[str, torch.Tensor]
     """Tensors of `weights` or `optimizer` on `device`, from the files that state.json names."""
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(_read_state(folder)["files"]):
-        if not name.startswith(f"{group}-"):
-            continue
-        with safe_open(folder / name, framework="pt", device=device) as file:
-            for key in file.keys():  # noqa: SIM118 (not a mapping)
-                tensors[key] = file.get_tensor(key)
+        if name.startswith(f"{group}-"):
+            tensors |= load_file(folder / name, device)
     return tensors
 
 
@@ -252,7 +244,7 @@ def require_same_run(
 
     A value that an older trainer did not record cannot be compared, and is said.
     """
-    found, unrecorded = changes(REFUSED, saved, current)
+    found, unrecorded = changes(saved, current)
     if found:
         problems = []
         for change in found:

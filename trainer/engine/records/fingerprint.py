@@ -1,13 +1,13 @@
 """Values that make a run the same experiment: those that a resume refuses to change, and those it tells.
 
-A checkpoint records both lists. A new option needs a row here; `unrecorded` says what it was in checkpoints
-of before there was such a row.
+A checkpoint records both. A new option needs a place in one of these tables; `UNRECORDED` says what it was in
+checkpoints of before it had one.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trainer.config.schema import LoraSection
@@ -15,137 +15,48 @@ from trainer.data.records import Record
 from trainer.engine.caching.entries import data_fingerprint
 from trainer.engine.context import Context
 from trainer.planning.choose.optimizers import second_beta_and_decay
-from trainer.planning.plan import Plan
 
 SAMPLE_ORDER = "drawn by the step"
 """The way samples become steps; up to 0.1.0 they waited for others of equal shape, which made up a step."""
 
-Value = Callable[[Context, Sequence[Record]], str | None]
-"""The value as text; None where the run has no such value."""
+REFUSED: Mapping[str, Sequence[str]] = {
+    "base": ("model.pretrained_model_name_or_path",),
+    "revision": ("model.revision",),
+    "weights": ("model.weights", "features.weights", "features.modulation"),
+    "dtype": ("model.dtype",),
+    "compute": ("features.compute",),
+    "text_encoders": (),
+    "data": ("data.sets", "data.resolution", "data.trigger_word", "data.on_bad_file", "validation.held_out"),
+    "sample_order": (),
+    "caption_dropout_rate": ("data.caption_dropout_rate",),
+    "max_sequence_length": ("data.max_sequence_length",),
+    "seed": ("train.seed",),
+    "train_batch_size": ("train.train_batch_size",),
+    "gradient_accumulation_steps": ("train.gradient_accumulation_steps",),
+    "optimizer": ("train.optimizer",),
+    **{key: (key,) for key in (
+        "family", "method", "train.ema_decay", "lora.rank", "lora.alpha", "lora.target_modules", "lora.type",
+        "lora.dropout", "lora.rank_pattern", "lora.alpha_pattern", "lora.init_from", "flow.weighting_scheme",
+        "flow.logit_mean", "flow.logit_std", "flow.mode_scale", "flow.shift", "flow.guidance_scale",
+    )},
+}  # fmt: skip
+"""Values by their names in checkpoints, with the configuration keys that decide each. Another value is
+another experiment: exit code 78."""
 
-
-@dataclass(frozen=True, kw_only=True)
-class Row:
-    """One value of a run."""
-
-    name: str
-    """The row's name in checkpoints."""
-    keys: tuple[str, ...]
-    """Configuration keys that decide it."""
-    value: Value
-    unrecorded: str | None = None
-    """The value that a checkpoint without this row was trained with; None where it is not known."""
-
-
-def _config(key: str, *, name: str | None = None, unrecorded: str | None = None) -> Row:
-    """A row with the value of a configuration key."""
-    return Row(
-        name=name or key, keys=(key,), value=lambda run, _: _configured(run, key), unrecorded=unrecorded
-    )
-
-
-def _adapter(key: str) -> Row:
-    """A row of `lora`; 0.1.0 recorded those of its options only that were not the usual ones."""
-    return _config(f"lora.{key}", unrecorded=_text(vars(LoraSection())[key]))
-
-
-def _plan(name: str, key: str, value: Callable[[Plan], object]) -> Row:
-    """A row that the plan decides; `key` is empty where the configuration has no say in it."""
-    return Row(name=name, keys=(key,) if key else (), value=lambda run, _: str(value(run.plan)))
-
-
-def _configured(context: Context, key: str) -> str | None:
-    """The value of a configuration key; None for the adapter of a full fine-tune, and for draws that a family
-    does not make, a weighting scheme has not, or a model is not told.
-    """
-    config, family, (section, _, last) = context.config, context.family, key.rpartition(".")
-    if section == "lora" and config.method != "lora":
-        return None
-    if section == "flow":
-        scheme = config.flow.weighting_scheme
-        if "latents" not in family.encoder_components or _SCHEME_OF.get(last, scheme) != scheme:
-            return None
-        base = context.source.component_config(family.trained_component)
-        if last == "guidance_scale" and not base.get("guidance_embeds"):
-            return None
-    return _text(vars(vars(config)[section] if section else config)[last])
-
-
-def _text(value: object) -> str:
-    """A value in one form: tables and names in alphabetical order."""
-    if isinstance(value, dict):
-        return str(sorted(value.items()))
-    return ",".join(sorted(value)) if isinstance(value, tuple) else str(value)
-
-
-def _init_from(context: Context, _: Sequence[Record]) -> str | None:
-    file = context.config.lora.init_from
-    if file is None or context.config.method != "lora":
-        return None
-    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
-
-
-def _weights(context: Context, _: Sequence[Record]) -> str:
-    plan = context.plan
-    return " ".join(filter(None, (context.source.weights, plan.weights, plan.modulation)))
-
-
-def _adamw(context: Context) -> tuple[str, ...]:
-    """AdamW's second beta and decay, where `auto` is decided by the optimizer."""
-    return tuple(map(str, second_beta_and_decay(context.config.train, context.plan.optimizer)))
-
-
-_SCHEME_OF = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
-_BASE = "model.pretrained_model_name_or_path"
-_DATA = ("data.sets", "data.resolution", "data.trigger_word", "data.on_bad_file", "validation.held_out")
-
-REFUSED: tuple[Row, ...] = (
-    _config("family"),
-    _config("method"),
-    Row(name="base", keys=(_BASE,), value=lambda context, _: context.source.identity),
-    Row(name="revision", keys=("model.revision",), value=lambda context, _: context.source.revision or ""),
-    Row(name="weights", keys=("model.weights", "features.weights", "features.modulation"), value=_weights),
-    _plan("dtype", "model.dtype", lambda plan: plan.dtype),
-    _plan("compute", "features.compute", lambda plan: plan.compute),
-    _plan("text_encoders", "", lambda plan: plan.text_encoder_weights),
-    Row(name="data", keys=_DATA, value=lambda _, records: data_fingerprint(records)),
-    Row(name="sample_order", keys=(), value=lambda *_: SAMPLE_ORDER, unrecorded="collected by shape"),
-    _config("data.caption_dropout_rate", name="caption_dropout_rate"),
-    _config("data.max_sequence_length", name="max_sequence_length"),
-    _config("train.seed", name="seed"),
-    _plan("train_batch_size", "train.train_batch_size", lambda plan: plan.micro_batch_size),
-    _plan(
-        "gradient_accumulation_steps",
-        "train.gradient_accumulation_steps",
-        lambda plan: plan.accumulation_steps,
-    ),
-    _plan("optimizer", "train.optimizer", lambda plan: plan.optimizer),
-    _config("train.ema_decay", unrecorded="None"),
-    *map(_adapter, ("rank", "alpha", "target_modules", "type", "dropout", "rank_pattern", "alpha_pattern")),
-    Row(name="lora.init_from", keys=("lora.init_from",), value=_init_from, unrecorded="nothing"),
-    *map(_config, (
-        "flow.weighting_scheme", "flow.logit_mean", "flow.logit_std", "flow.mode_scale", "flow.shift",
-        "flow.guidance_scale",
-    )),
-)  # fmt: skip
-"""Another value is another experiment: exit code 78."""
-
-TOLD: tuple[Row, ...] = (
-    *map(_config, (
+TOLD: Mapping[str, Sequence[str]] = {
+    "device": (),
+    "attention": ("features.attention",),
+    "compile": ("features.compile",),
+    "text_padding": ("features.text_padding",),
+    "tf32": ("features.tf32",),
+    "vae_tiling": ("features.vae_tiling",),
+    **{key: (key,) for key in (
         "train.max_train_steps", "train.learning_rate", "train.lr_scheduler", "train.lr_warmup_steps",
         "train.lr_num_cycles", "train.lr_power", "train.max_grad_norm", "train.adam_beta1",
-        "train.adam_epsilon",
-    )),
-    Row(name="train.adam_beta2", keys=("train.adam_beta2",), value=lambda run, _: _adamw(run)[0]),
-    Row(name="train.weight_decay", keys=("train.weight_decay",), value=lambda run, _: _adamw(run)[1]),
-    _plan("device", "", lambda plan: plan.device),
-    _plan("attention", "features.attention", lambda plan: plan.attention),
-    _plan("compile", "features.compile", lambda plan: plan.compile),
-    _plan("text_padding", "features.text_padding", lambda plan: plan.text_padding),
-    _plan("tf32", "features.tf32", lambda plan: plan.tf32),
-    _plan("vae_tiling", "features.vae_tiling", lambda plan: plan.vae_tiling),
-)  # fmt: skip
-"""A run may go on with another value, and says so."""
+        "train.adam_beta2", "train.weight_decay", "train.adam_epsilon",
+    )},
+}  # fmt: skip
+"""The same of values with which a run may go on, and says so."""
 
 FREE: tuple[str, ...] = (
     "output_dir", "model.download", "data.cache_dir", "data.cache_in_memory", "train.log_every_steps",
@@ -159,11 +70,73 @@ FREE: tuple[str, ...] = (
 )  # fmt: skip
 """Keys that change no step: nothing is said of them."""
 
+_SCHEME_OF = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
+_PLANNED = (
+    "dtype", "compute", "optimizer", "device", "attention", "compile", "text_padding", "tf32", "vae_tiling",
+)  # fmt: skip
+"""Values that are the plan's of the same name."""
 
-def values(rows: Sequence[Row], context: Context, records: Sequence[Record]) -> dict[str, str]:
-    """The values of these rows in a run, by name; rows that do not apply are left out."""
-    found = ((row.name, row.value(context, records)) for row in rows)
-    return {name: value for name, value in found if value is not None}
+
+def values(context: Context, records: Sequence[Record]) -> tuple[dict[str, str], dict[str, str]]:
+    """The values of a run by name, of `REFUSED` and of `TOLD`. Those that do not apply are left out."""
+    source, plan = context.source, context.plan
+    # where `auto` is decided by the optimizer
+    beta_2, decay = second_beta_and_decay(context.config.train, plan.optimizer)
+    found = {
+        **{name: str(vars(plan)[name]) for name in _PLANNED},
+        "base": source.identity,
+        "revision": source.revision or "",
+        "weights": " ".join(filter(None, (source.weights, plan.weights, plan.modulation))),
+        "text_encoders": plan.text_encoder_weights,
+        "data": data_fingerprint(records),
+        "sample_order": SAMPLE_ORDER,
+        "train_batch_size": str(plan.micro_batch_size),
+        "gradient_accumulation_steps": str(plan.accumulation_steps),
+        "train.adam_beta2": str(beta_2),
+        "train.weight_decay": str(decay),
+    }
+    for name, keys in {**REFUSED, **TOLD}.items():
+        if name not in found and (value := _configured(context, *keys)) is not None:
+            found[name] = value
+    refused, told = ({name: found[name] for name in rows if name in found} for rows in (REFUSED, TOLD))
+    return refused, told
+
+
+def _configured(context: Context, key: str) -> str | None:
+    """The value of a configuration key; None for the adapter of a full fine-tune, for an adapter that starts
+    from none, and for draws that a family does not make, a weighting scheme has not, or a model is not told.
+    """
+    config, family, (section, _, last) = context.config, context.family, key.rpartition(".")
+    value = vars(vars(config)[section] if section else config)[last]
+    if section == "lora" and config.method != "lora":
+        return None
+    if key == "lora.init_from":
+        return None if value is None else hashlib.sha256(value.read_bytes()).hexdigest()[:16]
+    if section == "flow":
+        scheme = config.flow.weighting_scheme
+        if "latents" not in family.encoder_components or _SCHEME_OF.get(last, scheme) != scheme:
+            return None
+        base = context.source.component_config(family.trained_component)
+        if last == "guidance_scale" and not base.get("guidance_embeds"):
+            return None
+    return _text(value)
+
+
+def _text(value: object) -> str:
+    """A value in one form: tables and names in alphabetical order."""
+    if isinstance(value, dict):
+        return str(sorted(value.items()))
+    return ",".join(sorted(value)) if isinstance(value, tuple) else str(value)
+
+
+UNRECORDED: Mapping[str, str] = {
+    "sample_order": "collected by shape",
+    "train.ema_decay": "None",
+    "lora.init_from": "nothing",
+    **{f"lora.{key}": _text(value) for key, value in LoraSection() if key != "init_from"},
+}
+"""Values that a checkpoint without them was trained with. 0.1.0 recorded those options of the adapter only
+that were not the usual ones."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -175,15 +148,12 @@ class Change:
     new: str
 
 
-def changes(
-    rows: Sequence[Row], saved: Mapping[str, str], current: Mapping[str, str]
-) -> tuple[list[Change], list[str]]:
+def changes(saved: Mapping[str, str], current: Mapping[str, str]) -> tuple[list[Change], list[str]]:
     """The differences by name, and names that the trainer that wrote `saved` did not record.
 
-    Names that no row has are compared too: another version of the trainer wrote them.
+    Names that no table has are compared too: another version of the trainer wrote them.
     """
-    before = {row.name: row.unrecorded for row in rows if row.unrecorded is not None} | dict(saved)
-    names = sorted({*saved, *current})
+    before, names = {**UNRECORDED, **saved}, sorted({*saved, *current})
     found = [
         Change(name=name, old=before[name], new=current.get(name, "nothing"))
         for name in names

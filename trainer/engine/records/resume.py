@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
@@ -12,14 +13,13 @@ from pathlib import Path
 from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.records import checkpoint
-from trainer.engine.records.fingerprint import REFUSED, TOLD, changes, values
+from trainer.engine.records.fingerprint import changes, values
 from trainer.errors import ConfigError, NoSpaceError
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
 
 RUN_FILE = "run.json"
-_WRITTEN = ("lora", "model", "best")
 _ELSEWHERE = "choose another output_dir, or remove this one"
 
 
@@ -56,7 +56,7 @@ def start(context: Context, records: Sequence[Record]) -> Start:
         context.say(f"captions stay encoded in {began}, as the run began; this start alone would take {now}")
         plan = dataclasses.replace(context.plan, text_encoder_weights=began)
         context = dataclasses.replace(context, plan=plan)
-    fingerprint, settings = values(REFUSED, context, records), values(TOLD, context, records)
+    fingerprint, settings = values(context, records)
     relabels = False
     if found is None:
         require_free_folder(context, fingerprint)
@@ -81,7 +81,7 @@ def _tell_changes(context: Context, snapshot: checkpoint.Snapshot, settings: Map
     if not snapshot.settings:
         context.say("an older trainer wrote the checkpoint: what changed in the settings since is not known")
         return finished
-    found, _ = changes(TOLD, snapshot.settings, settings)
+    found, _ = changes(snapshot.settings, settings)
     for change in found:
         if finished:
             context.say(f"{change.name}: the run was trained with {change.old}; {change.new} has no effect")
@@ -100,10 +100,7 @@ def _wanted_checkpoint(context: Context) -> tuple[Path, checkpoint.Snapshot] | N
     wanted, where = context.config.checkpoint.resume_from_checkpoint, "checkpoint.resume_from_checkpoint"
     root = context.run_dir / "checkpoints"
     steps = checkpoint.steps_on_disk(root)
-
-    def on_chunk() -> None:
-        context.alive(Phase.LOAD)
-
+    on_chunk = functools.partial(context.alive, Phase.LOAD)
     if not isinstance(wanted, Path):
         found = checkpoint.newest_valid(root, context.say, on_chunk)
         if found is not None and wanted == "never":
@@ -131,9 +128,7 @@ def _wanted_checkpoint(context: Context) -> tuple[Path, checkpoint.Snapshot] | N
 def _results(run_dir: Path) -> list[Path]:
     """The results of a run in its folder besides checkpoints."""
     metrics = run_dir / METRICS_LOG
-    folders = [
-        path for path in (run_dir / "lora", run_dir / "model") if path.is_dir() and any(path.iterdir())
-    ]
+    folders = [one for one in (run_dir / "lora", run_dir / "model") if one.is_dir() and any(one.iterdir())]
     # a loss measured before the first step is no result
     return folders + ([metrics] if any(row["step"] for row in read_metrics(metrics)) else [])
 
@@ -167,7 +162,7 @@ def _read_record(path: Path) -> dict[str, str]:
 def require_space(context: Context) -> None:
     """Raise NoSpaceError now rather than at the first checkpoint."""
     free = shutil.disk_usage(context.run_dir).free
-    folders = [context.run_dir / name for name in _WRITTEN]
+    folders = [context.run_dir / name for name in ("lora", "model", "best")]
     # others below `checkpoints` were renamed and stay
     folders += checkpoint.steps_on_disk(context.run_dir / "checkpoints")
     held = [path for folder in folders for path in folder.rglob("*")]

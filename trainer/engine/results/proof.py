@@ -250,7 +250,7 @@ def _proved(
 
 def load_lora(context: Context, model: Any, path: Path) -> None:
     """Put the file's adapter on, in the type it was trained in: FP8 products magnify any other rounding."""
-    context.family.load_adapter(model, path, adapter_name=lora.ADAPTER)
+    context.family.load_adapter(model, path)
     lora.to_model_type(model)
 
 

@@ -23,7 +23,7 @@ from trainer.engine.training.feed import Fed, feed
 from trainer.engine.training.preview import draw_previews, preview_path
 from trainer.engine.training.state import Run, State, save
 from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError, TrainerError
-from trainer.families.values import ENDS, Batch, Draw
+from trainer.families.values import ENDS, TEXT_MASK, Batch, Draw
 from trainer.modeling.attention.text_lengths import padded_text
 from trainer.modeling.blocks.compiled import graphs_compiled, mark_varying
 from trainer.modeling.seeds import seeded
@@ -114,7 +114,7 @@ def compute(
     """
     if context.plan.compile:
         _mark_lengths(batch)
-    with padded_text(built.text_readers, batch.text_mask):
+    with padded_text(built.text_readers, batch.text.get(TEXT_MASK)):
         loss = context.family.loss(built.model, batch, draw, context.settings).sum() / weight
         built.accelerator.backward(built.updater.scaled(loss))
     built.updater.accumulate()
@@ -123,15 +123,15 @@ def compute(
 
 def _mark_lengths(batch: Batch) -> None:
     """Have compiled blocks take any number and length of captions, and any number of samples in a row."""
-    if batch.text_mask is not None:
-        mark_varying(batch.text_mask, [0, 1])
+    if TEXT_MASK in batch.text:
+        mark_varying(batch.text[TEXT_MASK], [0, 1])
     if ENDS in batch.text:
         mark_varying(batch.text[ENDS], [0])
 
 
 def predict(context: Context, built: Built, batch: Batch, draw: Draw | None) -> None:
     """One forward pass as it is written, for the tables that a model keeps by the shapes that it saw."""
-    with torch.no_grad(), uncompiled(context), padded_text(built.text_readers, batch.text_mask):
+    with torch.no_grad(), uncompiled(context), padded_text(built.text_readers, batch.text.get(TEXT_MASK)):
         context.family.predict(built.model, batch, draw, context.settings)
 
 
