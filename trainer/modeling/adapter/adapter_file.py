@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.errors import AccessError, DataError
-from trainer.modeling.adapter.comfyui import Parts, alpha_of, rank_of
+from trainer.modeling.adapter.comfyui import Parts, alpha_and_rank
 from trainer.modeling.adapter.lora import effective_change
 
 Layout = Literal["diffusers", "comfyui", "peft"]
@@ -168,7 +168,8 @@ def merged_weight(weight: torch.Tensor, parts: Parts, config: Mapping[str, Any],
     Source: peft's tuners/lora and tuners/lokr, `get_delta_weight` and `merge`. Raises DataError for another
     layer's shapes.
     """
-    scale = alpha_of(config, module) / rank_of(config, module)
+    alpha, rank = alpha_and_rank(config, module)
+    scale = alpha / rank
     if "lora_A.weight" in parts:
         change = effective_change(parts["lora_A.weight"], parts["lora_B.weight"], scale)
     else:
