@@ -20,7 +20,7 @@ from trainer.files.weight_files import weight_files
 from trainer.modeling.base.random_weights import draw, random_module
 from trainer.modeling.base.reading import ShardReader
 from trainer.modeling.base.source import ModelSource
-from trainer.modeling.base.structure import Structure, built_empty, modules_inside, tied
+from trainer.modeling.base.structure import Structure, built_empty, tied
 from trainer.modeling.storage.nf4 import Nf4Linear
 from trainer.modeling.storage.quantize import Replace, count_quantized, replacer
 from trainer.ways.storages import ENCODERS_KEEP, WAYS
@@ -115,7 +115,11 @@ def fill_structure(
         on_shard(1, 1)
         filled: torch.nn.Module = structure.module.requires_grad_(False)
         return filled
-    hosted = modules_inside(structure.module, on_host)
+    hosted = {
+        f"{name}.{inner}".removesuffix(".")
+        for name in on_host
+        for inner, _ in structure.module.get_submodule(name).named_modules()
+    }
     if structure.random_label:
         draw(structure, hosted)
         on_shard(1, 1)
@@ -199,7 +203,7 @@ def renaming(module: torch.nn.Module) -> Callable[[str], str]:
     import transformers
 
     if not isinstance(module, transformers.PreTrainedModel):
-        return lambda name: name
+        return str
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
