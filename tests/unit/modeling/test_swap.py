@@ -17,6 +17,8 @@ from trainer.modeling.base import structure
 from trainer.modeling.base.load import fill_structure
 from trainer.modeling.base.structure import Structure
 from trainer.modeling.blocks.recompute import Recomputed, recompute_blocks, repeated_blocks
+from trainer.modeling.storage import swap
+from trainer.modeling.storage.block_memory import Packed, point
 from trainer.modeling.storage.swap import Swapped, swap_blocks, waiting, waiting_blocks
 
 BLOCKS = {
@@ -278,13 +280,14 @@ def test_on_a_gpu_a_copy_waits_for_what_is_enqueued_and_a_block_for_its_copy(
     swapped._copied = [Told(f"buffer {slot}", log) for slot in range(2)]  # type: ignore[misc]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Told("computing", log))
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    plain = Swapped._bind
 
-    def bind(self: Swapped, number: int, slot: int) -> None:
+    def told(packed: Packed, own: list[torch.Tensor]) -> None:
+        number = [one is packed for one in swapped._packed].index(True)
+        slot = [one is own for one in swapped._views[number]].index(True)
         log.append(f"block {number} in buffer {slot}")
-        plain(self, number, slot)
+        point(packed, own)
 
-    monkeypatch.setattr(Swapped, "_bind", bind)
+    monkeypatch.setattr(swap, "point", told)
     one.gradients()
 
     def copied(slot: int) -> list[str]:

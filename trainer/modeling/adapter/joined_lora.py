@@ -69,12 +69,11 @@ class _Single(LoraLinear):
         """Compute peft's forward pass."""
         if not _is_active(self):
             return super().forward(x, *args, **kwargs)
-        whole = self.base_layer(x)
-        first: Any = self.lora_A[ADAPTER].weight
-        down = _scaled(first, self.scaling[ADAPTER])
+        layer: Any = self
+        whole = layer.base_layer(x)
+        down = _scaled(layer.lora_A[ADAPTER].weight, layer.scaling[ADAPTER])
         hidden = torch.nn.functional.linear(x, down)
-        up: Any = self.lora_B[ADAPTER].weight
-        return add_low_rank(whole, hidden, up)
+        return add_low_rank(whole, hidden, layer.lora_B[ADAPTER].weight)
 
 
 def joined_parts(layers: tuple[Any, ...], inputs: torch.Tensor) -> Parts | None:

@@ -15,7 +15,6 @@ from trainer.modeling.base import hub
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
 
-KEY = "model.pretrained_model_name_or_path"
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHT_FILE = "*.safetensors"
 # components that read text, and the files one of which has the words
@@ -36,7 +35,7 @@ def local_folder(config: RunConfig) -> Path | None:
     if not hub.is_repository_id(name):
         raise ConfigError(
             f"the base model's folder {name} does not exist",
-            where=KEY,
+            where=hub.KEY,
             remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME)",
         )
     # a language model's folder has a config.json in place of the index of its parts

@@ -50,10 +50,9 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        way = self.method
-        if way == "parallel":
-            return f"parallel reads {'past' if self.direct else 'through'} the page cache ({self.reason})"
-        return f"{way} ({self.reason})"
+        if self.method != "parallel":
+            return f"{self.method} ({self.reason})"
+        return f"parallel reads {'past' if self.direct else 'through'} the page cache ({self.reason})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +68,14 @@ class Shard:
 def choose(path: Path, loader: str, device: torch.device) -> Choice:
     """The method for `path` where the plan's loader is `loader`."""
     match loader:
-        case "fastsafetensors":
-            return Choice(method="fastsafetensors", reason="asked for")
-        case "safetensors":
-            return Choice(method="safetensors", reason="asked for")
+        case "fastsafetensors" | "safetensors":
+            return Choice(method=loader, reason="asked for")
     assert loader in ("auto", "fastsafetensors-cold", "fastsafetensors-cached"), loader
     if device.type != "cuda":
         return Choice(method="safetensors", reason="nothing is copied to a GPU")
     share = page_cache_share(path)
     if share is None:
-        reason = "whether it is there cannot be told"
-        return Choice(method="parallel", reason=reason)
+        return Choice(method="parallel", reason="whether it is there cannot be told")
     reason = f"{share:.0%} of the file is there"
     state = "cold" if share < CACHED_SHARE else "cached"
     if loader.endswith(f"-{state}"):

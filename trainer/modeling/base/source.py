@@ -13,7 +13,6 @@ from trainer.files.weight_files import weight_files
 from trainer.modeling.base import hub
 from trainer.modeling.base.base import (
     CONFIG_FILES,
-    KEY,
     WEIGHT_FILE,
     Base,
     ComponentConfig,
@@ -164,7 +163,7 @@ def _refuse(config: RunConfig, base: Base) -> NoReturn:
     raise AccessError(
         f"{model.pretrained_model_name_or_path}{at} is not complete on this disk ({base.missing_line}), and"
         f" {forbidden} forbids downloading it",
-        where=KEY,
+        where=hub.KEY,
         remedy="run `trainer fetch` where there is network and with this HF_HOME, or name a local folder",
     )
 

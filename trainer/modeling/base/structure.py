@@ -19,7 +19,7 @@ from trainer.modeling.storage.stored import StoredLinear
 class Structure:
     """A component made of the layers that it will compute with, whose parameters have no values yet."""
 
-    module: Any
+    module: torch.nn.Module
     folder: Path
     device: str
     """Device on which values are quantised and stay."""
@@ -94,8 +94,7 @@ class Structure:
         for name, module in self.module.named_modules():
             if name not in on_host:
                 move(module, self.device)
-        frozen: torch.nn.Module = self.module.requires_grad_(False)
-        return frozen
+        return self.module.requires_grad_(False)
 
 
 def built(component_class: Any, folder: Path) -> torch.nn.Module:
