@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from trainer.modeling.storage.nf4 import Nf4Linear
-from trainer.modeling.storage.quantize import Replace, fill
+from trainer.modeling.storage.quantize import Replace
 from trainer.modeling.storage.row_quantized import Kind, RowScaledLinear
 from trainer.ways.storages import find
 
@@ -17,14 +17,14 @@ def from_linear(linear: torch.nn.Linear, kind: Kind, *, fp8_compute: bool, copie
     """`linear` with its weight quantised on the device that it is on."""
     way = replace(find(kind), compute="fp8" if fp8_compute else "", copies=copies)
     layer = RowScaledLinear(linear, way)
-    fill("weight", layer, linear.weight.data)
+    layer.quantize(linear.weight.data)
     return layer
 
 
 def nf4_linear(linear: torch.nn.Linear) -> Nf4Linear:
     """`linear` with its weight quantised, scales included, on the device that it is on."""
     layer = Nf4Linear(linear, find("nf4"))
-    fill("weight", layer, linear.weight.data)
+    layer.quantize(linear.weight.data)
     return layer
 
 
@@ -33,5 +33,5 @@ def replaced(replace: Replace | None, name: str, linear: Any) -> Any:
     assert replace is not None
     layer = replace(name, linear)
     if layer is not None:
-        fill("weight", layer, linear.weight.data)
+        layer.quantize(linear.weight.data)
     return layer

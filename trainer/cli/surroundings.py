@@ -18,7 +18,7 @@ from trainer.errors import ConfigError, HardwareError, Problem, TrainerError
 from trainer.machine import torch_build
 from trainer.machine.facts import Facts
 from trainer.machine.mounts import parse_mounts
-from trainer.modeling.base.base import can_download, find_base
+from trainer.modeling.base.base import base_at, can_download, local_folder
 from trainer.planning import planning
 
 MOUNTINFO = Path("/proc/self/mountinfo")
@@ -82,7 +82,8 @@ def _folders(name: str, loaded: Loaded | None) -> Iterator[Folder]:
     if name in ("train", "cache"):
         yield _folder(environment.cache_dir(config), "the folder of encoded samples")
     family = families.get(config.family)
-    base = find_base(config, families.components(family), trained=family.trained_component)
+    components, trained = families.components(family), family.trained_component
+    base = base_at(local_folder(config), config, components, trained=trained)
     if base.state != "complete" and can_download(config):
         yield _folder(environment.hub_cache_dir(), "the folder of base models")
 

@@ -17,7 +17,7 @@ from trainer.errors import ConfigError
 from trainer.families import diffusion, qwen_image
 from trainer.families.qwen_image import QWEN_IMAGE
 from trainer.families.values import PreviewPrompt
-from trainer.modeling.base.base import read_json
+from trainer.modeling.base.base import read_config
 
 if TYPE_CHECKING:
     import torch
@@ -36,7 +36,7 @@ def _arguments(pipeline: Any, prompt: PreviewPrompt, embeds: Mapping[str, torch.
 
 def _layout(source: ModelSource) -> str:
     """Name of the pipeline of the base's layout. Raises ConfigError for a base of another kind."""
-    name = str(read_json(source.folder / "model_index.json").get("_class_name"))
+    name = str(read_config(source.folder / "model_index.json").get("_class_name"))
     if name not in _LAYOUTS:
         raise ConfigError(
             f"the base model is for {name}, not for image editing",

@@ -83,7 +83,11 @@ NOTICES: tuple[Unheard, ...] = (
 def quiet_libraries() -> None:
     """Keep the libraries' notices and bars out of the user's terminal; call it before they are imported."""
     make_torchvision_importable()
-    _unheard()
+    for row in NOTICES:
+        if row.category is not None:
+            warnings.filterwarnings("ignore", message=row.says, category=row.category, module=row.module)
+        else:
+            logging.getLogger(row.logger).addFilter(functools.partial(_is_heard, re.compile(row.says)))
     from transformers.utils import logging as transformers_logging
 
     # before diffusers is imported: it makes transformers speak
@@ -93,16 +97,6 @@ def quiet_libraries() -> None:
 
     diffusers_logging.set_verbosity_error()
     diffusers_logging.disable_progress_bar()
-
-
-@functools.cache
-def _unheard() -> None:
-    for row in NOTICES:
-        if row.category is not None:
-            warnings.filterwarnings("ignore", message=row.says, category=row.category, module=row.module)
-    for name in {row.logger for row in NOTICES if row.logger}:
-        pattern = re.compile("|".join(f"(?:{row.says})" for row in NOTICES if row.logger == name))
-        logging.getLogger(name).addFilter(functools.partial(_is_heard, pattern))
 
 
 def _is_heard(unheard: re.Pattern[str], record: logging.LogRecord) -> bool:

@@ -16,7 +16,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import AccessError, ConfigError, Problem
 from trainer.families.family import Family
 from trainer.files.weight_files import weight_files
-from trainer.modeling.base.base import base_at, read_json
+from trainer.modeling.base.base import base_at, read_config
 from trainer.planning.plan import Decision, row
 from trainer.planning.shapes.geometry import table_component
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
@@ -62,7 +62,7 @@ def named_class(family: Family, component: str) -> str:
 def _said(folder: Path) -> Mapping[str, Any]:
     """The folder's index of components, or the config of a language model; empty where neither is there."""
     found = (folder / name for name in (INDEX, "config.json"))
-    return next((read_json(path) for path in found if path.is_file()), {})
+    return next((read_config(path) for path in found if path.is_file()), {})
 
 
 # ---- the family
@@ -133,7 +133,7 @@ def _problems(
             return
     path = folder / name / "config.json"
     if has_weights and path.is_file():
-        theirs, ours = read_json(path), read_json(CONFIGS / family.name / name / "config.json")
+        theirs, ours = read_config(path), read_config(CONFIGS / family.name / name / "config.json")
         for what in _other_class(theirs, ours, named_class(family, name)):
             yield path, what, other
         for what in _bad_values(theirs, ours):
@@ -173,7 +173,7 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
     for key, our in ours.items():
         if key.startswith("_") or key.endswith("_id") or key not in theirs:
             continue
-        value = theirs[key]
+        value = theirs.get(key)
         if _is_number(our) and value is not None and not _is_number(value):
             yield f"{key} is {value!r}, and a number is needed"
         elif _is_number(our) and value is not None and our >= 0 and value < 0:

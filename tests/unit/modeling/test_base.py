@@ -21,7 +21,7 @@ from trainer.errors import AccessError
 from trainer.families import components, get
 from trainer.files.weight_files import read_header, weight_files
 from trainer.modeling.base import hub
-from trainer.modeling.base.base import find_base
+from trainer.modeling.base.base import base_at, local_folder
 from trainer.modeling.base.load import shard_files
 from trainer.modeling.base.source import pinned, resolve_source
 from trainer.planning.plan import Plan
@@ -269,7 +269,7 @@ def test_a_run_fetches_configs_before_it_plans(fake_hub: FakeHub, run_config: Ma
     config = run_config(pretrained_model_name_or_path=REPOSITORY)
     loaded = Loaded(config=config, sources={})
     prepare_base(loaded)
-    base = find_base(config, components(FLUX), trained="transformer")
+    base = base_at(local_folder(config), config, components(FLUX), trained="transformer")
     assert base.folder is not None and base.state == "partial"
     assert not list(base.folder.rglob("*.safetensors"))
     assert (base.folder / "transformer/config.json").exists()
@@ -277,18 +277,18 @@ def test_a_run_fetches_configs_before_it_plans(fake_hub: FakeHub, run_config: Ma
     prepare_base(loaded)
     assert len(fake_hub.requests) == asked, "once is enough"
     resolve_source(config, components(FLUX), trained="transformer")
-    assert find_base(config, components(FLUX), trained="transformer").state == "complete"
+    assert base_at(local_folder(config), config, components(FLUX), trained="transformer").state == "complete"
     assert "download" not in rows(plan_run(loaded, machine("cpu")))
 
 
 def test_configs_that_were_fetched_are_enough_for_random_weights(fake_hub: FakeHub, run_config: Make) -> None:
     config = run_config(pretrained_model_name_or_path=REPOSITORY, weights="random")
     prepare_base(Loaded(config=config, sources={}))
-    base = find_base(config, components(FLUX), trained="transformer")
+    base = base_at(local_folder(config), config, components(FLUX), trained="transformer")
     assert base.folder is not None and base.state == "complete"
     assert (base.folder / "tokenizer/tokenizer.json").exists()
     (base.folder / "tokenizer/tokenizer.json").unlink()
-    assert find_base(config, components(FLUX), trained="transformer").state == "partial"
+    assert base_at(local_folder(config), config, components(FLUX), trained="transformer").state == "partial"
     resolve_source(config, components(FLUX), trained="transformer")
     assert (base.folder / "tokenizer/tokenizer.json").exists()
 
@@ -317,10 +317,10 @@ def test_a_lost_blob_is_downloaded_again(fake_hub: FakeHub, run_config: Make) ->
     folder = resolve_source(config, components(FLUX), trained="transformer").folder
     for name in ("vae/diffusion_pytorch_model.safetensors", "tokenizer/tokenizer.json"):
         (folder / name).resolve().unlink()
-    base = find_base(config, components(FLUX), trained="transformer")
+    base = base_at(local_folder(config), config, components(FLUX), trained="transformer")
     assert [path.parent.name for path, _ in base.missing] == ["vae", "tokenizer"] or base.state == "partial"
     resolve_source(config, components(FLUX), trained="transformer")
-    assert find_base(config, components(FLUX), trained="transformer").state == "complete"
+    assert base_at(local_folder(config), config, components(FLUX), trained="transformer").state == "complete"
 
 
 def test_what_must_not_be_downloaded_is_refused_before_the_plan(fake_hub: FakeHub, run_config: Make) -> None:

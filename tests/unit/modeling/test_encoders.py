@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +23,10 @@ from transformers import (
 
 from trainer import families
 from trainer.errors import AccessError
-from trainer.modeling.base import structure
 from trainer.modeling.base.load import build_structure, fill_structure, load_component
 from trainer.modeling.base.source import ModelSource
-from trainer.modeling.storage.quantize import count_quantized, fill
+from trainer.modeling.base.structure import Structure
+from trainer.modeling.storage.quantize import count_quantized
 from trainer.planning.shapes.geometry import linear_weights, quantized_linears
 from trainer.ways.storages import ENCODERS_KEEP
 
@@ -235,12 +235,14 @@ def test_one_layer_at_a_time_is_in_full_precision(
     gc.disable()
     counts: list[int] = []
 
-    def watched(name: str, module: torch.nn.Module, rows: torch.Tensor, **options: Any) -> None:
+    def watched(self: Structure, name: str, rows: torch.Tensor, on_host: Set[str], **options: Any) -> None:
+        module = self.module.get_submodule(name.rpartition(".")[0])
         if rows.ndim == 2 and type(module) is not torch.nn.Linear and isinstance(module, torch.nn.Linear):
             counts.append(len([shape for shape in live().values() if shape[0] != 40]))
-        fill(name, module, rows, **options)
+        place(self, name, rows, on_host, **options)
 
-    monkeypatch.setattr(structure, "fill", watched)
+    place = Structure.place
+    monkeypatch.setattr(Structure, "place", watched)
     try:
         load(LlamaForCausalLM, base, weights, torch.bfloat16)
     finally:

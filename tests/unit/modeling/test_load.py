@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +19,11 @@ from tests.unit.modeling.test_quantize import CONFIG
 from trainer.errors import AccessError, ConfigError
 from trainer.files.component_shapes import header_shapes, packed_size
 from trainer.files.weight_files import weight_files
-from trainer.modeling.base import structure
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.base.source import ModelSource
+from trainer.modeling.base.structure import Structure
 from trainer.modeling.blocks.recompute import recompute_blocks, repeated_blocks
-from trainer.modeling.storage.quantize import Replace, count_quantized, fill, replacer
+from trainer.modeling.storage.quantize import Replace, count_quantized, replacer
 from trainer.ways.storages import find
 
 INDEX = "model.safetensors.index.json"
@@ -197,14 +197,16 @@ def test_one_layer_at_a_time_is_in_full_precision(
     counts: list[int] = []
     staying: set[int] = set()
 
-    def watched(name: str, module: torch.nn.Module, rows: torch.Tensor, **options: Any) -> None:
+    def watched(self: Structure, name: str, rows: torch.Tensor, on_host: Set[str], **options: Any) -> None:
         if rows.ndim == 2:
             counts.append(len(live() - staying))
-        fill(name, module, rows, **options)
+        place(self, name, rows, on_host, **options)
+        module = self.module.get_submodule(name.rpartition(".")[0])
         if type(module) is torch.nn.Linear:
             staying.add(module.weight.untyped_storage().data_ptr())
 
-    monkeypatch.setattr(structure, "fill", watched)
+    place = Structure.place
+    monkeypatch.setattr(Structure, "place", watched)
     try:
         load(
             FluxTransformer2DModel,

@@ -14,8 +14,11 @@ from tests.unit.modeling.small_models import Case, Storage, case
 from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
 from trainer.modeling.adapter.lora import adapter_state, remove_lora
 from trainer.modeling.base import structure
-from trainer.modeling.base.structure import Structure, modules_inside
+from trainer.modeling.base.load import fill_structure
+from trainer.modeling.base.structure import Structure
 from trainer.modeling.blocks.recompute import Recomputed, recompute_blocks, repeated_blocks
+from trainer.modeling.storage import swap
+from trainer.modeling.storage.block_memory import Packed, point
 from trainer.modeling.storage.swap import Swapped, swap_blocks, waiting, waiting_blocks
 
 BLOCKS = {
@@ -242,13 +245,14 @@ def test_the_longest_stack_waits_first() -> None:
 def test_modules_that_wait_are_left_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     model = case("flux1_dev", adapted=False).model
     block = model.single_transformer_blocks[1]
-    names = modules_inside(model, ["single_transformer_blocks.1"])
-    assert {"single_transformer_blocks.1", "single_transformer_blocks.1.attn.to_q"} <= names
-    assert modules_inside(model, ()) == frozenset()
-    moved: list[torch.nn.Module] = []
-    monkeypatch.setattr(structure, "move", lambda module, device: moved.append(module))
-    Structure(module=model, folder=Path(), device="cpu").complete(names)
-    assert {*map(id, moved)} == {*map(id, model.modules())} - {*map(id, block.modules())}
+    moved: dict[str, set[torch.nn.Module]] = {"cpu": set(), "cpu:0": set()}
+    monkeypatch.setattr(structure, "move", lambda module, device: moved[device].add(module))
+    wanted = model.state_dict()
+    empty = Structure(module=model, folder=Path(), device="cpu:0", wanted=wanted, random_label="x")
+    fill_structure(empty, on_host=["single_transformer_blocks.1"])
+    inside = {*block.modules()}
+    assert moved["cpu"] == {module for module in inside if [*module.parameters(recurse=False)]}
+    assert moved["cpu:0"] == {*model.modules()} - inside
 
 
 class Told:
@@ -276,13 +280,14 @@ def test_on_a_gpu_a_copy_waits_for_what_is_enqueued_and_a_block_for_its_copy(
     swapped._copied = [Told(f"buffer {slot}", log) for slot in range(2)]  # type: ignore[misc]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Told("computing", log))
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)
-    plain = Swapped._bind
 
-    def bind(self: Swapped, number: int, slot: int) -> None:
+    def told(packed: Packed, own: list[torch.Tensor]) -> None:
+        number = [one is packed for one in swapped._packed].index(True)
+        slot = [one is own for one in swapped._views[number]].index(True)
         log.append(f"block {number} in buffer {slot}")
-        plain(self, number, slot)
+        point(packed, own)
 
-    monkeypatch.setattr(Swapped, "_bind", bind)
+    monkeypatch.setattr(swap, "point", told)
     one.gradients()
 
     def copied(slot: int) -> list[str]:

@@ -73,7 +73,7 @@ def _linear(kernel: str, weight: torch.Tensor) -> Linear:
         return lambda inputs: torch.nn.functional.linear(inputs, weight)
     if kernel == "fp8":
         return _fp8(weight)
-    from trainer.modeling.storage.quantize import fill, replacer
+    from trainer.modeling.storage.quantize import replacer
     from trainer.modeling.vision import make_torchvision_importable
 
     make_torchvision_importable()  # the libraries that store int8 and nf4 import transformers
@@ -82,7 +82,7 @@ def _linear(kernel: str, weight: torch.Tensor) -> Linear:
     assert replace is not None, f"{kernel} is no storage of frozen weights"
     stored = replace("linear", torch.nn.Linear(columns, rows, bias=False, device="meta"))
     assert stored is not None
-    fill("weight", stored, weight)
+    stored.quantize(weight)
     # bitsandbytes has kernels of its own; int8 values are unpacked by a kernel that the compiler makes
     return stored if len({*way.unpack_traffic}) == 1 else _compiled(stored, weight)
 

@@ -23,7 +23,7 @@ from trainer.families.family import Family
 from trainer.families.values import Shape
 from trainer.files import atomic
 from trainer.modeling.adapter import lora
-from trainer.modeling.adapter.comfyui import unnamed, write_comfyui
+from trainer.modeling.adapter.comfyui import by_module, write_comfyui
 from trainer.modeling.tensor_file import rewrite_sorted
 
 TOLERANCE: dict[torch.dtype, float] = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 1e-3}
@@ -135,7 +135,7 @@ def write_twin(context: Context, model: Any, folder: Path) -> Path | None:
     family, state = context.family, lora.adapter_state(model)
     if family.comfyui is None:
         return None
-    nameless = unnamed(state, family.comfyui_keys)
+    nameless = [module for module in by_module(state) if family.comfyui_keys(module) is None]
     if nameless:
         context.say(f"no file for ComfyUI: it has no name for {len(nameless)} layers, first {nameless[0]}")
         return None

@@ -14,7 +14,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from trainer.errors import AccessError, DataError
-from trainer.modeling.adapter.comfyui import Parts, alpha_of, rank_of
+from trainer.modeling.adapter.comfyui import Parts, alpha_and_rank
 from trainer.modeling.adapter.lora import effective_change
 
 Layout = Literal["diffusers", "comfyui", "peft"]
@@ -73,15 +73,9 @@ def read_adapter(path: Path) -> AdapterFile:
     metadata.pop("format", None)
     if layout == "comfyui":
         config = _config_of_comfyui(layers)
-        layers = {
-            module: {part: tensor for part, tensor in parts.items() if part != "alpha"}
-            for module, parts in layers.items()
-        }
     elif inside is not None:
-        config = {
-            key.removeprefix("transformer."): value
-            for key, value in _parsed(inside, CONFIG_INSIDE, path).items()
-        }
+        said = _parsed(inside, CONFIG_INSIDE, path)
+        config = {key.removeprefix("transformer."): value for key, value in said.items()}
     else:
         config = _config_beside(path)
     if config.get("use_rslora"):
@@ -107,7 +101,9 @@ def _layout(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str], pa
     return "comfyui"
 
 
-def _by_layer(tensors: Mapping[str, torch.Tensor], layout: Layout, path: Path) -> dict[str, Parts]:
+def _by_layer(
+    tensors: Mapping[str, torch.Tensor], layout: Layout, path: Path
+) -> dict[str, dict[str, torch.Tensor]]:
     found: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in tensors.items():
         prefix = next((one for one in _PREFIXES[layout] if name.startswith(one)), None)
@@ -121,19 +117,18 @@ def _by_layer(tensors: Mapping[str, torch.Tensor], layout: Layout, path: Path) -
             raise DataError(f"{module} has only one of lora_A and lora_B", where=str(path))
     if not found:
         raise DataError("holds no tensor", where=str(path), remedy="name a LoRA that this trainer saved")
-    return dict(found)
+    return found
 
 
-def _config_of_comfyui(layers: Mapping[str, Parts]) -> dict[str, Any]:
-    """Rank and alpha that most layers have, and patterns for the others."""
-    ranks = {
-        name: parts["lora_A.weight"].shape[0] for name, parts in layers.items() if "lora_A.weight" in parts
-    }
-    # ComfyUI takes the rank where a file has no alpha
-    alphas = {
-        name: float(layers[name]["alpha"]) if "alpha" in layers[name] else float(rank)
-        for name, rank in ranks.items()
-    }
+def _config_of_comfyui(layers: Mapping[str, dict[str, torch.Tensor]]) -> dict[str, Any]:
+    """Rank and alpha that most layers have, and patterns for the others; takes the alphas out of `layers`."""
+    ranks, alphas = {}, {}
+    for name, parts in layers.items():
+        said = parts.pop("alpha", None)
+        if "lora_A.weight" in parts:
+            ranks[name] = parts["lora_A.weight"].shape[0]
+            # ComfyUI takes the rank where a file has no alpha
+            alphas[name] = float(ranks[name] if said is None else said)
     rank = Counter(ranks.values()).most_common(1)[0][0] if ranks else 0
     alpha = Counter(alphas.values()).most_common(1)[0][0] if alphas else 0.0
     return {
@@ -168,7 +163,8 @@ def merged_weight(weight: torch.Tensor, parts: Parts, config: Mapping[str, Any],
     Source: peft's tuners/lora and tuners/lokr, `get_delta_weight` and `merge`. Raises DataError for another
     layer's shapes.
     """
-    scale = alpha_of(config, module) / rank_of(config, module)
+    alpha, rank = alpha_and_rank(config, module)
+    scale = alpha / rank
     if "lora_A.weight" in parts:
         change = effective_change(parts["lora_A.weight"], parts["lora_B.weight"], scale)
     else:
@@ -198,14 +194,14 @@ def require_fits(model: torch.nn.Module, path: Path, prefix: str) -> None:
     """
     # what had an adapter before keeps its wrapper
     layers = {
-        name.removesuffix(".base_layer"): module
+        prefix + name.removesuffix(".base_layer"): module
         for name, module in model.named_modules()
         if isinstance(module, torch.nn.Linear)
     }
     with safe_open(path, framework="pt") as file:
         shapes = {name: file.get_slice(name).get_shape() for name in sorted(file.keys())}
         said = file.metadata() or {}
-    strange = [name for name, shape in shapes.items() if not _fits(layers, name, shape, prefix)]
+    strange = [name for name, shape in shapes.items() if not _fits(layers, name, shape)]
     if not strange:
         return
     what = f"{len(strange)} of its {len(shapes)} tensors fit no layer of this model, first {strange[0]}"
@@ -218,13 +214,11 @@ def require_fits(model: torch.nn.Module, path: Path, prefix: str) -> None:
     )
 
 
-def _fits(layers: Mapping[str, torch.nn.Linear], name: str, shape: Sequence[int], prefix: str) -> bool:
+def _fits(layers: Mapping[str, torch.nn.Linear], name: str, shape: Sequence[int]) -> bool:
     """True for a tensor that belongs to the adapter of one of the layers; ComfyUI's alphas are not read."""
     parted = _TENSOR.fullmatch(name)
-    if parted is None or not name.startswith(prefix) or not parted[2].startswith(("lora_", "lokr_")):
-        return False
-    layer = layers.get(parted[1].removeprefix(prefix))
-    if layer is None:
+    layer = None if parted is None else layers.get(parted[1])
+    if parted is None or layer is None or not parted[2].startswith(("lora_", "lokr_")):
         return False
     if parted[2].startswith("lora_A"):
         return shape[-1] == layer.in_features

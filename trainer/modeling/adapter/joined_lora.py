@@ -53,7 +53,8 @@ class _Member(LoraLinear):
         if not _is_active(self):
             return super().forward(x, *args, **kwargs)
         if self.place == 0:
-            shared.pending = _product(shared, x).split(shared.sizes, dim=-1)
+            whole, hidden, ups = _parts(shared, x)
+            shared.pending = add_low_rank(whole, hidden, *ups).split(shared.sizes, dim=-1)
         assert shared.pending is not None, "layers of one input are called in another order"
         output = shared.pending[self.place]
         if self.place == len(shared.members) - 1:
@@ -68,12 +69,11 @@ class _Single(LoraLinear):
         """Compute peft's forward pass."""
         if not _is_active(self):
             return super().forward(x, *args, **kwargs)
-        whole = self.base_layer(x)
-        first: Any = self.lora_A[ADAPTER].weight
-        down = _scaled(first, self.scaling[ADAPTER])
+        layer: Any = self
+        whole = layer.base_layer(x)
+        down = _scaled(layer.lora_A[ADAPTER].weight, layer.scaling[ADAPTER])
         hidden = torch.nn.functional.linear(x, down)
-        up: Any = self.lora_B[ADAPTER].weight
-        return add_low_rank(whole, hidden, up)
+        return add_low_rank(whole, hidden, layer.lora_B[ADAPTER].weight)
 
 
 def joined_parts(layers: tuple[Any, ...], inputs: torch.Tensor) -> Parts | None:
@@ -214,13 +214,8 @@ def _scaled(down: torch.Tensor, scaling: float) -> torch.Tensor:
     return down if scaling == 1.0 else down * scaling
 
 
-def _product(shared: _Shared, inputs: torch.Tensor) -> torch.Tensor:
-    """The members' outputs for the same input, beside each other."""
-    whole, hidden, ups = _parts(shared, inputs)
-    return add_low_rank(whole, hidden, *ups)
-
-
 def _parts(shared: _Shared, inputs: torch.Tensor) -> Parts:
+    """The members' outputs for the same input: of their bases, and what their adapters add."""
     first = shared.members[0]
     base = first.base_layer
     linear = torch.nn.functional.linear

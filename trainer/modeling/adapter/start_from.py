@@ -10,7 +10,7 @@ import torch
 
 from trainer.errors import AccessError, ConfigError, DataError, Problem
 from trainer.modeling.adapter.adapter_file import AdapterFile, read_adapter
-from trainer.modeling.adapter.comfyui import alpha_of, by_module
+from trainer.modeling.adapter.comfyui import alpha_and_rank, by_module
 from trainer.modeling.adapter.lora import ADAPTER, adapter_config, adapter_state
 
 WHERE = "lora.init_from"
@@ -65,9 +65,9 @@ def _alphas(adapter: AdapterFile, own: dict[str, Any], fresh: dict[str, torch.Te
     """Alphas that differ; the file's shapes say the ranks."""
     if (adapter.kind == "lokr") != any(".lokr_" in name for name in fresh):
         return []  # the tensors' names say already that it is of another kind
-    pairs = [(module, alpha_of(adapter.config, module), alpha_of(own, module)) for module in by_module(fresh)]
-    return [
-        f"{module} has the alpha {theirs:g} in the file and {ours:g} in this run"
-        for module, theirs, ours in pairs
-        if theirs != ours
-    ]
+    differing = []
+    for module in by_module(fresh):
+        (theirs, _), (ours, _) = alpha_and_rank(adapter.config, module), alpha_and_rank(own, module)
+        if theirs != ours:
+            differing.append(f"{module} has the alpha {theirs:g} in the file and {ours:g} in this run")
+    return differing

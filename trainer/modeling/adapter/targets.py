@@ -28,7 +28,7 @@ def target_pattern(
     requested = lora.target_modules
     problems: list[Problem] = []
     if not isinstance(requested, str):
-        pattern = suffix_pattern(requested)
+        pattern = rf"(?:.*\.)?(?:{'|'.join(map(re.escape, requested))})"
         problems += _unknown_targets(requested, linears, sources)
     elif requested in presets:
         pattern = presets[requested]
@@ -46,11 +46,6 @@ def target_pattern(
     if problems:
         raise ConfigError(problems)
     return pattern
-
-
-def suffix_pattern(suffixes: Sequence[str]) -> str:
-    """Regular expression over whole module names that end with one of `suffixes`."""
-    return rf"(?:.*\.)?(?:{'|'.join(re.escape(suffix) for suffix in suffixes)})"
 
 
 def _unknown_targets(

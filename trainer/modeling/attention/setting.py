@@ -22,16 +22,12 @@ def set_attention(model: Any, kernel: str) -> None:
         set_packed_attention(model, kernel)
         return
     if KERNELS[kernel].backend == OWN_SLOT:
-        _register(kernel)
+        from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
+
+        # in the place of diffusers' cuDNN function, whose arguments it takes
+        slot = AttentionBackendName(OWN_SLOT)
+        _AttentionBackendRegistry._backends[slot] = functools.partial(_dispatched, kernel)
     model.set_attention_backend(KERNELS[kernel].backend)
-
-
-def _register(kernel: str) -> None:
-    """Put `kernel` in the place of diffusers' cuDNN function, whose arguments it takes."""
-    from diffusers.models.attention_dispatch import AttentionBackendName, _AttentionBackendRegistry
-
-    slot = AttentionBackendName(OWN_SLOT)
-    _AttentionBackendRegistry._backends[slot] = functools.partial(_dispatched, kernel)
 
 
 def _dispatched(

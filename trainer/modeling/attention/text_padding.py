@@ -65,9 +65,8 @@ def text_readers(model: torch.nn.Module, layers: Sequence[str]) -> tuple[FusedPr
         if not any(re.fullmatch(layer, name) for layer in layers):
             continue
         below = {child for child, _ in module.named_children()}
-        known = isinstance(module, AttentionModuleMixin) and below == _FLOAT_NORMS
         attention: Any = module
-        if known:
+        if isinstance(module, AttentionModuleMixin) and below == _FLOAT_NORMS:
             set_processor(attention, _TextKeys())
         assert isinstance(attention.processor, FusedProcessor), f"{name} cannot leave padding out"
         readers.append(attention.processor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,6 @@ from trainer.modeling.base import hub
 if TYPE_CHECKING:
     from trainer.config.schema import RunConfig
 
-KEY = "model.pretrained_model_name_or_path"
 CONFIG_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 WEIGHT_FILE = "*.safetensors"
 # components that read text, and the files one of which has the words
@@ -36,7 +35,7 @@ def local_folder(config: RunConfig) -> Path | None:
     if not hub.is_repository_id(name):
         raise ConfigError(
             f"the base model's folder {name} does not exist",
-            where=KEY,
+            where=hub.KEY,
             remedy="name a folder in diffusers' layout, or a repository of the hub (OWNER/NAME)",
         )
     # a language model's folder has a config.json in place of the index of its parts
@@ -76,16 +75,12 @@ class Base:
         return place + what + more
 
 
-def find_base(config: RunConfig, components: Sequence[str], *, trained: str) -> Base:
-    """The one answer to where the base model is, for planner, loader, fetch and preflight. Asks no network.
-
-    Raises ConfigError for a path that does not exist, AccessError for an index that cannot be read.
-    """
-    return base_at(local_folder(config), config, components, trained=trained)
-
-
 def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *, trained: str) -> Base:
-    """`find_base` of a folder that was found already."""
+    """The state of the base model whose `local_folder` is `folder`. Asks no network.
+
+    The one answer for planner, loader, fetch and preflight. Raises AccessError for an index that cannot be
+    read.
+    """
     if folder is None:
         return Base(folder=None, missing=(), built=frozenset())
     built = frozenset[str]()
@@ -93,7 +88,7 @@ def base_at(folder: Path | None, config: RunConfig, components: Sequence[str], *
         bare = {
             name
             for name in components
-            if has_config(folder / name) and weight_files(folder / name).state == "absent"
+            if (folder / name / "config.json").exists() and weight_files(folder / name).state == "absent"
         }
         built = frozenset({trained} | bare)
     return Base(folder=folder, missing=tuple(_missing(folder, components, built)), built=built)
@@ -111,13 +106,8 @@ def can_download(config: RunConfig) -> bool:
 
 def tokenizer_files(folder: Path) -> list[Path]:
     """Files of a language model's folder that belong to its tokenizer and to generation."""
-    found = sorted(path for kind in CONFIG_FILES for path in folder.glob(kind))
+    found = component_texts(folder)
     return [path for path in found if path.name != "config.json" and not path.name.endswith(".index.json")]
-
-
-def has_config(path: Path) -> bool:
-    """Whether a component has weights: tokenizers and schedulers have a config of another name."""
-    return (path / "config.json").exists()
 
 
 def _missing(folder: Path, components: Sequence[str], built: Collection[str]) -> list[tuple[Path, str]]:
@@ -125,6 +115,8 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
     found: list[tuple[Path, str]] = []
     for component in components:
         path = folder / component
+        # tokenizers and schedulers, which have no weights, have a config of another name
+        has_weights = (path / "config.json").exists()
         # a link whose blob is not there does not exist
         dead = [file for file in component_texts(path) if not file.exists()]
         if not path.is_dir():
@@ -133,14 +125,14 @@ def _missing(folder: Path, components: Sequence[str], built: Collection[str]) ->
             found.append((dead[0], "a link to a file that is gone"))
         elif not is_configured(path):
             found.append((path, "no config file"))
-        elif not component and not has_config(path):
+        elif not component and not has_weights:
             found.append((path, "no config.json"))  # a tokenizer that was fetched by itself
         # without its words transformers opens a tokenizer all the same, and it knows none
         elif component.startswith(_READERS) and not any(
             file.exists() for kind in _VOCABULARIES for file in path.glob(kind)
         ):
             found.append((path, f"no vocabulary ({', '.join(_VOCABULARIES)})"))
-        elif component not in built and has_config(path):
+        elif component not in built and has_weights:
             lacking = _missing_weights(path)
             found += [(path, lacking)] if lacking else []
     return found
@@ -168,9 +160,7 @@ def _missing_weights(path: Path) -> str:
 class ComponentConfig(dict[str, Any]):
     """A component's config.json, whose keys have values where they are asked for, or AccessError."""
 
-    def __init__(self, values: Mapping[str, Any], path: Path) -> None:
-        super().__init__(values)
-        self.path = path
+    path: Path
 
     def __getitem__(self, key: str) -> Any:
         value = self.get(key)
@@ -184,11 +174,9 @@ class ComponentConfig(dict[str, Any]):
 
 
 def read_config(path: Path) -> ComponentConfig:
-    """A component's config.json. Raises AccessError when it cannot be read, or is no mapping."""
-    return ComponentConfig(read_json(path), path)
-
-
-def read_json(path: Path) -> dict[str, Any]:
+    """A component's config.json, or the index of them. Raises AccessError when it cannot be read, or is no
+    mapping.
+    """
     try:
         content = json.loads(path.read_text())
         if not isinstance(content, dict):
@@ -199,4 +187,6 @@ def read_json(path: Path) -> dict[str, Any]:
             where=str(path),
             remedy="is the base model complete? Run `trainer fetch`",
         ) from error
-    return content
+    config = ComponentConfig(content)
+    config.path = path
+    return config

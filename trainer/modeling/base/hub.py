@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 # the same weights once more, as the model's own code reads them
 _OTHER_LAYOUT = ["*consolidated*.safetensors"]
-_KEY = "model.pretrained_model_name_or_path"
+KEY = "model.pretrained_model_name_or_path"
 # the pattern of huggingface_hub.utils.validate_repo_id, and the layout of its cache: the modules that know
 # them take longer to import than a plan takes to make
 _REPOSITORY = re.compile(r"\b[\w\-.]{1,96}\b/\b[\w\-.]{1,96}\b", re.ASCII)
@@ -157,20 +157,20 @@ def _told(repository: str, revision: str | None, error: Exception) -> TrainerErr
     status = cause.response.status_code if isinstance(cause, HfHubHTTPError) else None
     if isinstance(cause, GatedRepoError) or status == 403:
         what = f"{repository} is given only to those who accepted its licence"
-        return AccessError(what, where=_KEY, remedy=f"accept the licence on {page}, then {token}")
+        return AccessError(what, where=KEY, remedy=f"accept the licence on {page}, then {token}")
     if isinstance(cause, RevisionNotFoundError):
         what = f"{repository} has no revision {revision!r}"
         return AccessError(what, where="model.revision", remedy=f"branches and tags are listed on {page}")
     if isinstance(cause, RepositoryNotFoundError) or status == 401:
         what = f"{repository} is no folder here, and the hub does not show such a repository"
         remedy = f"check the name on {page}; if it is private or asks for a licence, {token}"
-        return AccessError(what, where=_KEY, remedy=remedy)
+        return AccessError(what, where=KEY, remedy=remedy)
     if status is not None:
         remedy = "the fault is on the hub's side: try again later; what was downloaded is kept"
-        return AccessError(f"the hub answered {status} for {repository}", where=_KEY, remedy=remedy)
+        return AccessError(f"the hub answered {status} for {repository}", where=KEY, remedy=remedy)
     return AccessError(
         f"{repository} could not be downloaded ({type(cause).__name__}: {cause})",
-        where=_KEY,
+        where=KEY,
         remedy="check network and proxy, then try again: what was downloaded is kept; without network, copy"
         " the model to this machine and name its folder",
     )

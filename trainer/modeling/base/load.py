@@ -20,7 +20,7 @@ from trainer.files.weight_files import weight_files
 from trainer.modeling.base.random_weights import draw, random_module
 from trainer.modeling.base.reading import ShardReader
 from trainer.modeling.base.source import ModelSource
-from trainer.modeling.base.structure import Structure, built_empty, modules_inside, tied
+from trainer.modeling.base.structure import Structure, built_empty, tied
 from trainer.modeling.storage.nf4 import Nf4Linear
 from trainer.modeling.storage.quantize import Replace, count_quantized, replacer
 from trainer.ways.storages import ENCODERS_KEEP, WAYS
@@ -86,8 +86,7 @@ def build_structure(
         elif replace is not None and layer not in shared:
             new = replace(layer, linear)
         if new is not None:
-            parent, _, attribute = layer.rpartition(".")
-            module.get_submodule(parent).register_module(attribute, new)
+            module.set_submodule(layer, new)
     return Structure(
         module=module, folder=folder, device=device, wanted=wanted, stored=stored, random_label=label
     )
@@ -113,9 +112,12 @@ def fill_structure(
     """
     if not structure.wanted:
         on_shard(1, 1)
-        filled: torch.nn.Module = structure.module.requires_grad_(False)
-        return filled
-    hosted = modules_inside(structure.module, on_host)
+        return structure.module.requires_grad_(False)
+    hosted = {
+        f"{name}.{inner}".removesuffix(".")
+        for name in on_host
+        for inner, _ in structure.module.get_submodule(name).named_modules()
+    }
     if structure.random_label:
         draw(structure, hosted)
         on_shard(1, 1)
@@ -162,22 +164,22 @@ def _read_shards(
                 for key, end in file.ends.items():
                     linear = linear_of.get(key)
                     name = rename(key) if linear is None else f"{linear}.weight"
-                    if name in structure.wanted:
+                    if name not in structure.wanted:
+                        if not (extra_tensors or _COMPUTED.search(name)):
+                            raise AccessError(
+                                f"tensor {key} does not belong to {type(structure.module).__name__}",
+                                where=str(shard),
+                                remedy="is this the right model for the configured family?",
+                            )
+                    elif linear is None:
+                        kind = structure.wanted[name].dtype
+                        structure.place(name, file.get_tensor(key).to(kind), on_host, where=str(shard))
+                    else:
                         parts[name][key] = file.get_tensor(key)
-                        if linear is None:
-                            rows = parts.pop(name)
-                            kind = structure.wanted[name].dtype
-                            structure.place(name, rows.pop(key).to(kind), on_host, where=str(shard))
-                        elif len(parts[name]) == len(structure.stored[linear]):
+                        if len(parts[name]) == len(structure.stored[linear]):
                             rows = parts.pop(name)
                             structure.place(name, rows.pop(name), on_host, beside=rows, where=str(shard))
                             rows.clear()
-                    elif not (extra_tensors or _COMPUTED.search(name)):
-                        raise AccessError(
-                            f"tensor {key} does not belong to {type(structure.module).__name__}",
-                            where=str(shard),
-                            remedy="is this the right model for the configured family?",
-                        )
                     on_bytes(sum(sizes[:number]) + end, sum(sizes))
         except SafetensorError as error:
             raise AccessError(
@@ -199,21 +201,16 @@ def renaming(module: torch.nn.Module) -> Callable[[str], str]:
     import transformers
 
     if not isinstance(module, transformers.PreTrainedModel):
-        return lambda name: name
+        return str
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, rename_source_key
 
     renamings = [one for one in get_model_conversion_mapping(module) if isinstance(one, WeightRenaming)]
     state, prefix = module.state_dict(), module.base_model_prefix
-
-    def renamed(name: str) -> str:
-        found: str = rename_source_key(name, renamings, [], prefix, state)[0]
-        return found
-
-    return renamed
+    return lambda name: str(rename_source_key(name, renamings, [], prefix, state)[0])
 
 
-def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> torch.nn.Module:
+def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> Any:
     """Both libraries' loader; they name the argument for the type differently.
 
     Raises AccessError also for tensors that the files lack: the loaders draw them at random, with a warning.
@@ -237,5 +234,4 @@ def _from_pretrained(component_class: Any, folder: Path, dtype: torch.dtype) -> 
             where=str(folder),
             remedy=remedy,
         )
-    loaded: torch.nn.Module = module
-    return loaded
+    return module

@@ -17,10 +17,10 @@ import mmap
 import os
 import random
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Self
+from typing import Literal
 
 import numpy
 import torch
@@ -50,10 +50,9 @@ class Choice:
     reason: str
 
     def __str__(self) -> str:
-        way = self.method
-        if way == "parallel":
-            return f"parallel reads {'past' if self.direct else 'through'} the page cache ({self.reason})"
-        return f"{way} ({self.reason})"
+        if self.method != "parallel":
+            return f"{self.method} ({self.reason})"
+        return f"parallel reads {'past' if self.direct else 'through'} the page cache ({self.reason})"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,17 +68,14 @@ class Shard:
 def choose(path: Path, loader: str, device: torch.device) -> Choice:
     """The method for `path` where the plan's loader is `loader`."""
     match loader:
-        case "fastsafetensors":
-            return Choice(method="fastsafetensors", reason="asked for")
-        case "safetensors":
-            return Choice(method="safetensors", reason="asked for")
+        case "fastsafetensors" | "safetensors":
+            return Choice(method=loader, reason="asked for")
     assert loader in ("auto", "fastsafetensors-cold", "fastsafetensors-cached"), loader
     if device.type != "cuda":
         return Choice(method="safetensors", reason="nothing is copied to a GPU")
     share = page_cache_share(path)
     if share is None:
-        reason = "whether it is there cannot be told"
-        return Choice(method="parallel", reason=reason)
+        return Choice(method="parallel", reason="whether it is there cannot be told")
     reason = f"{share:.0%} of the file is there"
     state = "cold" if share < CACHED_SHARE else "cached"
     if loader.endswith(f"-{state}"):
@@ -143,7 +139,7 @@ def _readable_at_once_share(path: Path, size: int) -> float | None:
     return found / len(chosen)
 
 
-class ShardReader:
+class ShardReader(AbstractContextManager["ShardReader"]):
     """Opens one shard after the other. They share one ring, which is made for the first shard that needs it.
 
     `choice` gives the method for a file, and `say` is told of it. Use the reader in a `with` block.
@@ -168,37 +164,33 @@ class ShardReader:
         self._size = size or (UNIFIED if self._unified else DISCRETE)
         self._ring: Ring | None = None
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *error: object) -> None:
         if self._ring is not None:
             self._ring.close()
             self._ring = None
 
-    def open(self, path: Path) -> AbstractContextManager[Shard]:
+    @contextmanager
+    def open(self, path: Path) -> Iterator[Shard]:
         """The shard at `path`. Raises SafetensorError where it is not what its header says."""
         header = _entries(path)
         choice = self._choice(path)
         if self._say is not None:
             self._say(f"{path.name}: {choice}")
-        if choice.method == "safetensors":
-            opened = _mapped(path, self._device)
-        elif choice.method == "fastsafetensors":
-            opened = _batched(path, header, self._device)
-        else:
-            self._ring = self._ring or Ring(self._device, self._size)
-            opened = _streamed(path, header, self._device, self._ring, choice.direct, self._unified)
-        return _shard({name: entry.end for name, entry in header.items()}, opened)
+        with ExitStack() as stack:
+            if choice.method == "safetensors":
+                file = stack.enter_context(safe_open(path, framework="pt", device=str(self._device)))
+                get_tensor = file.get_tensor
+            elif choice.method == "fastsafetensors":
+                get_tensor = stack.enter_context(_batched(path, header, self._device))
+            else:
+                self._ring = self._ring or Ring(self._device, self._size)
+                get_tensor = stack.enter_context(
+                    _streamed(path, header, self._device, self._ring, choice.direct, self._unified)
+                )
+            yield Shard(ends={name: entry.end for name, entry in header.items()}, get_tensor=get_tensor)
 
 
 _Get = Callable[[str], torch.Tensor]
-
-
-@contextmanager
-def _shard(ends: Mapping[str, int], opened: AbstractContextManager[_Get]) -> Iterator[Shard]:
-    with opened as get_tensor:
-        yield Shard(ends=ends, get_tensor=get_tensor)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,23 +211,16 @@ def _entries(path: Path) -> dict[str, _Entry]:
     unknown = sorted({said["dtype"] for said in header.tensors.values()} - DTYPES.keys())
     if unknown:
         raise SafetensorError(f"torch has no type for {', '.join(unknown)}")
-    entries = {
+    ordered = sorted((said["data_offsets"], name) for name, said in header.tensors.items())
+    return {
         name: _Entry(
-            dtype=DTYPES[said["dtype"]],
+            dtype=DTYPES[header.tensors[name]["dtype"]],
             shape=header.shapes[name],
-            start=header.start + said["data_offsets"][0],
-            end=header.start + said["data_offsets"][1],
+            start=header.start + begin,
+            end=header.start + end,
         )
-        for name, said in header.tensors.items()
+        for (begin, end), name in ordered
     }
-    return dict(sorted(entries.items(), key=lambda item: (item[1].start, item[1].end)))
-
-
-@contextmanager
-def _mapped(path: Path, device: torch.device) -> Iterator[_Get]:
-    """safetensors' own reader."""
-    with safe_open(path, framework="pt", device=str(device)) as file:
-        yield file.get_tensor
 
 
 @contextmanager

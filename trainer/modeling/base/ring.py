@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import mmap
 import os
 from collections import deque
@@ -57,10 +58,7 @@ class Ring:
             memory.madvise(mmap.MADV_HUGEPAGE)
         self._whole = torch.frombuffer(memory, dtype=torch.uint8)
         self._slots = self._whole.split(size.piece_bytes)
-        self._views = [
-            memoryview(memory)[first : first + size.piece_bytes]
-            for first in range(0, len(memory), size.piece_bytes)
-        ]
+        self._views = [slot.numpy().data for slot in self._slots]
         self._copied: list[torch.cuda.Event] = []
         if device.type == "cuda":
             pin(self._whole, remedy="set features.loader to safetensors, which needs none")
@@ -88,11 +86,8 @@ class Ring:
         for slot in range(self.size.pieces):
             self._read_ahead(file, state, slot)
 
-        def copy(position: int, target: torch.Tensor) -> None:
-            self._copy(file, state, position, target)
-
         try:
-            yield copy
+            yield functools.partial(self._copy, file, state)
         finally:
             for _, _, future in state.pending:
                 future.cancel()
@@ -185,13 +180,12 @@ class _File:
 
 
 def _open(path: Path, *, direct: bool, drop: bool) -> _File:
-    buffered = os.open(path, os.O_RDONLY)
-    if not direct:
-        return _File(direct=buffered, buffered=buffered, drop=drop)
-    try:
-        return _File(direct=os.open(path, os.O_RDONLY | os.O_DIRECT), buffered=buffered, drop=drop)
-    except OSError as error:
-        if error.errno not in _NOT_DIRECT:
-            os.close(buffered)
-            raise
-    return _File(direct=buffered, buffered=buffered, drop=drop)
+    buffered = other = os.open(path, os.O_RDONLY)
+    if direct:
+        try:
+            other = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        except OSError as error:
+            if error.errno not in _NOT_DIRECT:
+                os.close(buffered)
+                raise
+    return _File(direct=other, buffered=buffered, drop=drop)

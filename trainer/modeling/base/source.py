@@ -13,16 +13,15 @@ from trainer.files.weight_files import weight_files
 from trainer.modeling.base import hub
 from trainer.modeling.base.base import (
     CONFIG_FILES,
-    KEY,
     WEIGHT_FILE,
     Base,
     ComponentConfig,
+    base_at,
     can_download,
     component_texts,
-    find_base,
-    has_config,
     is_configured,
     is_repository,
+    local_folder,
     read_config,
 )
 
@@ -78,7 +77,7 @@ def prepare(config: RunConfig, components: Sequence[str], *, trained: str) -> No
     Downloads the files beside the weights, some megabytes, where a config is missing. Raises AccessError
     where missing files cannot or must not be downloaded, NoSpaceError.
     """
-    base = find_base(config, components, trained=trained)
+    base = base_at(local_folder(config), config, components, trained=trained)
     if base.state == "complete":
         return
     if not can_download(config):
@@ -107,7 +106,7 @@ def resolve_source(
     Raises ConfigError (no such folder), AccessError (incomplete, gated, not found, offline), NoSpaceError.
     """
     identity, model = config.model.pretrained_model_name_or_path, config.model
-    base = find_base(config, components, trained=trained)
+    base = base_at(local_folder(config), config, components, trained=trained)
     if base.state != "complete" and not can_download(config):
         _refuse(config, base)
     if can_download(config) and (update or base.state != "complete"):
@@ -116,7 +115,7 @@ def resolve_source(
         remedy = "is this a repository in diffusers' layout, and the right one for the family?"
         if model.weights == "random":
             remedy += " `trainer fetch --set model.weights=pretrained` completes weights that were cut off"
-        base = find_base(config, components, trained=trained)
+        base = base_at(local_folder(config), config, components, trained=trained)
         _require_complete(base, remedy=remedy)
     assert base.folder is not None
     revision = base.folder.name
@@ -149,7 +148,7 @@ def weights_line(source: ModelSource, components: Sequence[str]) -> str:
     """One line for people: which of the components with weights are built, and which are loaded."""
     built = [_called(name) for name in components if name in source.random_components]
     others = [name for name in components if name not in source.random_components]
-    loaded = [_called(name) for name in others if has_config(source.folder / name)]
+    loaded = [_called(name) for name in others if (source.folder / name / "config.json").exists()]
     made = f"built from config.json with seed {source.seed}: {', '.join(built)}; " if built else ""
     return f"{made}loaded: {', '.join(loaded) or 'none'}"
 
@@ -164,7 +163,7 @@ def _refuse(config: RunConfig, base: Base) -> NoReturn:
     raise AccessError(
         f"{model.pretrained_model_name_or_path}{at} is not complete on this disk ({base.missing_line}), and"
         f" {forbidden} forbids downloading it",
-        where=KEY,
+        where=hub.KEY,
         remedy="run `trainer fetch` where there is network and with this HF_HOME, or name a local folder",
     )
 

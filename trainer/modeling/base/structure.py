@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from trainer.errors import AccessError
-from trainer.modeling.storage.quantize import fill
+from trainer.modeling.storage.nf4 import Nf4Linear
+from trainer.modeling.storage.stored import StoredLinear
 
 
 @dataclass(frozen=True, kw_only=True)
 class Structure:
     """A component made of the layers that it will compute with, whose parameters have no values yet."""
 
-    module: Any
+    module: torch.nn.Module
     folder: Path
     device: str
     """Device on which values are quantised and stay."""
@@ -38,10 +39,38 @@ class Structure:
         beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
         where: str = "",
     ) -> None:
-        """`fill` one tensor. A complete module whose name is in `on_host` leaves the device at once."""
-        owner = name.rpartition(".")[0]
-        module = self.module.get_submodule(owner)
-        fill(name, module, rows, beside=beside, where=where)
+        """Give the tensor `name` its rows, on their device and in their type.
+
+        The `weight` of a stored layer comes in full precision and is quantised here, or it is nf4 bytes with
+        `beside` them whatever else bitsandbytes writes for a weight. A complete module whose name is in
+        `on_host` leaves the device at once. Raises AccessError, whose place is `where`, for rows of another
+        shape than the model's.
+        """
+        owner, _, leaf = name.rpartition(".")
+        module, said, shape, state = self.module.get_submodule(owner), "is", tuple(rows.shape), None
+        if beside:
+            from bitsandbytes.functional import QuantState
+
+            state = QuantState.from_dict(dict(beside), device=rows.device)
+            said, shape = "is packed from", tuple(state.shape)
+        layer = module if leaf == "weight" and isinstance(module, StoredLinear) else None
+        own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
+        wanted = tuple(own[leaf].shape) if layer is None else (layer.out_features, layer.in_features)
+        if shape != wanted:
+            raise AccessError(
+                f"tensor {name} {said} {shape}, the model's is {wanted}",
+                where=where,
+                remedy="is this the right model for the configured family?",
+            )
+        if state is not None:
+            assert isinstance(layer, Nf4Linear), name
+            layer.take(rows, state)
+        elif layer is not None:
+            layer.quantize(rows)
+        elif leaf in module._buffers:
+            module._buffers[leaf] = rows
+        else:
+            module.register_parameter(leaf, torch.nn.Parameter(rows, requires_grad=False))
         if owner in on_host and not any(one.is_meta for one in module.parameters(recurse=False)):
             move(module, "cpu")
 
@@ -65,8 +94,7 @@ class Structure:
         for name, module in self.module.named_modules():
             if name not in on_host:
                 move(module, self.device)
-        frozen: torch.nn.Module = self.module.requires_grad_(False)
-        return frozen
+        return self.module.requires_grad_(False)
 
 
 def built(component_class: Any, folder: Path) -> torch.nn.Module:
@@ -119,15 +147,6 @@ def tied(module: torch.nn.Module) -> Mapping[str, str]:
 def _on_meta(module: torch.nn.Module) -> list[str]:
     """Parameters without values."""
     return [name for name, one in module.named_parameters(remove_duplicate=False) if one.is_meta]
-
-
-def modules_inside(module: torch.nn.Module, outer: Collection[str]) -> frozenset[str]:
-    """Names of the modules that `outer` names, and of all inside them."""
-    return frozenset(
-        f"{name}.{inner}".removesuffix(".")
-        for name in outer
-        for inner, _ in module.get_submodule(name).named_modules()
-    )
 
 
 def move(module: torch.nn.Module, device: str) -> None:

@@ -8,7 +8,6 @@ is that of the separate layers, with their roundings.
 
 from __future__ import annotations
 
-import functools
 import inspect
 from typing import Any
 
@@ -17,6 +16,7 @@ from diffusers.models.activations import GELU
 from diffusers.models.attention import FeedForward
 from diffusers.models.normalization import AdaLayerNormZeroSingle
 
+from trainer.modeling.blocks.recompute import give_base
 from trainer.modeling.storage import fp8
 from trainer.modeling.storage.row_quantized import VALUES, RowScaledLinear
 
@@ -139,8 +139,7 @@ def fuse_feed_forwards(model: torch.nn.Module) -> int:
         if _is_feed_forward(module):
             module.__class__ = _FusedFeedForward
         elif _is_single_stream(module):
-            # mypy takes the hash of a class for that of its instances
-            module.__class__ = _single_stream(type(module))  # type: ignore[arg-type]
+            give_base(module, _SingleStream)
         else:
             continue
         count += 1
@@ -196,14 +195,11 @@ class _FusedFeedForward(FeedForward):
         return fp8_feed_forward(hidden_states, up, down)
 
 
-@functools.cache
-def _single_stream(kind: type[torch.nn.Module]) -> type[torch.nn.Module]:
-    """`kind` with the forward below. Named as it is: what is compiled is chosen by the names of classes."""
-    return type(kind.__name__, (_SingleStream, kind), {})
-
-
 class _SingleStream(torch.nn.Module):
-    """A block that attends and feeds forward beside each other, with one last layer for both."""
+    """A block that attends and feeds forward beside each other, with one last layer for both.
+
+    Given to a block's class as first base.
+    """
 
     norm: torch.nn.Module
     attn: torch.nn.Module

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -125,9 +125,9 @@ def views(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
     return [place.within(memory) for place in packed.places]
 
 
-def point(packed: Packed, memory: torch.Tensor) -> None:
-    """Let the block's tensors be views of `memory`."""
-    for place, view in zip(packed.places, views(packed, memory), strict=True):
+def point(packed: Packed, own_views: Sequence[torch.Tensor]) -> None:
+    """Let the block's tensors be these `views` of the memory that holds their bytes."""
+    for place, view in zip(packed.places, own_views, strict=True):
         place.tensor.data = view
 
 
@@ -143,4 +143,4 @@ def compact(blocks: Iterable[torch.nn.Module]) -> None:
         assert len(devices) <= 1, f"a block's frozen tensors are on {devices}"
         for device in devices:
             packed = pack(block, functools.partial(torch.empty, dtype=torch.uint8, device=device))
-            point(packed, packed.bytes)
+            point(packed, views(packed, packed.bytes))

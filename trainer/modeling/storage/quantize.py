@@ -1,18 +1,17 @@
 """Layers of a frozen base with quantised weights: int8 and fp8 with a scale a row, nf4 by bitsandbytes.
 
 Structure comes first: `replacer` says which layer takes the place of a linear that has no values yet. Values
-come second, through `fill`, in full precision or as nf4 bytes from a file.
+come second, through `Structure.place`, in full precision or as nf4 bytes from a file.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable, Sequence
 
 import torch
 
-from trainer.errors import AccessError, ConfigError
+from trainer.errors import ConfigError
 from trainer.modeling.storage.nf4 import Nf4Linear
 from trainer.modeling.storage.row_quantized import RowScaledLinear, takes_fp8
 from trainer.modeling.storage.stored import StoredLinear
@@ -54,46 +53,6 @@ def replacer(way: Way, high_precision: Sequence[str], modulation: Sequence[str] 
 
 def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
-
-
-def fill(
-    name: str,
-    module: torch.nn.Module,
-    rows: torch.Tensor,
-    *,
-    beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
-    where: str = "",
-) -> None:
-    """Give `module` the rows of its tensor of that whole name, on their device and in their type.
-
-    The `weight` of a stored layer comes in full precision and is quantised here, or it is nf4 bytes with
-    `beside` them whatever else bitsandbytes writes for a weight. Raises AccessError, whose place is `where`,
-    for rows of another shape than the module's.
-    """
-    leaf, said, shape, state = name.rpartition(".")[2], "is", tuple(rows.shape), None
-    if beside:
-        from bitsandbytes.functional import QuantState
-
-        state = QuantState.from_dict(dict(beside), device=rows.device)
-        said, shape = "is packed from", tuple(state.shape)
-    layer = module if leaf == "weight" and isinstance(module, StoredLinear) else None
-    own = dict(module.named_parameters(recurse=False)) | dict(module.named_buffers(recurse=False))
-    wanted = tuple(own[leaf].shape) if layer is None else (layer.out_features, layer.in_features)
-    if shape != wanted:
-        raise AccessError(
-            f"tensor {name} {said} {shape}, the model's is {wanted}",
-            where=where,
-            remedy="is this the right model for the configured family?",
-        )
-    if state is not None:
-        assert isinstance(layer, Nf4Linear), name
-        layer.take(rows, state)
-    elif layer is not None:
-        layer.quantize(rows)
-    elif leaf in module._buffers:
-        module._buffers[leaf] = rows
-    else:
-        module.register_parameter(leaf, torch.nn.Parameter(rows, requires_grad=False))
 
 
 def count_quantized(model: torch.nn.Module, weights: str) -> tuple[int, int]:

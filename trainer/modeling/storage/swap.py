@@ -95,7 +95,7 @@ class Swapped:
                 pin(packed.bytes, remedy="features.block_swap: 0 needs none")
                 self._pinned[this] = [packed.bytes]
             self._packed[this] = [packed]
-            point(packed, packed.bytes)
+            point(packed, views(packed, packed.bytes))
         largest = max(packed.bytes.numel() for packed in self._packed)
         self._buffers = [
             torch.empty(largest, dtype=torch.uint8, device=self._device) for _ in range(_BUFFERS)
@@ -105,14 +105,14 @@ class Swapped:
         self._latest = 0
         self._views = [[views(packed, buffer) for buffer in self._buffers] for packed in self._packed]
         for number in range(self.number):
-            self._bind(number, 0)
+            point(self._packed[number], self._views[number][0])
 
     def to_host(self) -> None:
         """Let every block's tensors be those in host memory, to change them; `pack` must follow."""
         if self._stream is not None:
             torch.cuda.synchronize(self._device)
         for packed in self._packed:
-            point(packed, packed.bytes)
+            point(packed, views(packed, packed.bytes))
 
     def stage(self, number: int, turn: Pass) -> None:
         """Put a block's weights on the device for the next kernels, and begin to copy the following block's.
@@ -127,7 +127,7 @@ class Swapped:
             self._copy(number, slot)
         if self._stream is not None:
             torch.cuda.current_stream().wait_event(self._copied[slot])
-        self._bind(number, slot)
+        point(self._packed[number], self._views[number][slot])
         self._latest = slot
         following = self._following(number, turn)
         if following is not None and following not in self._held:
@@ -153,10 +153,6 @@ class Swapped:
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             self._copied[slot].record(self._stream)
-
-    def _bind(self, number: int, slot: int) -> None:
-        for place, view in zip(self._packed[number].places, self._views[number][slot], strict=True):
-            place.tensor.data = view
 
 
 def waiting(lengths: Sequence[int], count: int) -> list[list[int]]:
