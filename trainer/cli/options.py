@@ -31,10 +31,8 @@ class GivenPath(click.Path):
     Whether one that need not exist may be read is for `load` to say, with the remedy for that.
     """
 
-    def __init__(self, *, exists: bool = False, file_okay: bool = True, dir_okay: bool = True) -> None:
-        super().__init__(
-            exists=exists, file_okay=file_okay, dir_okay=dir_okay, readable=exists, path_type=Path
-        )
+    def __init__(self, *, exists: bool = False, file_okay: bool = True) -> None:
+        super().__init__(exists=exists, file_okay=file_okay, readable=exists, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The value as a Path."""

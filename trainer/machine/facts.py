@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -119,13 +120,8 @@ def _without_former(tree: dict[str, object]) -> dict[str, object]:
 
 def version_from(text: str) -> Version:
     """Leading integers of a version: "580.95.05" -> (580, 95, 5), "2.13.0+cu130" -> (2, 13, 0)."""
-    numbers = []
-    for part in text.partition("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def driver_text(version: Version | None) -> str:

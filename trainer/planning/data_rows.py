@@ -30,7 +30,7 @@ def with_data(plan: Plan, config: RunConfig) -> Plan:
     reason = f"by their names; {steps} steps see {seen} samples: {seen / epoch:.1f} epochs of {epoch}"
     if held_out:
         reason += f", {held_out} held out"
-    row = Decision(feature="data", value=f"{sum(images)} images", source="facts", reason=reason)
+    row = Decision("data", f"{sum(images)} images", "facts", reason)
     return dataclasses.replace(plan, decisions=(*plan.decisions, row))
 
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from trainer.ways.storages import Way, find
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Decision:
-    """One row of the plan's table."""
+    """One row of the plan's table, its cells in the order of its columns."""
 
     feature: str
     value: str
@@ -19,17 +19,12 @@ class Decision:
     reason: str
 
 
-def row(feature: str, value: str, source: str, reason: str) -> Decision:
-    """One row, its cells in the table's order."""
-    return Decision(feature=feature, value=value, source=source, reason=reason)
-
-
 def on_off(value: bool) -> str:
     """Word for a switch in the plan's table."""
     return "on" if value else "off"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MemoryRow:
     """One predicted component of device or host memory, in bytes."""
 

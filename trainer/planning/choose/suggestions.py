@@ -87,13 +87,10 @@ def _changes(config: RunConfig, budget: str) -> Iterator[Change]:
     if config.features.vae_tiling is False:
         yield "features.vae_tiling", True
     if any(data_set.chat_file for data_set in config.data.sets):
-        for length in _LENGTHS:
-            if length < config.data.max_sequence_length:
-                yield "data.max_sequence_length", length
+        lengths = (length for length in _LENGTHS if length < config.data.max_sequence_length)
+        yield from (("data.max_sequence_length", length) for length in lengths)
     else:
-        for side in _RESOLUTIONS:
-            if side < config.data.resolution:
-                yield "data.resolution", side
+        yield from (("data.resolution", side) for side in _RESOLUTIONS if side < config.data.resolution)
     if config.method == "full":
         yield "method", "lora"
 
