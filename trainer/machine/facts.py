@@ -99,11 +99,6 @@ class Facts:
         return self.gpus[0]
 
 
-def facts_to_json(facts: Facts) -> str:
-    """JSON text that `facts_from_json` reads back to an equal value; keys sorted, newline at the end."""
-    return codec.to_json(facts)
-
-
 def facts_from_json(text: str, where: str) -> Facts:
     """Facts from JSON text; raises HardwareError at `where` for unknown or missing keys and wrong types.
 

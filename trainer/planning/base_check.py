@@ -72,8 +72,8 @@ def _require_family(family: Family, loaded: Loaded, said: Mapping[str, Any]) -> 
         return
     if "_class_name" not in said and said.get("architectures") is not None and not _architectures(said):
         return  # what it is cannot be read: told of the component
-    others = (name for name in families.names() if name != family.name)
-    right = next((name for name in others if _pipeline(_said(CONFIGS / name)) == _pipeline(said)), "")
+    names = families.names()
+    right = next((name for name in names if _pipeline(_said(CONFIGS / name)) == _pipeline(said)), "")
     same_model = bool(_trained(said)) and _trained(said) == _trained(ours)
     lacking = [name for name in families.components(family) if name not in said] if same_model else []
     what = f"the base model is a {_pipeline(said)}"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.errors import HardwareError, Problem
+from trainer.errors import HardwareError
 from trainer.planning import torch_and_driver
 from trainer.planning.choose import batching, swapping
 from trainer.planning.choose.budget import least_imposed
@@ -32,7 +32,7 @@ def resolve(situation: Situation, profile_row: Decision, changed_by: ChangedBy, 
     """Every decision of a run with its reason.
 
     What the user wrote is honoured or refused; only `auto` changes. Raises HardwareError where torch, driver
-    or memory do not suffice, which names the nearest configuration that fits. Without `offload`
+    or memory do not suffice; of memory it names the nearest configuration that fits. Without `offload`
     (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was written.
     """
     rows = (profile_row, *torch_and_driver.check(situation.facts, situation.profile))
@@ -52,9 +52,8 @@ def resolve(situation: Situation, profile_row: Decision, changed_by: ChangedBy, 
             with contextlib.suppress(DoesNotFitError):
                 peak = gib(_parted(situation, swap=True)[0].chosen.peak_bytes)
                 remedy = f"fits without {swapping.NO_OFFLOAD} ({peak}); {remedy}"
-        raise HardwareError(
-            [Problem(what=problem.what, where=problem.where, remedy=remedy) for problem in error.problems]
-        ) from None
+        (problem,) = error.problems
+        raise HardwareError(problem.what, where=problem.where, remedy=remedy) from None
     return plan_of(decided, rows, split)
 
 

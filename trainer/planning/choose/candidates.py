@@ -156,9 +156,8 @@ def no_product(situation: Situation, way: Way) -> str:
         return f"a CPU has no {kind} units"
     if situation.facts.gpu.capability < way.least_capability:
         return f"{situation.gpu} has no {kind} units, which need {version_text(way.least_capability)}"
-    return (
-        "" if situation.dtype == "bf16" else f"it needs bf16 beside it, the run computes in {situation.dtype}"
-    )
+    other = f"it needs bf16 beside it, the run computes in {situation.dtype}"
+    return "" if situation.dtype == "bf16" else other
 
 
 def fp8_verdict(situation: Situation) -> tuple[bool | None, str]:

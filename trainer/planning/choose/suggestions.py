@@ -44,13 +44,11 @@ def nearest_fit(config: RunConfig, peak_of: PeakOf, budget: str = "") -> str:
         # one change a key: the last
         trial = tuple(dict((*together, change)).items())
         try:
-            peak = peak_of(dict(trial))
+            return _least(trial, peak_of(dict(trial)), peak_of)
         except DoesNotFitError:
             together = trial
         except TrainerError:
             continue
-        else:
-            return _least(trial, peak, peak_of)
     return "no resolution or storage that was tried fits: use a machine with more memory"
 
 

@@ -70,11 +70,6 @@ class Storage:
         """Bytes of one value in the compute type."""
         return VALUE_BYTES[self.dtype]
 
-    @property
-    def state(self) -> states.State:
-        """Bytes of a trained parameter."""
-        return states.of(self.method, self.dtype, self.optimizer)
-
 
 def total(rows: Sequence[MemoryRow]) -> int:
     """Sum of the rows in bytes."""
@@ -83,7 +78,8 @@ def total(rows: Sequence[MemoryRow]) -> int:
 
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """Memory of training at its peak; previews take the place of activations, not room beside them."""
-    weights, gradients, optimizer, kept, summed, moments = storage.state
+    state = states.of(storage.method, storage.dtype, storage.optimizer)
+    weights, gradients, optimizer, kept, summed, moments = state
     lora, trained = storage.method == "lora", parameters(geometry, "trained")
     name, count = ("adapter", geometry.lora_parameters) if lora else ("trained weights", trained)
     more = 0 if lora else geometry.fp32_parameters * _FP32_MORE_BYTES
@@ -215,8 +211,9 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int, copies
     size, lora = storage.value_bytes, storage.method == "lora"
     count = geometry.lora_parameters if lora else parameters(geometry, "trained")
     master, final = (4, 2 * size) if lora else (size, size)
+    optimizer = states.of(storage.method, storage.dtype, storage.optimizer)[2]
     mean = states.MEAN_BYTES if storage.averaged else 0
-    return checkpoints * int(count * (master + storage.state[2] + mean)) + copies * count * final
+    return checkpoints * int(count * (master + optimizer + mean)) + copies * count * final
 
 
 def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
