@@ -121,7 +121,6 @@ def storages(
                 recomputed=recomputed if recomputed < situation.geometry.blocks else 0,
                 tiling=False,
                 previews=bool(config.validation.prompts),
-                stored=bool(situation.geometry.stored_as),
                 swapped=swapping.written(config),
                 optimizer=config.train.optimizer,
                 averaged=config.train.ema_decay is not None,

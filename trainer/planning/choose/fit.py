@@ -161,7 +161,7 @@ def decisions(
     """Rows for weights, their products, compiling, recomputing and tiling, with what was skipped and why."""
     features, storage, way = situation.config.features, chosen.storage, chosen.storage.way
     within = f"fits: {gib(chosen.peak_bytes)}"
-    fits = "the checkpoint is stored so" if storage.stored else within
+    fits = "the checkpoint is stored so" if situation.geometry.stored_as else within
     if way.compute and way.tier == 0:
         fits = f"predicted to be faster than bf16; {fits}"
     needs = _needs([outcome for outcome in skipped if outcome.storage.way.name != way.name], way.tier)
@@ -227,7 +227,7 @@ def _product(situation: Situation, chosen: Outcome) -> str:
         return f"follows from features.weights: {asked}"
     if needs_whole_base(situation.config):
         return f"follows from lora.type: {situation.config.lora.type}"
-    if situation.on_gpu and storage.method == "lora" and not storage.stored:
+    if situation.on_gpu and storage.method == "lora" and not situation.geometry.stored_as:
         obstacle = candidates.no_product(situation, WAYS["fp8"])
         host = f", but {_HOST}" if not obstacle and faster and not storage.compile else ""
         return f"FP8: {obstacle or reason}{host}"

@@ -52,8 +52,6 @@ class Storage:
     """The attention kernel: the activations that compiled blocks keep under a budget depend on it."""
     recomputed: int = 0
     """Blocks that are recomputed with `checkpointing`, from the first on; 0: all."""
-    stored: bool = False
-    """The checkpoint's files hold the weights in this storage, so that there is no choice."""
     compile: bool = False
     activation_budget: float = 1.0
     text_encoders: str = ""
