@@ -110,13 +110,9 @@ class Plan:
 
     def child_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """`environ` with what the training process needs; the user's own `OMP_*` values stay."""
-        needed = {
-            name: value
-            for name, value in self.environment.items()
-            if not (name.startswith("OMP_") and name in environ)
-        }
         kept = {name: value for name, value in environ.items() if name not in self.unset}
-        return {**kept, **needed}
+        own = {name: value for name, value in kept.items() if name.startswith("OMP_")}
+        return {**kept, **self.environment, **own}
 
     @property
     def way(self) -> Way:

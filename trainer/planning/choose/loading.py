@@ -36,9 +36,8 @@ def loader(situation: Situation) -> Decision:
         mapped = "safetensors" if asked == "auto" else asked
         return situation.decide(KEY, mapped, "files are mapped into memory")
     if not seen or not_here(situation) or situation.facts.gpu.integrated:
-        return situation.decide(
-            KEY, "auto", "parallel reads, past the page cache for files that are not in it"
-        )
+        reason = "parallel reads, past the page cache for files that are not in it"
+        return situation.decide(KEY, "auto", reason)
     faster = [one for one in STATES if seen.get((PACKAGE, one), 0) > _CLEARLY * seen.get((OURS, one), 1e9)]
     value = {0: "auto", 1: f"{PACKAGE}-{''.join(faster)}", 2: PACKAGE}[len(faster)]
     return Decision("loader", value, "auto (measured)", _reason(seen, situation))
