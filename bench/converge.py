@@ -25,7 +25,7 @@ import torch
 
 from bench import arguments as types
 from bench import jobs, processes
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.engine.records import checkpoint
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
@@ -95,7 +95,7 @@ def _common(options: argparse.Namespace, folder: Path) -> list[str]:
     if options.base:
         base = types.require_base(options.base, "--base")
         if options.blocks:
-            family = load_config((options.config,)).config.family
+            family = Layers((options.config,)).load().config.family
             base = jobs.cut_base(family, base, folder / "base", options.blocks)
         overrides += [f"model.pretrained_model_name_or_path={base}", "model.weights=random"]
     return [*overrides, *options.overrides]

@@ -15,14 +15,14 @@ from bench import processes
 from bench.processes import Ended
 from trainer import families
 from trainer.cli.measure import planned
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.config import environment
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.engine.spec import Spec, read_spec, write_spec
 from trainer.errors import AccessError, ConfigError
+from trainer.files import codec
 from trainer.planning.plan import Plan
-from trainer.planning.render import plan_from_json, plan_to_json
 
 if TYPE_CHECKING:
     from trainer.engine.context import Context
@@ -37,7 +37,7 @@ def write_job(loaded: Loaded, plan: Plan, folder: Path) -> Path:
     spec = Spec(
         mode="train",
         config=loaded.config.model_dump(),
-        plan_text=plan_to_json(plan),
+        plan_text=codec.to_json(plan),
         runtime_dir=str(folder / "runtime"),
         cache_dir=str(folder / "cache"),
     )
@@ -61,12 +61,12 @@ def call_run(
     """
     with tempfile.TemporaryDirectory(prefix="bench-") as name:
         folder = Path(name)
-        loaded = load_config(configs, overrides, None, folder / "run")
+        loaded = Layers(configs, overrides, None, folder / "run").load()
         if blocks:
             base = Path(str(loaded.config.model.pretrained_model_name_or_path))
             cut = cut_base(loaded.config.family, base, folder / "base", blocks)
             more = (f"model.pretrained_model_name_or_path={cut}", "model.weights=random")
-            loaded = load_config(configs, (*overrides, *more), None, folder / "run")
+            loaded = Layers(configs, (*overrides, *more), None, folder / "run").load()
         return call(job, loaded, planned(loaded, probe=probe)[1], folder, given, log=log)
 
 
@@ -116,7 +116,7 @@ def make_context(spec_path: str) -> Context:
     family = families.get(config.family)
     context = Context(
         config=config,
-        plan=plan_from_json(spec.plan_text),
+        plan=codec.from_json(Plan, spec.plan_text, "plan.json"),
         family=family,
         source=resolve_source(config, families.components(family), trained=family.trained_component),
         cache_dir=Path(spec.cache_dir),

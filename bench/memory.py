@@ -26,7 +26,7 @@ from bench import arguments as types
 from bench import jobs, machine, processes
 from bench.processes import GIB, REPOSITORY
 from trainer import families
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.config.reading.load import Loaded
 from trainer.errors import ConfigError, TrainerError
 from trainer.planning.plan import Plan
@@ -181,7 +181,7 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
         *case.overrides,
     )
     config = REPOSITORY / "train_configs" / f"{case.family}_lora.yaml"
-    loaded = load_config((config,), overrides, None, folder / "run")
+    loaded = Layers((config,), overrides, None, folder / "run").load()
     # the synthetic batch is of one shape, and is not parted
     several = loaded.config.train.train_batch_size > 1
     alike = loaded.config.data.max_sequence_length if several else None
@@ -190,7 +190,7 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
         # in less than two copies need, the plan takes one
         less = sum(part.bytes for part in plan.train_memory) / GIB
         overrides = (*overrides, f"features.memory_budget={less:.1f}GiB")
-        loaded = load_config((config,), overrides, None, folder / "run")
+        loaded = Layers((config,), overrides, None, folder / "run").load()
         plan = plan_run(loaded, machine_facts(), requested_profile())
     return loaded, plan
 

@@ -24,11 +24,11 @@ from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.context import Context
 from trainer.engine.spec import Spec
 from trainer.engine.training import feed, loop
+from trainer.files import codec
 from trainer.machine.reading import read_recorded
 from trainer.modeling.base.source import resolve_source
 from trainer.modeling.vision import make_torchvision_importable
 from trainer.planning.planning import plan_run
-from trainer.planning.render import plan_to_json
 from trainer.telemetry.status import Phase, StatusWriter
 from trainer.telemetry.stop import StopFlag
 
@@ -163,7 +163,7 @@ def job_of(
     spec = Spec(
         mode="train",
         config=config.model_dump(),
-        plan_text=plan_to_json(plan),
+        plan_text=codec.to_json(plan),
         runtime_dir=str(folder / "runtime"),
         cache_dir=str(cache),
     )

@@ -11,9 +11,11 @@ from tests.golden import plans
 from trainer import families
 from trainer.config.reading.load import load
 from trainer.errors import ExitCode, HardwareError
+from trainer.files import codec
 from trainer.machine.reading import read_recorded
+from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run
-from trainer.planning.render import plan_from_json, plan_text, plan_to_json
+from trainer.planning.render import plan_text
 
 REFUSED = frozenset({"cpu-torch-on-gpu", "driver-550-cuda-13-torch", "too-old-gpu"})
 """Machines whose GPU this torch cannot use: training on their CPU unasked would be no help."""
@@ -36,6 +38,6 @@ def test_plan(case: Case, machine: str, workshop: Workshop, tmp_path: Path) -> N
     assert plan.peak_bytes > 0
     assert plan.disk_bytes > 0
     assert all(row.value and row.source and row.reason for row in plan.decisions)
-    assert plan_from_json(plan_to_json(plan)) == plan
+    assert codec.from_json(Plan, codec.to_json(plan), "plan.json") == plan
     assert machine.startswith(("cpu", "no-gpu")) == (plan.device == "cpu")
     assert plan_text(plan)

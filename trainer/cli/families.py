@@ -96,7 +96,8 @@ _LARGEST_GIB = 129
 
 def _full(family: Family) -> str:
     """Memory that a full fine-tune keeps on one device, and whether a recorded machine has so much."""
-    from trainer.planning.cost.states import state_bytes
+    from trainer.planning.cost import states
 
-    needed = _parameters(family) * state_bytes("full", "bf16") / GIB
+    weights, gradients, optimizer, *_ = states.of("full", "bf16", "adamw")
+    needed = _parameters(family) * (weights + gradients + optimizer) / GIB
     return f"{needed:.0f} GiB at least{', which no recorded machine has' if needed > _LARGEST_GIB else ''}"

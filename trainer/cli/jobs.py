@@ -14,9 +14,9 @@ from trainer.config.interpreter import python, with_safe_path
 from trainer.config.reading.load import Loaded
 from trainer.engine.spec import Job, Mode, Spec, write_spec
 from trainer.errors import StoppedError
+from trainer.files import codec
 from trainer.machine.facts import Facts
 from trainer.planning.plan import Plan
-from trainer.planning.render import plan_to_json
 from trainer.telemetry.supervising import server, supervisor
 from trainer.telemetry.supervising.jobfolder import job_folder
 
@@ -45,7 +45,7 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
         spec = Spec(
             **vars(job),
             config=loaded.config.model_dump(),
-            plan_text=plan_to_json(plan),
+            plan_text=codec.to_json(plan),
             runtime_dir=str(runtime_dir),
             cache_dir=str(environment.cache_dir(loaded.config)),
             supervisor_pid=os.getpid(),

@@ -31,10 +31,8 @@ class GivenPath(click.Path):
     Whether one that need not exist may be read is for `load` to say, with the remedy for that.
     """
 
-    def __init__(self, *, exists: bool = False, file_okay: bool = True, dir_okay: bool = True) -> None:
-        super().__init__(
-            exists=exists, file_okay=file_okay, dir_okay=dir_okay, readable=exists, path_type=Path
-        )
+    def __init__(self, *, exists: bool = False, file_okay: bool = True) -> None:
+        super().__init__(exists=exists, file_okay=file_okay, readable=exists, path_type=Path)
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """The value as a Path."""
@@ -69,53 +67,47 @@ class LoraFile(GivenPath):
         return found[0]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Layers:
     """The configuration as the command line gives it: files, and the values that lie over them."""
 
-    configs: tuple[Path, ...]
-    presets: tuple[str, ...]
-    overrides: tuple[str, ...]
-    dataset: Path | None
-    output: Path | None
+    configs: Sequence[Path]
+    overrides: Sequence[str] = ()
+    dataset: Path | None = None
+    output: Path | None = None
+    presets: Sequence[str] = ()
     budget: str | None = None
 
     def load(self) -> Loaded:
-        """See `load_config`."""
-        return load_config(self.configs, self.overrides, self.dataset, self.output, self.presets, self.budget)
+        """Load the configuration against all known families, and tell of what has no effect: presets' values,
+        other programs' variables.
+
+        Raises ConfigError with every problem.
+        """
+        from trainer import families
+        from trainer.config.reading.load import load
+
+        known = {name: families.get(name) for name in families.names()}
+        loaded = load(
+            self.configs,
+            overrides=self.overrides,
+            dataset=self.dataset,
+            output=self.output,
+            budget=self.budget,
+            chosen_presets=self.presets,
+            family_defaults={name: family.defaults for name, family in known.items()},
+            lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
+        )
+        for kind, texts in (("warning", loaded.warnings), ("note", loaded.notes)):
+            for text in texts:
+                say(f"{kind}: {text}", err=True)
+        return loaded
 
 
-def load_config(
-    configs: Sequence[Path],
-    overrides: Sequence[str] = (),
-    dataset: Path | None = None,
-    output: Path | None = None,
-    presets: Sequence[str] = (),
-    budget: str | None = None,
-) -> Loaded:
-    """Load the configuration against all known families, and tell of what has no effect: presets' values,
-    other programs' variables.
-
-    Raises ConfigError with every problem.
-    """
-    from trainer import families
-    from trainer.config.reading.load import load
-
-    known = {name: families.get(name) for name in families.names()}
-    loaded = load(
-        configs,
-        overrides=overrides,
-        dataset=dataset,
-        output=output,
-        budget=budget,
-        chosen_presets=presets,
-        family_defaults={name: family.defaults for name, family in known.items()},
-        lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
-    )
-    for kind, texts in (("warning", loaded.warnings), ("note", loaded.notes)):
-        for text in texts:
-            say(f"{kind}: {text}", err=True)
-    return loaded
+def layers_of(given: dict[str, Any]) -> Layers:
+    """The layers among the parameters of a command, which are taken out of `given`."""
+    names = {field.name for field in dataclasses.fields(Layers)}
+    return Layers(**{name: given.pop(name) for name in names & given.keys()})
 
 
 _CONFIGS = click.argument("configs", metavar="CONFIG...", nargs=-1, required=True, type=GivenPath())
@@ -148,12 +140,11 @@ _BUDGET = click.option(
 
 def _taking(*parameters: Callable[[Any], Any]) -> Callable[[F], Any]:
     """A decorator that adds parameters of the command line and hands the function one `Layers` of them."""
-    names = {field.name for field in dataclasses.fields(Layers)}
 
     def decorate(function: F) -> Any:
         @functools.wraps(function)
         def command(**given: Any) -> Any:
-            layers = Layers(**{name: given.pop(name) for name in names & given.keys()})
+            layers = layers_of(given)
             return function(layers=layers, **given)
 
         for parameter in reversed(parameters):

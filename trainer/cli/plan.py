@@ -38,17 +38,18 @@ def plan(layers: Layers, facts_file: Path | None, form: str | None) -> None:
       trainer plan train_configs/flux1_dev_lora.yaml --export > plan.env && . ./plan.env
     """
     from trainer.config.secrets import redacted
+    from trainer.files import codec
     from trainer.planning.data_rows import require_dataset, with_data
     from trainer.planning.kept_decisions import continued
     from trainer.planning.planning import machine_facts, plan_run, requested_profile
-    from trainer.planning.render import environment_exports, plan_text, plan_to_json
+    from trainer.planning.render import environment_exports, plan_text
 
     require_dataset(layers.dataset)
     loaded = continued(layers.load())
     decided = plan_run(loaded, machine_facts(facts_file), requested_profile())
     decided = with_data(decided, loaded.config)
     if form == "json":
-        click.echo(redacted(plan_to_json(decided)), nl=False)
+        click.echo(redacted(codec.to_json(decided)), nl=False)
     elif form == "export":
         click.echo(environment_exports(decided), nl=False)
     else:

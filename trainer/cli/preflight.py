@@ -54,9 +54,9 @@ def preflight(words: tuple[str, ...]) -> int:
 
 
 def _loaded(name: str, words: Sequence[str]) -> Loaded | None:
-    """The configuration that the command will load; None where it names none. Raises as `load_config`."""
+    """The configuration that the command will load; None where it names none. Raises as `Layers.load`."""
     from trainer.cli.commands import trainer
-    from trainer.cli.options import load_config
+    from trainer.cli.options import layers_of
     from trainer.planning.kept_decisions import continued
 
     with click.Context(trainer) as context:
@@ -66,12 +66,5 @@ def _loaded(name: str, words: Sequence[str]) -> Loaded | None:
         given = command.make_context(name, list(words), parent=context, resilient_parsing=True).params
     if not given["configs"]:
         return None
-    loaded = load_config(
-        given["configs"],
-        given["overrides"] or (),
-        given["dataset"],
-        given["output"],
-        given["presets"] or (),
-        given.get("budget"),
-    )
+    loaded = layers_of(given).load()
     return continued(loaded) if name == "train" else loaded

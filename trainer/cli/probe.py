@@ -49,11 +49,11 @@ def probe(layers: Layers, as_json: bool) -> int:
     if not as_json:
         return _screen(layers)
     from trainer.cli.measure import measured_anew
-    from trainer.machine.facts import facts_to_json
+    from trainer.files import codec
     from trainer.planning.planning import machine_facts
 
     facts = machine_facts()
-    click.echo(facts_to_json(measured_anew(layers.load(), facts) if layers.configs else facts))
+    click.echo(codec.to_json(measured_anew(layers.load(), facts) if layers.configs else facts))
     return 0
 
 

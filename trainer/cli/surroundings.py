@@ -48,8 +48,7 @@ def command_judged(name: str, words: Sequence[str], loaded: Loaded | None, *, on
 
 def _judged(folders: Iterable[Folder], named: str, *, on_machine: bool) -> Judged:
     surroundings = Surroundings(
-        user=os.getuid(),
-        group=os.getgid(),
+        user=f"{os.getuid()}:{os.getgid()}",
         mounts=parse_mounts(MOUNTINFO.read_text()),
         folders=tuple(folders),
         cudnn=_foreign_cudnn() if on_machine else (),

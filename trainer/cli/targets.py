@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import tempfile
 from pathlib import Path
 
@@ -14,7 +15,8 @@ def nearest(path: Path) -> tuple[Path, str]:
 
     Asks by writing: permission bits do not tell of read-only mounts, or of what root may do.
     """
-    existing = next(one for one in (path, *path.parents) if _is_folder(one))
+    # pathlib's is_dir() raises for a folder above it that may not be entered, which is then the one to name
+    existing = next(one for one in (path, *path.parents) if os.path.isdir(one))  # noqa: PTH112
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -57,10 +59,3 @@ def require_picture(path: Path, where: str) -> None:
     if path.suffix.lower() != ".png":
         what, remedy = "pictures are written as PNG", f"name it {path.with_suffix('.png').name}"
         raise ConfigError(what, where=f"{where} {path}", remedy=remedy)
-
-
-def _is_folder(path: Path) -> bool:
-    try:
-        return path.is_dir()
-    except PermissionError:  # of a folder above it, which is then the one to name
-        return False

@@ -1,4 +1,4 @@
-"""A machine and its abilities as rows for people; `facts_to_json` has everything."""
+"""A machine and its abilities as rows for people; `trainer probe --json` has everything."""
 
 from __future__ import annotations
 

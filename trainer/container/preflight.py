@@ -44,8 +44,8 @@ class Folder:
 class Surroundings:
     """Everything that the container was given besides its machine."""
 
-    user: int
-    group: int
+    user: str
+    """User and group id, `10001:0`."""
     mounts: tuple[Mount, ...]
     folders: tuple[Folder, ...] = ()
     cudnn: tuple[str, ...] = ()
@@ -139,7 +139,7 @@ def _misplaced(surroundings: Surroundings) -> Iterator[Problem]:
 
 def _unwritable(surroundings: Surroundings) -> Iterator[Problem]:
     """Folders that the command must write to and cannot."""
-    user = f"{surroundings.user}:{surroundings.group}"
+    user = surroundings.user
     for folder in surroundings.folders:
         if folder.error:
             what = f"{folder.meaning} cannot be written by user {user}: {folder.error}"

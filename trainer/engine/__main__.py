@@ -20,7 +20,8 @@ from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
 from trainer.errors import ConfigError, ExitCode, TrainerError
 from trainer.families import components, get
-from trainer.planning.render import plan_from_json
+from trainer.files import codec
+from trainer.planning.plan import Plan
 from trainer.telemetry import log
 from trainer.telemetry.progress import bars
 from trainer.telemetry.rundir import require_no_links
@@ -111,7 +112,7 @@ def _work(
         check_loadable(family, source)
     context = Context(
         config=config,
-        plan=plan_from_json(spec.plan_text),
+        plan=codec.from_json(Plan, spec.plan_text, "plan.json"),
         family=family,
         source=source,
         cache_dir=Path(spec.cache_dir),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 from dataclasses import dataclass
 
@@ -60,10 +61,8 @@ def nvml_driver_version(libraries: tuple[str, ...] = LIBNVML) -> Version | None:
 
 def _open(libraries: tuple[str, ...]) -> ctypes.CDLL | None:
     for library in libraries:
-        try:
+        with contextlib.suppress(OSError):
             return ctypes.CDLL(library)
-        except OSError:
-            continue
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -98,11 +99,6 @@ class Facts:
         return self.gpus[0]
 
 
-def facts_to_json(facts: Facts) -> str:
-    """JSON text that `facts_from_json` reads back to an equal value; keys sorted, newline at the end."""
-    return codec.to_json(facts)
-
-
 def facts_from_json(text: str, where: str) -> Facts:
     """Facts from JSON text; raises HardwareError at `where` for unknown or missing keys and wrong types.
 
@@ -119,13 +115,8 @@ def _without_former(tree: dict[str, object]) -> dict[str, object]:
 
 def version_from(text: str) -> Version:
     """Leading integers of a version: "580.95.05" -> (580, 95, 5), "2.13.0+cu130" -> (2, 13, 0)."""
-    numbers = []
-    for part in text.partition("+")[0].split("."):
-        digits = part[: len(part) - len(part.lstrip("0123456789"))]
-        if not digits:
-            break
-        numbers.append(int(digits))
-    return tuple(numbers)
+    found = re.match(r"\d+(\.\d+)*", text)
+    return tuple(map(int, found[0].split("."))) if found else ()
 
 
 def driver_text(version: Version | None) -> str:

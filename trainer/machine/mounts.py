@@ -36,11 +36,9 @@ def parse_mounts(mountinfo: str) -> tuple[Mount, ...]:
 
 def holding(path: str, mounts: Sequence[Mount]) -> Mount | None:
     """The mount that a path lies on; None where no root is listed."""
-    best: Mount | None = None
-    for mount in mounts:
-        if is_below(path, mount.path) and (best is None or len(mount.path) >= len(best.path)):
-            best = mount
-    return best
+    above = [mount for mount in mounts if is_below(path, mount.path)]
+    # of two on one path the later one
+    return max(reversed(above), key=lambda mount: len(mount.path), default=None)
 
 
 def is_below(path: str, folder: str) -> bool:

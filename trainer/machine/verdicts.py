@@ -37,7 +37,7 @@ def read_kept(path: Path, facts: Facts) -> MachineVerdicts:
 
     Verdicts of versions that did not write down their type are left out: nobody can tell what they are of.
     """
-    return _kept(read_entries(path).get(machine_key(facts)), path)
+    return _kept(read_entries(path).get(machine_key(facts)))
 
 
 def keep(
@@ -50,7 +50,7 @@ def keep(
     machine, disks = machine_key(facts), {row.disk for row in readings}
 
     def change(entries: dict[str, Any]) -> None:
-        old = _kept(entries.get(machine), path)
+        old = _kept(entries.get(machine))
         others = tuple(row for row in old.readings if row.disk not in disks)
         new = MachineVerdicts(verdicts=merged(old.verdicts, verdicts), readings=(*others, *readings))
         entries[machine] = json.loads(codec.to_json(new))
@@ -70,17 +70,16 @@ def untyped(path: Path, facts: Facts) -> bool:
     return len(_typed(rows)) < len(rows)
 
 
-def _kept(entry: object, path: Path) -> MachineVerdicts:
+def _kept(entry: object) -> MachineVerdicts:
     # each kind by itself: one of them that is broken is no reason to lose the other
-    verdicts = _parsed({"verdicts": _typed(_rows(entry, "verdicts"))}, path).verdicts
-    return MachineVerdicts(
-        verdicts=verdicts, readings=_parsed({"readings": _rows(entry, "readings")}, path).readings
-    )
+    verdicts = _parsed({"verdicts": _typed(_rows(entry, "verdicts"))}).verdicts
+    readings = _parsed({"readings": _rows(entry, "readings")}).readings
+    return MachineVerdicts(verdicts=verdicts, readings=readings)
 
 
-def _parsed(entry: dict[str, Any], path: Path) -> MachineVerdicts:
+def _parsed(entry: dict[str, Any]) -> MachineVerdicts:
     try:
-        return codec.from_json(MachineVerdicts, json.dumps(entry), str(path))
+        return codec.from_json(MachineVerdicts, json.dumps(entry), FILE_NAME)
     except HardwareError:
         return MachineVerdicts()
 

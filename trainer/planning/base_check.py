@@ -17,7 +17,7 @@ from trainer.errors import AccessError, ConfigError, Problem
 from trainer.families.family import Family
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import base_at, read_config
-from trainer.planning.plan import Decision, row
+from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import table_component
 from trainer.planning.shapes.run_shapes import CONFIGS, roles
 from trainer.words.sizes import GB
@@ -53,10 +53,7 @@ def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
 def named_class(family: Family, component: str) -> str:
     """Class of a component in its library, as the family loads it."""
     ours = _said(CONFIGS / family.name)
-    if not component:
-        (name,) = ours["architectures"]
-        return str(name)
-    return str(ours[component][1])
+    return str(ours[component][1] if component else ours["architectures"][0])
 
 
 def _said(folder: Path) -> Mapping[str, Any]:
@@ -75,8 +72,8 @@ def _require_family(family: Family, loaded: Loaded, said: Mapping[str, Any]) -> 
         return
     if "_class_name" not in said and said.get("architectures") is not None and not _architectures(said):
         return  # what it is cannot be read: told of the component
-    others = (name for name in families.names() if name != family.name)
-    right = next((name for name in others if _pipeline(_said(CONFIGS / name)) == _pipeline(said)), "")
+    names = families.names()
+    right = next((name for name in names if _pipeline(_said(CONFIGS / name)) == _pipeline(said)), "")
     same_model = bool(_trained(said)) and _trained(said) == _trained(ours)
     lacking = [name for name in families.components(family) if name not in said] if same_model else []
     what = f"the base model is a {_pipeline(said)}"
@@ -197,24 +194,23 @@ def base_rows(family: Family, config: RunConfig, folder: Path | None) -> Iterato
     if missing:
         size = f"about {missing_bytes(family, folder) / GB:.1f} GB"
         size = "some configs" if config.model.weights == "random" else size
-        yield row("download", size, "facts", f"{name}: {missing}")
+        yield Decision("download", size, "facts", f"{name}: {missing}")
         return
     assert folder is not None
     pin = "" if config.model.revision == folder.name else f"; `model.revision: {folder.name}` pins it"
-    yield row("base", folder.name[:12], "facts", f"the commit of {name} that is here{pin}")
+    yield Decision("base", folder.name[:12], "facts", f"the commit of {name} that is here{pin}")
 
 
 def missing_bytes(family: Family, folder: Path | None) -> int:
     """Bytes of the weight files that are not below `folder`, as their index or the committed table says."""
     total = 0
     for name, role in roles(family).items():
-        found = weight_files(folder / name) if folder is not None else None
-        if found is not None and found.state == "complete":
-            continue
-        here = sum(file.stat().st_size for file in found.files) if found is not None else 0
-        if found is not None and found.total_bytes is not None:
-            whole = found.total_bytes
-        else:
-            whole = _STORED_BYTES * table_component(family.name, name, role).parameters
+        whole, here = _STORED_BYTES * table_component(family.name, name, role).parameters, 0
+        if folder is not None:
+            found = weight_files(folder / name)
+            if found.state == "complete":
+                continue
+            whole = whole if found.total_bytes is None else found.total_bytes
+            here = sum(file.stat().st_size for file in found.files)
         total += max(0, whole - here)
     return total

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from pathlib import Path
 
 from trainer import families
@@ -30,19 +31,14 @@ def with_data(plan: Plan, config: RunConfig) -> Plan:
     reason = f"by their names; {steps} steps see {seen} samples: {seen / epoch:.1f} epochs of {epoch}"
     if held_out:
         reason += f", {held_out} held out"
-    row = Decision(feature="data", value=f"{sum(images)} images", source="facts", reason=reason)
+    row = Decision("data", f"{sum(images)} images", "facts", reason)
     return dataclasses.replace(plan, decisions=(*plan.decisions, row))
 
 
 def require_dataset(path: Path | None) -> None:
     """Raise DataError where what `--dataset` names is not there; what is in it is checked by the run."""
-    if path is None:
-        return
-    try:
-        found = path.exists()
-    except OSError:  # a folder above it that may not be entered
-        found = False
-    if not found:
+    # pathlib's exists() raises for a folder above it that may not be entered
+    if path is not None and not os.path.exists(path):  # noqa: PTH110
         raise DataError(
             f"{path} does not exist",
             where="--dataset",

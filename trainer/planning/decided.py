@@ -21,7 +21,7 @@ from trainer.planning.choose import (
 from trainer.planning.choose.budget import Budget, budget, kept_samples
 from trainer.planning.choose.situation import Situation
 from trainer.planning.cost import memory, roofline
-from trainer.planning.plan import Decision, MemoryRow, Plan, on_off, row
+from trainer.planning.plan import Decision, MemoryRow, Plan, on_off
 from trainer.words.sizes import gib
 
 # share of the time a sample that another setting must come below
@@ -48,11 +48,11 @@ class Decided:
         """The storage of the base, and whether blocks are recomputed, in words."""
         storage = self.chosen.storage
         recomputed = f", {storage.recomputed or 'all'} blocks recomputed" if storage.checkpointing else ""
-        return f"{self.chosen.way.name}{recomputed}"
+        return f"{storage.way.name}{recomputed}"
 
     def is_better_than(self, other: Decided) -> bool:
         """True if this plan changes the base's precision less, or equally and is clearly faster."""
-        tier, others = self.chosen.way.tier, other.chosen.way.tier
+        tier, others = self.chosen.storage.way.tier, other.chosen.storage.way.tier
         return tier < others or (tier == others and self._sample_ms < _CLEARLY * other._sample_ms)
 
     @property
@@ -106,7 +106,7 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
     host = memory.host_rows(storage, situation.geometry)
     kept, keeping = kept_samples(situation, decided.limit, chosen.peak_bytes, memory.total(host))
     if host and kept:
-        host += (MemoryRow(name="data", bytes=kept, detail="encoded samples that were read, at most"),)
+        host += (MemoryRow("data", kept, "encoded samples that were read, at most"),)
     disk_bytes, disk = _disk(situation, chosen)
     return Plan(
         profile=profile.name,
@@ -150,7 +150,7 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     """The table below the machine's rows, in its order."""
     situation, limit, chosen, made = decided.situation, decided.limit, decided.chosen, decided.made
     geometry, profile, notes = situation.geometry, situation.profile, dict(situation.profile.notes)
-    yield row("memory_budget", gib(limit.bytes), limit.source, limit.reason)
+    yield Decision("memory_budget", gib(limit.bytes), limit.source, limit.reason)
     yield situation.type_row
     yield from filter(None, (split,))
     yield from fit.decisions(situation, chosen, decided.skipped, made["compile"])
@@ -161,18 +161,18 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     yield from optimizers.rows(situation, made["optimizer"].value)
     pinned = "faster copies to the GPU" if profile.pin_memory else "there is no GPU to copy to"
     reason = notes.pop("pin_memory", pinned)
-    yield row("pin_memory", on_off(profile.pin_memory), profile.memory_source, reason)
-    yield from (row(feature, "off", profile.memory_source, why) for feature, why in notes.items())
+    yield Decision("pin_memory", on_off(profile.pin_memory), profile.memory_source, reason)
+    yield from (Decision(feature, "off", profile.memory_source, why) for feature, why in notes.items())
     yield from decided.variables[2]
     yield keeping
     parts = sum(roofline.usual_parts(chosen.storage, geometry, chosen.storage.attention))
     yield batching.time_row(situation, decided.step_milliseconds, parts)
-    yield row("caching", gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
+    yield Decision("caching", gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
     yield disk
     count = memory.parameters(geometry, "trained")
     size = f"{count / 1e9:.1f} B parameters" if count >= 10**8 else f"{count / 1e6:.2f} M parameters"
     sources = sorted({component.source for component in geometry.components})
-    yield row("sizes", size, "facts", "; ".join(sources))
+    yield Decision("sizes", size, "facts", "; ".join(sources))
 
 
 def _disk(situation: Situation, chosen: fit.Outcome) -> tuple[int, Decision]:
@@ -188,7 +188,7 @@ def _disk(situation: Situation, chosen: fit.Outcome) -> tuple[int, Decision]:
     copies = 3 if keeps_best(config) else 1
     size = memory.disk_bytes(chosen.storage, situation.geometry, checkpoints=count, copies=copies)
     reason = f"{count} checkpoint{'s' if count != 1 else ''} in output_dir, and the final files"
-    return size, row("disk", gib(size), "auto", reason)
+    return size, Decision("disk", gib(size), "auto", reason)
 
 
 def _warnings(situation: Situation, host_bytes: int) -> Iterator[str]:

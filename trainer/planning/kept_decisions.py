@@ -27,38 +27,29 @@ def continued(loaded: Loaded) -> Loaded:
     path = config.output_dir / PLAN_FILE
     if config.checkpoint.resume_from_checkpoint != "auto" or not going_on(config) or not path.is_file():
         return loaded
-    began, kept, train = _read(path), dict[str, Any](), config.train
+    began, kept, train, features = _read(path), dict[str, Any](), config.train, config.features
     size, steps = began.get("micro_batch_size", 0), began.get("accumulation_steps", 0)
     as_many = size * steps == train.train_batch_size * train.gradient_accumulation_steps
     if as_many and size != train.train_batch_size:
         kept = {"train.train_batch_size": size, "train.gradient_accumulation_steps": steps}
-    for name, key, asked in (
-        ("dtype", "model.dtype", config.model.dtype),
-        ("weights", "features.weights", config.features.weights),
-    ):
-        if asked == "auto" and name in began:
-            kept[key] = began[name]
-    if kept.get("features.weights") == "fp16":
-        del kept["features.weights"]  # follows from model.dtype, and is no word of this key
-    kept |= _beside(config, began, str(kept.get("features.weights", config.features.weights)))
+    if config.model.dtype == "auto" and "dtype" in began:
+        kept["model.dtype"] = began["dtype"]
+    # fp16 follows from model.dtype, and is no word of this key
+    if features.weights == "auto" and began.get("weights", "fp16") != "fp16":
+        kept["features.weights"] = began["weights"]
+    # how an FP8 base is multiplied, and how its modulation is stored
+    if kept.get("features.weights", features.weights) == "fp8" == began.get("weights"):
+        if features.compute == "auto" and began.get("compute") in ("bf16", "fp8"):
+            kept["features.compute"] = began["compute"]
+        if features.modulation == "auto":
+            # plans of before there was a choice do not name it
+            kept["features.modulation"] = began.get("modulation") or "kept"
     return dataclasses.replace(
         loaded,
         config=changed(config, kept),
         sources={**loaded.sources, **dict.fromkeys(kept, str(path))},
         goes_on=True,
     )
-
-
-def _beside(config: RunConfig, began: dict[str, Any], weights: str) -> dict[str, Any]:
-    """Settings that belong to an FP8 base: how it is multiplied, and how its modulation is stored."""
-    features, kept = config.features, dict[str, Any]()
-    if weights == "fp8" == began.get("weights"):
-        if features.compute == "auto" and began.get("compute") in ("bf16", "fp8"):
-            kept["features.compute"] = began["compute"]
-        if features.modulation == "auto":
-            # plans of before there was a choice do not name it
-            kept["features.modulation"] = began.get("modulation") or "kept"
-    return kept
 
 
 def going_on(config: RunConfig) -> bool:

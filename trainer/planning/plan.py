@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from trainer.ways.storages import Way, find
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Decision:
-    """One row of the plan's table."""
+    """One row of the plan's table, its cells in the order of its columns."""
 
     feature: str
     value: str
@@ -19,17 +19,12 @@ class Decision:
     reason: str
 
 
-def row(feature: str, value: str, source: str, reason: str) -> Decision:
-    """One row, its cells in the table's order."""
-    return Decision(feature=feature, value=value, source=source, reason=reason)
-
-
 def on_off(value: bool) -> str:
     """Word for a switch in the plan's table."""
     return "on" if value else "off"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class MemoryRow:
     """One predicted component of device or host memory, in bytes."""
 
@@ -115,13 +110,9 @@ class Plan:
 
     def child_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """`environ` with what the training process needs; the user's own `OMP_*` values stay."""
-        needed = {
-            name: value
-            for name, value in self.environment.items()
-            if not (name.startswith("OMP_") and name in environ)
-        }
         kept = {name: value for name, value in environ.items() if name not in self.unset}
-        return {**kept, **needed}
+        own = {name: value for name, value in kept.items() if name.startswith("OMP_")}
+        return {**kept, **self.environment, **own}
 
     @property
     def way(self) -> Way:

@@ -10,7 +10,7 @@ from typing import Any
 from trainer import families
 from trainer.config import environment
 from trainer.config.reading.load import Loaded, with_settings
-from trainer.config.schema import FeaturesSection, RunConfig
+from trainer.config.schema import FeaturesSection, RunConfig, changed
 from trainer.errors import TrainerError
 from trainer.families.family import Family
 from trainer.families.values import AttentionShape
@@ -24,7 +24,7 @@ from trainer.planning.base_check import base_rows, check_base
 from trainer.planning.choose.loading import disk_of
 from trainer.planning.choose.situation import GeometryOf, Situation
 from trainer.planning.choose.swapping import NO_OFFLOAD
-from trainer.planning.plan import Plan, row
+from trainer.planning.plan import Decision, Plan
 from trainer.planning.resolve import resolve
 from trainer.planning.rules import judge
 from trainer.planning.shapes.geometry import Geometry
@@ -87,8 +87,8 @@ def plan_run(
         goes_on=loaded.goes_on,
     )
     source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
-    first = row("profile", profile.name, source, reason)
-    plan = resolve(situation, profile_row=first, changed_by=changed_by, offload=not no_offload)
+    first = Decision("profile", profile.name, source, reason)
+    plan = resolve(situation, first, changed_by, offload=not no_offload)
     rows = base_rows(family, config, folder) if downloads else ()
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
 
@@ -173,8 +173,7 @@ def requested_profile() -> str:
 
 def run_attention(loaded: Loaded, batch_size: int) -> AttentionShape:
     """The run's attention call in a micro-batch of that size, for the kernel probe."""
-    train = loaded.config.train.model_copy(update={"train_batch_size": batch_size})
-    config = loaded.config.model_copy(update={"train": train})
+    config = changed(loaded.config, {"train.train_batch_size": batch_size})
     family = families.get(config.family)
     name = family.trained_component
     base = component_base(local_folder(config), name, downloads=is_repository(config))

@@ -1,4 +1,4 @@
-"""The plan as a table for people, as JSON for plan.json, and as shell exports."""
+"""The plan as a table for people, and as shell exports."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import shlex
 import textwrap
 from collections.abc import Sequence
 
-from trainer.files import codec
 from trainer.planning.plan import MemoryRow, Plan
 from trainer.words.sizes import GIB
 from trainer.words.tables import aligned
@@ -27,16 +26,6 @@ def plan_text(plan: Plan) -> str:
     for warning in plan.warnings:
         lines += ["", *textwrap.wrap(f"warning: {warning}", _WIDTH, subsequent_indent="  ")]
     return "\n".join(lines)
-
-
-def plan_to_json(plan: Plan) -> str:
-    """JSON text that `plan_from_json` reads back to an equal plan."""
-    return codec.to_json(plan)
-
-
-def plan_from_json(text: str, where: str = "plan.json") -> Plan:
-    """A plan from JSON text; raises HardwareError naming `where` for unknown keys and wrong types."""
-    return codec.from_json(Plan, text, where)
 
 
 def environment_exports(plan: Plan) -> str:
@@ -63,6 +52,4 @@ def _memory(title: str, rows: Sequence[MemoryRow], budget_bytes: int | None) -> 
 
 def _size(count: int) -> str:
     """Fixed width; small sizes in MiB so that tiny models show figures too."""
-    if count >= GIB // 10:
-        return f"{count / GIB:8.2f} GiB"
-    return f"{count / 1024**2:8.2f} MiB"
+    return f"{count / GIB:8.2f} GiB" if count >= GIB // 10 else f"{count / 1024**2:8.2f} MiB"

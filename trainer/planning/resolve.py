@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from trainer.config.schema import RunConfig
-from trainer.errors import HardwareError, Problem
+from trainer.errors import HardwareError
 from trainer.planning import torch_and_driver
 from trainer.planning.choose import batching, swapping
 from trainer.planning.choose.budget import least_imposed
@@ -28,28 +28,17 @@ Parted = tuple[Decided, Decision | None]
 """Decisions, and the row of a step's samples where they are not taken as they were written."""
 
 
-def resolve(
-    situation: Situation,
-    *,
-    profile_row: Decision | None = None,
-    changed_by: ChangedBy | None = None,
-    offload: bool = True,
-) -> Plan:
+def resolve(situation: Situation, profile_row: Decision, changed_by: ChangedBy, *, offload: bool) -> Plan:
     """Every decision of a run with its reason.
 
     What the user wrote is honoured or refused; only `auto` changes. Raises HardwareError where torch, driver
-    or memory do not suffice; with `changed_by` smaller micro-batches are tried, and the nearest configuration
-    that fits is named. Without `offload` (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError
-    where a number of blocks was written.
+    or memory do not suffice; of memory it names the nearest configuration that fits. Without `offload`
+    (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was written.
     """
-    machine_rows = torch_and_driver.check(situation.facts, situation.profile)
-    rows = (*filter(None, (profile_row,)), *machine_rows)
+    rows = (profile_row, *torch_and_driver.check(situation.facts, situation.profile))
 
     def obeying(other: Situation) -> Situation:
         return other if offload else swapping.without(other)
-
-    if changed_by is None:
-        return plan_of(decide(obeying(situation), swap=True), rows, None)
 
     def peak_of(values: Mapping[str, Any]) -> str:
         other = dataclasses.replace(situation, config=changed_by(values))
@@ -63,9 +52,8 @@ def resolve(
             with contextlib.suppress(DoesNotFitError):
                 peak = gib(_parted(situation, swap=True)[0].chosen.peak_bytes)
                 remedy = f"fits without {swapping.NO_OFFLOAD} ({peak}); {remedy}"
-        raise HardwareError(
-            [Problem(what=problem.what, where=problem.where, remedy=remedy) for problem in error.problems]
-        ) from None
+        (problem,) = error.problems
+        raise HardwareError(problem.what, where=problem.where, remedy=remedy) from None
     return plan_of(decided, rows, split)
 
 
@@ -135,8 +123,10 @@ def _one_by_one(batched: Decided, *, swap: bool) -> Decided | None:
         shapes = {one.geometry.attention_shape_class for one in (situation, single)}
         if not shapes <= {row.shape_class for row in situation.facts.verdicts}:
             # on equal terms: what was measured of one size would count for it alone
-            several = decide(situation.unmeasured, swap=swap)
-            alone = decide(single.unmeasured, swap=swap)
+            facts = dataclasses.replace(situation.facts, verdicts=())
+            several, alone = (
+                decide(dataclasses.replace(one, facts=facts), swap=swap) for one in (situation, single)
+            )
     except HardwareError:
         return None
     return None if several.is_better_than(alone) else found

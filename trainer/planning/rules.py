@@ -148,14 +148,11 @@ def _no_modulation(at: Situation) -> str | bool:
     return apart and candidates.not_stored(at, replace(way, modulation=beside))
 
 
-def _uncompiled(key: str) -> Why:
-    def why(at: Situation) -> str:
-        way = candidates.asked_way(at)
-        eager = switches.compile_key(at) == key and candidates.uncompiled(at, way)
-        what = f"blocks with {way.weights} weights cannot be compiled"
-        return f"{what}: {candidates.no_product(at, way)}" if eager else ""
-
-    return why
+def _uncompiled(at: Situation) -> Iterator[Clash]:
+    key, way = switches.compile_key(at), candidates.asked_way(at)
+    if key and candidates.uncompiled(at, way):
+        why = f"blocks with {way.weights} weights cannot be compiled: {candidates.no_product(at, way)}"
+        yield {"key": key, "why": why, "remedy": f"leave {key} out"}
 
 
 def _no_package(at: Situation) -> str:
@@ -240,8 +237,7 @@ MACHINE: tuple[Rule[Situation], ...] = (
              "use method: lora, or the model's full-precision files"),
     _refused(_ADAPTER, _needs_whole, f"write lora, {_FULL_FILES}"),
     _refused(_WEIGHTS, _no_storage, _storage_remedy),
-    _refused(_COMPILE, _uncompiled(_COMPILE)),
-    _refused(_SHARE, _uncompiled(_SHARE)),
+    Rule((_COMPILE, _SHARE), _uncompiled, "{key}: {why}", "{remedy}"),
     _refused(_MODULATION, _no_modulation, _modulation_remedy),
     _refused(optimizers.TRACKER,
              lambda at: at.config.train.report_to == "wandb" and at.lacks("wandb")

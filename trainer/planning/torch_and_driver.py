@@ -7,7 +7,7 @@ import re
 from trainer.errors import HardwareError, Problem
 from trainer.machine.facts import Facts, TorchBuild, Version, driver_text, version_text
 from trainer.machine.profiles import ON_PURPOSE, Profile
-from trainer.planning.plan import Decision, row
+from trainer.planning.plan import Decision
 from trainer.words import extras
 
 OLDEST_CUDA = 12
@@ -26,7 +26,8 @@ def check(facts: Facts, profile: Profile) -> tuple[Decision, ...]:
     build = f"{version_text(torch.version)} ({cuda})"
     if profile.device == "cpu":
         reason = "a CPU build" if torch.cuda is None else "a CUDA build, which runs on the CPU too"
-        return (row("torch", build, "facts", f"{facts.gpu.name} stays unused" if facts.gpus else reason),)
+        reason = f"{facts.gpu.name} stays unused" if facts.gpus else reason
+        return (Decision("torch", build, "facts", reason),)
     if torch.cuda is None:
         raise HardwareError(
             f"a CPU-only build, but this machine has a GPU ({facts.gpu.name})",
@@ -34,15 +35,12 @@ def check(facts: Facts, profile: Profile) -> tuple[Decision, ...]:
             remedy=f"install the CUDA build of torch; as a container: the image for {profile.name} instead of"
             f" the one for cpu; {ON_PURPOSE}",
         )
-    found = {"driver": _driver(facts, torch.cuda), "torch": _architecture(facts, torch, torch.cuda)}
-    problems = [one for one in found.values() if isinstance(one, Problem)]
+    runs, carries = _driver(facts, torch.cuda), _architecture(facts, torch, torch.cuda)
+    problems = [one for one in (runs, carries) if isinstance(one, Problem)]
     if problems:
         raise HardwareError(problems)
-    values = {
-        "driver": f"{driver_text(facts.driver)} (CUDA {version_text(facts.driver_cuda)})",
-        "torch": build,
-    }
-    return tuple(row(name, values[name], "facts", str(reason)) for name, reason in found.items())
+    driver = f"{driver_text(facts.driver)} (CUDA {version_text(facts.driver_cuda)})"
+    return Decision("driver", driver, "facts", str(runs)), Decision("torch", build, "facts", str(carries))
 
 
 def covering(arch_list: tuple[str, ...], capability: tuple[int, int], *, compile_ptx: bool) -> str | None:

@@ -22,7 +22,7 @@ from bench.processes import Ended
 from bench.record import Record, Row, Table
 from tests.random_bases import build
 from trainer import families
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.errors import DataError, HardwareError
 from trainer.families.values import Shape
 from trainer.planning.rules import judge
@@ -208,7 +208,7 @@ def test_every_family_takes_the_layer(family: str, tmp_path: Path) -> None:
     for variant in ours.OURS:
         content = ours.layer(job, variant, data_set, tmp_path / "cache")
         (tmp_path / "layer.yaml").write_text(yaml.safe_dump(content))
-        loaded = load_config(ours.configs(job, tmp_path), output=tmp_path / "run")
+        loaded = Layers(ours.configs(job, tmp_path), output=tmp_path / "run").load()
         judge(families.get(family), loaded)
         config = loaded.config
         assert (config.train.max_train_steps, config.train.log_every_steps) == (3, 1)

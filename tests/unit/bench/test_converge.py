@@ -11,7 +11,7 @@ import torch
 import yaml
 
 from bench import converge, memory
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 
 REPOSITORY = Path(__file__).resolve().parents[3]
 
@@ -62,9 +62,9 @@ def test_a_run_that_failed_has_its_reason_alone() -> None:
 @pytest.mark.parametrize("settings", [converge.SETTINGS, memory.SETTINGS], ids=["converge", "memory"])
 def test_every_setting_reaches_the_configuration(settings: Mapping[str, Sequence[str]]) -> None:
     for name, overrides in settings.items():
-        config = load_config(
-            (REPOSITORY / "train_configs" / "quickstart.yaml",), overrides
-        ).config.model_dump()
+        config = (
+            Layers((REPOSITORY / "train_configs" / "quickstart.yaml",), overrides).load().config.model_dump()
+        )
         for override in overrides:
             key, _, value = override.partition("=")
             section, _, field = key.partition(".")

@@ -8,7 +8,7 @@ import pytest
 
 from trainer import families
 from trainer.cli import main
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 
 TEXT = """\
 family: flux1_dev
@@ -32,8 +32,8 @@ def test_show_prints_what_loads_again(
     text = capsys.readouterr().out
     assert "output_dir: elsewhere" in text
     (tmp_path / "shown.yaml").write_text(text, encoding="utf-8")
-    again = load_config([Path("shown.yaml")])
-    assert again.config == load_config([Path(config)], ["train.seed=3"], None, Path("elsewhere")).config
+    again = Layers([Path("shown.yaml")]).load()
+    assert again.config == Layers([Path(config)], ["train.seed=3"], None, Path("elsewhere")).load().config
 
 
 def test_check_says_ok_for_each_file(config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 
 from trainer.cli import jobs, main, measure
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.engine.probing import probe
 from trainer.engine.spec import Job, Mode
 from trainer.errors import StoppedError
@@ -73,7 +73,7 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
 
 
 def start(mode: Mode, output: str) -> int:
-    loaded = load_config([Path("c.yaml")], ["model.weights=random"], None, Path(output))
+    loaded = Layers([Path("c.yaml")], ["model.weights=random"], None, Path(output)).load()
     facts = read_recorded(MACHINE)
     return jobs.run_job(loaded, facts, plan_run(loaded, facts), Job(mode=mode))
 
@@ -207,7 +207,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> tuple[Plan, Fact
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text(TEXT, encoding="utf-8")
     facts = read_recorded(MACHINE)
-    return plan_run(load_config((Path("c.yaml"),), (), None, None), facts), facts
+    return plan_run(Layers((Path("c.yaml"),), (), None, None).load(), facts), facts
 
 
 def test_compilers_keep_what_they_make(
@@ -273,7 +273,7 @@ def test_jobs_and_probes_have_these_folders(
         return probe.Probed(verdicts=())
 
     monkeypatch.setattr(probe, "probe", probe_none)
-    loaded = load_config((tmp_path / "c.yaml",), (), None, None)
+    loaded = Layers((tmp_path / "c.yaml",), (), None, None).load()
     unmeasured = dataclasses.replace(planned[1], verdicts=())
     measure.measure_kernels(loaded, unmeasured, planned[0], ["attention"], set())
     assert "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR" in probed[0]

@@ -11,7 +11,7 @@ import pytest
 from tests.tiny import build_tiny
 from tests.unit.planning.conftest import machine
 from trainer.cli import main, measure
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.config.reading.load import Loaded
 from trainer.engine.probing import probe, reading
 from trainer.engine.probing.child import Measured
@@ -71,7 +71,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
 
 
 def config(*values: str) -> Loaded:
-    return load_config([Path("c.yaml")], values, None, None)
+    return Layers([Path("c.yaml")], values, None, None).load()
 
 
 @pytest.mark.parametrize(

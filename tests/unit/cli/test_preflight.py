@@ -16,8 +16,9 @@ from trainer.cli import main
 from trainer.cli import surroundings as module
 from trainer.cli.commands import COMMANDS
 from trainer.cli.jobs import child_environment
-from trainer.cli.options import load_config
-from trainer.machine.facts import Facts, facts_to_json
+from trainer.cli.options import Layers
+from trainer.files import codec
+from trainer.machine.facts import Facts
 from trainer.planning.planning import plan_run
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -49,7 +50,7 @@ def ask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFi
 
     def run(facts: Facts, *words: str, **variables: str) -> Answer:
         path = tmp_path / "facts.json"
-        path.write_text(facts_to_json(facts))
+        path.write_text(codec.to_json(facts))
         monkeypatch.setenv("TRAINER_FACTS", str(path))
         for name, value in variables.items():
             monkeypatch.setenv(name, value)
@@ -107,7 +108,7 @@ def test_nothing_is_left_for_a_shell_to_set(
     exports = capfd.readouterr().out
     assert exports == {"dgx-spark": SPARK, "cpu": CPU}.get(name, DISCRETE)
     (exported,) = re.findall(r"export (\w+)=(.+)\n", exports)
-    plan = plan_run(load_config((config,), (), None, output), facts)
+    plan = plan_run(Layers((config,), (), None, output).load(), facts)
     assert exported in child_environment(plan, facts).items()
 
 

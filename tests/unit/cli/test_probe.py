@@ -13,7 +13,8 @@ from tests.unit.cli.test_preflight import CONFIG, MISNAMED, mounts
 from tests.unit.planning.conftest import machine
 from trainer.cli import main
 from trainer.cli import surroundings as module
-from trainer.machine.facts import Facts, ReadVerdict, facts_from_json, facts_to_json
+from trainer.files import codec
+from trainer.machine.facts import Facts, ReadVerdict, facts_from_json
 
 Screen = Callable[..., tuple[int, str]]
 
@@ -27,7 +28,7 @@ def screen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.Captur
 
     def run(facts: Facts, *words: str, image: bool = False, **variables: str) -> tuple[int, str]:
         path = tmp_path / "facts.json"
-        path.write_text(facts_to_json(facts))
+        path.write_text(codec.to_json(facts))
         monkeypatch.setenv("TRAINER_FACTS", str(path))
         monkeypatch.setattr(module, "IMAGE", tmp_path if image else tmp_path / "none")
         for name, value in variables.items():

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.config.reading import presets
 from trainer.config.reading.load import Loaded, load
 from trainer.errors import ConfigError
@@ -17,7 +17,7 @@ LEAST = "family: flux1_dev\ndata: {sets: [{img_dir: images}]}\noutput_dir: out\n
 def loaded(folder: Path, *chosen: str, text: str = "", overrides: tuple[str, ...] = ()) -> Loaded:
     file = folder / "c.yaml"
     file.write_text(LEAST + text)
-    return load_config([file], overrides, presets=chosen)
+    return Layers([file], overrides, presets=chosen).load()
 
 
 def test_a_preset_is_over_files_and_below_what_names_one_key(
@@ -43,8 +43,8 @@ def test_a_preset_is_over_files_and_below_what_names_one_key(
 def test_a_preset_matters_on_a_shipped_file(name: str) -> None:
     """Shipped files write every key that presets have."""
     shipped = presets.shipped_folder() / "flux1_dev_lora.yaml"
-    one = load_config([shipped], presets=(name,))
-    assert one.config != load_config([shipped]).config
+    one = Layers([shipped], presets=(name,)).load()
+    assert one.config != Layers([shipped]).load().config
     assert not [note for note in one.notes if "not used" in note]
 
 
@@ -52,7 +52,7 @@ def test_the_file_of_a_preset_before_ones_own_is_below_it(tmp_path: Path) -> Non
     file = tmp_path / "c.yaml"
     file.write_text(LEAST + "lora: {rank: 2}\n")
     preset = presets.shipped_folder() / "presets" / "style.yaml"
-    one = load_config([preset, file])
+    one = Layers([preset, file]).load()
     assert (one.config.lora.rank, one.config.lora.alpha, one.notes) == (2, 32, ())
 
 

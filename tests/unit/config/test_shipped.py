@@ -12,7 +12,7 @@ import yaml
 
 from trainer import families
 from trainer.cli import main
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.config.writing.schema_json import json_schema
 
 FOLDER = Path(__file__).resolve().parents[3] / "train_configs"
@@ -34,7 +34,7 @@ def test_loads_and_pleases_the_editor(file: Path, tmp_path: Path) -> None:
     schema = json.loads((file.parent / modeline[1]).read_text(encoding="utf-8"))
     mine = tmp_path / "mine.yaml"
     mine.write_text(MINE)
-    sources = load_config([mine, file]).sources.values()
+    sources = Layers([mine, file]).load().sources.values()
     assert any(source.startswith(f"{file}:") for source in sources)
     jsonschema.validate(_as_editors_read(text), schema)
 
@@ -49,7 +49,7 @@ def test_every_value_of_an_overlay_says_why(file: Path) -> None:
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
 def test_names_the_licence_of_the_base_model(file: Path) -> None:
-    config = load_config([file]).config
+    config = Layers([file]).load().config
     if config.model.download != "never":
         assert families.get(config.family).licence in file.read_text(encoding="utf-8")
 
@@ -60,7 +60,7 @@ def test_profile_owned_keys_stay_commented_out(file: Path, tmp_path: Path) -> No
     mine.write_text(MINE)
     assert not [
         key
-        for key, source in load_config([mine, file]).sources.items()
+        for key, source in Layers([mine, file]).load().sources.items()
         if key.startswith("features") and source != "default"
     ]
 

@@ -9,7 +9,7 @@ import pytest
 
 from trainer import families
 from trainer.cli import main
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.config import fields
 from trainer.config.schema import DataSet
 
@@ -30,7 +30,7 @@ def test_it_loads_to_the_defaults(family: str, tmp_path: Path, capsys: pytest.Ca
         else "img_dir: /data"
     )
     least.write_text(f"family: {family}\ndata: {{sets: [{{{one}}}]}}\noutput_dir: /output/{family}\n")
-    assert load_config([template]).config == load_config([least]).config
+    assert Layers([template]).load().config == Layers([least]).load().config
     capsys.readouterr()
 
 

@@ -40,7 +40,7 @@ def folder(path: str, **changes: Any) -> Folder:
 
 
 def around(*mounts: Mount, **changes: Any) -> Surroundings:
-    return Surroundings(user=10001, group=0, mounts=(ROOT, *mounts), **changes)
+    return Surroundings(user="10001:0", mounts=(ROOT, *mounts), **changes)
 
 
 def told(surroundings: Surroundings, facts: Facts | None = None, requested: str = "auto") -> tuple[str, ...]:
@@ -280,7 +280,7 @@ def test_results_that_go_with_the_container() -> None:
     ]
     assert list(warnings(around(mount("/output"), folders=(kept,)))) == []
     assert list(warnings(around(folders=(dataclasses.replace(kept, is_result=False),)))) == []
-    on_a_host = Surroundings(user=1, group=1, mounts=(mount("/"),), folders=(kept,))
+    on_a_host = Surroundings(user="1:1", mounts=(mount("/"),), folders=(kept,))
     assert list(warnings(on_a_host)) == []
 
 

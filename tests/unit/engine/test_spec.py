@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.config.schema import RunConfig
 from trainer.engine.spec import Spec, read_spec, write_spec
 
@@ -23,13 +23,13 @@ ODD = {
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_every_shipped_configuration_arrives(path: Path, tmp_path: Path) -> None:
-    config = load_config([path], [], None, None).config
+    config = Layers([path], [], None, None).load().config
     assert _handed_over(config, tmp_path) == config
 
 
 @pytest.mark.parametrize("values", ODD.values(), ids=ODD)
 def test_odd_values_arrive(values: dict[str, object], tmp_path: Path) -> None:
-    quickstart = load_config([Path("train_configs/quickstart.yaml")], [], None, None).config
+    quickstart = Layers([Path("train_configs/quickstart.yaml")], [], None, None).load().config
     tree = quickstart.model_dump()
     for key, value in values.items():
         section, _, name = key.partition(".")

@@ -21,7 +21,6 @@ from trainer.machine.facts import (
     KernelVerdict,
     driver_text,
     facts_from_json,
-    facts_to_json,
     version_from,
 )
 from trainer.machine.reading import installed, read_facts, with_host_memory
@@ -30,7 +29,7 @@ from trainer.machine.reading import installed, read_facts, with_host_memory
 @pytest.mark.parametrize("path", sorted(MACHINES.glob("*.json")), ids=lambda path: path.stem)
 def test_recorded_facts_round_trip(path: Path) -> None:
     facts = facts_from_json(path.read_text(), str(path))
-    assert facts_from_json(facts_to_json(facts), "again") == facts
+    assert facts_from_json(codec.to_json(facts), "again") == facts
 
 
 @pytest.mark.parametrize(

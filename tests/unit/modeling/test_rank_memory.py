@@ -40,13 +40,13 @@ def added(one: Case, rank: int, preset: str) -> int:
     def tokens_of(name: str) -> int:
         return every if name.startswith("single") else tokens.get(name, IMAGE_TOKENS)
 
-    blocks, beyond = adapters.kept_bytes(
-        {name: (layer.out_features, layer.in_features) for name, layer in layers.items()},
-        one.family.lora_targets[preset],
-        LoraSection(rank=rank),
-        tokens_of,
-        4,
-    )
+    targets = re.compile(one.family.lora_targets[preset])
+    adapted = {
+        name: (layer.out_features, layer.in_features)
+        for name, layer in layers.items()
+        if targets.fullmatch(name)
+    }
+    blocks, beyond = adapters.kept_bytes(adapted, LoraSection(rank=rank), tokens_of, 4)
     assert beyond == 0
     return sum(blocks.values())
 

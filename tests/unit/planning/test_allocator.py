@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.unit.planning.conftest import machine
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.errors import ConfigError
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run
@@ -34,7 +34,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
             monkeypatch.delenv(one, raising=False)
         for one, value in environ.items():
             monkeypatch.setenv(one, value)
-        loaded = load_config([tmp_path / "c.yaml"], ["features.weights=nf4"], None, None)
+        loaded = Layers([tmp_path / "c.yaml"], ["features.weights=nf4"], None, None).load()
         return plan_run(loaded, machine(name), "cpu" if name == "cpu" else "auto")
 
     return plan

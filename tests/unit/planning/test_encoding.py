@@ -13,12 +13,12 @@ from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.families import get
+from trainer.files import codec
 from trainer.planning.choose import encoding
 from trainer.planning.cost import memory
 from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run
-from trainer.planning.render import plan_from_json, plan_to_json
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry
 from trainer.planning.shapes.run_shapes import run_geometry
 from trainer.ways.storages import find
@@ -84,7 +84,7 @@ def test_a_plan_says_what_more_precise_encoders_need(config: Make) -> None:
     assert row.reason == "bf16 needs 47.9 GiB; int8 needs 27.7 GiB"
     names = [row.name for row in plan.cache_memory]
     assert names == ["text encoders", "nf4 unpacked", "text encoders: activations", "CUDA"]
-    assert plan_from_json(plan_to_json(plan)) == plan
+    assert codec.from_json(Plan, codec.to_json(plan), "plan.json") == plan
 
 
 def test_encoders_that_fit_are_not_quantised(config: Make) -> None:

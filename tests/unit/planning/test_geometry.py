@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 
@@ -60,9 +61,11 @@ def test_lora_and_int8_of_flux1_dev() -> None:
     # 19 double blocks with 8 projections of attention, 38 single ones with 3
     expected = (19 * 8 + 38 * 3) * 16 * 2 * width
     linears, lora = linear_weights(shapes), LoraSection(rank=16)
-    assert adapter_parameters(linears, family.lora_targets["attention"], lora) == expected
-    lora = LoraSection(rank=4)
-    assert adapter_parameters(linears, r".*\.attn\.to_q", lora) == 57 * 4 * 2 * width
+    matches = re.compile(family.lora_targets["attention"]).fullmatch
+    attention = {name: size for name, size in linears.items() if matches(name)}
+    assert adapter_parameters(attention, lora) == expected
+    queries = {name: size for name, size in linears.items() if name.endswith(".attn.to_q")}
+    assert adapter_parameters(queries, LoraSection(rank=4)) == 57 * 4 * 2 * width
     sizes = quantized_linears(linear_weights(shapes), family.high_precision).values()
     parameters, rows = sum(out * into for out, into in sizes), sum(out for out, _ in sizes)
     # per double block: 8 projections and two MLPs of factor 4; per single block: 3 projections, MLP in,

@@ -11,7 +11,7 @@ import pytest
 
 from tests.unit.planning.conftest import machine
 from tests.unit.planning.test_resolve import matmuls
-from trainer.cli.options import load_config
+from trainer.cli.options import Layers
 from trainer.config.reading.load import Loaded
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError
@@ -29,7 +29,7 @@ def load(tmp_path: Path) -> Load:
     def loaded(*overrides: str) -> Loaded:
         batch = ("train.train_batch_size=4", "train.gradient_accumulation_steps=4")
         config = Path("train_configs/flux1_dev_lora.yaml")
-        return load_config((config,), (*batch, *overrides), None, tmp_path)
+        return Layers((config,), (*batch, *overrides), None, tmp_path).load()
 
     return loaded
 

@@ -185,7 +185,7 @@ def test_nf4_bytes_are_those_of_a_real_layer() -> None:
 
 def test_a_stored_base_has_the_bytes_of_its_files(geometry: Geometry) -> None:
     stored = dataclasses.replace(geometry, stored_as="nf4", stored_bytes=GIB)
-    assert rows(storage(weights="nf4", stored=True), stored)["base weights"] == GIB + 2 * GIB
+    assert rows(storage(weights="nf4"), stored)["base weights"] == GIB + 2 * GIB
 
 
 def test_previews_count_where_they_are_larger_than_training(geometry: Geometry) -> None:

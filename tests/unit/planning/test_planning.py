@@ -23,13 +23,14 @@ from trainer.config.reading.load import Loaded, load
 from trainer.config.schema import RunConfig
 from trainer.errors import AccessError, ConfigError, HardwareError
 from trainer.families import get, names
+from trainer.files import codec
 from trainer.files.component_shapes import header_shapes
 from trainer.files.weight_files import weight_files
 from trainer.modeling.adapter.targets import target_pattern
 from trainer.modeling.base.meta_shapes import meta_shapes as build_shapes
 from trainer.modeling.base.structure import built_empty
+from trainer.planning.plan import Plan
 from trainer.planning.planning import local_folder, plan_run, predict, run_attention
-from trainer.planning.render import plan_from_json
 from trainer.planning.shapes import meta_shapes
 from trainer.planning.shapes.geometry import NO_LINEARS, TABLES
 from trainer.planning.shapes.run_shapes import CONFIGS, run_geometry
@@ -385,7 +386,7 @@ def test_the_command_prints_json_and_exports(
     command: Callable[..., list[str]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(command("dgx-spark", "--json", "--set", "features.attention=efficient")) == 0
-    plan = plan_from_json(capsys.readouterr().out)
+    plan = codec.from_json(Plan, capsys.readouterr().out, "plan.json")
     assert plan.attention == "efficient"
     assert ("attention", "--set features.attention") in [(row.feature, row.source) for row in plan.decisions]
     assert main(command("dgx-spark", "--export")) == 0
@@ -400,7 +401,7 @@ def test_a_budget_option_is_the_key(
         (("--set", "features.memory_budget=20GiB"), "--set features.memory_budget"),
     ):
         assert main(command("h200", "--json", *options)) == 0
-        plan = plan_from_json(capsys.readouterr().out)
+        plan = codec.from_json(Plan, capsys.readouterr().out, "plan.json")
         assert plan.budget_bytes == 20 * 1024**3
         budget = next(row for row in plan.decisions if row.feature == "memory_budget")
         assert (budget.source, budget.value) == (source, "20.0 GiB")

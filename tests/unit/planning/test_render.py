@@ -13,9 +13,10 @@ from tests.unit.planning.conftest import machine
 from tests.unit.planning.test_resolve import plan as plan_of
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
+from trainer.files import codec
 from trainer.machine.profiles import PROFILES
 from trainer.planning.plan import Plan
-from trainer.planning.render import environment_exports, plan_from_json, plan_text, plan_to_json
+from trainer.planning.render import environment_exports, plan_text
 from trainer.planning.shapes.geometry import Geometry
 
 
@@ -41,14 +42,14 @@ def test_the_sum_is_compared_with_the_budget(plan: Plan) -> None:
 
 
 def test_json_round_trip(plan: Plan) -> None:
-    assert plan_from_json(plan_to_json(plan)) == plan
-    assert plan_to_json(plan_from_json(plan_to_json(plan))) == plan_to_json(plan)
+    assert codec.from_json(Plan, codec.to_json(plan), "plan.json") == plan
+    assert codec.to_json(codec.from_json(Plan, codec.to_json(plan), "plan.json")) == codec.to_json(plan)
 
 
 def test_a_foreign_key_in_plan_json_is_refused(plan: Plan) -> None:
-    tree = json.loads(plan_to_json(plan)) | {"atention": "flash"}
+    tree = json.loads(codec.to_json(plan)) | {"atention": "flash"}
     with pytest.raises(HardwareError, match=r"runs/x/plan\.json: atention"):
-        plan_from_json(json.dumps(tree), "runs/x/plan.json")
+        codec.from_json(Plan, json.dumps(tree), "runs/x/plan.json")
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,9 @@ from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts, KernelVerdict
 from trainer.machine.profiles import PROFILES, Profile, select
+from trainer.planning import torch_and_driver
 from trainer.planning.choose.situation import GeometryOf, Situation
+from trainer.planning.decided import decide, plan_of
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.planning import predict
 from trainer.planning.resolve import resolve
@@ -35,7 +37,16 @@ def plan(
 ) -> Plan:
     """The plan of a run of this geometry; with `geometry_of`, which sizes others, of smaller batches too."""
     situation = situated(config, facts, select(facts)[0], geometry_of or (lambda changed, dtype: geometry))
-    return resolve(situation, changed_by=functools.partial(changed, config) if geometry_of else None)
+    if geometry_of is None:
+        return alone(situation)
+    first = Decision("profile", situation.profile.name, "facts", "")
+    return resolve(situation, first, functools.partial(changed, config), offload=True)
+
+
+def alone(situation: Situation) -> Plan:
+    """The plan of a configuration as it is, with no look at others."""
+    rows = torch_and_driver.check(situation.facts, situation.profile)
+    return plan_of(decide(situation, swap=True), rows, None)
 
 
 def situated(config: RunConfig, facts: Facts, profile: Profile, sized: GeometryOf) -> Situation:

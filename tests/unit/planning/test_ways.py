@@ -10,17 +10,17 @@ import torch
 
 from tests.unit.planning.conftest import GIB, machine
 from tests.unit.planning.test_memory import rows, storage
-from tests.unit.planning.test_resolve import Config, plan, row, situated, small
+from tests.unit.planning.test_resolve import Config, alone, plan, row, situated, small
 from trainer.config.schema import FeaturesSection, changed
 from trainer.engine.probing import probe
 from trainer.errors import HardwareError
+from trainer.files import codec
 from trainer.machine.facts import Facts, KernelVerdict
 from trainer.machine.profiles import PROFILES
 from trainer.modeling.storage import quantize
 from trainer.modeling.storage.stored import StoredLinear
 from trainer.planning.choose import encoding
-from trainer.planning.render import plan_from_json, plan_to_json
-from trainer.planning.resolve import resolve
+from trainer.planning.plan import Plan
 from trainer.planning.shapes.geometry import Geometry, Linears
 from trainer.ways.kernels import KERNELS, Kernel
 from trainer.ways.storages import WAYS, Way, find, frozen
@@ -89,7 +89,7 @@ def test_a_row_is_offered_priced_and_written_down(config: Config, geometry: Geom
     assert (found.weights, found.compute, found.way) == ("int4", "bf16", int4)
     assert "bf16 needs" in row(found, "weights").reason
     assert row(found, "compute").reason == "int4 weights are unpacked for each product"
-    assert plan_from_json(plan_to_json(found)) == found
+    assert codec.from_json(Plan, codec.to_json(found), "plan.json") == found
     held = rows(
         storage(weights="int4"), dataclasses.replace(geometry, quantized=Linears(parameters=GIB, rows=1000))
     )
@@ -183,7 +183,7 @@ def test_a_kernels_row_says_where_it_may_be_taken(
 
     def chosen(facts: Facts, **changes: Any) -> str:
         monkeypatch.setitem(KERNELS, "other", dataclasses.replace(other, **changes))
-        return resolve(situated(config(), facts, profile, lambda changed, dtype: geometry)).attention
+        return alone(situated(config(), facts, profile, lambda changed, dtype: geometry)).attention
 
     assert "attention.other" in probe.kernels_for(facts, "cuda", "bf16")
     assert (chosen(facts), chosen(facts, safe=True)) == ("flash", "other")

@@ -37,7 +37,7 @@ def variables(profile: Profile, environ: Mapping[str, str]) -> Variables:
             if value != written:
                 reason = f"yours, with the cap that this machine needs ({profile.memory_source})"
         values[name] = value
-        rows.append(Decision(feature="environment", value=name, source=source, reason=f"{value}, {reason}"))
+        rows.append(Decision("environment", name, source, f"{value}, {reason}"))
     unset = tuple(one for one in OTHER_SPELLINGS if NAME in values and one in environ)
     return values, unset, rows
 

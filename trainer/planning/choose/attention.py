@@ -30,16 +30,11 @@ def attention(situation: Situation) -> Decision:
         how = "torch chooses the kernel itself" if asked == "native" else how
         return situation.decide(KEY, asked, "", written=f"as written; {how}")
     order = situation.profile.attention
-    skipped = [
-        f"{name}: {verdicts[name].reason}"
-        for name in order
-        if name in verdicts and not verdicts[name].works and verdicts[name].reason != NOT_INSTALLED
-    ]
-    working = {
-        name: verdicts[name].milliseconds or 0.0
-        for name in order
-        if name in verdicts and verdicts[name].works and not _obstacle(situation, name)
-    }
+    measured = [(name, verdicts[name]) for name in order if name in verdicts]
+    failing = [(name, row.reason) for name, row in measured if not row.works and row.reason != NOT_INSTALLED]
+    skipped = [f"{name}: {reason}" for name, reason in failing]
+    works = [(name, row) for name, row in measured if row.works and not _obstacle(situation, name)]
+    working = {name: row.milliseconds or 0.0 for name, row in works}
     if not working:
         return _unmeasured(situation, [name for name in order if name not in verdicts], skipped)
     may_compile = situation.config.features.compile is not False and not compile_obstacle(situation)
@@ -49,7 +44,7 @@ def attention(situation: Situation) -> Decision:
     first = "one call for any row; measured" if by_rows else "fastest measured"
     reason = "; ".join((f"{first} at {situation.geometry.attention_shape_class}: {times}", *skipped))
     best = min(by_rows or working, key=lambda name: working[name])
-    return Decision(feature="attention", value=best, source="auto (measured)", reason=reason)
+    return Decision("attention", best, "auto (measured)", reason)
 
 
 def cannot_run(situation: Situation) -> str:
@@ -104,7 +99,7 @@ def _unmeasured(situation: Situation, names: Sequence[str], skipped: Sequence[st
     note = "first of the profile's order; not measured here"
     note = note if situation.on_gpu else "torch's only kernel on CPUs"
     source = f"profile {situation.profile.name}"
-    return Decision(feature="attention", value=best, source=source, reason="; ".join((note, *texts)))
+    return Decision("attention", best, source, "; ".join((note, *texts)))
 
 
 def _obstacle(situation: Situation, name: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trainer.config.schema import RunConfig
+from trainer.config.schema import RunConfig, changed
 from trainer.planning.choose.situation import Situation
 from trainer.planning.plan import Decision
 
@@ -19,16 +19,16 @@ def smaller(config: RunConfig) -> Iterator[RunConfig]:
     train = config.train
     for size in range(train.train_batch_size - 1, 0, -1):
         if train.train_batch_size % size == 0:
-            accumulation = train.gradient_accumulation_steps * (train.train_batch_size // size)
-            changes = {"train_batch_size": size, "gradient_accumulation_steps": accumulation}
-            yield config.model_copy(update={"train": train.model_copy(update=changes)})
+            steps = train.gradient_accumulation_steps * (train.train_batch_size // size)
+            values = {"train.train_batch_size": size, "train.gradient_accumulation_steps": steps}
+            yield changed(config, values)
 
 
 def row(config: RunConfig, asked: RunConfig, why: str) -> Decision:
     """Row on the micro-batches of a step, and why they differ from `asked`, the user's configuration."""
     size, steps = config.train.train_batch_size, config.train.gradient_accumulation_steps
     reason = f"{asked.train.train_batch_size} samples at once {why}; a step still has {size * steps}"
-    return Decision(feature="micro_batch", value=f"{size} x {steps}", source="auto", reason=reason)
+    return Decision("micro_batch", f"{size} x {steps}", "auto", reason)
 
 
 _SEVERAL = 1.05
@@ -51,4 +51,4 @@ def time_row(situation: Situation, milliseconds: float, parts: float) -> Decisio
         whole = f"{micro_batches(config) * milliseconds / 3.6e6:.1f} h {every}"
         mix = _MIX if geometry.captions_vary else ""
         value, reason = f"{milliseconds:.0f} ms", f"predicted, not measured: {of}; {mix}{whole}"
-    return Decision(feature="step_time", value=value, source="prediction", reason=reason)
+    return Decision("step_time", value, "prediction", reason)

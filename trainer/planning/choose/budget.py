@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainer.planning.choose import allocator
 from trainer.planning.choose.situation import Situation
 from trainer.planning.cost.memory import HOST_BYTES
-from trainer.planning.plan import Decision, row
+from trainer.planning.plan import Decision
 from trainer.words.sizes import GIB, gib, size_bytes
 
 KEY, KEEP_KEY = "features.memory_budget", "data.cache_in_memory"
@@ -100,7 +100,7 @@ def kept_samples(
         return 0, situation.decide(KEEP_KEY, "off", "", written=written)
     if shared and situation.on_gpu:
         reason = "entries are read from the disk: this memory is the GPU's too"
-        return 0, row("cache_in_memory", "off", situation.profile.memory_source, reason)
+        return 0, Decision("cache_in_memory", "off", situation.profile.memory_source, reason)
     part = room // _KEPT_PART
     reason = f"entries that were read stay: up to an eighth of the {gib(room)} that the run leaves"
     return part, situation.decide(KEEP_KEY, f"{gib(part)} at most", reason)

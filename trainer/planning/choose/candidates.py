@@ -12,7 +12,7 @@ from trainer.planning.choose.situation import MEASURE_AGAIN, Situation
 from trainer.planning.choose.switches import compile_key
 from trainer.planning.cost.memory import Storage
 from trainer.planning.shapes.adapters import needs_whole_base
-from trainer.ways.storages import WAYS, Way, find
+from trainer.ways.storages import WAYS, Way, find, frozen
 
 _BUDGETS = (0.6,)
 """Shares of a compiled block's activations that `auto` tries: what is cheap is recomputed. For less memory
@@ -36,9 +36,7 @@ def ladder(situation: Situation) -> tuple[list[Way], str]:
         key = "features.compute" if config.features.weights == "auto" else "features.weights"
         ways, no_more = _written(situation, asked), f"{key} is {asked} ({situation.source(key)})"
     elif config.method == "full":
-        *others, last = dict.fromkeys(
-            way.weights for way in WAYS.values() if way.automatic and not way.trains
-        )
+        *others, last = frozen()
         no_more = f"{', '.join(others)} and {last} are for method: lora only"
     elif needs_whole_base(config):
         no_more = f"lora.type: {config.lora.type} wants a base that is not quantised"
@@ -123,7 +121,6 @@ def storages(
                 recomputed=recomputed if recomputed < situation.geometry.blocks else 0,
                 tiling=False,
                 previews=bool(config.validation.prompts),
-                stored=bool(situation.geometry.stored_as),
                 swapped=swapping.written(config),
                 optimizer=config.train.optimizer,
                 averaged=config.train.ema_decay is not None,
@@ -158,9 +155,8 @@ def no_product(situation: Situation, way: Way) -> str:
         return f"a CPU has no {kind} units"
     if situation.facts.gpu.capability < way.least_capability:
         return f"{situation.gpu} has no {kind} units, which need {version_text(way.least_capability)}"
-    return (
-        "" if situation.dtype == "bf16" else f"it needs bf16 beside it, the run computes in {situation.dtype}"
-    )
+    other = f"it needs bf16 beside it, the run computes in {situation.dtype}"
+    return "" if situation.dtype == "bf16" else other
 
 
 def fp8_verdict(situation: Situation) -> tuple[bool | None, str]:

@@ -42,4 +42,4 @@ def rows(storage: Storage, geometry: Geometry) -> Iterator[Decision]:
         precise = ("", *kinds[: kinds.index(chosen)])
         needs = {kind or storage.dtype: needed_bytes(storage, geometry, kind) for kind in precise}
         reason = "; ".join(f"{name} needs {gib(size)}" for name, size in needs.items())
-        yield Decision(feature="text_encoders", value=chosen, source="auto", reason=reason)
+        yield Decision("text_encoders", chosen, "auto", reason)

@@ -17,7 +17,7 @@ from trainer.planning.cost.memory import Storage
 from trainer.planning.cost.roofline import Speed
 from trainer.planning.plan import Decision, MemoryRow, on_off
 from trainer.planning.shapes.adapters import needs_whole_base
-from trainer.ways.storages import WAYS, Way, find
+from trainer.ways.storages import WAYS, find
 from trainer.words.sizes import gib
 
 _MOST_NAMED = 3
@@ -41,11 +41,6 @@ class Outcome:
     cache: tuple[MemoryRow, ...]
     """Rows of the larger stage of caching."""
     cache_note: str
-
-    @property
-    def way(self) -> Way:
-        """Storage and product type of the base, with this run's tier."""
-        return self.storage.way
 
     @property
     def peak_bytes(self) -> int:
@@ -102,8 +97,8 @@ def _roomier(first: Outcome, others: Iterator[Outcome], limit: Budget) -> Outcom
 
     A full budget costs CUDA graphs, which no predicted time counts.
     """
-    rank = first.way.tier, first.milliseconds
-    alike = itertools.takewhile(lambda one: (one.way.tier, one.milliseconds) == rank, others)
+    rank = first.storage.way.tier, first.milliseconds
+    alike = itertools.takewhile(lambda one: (one.storage.way.tier, one.milliseconds) == rank, others)
     fitting = [one for one in (first, *alike) if one.peak_bytes <= limit.usable_bytes]
     roomy = (one for one in fitting if memory.total(one.train) <= limit.usable_bytes * TIGHT)
     return next((one for one in roomy if one.storage.tiling == first.storage.tiling), first)
@@ -143,7 +138,7 @@ def _does_not_fit(
     least = min(skipped, key=lambda outcome: outcome.peak_bytes)
     storage, reason = least.storage, no_more[0]
     if memory.total(least.train) >= memory.total(least.cache):
-        phase, how = "training", f"weights in {least.way.name}"
+        phase, how = "training", f"weights in {storage.way.name}"
         how += f", activation checkpointing {on_off(storage.checkpointing)}"
         how += f" for the first {storage.recomputed}" if storage.recomputed else ""
         how += f", {storage.swapped} blocks in host memory" if storage.swapped else ""
@@ -164,21 +159,21 @@ def decisions(
     situation: Situation, chosen: Outcome, skipped: Sequence[Outcome], compiling: Decision
 ) -> Iterator[Decision]:
     """Rows for weights, their products, compiling, recomputing and tiling, with what was skipped and why."""
-    features, storage, way = situation.config.features, chosen.storage, chosen.way
+    features, storage, way = situation.config.features, chosen.storage, chosen.storage.way
     within = f"fits: {gib(chosen.peak_bytes)}"
-    fits = "the checkpoint is stored so" if storage.stored else within
+    fits = "the checkpoint is stored so" if situation.geometry.stored_as else within
     if way.compute and way.tier == 0:
         fits = f"predicted to be faster than bf16; {fits}"
-    needs = _needs([outcome for outcome in skipped if outcome.way.name != way.name], way.tier)
+    needs = _needs([outcome for outcome in skipped if outcome.storage.way.name != way.name], way.tier)
     if needs and way.modulation:
         needs += f"; with modulation in {way.modulation} {way.weights} {within}"
     yield situation.decide("features.weights", way.weights, needs or fits)
     yield situation.decide("features.compute", way.compute or storage.dtype, _product(situation, chosen))
     if way.compute:
         reason = "a transposed copy for backward" if way.copies == 2 else "transposed each time"
-        yield Decision(feature="weight_copies", value=str(way.copies), source="auto", reason=reason)
+        yield Decision("weight_copies", str(way.copies), "auto", reason)
     if way.modulation or features.modulation != "auto":
-        plain = [one.peak_bytes for one in skipped if one.way.name == way.weights]
+        plain = [one.peak_bytes for one in skipped if one.storage.way.name == way.weights]
         reason = "half the bytes of bf16, and nearer to its values than FP8"
         if plain:
             reason += f"; with modulation in bf16 the run needs {gib(min(plain))} at least"
@@ -205,8 +200,8 @@ def _recomputing(situation: Situation, chosen: Outcome, skipped: Sequence[Outcom
     storage, value = chosen.storage, on_off(chosen.storage.checkpointing)
     if storage.recomputed:
         value = f"{storage.recomputed} of {situation.geometry.blocks} blocks"
-    alike = chosen.way.name, storage.tiling
-    kept = _kept([one for one in skipped if (one.way.name, one.storage.tiling) == alike])
+    alike = chosen.storage.way.name, storage.tiling
+    kept = _kept([one for one in skipped if (one.storage.way.name, one.storage.tiling) == alike])
     reason = kept or f"fits: {gib(chosen.peak_bytes)}"
     if not storage.checkpointing:
         reason = "everything fits without, and the step is faster"
@@ -222,7 +217,7 @@ _HOST = "blocks that are not compiled wait for the host, which has more kernels 
 
 def _product(situation: Situation, chosen: Outcome) -> str:
     """Why frozen linears are multiplied as they are."""
-    storage, way, asked = chosen.storage, chosen.way, situation.config.features.weights
+    storage, way, asked = chosen.storage, chosen.storage.way, situation.config.features.weights
     faster, reason = candidates.fp8_verdict(situation)
     if way.compute and (asked != way.weights or faster):
         return reason if faster or way.tier == 0 else "no bf16 base fits the budget"
@@ -232,7 +227,7 @@ def _product(situation: Situation, chosen: Outcome) -> str:
         return f"follows from features.weights: {asked}"
     if needs_whole_base(situation.config):
         return f"follows from lora.type: {situation.config.lora.type}"
-    if situation.on_gpu and storage.method == "lora" and not storage.stored:
+    if situation.on_gpu and storage.method == "lora" and not situation.geometry.stored_as:
         obstacle = candidates.no_product(situation, WAYS["fp8"])
         host = f", but {_HOST}" if not obstacle and faster and not storage.compile else ""
         return f"FP8: {obstacle or reason}{host}"
@@ -243,7 +238,7 @@ def _needs(outcomes: Sequence[Outcome], tier: int) -> str:
     """Least memory of each kind of base; of the chosen one's tier, of settings predicted to be faster."""
     least: dict[tuple[str, str], int] = {}
     for outcome in outcomes:
-        kind = outcome.way.name, "at least" if outcome.way.tier < tier else "to be faster"
+        kind = outcome.storage.way.name, "at least" if outcome.storage.way.tier < tier else "to be faster"
         least[kind] = min(outcome.peak_bytes, least.get(kind, outcome.peak_bytes))
     return "; ".join(f"{kind} needs {gib(need)} {limit}" for (kind, limit), need in least.items())
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.machine.facts import Facts
+from trainer.machine.host import read_text
 from trainer.machine.mounts import holding, parse_mounts
 from trainer.planning.choose.situation import Situation
 from trainer.planning.plan import Decision
@@ -35,12 +36,11 @@ def loader(situation: Situation) -> Decision:
         mapped = "safetensors" if asked == "auto" else asked
         return situation.decide(KEY, mapped, "files are mapped into memory")
     if not seen or not_here(situation) or situation.facts.gpu.integrated:
-        return situation.decide(
-            KEY, "auto", "parallel reads, past the page cache for files that are not in it"
-        )
+        reason = "parallel reads, past the page cache for files that are not in it"
+        return situation.decide(KEY, "auto", reason)
     faster = [one for one in STATES if seen.get((PACKAGE, one), 0) > _CLEARLY * seen.get((OURS, one), 1e9)]
     value = {0: "auto", 1: f"{PACKAGE}-{''.join(faster)}", 2: PACKAGE}[len(faster)]
-    return Decision(feature="loader", value=value, source="auto (measured)", reason=_reason(seen, situation))
+    return Decision("loader", value, "auto (measured)", _reason(seen, situation))
 
 
 def not_here(situation: Situation) -> str:
@@ -63,21 +63,12 @@ def unmeasured(facts: Facts, disk: str) -> str:
     return ""
 
 
-def was_measured(facts: Facts, disk: str) -> bool:
-    """True if there are rates of this disk."""
-    return bool(_seen(facts, disk))
-
-
 def disk_of(folder: Path | None, mountinfo: Path = Path("/proc/self/mountinfo")) -> str:
     """The file system that a folder lies on, as its kind and mount point; empty where that cannot be told."""
     if folder is None:
         return ""
-    try:
-        mounts = parse_mounts(mountinfo.read_text())
-    except OSError:
-        return ""
     # files of the hub's cache are links to where they are kept
-    mount = holding(str(folder.resolve()), mounts)
+    mount = holding(str(folder.resolve()), parse_mounts(read_text(mountinfo)))
     return "" if mount is None else f"{mount.kind} {mount.path}"
 
 

@@ -42,7 +42,7 @@ def optimizer(situation: Situation) -> Decision:
     else:
         reason = "fp32 throughout" if dtype == "fp32" else f"fp32 masters of the {dtype} adapter"
         value = "adamw_fused_fp32"
-    return Decision(feature="optimizer", value=value, source=source, reason=reason)
+    return Decision("optimizer", value, source, reason)
 
 
 def trains_in_bf16(situation: Situation) -> bool:
@@ -68,6 +68,6 @@ def rows(situation: Situation, kind: str) -> Iterator[Decision]:
     if train.ema_decay is not None:
         source = situation.source("train.ema_decay")
         reason = "files, previews and the validation loss are those of the weights' running mean"
-        yield Decision(feature="ema", value=f"{train.ema_decay:g}", source=source, reason=reason)
+        yield Decision("ema", f"{train.ema_decay:g}", source, reason)
     if train.report_to == "wandb":
         yield situation.decide(TRACKER, "wandb", "")

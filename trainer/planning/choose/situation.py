@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.judging.rule import Context
@@ -12,7 +12,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.machine.facts import Facts, version_text
 from trainer.machine.profiles import Profile
-from trainer.planning.plan import Decision, row
+from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.torch_and_driver import BF16_CAPABILITY
 from trainer.ways.storages import VALUE_BYTES
@@ -62,18 +62,13 @@ class Situation(Context):
         if asked == "auto":
             reason = lacking if self.on_gpu else "CPUs compute fp32 fastest"
             value, reason = ("bf16", "the GPU has bf16 units") if self.tensor_cores else ("fp32", reason)
-            return row("dtype", value, "auto", reason)
+            return Decision("dtype", value, "auto", reason)
         if asked == "bf16" and self.on_gpu and not self.tensor_cores:
             raise self.refuse(key, lacking, f"leave {key} out, or use fp32")
         slow = " (slow on most CPUs)" if asked == "bf16" and not self.on_gpu else ""
         if asked == "fp16":
             slow = "; the loss is scaled, and steps that overflow are skipped"
-        return row("dtype", asked, self.source(key), f"as written{slow}")
-
-    @property
-    def unmeasured(self) -> Situation:
-        """The situation without any verdict of the probe."""
-        return replace(self, facts=replace(self.facts, verdicts=()))
+        return Decision("dtype", asked, self.source(key), f"as written{slow}")
 
     @property
     def on_gpu(self) -> bool:
@@ -108,8 +103,8 @@ class Situation(Context):
         """The row of a value that `key` may ask for: `written` where it does, else by itself for `reason`."""
         feature = key.rpartition(".")[2]
         if self.asked(key) == "auto":
-            return row(feature, value, "auto", reason)
-        return row(feature, value, self.source(key), written)
+            return Decision(feature, value, "auto", reason)
+        return Decision(feature, value, self.source(key), written)
 
     def refuse(self, key: str, what: str, remedy: str = "") -> HardwareError:
         """An explicit choice that cannot be honoured."""

@@ -44,13 +44,11 @@ def nearest_fit(config: RunConfig, peak_of: PeakOf, budget: str = "") -> str:
         # one change a key: the last
         trial = tuple(dict((*together, change)).items())
         try:
-            peak = peak_of(dict(trial))
+            return _least(trial, peak_of(dict(trial)), peak_of)
         except DoesNotFitError:
             together = trial
         except TrainerError:
             continue
-        else:
-            return _least(trial, peak, peak_of)
     return "no resolution or storage that was tried fits: use a machine with more memory"
 
 
@@ -87,13 +85,10 @@ def _changes(config: RunConfig, budget: str) -> Iterator[Change]:
     if config.features.vae_tiling is False:
         yield "features.vae_tiling", True
     if any(data_set.chat_file for data_set in config.data.sets):
-        for length in _LENGTHS:
-            if length < config.data.max_sequence_length:
-                yield "data.max_sequence_length", length
+        lengths = (length for length in _LENGTHS if length < config.data.max_sequence_length)
+        yield from (("data.max_sequence_length", length) for length in lengths)
     else:
-        for side in _RESOLUTIONS:
-            if side < config.data.resolution:
-                yield "data.resolution", side
+        yield from (("data.resolution", side) for side in _RESOLUTIONS if side < config.data.resolution)
     if config.method == "full":
         yield "method", "lora"
 

@@ -89,9 +89,8 @@ def cuda_graphs(situation: Situation, storage: Storage, *, filled: float) -> Dec
     elif storage.compile and filled > TIGHT and situation.asked(key) == "auto":
         full = f"{filled:.0%} of the budget is filled"
         obstacle = f"{full}, and what graphs hold cannot be given back in pieces"
-    return _switch(
-        situation, key, obstacle, "thousands of launches become one: the host's speed does not matter"
-    )
+    reason = "thousands of launches become one: the host's speed does not matter"
+    return _switch(situation, key, obstacle, reason)
 
 
 def text_padding(situation: Situation, storage: Storage) -> Decision:

@@ -52,8 +52,6 @@ class Storage:
     """The attention kernel: the activations that compiled blocks keep under a budget depend on it."""
     recomputed: int = 0
     """Blocks that are recomputed with `checkpointing`, from the first on; 0: all."""
-    stored: bool = False
-    """The checkpoint's files hold the weights in this storage, so that there is no choice."""
     compile: bool = False
     activation_budget: float = 1.0
     text_encoders: str = ""
@@ -70,11 +68,6 @@ class Storage:
         """Bytes of one value in the compute type."""
         return VALUE_BYTES[self.dtype]
 
-    @property
-    def state(self) -> states.State:
-        """Bytes of a trained parameter."""
-        return states.of(self.method, self.dtype, self.optimizer)
-
 
 def total(rows: Sequence[MemoryRow]) -> int:
     """Sum of the rows in bytes."""
@@ -83,23 +76,24 @@ def total(rows: Sequence[MemoryRow]) -> int:
 
 def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """Memory of training at its peak; previews take the place of activations, not room beside them."""
-    weights, gradients, optimizer, kept, summed, moments = storage.state
+    state = states.of(storage.method, storage.dtype, storage.optimizer)
+    weights, gradients, optimizer, kept, summed, moments = state
     lora, trained = storage.method == "lora", parameters(geometry, "trained")
-    count = geometry.lora_parameters if lora else trained
+    name, count = ("adapter", geometry.lora_parameters) if lora else ("trained weights", trained)
     more = 0 if lora else geometry.fp32_parameters * _FP32_MORE_BYTES
     rows = [
         *([_base_row(storage, geometry, trained)] if lora else []),
-        _row("adapter" if lora else "trained weights", count * weights + more, f"{_count(count)}, {kept}"),
-        _row("gradients", count * gradients + more, summed),
-        _row("optimizer state", int(count * optimizer) + more, moments),
+        MemoryRow(name, count * weights + more, f"{_count(count)}, {kept}"),
+        MemoryRow("gradients", count * gradients + more, summed),
+        MemoryRow("optimizer state", int(count * optimizer) + more, moments),
         _activation_row(storage, geometry),
     ]
     if storage.averaged:
-        rows.append(_row("EMA", count * states.MEAN_BYTES, "the weights' mean, fp32"))
+        rows.append(MemoryRow("EMA", count * states.MEAN_BYTES, "the weights' mean, fp32"))
     if storage.swapped:
         _, largest = waiting_bytes(storage, geometry)
         detail = "two of the blocks that wait in host memory, in turn"
-        rows.append(_row("blocks passing through", _WAITING_BUFFERS * largest, detail))
+        rows.append(MemoryRow("blocks passing through", _WAITING_BUFFERS * largest, detail))
     if storage.way.trains:
         return _with_overhead(storage, rows)
     return _with_overhead(storage, [*rows, *_unpacked(storage, geometry)], holes=_HOLES_BYTES)
@@ -115,16 +109,17 @@ def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[Memory
     # latents are encoded in fp32 whatever the run computes in; the geometry's peak is that of the run's type
     size, vae = VALUE_BYTES["fp32"], parameters(geometry, "vae")
     peak = _vae_peak(storage, geometry) * size // storage.value_bytes
-    rows = [_row("VAE", vae * size, f"{_count(vae)}, fp32"), _row("VAE: activations", peak, _ONE_SAMPLE)]
+    rows = [MemoryRow("VAE", vae * size, f"{_count(vae)}, fp32")]
+    rows.append(MemoryRow("VAE: activations", peak, _ONE_SAMPLE))
     return {"text encoders": text_rows(storage, geometry), "VAE": _with_overhead(storage, rows)}
 
 
 def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """Memory of encoding captions: all text encoders, as they are stored, and one caption's activations."""
     name, kind, count = "text encoders", storage.text_encoders, parameters(geometry, "text_encoder")
-    peak = _row(f"{name}: activations", geometry.text_bytes_peak, _ONE_SAMPLE)
+    peak = MemoryRow(f"{name}: activations", geometry.text_bytes_peak, _ONE_SAMPLE)
     if not kind:
-        whole = _row(name, count * storage.value_bytes, f"{_count(count)}, {storage.dtype}")
+        whole = MemoryRow(name, count * storage.value_bytes, f"{_count(count)}, {storage.dtype}")
         return _with_overhead(storage, [whole, peak])
     parts = (part for part in geometry.components if part.role == "text_encoder")
     sizes = [size for part in parts for size in parted(part, ENCODERS_KEEP)[1].values()]
@@ -133,7 +128,7 @@ def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     stored = _linear_bytes(way, linears, len(sizes)) + (count - packed) * storage.value_bytes
     detail = f"{_count(packed)} in {kind}, {_count(count - packed)} in {storage.dtype}"
     unpacked = min(largest, way.most_unpacked or largest) * way.encoder_bytes
-    rows = [_row(name, stored, detail), _row(f"{kind} unpacked", unpacked, _ONE_WEIGHT), peak]
+    rows = [MemoryRow(name, stored, detail), MemoryRow(f"{kind} unpacked", unpacked, _ONE_WEIGHT), peak]
     return _with_overhead(storage, rows)
 
 
@@ -174,11 +169,9 @@ def _base_bytes(way: Way, geometry: Geometry) -> int:
 
 def _packed_bytes(way: Way, part: Geometry | Stack, layers: int = 0) -> int:
     """Bytes of packed weights; modulation in a storage of its own is never kept twice."""
-    if way.modulation:
-        return _linear_bytes(WAYS[way.modulation], part.modulation) + _linear_bytes(
-            way, part.quantized, layers
-        )
-    return _linear_bytes(way, packed_linears(way, part), layers)
+    own = part.quantized if way.modulation else packed_linears(way, part)
+    beside = _linear_bytes(WAYS[way.modulation], part.modulation) if way.modulation else 0
+    return _linear_bytes(way, own, layers) + beside
 
 
 def _linear_bytes(way: Way, linears: Linears, layers: int = 0) -> int:
@@ -196,9 +189,9 @@ def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     size, _ = waiting_bytes(storage, geometry)
     detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned"
     return (
-        *([_row("waiting blocks", size, detail)] if storage.swapped else []),
-        _row("process", _CUDA_PROCESS_BYTES, "Python, CUDA and libraries"),
-        _row("loading", _RING_BYTES, "buffers that shards pass through"),
+        *([MemoryRow("waiting blocks", size, detail)] if storage.swapped else []),
+        MemoryRow("process", _CUDA_PROCESS_BYTES, "Python, CUDA and libraries"),
+        MemoryRow("loading", _RING_BYTES, "buffers that shards pass through"),
     )
 
 
@@ -216,8 +209,9 @@ def disk_bytes(storage: Storage, geometry: Geometry, *, checkpoints: int, copies
     size, lora = storage.value_bytes, storage.method == "lora"
     count = geometry.lora_parameters if lora else parameters(geometry, "trained")
     master, final = (4, 2 * size) if lora else (size, size)
+    optimizer = states.of(storage.method, storage.dtype, storage.optimizer)[2]
     mean = states.MEAN_BYTES if storage.averaged else 0
-    return checkpoints * int(count * (master + storage.state[2] + mean)) + copies * count * final
+    return checkpoints * int(count * (master + optimizer + mean)) + copies * count * final
 
 
 def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
@@ -238,7 +232,7 @@ def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
     if storage.swapped:
         size = max(0, size - waiting_bytes(storage, geometry)[0])
         detail += f"; without {storage.swapped} of {geometry.blocks} blocks"
-    return _row("base weights", size, detail)
+    return MemoryRow("base weights", size, detail)
 
 
 def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
@@ -258,11 +252,11 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
     if storage.activation_budget < 1.0:
         detail = f"saved for backward, {storage.activation_budget:g} of what blocks compute"
     if not storage.previews:
-        return _row("activations", training, detail)
+        return MemoryRow("activations", training, detail)
     preview = parameters(geometry, "vae") * storage.value_bytes + _vae_peak(storage, geometry)
     if preview > training:
-        return _row("activations", preview, "VAE and its activations in previews")
-    return _row("activations", training, f"{detail}; previews need less")
+        return MemoryRow("activations", preview, "VAE and its activations in previews")
+    return MemoryRow("activations", training, f"{detail}; previews need less")
 
 
 def _vae_peak(storage: Storage, geometry: Geometry) -> int:
@@ -282,19 +276,16 @@ def _unpacked(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
         unpacked = geometry.modulation.largest * storage.value_bytes if way.modulation else 0
         if unpacked > size:
             name, size = f"{way.modulation} unpacked", unpacked
-    return [_row(name, size, _ONE_WEIGHT)] if size else []
+    return [MemoryRow(name, size, _ONE_WEIGHT)] if size else []
 
 
 def _with_overhead(storage: Storage, rows: Sequence[MemoryRow], *, holes: int = 0) -> tuple[MemoryRow, ...]:
     """The rows with one of the process, or of CUDA."""
     if storage.device == "cpu":
-        return (*rows, _row("process", _PROCESS_BYTES, "Python and libraries"))
+        return (*rows, MemoryRow("process", _PROCESS_BYTES, "Python and libraries"))
     size = CUDA_CONTEXT_BYTES + int(total(rows) * _FRAGMENTATION) + holes
-    return (*rows, _row("CUDA", size, f"context and workspaces, {_FRAGMENTATION:.0%} lost between blocks"))
-
-
-def _row(name: str, size: int, detail: str) -> MemoryRow:
-    return MemoryRow(name=name, bytes=size, detail=detail)
+    detail = f"context and workspaces, {_FRAGMENTATION:.0%} lost between blocks"
+    return (*rows, MemoryRow("CUDA", size, detail))
 
 
 def _count(parameters: int) -> str:

@@ -29,9 +29,3 @@ def of(method: str, dtype: str, optimizer: str) -> State:
     weights, gradients, size, kept_as, summed_as, moments = _STATE[method, dtype]
     size, moments = _OPTIMIZERS.get(optimizer, (size, moments))
     return weights, gradients, size, kept_as, summed_as, moments
-
-
-def state_bytes(method: str, dtype: str) -> int:
-    """Bytes that one trained parameter takes: its weights, gradients and AdamW's state."""
-    weights, gradients, optimizer, *_ = _STATE[method, dtype]
-    return weights + gradients + int(optimizer)

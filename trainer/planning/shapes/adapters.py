@@ -46,7 +46,8 @@ def planned_adapter(
     embedding = next((name for name in linears if name.rpartition(".")[2] == _EMBEDDING), None)
     if embedding is not None:
         linears.setdefault(_HEAD, linears.pop(embedding))
-    pattern = target_pattern(lora, family.lora_targets, linears, sources)
+    expression = re.compile(target_pattern(lora, family.lora_targets, linears, sources))
+    adapted = {name: size for name, size in linears.items() if expression.fullmatch(name)}
 
     def tokens_of(name: str) -> int:
         if name in modulation:  # one a sample
@@ -55,14 +56,14 @@ def planned_adapter(
             return shape.batch_size * shape.text_tokens
         return attention.batch_size * attention.tokens
 
-    kept = kept_bytes(linears, pattern, lora, tokens_of, shape.bytes_per_value)
-    return adapter_parameters(linears, pattern, lora), len(_adapted(linears, pattern)), kept
+    kept = kept_bytes(adapted, lora, tokens_of, shape.bytes_per_value)
+    return adapter_parameters(adapted, lora), len(adapted), kept
 
 
-def adapter_parameters(linears: Mapping[str, Size], pattern: str, lora: LoraSection) -> int:
-    """Parameters of an adapter on every linear layer, (out, in) by name, whose name matches `pattern`."""
+def adapter_parameters(adapted: Mapping[str, Size], lora: LoraSection) -> int:
+    """Parameters of an adapter on these linear layers, (out, in) by name."""
     total = 0
-    for name, (out, into) in _adapted(linears, pattern).items():
+    for name, (out, into) in adapted.items():
         rank = int(pattern_value(lora.rank_pattern, name, lora.rank))
         if lora.type != "lokr":
             total += rank * (out + into) + (out if lora.type == "dora" else 0)
@@ -74,11 +75,6 @@ def adapter_parameters(linears: Mapping[str, Size], pattern: str, lora: LoraSect
     return total
 
 
-def _adapted(linears: Mapping[str, Size], pattern: str) -> dict[str, Size]:
-    expression = re.compile(pattern)
-    return {name: size for name, size in linears.items() if expression.fullmatch(name)}
-
-
 def _near_square(dimension: int) -> tuple[int, int]:
     """The two factors nearest each other, the smaller one first: peft's with decompose_factor -1."""
     first = next(n for n in range(math.isqrt(dimension), 0, -1) if dimension % n == 0)
@@ -86,11 +82,7 @@ def _near_square(dimension: int) -> tuple[int, int]:
 
 
 def kept_bytes(
-    linears: Mapping[str, Size],
-    pattern: str,
-    lora: LoraSection,
-    tokens_of: Callable[[str], int],
-    value_bytes: int,
+    adapted: Mapping[str, Size], lora: LoraSection, tokens_of: Callable[[str], int], value_bytes: int
 ) -> Kept:
     """Bytes that peft's layers hold for `lora.type` and `lora.dropout`, counted as autograd saves them.
 
@@ -99,7 +91,7 @@ def kept_bytes(
     plain LoRA of a higher rank than was counted: the inner values, and of layers that share an input their
     right sides in one matrix, which is mostly zeros.
     """
-    adapted, beyond = _adapted(linears, pattern), 0
+    beyond = 0
     siblings = Counter((name.rpartition(".")[0], size, tokens_of(name)) for name, size in adapted.items())
     layers: dict[str, int] = {}
     for name, (out, into) in adapted.items():

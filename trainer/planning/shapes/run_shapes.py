@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
@@ -174,17 +175,14 @@ def micro_batches(
         return {}
     size, steps = config.train.train_batch_size, config.train.gradient_accumulation_steps
     known, most = pictures or USUAL_PICTURES, config.data.max_sequence_length
-
-    def parts(captions: Captions) -> tuple[float, ...]:
-        captions = "alike" if family.caption is None else captions
-        found = usual_parts(size, size * steps, captions=captions, pictures=known, most_tokens=most)
-        return tuple(one / steps for one in found)
-
-    return {
-        "alike": parts("alike"),
-        "as they are": parts("as they are"),
-        "padded": parts("as they are" if config.features.text_padding is False else "padded"),
-    }
+    found: dict[Captions, tuple[float, ...]] = {}
+    for captions in typing.get_args(Captions):
+        drawn = "alike" if family.caption is None else captions
+        if drawn == "padded" and config.features.text_padding is False:
+            drawn = "as they are"
+        parts = usual_parts(size, size * steps, captions=drawn, pictures=known, most_tokens=most)
+        found[captions] = tuple(one / steps for one in parts)
+    return found
 
 
 def _packed(
