@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
@@ -96,9 +95,10 @@ def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
     state.grad_norm, bad = state.updater.step(learning_rate(config.train, state.step + 1), loss)
     state.flag = HostFlag(bad)
     state.suspects = tuple(fed.micro_batch for fed in step)
-    state.add_loss(loss)
+    # in fp16 a step that overflowed in the forward pass was skipped, and has no loss
+    state.interval_loss += torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
+    state.interval_steps += torch.isfinite(loss)
     state.step += 1
-    state.interval_steps += 1
     state.timed_steps += 1
     state.interval_samples += sum(fed.batch.size for fed in step)
     state.interval_tokens += sum(fed.batch.tokens for fed in step)
@@ -242,11 +242,10 @@ def beside_training(run: Run) -> Generator[None, None, None]:
 
 def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
     """Record the steps since the last line of the log, and give the line for people."""
-    state.collect_loss()
     _check_finite(run, state)
     assert state.grad_norm is not None
     line = run.journal.log_step(
-        loss=state.interval_loss / state.interval_steps if state.interval_steps > 0 else math.nan,
+        loss=float((state.interval_loss / state.interval_steps).item()),  # NaN where no step has a loss
         learning_rate=learning_rate(run.context.config.train, state.step),
         grad_norm=float(state.grad_norm.item()),
         step=state.step,
@@ -255,6 +254,7 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
         tokens=state.interval_tokens,
         validation=validation,
     )
-    state.interval_loss, state.interval_steps, state.timed_steps = 0.0, 0, 0
-    state.interval_samples, state.interval_tokens = 0, 0
+    state.interval_loss.zero_()
+    state.interval_steps.zero_()
+    state.timed_steps = state.interval_samples = state.interval_tokens = 0
     return line
