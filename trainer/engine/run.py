@@ -29,7 +29,7 @@ from trainer.engine.training import loop, state
 from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
-from trainer.engine.training.preview import drop_previews_after, sample, write_before_after
+from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
 from trainer.errors import DivergedError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
@@ -137,7 +137,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
             summary = _finish_lora(context, model, run.held_out)
         else:
             summary = _finish_full(context, model, before)
-        strip = loop.preview(run, step)  # of the saved result: the LoRA is the one loaded from its file
+        strip = draw_previews(run, step)  # of the saved result: the LoRA is the one loaded from its file
         if strip is not None:
             context.say(f"previews: {strip}")
             together = write_before_after(context, run.entries, step)
@@ -193,9 +193,7 @@ def _finish_lora(context: Context, model: torch.nn.Module, held_out: HeldOut | N
         # the proof is about the plain model that others load the file into
         part_siblings(model)
     path, comfyui, result = proof.export_lora(context, model)
-    kept = prove_best(context, model, held_out, path)
-    if kept:
-        context.say(kept)
+    prove_best(context, model, held_out, path)
     files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"
     return f"LoRA: {files}. Proved: {result}."
 

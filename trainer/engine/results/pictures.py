@@ -180,15 +180,12 @@ def step_of(path: Path) -> int | None:
     return None if found is None else int(found[1])
 
 
-def write_strip(samples: Path, *, up_to_step: int) -> Path | None:
-    """Stack the pictures of all times into `samples/strip.png`, oldest on top; None where there is none.
+def write_strip(samples: Path) -> Path:
+    """Stack the rows of all times, of which there is one at least, into `samples/strip.png`, oldest on top.
 
     Large ones are made smaller, and of very many an even choice with the first and the last is taken.
     """
-    found = {path: step_of(path) for path in sorted(samples.glob("step-*.png"))}
-    paths = [path for path, step in found.items() if step is not None and step <= up_to_step]
-    if not paths:
-        return None
+    paths = [path for path in sorted(samples.glob("step-*.png")) if step_of(path) is not None]
     sizes = []
     for path in paths:
         with Image.open(path) as picture:

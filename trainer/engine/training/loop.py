@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Generator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -16,7 +15,6 @@ from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import FLOOR, HostFlag
 from trainer.engine.optimizing.schedule import learning_rate
 from trainer.engine.records import checkpoint
-from trainer.engine.results.pictures import write_strip
 from trainer.engine.training import held_out
 from trainer.engine.training.feed import Fed, feed
 from trainer.engine.training.preview import draw_previews, preview_path
@@ -187,7 +185,7 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
             save(run, state)
         if step % every == 0 and step < total:  # the last one is drawn with the LoRA loaded from its file
             with beside_training(run):
-                preview(run, step)
+                draw_previews(run, step)
 
 
 def _look_before(run: Run, state: State) -> None:
@@ -205,7 +203,7 @@ def _look_before(run: Run, state: State) -> None:
         context.say(f"held-out loss {when}: {record.validation_loss:.4f}")
     if step == 0 or (due and not last and not preview_path(context, step).exists()):
         with beside_training(run):
-            preview(run, step)
+            draw_previews(run, step)
 
 
 def _validate(run: Run, step: int) -> ValidationRecord | None:
@@ -217,16 +215,6 @@ def _validate(run: Run, step: int) -> ValidationRecord | None:
         if step:
             held_out.keep_best(run.context, run.built.model, record)
     return record
-
-
-def preview(run: Run, step: int) -> Path | None:
-    """Draw the validation prompts; gives the strip of all previews, None where there are no prompts."""
-    path = draw_previews(run.context, run.built.model, run.entries, step)
-    if path is None:
-        return None
-    strip = write_strip(path.parent, up_to_step=step)
-    run.journal.picture("previews", path, step)
-    return strip
 
 
 @contextlib.contextmanager

@@ -15,7 +15,8 @@ from trainer.data.pictures.buckets import buckets, nearest_bucket
 from trainer.data.pictures.images import read_image
 from trainer.engine.caching.entries import Entries, Prompt
 from trainer.engine.context import Context, free_memory
-from trainer.engine.results.pictures import before_after, read_png, row, shown, step_of, write_png
+from trainer.engine.results import pictures
+from trainer.engine.training.state import Run
 from trainer.families.values import PreviewPrompt, PreviewRequest
 from trainer.files import atomic
 from trainer.telemetry.status import Phase
@@ -24,26 +25,28 @@ BEFORE_AFTER = "before_after.png"
 _RESULT = {"lora": "with the LoRA", "full": "fine-tuned"}
 
 
-def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> Path | None:
-    """Sample every validation prompt; None where there are no prompts, else the row of all of them.
+def draw_previews(run: Run, step: int) -> Path | None:
+    """Sample every validation prompt; gives the strip of all previews, None where there are no prompts.
 
-    `samples/step-NNNNNN/00.png, ...` are the images as they are, `samples/step-NNNNNN.png` is the row. It is
-    written last, so that a row means that its images are complete.
+    `samples/step-NNNNNN/00.png, ...` are the images as they are, `samples/step-NNNNNN.png` is the row of
+    them. It is written after them, so that a row means that its images are complete.
     """
-    validation = context.config.validation
-    if not validation.prompts:
+    context, prompts = run.context, run.context.config.validation.prompts
+    if not prompts:
         return None
-    drawn = sample(context, model, entries)
+    drawn = sample(context, run.built.model, run.entries)
     path = preview_path(context, step)
-    drop_previews(path)
-    images = [shown(one) for one in drawn]
+    drop_previews_after(context, step - 1)
+    images = [pictures.shown(one) for one in drawn]
     for number, (one, image) in enumerate(zip(drawn, images, strict=True)):
         target = path.with_suffix("") / f"{number:02d}.png"
-        write_png(image, target, _drawn_as(context, number, entries.prompts[number]))
+        pictures.write_png(image, target, _drawn_as(context, number, run.entries.prompts[number]))
         if isinstance(one, str):
             atomic.write_text(target.with_suffix(".txt"), one + "\n")
-    write_png(row(images, [*map(redacted, validation.prompts)], f"step {step}"), path)
-    return path
+    pictures.write_png(pictures.row(images, [*map(redacted, prompts)], f"step {step}"), path)
+    strip = pictures.write_strip(path.parent)
+    run.journal.picture("previews", path, step)
+    return strip
 
 
 def preview_path(context: Context, step: int) -> Path:
@@ -51,19 +54,14 @@ def preview_path(context: Context, step: int) -> Path:
     return context.run_dir / "samples" / f"step-{step:06d}.png"
 
 
-def drop_previews(path: Path) -> None:
-    """Remove a row and its images, the row first."""
-    path.unlink(missing_ok=True)
-    if path.with_suffix("").is_dir():
-        shutil.rmtree(path.with_suffix(""))
-
-
 def drop_previews_after(context: Context, step: int) -> None:
-    """Remove the previews of steps that this run is going to draw again."""
+    """Remove the previews of steps that this run is going to draw again; of each the row first."""
     for path in list((context.run_dir / "samples").glob("step-*")):
-        drawn_at = step_of(path)
+        drawn_at = pictures.step_of(path)
         if drawn_at is not None and drawn_at > step:
-            drop_previews(path.with_suffix(".png"))
+            path.with_suffix(".png").unlink(missing_ok=True)
+            if path.with_suffix("").is_dir():
+                shutil.rmtree(path.with_suffix(""))
 
 
 def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
@@ -95,7 +93,7 @@ def write_before_after(context: Context, entries: Entries, step: int) -> Path | 
             path = preview_path(context, of_step).with_suffix("") / f"{number:02d}.png"
             fault = "shows another prompt, or was drawn with other settings"
             try:
-                image, text = read_png(path)
+                image, text = pictures.read_png(path)
                 if text == _drawn_as(context, number, entries.prompts[number]):
                     images.append(image)
                     continue
@@ -107,7 +105,7 @@ def write_before_after(context: Context, entries: Entries, step: int) -> Path | 
             context.say(f"no {BEFORE_AFTER}: {path.relative_to(context.run_dir)} {fault}")
             return None
     titles = ("base model", f"{_RESULT[context.config.method]}, step {step}")
-    write_png(before_after(rows, [*map(redacted, validation.prompts)], titles), target)
+    pictures.write_png(pictures.before_after(rows, [*map(redacted, validation.prompts)], titles), target)
     return target
 
 
