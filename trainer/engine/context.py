@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -93,25 +92,14 @@ def apply_backend_settings(context: Context) -> None:
     torch.backends.cudnn.benchmark = False
 
 
-def peak_memory_bytes(device: str) -> int:
-    """Most device memory that the allocator held since `take_peak`, in bytes; 0 on a CPU.
+def take_peak(device: str) -> int:
+    """Most device memory that the allocator held since the last call, in bytes; 0 on a CPU.
 
     Held, not handed out: memory that a CUDA graph will use again is free to nobody else.
     """
-    return torch.cuda.max_memory_reserved(device) if device.startswith("cuda") else 0
-
-
-def take_peak(device: str) -> int:
-    """Most device memory held since the last call, in bytes; the next phase counts from now."""
-    peak = peak_memory_bytes(device)
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
+    if device == "cpu":
+        return 0
+    peak = torch.cuda.max_memory_reserved(device)
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats(device)
     return peak
-
-
-def free_memory(device: str) -> None:
-    """Give freed blocks back to the driver, so that the next phase starts from its own peak."""
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()

@@ -18,7 +18,7 @@ from trainer.engine.caching.fill import fill_cache, tell_cut_captions
 from trainer.engine.caching.imported import import_entries
 from trainer.engine.caching.samples import Samples, prompt_controls
 from trainer.engine.caching.store import DamagedEntryError, prune
-from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
+from trainer.engine.context import Context, apply_backend_settings, take_peak
 from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
@@ -144,7 +144,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
             if together is not None:
                 context.say(f"before and after: {together}")
     if context.device != "cpu":  # a plan that is wrong should be seen
-        plan, training = context.plan, peak_memory_bytes(context.device)
+        plan, training = context.plan, take_peak(context.device)
         parts = [
             f"{name} {measured / GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / GIB:.1f})"
             for name, measured, planned in (
@@ -235,9 +235,11 @@ def sample_once(context: Context, spec: Spec) -> None:
 
 
 def verify_file(context: Context, spec: Spec) -> None:
-    """Repeat the LoRA proof on a fresh base."""
+    """Repeat the LoRA proof on a fresh base; the outputs of training are not needed."""
     apply_backend_settings(context)
     path = Path(spec.lora_file)
     context.say(f"file: {proof.check_file(path)} layers, all finite, not zero")
-    result = proof.verify_on_fresh_base(context, load_base(context).module, path)
-    context.say(f"verified: {result}")
+    model = load_base(context).module
+    untouched = proof.fixed_outputs(context, model)
+    proof.load_lora(context, model, path)
+    context.say(f"verified: {proof.prove_lora(context, model, path, untouched=untouched)}")

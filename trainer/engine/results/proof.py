@@ -192,44 +192,23 @@ def file_metadata(context: Context) -> dict[str, str]:
     return {name: redacted(value) for name, value in metadata.items()}
 
 
-def prove_lora(context: Context, model: Any, path: Path) -> Proof:
-    """Take the trained adapter off, load the file onto the same base, compare; the file's adapter stays on.
+def prove_lora(
+    context: Context, model: Any, path: Path, *, untouched: Sequence[torch.Tensor] | None = None
+) -> Proof:
+    """Take the adapter off, load the file onto the same base, compare; the file's adapter stays on.
 
+    `untouched` are outputs of the base before it had any adapter, which it must give again without one.
     Raises DivergedError for NaN or a zero adapter, DataError when the file does not carry what was trained.
     """
-    layers = check_file(path)
+    layers, tolerance = check_file(path), TOLERANCE[context.dtype]
     trained = fixed_outputs(context, model)
     lora.remove_lora(model)
     base = fixed_outputs(context, model)
     load_lora(context, model, path)
     loaded = fixed_outputs(context, model)
-    return _proved(context, path, layers, relative_difference(loaded, trained), loaded, base)
-
-
-def verify_on_fresh_base(context: Context, model: Any, path: Path) -> Proof:
-    """Load the file onto an untouched base and measure its effect; the recorded outputs of training are not
-    needed. Raises as `prove_lora`.
-    """
-    layers = check_file(path)
-    base = fixed_outputs(context, model)
-    load_lora(context, model, path)
-    first = fixed_outputs(context, model)
-    lora.remove_lora(model)
-    restored = relative_difference(fixed_outputs(context, model), base)
-    load_lora(context, model, path)
-    again = relative_difference(fixed_outputs(context, model), first)
-    return _proved(context, path, layers, max(restored, again), first, base)
-
-
-def _proved(
-    context: Context,
-    path: Path,
-    layers: int,
-    reload_error: float,
-    loaded: Sequence[torch.Tensor],
-    base: Sequence[torch.Tensor],
-) -> Proof:
-    effect, tolerance = relative_difference(loaded, base), TOLERANCE[context.dtype]
+    reload_error, effect = relative_difference(loaded, trained), relative_difference(loaded, base)
+    if untouched is not None:
+        reload_error = max(relative_difference(base, untouched), reload_error)
     if math.isnan(reload_error) or math.isnan(effect):
         raise DivergedError("the model's output with the saved LoRA is not finite", where=str(path))
     if reload_error > tolerance:

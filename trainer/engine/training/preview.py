@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from trainer.config.secrets import redacted
 from trainer.data.pictures.buckets import buckets, nearest_bucket
 from trainer.data.pictures.images import read_image
 from trainer.engine.caching.entries import Entries, Prompt
-from trainer.engine.context import Context, free_memory
+from trainer.engine.context import Context
 from trainer.engine.results import pictures
 from trainer.engine.training.state import Run
 from trainer.families.values import PreviewPrompt, PreviewRequest
@@ -134,7 +135,8 @@ def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] 
     finally:
         model.train(was_training)
         del encoders
-        free_memory(context.device)
+        gc.collect()
+        torch.cuda.empty_cache()  # the next phase starts from its own peak
 
 
 def _prompt(context: Context, entries: Entries, prompt: Prompt) -> PreviewPrompt:
