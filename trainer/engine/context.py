@@ -90,16 +90,3 @@ def apply_backend_settings(context: Context) -> None:
     torch.backends.cudnn.allow_tf32 = plan.tf32
     # algorithm choice by timing would differ from run to run
     torch.backends.cudnn.benchmark = False
-
-
-def take_peak(device: str) -> int:
-    """Most device memory that the allocator held since the last call, in bytes; 0 on a CPU.
-
-    Held, not handed out: memory that a CUDA graph will use again is free to nobody else.
-    """
-    if device == "cpu":
-        return 0
-    peak = torch.cuda.max_memory_reserved(device)
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats(device)
-    return peak

@@ -18,7 +18,7 @@ from trainer.engine.caching.fill import fill_cache, tell_cut_captions
 from trainer.engine.caching.imported import import_entries
 from trainer.engine.caching.samples import Samples, prompt_controls
 from trainer.engine.caching.store import DamagedEntryError, prune
-from trainer.engine.context import Context, apply_backend_settings, take_peak
+from trainer.engine.context import Context, apply_backend_settings
 from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
@@ -89,7 +89,11 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     entries = list_entries(context, samples.training, samples.prompt_controls)
     held_out = held_out_entries(context, samples.held_out)
     report = fill_cache(context, list_entries(context, samples.all, samples.prompt_controls))
-    caching_peak = take_peak(context.device)
+    # held, not handed out: memory that a CUDA graph will use again is free to nobody else
+    caching_peak = torch.cuda.max_memory_reserved()  # 0 on a CPU
+    if context.device != "cpu":  # loading and training start from their own peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     tracker = start_tracker(context)  # before minutes of loading
     built = build(context, varies(context, entries))
     before = None
@@ -140,11 +144,9 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
         strip = draw_previews(run, step)  # of the saved result: the LoRA is the one loaded from its file
         if strip is not None:
             context.say(f"previews: {strip}")
-            together = write_before_after(context, run.entries, step)
-            if together is not None:
-                context.say(f"before and after: {together}")
+            write_before_after(context, run.entries, step)
     if context.device != "cpu":  # a plan that is wrong should be seen
-        plan, training = context.plan, take_peak(context.device)
+        plan, training = context.plan, torch.cuda.max_memory_reserved()
         parts = [
             f"{name} {measured / GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / GIB:.1f})"
             for name, measured, planned in (

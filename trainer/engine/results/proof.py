@@ -72,13 +72,11 @@ def fixed_outputs(context: Context, model: Any) -> list[torch.Tensor]:
 
 def relative_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
     """Largest ||left - right|| / ||right|| over pairs; NaN where a value is not finite."""
-    worst = 0.0
-    for a, b in zip(left, right, strict=True):
-        value = ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
-        if math.isnan(value):
-            return math.nan
-        worst = max(worst, value)
-    return worst
+    differences = [
+        (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)
+        for a, b in zip(left, right, strict=True)
+    ]
+    return float(torch.stack(differences).max().item())
 
 
 def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]:
@@ -101,17 +99,13 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
         figures = json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n"
         atomic.write_text(path.with_suffix(".proof.json"), figures)
         # it belongs to another LoRA from here on
-        (folder / _name(context, ".comfyui")).unlink(missing_ok=True)
+        (folder / path.with_suffix(".comfyui.safetensors").name).unlink(missing_ok=True)
         _move(temporary, folder)
         comfyui = write_twin(context, model, temporary)
         _move(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
-
-
-def _name(context: Context, kind: str = "") -> str:
-    return f"{context.run_dir.resolve().name}{kind}.safetensors"
 
 
 def _move(source: Path, folder: Path) -> None:
@@ -124,7 +118,8 @@ def _move(source: Path, folder: Path) -> None:
 def write_lora(context: Context, model: Any, folder: Path) -> Path:
     """Write the adapter on `model` into `folder`, not proved. Raises StorageError."""
     state, config = lora.adapter_state(model), lora.adapter_config(model)
-    return save_adapter(context.family, state, config, file_metadata(context), folder / _name(context))
+    path = folder / f"{context.run_dir.resolve().name}.safetensors"
+    return save_adapter(context.family, state, config, file_metadata(context), path)
 
 
 def write_twin(context: Context, model: Any, folder: Path) -> Path | None:
@@ -139,7 +134,7 @@ def write_twin(context: Context, model: Any, folder: Path) -> Path | None:
     if nameless:
         context.say(f"no file for ComfyUI: it has no name for {len(nameless)} layers, first {nameless[0]}")
         return None
-    path = folder / _name(context, ".comfyui")
+    path = folder / f"{context.run_dir.resolve().name}.comfyui.safetensors"
     write_comfyui(
         state,
         path,

@@ -18,7 +18,7 @@ from trainer.engine.caching.entries import Entries, Prompt
 from trainer.engine.context import Context
 from trainer.engine.results import pictures
 from trainer.engine.training.state import Run
-from trainer.families.values import PreviewPrompt, PreviewRequest
+from trainer.families.values import PreviewPrompt
 from trainer.files import atomic
 from trainer.telemetry.status import Phase
 
@@ -58,8 +58,8 @@ def preview_path(context: Context, step: int) -> Path:
 def drop_previews_after(context: Context, step: int) -> None:
     """Remove the previews of steps that this run is going to draw again; of each the row first."""
     for path in list((context.run_dir / "samples").glob("step-*")):
-        drawn_at = pictures.step_of(path)
-        if drawn_at is not None and drawn_at > step:
+        found = pictures.ROW_NAME.fullmatch(path.name)
+        if found is not None and int(found[1]) > step:
             path.with_suffix(".png").unlink(missing_ok=True)
             if path.with_suffix("").is_dir():
                 shutil.rmtree(path.with_suffix(""))
@@ -67,9 +67,14 @@ def drop_previews_after(context: Context, step: int) -> None:
 
 def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
     """The prompt of an image and the settings that it was drawn with, kept inside its file."""
-    request = _request(context)
-    side = context.config.validation.resolution or context.config.data.resolution
-    values = {**vars(request), "seed": request.seed + number}
+    validation = context.config.validation
+    side = validation.resolution or context.config.data.resolution
+    values: dict[str, object] = {
+        "num_inference_steps": validation.num_inference_steps,
+        "guidance_scale": validation.guidance_scale,
+        "max_new_tokens": validation.max_new_tokens,
+        "seed": validation.seed + number,
+    }
     if "latents" in context.family.encoder_components:
         del values["max_new_tokens"]
         values |= {"width": side, "height": side}
@@ -79,17 +84,15 @@ def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
     return {"prompt": redacted(prompt.entry.caption), **settings}
 
 
-def write_before_after(context: Context, entries: Entries, step: int) -> Path | None:
-    """Put the previews of the base model over those of `step`; None where there are no prompts.
+def write_before_after(context: Context, entries: Entries, step: int) -> None:
+    """Put the previews of the base model over those of `step`, and say where.
 
     Says why where it cannot: previews of step 0 that are missing, or that were drawn otherwise.
     """
-    validation = context.config.validation
-    if not validation.prompts:
-        return None
+    prompts = context.config.validation.prompts
     target = context.run_dir / BEFORE_AFTER
     rows: list[list[Image.Image]] = [[], []]
-    for number in range(len(validation.prompts)):
+    for number in range(len(prompts)):
         for images, of_step in zip(rows, (0, step), strict=True):
             path = preview_path(context, of_step).with_suffix("") / f"{number:02d}.png"
             fault = "shows another prompt, or was drawn with other settings"
@@ -104,10 +107,10 @@ def write_before_after(context: Context, entries: Entries, step: int) -> Path | 
                 fault = f"cannot be read ({error})"
             target.unlink(missing_ok=True)
             context.say(f"no {BEFORE_AFTER}: {path.relative_to(context.run_dir)} {fault}")
-            return None
+            return
     titles = ("base model", f"{_RESULT[context.config.method]}, step {step}")
-    pictures.write_png(pictures.before_after(rows, [*map(redacted, validation.prompts)], titles), target)
-    return target
+    pictures.write_png(pictures.before_after(rows, [*map(redacted, prompts)], titles), target)
+    context.say(f"before and after: {target}")
 
 
 def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] | list[str]:
@@ -130,8 +133,8 @@ def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] 
     try:
         with torch.no_grad():
             prompts = [_prompt(context, entries, one) for one in entries.prompts]
-            request = _request(context)
-            return context.family.preview(model, context.source, encoders, prompts, request, alive)
+            settings = context.config.validation
+            return context.family.preview(model, context.source, encoders, prompts, settings, alive)
     finally:
         model.train(was_training)
         del encoders
@@ -154,14 +157,4 @@ def _prompt(context: Context, entries: Entries, prompt: Prompt) -> PreviewPrompt
         controls=tuple(read_image(one.path, content_sha256=one.content_sha256) for one in prompt.controls),
         width=width,
         height=height,
-    )
-
-
-def _request(context: Context) -> PreviewRequest:
-    validation = context.config.validation
-    return PreviewRequest(
-        num_inference_steps=validation.num_inference_steps,
-        guidance_scale=validation.guidance_scale,
-        max_new_tokens=validation.max_new_tokens,
-        seed=validation.seed,
     )
