@@ -28,7 +28,7 @@ from trainer.engine.spec import Spec
 from trainer.engine.training import loop, state
 from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
-from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
+from trainer.engine.training.held_out import held_out_entries, prove_best, restore_best
 from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
 from trainer.errors import DivergedError, Problem
 from trainer.files import atomic
@@ -138,7 +138,10 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     run.journal.phase(Phase.SAVE)
     with loop.beside_training(run):
         if before is None:
-            summary = _finish_lora(context, model, run.held_out)
+            path, comfyui, result = proof.export_lora(context, model)
+            prove_best(context, model, run.held_out, path)
+            files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"
+            summary = f"LoRA: {files}. Proved: {result}."
         else:
             summary = _finish_full(context, model, before)
         strip = draw_previews(run, step)  # of the saved result: the LoRA is the one loaded from its file
@@ -185,19 +188,6 @@ def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
         atomic.write_text(context.run_dir / PLAN_FILE, redacted(spec.plan_text))
     decisions: dict[str, object] = {row.feature: row.value for row in context.plan.decisions}
     log.get("run").info("run folder %s", context.run_dir, extra={"fields": {"plan": decisions}})
-
-
-def _finish_lora(context: Context, model: torch.nn.Module, held_out: HeldOut | None = None) -> str:
-    if context.plan.compile:
-        # peft must not be imported before torchvision can be, see quiet_libraries
-        from trainer.modeling.adapter.joined_lora import part_siblings
-
-        # the proof is about the plain model that others load the file into
-        part_siblings(model)
-    path, comfyui, result = proof.export_lora(context, model)
-    prove_best(context, model, held_out, path)
-    files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"
-    return f"LoRA: {files}. Proved: {result}."
 
 
 def _finish_full(context: Context, model: torch.nn.Module, before: list[torch.Tensor]) -> str:

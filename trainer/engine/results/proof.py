@@ -82,9 +82,16 @@ def relative_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tens
 def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]:
     """Write the LoRA into `lora/` through the family's pipeline, proved first, then its ComfyUI twin if any.
 
-    Files of an earlier run stay until the new ones are proved; what is proved stays whatever becomes of its
-    twin. Raises DivergedError for an adapter that is not finite, as `prove_lora`, and StorageError.
+    Layers that compute together are parted before. Files of an earlier run stay until the new ones are
+    proved; what is proved stays whatever becomes of its twin. Raises DivergedError for an adapter that is not
+    finite, as `prove_lora`, and StorageError.
     """
+    if context.plan.compile:
+        # peft must not be imported before torchvision can be, see quiet_libraries
+        from trainer.modeling.adapter.joined_lora import part_siblings
+
+        # the proof is about the plain model that others load the file into
+        part_siblings(model)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in lora.adapter_state(model).values()):
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
     folder = context.run_dir / "lora"
