@@ -212,7 +212,7 @@ def test_a_lora_that_learned_nan_is_never_called_proved(
     with torch.no_grad():
         next(iter(built.updater.parameters.values())).view(-1)[0] = float("nan")
     with pytest.raises(DivergedError):
-        run._finish_lora(context, built.model)
+        proof.export_lora(context, built.model)
     assert not list(context.run_dir.glob("lora/*.proof.json"))
 
 
@@ -259,7 +259,7 @@ def test_comfyui_has_a_name_for_every_layer_that_can_have_an_adapter(name: str) 
 def test_an_untrained_lora_is_no_result(lora_case: Case, workshop: Workshop, tmp_path: Path) -> None:
     context = workshop.job(lora_case, tmp_path).context
     with pytest.raises(DataError, match="every lora_B is zero"):
-        run._finish_lora(context, build(context).model)
+        proof.export_lora(context, build(context).model)
 
 
 @pytest.mark.parametrize(

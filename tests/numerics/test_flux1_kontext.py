@@ -21,11 +21,11 @@ from diffusers.pipelines.flux.pipeline_flux_kontext import PREFERRED_KONTEXT_RES
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 from PIL import Image
 
-from trainer.config.schema import FlowSection
+from trainer.config.schema import FlowSection, ValidationSection
 from trainer.data.pictures.images import fit, to_pixels
 from trainer.families import draws
 from trainer.families.flux1_kontext import FLUX1_KONTEXT
-from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, Draw, PreviewPrompt, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.base.source import ModelSource
 
@@ -265,7 +265,7 @@ def test_control_sizes_fit_the_packing() -> None:
 def preview(pipeline: Any, source: ModelSource, control: Image.Image, on_step: Callable[[], None]) -> Any:
     entry = FLUX1_KONTEXT.encode_text(pipeline, CAPTION, (), prompt=True, max_sequence_length=32)
     prompt = PreviewPrompt(text=entry, empty=None, controls=(control,), width=96, height=64)
-    request = PreviewRequest(num_inference_steps=2, guidance_scale=2.5, max_new_tokens=1, seed=0)
+    request = ValidationSection(num_inference_steps=2, guidance_scale=2.5, max_new_tokens=1, seed=0)
     return FLUX1_KONTEXT.preview(pipeline.transformer, source, pipeline.vae, [prompt], request, on_step)
 
 

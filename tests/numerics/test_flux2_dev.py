@@ -18,10 +18,10 @@ from diffusers.pipelines.flux2.pipeline_flux2 import SYSTEM_MESSAGE, compute_emp
 from diffusers.training_utils import compute_loss_weighting_for_sd3
 
 from tests import random_bases
-from trainer.config.schema import FlowSection
+from trainer.config.schema import FlowSection, ValidationSection
 from trainer.families import draws
 from trainer.families.flux2_dev import FLUX2_DEV
-from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, Draw, PreviewPrompt, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.base.source import ModelSource
 from trainer.planning.shapes.geometry import TABLES
@@ -268,7 +268,7 @@ def assert_same_call(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None
 def test_a_preview_is_the_pipelines_image(source: ModelSource, pipeline: Flux2Pipeline) -> None:
     text = FLUX2_DEV.encode_text(encoders(source, "text"), "a boat", (), prompt=True, max_sequence_length=512)
     prompt = PreviewPrompt(text=text, empty=None, controls=(), width=64, height=32)
-    request = PreviewRequest(num_inference_steps=2, guidance_scale=4.0, max_new_tokens=1, seed=7)
+    request = ValidationSection(num_inference_steps=2, guidance_scale=4.0, max_new_tokens=1, seed=7)
     steps: list[int] = []
     (ours,) = FLUX2_DEV.preview(
         pipeline.transformer, source, pipeline.vae, [prompt], request, lambda: steps.append(1)

@@ -21,10 +21,10 @@ from diffusers import (
 )
 
 from tests import random_bases
-from trainer.config.schema import FlowSection, RunConfig, TrainSection
+from trainer.config.schema import FlowSection, RunConfig, TrainSection, ValidationSection
 from trainer.families import draws
 from trainer.families.kandinsky5 import KANDINSKY5
-from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, Draw, PreviewPrompt, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.base.source import ModelSource
 
@@ -265,7 +265,7 @@ def test_previews_are_the_pipelines_at_sizes_it_would_not_draw(
         for width, height in sizes
     ]
     for guidance in (3.5, 1.0):
-        request = PreviewRequest(num_inference_steps=2, guidance_scale=guidance, max_new_tokens=1, seed=7)
+        request = ValidationSection(num_inference_steps=2, guidance_scale=guidance, max_new_tokens=1, seed=7)
         for seen in calls(pipeline.transformer):
             images = KANDINSKY5.preview(
                 pipeline.transformer, source, pipeline.vae, prompts, request, lambda: steps.append(1)

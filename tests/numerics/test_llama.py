@@ -18,11 +18,11 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from tests import random_bases
 from tests.numerics.saved import kept_bytes
 from tests.random_bases.llama import tokenizer as make_tokenizer
-from trainer.config.schema import LoraSection
+from trainer.config.schema import LoraSection, ValidationSection
 from trainer.errors import AccessError, DataError, StoppedError
 from trainer.families import language
 from trainer.families.llama import LLAMA
-from trainer.families.values import Batch, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, PreviewPrompt, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.attention.kernels import SDPA_BACKENDS
 from trainer.modeling.attention.packed_rows import packed_attention, set_packed_attention
@@ -57,7 +57,7 @@ BARE = (
 FORGETFUL = "{%- for m in messages %}{{ m['content'] if loop.last else m['content'][:3] }}{%- endfor %}"
 
 
-REQUEST = PreviewRequest(num_inference_steps=1, guidance_scale=1.0, max_new_tokens=12, seed=0)
+REQUEST = ValidationSection(num_inference_steps=1, guidance_scale=1.0, max_new_tokens=12, seed=0)
 
 
 @pytest.fixture(scope="session")

@@ -23,10 +23,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests import random_bases
-from trainer.config.schema import FlowSection, RunConfig, TrainSection
+from trainer.config.schema import FlowSection, RunConfig, TrainSection, ValidationSection
 from trainer.families import diffusion, draws, losses
 from trainer.families.qwen_image import QWEN_IMAGE
-from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, Draw, PreviewPrompt, Shape
 from trainer.modeling.adapter import lora
 from trainer.modeling.base.source import ModelSource
 
@@ -247,7 +247,7 @@ def test_previews_are_the_pipelines_images(pipeline: QwenImagePipeline, source: 
     prompt = PreviewPrompt(text=entries[0], empty=entries[1], controls=(), width=64, height=48)
     vae, steps = load_encoders("latents", source), []
     for guidance in (1.0, 4.0):
-        request = PreviewRequest(num_inference_steps=2, guidance_scale=guidance, max_new_tokens=1, seed=5)
+        request = ValidationSection(num_inference_steps=2, guidance_scale=guidance, max_new_tokens=1, seed=5)
         (ours,) = QWEN_IMAGE.preview(
             pipeline.transformer, source, vae, [prompt], request, lambda: steps.append(1)
         )

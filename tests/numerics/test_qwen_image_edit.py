@@ -25,12 +25,13 @@ from PIL import Image
 from tests import random_bases
 from tests.contract.runs import keep_edits_small
 from tests.numerics.test_qwen_image import CONFIG, build, header, settings
+from trainer.config.schema import ValidationSection
 from trainer.data.pictures.images import to_pixels
 from trainer.errors import ConfigError
 from trainer.families import draws
 from trainer.families.control_times import keep_time_index
 from trainer.families.qwen_image_edit import QWEN_IMAGE_EDIT
-from trainer.families.values import Batch, Draw, PreviewPrompt, PreviewRequest, Shape
+from trainer.families.values import Batch, Draw, PreviewPrompt, Shape
 from trainer.modeling.base.source import ModelSource
 
 CAPTION = "a red apple on a white house"
@@ -349,7 +350,7 @@ def test_previews_are_the_pipelines_images(
     source, pipeline, images = sources[layout], pipelines[layout], controls_of(layout)[:1]
     text, empty = ({"prompt_embeds": encode(source, caption, images)} for caption in (CAPTION, ""))
     prompt = PreviewPrompt(text=text, empty=empty, controls=tuple(images), width=64, height=48)
-    request = PreviewRequest(num_inference_steps=2, guidance_scale=4.0, max_new_tokens=1, seed=5)
+    request = ValidationSection(num_inference_steps=2, guidance_scale=4.0, max_new_tokens=1, seed=5)
     steps: list[int] = []
     vae = load_encoders("latents", source)
     theirs = pipeline(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import gc
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,27 +90,3 @@ def apply_backend_settings(context: Context) -> None:
     torch.backends.cudnn.allow_tf32 = plan.tf32
     # algorithm choice by timing would differ from run to run
     torch.backends.cudnn.benchmark = False
-
-
-def peak_memory_bytes(device: str) -> int:
-    """Most device memory that the allocator held since `take_peak`, in bytes; 0 on a CPU.
-
-    Held, not handed out: memory that a CUDA graph will use again is free to nobody else.
-    """
-    return torch.cuda.max_memory_reserved(device) if device.startswith("cuda") else 0
-
-
-def take_peak(device: str) -> int:
-    """Most device memory held since the last call, in bytes; the next phase counts from now."""
-    peak = peak_memory_bytes(device)
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats(device)
-    return peak
-
-
-def free_memory(device: str) -> None:
-    """Give freed blocks back to the driver, so that the next phase starts from its own peak."""
-    gc.collect()
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()

@@ -19,7 +19,7 @@ from trainer.engine.caching.fill import fill_cache, tell_cut_captions
 from trainer.engine.caching.imported import import_entries
 from trainer.engine.caching.samples import Samples, prompt_controls
 from trainer.engine.caching.store import DamagedEntryError, prune
-from trainer.engine.context import Context, apply_backend_settings, peak_memory_bytes, take_peak
+from trainer.engine.context import Context, apply_backend_settings
 from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
@@ -29,8 +29,8 @@ from trainer.engine.spec import Spec
 from trainer.engine.training import loop, state
 from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
-from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
-from trainer.engine.training.preview import drop_previews_after, sample, write_before_after
+from trainer.engine.training.held_out import held_out_entries, prove_best, restore_best
+from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
 from trainer.errors import DivergedError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
@@ -90,7 +90,11 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     entries = list_entries(context, samples.training, samples.prompt_controls)
     held_out = held_out_entries(context, samples.held_out)
     report = fill_cache(context, list_entries(context, samples.all, samples.prompt_controls))
-    caching_peak = take_peak(context.device)
+    # held, not handed out: memory that a CUDA graph will use again is free to nobody else
+    caching_peak = torch.cuda.max_memory_reserved()  # 0 on a CPU
+    if context.device != "cpu":  # loading and training start from their own peak
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
     tracker = start_tracker(context)  # before minutes of loading
     built = build(context, varies(context, entries))
     before = None
@@ -135,17 +139,18 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     run.journal.phase(Phase.SAVE)
     with loop.beside_training(run):
         if before is None:
-            summary = _finish_lora(context, model, run.held_out)
+            path, comfyui, result = proof.export_lora(context, model)
+            prove_best(context, model, run.held_out, path)
+            files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"
+            summary = f"LoRA: {files}. Proved: {result}."
         else:
             summary = _finish_full(context, model, before)
-        strip = loop.preview(run, step)  # of the saved result: the LoRA is the one loaded from its file
+        strip = draw_previews(run, step)  # of the saved result: the LoRA is the one loaded from its file
         if strip is not None:
             context.say(f"previews: {strip}")
-            together = write_before_after(context, run.entries, step)
-            if together is not None:
-                context.say(f"before and after: {together}")
+            write_before_after(context, run.entries, step)
     if context.device != "cpu":  # a plan that is wrong should be seen
-        plan, training = context.plan, peak_memory_bytes(context.device)
+        plan, training = context.plan, torch.cuda.max_memory_reserved()
         parts = [
             f"{name} {measured / GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / GIB:.1f})"
             for name, measured, planned in (
@@ -188,21 +193,6 @@ def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
     )
 
 
-def _finish_lora(context: Context, model: torch.nn.Module, held_out: HeldOut | None = None) -> str:
-    if context.plan.compile:
-        # peft must not be imported before torchvision can be, see quiet_libraries
-        from trainer.modeling.adapter.joined_lora import part_siblings
-
-        # the proof is about the plain model that others load the file into
-        part_siblings(model)
-    path, comfyui, result = proof.export_lora(context, model)
-    kept = prove_best(context, model, held_out, path)
-    if kept:
-        context.say(kept)
-    files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"
-    return f"LoRA: {files}. Proved: {result}."
-
-
 def _finish_full(context: Context, model: torch.nn.Module, before: list[torch.Tensor]) -> str:
     effect = proof.relative_difference(proof.fixed_outputs(context, model), before)
     if not effect > 0.0:
@@ -240,9 +230,11 @@ def sample_once(context: Context, spec: Spec) -> None:
 
 
 def verify_file(context: Context, spec: Spec) -> None:
-    """Repeat the LoRA proof on a fresh base."""
+    """Repeat the LoRA proof on a fresh base; the outputs of training are not needed."""
     apply_backend_settings(context)
     path = Path(spec.lora_file)
     context.say(f"file: {proof.check_file(path)} layers, all finite, not zero")
-    result = proof.verify_on_fresh_base(context, load_base(context).module, path)
-    context.say(f"verified: {result}")
+    model = load_base(context).module
+    untouched = proof.fixed_outputs(context, model)
+    proof.load_lora(context, model, path)
+    context.say(f"verified: {proof.prove_lora(context, model, path, untouched=untouched)}")

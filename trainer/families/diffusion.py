@@ -18,7 +18,6 @@ from trainer.families.values import (
     EntryKind,
     Header,
     PreviewPrompt,
-    PreviewRequest,
     Rows,
     Shape,
 )
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
+    from trainer.config.schema import ValidationSection
     from trainer.modeling.base.source import ModelSource
 
 JOINT_ATTENTION = r"attn\.(to_q|to_k|to_v|to_out\.0|add_q_proj|add_k_proj|add_v_proj|to_add_out)"
@@ -50,7 +50,7 @@ class Pipeline:
     prepare: Callable[[Any], None] = lambda pipeline: None
     """Sets up the pipeline before it encodes text."""
     guidance: str = "guidance_scale"
-    """Argument of the pipeline's call that gets `PreviewRequest.guidance_scale`."""
+    """Argument of the pipeline's call that gets `validation.guidance_scale`."""
     against_empty: bool = False
     """Guidance above 1 is classifier-free, against the empty caption."""
     arguments: Arguments = lambda pipeline, prompt, embeds: {}
@@ -225,7 +225,7 @@ def preview(
     source: ModelSource,
     encoders: Any,
     prompts: Sequence[PreviewPrompt],
-    request: PreviewRequest,
+    request: ValidationSection,
     on_step: Callable[[], None],
 ) -> list[Image]:
     """One image a prompt, each from its own seeded generator, through the pipeline with a fresh scheduler: a

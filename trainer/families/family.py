@@ -17,7 +17,6 @@ from trainer.families.values import (
     EntryKind,
     Header,
     PreviewPrompt,
-    PreviewRequest,
     Rows,
     Shape,
 )
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
-    from trainer.config.schema import RunConfig
+    from trainer.config.schema import RunConfig, ValidationSection
     from trainer.data.records import Scan
     from trainer.modeling.base.source import ModelSource
 
@@ -145,12 +144,12 @@ class Family:
     synthetic_batch: Callable[[Mapping[str, Any], Shape, int], Batch]
     """A random batch with the shapes of a real one, from the trained component's config.json and a seed."""
     preview: Callable[
-        [Any, ModelSource, Any, Sequence[PreviewPrompt], PreviewRequest, Callable[[], None]],
+        [Any, ModelSource, Any, Sequence[PreviewPrompt], ValidationSection, Callable[[], None]],
         list[Image] | list[str],
     ]
     """One image or text a prompt through the real pipeline: of a model, its source, encoders of `latents`,
-    else of `text`, prompts and a request. The last argument runs after every denoising step, or token, and
-    may raise."""
+    else of `text`, prompts and their settings, whose seed is that of the first prompt; the next one has
+    seed + 1. The last argument runs after every denoising step, or token, and may raise."""
     save_adapter: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any], Path, str], Path]
     """Write peft's state with its LoraConfig as a dict into a folder as the family's pipeline loads it, under
     this file name. Returns the file with the tensors; others may lie beside it."""

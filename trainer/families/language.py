@@ -18,7 +18,6 @@ from trainer.families.values import (
     Batch,
     EntryKind,
     PreviewPrompt,
-    PreviewRequest,
     Rows,
     Shape,
 )
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     import torch
     from PIL.Image import Image
 
+    from trainer.config.schema import ValidationSection
     from trainer.modeling.base.source import ModelSource
 
 USUAL_TOKENS = 482
@@ -253,7 +253,7 @@ def answers(
     source: ModelSource,
     tokenizer: Any,
     prompts: Sequence[PreviewPrompt],
-    request: PreviewRequest,
+    request: ValidationSection,
     on_step: Callable[[], None],
 ) -> list[str]:
     """`Family.preview` by transformers' `generate`: the most likely answer to each prompt, token by token, so

@@ -94,14 +94,3 @@ class PreviewPrompt:
     controls: tuple[Image, ...]
     width: int
     height: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class PreviewRequest:
-    """Settings of previews. `seed` is that of the first prompt, the next one has seed + 1."""
-
-    num_inference_steps: int
-    guidance_scale: float
-    max_new_tokens: int
-    """Longest answer of a language model."""
-    seed: int

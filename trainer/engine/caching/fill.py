@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from trainer.data.records import Record
 from trainer.data.sets.masks import mask_pixels
 from trainer.engine.caching.entries import ControlView, Entries, Entry, TextEntry, control_views, precision
 from trainer.engine.caching.store import MISSING
-from trainer.engine.context import Context, free_memory
+from trainer.engine.context import Context
 from trainer.errors import DivergedError
 from trainer.families import losses
 from trainer.families.values import EntryKind
@@ -118,7 +119,8 @@ def _encoders(context: Context, kind: EntryKind) -> Iterator[Encode]:
         yield encode
     finally:
         loaded.clear()
-        free_memory(context.device)
+        gc.collect()
+        torch.cuda.empty_cache()  # the next phase starts from its own peak
 
 
 def _control_image(view: ControlView) -> Image.Image:

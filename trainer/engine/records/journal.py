@@ -11,7 +11,7 @@ import torch
 
 from trainer import __version__
 from trainer.config.secrets import redacted
-from trainer.engine.context import Context, peak_memory_bytes
+from trainer.engine.context import Context
 from trainer.telemetry.log import step_line
 from trainer.telemetry.sinks.events import EventLog
 from trainer.telemetry.sinks.metrics import RunMetrics
@@ -97,7 +97,6 @@ class Journal:
         """
         now = time.monotonic()
         seconds = max(now - self._marked, 1e-9)
-        device = self.context.device
         record = StepRecord(
             step=step,
             loss=loss,
@@ -106,9 +105,9 @@ class Journal:
             seconds_per_step=seconds / steps,
             samples_per_second=samples / seconds,
             tokens_per_second=tokens / seconds if tokens else None,
-            device_memory_peak_bytes=torch.cuda.max_memory_allocated(device) if device != "cpu" else 0,
-            device_memory_reserved_bytes=torch.cuda.memory_reserved(device) if device != "cpu" else 0,
-            device_memory_reserved_peak_bytes=peak_memory_bytes(device),
+            device_memory_peak_bytes=torch.cuda.max_memory_allocated(),  # 0 on a CPU, as the next two
+            device_memory_reserved_bytes=torch.cuda.memory_reserved(),
+            device_memory_reserved_peak_bytes=torch.cuda.max_memory_reserved(),
             validation_loss=None if validation is None else validation.validation_loss,
             validation_data=None if validation is None else validation.validation_data,
             steps=steps,

@@ -24,7 +24,8 @@ _PAGE_MARGIN, _PAGE_GAP, _ROW_GAP, _BLOCK_GAP = 20, 12, 16, 28
 _CAPTION_LINES = 4
 _CARD_PIXELS, _CARD_TEXT_SIZE, _CARD_LINES = 512, 24, 15
 _TITLE_COLOUR, _CAPTION_COLOUR, _FRAME_COLOUR = "#1f2328", "#59636e", "#d1d9e0"
-_ROW_NAME = re.compile(r"step-(\d{6,})(?:\.png)?")
+ROW_NAME = re.compile(r"step-(\d{6,})(?:\.png)?")
+"""Name of a row of previews, or of the folder of its images, with its step."""
 _Font = ImageFont.FreeTypeFont | ImageFont.ImageFont
 
 
@@ -71,7 +72,7 @@ def _same_size(images: Sequence[Image.Image]) -> list[Image.Image]:
     for image in images:
         sheet = Image.new("RGB", (width, height), "white")
         sheet.paste(image, ((width - image.width) // 2, (height - image.height) // 2))
-        sheets.append(sheet if image.size != (width, height) else image)
+        sheets.append(sheet)
     return sheets
 
 
@@ -174,21 +175,12 @@ def _head(text: str, font: _Font, width: int) -> str:
     return next(text[:n] for n in range(len(text), 0, -1) if n == 1 or font.getlength(text[:n]) <= width)
 
 
-def step_of(path: Path) -> int | None:
-    """Step of a row of previews, or of the folder of its images; None for any other file."""
-    found = _ROW_NAME.fullmatch(path.name)
-    return None if found is None else int(found[1])
-
-
-def write_strip(samples: Path, *, up_to_step: int) -> Path | None:
-    """Stack the pictures of all times into `samples/strip.png`, oldest on top; None where there is none.
+def write_strip(samples: Path) -> Path:
+    """Stack the rows of all times, of which there is one at least, into `samples/strip.png`, oldest on top.
 
     Large ones are made smaller, and of very many an even choice with the first and the last is taken.
     """
-    found = {path: step_of(path) for path in sorted(samples.glob("step-*.png"))}
-    paths = [path for path, step in found.items() if step is not None and step <= up_to_step]
-    if not paths:
-        return None
+    paths = [path for path in sorted(samples.glob("step-*.png")) if ROW_NAME.fullmatch(path.name)]
     sizes = []
     for path in paths:
         with Image.open(path) as picture:

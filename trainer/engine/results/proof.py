@@ -72,21 +72,26 @@ def fixed_outputs(context: Context, model: Any) -> list[torch.Tensor]:
 
 def relative_difference(left: Sequence[torch.Tensor], right: Sequence[torch.Tensor]) -> float:
     """Largest ||left - right|| / ||right|| over pairs; NaN where a value is not finite."""
-    worst = 0.0
-    for a, b in zip(left, right, strict=True):
-        value = ((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)).item()
-        if math.isnan(value):
-            return math.nan
-        worst = max(worst, value)
-    return worst
+    differences = [
+        (a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30)
+        for a, b in zip(left, right, strict=True)
+    ]
+    return float(torch.stack(differences).max().item())
 
 
 def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]:
     """Write the LoRA into `lora/` through the family's pipeline, proved first, then its ComfyUI twin if any.
 
-    Files of an earlier run stay until the new ones are proved; what is proved stays whatever becomes of its
-    twin. Raises DivergedError for an adapter that is not finite, as `prove_lora`, and StorageError.
+    Layers that compute together are parted before. Files of an earlier run stay until the new ones are
+    proved; what is proved stays whatever becomes of its twin. Raises DivergedError for an adapter that is not
+    finite, as `prove_lora`, and StorageError.
     """
+    if context.plan.compile:
+        # peft must not be imported before torchvision can be, see quiet_libraries
+        from trainer.modeling.adapter.joined_lora import part_siblings
+
+        # the proof is about the plain model that others load the file into
+        part_siblings(model)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in lora.adapter_state(model).values()):
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
     folder = context.run_dir / "lora"
@@ -101,17 +106,13 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
         figures = json.dumps(asdict(proof), indent=1, sort_keys=True) + "\n"
         atomic.write_text(path.with_suffix(".proof.json"), figures)
         # it belongs to another LoRA from here on
-        (folder / _name(context, ".comfyui")).unlink(missing_ok=True)
+        (folder / path.with_suffix(".comfyui.safetensors").name).unlink(missing_ok=True)
         _move(temporary, folder)
         comfyui = write_twin(context, model, temporary)
         _move(temporary, folder)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
-
-
-def _name(context: Context, kind: str = "") -> str:
-    return f"{context.run_dir.resolve().name}{kind}.safetensors"
 
 
 def _move(source: Path, folder: Path) -> None:
@@ -124,7 +125,8 @@ def _move(source: Path, folder: Path) -> None:
 def write_lora(context: Context, model: Any, folder: Path) -> Path:
     """Write the adapter on `model` into `folder`, not proved. Raises StorageError."""
     state, config = lora.adapter_state(model), lora.adapter_config(model)
-    return save_adapter(context.family, state, config, file_metadata(context), folder / _name(context))
+    path = folder / f"{context.run_dir.resolve().name}.safetensors"
+    return save_adapter(context.family, state, config, file_metadata(context), path)
 
 
 def write_twin(context: Context, model: Any, folder: Path) -> Path | None:
@@ -139,7 +141,7 @@ def write_twin(context: Context, model: Any, folder: Path) -> Path | None:
     if nameless:
         context.say(f"no file for ComfyUI: it has no name for {len(nameless)} layers, first {nameless[0]}")
         return None
-    path = folder / _name(context, ".comfyui")
+    path = folder / f"{context.run_dir.resolve().name}.comfyui.safetensors"
     write_comfyui(
         state,
         path,
@@ -192,44 +194,23 @@ def file_metadata(context: Context) -> dict[str, str]:
     return {name: redacted(value) for name, value in metadata.items()}
 
 
-def prove_lora(context: Context, model: Any, path: Path) -> Proof:
-    """Take the trained adapter off, load the file onto the same base, compare; the file's adapter stays on.
+def prove_lora(
+    context: Context, model: Any, path: Path, *, untouched: Sequence[torch.Tensor] | None = None
+) -> Proof:
+    """Take the adapter off, load the file onto the same base, compare; the file's adapter stays on.
 
+    `untouched` are outputs of the base before it had any adapter, which it must give again without one.
     Raises DivergedError for NaN or a zero adapter, DataError when the file does not carry what was trained.
     """
-    layers = check_file(path)
+    layers, tolerance = check_file(path), TOLERANCE[context.dtype]
     trained = fixed_outputs(context, model)
     lora.remove_lora(model)
     base = fixed_outputs(context, model)
     load_lora(context, model, path)
     loaded = fixed_outputs(context, model)
-    return _proved(context, path, layers, relative_difference(loaded, trained), loaded, base)
-
-
-def verify_on_fresh_base(context: Context, model: Any, path: Path) -> Proof:
-    """Load the file onto an untouched base and measure its effect; the recorded outputs of training are not
-    needed. Raises as `prove_lora`.
-    """
-    layers = check_file(path)
-    base = fixed_outputs(context, model)
-    load_lora(context, model, path)
-    first = fixed_outputs(context, model)
-    lora.remove_lora(model)
-    restored = relative_difference(fixed_outputs(context, model), base)
-    load_lora(context, model, path)
-    again = relative_difference(fixed_outputs(context, model), first)
-    return _proved(context, path, layers, max(restored, again), first, base)
-
-
-def _proved(
-    context: Context,
-    path: Path,
-    layers: int,
-    reload_error: float,
-    loaded: Sequence[torch.Tensor],
-    base: Sequence[torch.Tensor],
-) -> Proof:
-    effect, tolerance = relative_difference(loaded, base), TOLERANCE[context.dtype]
+    reload_error, effect = relative_difference(loaded, trained), relative_difference(loaded, base)
+    if untouched is not None:
+        reload_error = max(relative_difference(base, untouched), reload_error)
     if math.isnan(reload_error) or math.isnan(effect):
         raise DivergedError("the model's output with the saved LoRA is not finite", where=str(path))
     if reload_error > tolerance:

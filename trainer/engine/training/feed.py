@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Generator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,23 +141,21 @@ def feed(
         return Fed(micro_batch=micro_batch, batch=batch, draw=draw)
 
     pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="feed")
-    ahead: deque[Future[Fed]] = deque()
-    sizes: deque[int] = deque()
-
-    def submitted() -> Iterator[Future[Fed]]:
-        # the sampler is asked here, in order: it replays from the start for a step that it has passed
-        for step in map(sampler.step, range(start, stop)):
-            sizes.append(len(step))
-            yield from (pool.submit(prepare, micro_batch) for micro_batch in step)
-
+    # the sampler is asked here, in order: it replays from the start for a step that it has passed
+    waiting = (
+        (pool.submit(prepare, micro_batch), micro_batch is step[-1])
+        for step in map(sampler.step, range(start, stop))
+        for micro_batch in step
+    )
     try:
-        waiting = submitted()
-        ahead.extend(itertools.islice(waiting, _AHEAD))
-        while sizes:
-            step = []
-            for _ in range(sizes.popleft()):
-                ahead.extend(itertools.islice(waiting, 1))
-                step.append(ahead.popleft().result())
-            yield tuple(step)
+        ahead = deque(itertools.islice(waiting, _AHEAD))
+        made: list[Fed] = []
+        while ahead:
+            ahead.extend(itertools.islice(waiting, 1))
+            future, ends_step = ahead.popleft()
+            made.append(future.result())
+            if ends_step:
+                yield tuple(made)
+                made.clear()
     finally:
         pool.shutdown(cancel_futures=True)

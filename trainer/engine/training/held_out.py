@@ -97,9 +97,10 @@ def measure(context: Context, model: Any, held_out: HeldOut, *, step: int) -> Va
 
 def keep_best(context: Context, model: Any, record: ValidationRecord) -> None:
     """Write the adapter as it is where no kept one has a lower loss on the same held-out samples."""
-    if not _wanted(context) or not math.isfinite(record.validation_loss):
+    run_dir, config = context.run_dir, context.config
+    wanted = config.checkpoint.keep_best and config.method == "lora"
+    if not wanted or not math.isfinite(record.validation_loss):
         return
-    run_dir = context.run_dir
     folder, new, old = run_dir / FOLDER, run_dir / _NEW, run_dir / _OLD
     kept = read_best(run_dir)
     comparable = kept is not None and kept["validation_data"] == record.validation_data
@@ -170,15 +171,17 @@ def _record(run_dir: Path) -> dict[str, Any] | None:
     return found if whole and Path(found["file"]).name == found["file"] else None
 
 
-def prove_best(context: Context, model: Any, held_out: HeldOut | None, last: Path) -> str:
-    """Measure the loss of the kept file again; gives the line that says it.
+def prove_best(context: Context, model: Any, held_out: HeldOut | None, last: Path) -> None:
+    """Measure the loss of the kept file again, and say it.
 
-    The adapter of `last` is on `model` before and after. Empty where nothing was kept, and
-    where nothing was measured since the held-out samples changed. Raises DataError when it is another loss.
+    The adapter of `last` is on `model` before and after. Does nothing where nothing was kept, and where
+    nothing was measured since the held-out samples changed. Raises DataError when it is another loss.
     """
     kept = read_best(context.run_dir)
-    if not _wanted(context) or held_out is None or kept is None or kept["validation_data"] != held_out.data:
-        return ""
+    if not context.config.checkpoint.keep_best or held_out is None or kept is None:
+        return
+    if kept["validation_data"] != held_out.data:
+        return
     path = context.run_dir / FOLDER / kept["file"]
     lora.remove_lora(model)
     proof.load_lora(context, model, path)
@@ -193,8 +196,4 @@ def prove_best(context: Context, model: Any, held_out: HeldOut | None, last: Pat
             where=str(path),
             remedy="this is a defect of the trainer: please report it; the checkpoints stay",
         )
-    return f"best: step {kept['step']}, held-out loss {loss:.4g} (from its file {again:.4g}): {path}"
-
-
-def _wanted(context: Context) -> bool:
-    return context.config.checkpoint.keep_best and context.config.method == "lora"
+    context.say(f"best: step {kept['step']}, held-out loss {loss:.4g} (from its file {again:.4g}): {path}")

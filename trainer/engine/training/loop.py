@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import math
 from collections.abc import Generator, Sequence
-from pathlib import Path
 
 import torch
 
@@ -17,7 +15,6 @@ from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import FLOOR, HostFlag
 from trainer.engine.optimizing.schedule import learning_rate
 from trainer.engine.records import checkpoint
-from trainer.engine.results.pictures import write_strip
 from trainer.engine.training import held_out
 from trainer.engine.training.feed import Fed, feed
 from trainer.engine.training.preview import draw_previews, preview_path
@@ -96,9 +93,10 @@ def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
     state.grad_norm, bad = state.updater.step(learning_rate(config.train, state.step + 1), loss)
     state.flag = HostFlag(bad)
     state.suspects = tuple(fed.micro_batch for fed in step)
-    state.add_loss(loss)
+    # in fp16 a step that overflowed in the forward pass was skipped, and has no loss
+    state.interval_loss += torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
+    state.interval_steps += torch.isfinite(loss)
     state.step += 1
-    state.interval_steps += 1
     state.timed_steps += 1
     state.interval_samples += sum(fed.batch.size for fed in step)
     state.interval_tokens += sum(fed.batch.tokens for fed in step)
@@ -187,7 +185,7 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
             save(run, state)
         if step % every == 0 and step < total:  # the last one is drawn with the LoRA loaded from its file
             with beside_training(run):
-                preview(run, step)
+                draw_previews(run, step)
 
 
 def _look_before(run: Run, state: State) -> None:
@@ -205,7 +203,7 @@ def _look_before(run: Run, state: State) -> None:
         context.say(f"held-out loss {when}: {record.validation_loss:.4f}")
     if step == 0 or (due and not last and not preview_path(context, step).exists()):
         with beside_training(run):
-            preview(run, step)
+            draw_previews(run, step)
 
 
 def _validate(run: Run, step: int) -> ValidationRecord | None:
@@ -217,16 +215,6 @@ def _validate(run: Run, step: int) -> ValidationRecord | None:
         if step:
             held_out.keep_best(run.context, run.built.model, record)
     return record
-
-
-def preview(run: Run, step: int) -> Path | None:
-    """Draw the validation prompts; gives the strip of all previews, None where there are no prompts."""
-    path = draw_previews(run.context, run.built.model, run.entries, step)
-    if path is None:
-        return None
-    strip = write_strip(path.parent, up_to_step=step)
-    run.journal.picture("previews", path, step)
-    return strip
 
 
 @contextlib.contextmanager
@@ -242,11 +230,10 @@ def beside_training(run: Run) -> Generator[None, None, None]:
 
 def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
     """Record the steps since the last line of the log, and give the line for people."""
-    state.collect_loss()
     _check_finite(run, state)
     assert state.grad_norm is not None
     line = run.journal.log_step(
-        loss=state.interval_loss / state.interval_steps if state.interval_steps > 0 else math.nan,
+        loss=float((state.interval_loss / state.interval_steps).item()),  # NaN where no step has a loss
         learning_rate=learning_rate(run.context.config.train, state.step),
         grad_norm=float(state.grad_norm.item()),
         step=state.step,
@@ -255,6 +242,7 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
         tokens=state.interval_tokens,
         validation=validation,
     )
-    state.interval_loss, state.interval_steps, state.timed_steps = 0.0, 0, 0
-    state.interval_samples, state.interval_tokens = 0, 0
+    state.interval_loss.zero_()
+    state.interval_steps.zero_()
+    state.timed_steps = state.interval_samples = state.interval_tokens = 0
     return line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import shutil
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ from trainer.config.secrets import redacted
 from trainer.data.pictures.buckets import buckets, nearest_bucket
 from trainer.data.pictures.images import read_image
 from trainer.engine.caching.entries import Entries, Prompt
-from trainer.engine.context import Context, free_memory
-from trainer.engine.results.pictures import before_after, read_png, row, shown, step_of, write_png
-from trainer.families.values import PreviewPrompt, PreviewRequest
+from trainer.engine.context import Context
+from trainer.engine.results import pictures
+from trainer.engine.training.state import Run
+from trainer.families.values import PreviewPrompt
 from trainer.files import atomic
 from trainer.telemetry.status import Phase
 
@@ -24,26 +26,28 @@ BEFORE_AFTER = "before_after.png"
 _RESULT = {"lora": "with the LoRA", "full": "fine-tuned"}
 
 
-def draw_previews(context: Context, model: Any, entries: Entries, step: int) -> Path | None:
-    """Sample every validation prompt; None where there are no prompts, else the row of all of them.
+def draw_previews(run: Run, step: int) -> Path | None:
+    """Sample every validation prompt; gives the strip of all previews, None where there are no prompts.
 
-    `samples/step-NNNNNN/00.png, ...` are the images as they are, `samples/step-NNNNNN.png` is the row. It is
-    written last, so that a row means that its images are complete.
+    `samples/step-NNNNNN/00.png, ...` are the images as they are, `samples/step-NNNNNN.png` is the row of
+    them. It is written after them, so that a row means that its images are complete.
     """
-    validation = context.config.validation
-    if not validation.prompts:
+    context, prompts = run.context, run.context.config.validation.prompts
+    if not prompts:
         return None
-    drawn = sample(context, model, entries)
+    drawn = sample(context, run.built.model, run.entries)
     path = preview_path(context, step)
-    drop_previews(path)
-    images = [shown(one) for one in drawn]
+    drop_previews_after(context, step - 1)
+    images = [pictures.shown(one) for one in drawn]
     for number, (one, image) in enumerate(zip(drawn, images, strict=True)):
         target = path.with_suffix("") / f"{number:02d}.png"
-        write_png(image, target, _drawn_as(context, number, entries.prompts[number]))
+        pictures.write_png(image, target, _drawn_as(context, number, run.entries.prompts[number]))
         if isinstance(one, str):
             atomic.write_text(target.with_suffix(".txt"), one + "\n")
-    write_png(row(images, [*map(redacted, validation.prompts)], f"step {step}"), path)
-    return path
+    pictures.write_png(pictures.row(images, [*map(redacted, prompts)], f"step {step}"), path)
+    strip = pictures.write_strip(path.parent)
+    run.journal.picture("previews", path, step)
+    return strip
 
 
 def preview_path(context: Context, step: int) -> Path:
@@ -51,26 +55,26 @@ def preview_path(context: Context, step: int) -> Path:
     return context.run_dir / "samples" / f"step-{step:06d}.png"
 
 
-def drop_previews(path: Path) -> None:
-    """Remove a row and its images, the row first."""
-    path.unlink(missing_ok=True)
-    if path.with_suffix("").is_dir():
-        shutil.rmtree(path.with_suffix(""))
-
-
 def drop_previews_after(context: Context, step: int) -> None:
-    """Remove the previews of steps that this run is going to draw again."""
+    """Remove the previews of steps that this run is going to draw again; of each the row first."""
     for path in list((context.run_dir / "samples").glob("step-*")):
-        drawn_at = step_of(path)
-        if drawn_at is not None and drawn_at > step:
-            drop_previews(path.with_suffix(".png"))
+        found = pictures.ROW_NAME.fullmatch(path.name)
+        if found is not None and int(found[1]) > step:
+            path.with_suffix(".png").unlink(missing_ok=True)
+            if path.with_suffix("").is_dir():
+                shutil.rmtree(path.with_suffix(""))
 
 
 def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
     """The prompt of an image and the settings that it was drawn with, kept inside its file."""
-    request = _request(context)
-    side = context.config.validation.resolution or context.config.data.resolution
-    values = {**vars(request), "seed": request.seed + number}
+    validation = context.config.validation
+    side = validation.resolution or context.config.data.resolution
+    values: dict[str, object] = {
+        "num_inference_steps": validation.num_inference_steps,
+        "guidance_scale": validation.guidance_scale,
+        "max_new_tokens": validation.max_new_tokens,
+        "seed": validation.seed + number,
+    }
     if "latents" in context.family.encoder_components:
         del values["max_new_tokens"]
         values |= {"width": side, "height": side}
@@ -80,22 +84,20 @@ def _drawn_as(context: Context, number: int, prompt: Prompt) -> dict[str, str]:
     return {"prompt": redacted(prompt.entry.caption), **settings}
 
 
-def write_before_after(context: Context, entries: Entries, step: int) -> Path | None:
-    """Put the previews of the base model over those of `step`; None where there are no prompts.
+def write_before_after(context: Context, entries: Entries, step: int) -> None:
+    """Put the previews of the base model over those of `step`, and say where.
 
     Says why where it cannot: previews of step 0 that are missing, or that were drawn otherwise.
     """
-    validation = context.config.validation
-    if not validation.prompts:
-        return None
+    prompts = context.config.validation.prompts
     target = context.run_dir / BEFORE_AFTER
     rows: list[list[Image.Image]] = [[], []]
-    for number in range(len(validation.prompts)):
+    for number in range(len(prompts)):
         for images, of_step in zip(rows, (0, step), strict=True):
             path = preview_path(context, of_step).with_suffix("") / f"{number:02d}.png"
             fault = "shows another prompt, or was drawn with other settings"
             try:
-                image, text = read_png(path)
+                image, text = pictures.read_png(path)
                 if text == _drawn_as(context, number, entries.prompts[number]):
                     images.append(image)
                     continue
@@ -105,10 +107,10 @@ def write_before_after(context: Context, entries: Entries, step: int) -> Path | 
                 fault = f"cannot be read ({error})"
             target.unlink(missing_ok=True)
             context.say(f"no {BEFORE_AFTER}: {path.relative_to(context.run_dir)} {fault}")
-            return None
+            return
     titles = ("base model", f"{_RESULT[context.config.method]}, step {step}")
-    write_png(before_after(rows, [*map(redacted, validation.prompts)], titles), target)
-    return target
+    pictures.write_png(pictures.before_after(rows, [*map(redacted, prompts)], titles), target)
+    context.say(f"before and after: {target}")
 
 
 def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] | list[str]:
@@ -131,12 +133,13 @@ def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] 
     try:
         with torch.no_grad():
             prompts = [_prompt(context, entries, one) for one in entries.prompts]
-            request = _request(context)
-            return context.family.preview(model, context.source, encoders, prompts, request, alive)
+            settings = context.config.validation
+            return context.family.preview(model, context.source, encoders, prompts, settings, alive)
     finally:
         model.train(was_training)
         del encoders
-        free_memory(context.device)
+        gc.collect()
+        torch.cuda.empty_cache()  # the next phase starts from its own peak
 
 
 def _prompt(context: Context, entries: Entries, prompt: Prompt) -> PreviewPrompt:
@@ -154,14 +157,4 @@ def _prompt(context: Context, entries: Entries, prompt: Prompt) -> PreviewPrompt
         controls=tuple(read_image(one.path, content_sha256=one.content_sha256) for one in prompt.controls),
         width=width,
         height=height,
-    )
-
-
-def _request(context: Context) -> PreviewRequest:
-    validation = context.config.validation
-    return PreviewRequest(
-        num_inference_steps=validation.num_inference_steps,
-        guidance_scale=validation.guidance_scale,
-        max_new_tokens=validation.max_new_tokens,
-        seed=validation.seed,
     )
