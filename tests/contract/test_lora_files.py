@@ -26,6 +26,7 @@ from trainer.engine.records import checkpoint
 from trainer.engine.results import proof
 from trainer.engine.results.full import export_full, prove_full
 from trainer.errors import ConfigError, DataError, DivergedError, ExitCode, NoSpaceError
+from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.lora import linear_names
 from trainer.modeling.base.source import resolve_source
 from trainer.planning.base_check import check_base
@@ -203,6 +204,22 @@ def test_a_spoilt_lora_file_fails_the_proof(
         proof.prove_lora(context, built.model, path)
     assert caught.value.exit_code is ExitCode.BAD_DATA
     assert str(path) in str(caught.value)
+
+
+def test_a_base_that_is_not_as_it_was_before_the_file_fails_the_proof(
+    workshop: Workshop, finished: Callable[[Case], Finished], tmp_path: Path
+) -> None:
+    """`verify-lora` compares with a fresh base: an adapter that leaves something behind is found out."""
+    case = LORA_CASES[0]
+    context, built = trained(case, workshop, finished(case), tmp_path)
+    path = lora_file(finished(case))
+    proof.prove_lora(context, built.model, path)
+    lora.remove_lora(built.model)
+    untouched = proof.fixed_outputs(context, built.model)
+    proof.load_lora(context, built.model, path)
+    proof.prove_lora(context, built.model, path, untouched=untouched)
+    with pytest.raises(DataError, match="gives other outputs"):
+        proof.prove_lora(context, built.model, path, untouched=[1.01 * one for one in untouched])
 
 
 def test_a_lora_that_learned_nan_is_never_called_proved(

@@ -99,7 +99,7 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
     """
     base, family = local_folder(loaded.config), families.get(loaded.config.family)
     disk = loading.disk_of(planning.weights_folder(family, base))
-    if not anew and any(row.disk == disk for row in facts.readings):
+    if disk and not anew and any(row.disk == disk for row in facts.readings):
         return facts
     file = reading.largest(weight_files(base / family.trained_component).files) if base and disk else None
     obstacle = loading.unmeasured(facts, disk) or ("" if file else "its files are small")

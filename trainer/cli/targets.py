@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import os
 import tempfile
 from pathlib import Path
 
@@ -15,8 +14,7 @@ def nearest(path: Path) -> tuple[Path, str]:
 
     Asks by writing: permission bits do not tell of read-only mounts, or of what root may do.
     """
-    # pathlib's is_dir() raises for a folder above it that may not be entered, which is then the one to name
-    existing = next(one for one in (path, *path.parents) if os.path.isdir(one))  # noqa: PTH112
+    existing = next(one for one in (path, *path.parents) if _is_folder(one))
     try:
         with tempfile.TemporaryFile(dir=existing):
             pass
@@ -25,6 +23,14 @@ def nearest(path: Path) -> tuple[Path, str]:
         full = failed.errno in (errno.ENOSPC, errno.EDQUOT)
         return existing, "" if full else failed.strerror or str(failed)
     return existing, ""
+
+
+def _is_folder(path: Path) -> bool:
+    """True for a folder; False too where one above it may not be entered, which is then the one to name."""
+    try:
+        return path.is_dir()
+    except PermissionError:
+        return False
 
 
 def require_writable(path: Path, where: str, *, folder: bool = False) -> None:

@@ -5,11 +5,12 @@ The data set is checked before torch is imported, so that a bad one is told with
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -89,21 +90,19 @@ def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -
 
 def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, samples: Samples) -> None:
     """Everything that needs torch."""
-    # imports make a million objects that live as long as the process: no collection of garbage looks at them
-    gc.disable()
-    from trainer.engine import run
-    from trainer.engine.building.base_load_check import check_loadable
-    from trainer.engine.context import Context
-    from trainer.modeling.quiet import quiet_libraries
-    from trainer.planning.out_of_memory import out_of_memory
-    from trainer.planning.planning import may_be_planned
+    with _importing():
+        from trainer.engine import run
+        from trainer.engine.building.base_load_check import check_loadable
+        from trainer.engine.context import Context
+        from trainer.modeling.quiet import quiet_libraries
+        from trainer.planning.out_of_memory import out_of_memory
+        from trainer.planning.planning import may_be_planned
 
-    quiet_libraries()
+        quiet_libraries()
     family, say = get(config.family), logging.getLogger("trainer.run").info
     source = _source(config, status, stop, say)
-    check_loadable(family, source)  # imports the base model's classes
-    gc.freeze()
-    gc.enable()
+    with _importing():  # classes of the base model
+        check_loadable(family, source)
     context = Context(
         config=config,
         plan=codec.from_json(Plan, spec.plan_text, "plan.json"),
@@ -128,6 +127,17 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
             raise
         allowed = functools.partial(may_be_planned, config)
         raise out_of_memory(error, status.phase, config, context.plan, allowed) from error
+
+
+@contextlib.contextmanager
+def _importing() -> Iterator[None]:
+    """Imports a million objects that live as long as the process: no collection of garbage looks at them."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def _is_out_of_memory(error: BaseException | None) -> bool:

@@ -225,7 +225,7 @@ def preview(
     source: ModelSource,
     encoders: Any,
     prompts: Sequence[PreviewPrompt],
-    request: ValidationSection,
+    validation: ValidationSection,
     on_step: Callable[[], None],
 ) -> list[Image]:
     """One image a prompt, each from its own seeded generator, through the pipeline with a fresh scheduler: a
@@ -246,7 +246,7 @@ def preview(
     images: list[Image] = []
     for number, prompt in enumerate(prompts):
         texts = dict(prompt.text)
-        if pipeline.against_empty and prompt.empty is not None and request.guidance_scale > 1:
+        if pipeline.against_empty and prompt.empty is not None and validation.guidance_scale > 1:
             texts |= {f"negative_{name}": one for name, one in prompt.empty.items()}
         # a batch of one; floating values in the model's type
         embeds = {
@@ -256,11 +256,11 @@ def preview(
         images += made(
             **embeds,
             **pipeline.arguments(made, prompt, embeds),
-            **{pipeline.guidance: request.guidance_scale},
+            **{pipeline.guidance: validation.guidance_scale},
             width=prompt.width,
             height=prompt.height,
-            num_inference_steps=request.num_inference_steps,
-            generator=torch.Generator().manual_seed(request.seed + number),
+            num_inference_steps=validation.num_inference_steps,
+            generator=torch.Generator().manual_seed(validation.seed + number),
             callback_on_step_end=step_end,
             return_dict=False,  # some pipelines call their result otherwise
         )[0]

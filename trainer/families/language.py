@@ -253,7 +253,7 @@ def answers(
     source: ModelSource,
     tokenizer: Any,
     prompts: Sequence[PreviewPrompt],
-    request: ValidationSection,
+    validation: ValidationSection,
     on_step: Callable[[], None],
 ) -> list[str]:
     """`Family.preview` by transformers' `generate`: the most likely answer to each prompt, token by token, so
@@ -273,7 +273,7 @@ def answers(
         # published models set these for sampling, of which transformers would warn
         temperature=1.0,
         top_p=1.0,
-        max_new_tokens=request.max_new_tokens,
+        max_new_tokens=validation.max_new_tokens,
         eos_token_id=sorted(ends),
         pad_token_id=min(ends, default=0),
     )

@@ -170,7 +170,7 @@ def _bad_values(theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> Iterator[
     for key, our in ours.items():
         if key.startswith("_") or key.endswith("_id") or key not in theirs:
             continue
-        value = theirs.get(key)
+        value = theirs.get(key)  # null is refused by `[]`, and is no fault here
         if _is_number(our) and value is not None and not _is_number(value):
             yield f"{key} is {value!r}, and a number is needed"
         elif _is_number(our) and value is not None and our >= 0 and value < 0:

@@ -53,6 +53,8 @@ def entries(tmp_path: Path) -> Entries:
         empties=(TextEntry(key=key("text", ""), caption=""),) * SAMPLES,
         latents=tuple(LatentsEntry(key=key("latents", n), record=records[n]) for n in range(SAMPLES)),
         prompts=(),
+        masked=False,
+        weighted=False,
     )
 
 

@@ -52,14 +52,18 @@ def filled(
     opened: Callable[..., object],
     *,
     stop_check: Callable[[], None] = lambda: None,
-    seen: list[tuple[int, int]] | None = None,
+    seen: list[tuple[str, int, int]] | None = None,
     verify: bool = False,
 ) -> FillReport:
-    """Fill the cache with the encoders that `opened` gives; `seen` gets each (done, total) of the status."""
+    """Fill the cache with the encoders that `opened` gives; `seen` gets what status and bar are told."""
+    told = [] if seen is None else seen
 
     def beat(phase: Phase, *, step: int, total: int) -> None:
-        if seen is not None:
-            seen.append((step, total))
+        told.append((phase, step, total))
+
+    @contextlib.contextmanager
+    def bars() -> Iterator[Callable[[str, int, int], None]]:
+        yield lambda what, done, total: told.append((what, done, total))
 
     context: Any = SimpleNamespace(
         status=SimpleNamespace(beat=beat),
@@ -69,6 +73,7 @@ def filled(
     wanted: Any = SimpleNamespace(cache=cache, all=lambda: entries)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fill, "_encoders", opened)
+        patch.setattr(fill, "bars", bars)
         return fill_cache(context, wanted, verify=verify)
 
 
@@ -138,9 +143,12 @@ def test_a_stop_frees_the_encoders(cache: Cache) -> None:
 
 def test_progress_counts_every_entry_of_a_kind(cache: Cache) -> None:
     run(cache, [TEXTS[1]])
-    seen: list[tuple[int, int]] = []
+    seen: list[tuple[str, int, int]] = []
     filled(cache, ENTRIES, Encoders().open, seen=seen)
-    assert seen == [(n, 3) for n in (1, 2, 3)] + [(n, 4) for n in (1, 2, 3, 4)]
+    steps = [("text", n, 3) for n in (1, 2, 3)] + [("latents", n, 4) for n in (1, 2, 3, 4)]
+    assert seen == [
+        row for kind, n, of in steps for row in ((Phase.CACHE, n, of), (f"caching {kind}", n, of))
+    ]
 
 
 def test_a_cut_entry_is_named_and_encoded_again(cache: Cache, caplog: pytest.LogCaptureFixture) -> None:

@@ -62,9 +62,7 @@ def test_a_process_that_fails_says_why_and_keeps_nobody_waiting(shard: Path) -> 
     assert trouble
 
 
-def test_a_slow_disk_keeps_what_was_measured_and_counts_as_measured(
-    shard: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_disk_keeps_what_was_measured(shard: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class TooSlow:
         """Has printed one row, and a part of the next, when its time is over."""
 

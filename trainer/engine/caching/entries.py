@@ -136,9 +136,9 @@ class Entries:
     latents: tuple[LatentsEntry, ...]
     """Latents entries of the samples; None where samples have no images."""
     prompts: tuple[Prompt, ...]
-    masked: bool = False
+    masked: bool
     """Whether any sample has a loss mask: then every batch has one."""
-    weighted: bool = False
+    weighted: bool
     """Whether any sample's loss has a weight."""
 
     @functools.cached_property

@@ -66,7 +66,7 @@ def shown(drawn: Image.Image | str) -> Image.Image:
 
 
 def _same_size(images: Sequence[Image.Image]) -> list[Image.Image]:
-    """Pictures on white sheets of one size, where they differ."""
+    """Pictures, each in the middle of a white sheet of one size."""
     width, height = (max(image.size[axis] for image in images) for axis in (0, 1))
     sheets = []
     for image in images:

@@ -210,7 +210,7 @@ def prove_lora(
     loaded = fixed_outputs(context, model)
     reload_error, effect = relative_difference(loaded, trained), relative_difference(loaded, base)
     if untouched is not None:
-        reload_error = max(relative_difference(base, untouched), reload_error)
+        reload_error = max(reload_error, relative_difference(base, untouched))
     if math.isnan(reload_error) or math.isnan(effect):
         raise DivergedError("the model's output with the saved LoRA is not finite", where=str(path))
     if reload_error > tolerance:

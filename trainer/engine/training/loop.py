@@ -93,7 +93,8 @@ def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
     state.grad_norm, bad = state.updater.step(learning_rate(config.train, state.step + 1), loss)
     state.flag = HostFlag(bad)
     state.suspects = tuple(fed.micro_batch for fed in step)
-    # in fp16 a step that overflowed in the forward pass was skipped, and has no loss
+    # in fp16 a step that overflowed in the forward pass was skipped, and has no loss; in other types it ends
+    # the run before the sum is read
     state.interval_loss += torch.nan_to_num(loss, nan=0.0, posinf=0.0, neginf=0.0)
     state.interval_steps += torch.isfinite(loss)
     state.step += 1

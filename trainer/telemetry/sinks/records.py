@@ -107,8 +107,9 @@ class MetricsLog:
         lines = read_lines(self._path)
         damaged = sum(row is None for _, row in lines)
         if damaged:
+            whole = self._path.read_bytes()
             with atomic.writing(self._path.with_name(self._path.name + DAMAGED_SUFFIX)) as aside:
-                aside.write(self._path.read_bytes())
+                aside.write(whole)
         with atomic.writing(self._path) as file:
             file.writelines(line for line, row in lines if row is not None and row["step"] <= step)
         self._file = self._path.open("ab")

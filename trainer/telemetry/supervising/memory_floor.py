@@ -73,7 +73,7 @@ class Decision:
 
 
 def decide(samples: Sequence[Sample], floors: Floors) -> Decision:
-    """Judge the newest of `samples`, which are in the order of their times, by those before it."""
+    """Judge the newest of `samples`, at least one in the order of their times, by those before it."""
     available = samples[-1].available
     left, hard = f"{_gib(available)} of host memory are left", _gib(floors.hard_floor_bytes)
     if available < floors.hard_floor_bytes:
