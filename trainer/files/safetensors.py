@@ -1,8 +1,8 @@
-"""The safetensors format: one reader of headers, and one writer of them, equal for equal tensors.
+"""The safetensors format: one reader of headers, and one maker of them, equal for equal tensors.
 
 A file is eight bytes of header length, little endian, a JSON header and the raw tensors
 (https://github.com/huggingface/safetensors#format). The library writes its header in random key order and
-wants every tensor in host memory at once; here keys are sorted, and tensors are written one after the other.
+wants every tensor in host memory at once; here keys are sorted, and a header does not need the tensors.
 """
 
 from __future__ import annotations

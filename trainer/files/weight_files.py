@@ -62,7 +62,7 @@ def weight_files(folder: Path) -> WeightFiles:
         names, total = _indexed(min(indexes, key=lambda path: (path.name not in libraries, path.name)))
     else:
         names = {path.name for path in folder.glob(f"*{_ENDING}")}
-        single = {name for name in _LIBRARY_FILES if name in names}
+        single = set([name for name in _LIBRARY_FILES if name in names][:1])
         names = {name for name in names if not _OTHER_LAYOUT.fullmatch(name)} or names
         names = single or names | set(_siblings(names))
     here = {name: (folder / name).exists() for name in sorted(names)}

@@ -9,6 +9,7 @@ import functools
 import logging
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.modeling.vision import make_torchvision_importable
@@ -87,7 +88,7 @@ def quiet_libraries() -> None:
         if row.category is not None:
             warnings.filterwarnings("ignore", message=row.says, category=row.category, module=row.module)
         else:
-            logging.getLogger(row.logger).addFilter(functools.partial(_is_heard, re.compile(row.says)))
+            logging.getLogger(row.logger).addFilter(_filter(row.says))
     from transformers.utils import logging as transformers_logging
 
     # before diffusers is imported: it makes transformers speak
@@ -99,5 +100,7 @@ def quiet_libraries() -> None:
     diffusers_logging.disable_progress_bar()
 
 
-def _is_heard(unheard: re.Pattern[str], record: logging.LogRecord) -> bool:
-    return not unheard.match(record.getMessage())
+@functools.cache  # a logger takes one filter once
+def _filter(says: str) -> Callable[[logging.LogRecord], bool]:
+    unheard = re.compile(says)
+    return lambda record: not unheard.match(record.getMessage())

@@ -79,6 +79,10 @@ def test_names_tell_of_shards_where_no_index_is_there_yet(tmp_path: Path) -> Non
     [
         (["model.safetensors", "consolidated.safetensors"], ["model.safetensors"]),
         (["model.safetensors", "model.fp16.safetensors"], ["model.safetensors"]),
+        (
+            ["model.safetensors", "diffusion_pytorch_model.safetensors"],
+            ["diffusion_pytorch_model.safetensors"],
+        ),
         (["a.safetensors", "b.safetensors", "consolidated.safetensors"], ["a.safetensors", "b.safetensors"]),
         (["consolidated.safetensors"], ["consolidated.safetensors"]),
         ([], []),

@@ -54,6 +54,7 @@ def write_comfyui(
             if "lora_magnitude_vector" in parts:
                 base = weight_of(module).detach().float().cpu()
                 share = base.norm(dim=1) / (base + effective_change(down, up, alpha / rank)).norm(dim=1)
+                del base  # a whole weight in fp32
                 scale = (parts["lora_magnitude_vector"].float() * share)[:, None]
                 # it swaps the rows of the low-rank change as those of the weight, and leaves these alone
                 found["dora_scale"] = torch.cat(scale.chunk(2)[::-1]) if module in swapped else scale
