@@ -23,7 +23,7 @@ WAYS = (
     *("compiled, int8, budget 0.6", "compiled, nf4, budget 0.6"),
     *("compiled, cudnn, budget 0.2", "compiled, int8, cudnn, budget 0.6"),
 )
-_SIDE_BY_SIDE = 4
+_SIDE_BY_SIDE = 8
 
 
 def entry(family: str) -> str:
@@ -44,7 +44,7 @@ def ways(family: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], dict[str, Any]]:
-    """Counts of all ways, taken side by side: each takes half a minute, mostly of the host."""
+    """Counts of all ways, taken side by side: each takes a minute, mostly of the host, and little memory."""
     folder = tmp_path_factory.mktemp("bases")
     cases = []
     for family in families.names():
