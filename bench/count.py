@@ -130,6 +130,7 @@ def count(spec: str, tokens: int) -> dict[str, Any]:
     context = jobs.make_context(spec)
     built = build(context)
     forward = steps.make_forward(context, built, tokens)
+    forward()  # a family may prepare its blocks in its first pass: all of them
     lists = list(block_lists(built.model, context.family.blocks))
     ones = [1] * len(lists)
     cuts = [ones, *([*ones[:kind], 2, *ones[kind + 1 :]] for kind in range(len(lists)))]

@@ -128,6 +128,16 @@ def test_a_budget_needs_no_more_than_any_larger_one() -> None:
     assert compiled.peak(budget=0.4, weights="int8") == compiled.peak(budget=0.6, weights="int8")
 
 
+def test_a_budget_that_was_counted_of_its_own_is_planned_so() -> None:
+    """A model of few blocks may hold more under a smaller budget: kept are fewer, and many are recomputed."""
+    way = {"fixed": 0.0, "blocks": [3.0, 3.0], "beyond": 90.0}
+    for name, own in (("compiled, budget 0.4", {}), ("compiled, int8, budget 0.4", {"weights": "int8"})):
+        counts = COUNTS | {"ways": COUNTS["ways"] | {name: way}}
+        blocks = {"image": 3, "text": 2}
+        compiled = activations(counts, blocks, (100, 10), compiled=True, linear_inputs=False, head=0)
+        assert compiled.peak(budget=0.4, **own) == 60 + 900 + 9000 > compiled.peak(budget=0.6, **own)
+
+
 def test_what_is_recomputed_from_outside_is_counted_of_its_own() -> None:
     """Where recomputing from outside has no counts of its own, the counts from inside are used."""
     compiled, eager = found(compiled=True), found()

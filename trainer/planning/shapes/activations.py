@@ -81,13 +81,15 @@ class Activations:
 
         `weights` is how the frozen base is stored, where a budget depends on it, `fp8` for products in FP8.
         `flash` is false for another attention kernel than COUNTED_ATTENTION. Backward starts with the last
-        blocks: where the first are recomputed, the others have given back what they kept. A budget needs no
-        more than any larger one that was counted.
+        blocks: where the first are recomputed, the others have given back what they kept. A budget that was
+        counted with this kernel and storage is planned so; another needs no more than any larger one.
         """
         if budget < 1.0:
             shares = self._budgets(weights, flash=flash)
-            sizes = {share: held.kept + max(held.beyond, self.head) for share, held in shares.items()}
-            return min(size for share, size in sizes.items() if share >= budget)
+            kernel = "" if flash and weights != _FP8 else OTHER_ATTENTION
+            own = budget in self.shares.get((kernel, weights), {})
+            larger = [budget] if own else [share for share in shares if share >= budget]
+            return min(shares[share].kept + max(shares[share].beyond, self.head) for share in larger)
         if not recomputed:
             return self.saved
         inputs = sum(self.recomputed.blocks[:recomputed])
