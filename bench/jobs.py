@@ -40,6 +40,7 @@ def write_job(loaded: Loaded, plan: Plan, folder: Path) -> Path:
         plan_text=codec.to_json(plan),
         runtime_dir=str(folder / "runtime"),
         cache_dir=str(folder / "cache"),
+        meeting_place=str(folder / "meeting"),
     )
     write_spec(spec, folder / "spec.json")
     return folder / "spec.json"

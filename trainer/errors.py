@@ -83,6 +83,10 @@ class TrainerError(Exception):
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
 
+class PeerLostError(Exception):
+    """Another rank of this run is gone: its own end says why, and the supervisor ends this one as well."""
+
+
 class ConfigError(TrainerError):
     """The configuration cannot be used as written."""
 

@@ -166,6 +166,7 @@ def job_of(
         plan_text=codec.to_json(plan),
         runtime_dir=str(folder / "runtime"),
         cache_dir=str(cache),
+        meeting_place=str(folder / "meeting"),
     )
     components = families.components(family)
     context = Context(

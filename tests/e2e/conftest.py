@@ -84,9 +84,9 @@ class Process:
         except (urllib.error.URLError, ConnectionError):
             return 0, ""
 
-    def end(self) -> tuple[int, str]:
+    def end(self, patience_seconds: float = PATIENCE_SECONDS) -> tuple[int, str]:
         """Exit code and everything that was printed."""
-        _, errors = self.popen.communicate(timeout=PATIENCE_SECONDS)
+        _, errors = self.popen.communicate(timeout=patience_seconds)
         self.printed.append(errors)
         return self.popen.returncode, errors
 

@@ -30,7 +30,7 @@ def parent(knobs: dict[str, Any], arguments: Sequence[str]) -> int:
         if "slow" in knobs:
             command = [sys.executable, "-m", "tests.e2e.harness", "--child", knobs["slow"], command[-1]]
             # the trainer's own child imports nothing from the working directory, where `tests` is
-            rest["environment"] = {**rest["environment"], "PYTHONPATH": str(ROOT)}
+            rest["environments"] = [{**one, "PYTHONPATH": str(ROOT)} for one in rest["environments"]]
         if "meminfo" in knobs:
             rest |= {"unified_memory": True, "meminfo_path": Path(knobs["meminfo"])}
         return real(command, **rest, limits=supervisor.Limits(**knobs.get("limits", {})))

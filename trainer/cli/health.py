@@ -28,11 +28,11 @@ def health(context: click.Context, runtime_dir: Path | None) -> None:
     import time
 
     from trainer.config import environment
-    from trainer.telemetry.status import KILLED, read_status, verdict, was_killed
+    from trainer.telemetry.status import KILLED, read_ranks, verdict_of_ranks, was_killed
 
     directory = environment.runtime_dir() if runtime_dir is None else runtime_dir
-    status = read_status(directory)
-    killed = status is not None and was_killed(directory, status)
-    judged = KILLED if killed else verdict(status, time.monotonic())
+    ranks = read_ranks(directory)
+    killed = ranks[0] is not None and was_killed(directory, ranks[0])
+    judged = KILLED if killed else verdict_of_ranks(ranks, time.monotonic())
     say(f"{'healthy' if judged.healthy else 'unhealthy'}: {judged.reason}")
     context.exit(0 if judged.healthy else 1)

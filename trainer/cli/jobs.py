@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+from collections.abc import Mapping
 from types import FrameType
 
 from trainer.cli.output import say
@@ -49,16 +50,39 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             runtime_dir=str(runtime_dir),
             cache_dir=str(environment.cache_dir(loaded.config)),
             supervisor_pid=os.getpid(),
+            meeting_place=str(folder / "meeting"),
         )
         write_spec(spec, folder / "spec.json")
         return supervisor.supervise(
             python("-m", "trainer.engine", str(folder / "spec.json")),
-            environment=child_environment(plan, facts),
+            environments=rank_environments(
+                child_environment(plan, facts),
+                plan.ranks if job.mode in _SHARED_MODES else 1,
+                facts.cpu_count,
+            ),
             runtime_dir=runtime_dir,
             port=port,
             address=environment.metrics_address(),
             unified_memory=any(gpu.integrated for gpu in facts.gpus),
         )
+
+
+def rank_environments(environ: Mapping[str, str], count: int, cores: int) -> list[dict[str, str]]:
+    """The environment of each rank: `environ` with the variables by which ranks of one host know each other.
+
+    They share the host's cores, unless the user says how many threads each takes.
+    """
+    if count == 1:
+        return [dict(environ)]
+    shared = {"OMP_NUM_THREADS": str(max(1, cores // count)), **environ, "GLOO_SOCKET_IFNAME": "lo"}
+    size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    address = {
+        "MASTER_ADDR": environment.LOOPBACK,
+        "MASTER_PORT": "0",
+    }  # accelerate wants some; nobody listens
+    return [
+        {**shared, **size, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
+    ]
 
 
 def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:

@@ -183,6 +183,11 @@ def cache_dir(config: RunConfig, environ: Mapping[str, str] | None = None) -> Pa
     return config.data.cache_dir or user_cache_dir(environ)
 
 
+def rank_and_ranks() -> tuple[int, int]:
+    """The rank of this process and the number of ranks of its run, by the variables that launchers use."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
 def metrics_port() -> int | None:
     """Port of the parent's server, or None for 0. Raises ConfigError for what is not a port."""
     value = read("TRAINER_METRICS_PORT")

@@ -277,6 +277,14 @@ class FeaturesSection(Section):
     """TF32 for the matrix products that stay in float32."""
 
 
+class ParallelSection(Section):
+    """Processes that train one run together."""
+
+    gpus: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = "auto"
+    """How many processes share the micro-batches of a step. Batch, accumulation and learning rate are
+    those of the whole run, whatever it is. More than one is for CPUs yet, to try it out; `auto` is one."""
+
+
 class ValidationSection(Section):
     """Previews and held-out loss."""
 
@@ -334,6 +342,7 @@ class RunConfig(Section):
     train: TrainSection = TrainSection()
     flow: FlowSection = FlowSection()
     features: FeaturesSection = FeaturesSection()
+    parallel: ParallelSection = ParallelSection()
     validation: ValidationSection = ValidationSection()
     checkpoint: CheckpointSection = CheckpointSection()
     output_dir: UserPath

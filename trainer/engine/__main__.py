@@ -10,22 +10,24 @@ import functools
 import gc
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainer.config import environment
 from trainer.config.schema import RunConfig
 from trainer.data.leftout import report_left_out
 from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
-from trainer.errors import ConfigError, ExitCode, TrainerError
+from trainer.errors import ConfigError, ExitCode, PeerLostError, TrainerError
 from trainer.families import components, get
 from trainer.files import codec
 from trainer.planning.plan import Plan
 from trainer.telemetry import log
-from trainer.telemetry.progress import bars
+from trainer.telemetry.progress import bars, silence
 from trainer.telemetry.rundir import require_no_links
-from trainer.telemetry.status import Phase, StatusWriter
+from trainer.telemetry.status import Phase, StatusWriter, rank_folder
 from trainer.telemetry.stop import StopFlag, die_with_parent
 from trainer.telemetry.streams import outlive_readers
 
@@ -33,6 +35,7 @@ if TYPE_CHECKING:
     from trainer.modeling.base.hub import Download
     from trainer.modeling.base.source import ModelSource
 
+_TO_BE_ENDED_SECONDS = 3.0
 # CUDA's allocator, the CPU's, and cuBLAS: torch has a class of its own for the first only
 _ALLOCATION_FAILED = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
@@ -44,19 +47,21 @@ def main(spec_path: str) -> int:
     outlive_readers(stdout=True)
     stop = StopFlag()
     stop.install()
-    spec = read_spec(Path(spec_path))
+    spec, (rank, _) = read_spec(Path(spec_path)), environment.rank_and_ranks()
     die_with_parent(spec.supervisor_pid)
-    status = StatusWriter(Path(spec.runtime_dir))
+    status = StatusWriter(rank_folder(Path(spec.runtime_dir), rank))
     status.beat(Phase.LOAD)
     config = RunConfig.model_validate(spec.config)
-    log.setup(None)
+    log.setup(None, rank)
+    if rank:
+        silence()
     logger = logging.getLogger("trainer.run")
     try:
         if spec.mode == "train":
             try:
                 config.output_dir.mkdir(parents=True, exist_ok=True)
                 require_no_links(config.output_dir)
-                log.setup(config.output_dir)
+                log.setup(None if rank else config.output_dir, rank)
             except OSError as error:
                 raise ConfigError(
                     f"the output folder cannot be written: {error.strerror}",
@@ -66,12 +71,24 @@ def main(spec_path: str) -> int:
         samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
         _work(config, spec, status, stop, samples)
     except TrainerError as error:
+        if rank:  # mostly what rank 0 finds as well, and says
+            _wait_to_be_ended(status)
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
         return int(error.exit_code)
+    except PeerLostError as error:
+        _wait_to_be_ended(status)
+        logger.error("another rank of this run is gone: %s", error)
+        return int(ExitCode.STOPPED)
     finally:
         stop.uninstall()
     status.beat(Phase.DONE)
     return int(ExitCode.OK)
+
+
+def _wait_to_be_ended(status: StatusWriter) -> None:
+    """Wait for what the supervisor does at once where another rank has ended: one rank says why."""
+    status.wait()
+    time.sleep(_TO_BE_ENDED_SECONDS)
 
 
 def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> Samples:
@@ -84,7 +101,8 @@ def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -
             advance(what, done, total)
 
         samples = scan_samples(get(config.family), config, on_image)
-    report_left_out(samples.left_out, config.output_dir if spec.mode == "train" else None)
+    first = environment.rank_and_ranks()[0] == 0
+    report_left_out(samples.left_out, config.output_dir if spec.mode == "train" and first else None)
     return samples
 
 
@@ -94,6 +112,7 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
         from trainer.engine import run
         from trainer.engine.building.base_load_check import check_loadable
         from trainer.engine.context import Context
+        from trainer.engine.ranks import joined
         from trainer.modeling.quiet import quiet_libraries
         from trainer.planning.out_of_memory import out_of_memory
         from trainer.planning.planning import may_be_planned
@@ -103,30 +122,33 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
     source = _source(config, status, stop, say)
     with _importing():  # classes of the base model
         check_loadable(family, source)
-    context = Context(
-        config=config,
-        plan=codec.from_json(Plan, spec.plan_text, "plan.json"),
-        family=family,
-        source=source,
-        cache_dir=Path(spec.cache_dir),
-        status=status,
-        stop=stop,
-        say=say,
-    )
+    plan = codec.from_json(Plan, spec.plan_text, "plan.json")
     try:
-        if spec.mode == "train":
-            run.train(context, samples, spec)
-        elif spec.mode == "cache":
-            run.cache_only(context, samples, spec)
-        elif spec.mode == "sample":
-            run.sample_once(context, spec)
-        else:
-            run.verify_file(context, spec)
+        with joined(*environment.rank_and_ranks(), Path(spec.meeting_place), status) as ranks:
+            context = Context(
+                config=config,
+                plan=plan,
+                family=family,
+                source=source,
+                cache_dir=Path(spec.cache_dir),
+                status=status,
+                stop=stop,
+                say=say,
+                ranks=ranks,
+            )
+            if spec.mode == "train":
+                run.train(context, samples, spec)
+            elif spec.mode == "cache":
+                run.cache_only(context, samples, spec)
+            elif spec.mode == "sample":
+                run.sample_once(context, spec)
+            else:
+                run.verify_file(context, spec)
     except (MemoryError, RuntimeError) as error:
         if not _is_out_of_memory(error):
             raise
         allowed = functools.partial(may_be_planned, config)
-        raise out_of_memory(error, status.phase, config, context.plan, allowed) from error
+        raise out_of_memory(error, status.phase, config, plan, allowed) from error
 
 
 @contextlib.contextmanager

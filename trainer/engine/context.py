@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer.config.schema import RunConfig
+from trainer.engine.ranks import ALONE, Ranks
 from trainer.errors import HardwareError
 from trainer.families.family import Family
 from trainer.modeling.base.source import ModelSource
@@ -38,7 +39,8 @@ class Context:
     status: StatusWriter
     stop: StopFlag
     say: Callable[[str], None]
-    """Prints one line for people and adds it to the run's log."""
+    """Prints one line for people and adds it to the run's log; on ranks but the first nothing."""
+    ranks: Ranks = ALONE
 
     def alive(
         self, phase: Phase, *, step: int | None = None, total: int | None = None, item_done: bool = False

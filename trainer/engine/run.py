@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import logging
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from trainer.config.secrets import redacted
 from trainer.config.writing.dump import dump
-from trainer.engine.building.build import build, load_base
+from trainer.engine.building.build import Built, build, load_base
 from trainer.engine.building.fast import uncompiled
-from trainer.engine.caching.entries import list_entries
+from trainer.engine.caching.entries import Entries, list_entries
 from trainer.engine.caching.fill import fill_cache, tell_cut_captions
 from trainer.engine.caching.imported import import_entries
 from trainer.engine.caching.samples import Samples, prompt_controls
@@ -29,7 +31,7 @@ from trainer.engine.spec import Spec
 from trainer.engine.training import loop, state
 from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
-from trainer.engine.training.held_out import held_out_entries, prove_best, restore_best
+from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
 from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
 from trainer.errors import DivergedError, Problem
 from trainer.files import atomic
@@ -45,12 +47,14 @@ from trainer.words.sizes import GIB
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     """Encode everything that `train` would; then, if asked to, remove entries that this run does not use."""
     apply_backend_settings(context)
-    tell_cut_captions(context, samples.all)
+    first = context.ranks.first
+    if first:
+        tell_cut_captions(context, samples.all)
     entries = list_entries(context, samples.all, samples.prompt_controls)
-    if spec.import_folder:
+    if spec.import_folder and first:
         import_entries(context, entries, Path(spec.import_folder))
     report = fill_cache(context, entries, verify=spec.verify)
-    if spec.prune:
+    if spec.prune and first:
         files, size = prune(entries.cache.folder, {entry.key for entry in entries.all()})
         context.say(f"pruned {files} files, {size / GIB:.2f} GiB")
     context.say(f"cache complete in {context.cache_dir}: {report.reused + report.encoded} entries")
@@ -68,6 +72,9 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
             context.say(text)
         context.alive(Phase.LOAD)
 
+    if not context.ranks.first:  # the folder is rank 0's to hold
+        _train(context, samples, spec)
+        return
     with locks.holding(
         context.run_dir / LOCK_FILE,
         supervisor=os.getpid() if spec.supervisor_pid is None else spec.supervisor_pid,
@@ -82,11 +89,12 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
 
 
 def _train(context: Context, samples: Samples, spec: Spec) -> None:
-    start = resume.start(context, samples.training)
+    start = _start(context, samples)
     context = start.context
-    resume.require_space(context)
-    _write_run_files(context, spec, start)
-    tell_cut_captions(context, samples.all)
+    if context.ranks.first:
+        resume.require_space(context)
+        _write_run_files(context, spec, start)
+        tell_cut_captions(context, samples.all)
     entries = list_entries(context, samples.training, samples.prompt_controls)
     held_out = held_out_entries(context, samples.held_out)
     report = fill_cache(context, list_entries(context, samples.all, samples.prompt_controls))
@@ -95,13 +103,16 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     if context.device != "cpu":  # loading and training start from their own peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    tracker = start_tracker(context)  # before minutes of loading
+    tracker = start_tracker(context) if context.ranks.first else None  # before minutes of loading
     built = build(context, varies(context, entries))
     before = None
     if context.config.method == "full":  # its proof has no adapter to take off
         with uncompiled(context):
             before = proof.fixed_outputs(context, built.model)
-    now = state.restore(context, built.updater, start)
+    now, work = state.restore(context, built.updater, start), _work(context, built, entries, held_out)
+    if not context.ranks.first:
+        loop.follow(work, now)
+        return
     journal = Journal(context, Path(spec.runtime_dir), tracker)
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
     journal.cut_back(now.step)
@@ -113,23 +124,33 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         )
     restore_best(context, now.step)
     drop_previews_after(context, now.step)
-    compute = functools.partial(loop.compute, context, built)
-    predict = functools.partial(loop.predict, context, built)
-    run = state.Run(
-        context=context,
-        built=built,
-        graphs=Graphs(compute, predict, context.say) if context.plan.cuda_graphs else None,
-        entries=entries,
-        held_out=held_out,
-        journal=journal,
-        start=start,
-    )
+    run = state.Run(**vars(work), journal=journal, start=start)
     with journal:
         try:
             loop.train(run, now)
         except DamagedEntryError as error:
             raise _all_damaged(run, error) from error
         _finish(run, now.step, caching_peak, before)
+
+
+def _start(context: Context, samples: Samples) -> resume.Start:
+    """The start that rank 0 finds, on every rank: a checkpoint that appears meanwhile cannot part them."""
+    if context.ranks.size == 1:
+        return resume.start(context, samples.training)
+    found: dict[str, Any] = {}
+    if context.ranks.first:
+        start = resume.start(context, samples.training)
+        found = {**vars(start), "context": start.context.plan}
+    found = context.ranks.from_first(lambda: found)
+    return resume.Start(**{**found, "context": dataclasses.replace(context, plan=found["context"])})
+
+
+def _work(context: Context, built: Built, entries: Entries, held_out: HeldOut | None) -> state.Work:
+    """The parts of an optimizer step, with CUDA graphs where the plan says so."""
+    compute = functools.partial(loop.compute, context, built)
+    predict = functools.partial(loop.predict, context, built)
+    graphs = Graphs(compute, predict, context.say) if context.plan.cuda_graphs else None
+    return state.Work(context=context, built=built, graphs=graphs, entries=entries, held_out=held_out)
 
 
 def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Tensor] | None) -> None:

@@ -41,6 +41,8 @@ class Spec(Job):
     """The plan as JSON."""
     runtime_dir: str
     cache_dir: str
+    meeting_place: str
+    """File by which the ranks of the job find each other; it does not exist before."""
     supervisor_pid: int | None = None
     """The process that watches; the job ends when it is gone."""
 

@@ -127,6 +127,7 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
         swapped_blocks=storage.swapped,
         micro_batch_size=train.train_batch_size,
         accumulation_steps=train.gradient_accumulation_steps,
+        ranks=situation.ranks,
         vae_tiling=storage.tiling,
         tf32=made["tf32"].value == "on",
         pin_memory=profile.pin_memory,

@@ -75,6 +75,8 @@ class Plan:
     """Samples of one forward pass: `train.train_batch_size`, or a divisor where that does not fit."""
     accumulation_steps: int
     """Micro-batches of one optimizer step; with `micro_batch_size` the configured effective batch."""
+    ranks: int
+    """Processes that train together, each on a device of its own; they share the micro-batches of a step."""
     vae_tiling: bool
     tf32: bool
     pin_memory: bool

@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.planning import torch_and_driver
-from trainer.planning.choose import batching, swapping
+from trainer.planning.choose import batching, spread, swapping
 from trainer.planning.choose.budget import least_imposed
 from trainer.planning.choose.fit import DoesNotFitError
 from trainer.planning.choose.situation import Situation
@@ -35,7 +35,9 @@ def resolve(situation: Situation, profile_row: Decision, changed_by: ChangedBy, 
     or memory do not suffice; of memory it names the nearest configuration that fits. Without `offload`
     (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was written.
     """
-    rows = (profile_row, *torch_and_driver.check(situation.facts, situation.profile))
+    situation, ranks_row = spread.spread(situation)
+    machine_rows = torch_and_driver.check(situation.facts, situation.profile)
+    rows = (profile_row, *machine_rows, *filter(None, (ranks_row,)))
 
     def obeying(other: Situation) -> Situation:
         return other if offload else swapping.without(other)

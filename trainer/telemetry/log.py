@@ -19,8 +19,10 @@ from trainer.telemetry.sinks.records import StepRecord, cut_torn_line
 from trainer.words.sizes import GIB
 
 
-def setup(run_dir: Path | None) -> None:
+def setup(run_dir: Path | None, rank: int = 0) -> None:
     """Send the loggers of this package to stderr and, with a run folder, to its log.jsonl as well.
+
+    Of a rank but the first only errors are told, which name it: the others say the same.
 
     Called again it replaces what it set up before: a command can log first and learn its run folder later.
     """
@@ -28,10 +30,10 @@ def setup(run_dir: Path | None) -> None:
     for handler in list(logger.handlers):
         logger.removeHandler(handler)
         handler.close()
-    logger.setLevel(logging.INFO)
+    logger.setLevel(logging.ERROR if rank else logging.INFO)
     logger.propagate = False
     human = _StderrHandler()
-    human.setFormatter(_HumanFormatter())
+    human.setFormatter(_HumanFormatter(f"rank {rank}: " if rank else ""))
     logger.addHandler(human)
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -97,7 +99,11 @@ class _FileHandler(logging.FileHandler):
 
 
 class _HumanFormatter(logging.Formatter):
-    """`12:30:05 message`, with the level's name from warnings up."""
+    """`12:30:05 message`, with the level's name from warnings up, after words that are the same each time."""
+
+    def __init__(self, always: str) -> None:
+        super().__init__()
+        self._always = always
 
     def format(self, record: logging.LogRecord) -> str:
         level = f"{record.levelname.lower()}: " if record.levelno >= logging.WARNING else ""
@@ -105,7 +111,7 @@ class _HumanFormatter(logging.Formatter):
         if isinstance(record.args, tuple) and record.args:  # no path begins a line of its own
             parts = (one_line(one) if isinstance(one, Path) else one for one in record.args)
             message = str(record.msg) % tuple(parts)
-        text = f"{self.formatTime(record, '%H:%M:%S')} {level}{message}"
+        text = f"{self.formatTime(record, '%H:%M:%S')} {self._always}{level}{message}"
         return shown(f"{text}\n{self.formatException(record.exc_info)}" if record.exc_info else text)
 
 

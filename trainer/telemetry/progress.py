@@ -25,12 +25,24 @@ class Progress(Protocol):
         """Count `n` more units. A `text` is news: the bar shows it until the next, plain output prints it."""
 
 
+_silent = False
+
+
+def silence() -> None:
+    """Show no progress in this process from now on: another one tells it."""
+    global _silent
+    _silent = True
+
+
 @contextlib.contextmanager
 def progress(total: int, description: str, *, start: int = 0) -> Iterator[Progress]:
     """A progress of `total` units of which `start` are done, on stderr: lines, on a terminal a rich bar.
 
     What is printed or logged to stderr meanwhile appears above the bar.
     """
+    if _silent:
+        yield _Silent()
+        return
     if not sys.stderr.isatty():
         yield _Plain(total=total, description=description, done=start, printed=time.monotonic())
         return
@@ -60,6 +72,13 @@ def bars() -> Iterator[Callable[[str, int, int], None]]:
             opened[kind].advance()
 
         yield advance
+
+
+class _Silent:
+    """Work that is not shown."""
+
+    def advance(self, n: int = 1, *, text: str = "") -> None:
+        pass
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ import os
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +28,7 @@ STATUS_FILE = "status.json"
 LOCK_FILE = "lock"
 """Lock file of the supervisor, and of a training process that outlives it to save."""
 _log = logging.getLogger("trainer.status")
+_RANK = "rank-"
 _MOST_BYTES = 1 << 16
 """Bytes that are read of a status file at most; a valid one has 300."""
 
@@ -76,6 +77,8 @@ class Status:
     step: int | None = None
     total: int | None = None
     median_step_seconds: float | None = None
+    waits: bool = False
+    """Whether the process waits for the other ranks of its run: they are judged, not this one."""
     exit_code: int | None = None
     """Set by the supervisor when the training process has ended."""
     cause: str = ""
@@ -118,6 +121,7 @@ class StatusWriter:
         self._started = time.time()
         self.phase: Phase | None = None
         """The phase of the last beat."""
+        self._last: Status | None = None
         self._written = 0.0
         self._item_started = 0.0
         self._step_seconds: deque[float] = deque(maxlen=51)
@@ -145,12 +149,12 @@ class StatusWriter:
             self._item_started = now
         if median_step_seconds is not None:
             self._median = median_step_seconds
-        if not changed and now - self._written < self._interval:
+        waited = self._last is not None and self._last.waits
+        if not (changed or waited) and now - self._written < self._interval:
             return
         if median_step_seconds is None and self._step_seconds:
             self._median = statistics.median(self._step_seconds)
         self.phase = phase
-        self._written = now
         status = Status(
             phase=phase,
             beat=now,
@@ -162,6 +166,16 @@ class StatusWriter:
             total=total,
             median_step_seconds=self._median,
         )
+        self._write(status)
+
+    def wait(self) -> None:
+        """Say that this process waits for the other ranks of its run, from now on until the next beat."""
+        if self._last is not None:
+            now, unix = self._clock(), time.time()
+            self._write(dataclasses.replace(self._last, beat=now, beat_unix_seconds=unix, waits=True))
+
+    def _write(self, status: Status) -> None:
+        self._last, self._written = status, status.beat
         try:
             atomic.write_text(self._path, _text(status), sync=False)
         except StorageError as error:
@@ -193,6 +207,17 @@ def _is_sound(raw: dict[str, object]) -> bool:
     return isinstance(raw.get("cause"), str) and all(
         isinstance(value, int | float) and math.isfinite(value) for value in numbers
     )
+
+
+def rank_folder(directory: Path, rank: int) -> Path:
+    """The folder of a rank's status and metrics; rank 0 has the run's own."""
+    return directory / f"{_RANK}{rank}" if rank else directory
+
+
+def read_ranks(directory: Path) -> list[Status | None]:
+    """The statuses of all ranks of the run in `directory`, in their order, as `read_status` gives each."""
+    others = sorted(int(path.name.removeprefix(_RANK)) for path in directory.glob(f"{_RANK}[0-9]*"))
+    return [read_status(rank_folder(directory, rank)) for rank in (0, *others)]
 
 
 def was_killed(directory: Path, status: Status) -> bool:
@@ -248,6 +273,32 @@ def verdict(status: Status | None, now: float, *, scale: float = 1.0) -> Verdict
         return Verdict(reason=reason, budget=budget, age=age)
     reason = f"{where}, last heartbeat {age:.1f} s ago"
     return Verdict(healthy=True, ready=status.phase in _READY, reason=reason, budget=budget, age=age)
+
+
+def verdict_of_ranks(statuses: Sequence[Status | None], now: float, *, scale: float = 1.0) -> Verdict:
+    """One judgement of all ranks of a run: of the one that is behind, where one is unhealthy.
+
+    A rank that waits for others is not judged while one of them does not.
+    """
+    first = statuses[0]
+    if len(statuses) == 1 or first is None or first.exit_code is not None:
+        return verdict(first, now, scale=scale)
+    working = [rank for rank, one in enumerate(statuses) if one is not None and not one.waits]
+    judged = {
+        rank: verdict(one, now, scale=scale)
+        for rank, one in enumerate(statuses)
+        if rank in working or not working
+    }
+    sick = [rank for rank, one in judged.items() if not one.healthy]
+
+    def progress(rank: int) -> tuple[int, float]:
+        one = statuses[rank]
+        return (0, 0.0) if one is None else (one.step or 0, one.beat)
+
+    told = min(sick, key=progress) if sick else min(judged)
+    of_rank = f"rank {told}: " if told or sick else ""
+    ready = all(one.ready for one in judged.values())
+    return dataclasses.replace(judged[told], ready=ready, reason=f"{of_rank}{judged[told].reason}")
 
 
 def _text(status: Status) -> str:

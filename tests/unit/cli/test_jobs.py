@@ -53,10 +53,10 @@ def seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Seen:
     seen = Seen()
 
     def supervise(
-        command: Sequence[str], *, runtime_dir: Path, environment: Mapping[str, str], **_: object
+        command: Sequence[str], *, runtime_dir: Path, environments: Sequence[Mapping[str, str]], **_: object
     ) -> int:
         seen.runtime_dirs.append(runtime_dir)
-        seen.environments.append(environment)
+        seen.environments += environments
         assert runtime_dir.is_dir()
         if len(seen.runtime_dirs) == 1:
             start("train", "other")

@@ -117,7 +117,7 @@ def served(folder: Path) -> set[str]:
     """Names of the samples on /metrics of a run, and of what has no sample before a label is used."""
     RunMetrics(folder).write()
     text = metrics_text(
-        folder, version="0", child_up=True, verdict=verdict(None, 0.0), status=None, available=1
+        folder, version="0", child_up=True, verdict=verdict(None, 0.0), ranks=[None, None], available=1
     )
     text += generate_latest(build_registry("supervisor").collector).decode()
     names = set()

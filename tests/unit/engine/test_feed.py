@@ -17,6 +17,7 @@ from trainer.config.schema import FlowSection
 from trainer.engine.caching.batches import load_batch
 from trainer.engine.caching.entries import Entries, LatentsEntry, TextEntry
 from trainer.engine.caching.store import Cache, DamagedEntryError, entry_key
+from trainer.engine.ranks import ALONE
 from trainer.engine.training import feed
 from trainer.errors import ConfigError, OutOfMemoryError
 from trainer.families import draws, get
@@ -66,6 +67,7 @@ def context() -> Any:
         family=get("flux1_dev"),
         say=lambda text: None,
         dtype=torch.bfloat16,
+        ranks=ALONE,
         config=SimpleNamespace(train=train, data=data),
         plan=SimpleNamespace(
             pin_memory=False,

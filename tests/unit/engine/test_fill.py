@@ -13,11 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.ranks import Workers, workers
 from tests.unit.data.pictures import record
 from trainer.engine.caching import fill
 from trainer.engine.caching.entries import Entry, LatentsEntry, TextEntry, latents_entry, text_entry
 from trainer.engine.caching.fill import FillReport, fill_cache
 from trainer.engine.caching.store import Cache
+from trainer.engine.ranks import ALONE, Ranks
 from trainer.errors import DivergedError, StoppedError
 from trainer.telemetry.status import Phase
 
@@ -54,6 +56,7 @@ def filled(
     stop_check: Callable[[], None] = lambda: None,
     seen: list[tuple[str, int, int]] | None = None,
     verify: bool = False,
+    ranks: Ranks = ALONE,
 ) -> FillReport:
     """Fill the cache with the encoders that `opened` gives; `seen` gets what status and bar are told."""
     told = [] if seen is None else seen
@@ -69,6 +72,7 @@ def filled(
         status=SimpleNamespace(beat=beat),
         stop=SimpleNamespace(raise_if_requested=stop_check),
         say=lambda text: None,
+        ranks=ranks,
     )
     wanted: Any = SimpleNamespace(cache=cache, all=lambda: entries)
     with pytest.MonkeyPatch.context() as patch:
@@ -195,3 +199,48 @@ def test_keys_follow_the_content_and_not_the_name() -> None:
     assert latents_entry(first, {**PARTS, "dtype": "bf16"}).key != key(first)
     assert text_entry("a", PARTS).key != text_entry("a", {**PARTS, "dtype": "bf16"}).key
     assert isinstance(IMAGES[0], LatentsEntry) and IMAGES[0].name == "/set/0.png"
+
+
+def filled_by_ranks(ranks: Ranks, folder: Path, least: int) -> tuple[list[str], FillReport, list[int]]:
+    """What this rank encoded, its report, and the numbers of entries that its bar was told of texts."""
+    fill.LEAST_ENTRIES = least
+    encoders, seen = Encoders(), list[tuple[str, int, int]]()
+    report = filled(Cache(folder, "family"), ENTRIES, encoders.open, seen=seen, ranks=ranks)
+    assert all(Cache(folder, "family").has(entry.kind, entry.key) for entry in ENTRIES), "all is there now"
+    told = [done for what, done, _ in seen if what == "caching text"]
+    return [event for event in encoders.events if not event.startswith(("load", "free"))], report, told
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Workers]:
+    with workers() as made:
+        yield made
+
+
+def test_ranks_share_what_is_missing_and_none_does_it_twice(pool: Workers, tmp_path: Path) -> None:
+    run(Cache(tmp_path, "family"), [TEXTS[1]])
+    answers = pool.call(filled_by_ranks, 3, tmp_path, 1)
+    encoded = [entry for entries, *_ in answers for entry in entries]
+    assert sorted(encoded) == sorted(["", "a dog", "0/0.png", "0/1.png", "0/2.png", "0/3.png"])
+    assert [len(entries) for entries, *_ in answers] == [3, 2, 1]
+    assert {report for _, report, _ in answers} == {FillReport(reused=1, encoded=6)}
+    assert answers[0][2] == [1, 2, 3]  # of which it encoded one
+
+
+def test_ranks_load_no_encoders_for_little_work(pool: Workers, tmp_path: Path) -> None:
+    answers = pool.call(filled_by_ranks, 2, tmp_path, 4)
+    assert [len(entries) for entries, *_ in answers] == [7, 0]
+
+
+def rest_filled(ranks: Ranks, folder: Path) -> FillReport:
+    """Fill what an earlier run has left."""
+    fill.LEAST_ENTRIES = 1
+    return filled(Cache(folder, "family"), ENTRIES, Encoders().open, ranks=ranks)
+
+
+@pytest.mark.parametrize("stop_after", [3, 9, 12])
+def test_ranks_go_on_where_one_process_was_stopped(pool: Workers, tmp_path: Path, stop_after: int) -> None:
+    with pytest.raises(StoppedError):
+        run(Cache(tmp_path, "family"), ENTRIES, stop_after=stop_after)
+    there = sum(Cache(tmp_path, "family").has(entry.kind, entry.key) for entry in ENTRIES)
+    assert pool.call(rest_filled, 2, tmp_path) == [FillReport(reused=there, encoded=7 - there)] * 2

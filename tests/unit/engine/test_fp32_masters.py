@@ -79,14 +79,14 @@ def test_the_sum_stays_in_the_same_memory() -> None:
     """A CUDA graph adds to where it was captured."""
     held = parameters()
     masters = FlatMasters(held)
-    places = [masters.gradient.data_ptr(), masters.flat.data_ptr(), masters._latest.data_ptr()]
+    places = [masters.gradient.data_ptr(), masters.flat.data_ptr(), masters.latest.latest.data_ptr()]
     give(held, 0)
     masters.accumulate()
     masters.flat.grad = masters.gradient
     masters.drop_gradients()
     give(held, 1)
     masters.accumulate()
-    assert places == [masters.gradient.data_ptr(), masters.flat.data_ptr(), masters._latest.data_ptr()]
+    assert places == [masters.gradient.data_ptr(), masters.flat.data_ptr(), masters.latest.latest.data_ptr()]
 
 
 def test_dropped_gradients_do_not_come_back() -> None:

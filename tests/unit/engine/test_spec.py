@@ -39,6 +39,8 @@ def test_odd_values_arrive(values: dict[str, object], tmp_path: Path) -> None:
 
 
 def _handed_over(config: RunConfig, folder: Path) -> RunConfig:
-    spec = Spec(mode="train", config=config.model_dump(), plan_text="", runtime_dir="", cache_dir="")
+    spec = Spec(
+        mode="train", config=config.model_dump(), plan_text="", runtime_dir="", cache_dir="", meeting_place=""
+    )
     write_spec(spec, folder / "spec.json")
     return RunConfig.model_validate(read_spec(folder / "spec.json").config)

@@ -19,7 +19,7 @@ from typing import TypeVar
 
 import pytest
 
-from trainer.telemetry.status import Phase, Status, read_status
+from trainer.telemetry.status import Phase, Status, rank_folder, read_status
 
 PATIENCE_SECONDS = 30.0
 T = TypeVar("T")
@@ -35,7 +35,7 @@ paths = {name: Path(asked[name]) for name in ("runtime_dir", "meminfo_path", "me
 try:
     code = supervise(
         [sys.executable, "-c", asked["child"]],
-        environment=dict(os.environ),
+        environments=[{**os.environ, "RANK": str(rank)} for rank in range(asked["ranks"])],
         port=asked["port"],
         unified_memory=asked["unified_memory"],
         limits=Limits(**asked["limits"]),
@@ -52,13 +52,14 @@ CHILD = """
 import os, sys, time
 from pathlib import Path
 from trainer.telemetry.sinks.metrics import RunMetrics
-from trainer.telemetry.status import Phase, StatusWriter
+from trainer.telemetry.status import Phase, StatusWriter, rank_folder
 from trainer.telemetry.stop import StopFlag, die_with_parent
 
 flag = StopFlag()
 flag.install()
 die_with_parent()
-folder = Path(os.environ["TRAINER_RUNTIME_DIR"])
+rank = int(os.environ["RANK"])
+folder = rank_folder(Path(os.environ["TRAINER_RUNTIME_DIR"]), rank)
 writer = StatusWriter(folder, interval_seconds=0.02)
 metrics = RunMetrics(folder)
 metrics.phase(Phase.TRAIN)
@@ -81,14 +82,14 @@ class Run:
     meminfo: Path
     memory_events: Path
 
-    def status(self) -> Status | None:
-        return read_status(self.directory)
+    def status(self, rank: int = 0) -> Status | None:
+        return read_status(rank_folder(self.directory, rank))
 
-    def child(self) -> int:
-        """The pid of the child once it trains."""
+    def child(self, rank: int = 0) -> int:
+        """The pid of a child once it trains."""
 
         def training() -> int | None:
-            status = self.status()
+            status = self.status(rank)
             return status.pid if status is not None and status.phase is Phase.TRAIN else None
 
         return wait_for(training)
@@ -148,6 +149,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
         port: int | None = None,
         unified_memory: bool = False,
         budget_scale: float = 1.0,
+        ranks: int = 1,
     ) -> Run:
         meminfo, events = tmp_path / "meminfo", tmp_path / "memory.events"
         if not meminfo.exists():
@@ -161,6 +163,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "memory_events_path": str(events),
             "port": port,
             "unified_memory": unified_memory,
+            "ranks": ranks,
             "limits": {"interval_seconds": 0.05, "budget_scale": budget_scale},
         }
         process = subprocess.Popen(

@@ -251,6 +251,7 @@ def real(tmp_path: Path) -> Iterator[Run]:
         "memory_events_path": str(events),
         "port": None,
         "unified_memory": True,
+        "ranks": 1,
         "limits": {"interval_seconds": 1 / FASTER, **limits},
     }
     command = [sys.executable, "-c", PARENT, json.dumps(asked)]

@@ -17,7 +17,7 @@ from trainer.telemetry.sinks.metrics import (
     build_registry,
 )
 from trainer.telemetry.sinks.records import ValidationRecord
-from trainer.telemetry.status import Phase, verdict
+from trainer.telemetry.status import Phase, StatusWriter, rank_folder, read_ranks, verdict
 from trainer.telemetry.supervising.server import metrics_text
 
 from .test_records import record
@@ -39,8 +39,11 @@ def full_text(directory: Path) -> str:
         metrics.record(dataclasses.replace(one, planned_steps=100, steps=10, samples=40))
     metrics.checkpoint(20)
     metrics.write()
+    StatusWriter(directory).beat(Phase.TRAIN, step=20, median_step_seconds=0.25)
+    StatusWriter(rank_folder(directory, 1)).beat(Phase.TRAIN, step=20, median_step_seconds=0.5)
+    ranks = read_ranks(directory)
     return metrics_text(
-        directory, version="0.1.0", child_up=True, verdict=verdict(None, 0.0), status=None, available=5
+        directory, version="0.1.0", child_up=True, verdict=verdict(None, 0.0), ranks=ranks, available=5
     )
 
 
@@ -73,6 +76,7 @@ def test_every_metric_of_the_table_is_served_with_its_value(tmp_path: Path) -> N
     assert values["trainer_build_info", *sorted(BUILD.items())] == 1
     assert values["trainer_plan_info", ("feature", "attention"), ("value", "flash")] == 1
     assert values["trainer_host_memory_available_bytes",] == 5
+    assert values["trainer_rank_step_seconds", ("rank", "1")] == 0.5
 
 
 def test_promtool_accepts_the_text(tmp_path: Path) -> None:

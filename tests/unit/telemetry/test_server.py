@@ -168,6 +168,6 @@ def test_odd_metrics_of_the_child_do_not_hide_our_own(tmp_path: Path) -> None:
         path = tmp_path / "metrics.prom"
         path.unlink(missing_ok=True)
         write(path)
-        text = metrics_text(tmp_path, version="1", child_up=False, verdict=SICK, status=None, available=None)
+        text = metrics_text(tmp_path, version="1", child_up=False, verdict=SICK, ranks=[None], available=None)
         assert "trainer_child_up 0.0" in text
         assert "trainer_host_memory_available_bytes NaN" in text

@@ -17,7 +17,6 @@ from trainer.engine.building.fast import compile_model, prove_fp8
 from trainer.engine.building.model import Model
 from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import Updater
-from trainer.errors import HardwareError
 from trainer.modeling.adapter import lora
 from trainer.modeling.adapter.start_from import start_from
 from trainer.modeling.adapter.targets import target_pattern
@@ -62,15 +61,11 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
     if plan.compile:
         compile_model(context, model, varies)
     accelerator = Accelerator(cpu=context.device == "cpu", mixed_precision="no")
-    if accelerator.num_processes != 1:
-        raise HardwareError(
-            f"{accelerator.num_processes} processes were started; this version trains on one device",
-            remedy="start `trainer train` itself, without torchrun or accelerate launch",
-        )
+    assert accelerator.num_processes == context.ranks.size, "accelerate takes the group that is there"
     trainable = {name: value for name, value in module.named_parameters() if value.requires_grad}
     count = sum(parameter.numel() for parameter in trainable.values())
     context.say(f"training {count:,} parameters in {len(trainable)} tensors")
-    updater = Updater(trainable, context.config.train, plan.optimizer)
+    updater = Updater(trainable, context.config.train, plan.optimizer, context.ranks)
     readers: tuple[TextReader, ...] = ()
     if plan.text_padding:
         from trainer.modeling.attention.text_padding import text_readers

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,7 +18,7 @@ from trainer.data.pictures.images import fit, read_image, to_pixels
 from trainer.data.records import Record
 from trainer.data.sets.masks import mask_pixels
 from trainer.engine.caching.entries import ControlView, Entries, Entry, TextEntry, control_views, precision
-from trainer.engine.caching.store import MISSING
+from trainer.engine.caching.store import MISSING, Cache
 from trainer.engine.context import Context
 from trainer.errors import DivergedError
 from trainer.families import losses
@@ -29,6 +30,8 @@ Encode = Callable[[Entry], Mapping[str, torch.Tensor]]
 """Loaded encoders of one kind: an entry's tensors on the CPU."""
 KINDS: tuple[EntryKind, ...] = ("text", "latents")
 """Order in which kinds are encoded: each one's encoders are gone before the next ones load."""
+LEAST_ENTRIES = 64
+"""Entries for which loading the encoders on one more rank is worth its time and memory."""
 _CUT_SHOWN = 50
 _log = logging.getLogger(__name__)
 
@@ -47,42 +50,78 @@ def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> F
 
     Entries that are there keep their bytes; with `verify` their tensors are compared too. Damaged ones are
     named in a warning and encoded again. A stop request raises between two entries. Entries finished before
-    an error stay valid.
+    an error stay valid. All ranks of a run call it: rank 0 looks for what is missing, which they share, and
+    each returns when all is there.
     """
-    cache, encoded = entries.cache, 0
+    encoded = 0
     distinct = {(entry.kind, entry.key): entry for entry in entries.all()}
     with bars() as advance:
         for kind in KINDS:
             wanted = [entry for entry in distinct.values() if entry.kind == kind]
-            missing: list[Entry] = []
-            for seen, entry in enumerate(wanted, start=1):
-                context.stop.raise_if_requested()
-                problem = cache.damage(kind, entry.key, thorough=verify)
-                if problem is None:
-                    context.status.beat(Phase.CACHE, step=seen - len(missing), total=len(wanted))
-                    advance(f"caching {kind}", seen - len(missing), len(wanted))
-                    continue
-                missing.append(entry)
-                if problem != MISSING:
-                    said = "cache entry %s of %s is damaged (%s) and is encoded again"
-                    _log.warning(said, cache.path(kind, entry.key), entry.name, problem)
+            on_done = functools.partial(_tell, context, functools.partial(advance, f"caching {kind}"))
+            keys = context.ranks.from_first(
+                functools.partial(_missing, context, entries.cache, wanted, on_done, verify=verify)
+            )
+            missing = [entry for entry in wanted if entry.key in keys]
             encoded += len(missing)
-            if not missing:
-                continue
-            with _encoders(context, kind) as encode:
-                for done, entry in enumerate(missing, start=len(wanted) - len(missing) + 1):
-                    context.stop.raise_if_requested()
-                    tensors = encode(entry)
-                    bad = next((name for name, one in tensors.items() if not one.isfinite().all()), None)
-                    if bad is not None:  # cached, it would poison every later run
-                        what = f"encoding {entry.name} gave values in `{bad}` that are not finite"
-                        remedy = "encode in a wider type (model.dtype: fp32), and check the encoder's weights"
-                        raise DivergedError(what, where=f"{kind} encoder", remedy=remedy)
-                    cache.write(kind, entry.key, tensors)
-                    context.status.beat(Phase.CACHE, step=done, total=len(wanted))
-                    advance(f"caching {kind}", done, len(wanted))
+            _encode_share(context, entries.cache, missing, len(wanted), on_done)
+    context.ranks.meet()
     context.say(f"cache: {len(distinct) - encoded} entries were there, {encoded} encoded")
     return FillReport(reused=len(distinct) - encoded, encoded=encoded)
+
+
+OnDone = Callable[[int, int], None]
+"""Told the number of entries of a kind that are valid, and the number of all."""
+
+
+def _tell(context: Context, advance: OnDone, done: int, total: int) -> None:
+    context.status.beat(Phase.CACHE, step=done, total=total)
+    advance(done, total)
+
+
+def _missing(
+    context: Context, cache: Cache, wanted: Sequence[Entry], on_done: OnDone, *, verify: bool
+) -> set[str]:
+    """Keys of the entries that are to be encoded; damaged ones are named."""
+    missing: set[str] = set()
+    for seen, entry in enumerate(wanted, start=1):
+        context.stop.raise_if_requested()
+        problem = cache.damage(entry.kind, entry.key, thorough=verify)
+        if problem is None:
+            on_done(seen - len(missing), len(wanted))
+            continue
+        missing.add(entry.key)
+        if problem != MISSING:
+            said = "cache entry %s of %s is damaged (%s) and is encoded again"
+            _log.warning(said, cache.path(entry.kind, entry.key), entry.name, problem)
+    return missing
+
+
+def _encode_share(
+    context: Context, cache: Cache, missing: Sequence[Entry], total: int, on_done: OnDone
+) -> None:
+    """Encode this rank's share of the missing entries; as many ranks work as have enough to do.
+
+    What the others do meanwhile counts as done in proportion.
+    """
+    working = min(context.ranks.size, -(-len(missing) // LEAST_ENTRIES))
+    ours = missing[context.ranks.rank :: working] if context.ranks.rank < working else ()
+    if not ours:
+        return
+    there = told = total - len(missing)
+    with _encoders(context, ours[0].kind) as encode:
+        for number, entry in enumerate(ours, start=1):
+            context.stop.raise_if_requested()
+            tensors = encode(entry)
+            bad = next((name for name, one in tensors.items() if not one.isfinite().all()), None)
+            if bad is not None:  # cached, it would poison every later run
+                what = f"encoding {entry.name} gave values in `{bad}` that are not finite"
+                remedy = "encode in a wider type (model.dtype: fp32), and check the encoder's weights"
+                raise DivergedError(what, where=f"{entry.kind} encoder", remedy=remedy)
+            cache.write(entry.kind, entry.key, tensors)
+            while told < there + number * len(missing) // len(ours):
+                told += 1
+                on_done(told, total)
 
 
 @contextlib.contextmanager

@@ -10,7 +10,9 @@ import torch
 
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing import optimizers
-from trainer.engine.optimizing.fp32_masters import FlatMasters
+from trainer.engine.optimizing.exchange import Exchange
+from trainer.engine.optimizing.fp32_masters import FlatGradients, FlatMasters
+from trainer.engine.ranks import ALONE, Ranks
 
 _FLAT = "flat"
 _MEAN = "ema"
@@ -110,7 +112,13 @@ class Updater:
     the flag is read before the step.
     """
 
-    def __init__(self, parameters: Mapping[str, torch.nn.Parameter], train: TrainSection, kind: str) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        train: TrainSection,
+        kind: str,
+        ranks: Ranks = ALONE,
+    ) -> None:
         self.parameters = dict(parameters)
         self.train = train
         self.kind = kind
@@ -118,6 +126,11 @@ class Updater:
         own = kind == "adamw_kahan_bf16" or types == {torch.float32}
         # parameters in fp32, and parameters with Kahan sums, are their own masters
         self.flat = None if own else FlatMasters(self.parameters)
+        self.exchange: Exchange | None = None
+        """Sums of gradients over the ranks, where several share the micro-batches of a step."""
+        if ranks.size > 1:
+            latest = self.flat.latest if self.flat is not None else FlatGradients(self.parameters)
+            self.exchange = Exchange(ranks, latest)
         self._masters = {_FLAT: self.flat.flat} if self.flat is not None else self.parameters
         values = list(self._masters.values())
         self.optimizer = optimizers.build(kind, values, train)
@@ -130,12 +143,16 @@ class Updater:
         return loss if self.scale is None else loss * self.scale.factor
 
     def accumulate(self) -> None:
-        """Add this micro-batch's gradients to the masters' and free them."""
-        if self.flat is not None:
+        """Add this micro-batch's gradients to the masters' and free them; several ranks add by rounds."""
+        if self.exchange is not None:
+            self.exchange.collect()
+        elif self.flat is not None:
             self.flat.accumulate()
 
     def drop_gradients(self) -> None:
         """Forget a partial accumulation."""
+        if self.exchange is not None:
+            self.exchange.drop()
         if self.flat is not None:
             self.flat.drop_gradients()
         for parameter in self.parameters.values():
@@ -147,6 +164,10 @@ class Updater:
         It cannot where the norm or `loss` is not finite; in fp16 not before the loss scale is at its floor.
         """
         masters = list(self._masters.values())
+        if self.exchange is not None and self.flat is not None:
+            self.exchange.take(self.flat.gradient)
+        elif self.exchange is not None:
+            self.exchange.hand_out()
         if self.flat is not None:
             self.flat.flat.grad = self.flat.gradient
         gradients = [master.grad for master in masters if master.grad is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import deque
 from collections.abc import Generator, Sequence
@@ -33,7 +34,11 @@ class Fed:
     """One micro-batch with its randomness; the batch still on its way to the device."""
 
     micro_batch: MicroBatch
-    batch: Batch
+    weight: float
+    """Its share of the step's divisor, as `Batch.weight`."""
+    tokens: int
+    batch: Batch | None
+    """None for a micro-batch of another rank."""
     draw: Draw | None
 
 
@@ -103,7 +108,7 @@ def keep_bytes(context: Context, entries: Entries) -> int:
 
     Raises OutOfMemoryError where all of them are asked for and do not fit.
     """
-    room = context.plan.keep_bytes
+    room = context.plan.keep_bytes // context.ranks.size
     if context.config.data.cache_in_memory is not True:
         return room
     needed = entries.cache.held_bytes({(one.kind, one.key) for one in entries.all()})
@@ -117,10 +122,30 @@ def keep_bytes(context: Context, entries: Entries) -> int:
     return needed
 
 
+def _prepared(context: Context, entries: Entries, settings: Any, number: int, micro_batch: MicroBatch) -> Fed:
+    """Micro-batch `number` of a step: read and drawn for if it is this rank's, else its counts alone."""
+    ours, plan = number % context.ranks.size == context.ranks.rank, context.plan
+    weight, tokens, batch, draw = float(len(micro_batch)), 0, None, None
+    if ours or context.family.packed_by is not None:  # pictures weigh one each, whatever is in them
+        samples = [(sample.record, sample.dropped) for sample in micro_batch]
+        pin_memory = plan.pin_memory and ours
+        batch = load_batch(context, entries, samples, pin_memory=pin_memory, text_padding=plan.text_padding)
+        weight, tokens = batch.weight, batch.tokens
+    if ours and batch is not None:
+        draw = draw_for(context.family, batch, settings, [one.position for one in micro_batch])
+    if draw is not None and plan.pin_memory:
+        draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
+    return Fed(
+        micro_batch=micro_batch, weight=weight, tokens=tokens, batch=batch if ours else None, draw=draw
+    )
+
+
 def feed(
     context: Context, entries: Entries, settings: Any, start: int, stop: int
 ) -> Generator[tuple[Fed, ...], None, None]:
     """The micro-batches of steps `start` to `stop` (not included), a tuple a step.
+
+    Micro-batch n of a step is that of rank n mod N; of those of others there are counts only.
 
     Reading and drawing run on threads beside the device. An entry that is read stays in memory while there
     is room. What reading raises is raised in its step's turn.
@@ -129,23 +154,14 @@ def feed(
     if context.plan.micro_batch_size > 1 and context.family.packed_by is None:
         context.say(parted(sampler, stop))
     cache = Cache(entries.cache.directory, context.family.name, keep_bytes=keep_bytes(context, entries))
-    kept, pin_memory = dataclasses.replace(entries, cache=cache), context.plan.pin_memory
-
-    def prepare(micro_batch: MicroBatch) -> Fed:
-        samples = [(sample.record, sample.dropped) for sample in micro_batch]
-        text_padding = context.plan.text_padding
-        batch = load_batch(context, kept, samples, pin_memory=pin_memory, text_padding=text_padding)
-        draw = draw_for(context.family, batch, settings, [one.position for one in micro_batch])
-        if draw is not None and pin_memory:
-            draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
-        return Fed(micro_batch=micro_batch, batch=batch, draw=draw)
-
+    kept = dataclasses.replace(entries, cache=cache)
+    prepare = functools.partial(_prepared, context, kept, settings)
     pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="feed")
     # the sampler is asked here, in order: it replays from the start for a step that it has passed
     waiting = (
-        (pool.submit(prepare, micro_batch), micro_batch is step[-1])
+        (pool.submit(prepare, number, micro_batch), micro_batch is step[-1])
         for step in map(sampler.step, range(start, stop))
-        for micro_batch in step
+        for number, micro_batch in enumerate(step)
     )
     try:
         ahead = deque(itertools.islice(waiting, _AHEAD))

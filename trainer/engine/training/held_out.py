@@ -20,6 +20,7 @@ from trainer.data.records import Record
 from trainer.engine.caching.batches import draw_for, load_batch, to_device
 from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries
 from trainer.engine.context import Context
+from trainer.engine.ranks import ALONE, Ranks
 from trainer.engine.results import proof
 from trainer.errors import DataError, StorageError
 from trainer.files import atomic
@@ -68,29 +69,41 @@ def held_out_entries(context: Context, records: Sequence[Record]) -> HeldOut | N
     )
 
 
-def measure(context: Context, model: Any, held_out: HeldOut, *, step: int) -> ValidationRecord:
-    """Mean loss over all samples and draws.
+def measure(
+    context: Context, model: Any, held_out: HeldOut, *, step: int, ranks: Ranks = ALONE
+) -> ValidationRecord:
+    """Mean loss over all samples and draws, of which each of `ranks` computes a share; equal on all of them.
 
     Before the first step a stop request ends it. Later none does: the row of a step is written once, and
     needs the loss of all samples.
     """
     family, settings, total_steps = context.family, held_out.settings, context.config.train.max_train_steps
-    total, weight = torch.zeros((), device=context.device), 0.0
+    losses: list[torch.Tensor] = []
+    weights: list[float] = []
     was_training = model.training
     model.eval()  # without an adapter's dropout
-    for record in range(len(held_out.entries.records)):
+    count, draws = len(held_out.entries.records), 1 if settings is None else _DRAWS
+    for record in range(ranks.rank, count, ranks.size):
         if step == 0:
             context.stop.raise_if_requested()
         loaded = load_batch(context, held_out.entries, [(record, False)], pin_memory=False)
         # nothing is drawn for a language model: once is enough
-        for number in range(1 if settings is None else _DRAWS):
+        for number in range(draws):
             draw = draw_for(family, loaded, settings, [record * _DRAWS + number])
             batch, draw = to_device(loaded, draw, context.device, context.dtype)
-            weight += batch.weight
+            weights.append(batch.weight)
             with torch.no_grad():
-                total += family.loss(model, batch, draw, settings).sum()
+                losses.append(family.loss(model, batch, draw, settings).sum())
         context.status.beat(Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=total_steps)
     model.train(was_training)
+    # added in the records' order, in fp32: the same bits for any number of ranks
+    total, weight = torch.zeros(()), 0.0
+    shares = ranks.gathered((torch.stack(losses).cpu() if losses else total, weights))
+    for record in range(count):
+        share, first = shares[record % ranks.size], record // ranks.size * draws
+        for number in range(first, first + draws):
+            total += share[0][number]
+            weight += share[1][number]
     loss = float(total.item()) / weight
     return ValidationRecord(step=step, validation_loss=loss, validation_data=held_out.data)
 

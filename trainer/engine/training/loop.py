@@ -18,8 +18,8 @@ from trainer.engine.records import checkpoint
 from trainer.engine.training import held_out
 from trainer.engine.training.feed import Fed, feed
 from trainer.engine.training.preview import draw_previews, preview_path
-from trainer.engine.training.state import Run, State, save
-from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError, TrainerError
+from trainer.engine.training.state import Run, State, Work, save
+from trainer.errors import DataError, DivergedError, ExitCode, OutOfMemoryError, StoppedError, TrainerError
 from trainer.families.values import ENDS, TEXT_MASK, Batch, Draw
 from trainer.modeling.attention.text_lengths import padded_text
 from trainer.modeling.blocks.compiled import graphs_compiled, mark_varying
@@ -67,30 +67,49 @@ def train(run: Run, state: State) -> None:
         steps.close()
 
 
-def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
+def follow(work: Work, state: State) -> None:
+    """Train as rank 0 does in `train`, and leave it to that one to write, to draw and to say anything.
+
+    Where all ranks are to end, it returns: rank 0 saves, says why, and ends them.
+    """
+    context, config = work.context, work.context.config
+    total, every = config.train.max_train_steps, config.validation.every_steps
+    steps = feed(context, work.entries, context.settings, state.step, total)
+    context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
+    with contextlib.closing(steps), contextlib.suppress(StoppedError, OutOfMemoryError, DivergedError):
+        if context.ranks.from_first(lambda: False):  # what rank 0 says in `_look_before`
+            _validate(work, state.step)
+        while state.step < total:
+            _one_step(work, state, next(steps))
+            if state.step % every == 0 or state.step == total:
+                _validate(work, state.step)
+
+
+def _one_step(run: Work, state: State, step: Sequence[Fed]) -> None:
     """One optimizer step over its micro-batches; nothing here waits for the device but the previous step's
     flag.
     """
-    context, config = run.context, run.context.config
-    total, drops = config.train.max_train_steps, config.method == "lora" and config.lora.dropout
+    context, total = run.context, run.context.config.train.max_train_steps
+    exchange, phase = run.built.updater.exchange, Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
     # a mean over the step, however its samples are parted
-    weight = sum(fed.batch.weight for fed in step)
+    weight = sum(fed.weight for fed in step)
     # float64: sums do not depend on where a resume cut them
-    loss = torch.zeros((), device=context.device, dtype=torch.float64)
-    for fed in step:
-        context.stop.raise_if_requested()
-        batch, draw = to_device(fed.batch, fed.draw, context.device, context.dtype)
-        if run.graphs is not None:
-            loss += run.graphs(batch, draw, torch.full((), weight, device=context.device))
-        else:
-            # the dropout of a micro-batch follows from the seed and its first sample alone
-            label = f"{config.train.seed}/dropout/{fed.micro_batch[0].position}"
-            with seeded(label, context.device) if drops else contextlib.nullcontext():
-                loss += compute(context, run.built, batch, draw, weight)
-        phase = Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
-        context.status.beat(phase, step=state.step, total=total)
+    loss, losses = torch.zeros((), device=context.device, dtype=torch.float64), list[torch.Tensor]()
+    for number, fed in enumerate(step):
+        if exchange is None:  # several ranks end together, as they agree below
+            context.stop.raise_if_requested()
+        if fed.batch is not None:
+            loss += (found := _micro_batch(run, fed, fed.batch, weight))
+            losses += [] if exchange is None else [found.clone()]  # a graph writes to the same place again
+            context.status.beat(phase, step=state.step, total=total)
+        if exchange is not None and ((number + 1) % context.ranks.size == 0 or fed is step[-1]):
+            exchange.add_round(number % context.ranks.size + 1)
     _check_finite(run, state)
-    state.grad_norm, bad = state.updater.step(learning_rate(config.train, state.step + 1), loss)
+    _check_asked(context, state)
+    if exchange is not None:
+        loss, asked = exchange.agree(losses, len(step), context.stop.requested or 0)
+        state.asked = HostFlag(asked)
+    state.grad_norm, bad = state.updater.step(learning_rate(context.config.train, state.step + 1), loss)
     state.flag = HostFlag(bad)
     state.suspects = tuple(fed.micro_batch for fed in step)
     # in fp16 a step that overflowed in the forward pass was skipped, and has no loss; in other types it ends
@@ -99,9 +118,22 @@ def _one_step(run: Run, state: State, step: Sequence[Fed]) -> None:
     state.interval_steps += torch.isfinite(loss)
     state.step += 1
     state.timed_steps += 1
-    state.interval_samples += sum(fed.batch.size for fed in step)
-    state.interval_tokens += sum(fed.batch.tokens for fed in step)
+    state.interval_samples += sum(len(fed.micro_batch) for fed in step)
+    state.interval_tokens += sum(fed.tokens for fed in step)
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
+
+
+def _micro_batch(run: Work, fed: Fed, batch: Batch, weight: float) -> torch.Tensor:
+    """The loss of a micro-batch of this rank, as `compute` gives it, from a graph where there are graphs."""
+    context, train, lora = run.context, run.context.config.train, run.context.config.lora
+    batch, draw = to_device(batch, fed.draw, context.device, context.dtype)
+    if run.graphs is not None:
+        return run.graphs(batch, draw, torch.full((), weight, device=context.device))
+    drops = context.config.method == "lora" and lora.dropout
+    # the dropout of a micro-batch follows from the seed and its first sample alone
+    label = f"{train.seed}/dropout/{fed.micro_batch[0].position}"
+    with seeded(label, context.device) if drops else contextlib.nullcontext():
+        return compute(context, run.built, batch, draw, weight)
 
 
 def compute(
@@ -134,7 +166,15 @@ def predict(context: Context, built: Built, batch: Batch, draw: Draw | None) -> 
         context.family.predict(built.model, batch, draw, context.settings)
 
 
-def _check_finite(run: Run, state: State) -> None:
+def _check_asked(context: Context, state: State) -> None:
+    """Raise as `StopFlag.raise_if_requested` where a rank was asked to end in the last step: all end."""
+    code = 0.0 if state.asked is None else state.asked.read()
+    if code:
+        context.stop.requested = ExitCode(int(code))
+        context.stop.raise_if_requested()
+
+
+def _check_finite(run: Work, state: State) -> None:
     """Read the last step's flag; raise DivergedError naming the files that were in it."""
     if state.flag is None or state.flag.read() == 0.0:
         return
@@ -197,7 +237,8 @@ def _look_before(run: Run, state: State) -> None:
     rows = read_metrics(context.run_dir / METRICS_LOG)
     measured = any(row["step"] == step and "validation_loss" in row for row in rows)
     due, last = step % config.validation.every_steps == 0, step == config.train.max_train_steps
-    record = _validate(run, step) if step == 0 or ((due or last) and not measured) else None
+    wanted = context.ranks.from_first(lambda: step == 0 or ((due or last) and not measured))
+    record = _validate(run, step) if wanted else None
     if record is not None:
         run.journal.log_validation(record)
         when = f"of step {step}, measured now" if step else "before the first step"
@@ -207,19 +248,20 @@ def _look_before(run: Run, state: State) -> None:
             draw_previews(run, step)
 
 
-def _validate(run: Run, step: int) -> ValidationRecord | None:
-    """The held-out loss; None where nothing is held out."""
+def _validate(run: Work, step: int) -> ValidationRecord | None:
+    """The held-out loss, measured by all ranks together; None where nothing is held out."""
+    context, model = run.context, run.built.model
     if run.held_out is None:
         return None
     with beside_training(run):
-        record = held_out.measure(run.context, run.built.model, run.held_out, step=step)
-        if step:
-            held_out.keep_best(run.context, run.built.model, record)
+        record = held_out.measure(context, model, run.held_out, step=step, ranks=context.ranks)
+        if step and context.ranks.first:
+            held_out.keep_best(context, model, record)
     return record
 
 
 @contextlib.contextmanager
-def beside_training(run: Run) -> Generator[None, None, None]:
+def beside_training(run: Work) -> Generator[None, None, None]:
     """Previews, held-out losses and exports: without the activations that CUDA graphs hold, and without
     compiling more; with the mean of the weights, where one is kept.
     """

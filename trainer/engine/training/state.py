@@ -23,8 +23,8 @@ from trainer.telemetry.status import Phase
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """The parts that the loop works with."""
+class Work:
+    """The parts that an optimizer step works with, on every rank."""
 
     context: Context
     built: Built
@@ -32,6 +32,12 @@ class Run:
     """Micro-batches as CUDA graphs, where the plan says so."""
     entries: Entries
     held_out: HeldOut | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run(Work):
+    """The parts that the loop of the first rank works with, which writes everything."""
+
     journal: Journal
     start: Start
     """Values that checkpoints record."""
@@ -56,6 +62,8 @@ class State:
     grad_norm: torch.Tensor | None = None
     flag: HostFlag | None = None
     """1.0 where the last step was not finite; read one step later."""
+    asked: HostFlag | None = None
+    """Exit code that a rank was asked to end with, 0 for none; read with the flag. None for one process."""
     suspects: Sequence[MicroBatch] = field(default_factory=tuple)
     saved_step: int = 0
     saved_in: Path | None = None

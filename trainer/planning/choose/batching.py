@@ -48,7 +48,7 @@ def time_row(situation: Situation, milliseconds: float, parts: float) -> Decisio
             shapes = "of the shapes of this set" if geometry.pictures_known else "of six shapes"
             size = config.train.train_batch_size
             of = f"{size} samples, {parts:.1f} micro-batches where pictures are {shapes}"
-        whole = f"{micro_batches(config) * milliseconds / 3.6e6:.1f} h {every}"
+        whole = f"{micro_batches(config) * milliseconds / situation.ranks / 3.6e6:.1f} h {every}"
         mix = _MIX if geometry.captions_vary else ""
         value, reason = f"{milliseconds:.0f} ms", f"predicted, not measured: {of}; {mix}{whole}"
     return Decision("step_time", value, "prediction", reason)

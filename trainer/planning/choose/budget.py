@@ -66,6 +66,8 @@ def budget(situation: Situation) -> Budget:
             reason = f"imposed: of the {asked} that were written {most / GIB:.2f} GiB are there"
     if cap < size:
         size, source, reason = cap, spelling, f"the allocator may take {share:.0%}; {reason}"
+    if situation.ranks > 1 and not situation.on_gpu:
+        size, reason = size // situation.ranks, f"of {situation.ranks} processes each; {reason}"
     filled = _FILLED_IMPOSED if imposed else _FILLED
     return Budget(
         bytes=size,

@@ -37,6 +37,8 @@ class Situation(Context):
     """The file system that the base model's files lie on; empty where they are not here."""
     goes_on: bool = False
     """Whether the run has begun, with its samples parted as the configuration says."""
+    ranks: int = 1
+    """Processes that share the micro-batches of a step, each with a base of its own."""
 
     @functools.cached_property
     def geometry(self) -> Geometry:

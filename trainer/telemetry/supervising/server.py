@@ -10,7 +10,7 @@ import socket
 import socketserver
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from prometheus_client import generate_latest
@@ -38,20 +38,28 @@ def metrics_text(
     version: str,
     child_up: bool,
     verdict: Verdict,
-    status: Status | None,
+    ranks: Sequence[Status | None],
     available: int | None,
 ) -> str:
-    """The training process's last metrics, if any, and the supervisor's own as text exposition."""
+    """The last metrics of rank 0, if any, and the supervisor's own as text exposition.
+
+    `ranks` are the statuses of the run's processes, one where it has one.
+    """
     try:
         run = (directory / METRICS_FILE).read_text(errors="replace")
     except OSError:
         run = ""
     registry = build_registry("supervisor")
     registry.gauges["trainer_supervisor_info"].labels(version=version).set(1)
-    beat = 0.0 if status is None else status.beat_unix_seconds
+    beats = [0.0 if one is None else one.beat_unix_seconds for one in ranks]
+    for rank, (one, beat) in enumerate(zip(ranks, beats, strict=True) if len(ranks) > 1 else ()):
+        registry.gauges["trainer_rank_heartbeat_timestamp_seconds"].labels(rank=rank).set(beat)
+        seconds = None if one is None else one.median_step_seconds
+        if seconds is not None:
+            registry.gauges["trainer_rank_step_seconds"].labels(rank=rank).set(seconds)
     registry.gauges["trainer_child_up"].set(child_up)
     registry.gauges["trainer_healthy"].set(verdict.healthy)
-    registry.gauges["trainer_heartbeat_timestamp_seconds"].set(beat)
+    registry.gauges["trainer_heartbeat_timestamp_seconds"].set(max(beats))
     registry.gauges["trainer_host_memory_available_bytes"].set(math.nan if available is None else available)
     return run + generate_latest(registry.collector).decode()
 

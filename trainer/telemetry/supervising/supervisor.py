@@ -1,6 +1,8 @@
-"""The parent of the training process: starts it, passes signals on, watches it, says why it ended.
+"""The parent of the training process, or of several, the ranks of one run: starts them, passes signals on,
+watches them, says why they ended.
 
-It knows nothing of training and never imports torch. The child beats by `StatusWriter`.
+It knows nothing of training and never imports torch. A child beats by `StatusWriter`. The first rank that
+ends otherwise than well ends all of them, with its exit code.
 """
 
 from __future__ import annotations
@@ -8,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,7 +52,7 @@ class Limits(memory_floor.Floors):
 def supervise(
     command: Sequence[str],
     *,
-    environment: Mapping[str, str],
+    environments: Sequence[Mapping[str, str]],
     runtime_dir: Path,
     port: int | None,
     address: str = LOOPBACK,
@@ -61,7 +64,8 @@ def supervise(
 ) -> int:
     """Run `command` to its end and return the exit code to pass on. Call it on the main thread.
 
-    `environment` is the child's whole environment; the runtime folder is added to it. `port` None: no server.
+    One process is started in each of `environments`, which are whole; the runtime folder is added. Rank 0 has
+    the folder itself for its status and metrics, rank K `rank-K` in it. `port` None: no server.
     SIGTERM and SIGINT ask the child to save and end (75), a second SIGINT kills it (130). A child that is
     silent for two phase budgets, or does not end within the save budget after it was asked, is killed (74). A
     child that a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when the port or
@@ -70,7 +74,9 @@ def supervise(
     runtime_dir.mkdir(parents=True, exist_ok=True)
     console = sys.stderr if console is None else console
     with _holding(runtime_dir, console) as lock, _signals() as received, contextlib.ExitStack() as serving:
-        for name in (STATUS_FILE, METRICS_FILE):  # of the run before
+        for path in runtime_dir.glob("rank-[0-9]*"):  # of the run before, as are these two
+            shutil.rmtree(path, ignore_errors=True)
+        for name in (STATUS_FILE, METRICS_FILE):
             (runtime_dir / name).unlink(missing_ok=True)
         watch = _Watch(
             directory=runtime_dir,
@@ -81,19 +87,16 @@ def supervise(
             console=console,
         )
         # The first beat is ours, before the first question: a child that cannot even import is found out too.
-        StatusWriter(runtime_dir).beat(Phase.LOAD)
+        for rank in range(len(environments)):
+            StatusWriter(status.rank_folder(runtime_dir, rank)).beat(Phase.LOAD)
         answers = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
         try:
             serving.enter_context(answers)
         except ConfigError:  # the port cannot be had: nothing runs
             (runtime_dir / STATUS_FILE).unlink()
             raise
-        env = {**environment, RUNTIME_DIR_VARIABLE: str(runtime_dir)}
-        # In a group of its own a terminal's Ctrl-C reaches only us, and we can kill its workers with it; with
-        # the lock's descriptor the folder stays taken while the child outlives us to save.
-        watch.child = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, env=env, process_group=0, pass_fds=(lock,)
-        )
+        for environment in environments:
+            watch.start(command, environment, lock)
         return watch.run(received)
 
 
@@ -105,7 +108,9 @@ def require_free(runtime_dir: Path) -> None:
 
 @dataclass(eq=False, kw_only=True)
 class _Watch:
-    """One child and what is known about it. `verdict` and `metrics_text` may be called on other threads."""
+    """The children, by rank, and what is known about them. Other threads may call `verdict` and
+    `metrics_text`.
+    """
 
     directory: Path
     unified_memory: bool
@@ -113,7 +118,7 @@ class _Watch:
     memory_events: Path | None
     limits: Limits
     console: TextIO
-    child: subprocess.Popen[bytes] | None = field(default=None, init=False)
+    children: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
     _asked: tuple[float, signal.Signals, ExitCode] | None = field(default=None, init=False)
     _killed: tuple[float, int, str] | None = field(default=None, init=False)
     _samples: tuple[memory_floor.Sample, ...] = field(default=(), init=False)
@@ -121,48 +126,71 @@ class _Watch:
     _was_healthy: bool = field(default=True, init=False)
     _awake_since: float = field(default=-math.inf, init=False)
 
+    def start(self, command: Sequence[str], environment: Mapping[str, str], lock: int) -> None:
+        """Start the next rank; `lock` is the descriptor of the folder's lock."""
+        env = {**environment, RUNTIME_DIR_VARIABLE: str(self.directory)}
+        # In a group of its own a terminal's Ctrl-C reaches only us, and we can kill its workers with it; with
+        # the lock's descriptor the folder stays taken while the child outlives us to save.
+        child = subprocess.Popen(
+            list(command), stdin=subprocess.DEVNULL, env=env, process_group=0, pass_fds=(lock,)
+        )
+        self.children.append(child)
+
     def verdict(self) -> Verdict:
         """Judge the run now."""
-        return self._judge(status.read_status(self.directory))
+        return self._judge(status.read_ranks(self.directory))
 
-    def _judge(self, current: status.Status | None) -> Verdict:
-        return status.verdict(current, time.monotonic(), scale=self.limits.budget_scale)
+    def _judge(self, ranks: Sequence[status.Status | None]) -> Verdict:
+        return status.verdict_of_ranks(ranks, time.monotonic(), scale=self.limits.budget_scale)
 
     def metrics_text(self) -> str:
         """The text of /metrics."""
-        current = status.read_status(self.directory)
+        ranks = status.read_ranks(self.directory)
         return server.metrics_text(
             self.directory,
             version=trainer.__version__,
-            child_up=self.child is not None and self.child.returncode is None,
-            verdict=self._judge(current),
-            status=current,
+            child_up=bool(self.children) and all(child.returncode is None for child in self.children),
+            verdict=self._judge(ranks),
+            ranks=ranks,
             available=cause_of_death.available_bytes(self.meminfo),
         )
 
     def run(self, received: list[tuple[float, int]]) -> int:
-        """Watch the child to its end; return the exit code. `received` fills with signals and their times."""
+        """Watch the children to their end; return the exit code. `received` fills with signals and their
+        times.
+        """
         oom_kills_before = cause_of_death.oom_kills(self.memory_events)
-        returncode = self._wait(received)
-        self._kill_group()  # workers that outlived it
-        code, cause = self._outcome(
-            returncode, cause_of_death.oom_kills(self.memory_events) - oom_kills_before
-        )
+        rank, returncode = self._wait(received)
+        self._kill_groups()  # the other ranks, and workers that outlived theirs
+        oom_kills = cause_of_death.oom_kills(self.memory_events) - oom_kills_before
+        code, cause = self._outcome(returncode, oom_kills)
+        if cause and len(self.children) > 1 and self._killed is None:
+            cause = f"rank {rank}: {cause}"
         if cause:
             self._say(cause)
+        for child in self.children:  # none is left when the exit code is told
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(timeout=_KILL_PATIENCE_SECONDS if returncode is not None else 0)
         with contextlib.suppress(StorageError):  # the exit code is worth more than its note
             status.write_end(self.directory, exit_code=code, cause=cause)
         return code
 
-    def _wait(self, received: list[tuple[float, int]]) -> int | None:
-        """Watch until the child has ended; None when it does not even die."""
-        child = self._process()
+    def _wait(self, received: list[tuple[float, int]]) -> tuple[int, int | None]:
+        """Watch until all children have ended well, or the first one otherwise: its rank and what it ended
+        with, None where one does not even die.
+        """
         next_look = time.monotonic()
+        tick = min(_TICK_SECONDS, self.limits.interval_seconds)
         while True:
-            try:
-                return child.wait(timeout=min(_TICK_SECONDS, self.limits.interval_seconds))
-            except subprocess.TimeoutExpired:
-                now = time.monotonic()
+            running = [child for child in self.children if child.poll() is None]
+            ended = {rank: child.returncode for rank, child in enumerate(self.children) if child.returncode}
+            if ended or not running:
+                rank = min(ended, key=lambda one: _by_cause(ended[one]), default=0)
+                return rank, ended.get(rank, 0)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                running[0].wait(timeout=tick)
+                continue
+            now = time.monotonic()
             self._answer(received)
             if now >= next_look:
                 if now - next_look > _PAUSED_LOOKS * self.limits.interval_seconds:
@@ -171,7 +199,7 @@ class _Watch:
                 self._look(now)
             if self._killed is not None and now - self._killed[0] > _KILL_PATIENCE_SECONDS:
                 self._say("the training process does not die: it is stuck in the kernel, mostly in a driver")
-                return None
+                return 0, None
 
     def _answer(self, received: list[tuple[float, int]]) -> None:
         """React to the signals that arrived: the first asks, a second SIGINT kills."""
@@ -186,8 +214,8 @@ class _Watch:
 
     def _look(self, now: float) -> None:
         """Look at the heartbeat, at the time since the child was asked to end, and at the memory."""
-        current = status.read_status(self.directory)
-        judged = self._judge(current)
+        ranks = status.read_ranks(self.directory)
+        judged = self._judge(ranks)
         if judged.healthy != self._was_healthy:
             self._was_healthy = judged.healthy
             kill_at = (
@@ -200,7 +228,7 @@ class _Watch:
         grace = status.BUDGET_SECONDS[Phase.SAVE] * self.limits.budget_scale
         if self._asked is not None and now - self._asked[0] > grace:
             self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
-        self._trained = self._trained or (current is not None and current.phase is Phase.TRAIN)
+        self._trained = self._trained or any(one is not None and one.phase is Phase.TRAIN for one in ranks)
         if self.unified_memory:
             self._look_at_memory(now)
 
@@ -219,17 +247,19 @@ class _Watch:
     def _ask(self, signum: signal.Signals, exit_code: ExitCode, why: str) -> None:
         if self._asked is None and self._killed is None:
             self._asked = (time.monotonic(), signum, exit_code)
-            self._process().send_signal(signum)
+            for child in self.children:
+                child.send_signal(signum)
             self._say(why)
 
     def _kill(self, exit_code: int, why: str) -> None:
         if self._killed is None:
             self._killed = (time.monotonic(), exit_code, why)
-            self._kill_group()
+            self._kill_groups()
 
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process().pid, signal.SIGKILL)
+    def _kill_groups(self) -> None:
+        for child in self.children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
 
     def _outcome(self, returncode: int | None, oom_kills: int) -> tuple[int, str]:
         """Exit code to pass on, and the cause when the child has not told it itself.
@@ -249,12 +279,15 @@ class _Watch:
             return self._asked[2], why
         return cause_of_death.explain_death(-returncode, oom_kills_since_start=oom_kills)
 
-    def _process(self) -> subprocess.Popen[bytes]:
-        assert self.child is not None, "set before the watch runs"
-        return self.child
-
     def _say(self, text: str) -> None:
         _print(text, self.console)
+
+
+def _by_cause(returncode: int) -> int:
+    """Order of what ranks ended with, within one look: a signal comes first, since the others only lose their
+    peer by it, then an error of ours; what is left is mostly an error about the lost peer.
+    """
+    return 0 if returncode < 0 else 1 if returncode in set(ExitCode) else 2
 
 
 def _print(text: str, console: TextIO) -> None:

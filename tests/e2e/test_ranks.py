@@ -1,0 +1,193 @@
+"""Runs of several processes: the bits of one, ended together, and gone on with in any number."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.contract.real_shaped import settings, short_chats
+from tests.contract.runs import (
+    LORA_CASES,
+    STEPS,
+    Case,
+    Workshop,
+    different,
+    files,
+    numbers,
+    products,
+    steps_saved,
+)
+from tests.contract.test_divergence import late_record, poison
+from tests.e2e.conftest import Process, Start
+from tests.e2e.test_interruptions import KILLED, require_equal
+from trainer.engine.caching.entries import list_entries
+from trainer.engine.training.feed import make_sampler
+from trainer.errors import ExitCode
+from trainer.telemetry.status import Phase, rank_folder, read_status
+
+FIRST = LORA_CASES[0]
+TWO, FOUR = "parallel.gpus=2", "parallel.gpus=4"
+
+
+def pids(process: Process, ranks: int) -> list[int]:
+    """The processes that train, by rank, once all of them do."""
+
+    def beating(rank: int) -> int | None:
+        status = read_status(rank_folder(process.runtime, rank))
+        return status.pid if status is not None and status.phase is Phase.TRAIN else None
+
+    def all_beating() -> list[int] | None:
+        found = [pid for rank in range(ranks) if (pid := beating(rank)) is not None]
+        return found if len(found) == ranks else None
+
+    return process.wait_for(all_beating)
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def ended(process: Process) -> str:
+    code, errors = process.end(400)  # a family scales its control images to a megapixel
+    assert code == 0, errors
+    return errors
+
+
+@pytest.mark.parametrize(
+    "case", [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in LORA_CASES[1:])], ids=str
+)
+def test_two_ranks_give_the_bits_of_one(
+    case: Case, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    process = start(case, tmp_path, TWO)
+    printed = ended(process)
+    straight = uninterrupted(case)
+    assert numbers(process.run_dir) == numbers(straight.run_dir)
+    assert products(process.run_dir)
+    assert not different(products(process.run_dir), products(straight.run_dir))
+    kept = "checkpoints/*/*"
+    assert not different(files(process.run_dir, kept), files(straight.run_dir, kept))
+    assert "each takes 1 of a step's 2 micro-batches" in " ".join(printed.split())
+    assert printed.count("Proved: ") == 1
+    assert "rank 1" not in printed  # one of them speaks
+
+
+def test_stopped_by_two_and_gone_on_with_by_one_and_by_two(
+    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    """The number of processes is the machine's, not the run's: a checkpoint does not know it."""
+    process = start(FIRST, tmp_path, TWO)
+    children = pids(process, 2)
+    process.popen.send_signal(signal.SIGTERM)
+    code, errors = process.end()
+    assert code == ExitCode.STOPPED, errors
+    assert errors.count("stopped on request") == 1
+    assert all(is_gone(pid) for pid in children)
+    (saved,) = steps_saved(process.run_dir)
+
+    process = start(FIRST, tmp_path)
+    process.wait_until((process.run_dir / "checkpoints" / "step-000005").is_dir)
+    os.kill(process.child(), signal.SIGKILL)
+    code, errors = process.end()
+    assert code == KILLED
+    assert f"resumed from {saved}" in errors
+
+    process = start(FIRST, tmp_path, TWO)
+    assert "resumed from step-000005" in ended(process)
+    require_equal(process.run_dir, uninterrupted(FIRST).run_dir)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run_within_seconds(rank: int, start: Start, tmp_path: Path) -> None:
+    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000")
+    children = pids(process, 2)
+    process.wait_until((process.run_dir / "checkpoints" / "step-000005").is_dir)
+    began = time.monotonic()
+    os.kill(children[rank], signal.SIGKILL)
+    code, errors = process.end()
+    assert code == KILLED, errors
+    assert time.monotonic() - began < 10
+    assert f"rank {rank}: SIGKILL: killed from outside" in errors
+    assert "Traceback" not in errors
+    assert all(is_gone(pid) for pid in children)
+    assert not list(process.runtime.glob("train-*"))
+
+
+def test_sigterm_to_one_rank_stops_all_at_one_step(start: Start, tmp_path: Path) -> None:
+    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000")
+    children = pids(process, 2)
+    os.kill(children[1], signal.SIGTERM)
+    code, errors = process.end()
+    assert code == ExitCode.STOPPED, errors
+    assert errors.count("stopped on request") == 1
+    assert len(steps_saved(process.run_dir)) >= 1
+    assert all(is_gone(pid) for pid in children)
+
+
+def test_nan_on_one_rank_is_named_and_changes_nothing(
+    start: Start, yard: Workshop, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    """Whichever rank has the sample, its file is named, once, and the step before is kept."""
+    straight = uninterrupted(FIRST)
+    job = yard.job(FIRST, tmp_path / "here", "validation.prompts=[]")
+    cache = Path(shutil.copytree(straight.cache, tmp_path / "cache"))
+    entries = list_entries(job.context, job.samples.training, job.samples.prompt_controls)
+    sampler = make_sampler(job.context, entries)
+    record, step = late_record([sampler.step(number) for number in range(STEPS)])
+    there = yard.job(FIRST, tmp_path / "there", "validation.prompts=[]", cache=cache)
+    poison(list_entries(there.context, there.samples.training, there.samples.prompt_controls), record)
+    options = ("checkpoint.checkpointing_steps=1", "train.log_every_steps=1", "validation.prompts=[]")
+    process = start(FIRST, tmp_path / "run", TWO, *options, cache=cache)
+    code, errors = process.end()
+    assert code == ExitCode.DIVERGED, errors
+    assert str(entries.records[record].path) in errors
+    assert errors.count("is NaN or infinite") == 1
+    assert steps_saved(process.run_dir)[-1] == f"step-{step - 1:06d}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (("parallel.gpus=3",), "3 do not share the 2 samples of a step evenly"),
+        (("parallel.gpus=0",), "parallel.gpus"),
+    ],
+)
+def test_a_number_that_does_not_share_a_step_is_refused(
+    overrides: tuple[str, ...], words: str, start: Start, tmp_path: Path
+) -> None:
+    code, errors = start(FIRST, tmp_path, *overrides).end()
+    assert code == ExitCode.BAD_CONFIG
+    assert words in errors
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("case", LORA_CASES, ids=str)
+def test_one_two_and_four_ranks_are_equal_on_a_set_of_real_shape(
+    case: Case, start: Start, tmp_path: Path
+) -> None:
+    """With EMA, an adapter's dropout, dropped captions and batches that are parted by shape."""
+    more = ("train.ema_decay=0.9", "lora.dropout=0.1", "train.gradient_accumulation_steps=4")
+    # FLUX.1-Kontext scales its control images to a megapixel, which takes minutes here: of its small run
+    of_set = () if case.family == "flux1_kontext" else settings(case.family, short_chats(tmp_path))
+    chosen = (*of_set, *more)
+    done = []
+    for number in (1, 2, 4):
+        process = start(case, tmp_path / str(number), *chosen, f"parallel.gpus={number}")
+        ended(process)
+        done.append(process.run_dir)
+    for other in done[1:]:
+        assert numbers(other) == numbers(done[0])
+        assert not different(products(other), products(done[0]))
+        assert not different(files(other, "checkpoints/*/*"), files(done[0], "checkpoints/*/*"))
+    assert products(done[0])

@@ -1,0 +1,80 @@
+"""Functions in several processes that meet as the ranks of a run; the workers stay: torch imports slowly."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import tempfile
+import traceback
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+MOST = 4
+_SECONDS = 240.0
+
+
+def _work(calls: Connection) -> None:
+    """A worker: joins the ranks of each call, runs its function and answers, until it is told to end."""
+    import torch
+
+    from trainer.engine import ranks
+
+    torch.set_num_threads(1)
+    while (call := calls.recv()) is not None:
+        function, rank, size, place, given = call
+        try:
+            with ranks.joined(rank, size, place) as joined:
+                answer = function(joined, *given)
+            calls.send((True, answer))
+        except Exception:  # whatever it is, the test is told
+            calls.send((False, traceback.format_exc()))
+
+
+class Workers:
+    """`call(function, 2, ...)` gives what `function(Ranks, ...)` returned on each of two ranks."""
+
+    def __init__(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._ends: list[Connection] = []
+        self._processes = []
+        for _ in range(MOST):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            self._ends.append(ours)
+            self._processes.append(process)
+
+    def call(self, function: Callable[..., Any], size: int, *given: Any) -> list[Any]:
+        """Answers by rank; AssertionError with the traceback of the first rank that failed."""
+        with tempfile.TemporaryDirectory() as folder:
+            ends = self._ends[:size]
+            for rank, end in enumerate(ends):
+                end.send((function, rank, size, Path(folder) / "meet", given))
+            answers = []
+            for rank, end in enumerate(ends):
+                assert end.poll(_SECONDS), f"rank {rank} does not answer"
+                answers.append(end.recv())
+        failed = [f"rank {rank}: {text}" for rank, (fine, text) in enumerate(answers) if not fine]
+        assert not failed, "\n".join(failed)
+        return [answer for _, answer in answers]
+
+    def end(self) -> None:
+        """End the workers."""
+        for end, process in zip(self._ends, self._processes, strict=True):
+            with contextlib.suppress(OSError):
+                end.send(None)
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+
+
+@contextlib.contextmanager
+def workers() -> Iterator[Workers]:
+    """Workers for the time of the block."""
+    made = Workers()
+    try:
+        yield made
+    finally:
+        made.end()

@@ -1,0 +1,125 @@
+"""Gradients that ranks exchange: sums equal to the bit to those of one process, for any number of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.ranks import Workers, workers
+from trainer.engine.optimizing.exchange import Exchange
+from trainer.engine.optimizing.fp32_masters import FlatGradients
+from trainer.engine.ranks import Ranks
+
+VALUES = 1003
+MICRO_BATCHES = 8
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Workers]:
+    with workers() as made:
+        yield made
+
+
+def gradients(number: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values over twenty binary orders: sums of them depend on the order of the additions."""
+    generator = torch.Generator().manual_seed(number)
+    scale = torch.exp2(torch.randint(-12, 8, (VALUES,), generator=generator).float())
+    return (torch.randn(VALUES, generator=generator) * scale).to(dtype)
+
+
+def summed(ranks: Ranks, dtype: torch.dtype, micro_batches: int) -> torch.Tensor:
+    """The sum over micro-batches, of which this rank computes every `size`-th."""
+    parameter = torch.nn.Parameter(torch.zeros(VALUES, dtype=dtype))
+    exchange = Exchange(ranks, FlatGradients({"all": parameter}))
+    total = torch.full((VALUES,), float("nan"))
+    for _ in range(2):  # the second step starts from nothing
+        for start in range(0, micro_batches, ranks.size):
+            count = min(ranks.size, micro_batches - start)
+            # what an earlier micro-batch left, where there is none for this rank
+            if ranks.rank < count:
+                parameter.grad = gradients(start + ranks.rank, dtype)
+                exchange.collect()
+                assert parameter.grad is None
+            exchange.add_round(count)
+        exchange.take(total)
+    return total
+
+
+def one_process(dtype: torch.dtype, micro_batches: int, order: list[int] | None = None) -> torch.Tensor:
+    total = torch.zeros(VALUES)
+    for number in order or range(micro_batches):
+        total += gradients(number, dtype)
+    return total
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("size", [2, 3, 4])
+@pytest.mark.parametrize("micro_batches", [MICRO_BATCHES, 5, 1])
+def test_sums_are_those_of_one_process(
+    pool: Workers, size: int, micro_batches: int, dtype: torch.dtype
+) -> None:
+    wanted = one_process(dtype, micro_batches)
+    for total in pool.call(summed, size, dtype, micro_batches):
+        assert torch.equal(total, wanted)
+
+
+def test_another_order_gives_another_sum() -> None:
+    """The values are such that the test above can fail."""
+    backwards = one_process(torch.bfloat16, MICRO_BATCHES, list(reversed(range(MICRO_BATCHES))))
+    assert not torch.equal(backwards, one_process(torch.bfloat16, MICRO_BATCHES))
+
+
+def handed_out(ranks: Ranks) -> list[torch.Tensor | None]:
+    """Gradients of parameters in fp32 after a step of two micro-batches; the last one has none anywhere."""
+    held = {name: torch.nn.Parameter(torch.zeros(5)) for name in ("always", "at times", "never")}
+    exchange = Exchange(ranks, FlatGradients(held))
+    for step in range(2):
+        for parameter in held.values():
+            parameter.grad = None  # as the optimizer leaves them after a step
+        held["always"].grad = torch.full((5,), 1.0 + ranks.rank + step)
+        if ranks.rank == 1:
+            held["at times"].grad = torch.full((5,), 7.0)
+        exchange.collect()
+        exchange.add_round(2)
+        exchange.hand_out()
+    return [None if parameter.grad is None else parameter.grad.clone() for parameter in held.values()]
+
+
+def test_parameters_get_their_sums_and_none_where_there_is_none(pool: Workers) -> None:
+    for always, at_times, never in pool.call(handed_out, 2):
+        assert never is None
+        assert always.tolist() == [5.0] * 5
+        assert at_times.tolist() == [7.0] * 5
+
+
+def agreed(ranks: Ranks, micro_batches: int, asked: int) -> tuple[float, float]:
+    held = {"all": torch.nn.Parameter(torch.zeros(3))}
+    own = [torch.tensor(0.1 * n) for n in range(ranks.rank, micro_batches, ranks.size)]
+    loss, code = Exchange(ranks, FlatGradients(held)).agree(own, micro_batches, asked * (ranks.rank == 1))
+    return float(loss), float(code)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2, 5, 8])
+def test_ranks_agree_on_the_loss_and_on_ending(pool: Workers, micro_batches: int) -> None:
+    wanted = torch.zeros((), dtype=torch.float64)
+    for number in range(micro_batches):
+        wanted += torch.tensor(0.1 * number)
+    assert pool.call(agreed, 3, micro_batches, 75) == [(float(wanted), 75.0)] * 3
+    assert pool.call(agreed, 2, micro_batches, 0) == [(float(wanted), 0.0)] * 2
+
+
+def shared(ranks: Ranks) -> tuple[object, ...]:
+    told = ranks.from_first(lambda: {"step": 7, "from": ranks.rank})
+    return told, ranks.gathered(ranks.rank * 10), ranks.first
+
+
+def test_what_ranks_tell_each_other(pool: Workers) -> None:
+    answers = pool.call(shared, 3)
+    assert answers == [({"step": 7, "from": 0}, [0, 10, 20], rank == 0) for rank in range(3)]
+
+
+def test_one_process_needs_no_others() -> None:
+    assert shared(Ranks()) == ({"step": 7, "from": 0}, [0], True)
+    Ranks().meet()

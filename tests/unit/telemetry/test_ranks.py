@@ -1,0 +1,153 @@
+"""The parent over several ranks: one verdict, the first cause's exit code, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from trainer.errors import ExitCode
+from trainer.telemetry.status import Phase, Status, verdict_of_ranks
+
+from .conftest import CHILD, Run, Start, wait_for
+
+RANKS = 3
+FAST = 0.005  # budget of the train phase: 1.5 s
+
+
+def is_gone(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def pids(run: Run) -> list[int]:
+    return [run.child(rank) for rank in range(RANKS)]
+
+
+@pytest.mark.parametrize("rank", range(RANKS))
+def test_a_killed_rank_ends_all_within_seconds(start: Start, rank: int) -> None:
+    run = start(ranks=RANKS)
+    children = pids(run)
+    began = time.monotonic()
+    os.kill(children[rank], signal.SIGKILL)
+    code, errors = run.end()
+    assert code == 128 + signal.SIGKILL
+    assert f"supervisor: rank {rank}: SIGKILL: killed from outside" in errors
+    assert time.monotonic() - began < 5
+    assert all(is_gone(pid) for pid in children)
+    status = run.status()
+    assert status is not None
+    assert status.exit_code == 137
+    assert status.cause.startswith(f"rank {rank}: ")
+
+
+def failing(code: str) -> str:
+    """Rank 1 ends otherwise than well at its twentieth step."""
+    return CHILD.replace(
+        "    time.sleep(0.02)", f"    if rank == 1 and step == 20: {code}\n    time.sleep(0.02)"
+    )
+
+
+@pytest.mark.parametrize("code", [ExitCode.BAD_DATA, ExitCode.DIVERGED, ExitCode.OUT_OF_MEMORY])
+def test_the_first_error_gives_the_exit_code(start: Start, code: ExitCode) -> None:
+    run = start(child=failing(f"sys.exit({int(code)})"), ranks=RANKS)
+    children = pids(run)
+    found, errors = run.end()
+    assert found == code
+    assert "supervisor:" not in errors  # the rank told it itself
+    assert all(is_gone(pid) for pid in children)
+
+
+def test_sigterm_reaches_every_rank(start: Start) -> None:
+    run = start(ranks=RANKS)
+    pids(run)
+    run.process.terminate()
+    assert run.end()[0] == ExitCode.STOPPED
+    saved = [run.directory / "saved", *(run.directory / f"rank-{rank}" / "saved" for rank in (1, 2))]
+    assert [path.read_text() for path in saved] == ["STOPPED"] * RANKS
+
+
+def test_a_rank_that_hangs_is_named_and_ends_all(start: Start) -> None:
+    """The others beat on: it is rank 2 whose silence is told."""
+    run = start(budget_scale=FAST, ranks=RANKS)
+    children = pids(run)
+    os.kill(children[2], signal.SIGSTOP)
+
+    def told() -> str | None:
+        code, body = run.get("/healthz")
+        return body if code == 503 else None
+
+    assert "rank 2: no heartbeat for" in wait_for(told)
+    code, errors = run.end()
+    assert code == ExitCode.HUNG
+    assert "supervisor: killed as hung: rank 2: no heartbeat for" in errors
+    assert all(is_gone(pid) for pid in children)
+
+
+def test_a_second_ctrl_c_kills_all(start: Start) -> None:
+    deaf = CHILD.replace("flag.install()", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)")
+    run = start(child=deaf, ranks=RANKS)
+    children = pids(run)
+    run.process.send_signal(signal.SIGINT)
+    time.sleep(0.8)
+    run.process.send_signal(signal.SIGINT)
+    assert run.end()[0] == 130
+    assert all(is_gone(pid) for pid in children)
+
+
+def test_metrics_tell_every_rank(start: Start) -> None:
+    run = start(ranks=RANKS)
+    pids(run)
+    _, text = run.get("/metrics")
+    assert all(f'trainer_rank_heartbeat_timestamp_seconds{{rank="{rank}"}}' in text for rank in range(RANKS))
+    run.process.terminate()
+    run.end()
+
+
+def test_ranks_of_an_earlier_run_are_forgotten(start: Start, tmp_path: Path) -> None:
+    left = tmp_path / "runtime" / "rank-5"
+    left.mkdir(parents=True)
+    run = start(ranks=2)
+    run.child(1)
+    assert not left.exists()
+    run.process.terminate()
+    run.end()
+
+
+Make = Callable[..., Status]
+
+
+@pytest.fixture
+def status() -> Make:
+    def make(age: float = 0.0, step: int = 5, *, waits: bool = False, phase: Phase = Phase.TRAIN) -> Status:
+        return Status(phase=phase, beat=1000.0 - age, beat_unix_seconds=0.0, boot_id="", pid=1,
+                      started_unix_seconds=0.0, step=step, total=9, waits=waits)  # fmt: skip
+
+    return make
+
+
+def test_a_rank_that_waits_is_not_judged(status: Make) -> None:
+    """Rank 1 compiles for ten minutes, within the budget of its phase; the others wait for it."""
+    compiling = status(600.0, step=0, phase=Phase.FIRST_STEP)
+    found = verdict_of_ranks([status(550.0, waits=True), compiling, status(550.0, waits=True)], 1000.0)
+    assert found.healthy
+    assert found.reason.startswith("rank 1: phase first_step 0/9")
+
+
+def test_the_rank_that_is_behind_is_named(status: Make) -> None:
+    behind = verdict_of_ranks([status(400.0, step=6), status(400.0, step=5), status(400.0, step=6)], 1000.0)
+    assert not behind.healthy
+    assert behind.reason.startswith("rank 1: no heartbeat for 400.0 s in phase train 5/9")
+
+
+def test_ranks_that_all_wait_for_each_other_hang(status: Make) -> None:
+    stuck = verdict_of_ranks([status(700.0, waits=True), status(650.0, waits=True)], 1000.0)
+    assert stuck.hung
+    assert stuck.reason.startswith("rank 0: ")
