@@ -46,12 +46,14 @@ class Workers:
             self._ends.append(ours)
             self._processes.append(process)
 
-    def call(self, function: Callable[..., Any], size: int, *given: Any) -> list[Any]:
+    def call(
+        self, function: Callable[..., Any], size: int, *given: Any, place: Path | None = None
+    ) -> list[Any]:
         """Answers by rank; AssertionError with the traceback of the first rank that failed."""
         with tempfile.TemporaryDirectory() as folder:
             ends = self._ends[:size]
             for rank, end in enumerate(ends):
-                end.send((function, rank, size, Path(folder) / "meet", given))
+                end.send((function, rank, size, place or Path(folder) / "meet", given))
             answers = []
             for rank, end in enumerate(ends):
                 assert end.poll(_SECONDS), f"rank {rank} does not answer"

@@ -82,6 +82,14 @@ class TrainerError(Exception):
             self.problems = tuple(what)
         super().__init__("\n".join(str(problem) for problem in self.problems))
 
+    def __reduce__(self) -> tuple[type[TrainerError], tuple[Sequence[Problem]]]:
+        """Pickled with its problems, for the other ranks of a run."""
+        return type(self), (self.problems,)
+
+
+PEER_LOST = 76
+"""What a rank ends with on a PeerLostError; its supervisor, which alone sees it, passes on 75."""
+
 
 class PeerLostError(Exception):
     """Another rank of this run is gone: its own end says why, and the supervisor ends this one as well."""

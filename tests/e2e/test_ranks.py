@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ from tests.contract.runs import (
     steps_saved,
 )
 from tests.contract.test_divergence import late_record, poison
+from tests.contract.test_resumes import flip
 from tests.e2e.conftest import Process, Start
 from tests.e2e.test_interruptions import KILLED, require_equal
 from trainer.engine.caching.entries import list_entries
@@ -153,6 +155,61 @@ def test_nan_on_one_rank_is_named_and_changes_nothing(
     assert str(entries.records[record].path) in errors
     assert errors.count("is NaN or infinite") == 1
     assert steps_saved(process.run_dir)[-1] == f"step-{step - 1:06d}"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_an_entry_that_one_rank_cannot_read_loses_no_step(
+    rank: int, start: Start, yard: Workshop, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    """The last step before it is saved, the entry is named once, and the run goes on to the same end."""
+    straight = uninterrupted(FIRST)
+    parted = ("train.train_batch_size=1", "train.gradient_accumulation_steps=2")  # as two ranks share it
+    job = yard.job(FIRST, tmp_path / "here", *parted)
+    cache = Path(shutil.copytree(straight.cache, tmp_path / "cache"))
+    entries = list_entries(job.context, job.samples.training, job.samples.prompt_controls)
+    sampler = make_sampler(job.context, entries)
+    first: dict[int, tuple[int, int]] = {}
+    for step in range(STEPS):
+        for number, (sample,) in enumerate(sampler.step(step)):
+            first.setdefault(sample.record, (step, number % 2))
+    step, record = max((at, record) for record, (at, reader) in first.items() if reader == rank)
+    assert step > 0
+    there = yard.job(FIRST, tmp_path / "there", cache=cache)
+    held = list_entries(there.context, there.samples.training, there.samples.prompt_controls)
+    path = held.cache.path("latents", held.latents[record].key)
+    flip(path)
+
+    process = start(FIRST, tmp_path / "run", TWO, "checkpoint.checkpointing_steps=1000", cache=cache)
+    code, errors = process.end()
+    assert code == ExitCode.BAD_DATA, errors
+    # gone, where the threads that read ahead met it twice
+    assert errors.count(f"{path}: this cache entry is ") == 1
+    assert steps_saved(process.run_dir) == [f"step-{step:06d}"]
+    rows = [json.loads(line) for line in (process.run_dir / "log.jsonl").read_text().splitlines()]
+    assert [row["message"].count(str(path)) for row in rows if row["level"] == "error"] == [1]
+
+    process = start(FIRST, tmp_path / "run", TWO, cache=cache)
+    assert f"resumed from step-{step:06d}" in ended(process)
+    assert numbers(process.run_dir) == numbers(straight.run_dir)
+    assert not different(products(process.run_dir), products(straight.run_dir))
+
+
+def test_held_out_samples_that_one_rank_cannot_read_end_both(
+    start: Start, yard: Workshop, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    measured = ("validation.held_out=2", "validation.prompts=[]", "checkpoint.checkpointing_steps=1000")
+    cache = Path(shutil.copytree(uninterrupted(FIRST).cache, tmp_path / "cache"))
+    process = start(FIRST, tmp_path / "first", *measured, "train.max_train_steps=1", cache=cache)
+    ended(process)
+    job = yard.job(FIRST, tmp_path / "here", *measured, cache=cache)
+    held = list_entries(job.context, job.samples.held_out)
+    path = held.cache.path("latents", held.latents[1].key)
+    flip(path)
+    process = start(FIRST, tmp_path / "run", TWO, *measured, cache=cache)
+    code, errors = process.end()
+    assert code == ExitCode.BAD_DATA, errors
+    assert errors.count("this cache entry is damaged") == 1
+    assert not list((process.run_dir / "checkpoints").glob("*"))
 
 
 @pytest.mark.parametrize(

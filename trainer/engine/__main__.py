@@ -10,7 +10,6 @@ import functools
 import gc
 import logging
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +19,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.leftout import report_left_out
 from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
-from trainer.errors import ConfigError, ExitCode, PeerLostError, TrainerError
+from trainer.errors import PEER_LOST, ConfigError, ExitCode, PeerLostError, TrainerError
 from trainer.families import components, get
 from trainer.files import codec
 from trainer.planning.plan import Plan
@@ -34,10 +33,6 @@ from trainer.telemetry.streams import outlive_readers
 if TYPE_CHECKING:
     from trainer.modeling.base.hub import Download
     from trainer.modeling.base.source import ModelSource
-
-_TO_BE_ENDED_SECONDS = 3.0
-# CUDA's allocator, the CPU's, and cuBLAS: torch has a class of its own for the first only
-_ALLOCATION_FAILED = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
 
 
 def main(spec_path: str) -> int:
@@ -61,7 +56,7 @@ def main(spec_path: str) -> int:
             try:
                 config.output_dir.mkdir(parents=True, exist_ok=True)
                 require_no_links(config.output_dir)
-                log.setup(None if rank else config.output_dir, rank)
+                log.setup(config.output_dir, rank)
             except OSError as error:
                 raise ConfigError(
                     f"the output folder cannot be written: {error.strerror}",
@@ -72,23 +67,17 @@ def main(spec_path: str) -> int:
         _work(config, spec, status, stop, samples)
     except TrainerError as error:
         if rank:  # mostly what rank 0 finds as well, and says
-            _wait_to_be_ended(status)
+            status.wait_to_be_ended()
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
         return int(error.exit_code)
     except PeerLostError as error:
-        _wait_to_be_ended(status)
+        status.wait_to_be_ended()
         logger.error("another rank of this run is gone: %s", error)
-        return int(ExitCode.STOPPED)
+        return PEER_LOST
     finally:
         stop.uninstall()
     status.beat(Phase.DONE)
     return int(ExitCode.OK)
-
-
-def _wait_to_be_ended(status: StatusWriter) -> None:
-    """Wait for what the supervisor does at once where another rank has ended: one rank says why."""
-    status.wait()
-    time.sleep(_TO_BE_ENDED_SECONDS)
 
 
 def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> Samples:
@@ -114,7 +103,7 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
         from trainer.engine.context import Context
         from trainer.engine.ranks import joined
         from trainer.modeling.quiet import quiet_libraries
-        from trainer.planning.out_of_memory import out_of_memory
+        from trainer.planning.out_of_memory import is_out_of_memory, out_of_memory
         from trainer.planning.planning import may_be_planned
 
         quiet_libraries()
@@ -145,7 +134,7 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
             else:
                 run.verify_file(context, spec)
     except (MemoryError, RuntimeError) as error:
-        if not _is_out_of_memory(error):
+        if not is_out_of_memory(error):
             raise
         allowed = functools.partial(may_be_planned, config)
         raise out_of_memory(error, status.phase, config, plan, allowed) from error
@@ -160,15 +149,6 @@ def _importing() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def _is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an allocation failed, also where it made the end of a CUDA graph's capture fail."""
-    while error is not None:
-        if isinstance(error, MemoryError) or any(text in str(error) for text in _ALLOCATION_FAILED):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
 
 
 def _source(

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,12 +18,14 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer.errors import PeerLostError
+from trainer.errors import HardwareError, PeerLostError, TrainerError
+from trainer.planning.out_of_memory import is_out_of_memory
 from trainer.telemetry.status import StatusWriter
 
 Item = TypeVar("Item")
-_TIMEOUT = datetime.timedelta(hours=2)
-"""Twice the longest budget of a phase: the supervisor's verdict comes before that of a library."""
+_TIMEOUT = datetime.timedelta(weeks=3)
+"""Longer than any phase: it is the supervisor that judges who is silent, not a library."""
+_TOLD_SECONDS = 1.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +34,7 @@ class Ranks:
 
     rank: int = 0
     size: int = 1
-    status: StatusWriter | None = None
+    waits: Waits | None = None
     """Where this process says that it waits; None for nowhere."""
 
     @property
@@ -56,6 +60,25 @@ class Ranks:
             dist.all_gather_object(values, value)
         return values
 
+    def agreed(self, make: Callable[[], Item]) -> list[Item]:
+        """The value that `make` gives on every rank, in their order; it can be pickled.
+
+        Raises the TrainerError of the first rank whose `make` raised one, on all of them.
+        """
+        if self.size == 1:
+            return [make()]
+        value: Item | None = None
+        error: TrainerError | None = None
+        try:
+            value = make()
+        except TrainerError as raised:
+            error = raised
+        told = self.gathered((value, error))
+        for _, one in told:
+            if one is not None:
+                raise one
+        return [one for one, _ in told]  # type: ignore[misc]  # none raised: all made one
+
     def meet(self) -> None:
         """Wait until every rank is here."""
         self.gathered(None)
@@ -66,23 +89,21 @@ class Ranks:
             dist.all_to_all_single(received, sent)
 
     def all_gather(self, gathered: torch.Tensor, own: torch.Tensor) -> None:
-        """Write `own` (n,) of every rank, in their order, to `gathered` (ranks * n,)."""
-        # torch 2.11 has the second name only, which 2.13 warns of
-        named = vars(dist)
-        gather = named.get("all_gather_single") or named["all_gather_into_tensor"]
+        """Write `own` (n,) of rank r to row r of `gathered` (ranks, n)."""
         with self.waiting():
-            gather(gathered, own)
+            dist.all_gather(list(gathered), own)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
-        """Say meanwhile that this process waits; turns a library's word on a lost connection to a
-        PeerLostError.
+        """Say meanwhile that this process waits. A library's error about the connection becomes a
+        PeerLostError: gloo's and NCCL's have no class of their own.
         """
-        if self.status is not None:
-            self.status.wait()
         try:
-            yield
-        except RuntimeError as error:  # gloo's and NCCL's own errors are of this class
+            with contextlib.nullcontext() if self.waits is None else self.waits:
+                yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
             raise PeerLostError(str(error)) from error
 
 
@@ -90,19 +111,68 @@ ALONE = Ranks()
 """The one process of a run."""
 
 
+class Waits:
+    """Tells a status when this process waits for others for longer than a moment, and when it goes on.
+
+    A thread looks once a second, so that the many short waits of a step cost no writing. The time of all
+    waits is taken off the step's.
+    """
+
+    def __init__(self, status: StatusWriter) -> None:
+        self._status, self._lock, self._ended = status, threading.Lock(), threading.Event()
+        self._since: float | None = None
+        self._told = False
+        threading.Thread(target=self._watch, daemon=True, name="waits").start()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._since, self._told = time.monotonic(), False
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            assert self._since is not None
+            waited, self._since = time.monotonic() - self._since, None
+            self._status.waited(waited, told=self._told)
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_TOLD_SECONDS):
+            with self._lock:
+                if self._since is not None and time.monotonic() - self._since >= _TOLD_SECONDS:
+                    self._status.wait()
+                    self._told = True
+
+    def end(self) -> None:
+        """End the thread."""
+        self._ended.set()
+
+
 @contextlib.contextmanager
 def joined(rank: int, size: int, meeting_place: Path, status: StatusWriter | None = None) -> Iterator[Ranks]:
     """Meet the other ranks of this host through a file that nobody made before, for the time of the block.
 
-    At its end every rank waits for the others; after an error none does.
+    At its end every rank waits for the others; after an error none does. Raises HardwareError where they
+    cannot meet.
     """
-    ranks = Ranks(rank=rank, size=size, status=status)
     if size == 1:
-        yield ranks
+        yield ALONE
         return
-    with ranks.waiting():
-        place = f"file://{meeting_place}"
-        dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size, timeout=_TIMEOUT)
+    waits = None if status is None else Waits(status)
+    ranks = Ranks(rank=rank, size=size, waits=waits)
+    try:
+        with contextlib.nullcontext() if waits is None else waits:
+            store = dist.FileStore(str(meeting_place), size)  # type: ignore[attr-defined]
+            store.set_timeout(_TIMEOUT)
+            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+    except RuntimeError as error:
+        if status is not None:  # mostly because another one has ended, which says why
+            status.wait_to_be_ended()
+        raise HardwareError(
+            f"the {size} processes of this run cannot connect to each other: {error}",
+            where="parallel.gpus",
+            remedy="see whether this machine lets programs connect over its loopback interface, or write 1",
+        ) from error
     yield ranks
     ranks.meet()
+    if waits is not None:
+        waits.end()
     dist.destroy_process_group()

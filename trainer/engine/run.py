@@ -16,7 +16,7 @@ from trainer.config.secrets import redacted
 from trainer.config.writing.dump import dump
 from trainer.engine.building.build import Built, build, load_base
 from trainer.engine.building.fast import uncompiled
-from trainer.engine.caching.entries import Entries, list_entries
+from trainer.engine.caching.entries import Entries, data_fingerprint, list_entries
 from trainer.engine.caching.fill import fill_cache, tell_cut_captions
 from trainer.engine.caching.imported import import_entries
 from trainer.engine.caching.samples import Samples, prompt_controls
@@ -33,7 +33,7 @@ from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
 from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
-from trainer.errors import DivergedError, Problem
+from trainer.errors import DataError, DivergedError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
 from trainer.planning.kept_decisions import PLAN_FILE
@@ -47,6 +47,7 @@ from trainer.words.sizes import GIB
 def cache_only(context: Context, samples: Samples, spec: Spec) -> None:
     """Encode everything that `train` would; then, if asked to, remove entries that this run does not use."""
     apply_backend_settings(context)
+    _require_one_set(context, samples)
     first = context.ranks.first
     if first:
         tell_cut_captions(context, samples.all)
@@ -89,6 +90,7 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
 
 
 def _train(context: Context, samples: Samples, spec: Spec) -> None:
+    _require_one_set(context, samples)
     start = _start(context, samples)
     context = start.context
     if context.ranks.first:
@@ -131,6 +133,17 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         except DamagedEntryError as error:
             raise _all_damaged(run, error) from error
         _finish(run, now.step, caching_peak, before)
+
+
+def _require_one_set(context: Context, samples: Samples) -> None:
+    """Raise DataError where the ranks, each of which reads the data set, did not find the same samples."""
+    own = data_fingerprint(samples.all)
+    if len(set(context.ranks.gathered(own))) > 1:
+        raise DataError(
+            "the data set changed while the processes of this run read it: they found different samples",
+            where="data.sets",
+            remedy="let nothing write to its folders, then start again",
+        )
 
 
 def _start(context: Context, samples: Samples) -> resume.Start:

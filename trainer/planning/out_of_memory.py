@@ -16,8 +16,20 @@ from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.telemetry.status import Phase
 from trainer.words.sizes import GIB
 
+# CUDA's allocator, the CPU's, and cuBLAS: torch has a class of its own for the first only
+_ALLOCATION_FAILED = ("out of memory", "DefaultCPUAllocator", "CUBLAS_STATUS_ALLOC_FAILED")
+
 Allowed = Callable[[Mapping[str, Any]], bool]
 """True if the run loads and is planned with these values, by dotted key."""
+
+
+def is_out_of_memory(error: BaseException | None) -> bool:
+    """True if an allocation failed, also where it made the end of a CUDA graph's capture fail."""
+    while error is not None:
+        if isinstance(error, MemoryError) or any(text in str(error) for text in _ALLOCATION_FAILED):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def out_of_memory(

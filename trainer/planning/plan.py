@@ -76,7 +76,7 @@ class Plan:
     accumulation_steps: int
     """Micro-batches of one optimizer step; with `micro_batch_size` the configured effective batch."""
     ranks: int
-    """Processes that train together, each on a device of its own; they share the micro-batches of a step."""
+    """Processes that train together, each with a whole base; they share the micro-batches of a step."""
     vae_tiling: bool
     tf32: bool
     pin_memory: bool

@@ -35,7 +35,7 @@ def resolve(situation: Situation, profile_row: Decision, changed_by: ChangedBy, 
     or memory do not suffice; of memory it names the nearest configuration that fits. Without `offload`
     (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was written.
     """
-    situation, ranks_row = spread.spread(situation)
+    situation, ranks_row, shared = spread.spread(situation)
     machine_rows = torch_and_driver.check(situation.facts, situation.profile)
     rows = (profile_row, *machine_rows, *filter(None, (ranks_row,)))
 
@@ -56,7 +56,7 @@ def resolve(situation: Situation, profile_row: Decision, changed_by: ChangedBy, 
                 remedy = f"fits without {swapping.NO_OFFLOAD} ({peak}); {remedy}"
         (problem,) = error.problems
         raise HardwareError(problem.what, where=problem.where, remedy=remedy) from None
-    return plan_of(decided, rows, split)
+    return plan_of(decided, rows, split or shared)
 
 
 def _best(situation: Situation) -> Parted:

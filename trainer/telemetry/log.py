@@ -10,6 +10,7 @@ import datetime
 import json
 import logging
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -22,7 +23,7 @@ from trainer.words.sizes import GIB
 def setup(run_dir: Path | None, rank: int = 0) -> None:
     """Send the loggers of this package to stderr and, with a run folder, to its log.jsonl as well.
 
-    Of a rank but the first only errors are told, which name it: the others say the same.
+    Of a rank but the first only errors are told, which name it: of all else the first one says the same.
 
     Called again it replaces what it set up before: a command can log first and learn its run folder later.
     """
@@ -38,10 +39,11 @@ def setup(run_dir: Path | None, rank: int = 0) -> None:
     if run_dir is not None:
         run_dir.mkdir(parents=True, exist_ok=True)
         path = run_dir / "log.jsonl"
-        cut_torn_line(path)
+        if not rank:
+            cut_torn_line(path)
         # a folder's name need not be UTF-8; its bytes then stand as JSON escapes them
         machine = _FileHandler(path, encoding="utf-8", errors="backslashreplace")
-        machine.setFormatter(_JsonFormatter())
+        machine.setFormatter(_JsonFormatter({"rank": rank} if rank else {}))
         logger.addHandler(machine)
 
 
@@ -116,7 +118,13 @@ class _HumanFormatter(logging.Formatter):
 
 
 class _JsonFormatter(logging.Formatter):
-    """One JSON object a line: time (UTC), level, logger, message, the call's fields, traceback."""
+    """One JSON object a line: time (UTC), level, logger, message, keys that are the same each time, the
+    call's fields, traceback.
+    """
+
+    def __init__(self, always: Mapping[str, object]) -> None:
+        super().__init__()
+        self._always = always
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created, tz=datetime.UTC)
@@ -126,7 +134,7 @@ class _JsonFormatter(logging.Formatter):
             "logger": record.name,
             "message": record.getMessage(),
         }
-        row.update(record.__dict__.get("fields", {}))
+        row |= {**self._always, **record.__dict__.get("fields", {})}
         if record.exc_info:
             row["traceback"] = self.formatException(record.exc_info)
         return redacted(json.dumps(row, default=str, ensure_ascii=False))

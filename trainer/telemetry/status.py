@@ -29,6 +29,7 @@ LOCK_FILE = "lock"
 """Lock file of the supervisor, and of a training process that outlives it to save."""
 _log = logging.getLogger("trainer.status")
 _RANK = "rank-"
+_TO_BE_ENDED_SECONDS = 3.0
 _MOST_BYTES = 1 << 16
 """Bytes that are read of a status file at most; a valid one has 300."""
 
@@ -139,7 +140,8 @@ class StatusWriter:
     ) -> None:
         """Say that the run is alive. `item_done`: this beat ends an optimizer step, sample, shard or such.
 
-        The median step time is taken from the `item_done` beats of the train phase unless it is given.
+        The median step time is taken from the `item_done` beats of the train phase unless it is given,
+        without the time that this process `waited`.
         """
         now = self._clock()
         changed = phase is not self.phase
@@ -169,10 +171,25 @@ class StatusWriter:
         self._write(status)
 
     def wait(self) -> None:
-        """Say that this process waits for the other ranks of its run, from now on until the next beat."""
+        """Say that this process waits for the other ranks of its run, until `waited` or the next beat."""
+        self._again(waits=True)
+
+    def waited(self, seconds: float, *, told: bool) -> None:
+        """Take a wait off the time of the step; say that it is over where it was `told`."""
+        self._item_started += seconds
+        if told:
+            self._again(waits=False)
+
+    def wait_to_be_ended(self) -> None:
+        """Wait for what the supervisor does at once where another rank has ended: one rank says why."""
+        self.wait()
+        time.sleep(_TO_BE_ENDED_SECONDS)
+
+    def _again(self, *, waits: bool) -> None:
+        """Beat in the phase and step of the last beat."""
         if self._last is not None:
             now, unix = self._clock(), time.time()
-            self._write(dataclasses.replace(self._last, beat=now, beat_unix_seconds=unix, waits=True))
+            self._write(dataclasses.replace(self._last, beat=now, beat_unix_seconds=unix, waits=waits))
 
     def _write(self, status: Status) -> None:
         self._last, self._written = status, status.beat
@@ -214,10 +231,16 @@ def rank_folder(directory: Path, rank: int) -> Path:
     return directory / f"{_RANK}{rank}" if rank else directory
 
 
+def rank_folders(directory: Path) -> list[Path]:
+    """The folders of the ranks of the run in `directory`, in their order."""
+    named = (path.name.removeprefix(_RANK) for path in directory.glob(f"{_RANK}*"))
+    others = sorted(int(name) for name in named if name.isdecimal() and str(int(name)) == name != "0")
+    return [rank_folder(directory, rank) for rank in (0, *others)]
+
+
 def read_ranks(directory: Path) -> list[Status | None]:
     """The statuses of all ranks of the run in `directory`, in their order, as `read_status` gives each."""
-    others = sorted(int(path.name.removeprefix(_RANK)) for path in directory.glob(f"{_RANK}[0-9]*"))
-    return [read_status(rank_folder(directory, rank)) for rank in (0, *others)]
+    return [read_status(folder) for folder in rank_folders(directory)]
 
 
 def was_killed(directory: Path, status: Status) -> bool:
@@ -283,7 +306,8 @@ def verdict_of_ranks(statuses: Sequence[Status | None], now: float, *, scale: fl
     first = statuses[0]
     if len(statuses) == 1 or first is None or first.exit_code is not None:
         return verdict(first, now, scale=scale)
-    working = [rank for rank, one in enumerate(statuses) if one is not None and not one.waits]
+    idle = [one is None or one.waits or one.phase is Phase.DONE for one in statuses]
+    working = [rank for rank in range(len(statuses)) if not idle[rank]]
     judged = {
         rank: verdict(one, now, scale=scale)
         for rank, one in enumerate(statuses)

@@ -71,16 +71,16 @@ def test_another_order_gives_another_sum() -> None:
     assert not torch.equal(backwards, one_process(torch.bfloat16, MICRO_BATCHES))
 
 
-def handed_out(ranks: Ranks) -> list[torch.Tensor | None]:
-    """Gradients of parameters in fp32 after a step of two micro-batches; the last one has none anywhere."""
-    held = {name: torch.nn.Parameter(torch.zeros(5)) for name in ("always", "at times", "never")}
+def handed_out(ranks: Ranks, steps: int) -> list[torch.Tensor | None]:
+    """Gradients of parameters in fp32 after steps of two micro-batches; the last one has none anywhere."""
+    held = {name: torch.nn.Parameter(torch.zeros(5)) for name in ("always", "at times", "second", "never")}
     exchange = Exchange(ranks, FlatGradients(held))
-    for step in range(2):
+    for step in range(steps):
         for parameter in held.values():
             parameter.grad = None  # as the optimizer leaves them after a step
         held["always"].grad = torch.full((5,), 1.0 + ranks.rank + step)
         if ranks.rank == 1:
-            held["at times"].grad = torch.full((5,), 7.0)
+            held["at times" if step != 1 else "second"].grad = torch.full((5,), 7.0)
         exchange.collect()
         exchange.add_round(2)
         exchange.hand_out()
@@ -88,10 +88,13 @@ def handed_out(ranks: Ranks) -> list[torch.Tensor | None]:
 
 
 def test_parameters_get_their_sums_and_none_where_there_is_none(pool: Workers) -> None:
-    for always, at_times, never in pool.call(handed_out, 2):
-        assert never is None
-        assert always.tolist() == [5.0] * 5
-        assert at_times.tolist() == [7.0] * 5
+    """As in one process, where a parameter without a gradient is not touched by the optimizer."""
+    for steps, with_seven, without in ((1, 1, 2), (2, 2, 1), (3, 1, 2)):
+        for found in pool.call(handed_out, 2, steps):
+            assert found[without] is found[3] is None
+            assert found[0] is not None and found[0].tolist() == [3.0 + 2 * (steps - 1)] * 5
+            seven = found[with_seven]
+            assert seven is not None and seven.tolist() == [7.0] * 5
 
 
 def agreed(ranks: Ranks, micro_batches: int, asked: int) -> tuple[float, float]:

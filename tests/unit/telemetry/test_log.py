@@ -26,6 +26,24 @@ def restored() -> Iterator[None]:
     logger.handlers, logger.level, logger.propagate = before
 
 
+def test_errors_of_every_rank_reach_the_log_with_its_number(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log.setup(tmp_path)
+    logging.getLogger("trainer.run").info("begun")
+    with (tmp_path / "log.jsonl").open("a") as file:
+        file.write('{"half of a line')  # as rank 0 may be writing it
+    log.setup(tmp_path, rank=1)
+    logging.getLogger("trainer.run").info("begun")
+    logging.getLogger("trainer.run").error("no space", extra={"fields": {"exit_code": 73}})
+    text = (tmp_path / "log.jsonl").read_text()
+    assert text.count("begun") == 1
+    assert text.count('{"half of a line') == 1
+    row = json.loads(text[text.index('{"half of a line') + len('{"half of a line') :])
+    assert (row["rank"], row["message"], row["exit_code"]) == (1, "no space", 73)
+    assert "rank 1: error: no space" in capsys.readouterr().err
+
+
 def test_people_get_short_lines_and_machines_get_fields(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

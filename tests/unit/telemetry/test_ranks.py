@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from trainer.errors import ExitCode
-from trainer.telemetry.status import Phase, Status, verdict_of_ranks
+from trainer.errors import PEER_LOST, ExitCode
+from trainer.telemetry.status import Phase, Status, rank_folders, verdict_of_ranks
+from trainer.telemetry.supervising.supervisor import supervise
 
 from .conftest import CHILD, Run, Start, wait_for
 
@@ -121,6 +126,86 @@ def test_ranks_of_an_earlier_run_are_forgotten(start: Start, tmp_path: Path) -> 
     run.end()
 
 
+def test_other_folders_are_nobodys_ranks(tmp_path: Path, start: Start) -> None:
+    """Only rank-1, rank-2 and so on are ranks; what else lies there stays."""
+    others = ["rank-1x", "rank-", "rank-01", "rank-0", "rank-one"]
+    for name in others:
+        (tmp_path / "runtime" / name).mkdir(parents=True)
+    run = start(ranks=2)
+    run.child(1)
+    assert rank_folders(run.directory) == [run.directory, run.directory / "rank-1"]
+    assert all((run.directory / name).is_dir() for name in others)
+    run.process.terminate()
+    run.end()
+
+
+def test_a_port_that_is_taken_leaves_nothing(tmp_path: Path, start: Start) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        run = start(ranks=3, port=taken.getsockname()[1])
+        code, errors = run.end()
+    assert code == ExitCode.BAD_CONFIG, errors
+    assert sorted(path.name for path in run.directory.iterdir()) == ["lock"]
+
+
+def test_a_rank_that_cannot_be_started_ends_those_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system refuses the second one's environment."""
+    made: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def remembering(*args: Any, **kwargs: Any) -> subprocess.Popen[bytes]:
+        made.append(popen(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", remembering)
+    handlers = {signum: signal.getsignal(signum) for signum in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        with pytest.raises(OSError, match="too long"):
+            supervise(
+                [sys.executable, "-c", "import time; time.sleep(60)"],
+                environments=[dict(os.environ), {**os.environ, "HUGE": "x" * 2**18}],
+                runtime_dir=tmp_path / "runtime",
+                port=None,
+                unified_memory=False,
+            )
+    finally:
+        for signum, handler in handlers.items():
+            signal.signal(signum, handler)
+    (child,) = made
+    assert child.wait(timeout=10) == -signal.SIGKILL
+
+
+def test_a_lost_connection_is_told_with_the_code_of_a_stop(start: Start) -> None:
+    code, errors = start(child=failing(f"sys.exit({PEER_LOST})"), ranks=RANKS).end()
+    assert code == ExitCode.STOPPED
+    assert "supervisor: rank 1: the connection between its processes broke; it can be resumed" in errors
+
+
+@pytest.mark.parametrize("last", ["sys.exit(65)", "os.kill(os.getpid(), 9)"])
+def test_any_cause_goes_before_a_lost_connection(start: Start, last: str, tmp_path: Path) -> None:
+    """All have ended when the supervisor looks: it does not run meanwhile."""
+    ends = CHILD.replace(
+        "    time.sleep(0.02)",
+        f"    if Path({str(tmp_path / 'end')!r}).exists():\n        if rank == 2: {last}\n"
+        f"        sys.exit({PEER_LOST})\n    time.sleep(0.02)",
+    )
+    run = start(child=ends, ranks=RANKS)
+    children = pids(run)
+    run.process.send_signal(signal.SIGSTOP)
+    (tmp_path / "end").touch()
+    wait_for(lambda: all(is_zombie(pid) for pid in children) or None)
+    run.process.send_signal(signal.SIGCONT)
+    assert run.end()[0] == (65 if "65" in last else 137)
+
+
+def is_zombie(pid: int) -> bool:
+    """True if a process has ended and its parent has not asked how."""
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+
+
 Make = Callable[..., Status]
 
 
@@ -145,6 +230,17 @@ def test_the_rank_that_is_behind_is_named(status: Make) -> None:
     behind = verdict_of_ranks([status(400.0, step=6), status(400.0, step=5), status(400.0, step=6)], 1000.0)
     assert not behind.healthy
     assert behind.reason.startswith("rank 1: no heartbeat for 400.0 s in phase train 5/9")
+
+
+def test_a_rank_that_is_done_is_not_the_one_that_works(status: Make) -> None:
+    """Rank 0 draws the last previews, and waits for nobody; the others have nothing left to do."""
+    last = status(5.0, step=9, phase=Phase.PREVIEW)
+    found = verdict_of_ranks([last, status(900.0, step=9, phase=Phase.DONE)], 1000.0)
+    assert found.healthy
+    assert found.reason.startswith("phase preview 9/9")
+    stuck = verdict_of_ranks([status(900.0, waits=True), status(5.0, step=9, phase=Phase.DONE)], 1000.0)
+    assert not stuck.healthy
+    assert stuck.reason.startswith("rank 0: ")
 
 
 def test_ranks_that_all_wait_for_each_other_hang(status: Make) -> None:

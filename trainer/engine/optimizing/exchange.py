@@ -29,10 +29,9 @@ class Exchange:
         self._sent = latest.new_zeros(ranks.size, each)
         self._received = latest.new_zeros(ranks.size, each)
         self._slice = torch.zeros(each, device=latest.device)
-        self._gathered = torch.zeros(ranks.size * each, device=latest.device)
+        self._gathered = torch.zeros(ranks.size, each, device=latest.device)
         self._total = torch.zeros_like(latest, dtype=torch.float32)
         self._found: set[str] = set()
-        self._learning: set[str] | None = None
 
     def collect(self) -> None:
         """Take the gradients of this rank's micro-batch from its parameters."""
@@ -50,21 +49,25 @@ class Exchange:
     def take(self, total: torch.Tensor) -> None:
         """Write the sum over all micro-batches since the last call to `total` (n,) fp32, on every rank."""
         self.ranks.all_gather(self._gathered, self._slice)
-        total.copy_(self._gathered[: total.numel()])
+        total.copy_(self._gathered.view(-1)[: total.numel()])
         self.drop()
 
     def hand_out(self) -> None:
         """Give the sums to the parameters, as their gradients; none to those that have none on any rank."""
-        if self._learning is None:  # which ones follows from the model
-            self._learning = set().union(*self.ranks.gathered(self._found))
+        parameters = self.gradients.parameters
+        own = torch.tensor([name in self._found for name in parameters], device=self._slice.device)
+        found = own.new_zeros(self.ranks.size, len(parameters))
+        self.ranks.all_gather(found, own)
         self.take(self._total)
-        for name, total in self.gradients.by_name(self._total).items():
-            if name in self._learning:
-                self.gradients.parameters[name].grad = total
+        totals = self.gradients.by_name(self._total)
+        for name, has_gradient in zip(parameters, found.any(dim=0).tolist(), strict=True):
+            if has_gradient:
+                parameters[name].grad = totals[name]
 
     def drop(self) -> None:
         """Forget what was added."""
         self._slice.zero_()
+        self._found.clear()
 
     def agree(
         self, losses: Sequence[torch.Tensor], count: int, asked: int
@@ -72,15 +75,15 @@ class Exchange:
         """The loss of a step, and the exit code that any rank was asked to end with or 0, on the device.
 
         `losses` are those of this rank's micro-batches, of `count` in all; they are added in the run's order.
+        `asked` is this rank's own code; the largest one is that of all.
         """
         rounds = -(-count // self.ranks.size)
         own = torch.zeros(1 + rounds, device=self._slice.device, dtype=torch.float64)
         own[0] = asked
         for number, loss in enumerate(losses, start=1):
             own[number] = loss
-        rows = torch.zeros(self.ranks.size * (1 + rounds), device=own.device, dtype=own.dtype)
-        self.ranks.all_gather(rows, own)
-        by_rank = rows.view(self.ranks.size, 1 + rounds)
+        by_rank = own.new_zeros(self.ranks.size, 1 + rounds)
+        self.ranks.all_gather(by_rank, own)
         total = torch.zeros((), device=own.device, dtype=own.dtype)
         for loss in by_rank[:, 1:].T.reshape(-1)[:count]:
             total += loss

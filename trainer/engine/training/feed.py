@@ -17,7 +17,7 @@ from trainer.engine.caching.entries import Entries, TextEntry
 from trainer.engine.caching.store import Cache
 from trainer.engine.context import Context
 from trainer.engine.training.graphs import OF_ONE_PICTURE
-from trainer.errors import OutOfMemoryError
+from trainer.errors import OutOfMemoryError, TrainerError
 from trainer.families.values import Batch, Draw, Header
 from trainer.planning.shapes.mix import padded_length
 from trainer.words.sizes import GIB
@@ -38,8 +38,10 @@ class Fed:
     """Its share of the step's divisor, as `Batch.weight`."""
     tokens: int
     batch: Batch | None
-    """None for a micro-batch of another rank."""
+    """None for a micro-batch of another rank, and where there is a problem."""
     draw: Draw | None
+    problem: TrainerError | None = None
+    """Why it could not be read, where several ranks have to end together."""
 
 
 def make_sampler(context: Context, entries: Entries) -> Sampler:
@@ -108,7 +110,7 @@ def keep_bytes(context: Context, entries: Entries) -> int:
 
     Raises OutOfMemoryError where all of them are asked for and do not fit.
     """
-    room = context.plan.keep_bytes // context.ranks.size
+    room = context.plan.keep_bytes
     if context.config.data.cache_in_memory is not True:
         return room
     needed = entries.cache.held_bytes({(one.kind, one.key) for one in entries.all()})
@@ -123,13 +125,23 @@ def keep_bytes(context: Context, entries: Entries) -> int:
 
 
 def _prepared(context: Context, entries: Entries, settings: Any, number: int, micro_batch: MicroBatch) -> Fed:
-    """Micro-batch `number` of a step: read and drawn for if it is this rank's, else its counts alone."""
+    """Micro-batch `number` of a step: read and drawn for if it is this rank's, else its counts alone.
+
+    Raises what reading raises; of several ranks a TrainerError is its problem.
+    """
     ours, plan = number % context.ranks.size == context.ranks.rank, context.plan
     weight, tokens, batch, draw = float(len(micro_batch)), 0, None, None
     if ours or context.family.packed_by is not None:  # pictures weigh one each, whatever is in them
         samples = [(sample.record, sample.dropped) for sample in micro_batch]
         pin_memory = plan.pin_memory and ours
-        batch = load_batch(context, entries, samples, pin_memory=pin_memory, text_padding=plan.text_padding)
+        try:
+            batch = load_batch(
+                context, entries, samples, pin_memory=pin_memory, text_padding=plan.text_padding
+            )
+        except TrainerError as error:
+            if context.ranks.size == 1:
+                raise
+            return Fed(micro_batch=micro_batch, weight=weight, tokens=0, batch=None, draw=None, problem=error)
         weight, tokens = batch.weight, batch.tokens
     if ours and batch is not None:
         draw = draw_for(context.family, batch, settings, [one.position for one in micro_batch])
@@ -148,7 +160,7 @@ def feed(
     Micro-batch n of a step is that of rank n mod N; of those of others there are counts only.
 
     Reading and drawing run on threads beside the device. An entry that is read stays in memory while there
-    is room. What reading raises is raised in its step's turn.
+    is room. What reading raises is raised in its step's turn, or is told with its micro-batch.
     """
     sampler = make_sampler(context, entries)
     if context.plan.micro_batch_size > 1 and context.family.packed_by is None:

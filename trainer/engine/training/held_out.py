@@ -78,27 +78,31 @@ def measure(
     needs the loss of all samples.
     """
     family, settings, total_steps = context.family, held_out.settings, context.config.train.max_train_steps
-    losses: list[torch.Tensor] = []
-    weights: list[float] = []
     was_training = model.training
-    model.eval()  # without an adapter's dropout
     count, draws = len(held_out.entries.records), 1 if settings is None else _DRAWS
-    for record in range(ranks.rank, count, ranks.size):
-        if step == 0:
-            context.stop.raise_if_requested()
-        loaded = load_batch(context, held_out.entries, [(record, False)], pin_memory=False)
-        # nothing is drawn for a language model: once is enough
-        for number in range(draws):
-            draw = draw_for(family, loaded, settings, [record * _DRAWS + number])
-            batch, draw = to_device(loaded, draw, context.device, context.dtype)
-            weights.append(batch.weight)
-            with torch.no_grad():
-                losses.append(family.loss(model, batch, draw, settings).sum())
-        context.status.beat(Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=total_steps)
+
+    def own_share() -> tuple[torch.Tensor, list[float]]:
+        losses: list[torch.Tensor] = []
+        weights: list[float] = []
+        for record in range(ranks.rank, count, ranks.size):
+            if step == 0:
+                context.stop.raise_if_requested()
+            loaded = load_batch(context, held_out.entries, [(record, False)], pin_memory=False)
+            # nothing is drawn for a language model: once is enough
+            for number in range(draws):
+                draw = draw_for(family, loaded, settings, [record * _DRAWS + number])
+                batch, draw = to_device(loaded, draw, context.device, context.dtype)
+                weights.append(batch.weight)
+                with torch.no_grad():
+                    losses.append(family.loss(model, batch, draw, settings).sum())
+            context.status.beat(Phase.TRAIN if step else Phase.FIRST_STEP, step=step, total=total_steps)
+        return torch.stack(losses).cpu() if losses else torch.zeros(0), weights
+
+    model.eval()  # without an adapter's dropout
+    shares = ranks.agreed(own_share)
     model.train(was_training)
     # added in the records' order, in fp32: the same bits for any number of ranks
     total, weight = torch.zeros(()), 0.0
-    shares = ranks.gathered((torch.stack(losses).cpu() if losses else total, weights))
     for record in range(count):
         share, first = shares[record % ranks.size], record // ranks.size * draws
         for number in range(first, first + draws):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 
 import torch
 
@@ -36,16 +36,17 @@ def train(run: Run, state: State) -> None:
     """
     context, config = run.context, run.context.config
     total = config.train.max_train_steps
-    steps = feed(context, run.entries, context.settings, state.step, total)
+    steps = Steps(feed(context, run.entries, context.settings, state.step, total))
     context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
     run.journal.phase(Phase.FIRST_STEP)
     try:
         _look_before(run, state)
+        _look_ahead(run, state, steps)
         with progress(total, "training", start=state.step) as bar:
             run.journal.start_clock()
             while state.step < total:
                 first = state.flag is None
-                _one_step(run, state, next(steps))
+                _one_step(run, state, steps)
                 if first:
                     run.journal.phase(Phase.TRAIN)
                 _after_step(run, state, bar)
@@ -70,26 +71,73 @@ def train(run: Run, state: State) -> None:
 def follow(work: Work, state: State) -> None:
     """Train as rank 0 does in `train`, and leave it to that one to write, to draw and to say anything.
 
-    Where all ranks are to end, it returns: rank 0 saves, says why, and ends them.
+    Where all ranks are to end, it returns: rank 0 saves, says why, and ends them. They do by every error of
+    ours, because each of these is agreed on before it is raised.
     """
     context, config = work.context, work.context.config
     total, every = config.train.max_train_steps, config.validation.every_steps
-    steps = feed(context, work.entries, context.settings, state.step, total)
+    steps = Steps(feed(context, work.entries, context.settings, state.step, total))
     context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
-    with contextlib.closing(steps), contextlib.suppress(StoppedError, OutOfMemoryError, DivergedError):
+    with contextlib.closing(steps), contextlib.suppress(TrainerError):
         if context.ranks.from_first(lambda: False):  # what rank 0 says in `_look_before`
             _validate(work, state.step)
+        _look_ahead(work, state, steps)
         while state.step < total:
-            _one_step(work, state, next(steps))
+            _one_step(work, state, steps)
             if state.step % every == 0 or state.step == total:
                 _validate(work, state.step)
 
 
-def _one_step(run: Work, state: State, step: Sequence[Fed]) -> None:
+class Steps:
+    """The steps that `feed` makes; of the next one can be told ahead whether it has a problem."""
+
+    def __init__(self, made: Generator[tuple[Fed, ...], None, None]) -> None:
+        self._made, self._next = made, tuple[Fed, ...]()
+
+    def take(self) -> tuple[Fed, ...]:
+        """The micro-batches of the next step. Raises what reading raised."""
+        step, self._next = self._next or next(self._made), ()
+        return step
+
+    def problem_ahead(self) -> TrainerError | None:
+        """The first problem of the next step, once it is read; None where there is no next step."""
+        self._next = self._next or next(self._made, ())
+        return next((fed.problem for fed in self._next if fed.problem is not None), None)
+
+    def close(self) -> None:
+        """Read no further."""
+        self._made.close()
+
+
+def _look_ahead(work: Work, state: State, steps: Steps) -> None:
+    """Raise the problem of the first step on all ranks, where there are several: none begins it alone."""
+    context = work.context
+    if context.ranks.size > 1:
+        # read by all of them before one of them, reading ahead, finds a damaged entry and removes it
+        context.ranks.agreed(lambda: len(work.entries.headers))
+        state.problem = steps.problem_ahead()
+        _raise_problem(context, state)
+
+
+def _raise_problem(context: Context, state: State) -> None:
+    """Raise the first problem of any rank on all of them."""
+
+    def tell() -> None:
+        if state.problem is not None:
+            raise state.problem
+
+    context.ranks.agreed(tell)
+
+
+def _one_step(run: Work, state: State, steps: Steps) -> None:
     """One optimizer step over its micro-batches; nothing here waits for the device but the previous step's
     flag.
+
+    Of several ranks each tells at the end whether it can read the next one. Where one cannot, all end after
+    the micro-batches of that next step, and before it changes anything.
     """
     context, total = run.context, run.context.config.train.max_train_steps
+    step = steps.take()
     exchange, phase = run.built.updater.exchange, Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
     # a mean over the step, however its samples are parted
     weight = sum(fed.weight for fed in step)
@@ -107,7 +155,9 @@ def _one_step(run: Work, state: State, step: Sequence[Fed]) -> None:
     _check_finite(run, state)
     _check_asked(context, state)
     if exchange is not None:
-        loss, asked = exchange.agree(losses, len(step), context.stop.requested or 0)
+        state.problem = steps.problem_ahead()
+        failed = 0 if state.problem is None else state.problem.exit_code
+        loss, asked = exchange.agree(losses, len(step), max(context.stop.requested or 0, failed))
         state.asked = HostFlag(asked)
     state.grad_norm, bad = state.updater.step(learning_rate(context.config.train, state.step + 1), loss)
     state.flag = HostFlag(bad)
@@ -167,9 +217,12 @@ def predict(context: Context, built: Built, batch: Batch, draw: Draw | None) -> 
 
 
 def _check_asked(context: Context, state: State) -> None:
-    """Raise as `StopFlag.raise_if_requested` where a rank was asked to end in the last step: all end."""
+    """End where a rank was asked to in the last step, or cannot read this one: raises its problem, or as
+    `StopFlag.raise_if_requested`.
+    """
     code = 0.0 if state.asked is None else state.asked.read()
     if code:
+        _raise_problem(context, state)
         context.stop.requested = ExitCode(int(code))
         context.stop.raise_if_requested()
 

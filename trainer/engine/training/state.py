@@ -19,6 +19,7 @@ from trainer.engine.records.journal import Journal
 from trainer.engine.records.resume import Start
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut
+from trainer.errors import TrainerError
 from trainer.telemetry.status import Phase
 
 
@@ -63,7 +64,11 @@ class State:
     flag: HostFlag | None = None
     """1.0 where the last step was not finite; read one step later."""
     asked: HostFlag | None = None
-    """Exit code that a rank was asked to end with, 0 for none; read with the flag. None for one process."""
+    """Exit code that a rank was asked to end with, or will, 0 for none; read with the flag. None for one
+    process.
+    """
+    problem: TrainerError | None = None
+    """Why this rank of several cannot read the next step."""
     suspects: Sequence[MicroBatch] = field(default_factory=tuple)
     saved_step: int = 0
     saved_in: Path | None = None

@@ -86,13 +86,13 @@ def least_imposed(peak_bytes: int) -> str:
 def kept_samples(
     situation: Situation, limit: Budget, device_bytes: int, host_bytes: int
 ) -> tuple[int, Decision]:
-    """Bytes in which encoded samples may stay once they were read, beside a run that takes so much of device
-    and host, and the row on `data.cache_in_memory`.
+    """Bytes in which encoded samples of each process may stay once they were read, beside a run that takes so
+    much of device and host, and the row on `data.cache_in_memory`.
 
     Where the device's memory is the host's, no more than the budget leaves.
     """
     asked, shared = situation.config.data.cache_in_memory, situation.profile.headroom_bytes is not None
-    available = situation.facts.memory.available_bytes - host_bytes
+    available = situation.facts.memory.available_bytes // situation.ranks - host_bytes
     room = max(0, limit.bytes - device_bytes if shared else available)
     if asked is True:
         written = f"as written: all entries, and more than {gib(room)} of them end the run"

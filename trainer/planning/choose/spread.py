@@ -16,15 +16,16 @@ from trainer.planning.plan import Decision
 KEY = "parallel.gpus"
 
 
-def spread(situation: Situation) -> tuple[Situation, Decision | None]:
-    """The situation with the number of processes, and micro-batches that they share evenly; the number's row.
+def spread(situation: Situation) -> tuple[Situation, Decision | None, Decision | None]:
+    """The situation with the number of processes, and micro-batches that they share evenly; the rows of the
+    number, and of a step's samples where they are parted for it.
 
     There is no row where nobody asks for more than one. Raises HardwareError on a GPU, ConfigError where a
     step cannot be shared by so many.
     """
     config, count = situation.config, situation.config.parallel.gpus
     if count in ("auto", 1):
-        return situation, None
+        return situation, None, None
     assert count != "auto"
     if situation.on_gpu:
         raise situation.refuse(KEY, "this version trains on one GPU; several processes are for CPUs")
@@ -43,7 +44,10 @@ def spread(situation: Situation) -> tuple[Situation, Decision | None]:
     each = shared[0].train.gradient_accumulation_steps // count
     reason = f"each takes {each} of a step's {each * count} micro-batches; batch and rate are the whole run's"
     row = Decision("gpus", str(count), situation.source(KEY), reason)
-    return replace(situation, config=shared[0], ranks=count), row
+    split = None
+    if shared[0] is not config:
+        split = batching.row(shared[0], config, f"cannot be shared by {count} processes")
+    return replace(situation, config=shared[0], ranks=count), row, split
 
 
 def _refused(situation: Situation, what: str, remedy: str) -> ConfigError:

@@ -24,7 +24,7 @@ from typing import TextIO
 import trainer
 from trainer.config.environment import LOOPBACK
 from trainer.config.secrets import shown
-from trainer.errors import ConfigError, ExitCode, Problem, StorageError
+from trainer.errors import PEER_LOST, ConfigError, ExitCode, Problem, StorageError
 from trainer.telemetry import locks, status, stop
 from trainer.telemetry.sinks.metrics import METRICS_FILE
 from trainer.telemetry.status import LOCK_FILE, STATUS_FILE, Phase, StatusWriter, Verdict
@@ -35,6 +35,7 @@ _TICK_SECONDS = 0.1
 _SAME_KEY_SECONDS = 0.5
 _KILL_PATIENCE_SECONDS = 60.0
 _PAUSED_LOOKS = 10
+_STUCK = "it is stuck in the kernel, mostly in a driver"
 _INTERRUPTED = 128 + signal.SIGINT
 _ASKING = (signal.SIGTERM, signal.SIGINT)
 
@@ -74,8 +75,7 @@ def supervise(
     runtime_dir.mkdir(parents=True, exist_ok=True)
     console = sys.stderr if console is None else console
     with _holding(runtime_dir, console) as lock, _signals() as received, contextlib.ExitStack() as serving:
-        for path in runtime_dir.glob("rank-[0-9]*"):  # of the run before, as are these two
-            shutil.rmtree(path, ignore_errors=True)
+        _forget_ranks(runtime_dir)  # of the run before, as are these two
         for name in (STATUS_FILE, METRICS_FILE):
             (runtime_dir / name).unlink(missing_ok=True)
         watch = _Watch(
@@ -94,10 +94,21 @@ def supervise(
             serving.enter_context(answers)
         except ConfigError:  # the port cannot be had: nothing runs
             (runtime_dir / STATUS_FILE).unlink()
+            _forget_ranks(runtime_dir)
             raise
-        for environment in environments:
-            watch.start(command, environment, lock)
+        try:
+            for environment in environments:
+                watch.start(command, environment, lock)
+        except OSError:  # one that cannot be started ends those before it
+            watch.kill_groups()
+            raise
         return watch.run(received)
+
+
+def _forget_ranks(runtime_dir: Path) -> None:
+    """Remove the folders of all ranks but the first, which has the runtime folder itself."""
+    for path in status.rank_folders(runtime_dir)[1:]:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def require_free(runtime_dir: Path) -> None:
@@ -161,16 +172,18 @@ class _Watch:
         """
         oom_kills_before = cause_of_death.oom_kills(self.memory_events)
         rank, returncode = self._wait(received)
-        self._kill_groups()  # the other ranks, and workers that outlived theirs
+        self.kill_groups()  # the other ranks, and workers that outlived theirs
         oom_kills = cause_of_death.oom_kills(self.memory_events) - oom_kills_before
         code, cause = self._outcome(returncode, oom_kills)
         if cause and len(self.children) > 1 and self._killed is None:
             cause = f"rank {rank}: {cause}"
         if cause:
             self._say(cause)
-        for child in self.children:  # none is left when the exit code is told
-            with contextlib.suppress(subprocess.TimeoutExpired):
+        for number, child in enumerate(self.children):  # none is left when the exit code is told
+            try:
                 child.wait(timeout=_KILL_PATIENCE_SECONDS if returncode is not None else 0)
+            except subprocess.TimeoutExpired:
+                self._say(f"rank {number} does not die: {_STUCK}")
         with contextlib.suppress(StorageError):  # the exit code is worth more than its note
             status.write_end(self.directory, exit_code=code, cause=cause)
         return code
@@ -198,7 +211,7 @@ class _Watch:
                 next_look = now + self.limits.interval_seconds
                 self._look(now)
             if self._killed is not None and now - self._killed[0] > _KILL_PATIENCE_SECONDS:
-                self._say("the training process does not die: it is stuck in the kernel, mostly in a driver")
+                self._say(f"the training process does not die: {_STUCK}")
                 return 0, None
 
     def _answer(self, received: list[tuple[float, int]]) -> None:
@@ -254,9 +267,10 @@ class _Watch:
     def _kill(self, exit_code: int, why: str) -> None:
         if self._killed is None:
             self._killed = (time.monotonic(), exit_code, why)
-            self._kill_groups()
+            self.kill_groups()
 
-    def _kill_groups(self) -> None:
+    def kill_groups(self) -> None:
+        """Kill all children and the workers of their groups."""
         for child in self.children:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
@@ -269,6 +283,8 @@ class _Watch:
         if self._killed is not None and returncode in (None, -signal.SIGKILL):
             return self._killed[1], self._killed[2]
         assert returncode is not None, "only a kill is not waited for to the end"
+        if returncode == PEER_LOST:
+            return ExitCode.STOPPED, "the connection between its processes broke; it can be resumed"
         if returncode in set(ExitCode):
             return returncode, ""
         if returncode > 0:
@@ -285,8 +301,10 @@ class _Watch:
 
 def _by_cause(returncode: int) -> int:
     """Order of what ranks ended with, within one look: a signal comes first, since the others only lose their
-    peer by it, then an error of ours; what is left is mostly an error about the lost peer.
+    peer by it, then an error of ours, then an unexpected one.
     """
+    if returncode == PEER_LOST:
+        return 3
     return 0 if returncode < 0 else 1 if returncode in set(ExitCode) else 2
 
 

@@ -1,0 +1,121 @@
+"""What the processes of one run tell each other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.ranks import Workers, workers
+from trainer.engine.caching.store import DamagedEntryError
+from trainer.engine.ranks import ALONE, Ranks, Waits
+from trainer.errors import DataError, OutOfMemoryError, PeerLostError, Problem, StoppedError, TrainerError
+from trainer.telemetry.status import Phase, StatusWriter, read_status
+from trainer.telemetry.stop import StopFlag
+
+PROBLEMS = (Problem(what="bad", where="a.png", remedy="look"), Problem(what="worse"))
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[Workers]:
+    with workers() as made:
+        yield made
+
+
+def one_fails(ranks: Ranks, failing: int) -> list[int] | tuple[str, list[Problem]]:
+    def make() -> int:
+        if ranks.rank == failing:
+            raise DamagedEntryError(PROBLEMS)
+        return 10 * ranks.rank
+
+    try:
+        return ranks.agreed(make)
+    except TrainerError as error:
+        return type(error).__name__, list(error.problems)
+
+
+@pytest.mark.parametrize("failing", [0, 1, 2])
+def test_an_error_of_one_rank_is_raised_on_all(pool: Workers, failing: int) -> None:
+    answers = pool.call(one_fails, 3, failing)
+    assert answers == [("DamagedEntryError", list(PROBLEMS))] * 3
+
+
+def test_what_all_ranks_make_is_given_to_each(pool: Workers) -> None:
+    assert pool.call(one_fails, 3, 3) == [[0, 10, 20]] * 3
+
+
+def stopped(ranks: Ranks) -> int:
+    """Rank 1 alone is asked to end, as by a signal to it alone."""
+    flag = StopFlag()
+    if ranks.rank == 1:
+        flag.requested = StoppedError.exit_code
+    try:
+        ranks.agreed(flag.raise_if_requested)
+    except StoppedError as error:
+        return int(error.exit_code)
+    return 0
+
+
+def test_a_request_to_one_rank_ends_all(pool: Workers) -> None:
+    assert pool.call(stopped, 2) == [75, 75]
+
+
+def test_one_process_raises_its_own_error() -> None:
+    with pytest.raises(DataError, match="bad"):
+        ALONE.agreed(lambda: (_ for _ in ()).throw(DataError(PROBLEMS)))
+
+
+def gathered_rows(ranks: Ranks) -> list[list[int]]:
+    rows = torch.zeros(ranks.size, 3, dtype=torch.int64)
+    ranks.all_gather(rows, torch.full((3,), ranks.rank))
+    found: list[list[int]] = rows.tolist()
+    return found
+
+
+def test_rows_come_in_the_ranks_order(pool: Workers) -> None:
+    assert pool.call(gathered_rows, 3) == [[[0] * 3, [1] * 3, [2] * 3]] * 3
+
+
+def test_a_lost_connection_has_a_name_of_its_own_and_lost_memory_keeps_its_own() -> None:
+    with pytest.raises(PeerLostError, match="Connection closed by peer"), Ranks(size=2).waiting():
+        raise RuntimeError("Connection closed by peer [127.0.0.1]:1234")
+    with pytest.raises(RuntimeError, match="DefaultCPUAllocator"), Ranks(size=2).waiting():
+        raise RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory")
+    with pytest.raises(OutOfMemoryError), Ranks(size=2).waiting():
+        raise OutOfMemoryError("ours")
+
+
+@pytest.mark.parametrize("name", ["plain", "a#b", "a?b=c", "a b%20"])
+def test_ranks_meet_in_a_folder_of_any_name(pool: Workers, tmp_path: Path, name: str) -> None:
+    folder = tmp_path / name
+    folder.mkdir()
+    assert pool.call(gathered_rows, 2, place=folder / "meeting") == [[[0] * 3, [1] * 3]] * 2
+
+
+def test_only_long_waits_are_told_and_none_counts_as_work(tmp_path: Path) -> None:
+    writer = StatusWriter(tmp_path, interval_seconds=0.0)
+    writer.beat(Phase.TRAIN, step=1)
+    waits = Waits(writer)
+
+    def told() -> bool:
+        status = read_status(tmp_path)
+        return status is not None and status.waits
+
+    for _ in range(20):
+        with waits:
+            assert not told()
+    with waits:
+        end = time.monotonic() + 20
+        while not told() and time.monotonic() < end:
+            time.sleep(0.05)
+        assert told()
+    assert not told()
+    writer.beat(Phase.TRAIN, step=2, item_done=True)
+    writer.beat(Phase.TRAIN, step=3, item_done=True)
+    waits.end()
+    status = read_status(tmp_path)
+    assert status is not None and status.median_step_seconds is not None
+    assert status.median_step_seconds < 0.5  # the second that it waited is not a step's
