@@ -8,6 +8,7 @@ The knobs exist only here: the trainer has no options for them.
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -17,6 +18,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 TENSOR_SECONDS = 0.05
 ENTRY_SECONDS = 0.2
+RANK_SECONDS = 0.3
 
 
 def parent(knobs: dict[str, Any], arguments: Sequence[str]) -> int:
@@ -82,7 +84,47 @@ def slow_cache() -> None:
     Cache.write = write  # type: ignore[method-assign]
 
 
-SLOW: dict[str, Callable[[], None]] = {"save": slow_save, "export": slow_export, "cache": slow_cache}
+def slow_rank() -> None:
+    """Rank 1 takes long for each micro-batch."""
+    if os.environ["RANK"] == "1":
+        from trainer.engine.training import loop
+
+        real = loop.compute
+
+        def compute(*args: Any) -> Any:
+            time.sleep(RANK_SECONDS)
+            return real(*args)
+
+        loop.compute = compute
+
+
+def flipped_rank() -> None:
+    """One bit of one weight of rank 1 flips after its third step."""
+    if os.environ["RANK"] == "1":
+        from trainer.engine.optimizing.optimizer import Updater
+
+        real = Updater.step
+
+        def step(self: Updater, rate: float, loss: Any) -> Any:
+            found = real(self, rate, loss)
+            if self.steps_taken == 3:
+                weight = next(iter(self.weights().values())).view(torch.int32).view(-1)
+                weight[0] ^= 1
+            return found
+
+        import torch
+
+        Updater.step = step  # type: ignore[method-assign]
+
+
+SLOW: dict[str, Callable[[], None]] = {
+    "save": slow_save,
+    "export": slow_export,
+    "cache": slow_cache,
+    "rank": slow_rank,
+    "flipped": flipped_rank,
+}
+"""Patches of the training process, by the knob `slow`."""
 
 
 def main() -> int:

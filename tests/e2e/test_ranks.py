@@ -212,6 +212,22 @@ def test_held_out_samples_that_one_rank_cannot_read_end_both(
     assert not list((process.run_dir / "checkpoints").glob("*"))
 
 
+def test_a_slow_rank_is_named_once_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
+    options = ("train.max_train_steps=30", "validation.prompts=[]", "validation.held_out=0")
+    process = start(FIRST, tmp_path, TWO, *options, knobs={"slow": "rank"})
+    errors = ended(process)
+    assert errors.count("times as long as the others") == 1
+    assert "rank 1 takes " in errors
+
+
+def test_a_flipped_bit_of_one_rank_ends_the_run_and_is_never_saved(start: Start, tmp_path: Path) -> None:
+    process = start(FIRST, tmp_path, TWO, "checkpoint.checkpointing_steps=2", knobs={"slow": "flipped"})
+    code, errors = process.end()
+    assert code == ExitCode.HARDWARE, errors
+    assert errors.count("do not hold equal weights any more; after step 2 they did") == 1
+    assert steps_saved(process.run_dir) == ["step-000002"]
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
@@ -235,6 +251,8 @@ def test_one_two_and_four_ranks_are_equal_on_a_set_of_real_shape(
 ) -> None:
     """With EMA, an adapter's dropout, dropped captions and batches that are parted by shape."""
     more = ("train.ema_decay=0.9", "lora.dropout=0.1", "train.gradient_accumulation_steps=4")
+    # one rank of two draws two previews, and of four one draws none
+    more += ('validation.prompts=["an apple", "a red car", "a cup"]',)
     # FLUX.1-Kontext scales its control images to a megapixel, which takes minutes here: of its small run
     of_set = () if case.family == "flux1_kontext" else settings(case.family, short_chats(tmp_path))
     chosen = (*of_set, *more)

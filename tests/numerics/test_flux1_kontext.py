@@ -264,7 +264,7 @@ def test_control_sizes_fit_the_packing() -> None:
 
 def preview(pipeline: Any, source: ModelSource, control: Image.Image, on_step: Callable[[], None]) -> Any:
     entry = FLUX1_KONTEXT.encode_text(pipeline, CAPTION, (), prompt=True, max_sequence_length=32)
-    prompt = PreviewPrompt(text=entry, empty=None, controls=(control,), width=96, height=64)
+    prompt = PreviewPrompt(text=entry, empty=None, controls=(control,), width=96, height=64, number=0)
     request = ValidationSection(num_inference_steps=2, guidance_scale=2.5, max_new_tokens=1, seed=0)
     return FLUX1_KONTEXT.preview(pipeline.transformer, source, pipeline.vae, [prompt], request, on_step)
 

@@ -267,7 +267,7 @@ def assert_same_call(ours: Mapping[str, Any], theirs: Mapping[str, Any]) -> None
 
 def test_a_preview_is_the_pipelines_image(source: ModelSource, pipeline: Flux2Pipeline) -> None:
     text = FLUX2_DEV.encode_text(encoders(source, "text"), "a boat", (), prompt=True, max_sequence_length=512)
-    prompt = PreviewPrompt(text=text, empty=None, controls=(), width=64, height=32)
+    prompt = PreviewPrompt(text=text, empty=None, controls=(), width=64, height=32, number=0)
     request = ValidationSection(num_inference_steps=2, guidance_scale=4.0, max_new_tokens=1, seed=7)
     steps: list[int] = []
     (ours,) = FLUX2_DEV.preview(

@@ -261,8 +261,8 @@ def test_previews_are_the_pipelines_at_sizes_it_would_not_draw(
     sizes, steps = [(64, 64), (64, 96)], []
     text, empty = encode(text_encoders, CAPTION), encode(text_encoders, "")
     prompts = [
-        PreviewPrompt(text=text, empty=empty, controls=(), width=width, height=height)
-        for width, height in sizes
+        PreviewPrompt(text=text, empty=empty, controls=(), width=width, height=height, number=number)
+        for number, (width, height) in enumerate(sizes)
     ]
     for guidance in (3.5, 1.0):
         request = ValidationSection(num_inference_steps=2, guidance_scale=guidance, max_new_tokens=1, seed=7)

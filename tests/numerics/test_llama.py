@@ -400,7 +400,10 @@ def test_an_adapter_that_does_not_fit_is_refused(base: Path, tmp_path: Path) -> 
 
 def prompts(tokenizer: Any, *texts: str) -> list[PreviewPrompt]:
     entries = [LLAMA.encode_text(tokenizer, text, (), prompt=True, max_sequence_length=64) for text in texts]
-    return [PreviewPrompt(text=entry, empty=None, controls=(), width=0, height=0) for entry in entries]
+    return [
+        PreviewPrompt(text=entry, empty=None, controls=(), width=0, height=0, number=number)
+        for number, entry in enumerate(entries)
+    ]
 
 
 @pytest.mark.parametrize("kernel", ["native", "flash"])

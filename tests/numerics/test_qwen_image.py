@@ -244,7 +244,7 @@ def test_previews_are_the_pipelines_images(pipeline: QwenImagePipeline, source: 
         QWEN_IMAGE.encode_text(pipeline, text, (), prompt=True, max_sequence_length=512)
         for text in (CAPTION, "")
     ]
-    prompt = PreviewPrompt(text=entries[0], empty=entries[1], controls=(), width=64, height=48)
+    prompt = PreviewPrompt(text=entries[0], empty=entries[1], controls=(), width=64, height=48, number=0)
     vae, steps = load_encoders("latents", source), []
     for guidance in (1.0, 4.0):
         request = ValidationSection(num_inference_steps=2, guidance_scale=guidance, max_new_tokens=1, seed=5)

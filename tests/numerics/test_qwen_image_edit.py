@@ -349,7 +349,7 @@ def test_previews_are_the_pipelines_images(
     """With guidance, from entries instead of captions."""
     source, pipeline, images = sources[layout], pipelines[layout], controls_of(layout)[:1]
     text, empty = ({"prompt_embeds": encode(source, caption, images)} for caption in (CAPTION, ""))
-    prompt = PreviewPrompt(text=text, empty=empty, controls=tuple(images), width=64, height=48)
+    prompt = PreviewPrompt(text=text, empty=empty, controls=tuple(images), width=64, height=48, number=0)
     request = ValidationSection(num_inference_steps=2, guidance_scale=4.0, max_new_tokens=1, seed=5)
     steps: list[int] = []
     vae = load_encoders("latents", source)

@@ -113,7 +113,8 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
             before = proof.fixed_outputs(context, built.model)
     now, work = state.restore(context, built.updater, start), _work(context, built, entries, held_out)
     if not context.ranks.first:
-        loop.follow(work, now)
+        if loop.follow(work, now):
+            _draw_last_share(work)
         return
     journal = Journal(context, Path(spec.runtime_dir), tracker)
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
@@ -179,6 +180,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
             summary = f"LoRA: {files}. Proved: {result}."
         else:
             summary = _finish_full(context, model, before)
+        context.ranks.from_first(lambda: path if before is None else None)
         strip = draw_previews(run, step)  # of the saved result: the LoRA is the one loaded from its file
         if strip is not None:
             context.say(f"previews: {strip}")
@@ -199,6 +201,16 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
         context.say(line)
     run.journal.phase(Phase.DONE)
     context.say(summary)
+
+
+def _draw_last_share(work: state.Work) -> None:
+    """Draw this rank's previews of the result, with the LoRA from the file that rank 0 wrote and proved."""
+    context, model = work.context, work.built.model
+    path = context.ranks.from_first(Path)
+    if context.config.validation.prompts:
+        with loop.beside_training(work):
+            proof.take_back(context, model, path)
+            sample(context, model, work.entries, context.ranks)
 
 
 def _all_damaged(run: state.Run, first: DamagedEntryError) -> DamagedEntryError:

@@ -244,7 +244,7 @@ def preview(
     made = getattr(diffusers, _name(pipeline, source))(**parts)
     made.set_progress_bar_config(disable=True)
     images: list[Image] = []
-    for number, prompt in enumerate(prompts):
+    for prompt in prompts:
         texts = dict(prompt.text)
         if pipeline.against_empty and prompt.empty is not None and validation.guidance_scale > 1:
             texts |= {f"negative_{name}": one for name, one in prompt.empty.items()}
@@ -260,7 +260,7 @@ def preview(
             width=prompt.width,
             height=prompt.height,
             num_inference_steps=validation.num_inference_steps,
-            generator=torch.Generator().manual_seed(validation.seed + number),
+            generator=torch.Generator().manual_seed(validation.seed + prompt.number),
             callback_on_step_end=step_end,
             return_dict=False,  # some pipelines call their result otherwise
         )[0]

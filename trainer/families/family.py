@@ -148,8 +148,8 @@ class Family:
         list[Image] | list[str],
     ]
     """One image or text a prompt through the real pipeline: of a model, its source, encoders of `latents`,
-    else of `text`, prompts and their settings, whose seed is that of the first prompt; the next one has
-    seed + 1. The last argument runs after every denoising step, or token, and may raise."""
+    else of `text`, prompts and their settings, to whose seed a prompt's number is added. The last argument
+    runs after every denoising step, or token, and may raise."""
     save_adapter: Callable[[Mapping[str, torch.Tensor], Mapping[str, Any], Path, str], Path]
     """Write peft's state with its LoraConfig as a dict into a folder as the family's pipeline loads it, under
     this file name. Returns the file with the tensors; others may lie beside it."""

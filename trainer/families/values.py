@@ -94,3 +94,5 @@ class PreviewPrompt:
     controls: tuple[Image, ...]
     width: int
     height: int
+    number: int
+    """Its place among the run's prompts, which is added to the seed."""

@@ -125,6 +125,8 @@ class StatusWriter:
         self._last: Status | None = None
         self._written = 0.0
         self._item_started = 0.0
+        self.last_step_seconds = 0.0
+        """Time of the last `item_done` step, without waits; 0 before there is one."""
         self._step_seconds: deque[float] = deque(maxlen=51)
         self._median: float | None = None
         self._told = False
@@ -146,7 +148,8 @@ class StatusWriter:
         now = self._clock()
         changed = phase is not self.phase
         if item_done and not changed and phase is Phase.TRAIN:
-            self._step_seconds.append(now - self._item_started)
+            self.last_step_seconds = now - self._item_started
+            self._step_seconds.append(self.last_step_seconds)
         if item_done or changed:
             self._item_started = now
         if median_step_seconds is not None:

@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from tests.ranks import Workers, workers
-from trainer.engine.optimizing.exchange import Exchange
+from trainer.config.schema import TrainSection
+from trainer.engine.optimizing.exchange import Exchange, SlowRanks, Told, told
 from trainer.engine.optimizing.fp32_masters import FlatGradients
+from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.ranks import Ranks
 
 VALUES = 1003
@@ -97,11 +99,22 @@ def test_parameters_get_their_sums_and_none_where_there_is_none(pool: Workers) -
             assert seven is not None and seven.tolist() == [7.0] * 5
 
 
-def agreed(ranks: Ranks, micro_batches: int, asked: int) -> tuple[float, float]:
-    held = {"all": torch.nn.Parameter(torch.zeros(3))}
+def agreed(ranks: Ranks, micro_batches: int, asked: int, odd: int) -> tuple[float, Told]:
+    """Rank 1 was asked to end; the weights of rank `odd` differ by one bit, if there is such a rank."""
+    parameter = torch.nn.Parameter(torch.ones(3))
+    updater = Updater({"all": parameter}, TrainSection(max_train_steps=1), "adamw_fused_fp32", ranks)
+    if ranks.rank == odd:
+        parameter.data.view(torch.int32)[1] ^= 1
     own = [torch.tensor(0.1 * n) for n in range(ranks.rank, micro_batches, ranks.size)]
-    loss, code = Exchange(ranks, FlatGradients(held)).agree(own, micro_batches, asked * (ranks.rank == 1))
-    return float(loss), float(code)
+    assert updater.exchange is not None
+    loss, said = updater.exchange.agree(
+        own,
+        micro_batches,
+        asked=asked * (ranks.rank == 1),
+        seconds=1.0 + ranks.rank,
+        digest=updater.digest(),
+    )
+    return float(loss), told(said.tolist())
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 5, 8])
@@ -109,8 +122,33 @@ def test_ranks_agree_on_the_loss_and_on_ending(pool: Workers, micro_batches: int
     wanted = torch.zeros((), dtype=torch.float64)
     for number in range(micro_batches):
         wanted += torch.tensor(0.1 * number)
-    assert pool.call(agreed, 3, micro_batches, 75) == [(float(wanted), 75.0)] * 3
-    assert pool.call(agreed, 2, micro_batches, 0) == [(float(wanted), 0.0)] * 2
+    three = Told(asked=75, unequal=False, seconds=(1.0, 2.0, 3.0))
+    assert pool.call(agreed, 3, micro_batches, 75, -1) == [(float(wanted), three)] * 3
+    two = Told(asked=0, unequal=False, seconds=(1.0, 2.0))
+    assert pool.call(agreed, 2, micro_batches, 0, -1) == [(float(wanted), two)] * 2
+
+
+@pytest.mark.parametrize("odd", [0, 1, 2])
+def test_one_bit_of_one_rank_is_seen_by_all(pool: Workers, odd: int) -> None:
+    assert all(said.unequal for _, said in pool.call(agreed, 3, 3, 0, odd))
+
+
+def test_a_slow_rank_is_named_once() -> None:
+    slow = SlowRanks()
+    said = [slow.look((0.335, 0.640, 0.330)) for _ in range(60)]
+    assert [number for number, line in enumerate(said, 1) if line] == [20]
+    assert said[19].startswith("rank 1 takes 1.9 times as long as the others, 640 against 332 ms a step")
+
+
+@pytest.mark.parametrize("times", [(1.0, 1.4), (0.0, 5.0), (1.0, 1.0, 1.0, 1.45)])
+def test_ranks_that_differ_little_or_have_no_time_yet_are_not_named(times: tuple[float, ...]) -> None:
+    slow = SlowRanks()
+    assert not any(slow.look(times) for _ in range(60))
+
+
+def test_only_steps_on_end_make_a_rank_slow() -> None:
+    slow = SlowRanks()
+    assert not any(slow.look((1.0, 9.0) if step % 19 else (1.0, 1.0)) for step in range(200))
 
 
 def shared(ranks: Ranks) -> tuple[object, ...]:

@@ -8,7 +8,10 @@ process. An all-reduce adds in the order of its algorithm, and sends more bytes.
 
 from __future__ import annotations
 
+import statistics
+from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -17,6 +20,51 @@ from trainer.engine.ranks import Ranks
 
 # values of a slice are a multiple of it: 32 bytes of the smallest type
 _ALIGNMENT = 16
+# what a rank says of itself before its losses
+_WORDS = 3
+_SLOW, _SLOW_STEPS = 1.5, 20
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told:
+    """What all ranks said of themselves at the end of a step."""
+
+    asked: int
+    """The largest exit code that one was asked to end with; 0 for none."""
+    unequal: bool
+    """Whether the weights of some differ."""
+    seconds: tuple[float, ...]
+    """Time of the last step of each, without its waits; 0 where it is not known."""
+
+
+def told(values: Sequence[float]) -> Told:
+    """The second of what `Exchange.agree` gives, once it is on the host."""
+    asked, unequal, *seconds = values
+    return Told(asked=int(asked), unequal=bool(unequal), seconds=tuple(seconds))
+
+
+class SlowRanks:
+    """Names a rank that takes clearly longer than the others, step after step; each once."""
+
+    def __init__(self) -> None:
+        self._steps: Counter[int] = Counter()
+        """Steps on end in which a rank was slow."""
+        self._named: set[int] = set()
+
+    def look(self, seconds: Sequence[float]) -> str:
+        """Take in the times of a step; gives a line for people, empty where there is nothing to tell."""
+        lines = []
+        for rank, own in enumerate(seconds):
+            others = statistics.median([*seconds[:rank], *seconds[rank + 1 :]])
+            slow = min(seconds) > 0.0 and own > _SLOW * others
+            self._steps[rank] = self._steps[rank] + 1 if slow else 0
+            if self._steps[rank] == _SLOW_STEPS and rank not in self._named:
+                self._named.add(rank)
+                times = f"{own / others:.1f} times as long as the others"
+                figures = f"{1e3 * own:.0f} against {1e3 * others:.0f} ms a step"
+                look = "look at its clocks, its cooling and other processes"
+                lines.append(f"rank {rank} takes {times}, {figures}: {look}")
+        return "; ".join(lines)
 
 
 class Exchange:
@@ -31,11 +79,17 @@ class Exchange:
         self._slice = torch.zeros(each, device=latest.device)
         self._gathered = torch.zeros(ranks.size, each, device=latest.device)
         self._total = torch.zeros_like(latest, dtype=torch.float32)
-        self._found: set[str] = set()
+        self._numbers = {name: number for number, name in enumerate(gradients.parameters)}
+        self._found = torch.zeros(len(self._numbers), device=latest.device, dtype=torch.bool)
 
     def collect(self) -> None:
-        """Take the gradients of this rank's micro-batch from its parameters."""
-        self._found |= self.gradients.collect()
+        """Take the gradients of this rank's micro-batch from its parameters; fit for a CUDA graph."""
+        found = self.gradients.collect()
+        if len(found) == len(self._numbers):
+            self._found.fill_(True)
+        else:
+            for name in found:
+                self._found[self._numbers[name]].fill_(True)
 
     @torch.no_grad()
     def add_round(self, count: int) -> None:
@@ -54,37 +108,37 @@ class Exchange:
 
     def hand_out(self) -> None:
         """Give the sums to the parameters, as their gradients; none to those that have none on any rank."""
-        parameters = self.gradients.parameters
-        own = torch.tensor([name in self._found for name in parameters], device=self._slice.device)
-        found = own.new_zeros(self.ranks.size, len(parameters))
-        self.ranks.all_gather(found, own)
+        found = self._found.new_zeros(self.ranks.size, len(self._numbers))
+        self.ranks.all_gather(found, self._found)
         self.take(self._total)
-        totals = self.gradients.by_name(self._total)
-        for name, has_gradient in zip(parameters, found.any(dim=0).tolist(), strict=True):
-            if has_gradient:
-                parameters[name].grad = totals[name]
+        totals, on_any = self.gradients.by_name(self._total), found.any(dim=0).tolist()
+        for name, number in self._numbers.items():
+            if on_any[number]:
+                self.gradients.parameters[name].grad = totals[name]
 
     def drop(self) -> None:
         """Forget what was added."""
         self._slice.zero_()
-        self._found.clear()
+        self._found.fill_(False)
 
     def agree(
-        self, losses: Sequence[torch.Tensor], count: int, asked: int
+        self, losses: Sequence[torch.Tensor], count: int, *, asked: int, seconds: float, digest: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a step, and the exit code that any rank was asked to end with or 0, on the device.
+        """The loss of a step, and what all ranks say of themselves, for `told`; on the device, in float64.
 
         `losses` are those of this rank's micro-batches, of `count` in all; they are added in the run's order.
-        `asked` is this rank's own code; the largest one is that of all.
+        `asked` is the exit code that this rank was asked to end with or 0, `seconds` the time of its last
+        step, `digest` a scalar that is equal on all ranks whose weights are.
         """
-        rounds = -(-count // self.ranks.size)
-        own = torch.zeros(1 + rounds, device=self._slice.device, dtype=torch.float64)
-        own[0] = asked
-        for number, loss in enumerate(losses, start=1):
+        rounds, device = -(-count // self.ranks.size), self._slice.device
+        own = torch.zeros(_WORDS + rounds, device=device, dtype=torch.float64)
+        own[0], own[1], own[2] = asked, seconds, digest
+        for number, loss in enumerate(losses, start=_WORDS):
             own[number] = loss
-        by_rank = own.new_zeros(self.ranks.size, 1 + rounds)
+        by_rank = own.new_zeros(self.ranks.size, _WORDS + rounds)
         self.ranks.all_gather(by_rank, own)
         total = torch.zeros((), device=own.device, dtype=own.dtype)
-        for loss in by_rank[:, 1:].T.reshape(-1)[:count]:
+        for loss in by_rank[:, _WORDS:].T.reshape(-1)[:count]:
             total += loss
-        return total, by_rank[:, 0].max()
+        unequal = (by_rank[:, 2] != by_rank[0, 2]).any().to(own.dtype)
+        return total, torch.cat([by_rank[:, 0].max()[None], unequal[None], by_rank[:, 1]])

@@ -22,22 +22,29 @@ FLOOR = 1.0
 
 
 class HostFlag:
-    """A device scalar on its way to the host: reading it waits for the step that made it, nothing later."""
+    """A device scalar, or a few values, on the way to the host: reading waits for the step that made them,
+    nothing later.
+    """
 
     def __init__(self, value: torch.Tensor) -> None:
         self._value, self._event = value, None
         if value.device.type == "cuda":
-            # four pinned bytes, also where the plan pins nothing: a plain copy would wait for all queued work
-            self._value = torch.empty((), dtype=value.dtype, pin_memory=True)
+            # a few pinned bytes, also where the plan pins nothing: a plain copy would wait for queued work
+            self._value = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
             self._value.copy_(value, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
 
     def read(self) -> float:
         """Wait for the copy; gives the scalar's value."""
+        return self.values()[0]
+
+    def values(self) -> list[float]:
+        """Wait for the copy; gives all values."""
         if self._event is not None:
             self._event.synchronize()
-        return float(self._value.item())
+        found: list[float] = self._value.reshape(-1).tolist()
+        return found
 
 
 class Average:
@@ -226,6 +233,13 @@ class Updater:
     def weights(self) -> dict[str, torch.Tensor]:
         """The masters by name, for a checkpoint."""
         return self._by_name([master.detach() for master in self._masters.values()])
+
+    @torch.no_grad()
+    def digest(self) -> torch.Tensor:
+        """A number that differs where one bit of the masters does, a scalar on the device in float64."""
+        masters = [master.detach() for master in self._masters.values()]
+        bits = [one.view(torch.int32 if one.element_size() == 4 else torch.int16) for one in masters]
+        return (torch.stack([one.sum(dtype=torch.int64) for one in bits]).sum() % 2**52).double()
 
     def state(self) -> dict[str, torch.Tensor]:
         """Optimizer state, mean and loss scale as `<parameter>/<key>`; the step count is `steps_taken`."""

@@ -86,12 +86,7 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
     proved; what is proved stays whatever becomes of its twin. Raises DivergedError for an adapter that is not
     finite, as `prove_lora`, and StorageError.
     """
-    if context.plan.compile:
-        # peft must not be imported before torchvision can be, see quiet_libraries
-        from trainer.modeling.adapter.joined_lora import part_siblings
-
-        # the proof is about the plain model that others load the file into
-        part_siblings(model)
+    _part(context, model)
     if not all(bool(torch.isfinite(tensor).all()) for tensor in lora.adapter_state(model).values()):
         raise DivergedError("the trained LoRA is not finite", where=str(context.run_dir))
     folder = context.run_dir / "lora"
@@ -113,6 +108,22 @@ def export_lora(context: Context, model: Any) -> tuple[Path, Path | None, Proof]
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return folder / path.name, None if comfyui is None else folder / comfyui.name, proof
+
+
+def _part(context: Context, model: Any) -> None:
+    """Part layers that compute together: a proof is about the plain model that others load the file into."""
+    if context.plan.compile:
+        # peft must not be imported before torchvision can be, see quiet_libraries
+        from trainer.modeling.adapter.joined_lora import part_siblings
+
+        part_siblings(model)
+
+
+def take_back(context: Context, model: Any, path: Path) -> None:
+    """Put the adapter of the exported file in the place of the trained one, as `export_lora` leaves it."""
+    _part(context, model)
+    lora.remove_lora(model)
+    load_lora(context, model, path)
 
 
 def _move(source: Path, folder: Path) -> None:

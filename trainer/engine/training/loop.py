@@ -12,14 +12,23 @@ from trainer.engine.building.build import Built
 from trainer.engine.building.fast import uncompiled
 from trainer.engine.caching.batches import to_device
 from trainer.engine.context import Context
+from trainer.engine.optimizing.exchange import told
 from trainer.engine.optimizing.optimizer import FLOOR, HostFlag
 from trainer.engine.optimizing.schedule import learning_rate
 from trainer.engine.records import checkpoint
 from trainer.engine.training import held_out
 from trainer.engine.training.feed import Fed, feed
-from trainer.engine.training.preview import draw_previews, preview_path
+from trainer.engine.training.preview import draw_previews, preview_path, sample
 from trainer.engine.training.state import Run, State, Work, save
-from trainer.errors import DataError, DivergedError, ExitCode, OutOfMemoryError, StoppedError, TrainerError
+from trainer.errors import (
+    DataError,
+    DivergedError,
+    ExitCode,
+    HardwareError,
+    OutOfMemoryError,
+    StoppedError,
+    TrainerError,
+)
 from trainer.families.values import ENDS, TEXT_MASK, Batch, Draw
 from trainer.modeling.attention.text_lengths import padded_text
 from trainer.modeling.blocks.compiled import graphs_compiled, mark_varying
@@ -68,24 +77,39 @@ def train(run: Run, state: State) -> None:
         steps.close()
 
 
-def follow(work: Work, state: State) -> None:
-    """Train as rank 0 does in `train`, and leave it to that one to write, to draw and to say anything.
+def follow(work: Work, state: State) -> bool:
+    """Train as rank 0 does in `train`, draw this rank's share of the previews, and leave it to that one to
+    write and to say anything.
 
-    Where all ranks are to end, it returns: rank 0 saves, says why, and ends them. They do by every error of
-    ours, because each of these is agreed on before it is raised.
+    Where all ranks are to end, it returns False: rank 0 saves, says why, and ends them. They do by every
+    error of ours, because each of these is agreed on before it is raised.
     """
     context, config = work.context, work.context.config
     total, every = config.train.max_train_steps, config.validation.every_steps
     steps = Steps(feed(context, work.entries, context.settings, state.step, total))
     context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
     with contextlib.closing(steps), contextlib.suppress(TrainerError):
-        if context.ranks.from_first(lambda: False):  # what rank 0 says in `_look_before`
+        measures, draws = context.ranks.from_first(lambda: (False, False))  # as `_look_before` says
+        if measures:
             _validate(work, state.step)
+        if draws:
+            _draw_share(work)
         _look_ahead(work, state, steps)
         while state.step < total:
             _one_step(work, state, steps)
             if state.step % every == 0 or state.step == total:
                 _validate(work, state.step)
+            if state.step % every == 0 and state.step < total:
+                _draw_share(work)
+        return True
+    return False
+
+
+def _draw_share(work: Work) -> None:
+    """Draw this rank's previews where rank 0 draws all of a step."""
+    if work.context.config.validation.prompts:
+        with beside_training(work):
+            sample(work.context, work.built.model, work.entries, work.context.ranks)
 
 
 class Steps:
@@ -153,12 +177,18 @@ def _one_step(run: Work, state: State, steps: Steps) -> None:
         if exchange is not None and ((number + 1) % context.ranks.size == 0 or fed is step[-1]):
             exchange.add_round(number % context.ranks.size + 1)
     _check_finite(run, state)
-    _check_asked(context, state)
+    _check_told(context, state)
     if exchange is not None:
         state.problem = steps.problem_ahead()
         failed = 0 if state.problem is None else state.problem.exit_code
-        loss, asked = exchange.agree(losses, len(step), max(context.stop.requested or 0, failed))
-        state.asked = HostFlag(asked)
+        loss, said = exchange.agree(
+            losses,
+            len(step),
+            asked=max(context.stop.requested or 0, failed),
+            seconds=context.status.last_step_seconds,
+            digest=state.updater.digest(),
+        )
+        state.told = HostFlag(said)
     state.grad_norm, bad = state.updater.step(learning_rate(context.config.train, state.step + 1), loss)
     state.flag = HostFlag(bad)
     state.suspects = tuple(fed.micro_batch for fed in step)
@@ -216,19 +246,42 @@ def predict(context: Context, built: Built, batch: Batch, draw: Draw | None) -> 
         context.family.predict(built.model, batch, draw, context.settings)
 
 
-def _check_asked(context: Context, state: State) -> None:
-    """End where a rank was asked to in the last step, or cannot read this one: raises its problem, or as
-    `StopFlag.raise_if_requested`.
+def _check_told(context: Context, state: State) -> None:
+    """Act on what the ranks said of themselves in the last step, all of them alike.
+
+    Raises the problem of one that cannot read this step, and as `StopFlag.raise_if_requested` where one was
+    asked to end. Names one that is slow.
     """
-    code = 0.0 if state.asked is None else state.asked.read()
-    if code:
+    if state.told is None:
+        return
+    said = told(state.told.values())
+    state.equal_step = state.step - 1
+    slow = state.slow.look(said.seconds)
+    if slow:
+        context.say(slow)
+    if said.asked:
         _raise_problem(context, state)
-        context.stop.requested = ExitCode(int(code))
+        context.stop.requested = ExitCode(said.asked)
         context.stop.raise_if_requested()
 
 
+def _check_equal(state: State) -> None:
+    """Raise HardwareError where the ranks held different weights before the last step."""
+    if state.told is None or not told(state.told.values()).unequal:
+        return
+    raise HardwareError(
+        f"step {state.step}: the processes of this run do not hold equal weights any more; after step"
+        f" {state.equal_step} they did",
+        remedy="look for errors of a device, its memory or a link (dmesg, nvidia-smi -q), then start again:"
+        " the newest checkpoint is gone on with",
+    )
+
+
 def _check_finite(run: Work, state: State) -> None:
-    """Read the last step's flag; raise DivergedError naming the files that were in it."""
+    """Read the last step's flag; raise DivergedError naming the files that were in it, HardwareError where
+    ranks do not hold equal weights.
+    """
+    _check_equal(state)
     if state.flag is None or state.flag.read() == 0.0:
         return
     records = run.entries.records
@@ -290,13 +343,15 @@ def _look_before(run: Run, state: State) -> None:
     rows = read_metrics(context.run_dir / METRICS_LOG)
     measured = any(row["step"] == step and "validation_loss" in row for row in rows)
     due, last = step % config.validation.every_steps == 0, step == config.train.max_train_steps
-    wanted = context.ranks.from_first(lambda: step == 0 or ((due or last) and not measured))
-    record = _validate(run, step) if wanted else None
+    draws = step == 0 or (due and not last and not preview_path(context, step).exists())
+    measures = step == 0 or ((due or last) and not measured)
+    context.ranks.from_first(lambda: (measures, draws))
+    record = _validate(run, step) if measures else None
     if record is not None:
         run.journal.log_validation(record)
         when = f"of step {step}, measured now" if step else "before the first step"
         context.say(f"held-out loss {when}: {record.validation_loss:.4f}")
-    if step == 0 or (due and not last and not preview_path(context, step).exists()):
+    if draws:
         with beside_training(run):
             draw_previews(run, step)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trainer.data.pictures.buckets import buckets, nearest_bucket
 from trainer.data.pictures.images import read_image
 from trainer.engine.caching.entries import Entries, Prompt
 from trainer.engine.context import Context
+from trainer.engine.ranks import ALONE, Ranks
 from trainer.engine.results import pictures
 from trainer.engine.training.state import Run
 from trainer.families.values import PreviewPrompt
@@ -35,7 +37,7 @@ def draw_previews(run: Run, step: int) -> Path | None:
     context, prompts = run.context, run.context.config.validation.prompts
     if not prompts:
         return None
-    drawn = sample(context, run.built.model, run.entries)
+    drawn = sample(context, run.built.model, run.entries, context.ranks)
     path = preview_path(context, step)
     drop_previews_after(context, step - 1)
     images = [pictures.shown(one) for one in drawn]
@@ -113,11 +115,21 @@ def write_before_after(context: Context, entries: Entries, step: int) -> None:
     context.say(f"before and after: {target}")
 
 
-def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] | list[str]:
+def sample(
+    context: Context, model: Any, entries: Entries, ranks: Ranks = ALONE
+) -> list[Image.Image] | list[str]:
     """Draw one image, or write one answer, a validation prompt; the model's training mode is put back.
 
-    The VAE is loaded for the time of the previews only. A stop request raises between two denoising steps.
+    Prompt n is that of rank n mod N, and every rank is given all of them. The VAE is loaded for the time of
+    the previews only. A stop request raises between two denoising steps, on all ranks.
     """
+    count = len(entries.prompts)
+    numbers = range(ranks.rank, count, ranks.size)
+    shares = ranks.agreed(lambda: _own_share(context, model, entries, numbers) if numbers else [])
+    return [shares[number % ranks.size][number // ranks.size] for number in range(count)]
+
+
+def _own_share(context: Context, model: Any, entries: Entries, numbers: Sequence[int]) -> list[Any]:
     context.status.beat(Phase.PREVIEW)
     alive = functools.partial(context.alive, Phase.PREVIEW, item_done=True)
 
@@ -132,9 +144,9 @@ def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] 
     model.eval()
     try:
         with torch.no_grad():
-            prompts = [_prompt(context, entries, one) for one in entries.prompts]
+            prompts = [_prompt(context, entries, number) for number in numbers]
             settings = context.config.validation
-            return context.family.preview(model, context.source, encoders, prompts, settings, alive)
+            return [*context.family.preview(model, context.source, encoders, prompts, settings, alive)]
     finally:
         model.train(was_training)
         del encoders
@@ -142,8 +154,9 @@ def sample(context: Context, model: Any, entries: Entries) -> list[Image.Image] 
         torch.cuda.empty_cache()  # the next phase starts from its own peak
 
 
-def _prompt(context: Context, entries: Entries, prompt: Prompt) -> PreviewPrompt:
+def _prompt(context: Context, entries: Entries, number: int) -> PreviewPrompt:
     """A prompt's entries and its size: that of its first control image's aspect, else a square."""
+    prompt = entries.prompts[number]
     side = context.config.validation.resolution or context.config.data.resolution
     width = height = side
     if prompt.controls:
@@ -157,4 +170,5 @@ def _prompt(context: Context, entries: Entries, prompt: Prompt) -> PreviewPrompt
         controls=tuple(read_image(one.path, content_sha256=one.content_sha256) for one in prompt.controls),
         width=width,
         height=height,
+        number=number,
     )

@@ -13,6 +13,7 @@ from trainer.data.sampler import MicroBatch
 from trainer.engine.building.build import Built
 from trainer.engine.caching.entries import Entries
 from trainer.engine.context import Context
+from trainer.engine.optimizing.exchange import SlowRanks
 from trainer.engine.optimizing.optimizer import HostFlag, Updater
 from trainer.engine.records import checkpoint
 from trainer.engine.records.journal import Journal
@@ -63,10 +64,11 @@ class State:
     grad_norm: torch.Tensor | None = None
     flag: HostFlag | None = None
     """1.0 where the last step was not finite; read one step later."""
-    asked: HostFlag | None = None
-    """Exit code that a rank was asked to end with, or will, 0 for none; read with the flag. None for one
-    process.
-    """
+    told: HostFlag | None = None
+    """What the ranks said of themselves in the last step; read with the flag. None for one process."""
+    slow: SlowRanks = field(default_factory=SlowRanks)
+    equal_step: int = 0
+    """The newest step after which all ranks had equal weights."""
     problem: TrainerError | None = None
     """Why this rank of several cannot read the next step."""
     suspects: Sequence[MicroBatch] = field(default_factory=tuple)
