@@ -88,7 +88,7 @@ class TrainerError(Exception):
 
 
 PEER_LOST = 76
-"""What a rank ends with on a PeerLostError; its supervisor, which alone sees it, passes on 75."""
+"""Exit code of a rank on a PeerLostError; its supervisor, which alone sees it, passes on 75."""
 
 
 class PeerLostError(Exception):

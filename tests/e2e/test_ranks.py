@@ -88,7 +88,7 @@ def test_stopped_by_two_and_gone_on_with_by_one_and_by_two(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     """The number of processes is the machine's, not the run's: a checkpoint does not know it."""
-    process = start(FIRST, tmp_path, TWO)
+    process = start(FIRST, tmp_path, TWO, "checkpoint.checkpointing_steps=1000")
     children = pids(process, 2)
     process.popen.send_signal(signal.SIGTERM)
     code, errors = process.end()
@@ -220,12 +220,17 @@ def test_a_slow_rank_is_named_once_and_the_run_goes_on(start: Start, tmp_path: P
     assert "rank 1 takes " in errors
 
 
-def test_a_flipped_bit_of_one_rank_ends_the_run_and_is_never_saved(start: Start, tmp_path: Path) -> None:
-    process = start(FIRST, tmp_path, TWO, "checkpoint.checkpointing_steps=2", knobs={"slow": "flipped"})
+@pytest.mark.parametrize(("every", "saved"), [(2, ["step-000002"]), (3, []), (1000, [])])
+def test_a_flipped_bit_of_one_rank_ends_the_run_and_is_never_saved(
+    every: int, saved: list[str], start: Start, tmp_path: Path
+) -> None:
+    """It flips in the third step: in one that is saved, before one that is, and where nothing is due."""
+    due = f"checkpoint.checkpointing_steps={every}"
+    process = start(FIRST, tmp_path, TWO, due, "validation.held_out=0", knobs={"slow": "flipped"})
     code, errors = process.end()
     assert code == ExitCode.HARDWARE, errors
     assert errors.count("do not hold equal weights any more; after step 2 they did") == 1
-    assert steps_saved(process.run_dir) == ["step-000002"]
+    assert steps_saved(process.run_dir) == saved
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ def main(spec_path: str) -> int:
     outlive_readers(stdout=True)
     stop = StopFlag()
     stop.install()
-    spec, (rank, _) = read_spec(Path(spec_path)), environment.rank_and_ranks()
+    spec, (rank, ranks) = read_spec(Path(spec_path)), environment.rank_and_ranks()
     die_with_parent(spec.supervisor_pid)
-    status = StatusWriter(rank_folder(Path(spec.runtime_dir), rank))
+    status = StatusWriter(rank_folder(Path(spec.runtime_dir), rank), ranks=ranks)
     status.beat(Phase.LOAD)
     config = RunConfig.model_validate(spec.config)
     log.setup(None, rank)
@@ -72,7 +72,8 @@ def main(spec_path: str) -> int:
         return int(error.exit_code)
     except PeerLostError as error:
         status.wait_to_be_ended()
-        logger.error("another rank of this run is gone: %s", error)
+        if str(error):  # else rank 0 ended as agreed, and said why
+            logger.error("another rank of this run is gone: %s", error)
         return PEER_LOST
     finally:
         stop.uninstall()
@@ -96,12 +97,12 @@ def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -
 
 
 def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, samples: Samples) -> None:
-    """Everything that needs torch."""
+    """Everything that needs torch. On ranks but the first it raises PeerLostError once rank 0 has ended."""
     with _importing():
         from trainer.engine import run
         from trainer.engine.building.base_load_check import check_loadable
         from trainer.engine.context import Context
-        from trainer.engine.ranks import joined
+        from trainer.engine.ranks import EndedTogether, joined
         from trainer.modeling.quiet import quiet_libraries
         from trainer.planning.out_of_memory import is_out_of_memory, out_of_memory
         from trainer.planning.planning import may_be_planned
@@ -133,6 +134,8 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
                 run.sample_once(context, spec)
             else:
                 run.verify_file(context, spec)
+    except EndedTogether as error:
+        raise PeerLostError("") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -42,14 +42,14 @@ class Ranks:
         """True for the process that writes the run's files."""
         return self.rank == 0
 
-    def from_first(self, make: Callable[[], Item]) -> Item:
-        """The value that `make` gives on rank 0, on every rank; it can be pickled."""
+    def from_first(self, value: Item) -> Item:
+        """The value of rank 0, on every rank; it can be pickled."""
         if self.size == 1:
-            return make()
-        held = [make() if self.first else None]
+            return value
+        held = [value]
         with self.waiting():
             dist.broadcast_object_list(held, src=0)
-        return held[0]  # type: ignore[return-value]  # rank 0's
+        return held[0]
 
     def gathered(self, value: Item) -> list[Item]:
         """The value of every rank, in their order; it can be pickled."""
@@ -63,7 +63,7 @@ class Ranks:
     def agreed(self, make: Callable[[], Item]) -> list[Item]:
         """The value that `make` gives on every rank, in their order; it can be pickled.
 
-        Raises the TrainerError of the first rank whose `make` raised one, on all of them.
+        Where `make` raised a TrainerError on one, all raise the first one's, as `together` does.
         """
         if self.size == 1:
             return [make()]
@@ -74,10 +74,23 @@ class Ranks:
         except TrainerError as raised:
             error = raised
         told = self.gathered((value, error))
-        for _, one in told:
-            if one is not None:
-                raise one
+        with self.together():
+            for _, one in told:
+                if one is not None:
+                    raise one
         return [one for one, _ in told]  # type: ignore[misc]  # none raised: all made one
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """A TrainerError that the block raises is raised on all ranks: rank 0 acts on it, on the others it is
+        an EndedTogether.
+        """
+        try:
+            yield
+        except TrainerError as error:
+            if self.first:
+                raise
+            raise EndedTogether from error
 
     def meet(self) -> None:
         """Wait until every rank is here."""
@@ -105,6 +118,10 @@ class Ranks:
             if is_out_of_memory(error):
                 raise
             raise PeerLostError(str(error)) from error
+
+
+class EndedTogether(Exception):
+    """The end of this rank by an error that all ranks raise: rank 0 saves, and says why."""
 
 
 ALONE = Ranks()
@@ -137,7 +154,8 @@ class Waits:
     def _watch(self) -> None:
         while not self._ended.wait(_TOLD_SECONDS):
             with self._lock:
-                if self._since is not None and time.monotonic() - self._since >= _TOLD_SECONDS:
+                waits = self._since is not None and time.monotonic() - self._since >= _TOLD_SECONDS
+                if waits and not self._told:  # once: ranks that wait for each other for ever fall silent
                     self._status.wait()
                     self._told = True
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import json
@@ -22,6 +23,7 @@ from trainer.engine.caching.imported import import_entries
 from trainer.engine.caching.samples import Samples, prompt_controls
 from trainer.engine.caching.store import DamagedEntryError, prune
 from trainer.engine.context import Context, apply_backend_settings
+from trainer.engine.ranks import EndedTogether
 from trainer.engine.records import resume
 from trainer.engine.records.journal import Journal, start_tracker
 from trainer.engine.results import proof
@@ -33,7 +35,7 @@ from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
 from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
-from trainer.errors import DataError, DivergedError, Problem
+from trainer.errors import DataError, DivergedError, PeerLostError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
 from trainer.planning.kept_decisions import PLAN_FILE
@@ -113,8 +115,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
             before = proof.fixed_outputs(context, built.model)
     now, work = state.restore(context, built.updater, start), _work(context, built, entries, held_out)
     if not context.ranks.first:
-        if loop.follow(work, now):
-            _draw_last_share(work)
+        _follow(work, now)
         return
     journal = Journal(context, Path(spec.runtime_dir), tracker)
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
@@ -155,7 +156,7 @@ def _start(context: Context, samples: Samples) -> resume.Start:
     if context.ranks.first:
         start = resume.start(context, samples.training)
         found = {**vars(start), "context": start.context.plan}
-    found = context.ranks.from_first(lambda: found)
+    found = context.ranks.from_first(found)
     return resume.Start(**{**found, "context": dataclasses.replace(context, plan=found["context"])})
 
 
@@ -176,11 +177,11 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
         if before is None:
             path, comfyui, result = proof.export_lora(context, model)
             prove_best(context, model, run.held_out, path)
+            context.ranks.from_first(path)
             files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"
             summary = f"LoRA: {files}. Proved: {result}."
         else:
             summary = _finish_full(context, model, before)
-        context.ranks.from_first(lambda: path if before is None else None)
         strip = draw_previews(run, step)  # of the saved result: the LoRA is the one loaded from its file
         if strip is not None:
             context.say(f"previews: {strip}")
@@ -203,14 +204,22 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     context.say(summary)
 
 
-def _draw_last_share(work: state.Work) -> None:
-    """Draw this rank's previews of the result, with the LoRA from the file that rank 0 wrote and proved."""
+def _follow(work: state.Work, now: state.State) -> None:
+    """Train as rank 0 does, and draw this rank's previews of the result, with the LoRA from the file that
+    rank 0 wrote and proved. Raises EndedTogether once rank 0 has saved and is gone.
+    """
     context, model = work.context, work.built.model
-    path = context.ranks.from_first(Path)
-    if context.config.validation.prompts:
-        with loop.beside_training(work):
-            proof.take_back(context, model, path)
-            sample(context, model, work.entries, context.ranks)
+    try:
+        loop.follow(work, now)
+        path = context.ranks.from_first(context.run_dir)
+        if context.config.validation.prompts:
+            with loop.beside_training(work):
+                proof.take_back(context, model, path)
+                sample(context, model, work.entries, context.ranks)
+    except EndedTogether:
+        with contextlib.suppress(PeerLostError):
+            context.ranks.meet()
+        raise
 
 
 def _all_damaged(run: state.Run, first: DamagedEntryError) -> DamagedEntryError:

@@ -30,6 +30,7 @@ LOCK_FILE = "lock"
 _log = logging.getLogger("trainer.status")
 _RANK = "rank-"
 _TO_BE_ENDED_SECONDS = 3.0
+_MOST_RANKS = 1024
 _MOST_BYTES = 1 << 16
 """Bytes that are read of a status file at most; a valid one has 300."""
 
@@ -78,6 +79,8 @@ class Status:
     step: int | None = None
     total: int | None = None
     median_step_seconds: float | None = None
+    ranks: int = 1
+    """Processes of this run, of which each has a status."""
     waits: bool = False
     """Whether the process waits for the other ranks of its run: they are judged, not this one."""
     exit_code: int | None = None
@@ -112,10 +115,16 @@ class StatusWriter:
     """Writes the heartbeat; a call costs a clock reading unless a second has passed or the phase changed."""
 
     def __init__(
-        self, directory: Path, *, interval_seconds: float = 1.0, clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Path,
+        *,
+        ranks: int = 1,
+        interval_seconds: float = 1.0,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         self._path = directory / STATUS_FILE
+        self._ranks = ranks
         self._interval = interval_seconds
         self._clock = clock
         self._boot_id = locks.boot_id()
@@ -125,8 +134,8 @@ class StatusWriter:
         self._last: Status | None = None
         self._written = 0.0
         self._item_started = 0.0
-        self.last_step_seconds = 0.0
-        """Time of the last `item_done` step, without waits; 0 before there is one."""
+        self._step: int | None = None
+        self._total: int | None = None
         self._step_seconds: deque[float] = deque(maxlen=51)
         self._median: float | None = None
         self._told = False
@@ -145,11 +154,10 @@ class StatusWriter:
         The median step time is taken from the `item_done` beats of the train phase unless it is given,
         without the time that this process `waited`.
         """
-        now = self._clock()
+        now, self._step, self._total = self._clock(), step, total
         changed = phase is not self.phase
         if item_done and not changed and phase is Phase.TRAIN:
-            self.last_step_seconds = now - self._item_started
-            self._step_seconds.append(self.last_step_seconds)
+            self._step_seconds.append(now - self._item_started)
         if item_done or changed:
             self._item_started = now
         if median_step_seconds is not None:
@@ -170,6 +178,7 @@ class StatusWriter:
             step=step,
             total=total,
             median_step_seconds=self._median,
+            ranks=self._ranks,
         )
         self._write(status)
 
@@ -192,7 +201,8 @@ class StatusWriter:
         """Beat in the phase and step of the last beat."""
         if self._last is not None:
             now, unix = self._clock(), time.time()
-            self._write(dataclasses.replace(self._last, beat=now, beat_unix_seconds=unix, waits=waits))
+            last = dataclasses.replace(self._last, step=self._step, total=self._total, waits=waits)
+            self._write(dataclasses.replace(last, beat=now, beat_unix_seconds=unix))
 
     def _write(self, status: Status) -> None:
         self._last, self._written = status, status.beat
@@ -223,6 +233,9 @@ def _is_sound(raw: dict[str, object]) -> bool:
     """True if every value can be judged: JSON may hold any type, and NaN."""
     optional = [raw.get(name) for name in ("step", "total", "median_step_seconds", "exit_code")]
     numbers = [raw[name] for name in ("beat", "beat_unix_seconds", "started_unix_seconds", "pid")]
+    ranks = raw.get("ranks", 1)
+    if not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS:
+        return False
     numbers += [value for value in optional if value is not None]
     return isinstance(raw.get("cause"), str) and all(
         isinstance(value, int | float) and math.isfinite(value) for value in numbers
@@ -235,7 +248,7 @@ def rank_folder(directory: Path, rank: int) -> Path:
 
 
 def rank_folders(directory: Path) -> list[Path]:
-    """The folders of the ranks of the run in `directory`, in their order."""
+    """The folders of all ranks that a run in `directory` had, this one or one before, in their order."""
     named = (path.name.removeprefix(_RANK) for path in directory.glob(f"{_RANK}*"))
     others = sorted(int(name) for name in named if name.isdecimal() and str(int(name)) == name != "0")
     return [rank_folder(directory, rank) for rank in (0, *others)]
@@ -243,7 +256,9 @@ def rank_folders(directory: Path) -> list[Path]:
 
 def read_ranks(directory: Path) -> list[Status | None]:
     """The statuses of all ranks of the run in `directory`, in their order, as `read_status` gives each."""
-    return [read_status(folder) for folder in rank_folders(directory)]
+    first = read_status(directory)
+    others = range(1, 1 if first is None else first.ranks)
+    return [first, *(read_status(rank_folder(directory, rank)) for rank in others)]
 
 
 def was_killed(directory: Path, status: Status) -> bool:
@@ -311,11 +326,8 @@ def verdict_of_ranks(statuses: Sequence[Status | None], now: float, *, scale: fl
         return verdict(first, now, scale=scale)
     idle = [one is None or one.waits or one.phase is Phase.DONE for one in statuses]
     working = [rank for rank in range(len(statuses)) if not idle[rank]]
-    judged = {
-        rank: verdict(one, now, scale=scale)
-        for rank, one in enumerate(statuses)
-        if rank in working or not working
-    }
+    there = [rank for rank, one in enumerate(statuses) if one is not None]
+    judged = {rank: verdict(statuses[rank], now, scale=scale) for rank in working or there}
     sick = [rank for rank, one in judged.items() if not one.healthy]
 
     def progress(rank: int) -> tuple[int, float]:

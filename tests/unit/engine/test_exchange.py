@@ -90,7 +90,7 @@ def handed_out(ranks: Ranks, steps: int) -> list[torch.Tensor | None]:
 
 
 def test_parameters_get_their_sums_and_none_where_there_is_none(pool: Workers) -> None:
-    """As in one process, where a parameter without a gradient is not touched by the optimizer."""
+    """Equal to one process, where a parameter without a gradient is not touched by the optimizer."""
     for steps, with_seven, without in ((1, 1, 2), (2, 2, 1), (3, 1, 2)):
         for found in pool.call(handed_out, 2, steps):
             assert found[without] is found[3] is None
@@ -137,7 +137,7 @@ def test_a_slow_rank_is_named_once() -> None:
     slow = SlowRanks()
     said = [slow.look((0.335, 0.640, 0.330)) for _ in range(60)]
     assert [number for number, line in enumerate(said, 1) if line] == [20]
-    assert said[19].startswith("rank 1 takes 1.9 times as long as the others, 640 against 332 ms a step")
+    assert said[19].startswith("rank 1 takes 1.9 times as long as the others, 640 against 332 ms a sample")
 
 
 @pytest.mark.parametrize("times", [(1.0, 1.4), (0.0, 5.0), (1.0, 1.0, 1.0, 1.45)])
@@ -152,7 +152,7 @@ def test_only_steps_on_end_make_a_rank_slow() -> None:
 
 
 def shared(ranks: Ranks) -> tuple[object, ...]:
-    told = ranks.from_first(lambda: {"step": 7, "from": ranks.rank})
+    told = ranks.from_first({"step": 7, "from": ranks.rank})
     return told, ranks.gathered(ranks.rank * 10), ranks.first
 
 

@@ -202,7 +202,7 @@ def test_keys_follow_the_content_and_not_the_name() -> None:
 
 
 def filled_by_ranks(ranks: Ranks, folder: Path, least: int) -> tuple[list[str], FillReport, list[int]]:
-    """What this rank encoded, its report, and the numbers of entries that its bar was told of texts."""
+    """Entries that this rank encoded, its report, and the numbers of texts that its bar was told of."""
     fill.LEAST_ENTRIES = least
     encoders, seen = Encoders(), list[tuple[str, int, int]]()
     report = filled(Cache(folder, "family"), ENTRIES, encoders.open, seen=seen, ranks=ranks)

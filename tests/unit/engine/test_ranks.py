@@ -1,4 +1,4 @@
-"""What the processes of one run tell each other."""
+"""Talk of the processes of one run with each other."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from tests.ranks import Workers, workers
 from trainer.engine.caching.store import DamagedEntryError
-from trainer.engine.ranks import ALONE, Ranks, Waits
+from trainer.engine.ranks import ALONE, EndedTogether, Ranks, Waits
 from trainer.errors import DataError, OutOfMemoryError, PeerLostError, Problem, StoppedError, TrainerError
 from trainer.telemetry.status import Phase, StatusWriter, read_status
 from trainer.telemetry.stop import StopFlag
@@ -33,8 +33,14 @@ def one_fails(ranks: Ranks, failing: int) -> list[int] | tuple[str, list[Problem
 
     try:
         return ranks.agreed(make)
-    except TrainerError as error:
-        return type(error).__name__, list(error.problems)
+    except EndedTogether as ended:
+        error = ended.__cause__
+        assert ranks.rank > 0
+    except TrainerError as raised:
+        error = raised
+        assert ranks.rank == 0
+    assert isinstance(error, TrainerError)
+    return type(error).__name__, list(error.problems)
 
 
 @pytest.mark.parametrize("failing", [0, 1, 2])
@@ -56,11 +62,14 @@ def stopped(ranks: Ranks) -> int:
         ranks.agreed(flag.raise_if_requested)
     except StoppedError as error:
         return int(error.exit_code)
+    except EndedTogether:
+        return -1
     return 0
 
 
 def test_a_request_to_one_rank_ends_all(pool: Workers) -> None:
-    assert pool.call(stopped, 2) == [75, 75]
+    """Rank 0 says why."""
+    assert pool.call(stopped, 2) == [75, -1]
 
 
 def test_one_process_raises_its_own_error() -> None:
@@ -112,6 +121,9 @@ def test_only_long_waits_are_told_and_none_counts_as_work(tmp_path: Path) -> Non
         while not told() and time.monotonic() < end:
             time.sleep(0.05)
         assert told()
+        beat = read_status(tmp_path)
+        time.sleep(2.5)
+        assert read_status(tmp_path) == beat  # silent from then on: ranks that wait for each other are found
     assert not told()
     writer.beat(Phase.TRAIN, step=2, item_done=True)
     writer.beat(Phase.TRAIN, step=3, item_done=True)

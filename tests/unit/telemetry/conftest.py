@@ -35,7 +35,9 @@ paths = {name: Path(asked[name]) for name in ("runtime_dir", "meminfo_path", "me
 try:
     code = supervise(
         [sys.executable, "-c", asked["child"]],
-        environments=[{**os.environ, "RANK": str(rank)} for rank in range(asked["ranks"])],
+        environments=[
+            {**os.environ, "RANK": str(rank), "RANKS": str(asked["ranks"])} for rank in range(asked["ranks"])
+        ],
         port=asked["port"],
         unified_memory=asked["unified_memory"],
         limits=Limits(**asked["limits"]),
@@ -60,7 +62,7 @@ flag.install()
 die_with_parent()
 rank = int(os.environ["RANK"])
 folder = rank_folder(Path(os.environ["TRAINER_RUNTIME_DIR"]), rank)
-writer = StatusWriter(folder, interval_seconds=0.02)
+writer = StatusWriter(folder, ranks=int(os.environ["RANKS"]), interval_seconds=0.02)
 metrics = RunMetrics(folder)
 metrics.phase(Phase.TRAIN)
 for step in range(100000):

@@ -39,7 +39,7 @@ def full_text(directory: Path) -> str:
         metrics.record(dataclasses.replace(one, planned_steps=100, steps=10, samples=40))
     metrics.checkpoint(20)
     metrics.write()
-    StatusWriter(directory).beat(Phase.TRAIN, step=20, median_step_seconds=0.25)
+    StatusWriter(directory, ranks=2).beat(Phase.TRAIN, step=20, median_step_seconds=0.25)
     StatusWriter(rank_folder(directory, 1)).beat(Phase.TRAIN, step=20, median_step_seconds=0.5)
     ranks = read_ranks(directory)
     return metrics_text(

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from trainer.errors import PEER_LOST, ExitCode
-from trainer.telemetry.status import Phase, Status, rank_folders, verdict_of_ranks
+from trainer.telemetry.status import Phase, Status, rank_folders, read_ranks, verdict_of_ranks
 from trainer.telemetry.supervising.supervisor import supervise
 
 from .conftest import CHILD, Run, Start, wait_for
@@ -54,16 +54,16 @@ def test_a_killed_rank_ends_all_within_seconds(start: Start, rank: int) -> None:
 
 
 def failing(code: str) -> str:
-    """Rank 1 ends otherwise than well at its twentieth step."""
-    return CHILD.replace(
-        "    time.sleep(0.02)", f"    if rank == 1 and step == 20: {code}\n    time.sleep(0.02)"
-    )
+    """Rank 1 ends otherwise than well once there is a file `end` beside its runtime folder."""
+    look = f"    if rank == 1 and (folder.parent.parent / 'end').exists(): {code}\n"
+    return CHILD.replace("    time.sleep(0.02)", f"{look}    time.sleep(0.02)")
 
 
 @pytest.mark.parametrize("code", [ExitCode.BAD_DATA, ExitCode.DIVERGED, ExitCode.OUT_OF_MEMORY])
 def test_the_first_error_gives_the_exit_code(start: Start, code: ExitCode) -> None:
     run = start(child=failing(f"sys.exit({int(code)})"), ranks=RANKS)
     children = pids(run)
+    run.directory.with_name("end").touch()
     found, errors = run.end()
     assert found == code
     assert "supervisor:" not in errors  # the rank told it itself
@@ -122,6 +122,10 @@ def test_ranks_of_an_earlier_run_are_forgotten(start: Start, tmp_path: Path) -> 
     run = start(ranks=2)
     run.child(1)
     assert not left.exists()
+    # one that could not be removed is not this run's either
+    left.mkdir()
+    (left / "status.json").write_bytes((run.directory / "status.json").read_bytes())
+    assert len(read_ranks(run.directory)) == 2
     run.process.terminate()
     run.end()
 
@@ -179,7 +183,10 @@ def test_a_rank_that_cannot_be_started_ends_those_before_it(
 
 
 def test_a_lost_connection_is_told_with_the_code_of_a_stop(start: Start) -> None:
-    code, errors = start(child=failing(f"sys.exit({PEER_LOST})"), ranks=RANKS).end()
+    run = start(child=failing(f"sys.exit({PEER_LOST})"), ranks=RANKS)
+    pids(run)
+    run.directory.with_name("end").touch()
+    code, errors = run.end()
     assert code == ExitCode.STOPPED
     assert "supervisor: rank 1: the connection between its processes broke; it can be resumed" in errors
 
@@ -241,6 +248,11 @@ def test_a_rank_that_is_done_is_not_the_one_that_works(status: Make) -> None:
     stuck = verdict_of_ranks([status(900.0, waits=True), status(5.0, step=9, phase=Phase.DONE)], 1000.0)
     assert not stuck.healthy
     assert stuck.reason.startswith("rank 0: ")
+
+
+def test_a_rank_that_never_wrote_does_not_hide_those_that_wait_in_vain(status: Make) -> None:
+    stuck = verdict_of_ranks([status(700.0, waits=True), None, status(650.0, waits=True)], 1000.0)
+    assert stuck.hung
 
 
 def test_ranks_that_all_wait_for_each_other_hang(status: Make) -> None:

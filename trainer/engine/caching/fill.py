@@ -59,9 +59,10 @@ def fill_cache(context: Context, entries: Entries, *, verify: bool = False) -> F
         for kind in KINDS:
             wanted = [entry for entry in distinct.values() if entry.kind == kind]
             on_done = functools.partial(_tell, context, functools.partial(advance, f"caching {kind}"))
-            keys = context.ranks.from_first(
-                functools.partial(_missing, context, entries.cache, wanted, on_done, verify=verify)
-            )
+            keys = set[str]()
+            if context.ranks.first:
+                keys = _missing(context, entries.cache, wanted, on_done, verify=verify)
+            keys = context.ranks.from_first(keys)
             missing = [entry for entry in wanted if entry.key in keys]
             encoded += len(missing)
             _encode_share(context, entries.cache, missing, len(wanted), on_done)

@@ -27,14 +27,14 @@ _SLOW, _SLOW_STEPS = 1.5, 20
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What all ranks said of themselves at the end of a step."""
+    """Answers of all ranks to each other at the end of a step."""
 
     asked: int
     """The largest exit code that one was asked to end with; 0 for none."""
     unequal: bool
     """Whether the weights of some differ."""
     seconds: tuple[float, ...]
-    """Time of the last step of each, without its waits; 0 where it is not known."""
+    """Time of a sample of the last step on each, forward and backward; 0 where it had none."""
 
 
 def told(values: Sequence[float]) -> Told:
@@ -52,7 +52,7 @@ class SlowRanks:
         self._named: set[int] = set()
 
     def look(self, seconds: Sequence[float]) -> str:
-        """Take in the times of a step; gives a line for people, empty where there is nothing to tell."""
+        """Take in the times of a sample; gives a line for people, empty where there is nothing to tell."""
         lines = []
         for rank, own in enumerate(seconds):
             others = statistics.median([*seconds[:rank], *seconds[rank + 1 :]])
@@ -61,7 +61,7 @@ class SlowRanks:
             if self._steps[rank] == _SLOW_STEPS and rank not in self._named:
                 self._named.add(rank)
                 times = f"{own / others:.1f} times as long as the others"
-                figures = f"{1e3 * own:.0f} against {1e3 * others:.0f} ms a step"
+                figures = f"{1e3 * own:.0f} against {1e3 * others:.0f} ms a sample"
                 look = "look at its clocks, its cooling and other processes"
                 lines.append(f"rank {rank} takes {times}, {figures}: {look}")
         return "; ".join(lines)
@@ -78,7 +78,6 @@ class Exchange:
         self._received = latest.new_zeros(ranks.size, each)
         self._slice = torch.zeros(each, device=latest.device)
         self._gathered = torch.zeros(ranks.size, each, device=latest.device)
-        self._total = torch.zeros_like(latest, dtype=torch.float32)
         self._numbers = {name: number for number, name in enumerate(gradients.parameters)}
         self._found = torch.zeros(len(self._numbers), device=latest.device, dtype=torch.bool)
 
@@ -110,8 +109,9 @@ class Exchange:
         """Give the sums to the parameters, as their gradients; none to those that have none on any rank."""
         found = self._found.new_zeros(self.ranks.size, len(self._numbers))
         self.ranks.all_gather(found, self._found)
-        self.take(self._total)
-        totals, on_any = self.gradients.by_name(self._total), found.any(dim=0).tolist()
+        total = torch.empty_like(self._latest, dtype=torch.float32)
+        self.take(total)
+        totals, on_any = self.gradients.by_name(total), found.any(dim=0).tolist()
         for name, number in self._numbers.items():
             if on_any[number]:
                 self.gradients.parameters[name].grad = totals[name]
@@ -127,8 +127,8 @@ class Exchange:
         """The loss of a step, and what all ranks say of themselves, for `told`; on the device, in float64.
 
         `losses` are those of this rank's micro-batches, of `count` in all; they are added in the run's order.
-        `asked` is the exit code that this rank was asked to end with or 0, `seconds` the time of its last
-        step, `digest` a scalar that is equal on all ranks whose weights are.
+        `asked` is the exit code that this rank was asked to end with or 0, `seconds` as in `Told`, `digest` a
+        scalar that is equal on all ranks whose weights are.
         """
         rounds, device = -(-count // self.ranks.size), self._slice.device
         own = torch.zeros(_WORDS + rounds, device=device, dtype=torch.float64)

@@ -131,20 +131,20 @@ def _prepared(context: Context, entries: Entries, settings: Any, number: int, mi
     """
     ours, plan = number % context.ranks.size == context.ranks.rank, context.plan
     weight, tokens, batch, draw = float(len(micro_batch)), 0, None, None
-    if ours or context.family.packed_by is not None:  # pictures weigh one each, whatever is in them
-        samples = [(sample.record, sample.dropped) for sample in micro_batch]
-        pin_memory = plan.pin_memory and ours
-        try:
+    try:
+        if ours or context.family.packed_by is not None:  # pictures weigh one each, whatever is in them
+            samples = [(sample.record, sample.dropped) for sample in micro_batch]
+            pin_memory = plan.pin_memory and ours
             batch = load_batch(
                 context, entries, samples, pin_memory=pin_memory, text_padding=plan.text_padding
             )
-        except TrainerError as error:
-            if context.ranks.size == 1:
-                raise
-            return Fed(micro_batch=micro_batch, weight=weight, tokens=0, batch=None, draw=None, problem=error)
-        weight, tokens = batch.weight, batch.tokens
-    if ours and batch is not None:
-        draw = draw_for(context.family, batch, settings, [one.position for one in micro_batch])
+            weight, tokens = batch.weight, batch.tokens
+        if ours and batch is not None:
+            draw = draw_for(context.family, batch, settings, [one.position for one in micro_batch])
+    except TrainerError as error:
+        if context.ranks.size == 1:
+            raise
+        return Fed(micro_batch=micro_batch, weight=weight, tokens=0, batch=None, draw=None, problem=error)
     if draw is not None and plan.pin_memory:
         draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
     return Fed(

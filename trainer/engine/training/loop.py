@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Generator
+import time
+from collections.abc import Generator, Sequence
 
 import torch
 
@@ -12,23 +13,14 @@ from trainer.engine.building.build import Built
 from trainer.engine.building.fast import uncompiled
 from trainer.engine.caching.batches import to_device
 from trainer.engine.context import Context
-from trainer.engine.optimizing.exchange import told
 from trainer.engine.optimizing.optimizer import FLOOR, HostFlag
 from trainer.engine.optimizing.schedule import learning_rate
 from trainer.engine.records import checkpoint
-from trainer.engine.training import held_out
+from trainer.engine.training import held_out, together
 from trainer.engine.training.feed import Fed, feed
 from trainer.engine.training.preview import draw_previews, preview_path, sample
 from trainer.engine.training.state import Run, State, Work, save
-from trainer.errors import (
-    DataError,
-    DivergedError,
-    ExitCode,
-    HardwareError,
-    OutOfMemoryError,
-    StoppedError,
-    TrainerError,
-)
+from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError, TrainerError
 from trainer.families.values import ENDS, TEXT_MASK, Batch, Draw
 from trainer.modeling.attention.text_lengths import padded_text
 from trainer.modeling.blocks.compiled import graphs_compiled, mark_varying
@@ -36,6 +28,8 @@ from trainer.modeling.seeds import seeded
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.sinks.records import METRICS_LOG, ValidationRecord, read_metrics
 from trainer.telemetry.status import Phase
+
+Losses = list[torch.Tensor]
 
 
 def train(run: Run, state: State) -> None:
@@ -45,12 +39,12 @@ def train(run: Run, state: State) -> None:
     """
     context, config = run.context, run.context.config
     total = config.train.max_train_steps
-    steps = Steps(feed(context, run.entries, context.settings, state.step, total))
+    steps = together.Steps(feed(context, run.entries, context.settings, state.step, total))
     context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
     run.journal.phase(Phase.FIRST_STEP)
     try:
         _look_before(run, state)
-        _look_ahead(run, state, steps)
+        together.look_ahead(run, state, steps)
         with progress(total, "training", start=state.step) as bar:
             run.journal.start_clock()
             while state.step < total:
@@ -63,6 +57,7 @@ def train(run: Run, state: State) -> None:
             captured = "" if run.graphs is None else f"{run.graphs}; "
             context.say(f"{captured}{graphs_compiled()} graphs compiled")
         _check_finite(run, state)
+        together.require_equal(run, state)
         # before the export, so that a failing export loses nothing; not of a full fine-tune that was told to
         # write no checkpoints: they are four times the model's size
         if config.method == "lora" or config.checkpoint.checkpointing_steps <= total:
@@ -77,32 +72,30 @@ def train(run: Run, state: State) -> None:
         steps.close()
 
 
-def follow(work: Work, state: State) -> bool:
+def follow(work: Work, state: State) -> None:
     """Train as rank 0 does in `train`, draw this rank's share of the previews, and leave it to that one to
-    write and to say anything.
-
-    Where all ranks are to end, it returns False: rank 0 saves, says why, and ends them. They do by every
-    error of ours, because each of these is agreed on before it is raised.
+    write and to say anything. Raises EndedTogether where all ranks end.
     """
     context, config = work.context, work.context.config
     total, every = config.train.max_train_steps, config.validation.every_steps
-    steps = Steps(feed(context, work.entries, context.settings, state.step, total))
+    steps = together.Steps(feed(context, work.entries, context.settings, state.step, total))
     context.status.beat(Phase.FIRST_STEP, step=state.step, total=total)
-    with contextlib.closing(steps), contextlib.suppress(TrainerError):
-        measures, draws = context.ranks.from_first(lambda: (False, False))  # as `_look_before` says
+    with contextlib.closing(steps):
+        measures, draws = context.ranks.from_first((False, False))  # as `_look_before` says
         if measures:
-            _validate(work, state.step)
+            _validate(work, state)
         if draws:
             _draw_share(work)
-        _look_ahead(work, state, steps)
+        together.look_ahead(work, state, steps)
         while state.step < total:
             _one_step(work, state, steps)
             if state.step % every == 0 or state.step == total:
-                _validate(work, state.step)
+                _validate(work, state)
+            if state.step % config.checkpoint.checkpointing_steps == 0:
+                together.require_equal(work, state)
             if state.step % every == 0 and state.step < total:
                 _draw_share(work)
-        return True
-    return False
+        together.require_equal(work, state)
 
 
 def _draw_share(work: Work) -> None:
@@ -112,48 +105,7 @@ def _draw_share(work: Work) -> None:
             sample(work.context, work.built.model, work.entries, work.context.ranks)
 
 
-class Steps:
-    """The steps that `feed` makes; of the next one can be told ahead whether it has a problem."""
-
-    def __init__(self, made: Generator[tuple[Fed, ...], None, None]) -> None:
-        self._made, self._next = made, tuple[Fed, ...]()
-
-    def take(self) -> tuple[Fed, ...]:
-        """The micro-batches of the next step. Raises what reading raised."""
-        step, self._next = self._next or next(self._made), ()
-        return step
-
-    def problem_ahead(self) -> TrainerError | None:
-        """The first problem of the next step, once it is read; None where there is no next step."""
-        self._next = self._next or next(self._made, ())
-        return next((fed.problem for fed in self._next if fed.problem is not None), None)
-
-    def close(self) -> None:
-        """Read no further."""
-        self._made.close()
-
-
-def _look_ahead(work: Work, state: State, steps: Steps) -> None:
-    """Raise the problem of the first step on all ranks, where there are several: none begins it alone."""
-    context = work.context
-    if context.ranks.size > 1:
-        # read by all of them before one of them, reading ahead, finds a damaged entry and removes it
-        context.ranks.agreed(lambda: len(work.entries.headers))
-        state.problem = steps.problem_ahead()
-        _raise_problem(context, state)
-
-
-def _raise_problem(context: Context, state: State) -> None:
-    """Raise the first problem of any rank on all of them."""
-
-    def tell() -> None:
-        if state.problem is not None:
-            raise state.problem
-
-    context.ranks.agreed(tell)
-
-
-def _one_step(run: Work, state: State, steps: Steps) -> None:
+def _one_step(run: Work, state: State, steps: together.Steps) -> None:
     """One optimizer step over its micro-batches; nothing here waits for the device but the previous step's
     flag.
 
@@ -162,33 +114,12 @@ def _one_step(run: Work, state: State, steps: Steps) -> None:
     """
     context, total = run.context, run.context.config.train.max_train_steps
     step = steps.take()
-    exchange, phase = run.built.updater.exchange, Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
-    # a mean over the step, however its samples are parted
-    weight = sum(fed.weight for fed in step)
-    # float64: sums do not depend on where a resume cut them
-    loss, losses = torch.zeros((), device=context.device, dtype=torch.float64), list[torch.Tensor]()
-    for number, fed in enumerate(step):
-        if exchange is None:  # several ranks end together, as they agree below
-            context.stop.raise_if_requested()
-        if fed.batch is not None:
-            loss += (found := _micro_batch(run, fed, fed.batch, weight))
-            losses += [] if exchange is None else [found.clone()]  # a graph writes to the same place again
-            context.status.beat(phase, step=state.step, total=total)
-        if exchange is not None and ((number + 1) % context.ranks.size == 0 or fed is step[-1]):
-            exchange.add_round(number % context.ranks.size + 1)
-    _check_finite(run, state)
-    _check_told(context, state)
-    if exchange is not None:
-        state.problem = steps.problem_ahead()
-        failed = 0 if state.problem is None else state.problem.exit_code
-        loss, said = exchange.agree(
-            losses,
-            len(step),
-            asked=max(context.stop.requested or 0, failed),
-            seconds=context.status.last_step_seconds,
-            digest=state.updater.digest(),
-        )
-        state.told = HostFlag(said)
+    loss, losses, seconds = _micro_batches(run, state, step)
+    with context.ranks.together():
+        _check_finite(run, state)
+        together.check_told(run, state)
+    if run.built.updater.exchange is not None:
+        loss = together.agree(run, state, steps, losses, len(step), seconds)
     state.grad_norm, bad = state.updater.step(learning_rate(context.config.train, state.step + 1), loss)
     state.flag = HostFlag(bad)
     state.suspects = tuple(fed.micro_batch for fed in step)
@@ -201,6 +132,31 @@ def _one_step(run: Work, state: State, steps: Steps) -> None:
     state.interval_samples += sum(len(fed.micro_batch) for fed in step)
     state.interval_tokens += sum(fed.tokens for fed in step)
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
+
+
+def _micro_batches(run: Work, state: State, step: Sequence[Fed]) -> tuple[torch.Tensor, Losses, float]:
+    """Gradients of a step's micro-batches, of several ranks exchanged in rounds. Gives the sum of this rank's
+    losses, on the device; each of them, of several ranks; and its seconds a sample.
+    """
+    context, total = run.context, run.context.config.train.max_train_steps
+    exchange, phase = run.built.updater.exchange, Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
+    # a mean over the step, however its samples are parted
+    weight = sum(fed.weight for fed in step)
+    # float64: sums do not depend on where a resume cut them
+    loss, losses = torch.zeros((), device=context.device, dtype=torch.float64), list[torch.Tensor]()
+    seconds, samples = 0.0, 0
+    for number, fed in enumerate(step):
+        if exchange is None:  # several ranks end together, as they agree after the step
+            context.stop.raise_if_requested()
+        if fed.batch is not None:
+            began = time.monotonic()
+            loss += (found := _micro_batch(run, fed, fed.batch, weight))
+            seconds, samples = seconds + time.monotonic() - began, samples + fed.batch.size
+            losses += [] if exchange is None else [found.clone()]  # a graph writes to the same place again
+            context.status.beat(phase, step=state.step, total=total)
+        if exchange is not None and ((number + 1) % context.ranks.size == 0 or fed is step[-1]):
+            exchange.add_round(number % context.ranks.size + 1)
+    return loss, losses, seconds / max(1, samples)
 
 
 def _micro_batch(run: Work, fed: Fed, batch: Batch, weight: float) -> torch.Tensor:
@@ -246,42 +202,11 @@ def predict(context: Context, built: Built, batch: Batch, draw: Draw | None) -> 
         context.family.predict(built.model, batch, draw, context.settings)
 
 
-def _check_told(context: Context, state: State) -> None:
-    """Act on what the ranks said of themselves in the last step, all of them alike.
-
-    Raises the problem of one that cannot read this step, and as `StopFlag.raise_if_requested` where one was
-    asked to end. Names one that is slow.
-    """
-    if state.told is None:
-        return
-    said = told(state.told.values())
-    state.equal_step = state.step - 1
-    slow = state.slow.look(said.seconds)
-    if slow:
-        context.say(slow)
-    if said.asked:
-        _raise_problem(context, state)
-        context.stop.requested = ExitCode(said.asked)
-        context.stop.raise_if_requested()
-
-
-def _check_equal(state: State) -> None:
-    """Raise HardwareError where the ranks held different weights before the last step."""
-    if state.told is None or not told(state.told.values()).unequal:
-        return
-    raise HardwareError(
-        f"step {state.step}: the processes of this run do not hold equal weights any more; after step"
-        f" {state.equal_step} they did",
-        remedy="look for errors of a device, its memory or a link (dmesg, nvidia-smi -q), then start again:"
-        " the newest checkpoint is gone on with",
-    )
-
-
 def _check_finite(run: Work, state: State) -> None:
     """Read the last step's flag; raise DivergedError naming the files that were in it, HardwareError where
     ranks do not hold equal weights.
     """
-    _check_equal(state)
+    together.check_equal(state)
     if state.flag is None or state.flag.read() == 0.0:
         return
     records = run.entries.records
@@ -318,7 +243,7 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
     with run.journal.untimed():
         if step % every == 0 or step == total:
             try:
-                validation = _validate(run, step)
+                validation = _validate(run, state)
             except DataError:
                 # the step is saved now, so that no later process can write its line
                 bar.advance(1, text=_log(run, state, None))
@@ -329,6 +254,7 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
         # saved first: a failing preview loses no step, and a resumed run draws the preview that is missing
         if step % config.checkpoint.checkpointing_steps == 0:
             _check_finite(run, state)
+            together.require_equal(run, state)
             save(run, state)
         if step % every == 0 and step < total:  # the last one is drawn with the LoRA loaded from its file
             with beside_training(run):
@@ -345,8 +271,8 @@ def _look_before(run: Run, state: State) -> None:
     due, last = step % config.validation.every_steps == 0, step == config.train.max_train_steps
     draws = step == 0 or (due and not last and not preview_path(context, step).exists())
     measures = step == 0 or ((due or last) and not measured)
-    context.ranks.from_first(lambda: (measures, draws))
-    record = _validate(run, step) if measures else None
+    context.ranks.from_first((measures, draws))
+    record = _validate(run, state) if measures else None
     if record is not None:
         run.journal.log_validation(record)
         when = f"of step {step}, measured now" if step else "before the first step"
@@ -356,11 +282,12 @@ def _look_before(run: Run, state: State) -> None:
             draw_previews(run, step)
 
 
-def _validate(run: Work, step: int) -> ValidationRecord | None:
+def _validate(run: Work, state: State) -> ValidationRecord | None:
     """The held-out loss, measured by all ranks together; None where nothing is held out."""
-    context, model = run.context, run.built.model
+    context, model, step = run.context, run.built.model, state.step
     if run.held_out is None:
         return None
+    together.require_equal(run, state)
     with beside_training(run):
         record = held_out.measure(context, model, run.held_out, step=step, ranks=context.ranks)
         if step and context.ranks.first:

@@ -65,7 +65,7 @@ class State:
     flag: HostFlag | None = None
     """1.0 where the last step was not finite; read one step later."""
     told: HostFlag | None = None
-    """What the ranks said of themselves in the last step; read with the flag. None for one process."""
+    """Answers of the ranks to each other in the last step; read with the flag. None for one process."""
     slow: SlowRanks = field(default_factory=SlowRanks)
     equal_step: int = 0
     """The newest step after which all ranks had equal weights."""
@@ -119,7 +119,7 @@ def restore(context: Context, updater: Updater, start: Start) -> State:
         optimizer = checkpoint.read_group(state.saved_in, "optimizer", context.device)
         updater.load(weights, optimizer, snapshot.step)
         context.say(f"resumed from {state.saved_in.name}")
-        state.step = state.saved_step = snapshot.step
+        state.step = state.saved_step = state.equal_step = snapshot.step
         state.interval_loss += snapshot.interval_loss
         state.interval_steps += snapshot.interval_steps
     return state

@@ -39,7 +39,8 @@ def spread(situation: Situation) -> tuple[Situation, Decision | None, Decision |
         began = (
             "micro-batches of a step, in which the run began" if situation.goes_on else "samples of a step"
         )
-        remedy = f"write one of {divisors}, or other train.gradient_accumulation_steps"
+        other = "" if situation.goes_on else ", or other train.gradient_accumulation_steps"
+        remedy = f"write one of {divisors}{other}"
         raise _refused(situation, f"{count} do not share the {most} {began} evenly", remedy)
     each = shared[0].train.gradient_accumulation_steps // count
     reason = f"each takes {each} of a step's {each * count} micro-batches; batch and rate are the whole run's"

@@ -35,7 +35,6 @@ _TICK_SECONDS = 0.1
 _SAME_KEY_SECONDS = 0.5
 _KILL_PATIENCE_SECONDS = 60.0
 _PAUSED_LOOKS = 10
-_STUCK = "it is stuck in the kernel, mostly in a driver"
 _INTERRUPTED = 128 + signal.SIGINT
 _ASKING = (signal.SIGTERM, signal.SIGINT)
 
@@ -75,9 +74,7 @@ def supervise(
     runtime_dir.mkdir(parents=True, exist_ok=True)
     console = sys.stderr if console is None else console
     with _holding(runtime_dir, console) as lock, _signals() as received, contextlib.ExitStack() as serving:
-        _forget_ranks(runtime_dir)  # of the run before, as are these two
-        for name in (STATUS_FILE, METRICS_FILE):
-            (runtime_dir / name).unlink(missing_ok=True)
+        _forget(runtime_dir)
         watch = _Watch(
             directory=runtime_dir,
             unified_memory=unified_memory,
@@ -88,25 +85,21 @@ def supervise(
         )
         # The first beat is ours, before the first question: a child that cannot even import is found out too.
         for rank in range(len(environments)):
-            StatusWriter(status.rank_folder(runtime_dir, rank)).beat(Phase.LOAD)
+            StatusWriter(status.rank_folder(runtime_dir, rank), ranks=len(environments)).beat(Phase.LOAD)
         answers = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
         try:
             serving.enter_context(answers)
         except ConfigError:  # the port cannot be had: nothing runs
-            (runtime_dir / STATUS_FILE).unlink()
-            _forget_ranks(runtime_dir)
+            _forget(runtime_dir)
             raise
-        try:
-            for environment in environments:
-                watch.start(command, environment, lock)
-        except OSError:  # one that cannot be started ends those before it
-            watch.kill_groups()
-            raise
+        watch.start(command, environments, lock)
         return watch.run(received)
 
 
-def _forget_ranks(runtime_dir: Path) -> None:
-    """Remove the folders of all ranks but the first, which has the runtime folder itself."""
+def _forget(runtime_dir: Path) -> None:
+    """Remove what the ranks of a run left in its runtime folder."""
+    for name in (STATUS_FILE, METRICS_FILE):
+        (runtime_dir / name).unlink(missing_ok=True)
     for path in status.rank_folders(runtime_dir)[1:]:
         shutil.rmtree(path, ignore_errors=True)
 
@@ -137,15 +130,23 @@ class _Watch:
     _was_healthy: bool = field(default=True, init=False)
     _awake_since: float = field(default=-math.inf, init=False)
 
-    def start(self, command: Sequence[str], environment: Mapping[str, str], lock: int) -> None:
-        """Start the next rank; `lock` is the descriptor of the folder's lock."""
-        env = {**environment, RUNTIME_DIR_VARIABLE: str(self.directory)}
-        # In a group of its own a terminal's Ctrl-C reaches only us, and we can kill its workers with it; with
-        # the lock's descriptor the folder stays taken while the child outlives us to save.
-        child = subprocess.Popen(
-            list(command), stdin=subprocess.DEVNULL, env=env, process_group=0, pass_fds=(lock,)
-        )
-        self.children.append(child)
+    def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], lock: int) -> None:
+        """Start a rank in each environment; `lock` is the descriptor of the folder's lock.
+
+        Raises OSError where one cannot be started, and ends those before it.
+        """
+        for environment in environments:
+            env = {**environment, RUNTIME_DIR_VARIABLE: str(self.directory)}
+            try:
+                # In a group of its own a terminal's Ctrl-C reaches only us, and we can kill its workers with
+                # it; with the lock's descriptor the folder stays taken while the child outlives us to save.
+                child = subprocess.Popen(
+                    list(command), stdin=subprocess.DEVNULL, env=env, process_group=0, pass_fds=(lock,)
+                )
+            except OSError:
+                self.kill_groups()
+                raise
+            self.children.append(child)
 
     def verdict(self) -> Verdict:
         """Judge the run now."""
@@ -183,7 +184,8 @@ class _Watch:
             try:
                 child.wait(timeout=_KILL_PATIENCE_SECONDS if returncode is not None else 0)
             except subprocess.TimeoutExpired:
-                self._say(f"rank {number} does not die: {_STUCK}")
+                if len(self.children) > 1:
+                    self._say(f"rank {number} does not die: it is stuck in the kernel, mostly in a driver")
         with contextlib.suppress(StorageError):  # the exit code is worth more than its note
             status.write_end(self.directory, exit_code=code, cause=cause)
         return code
@@ -211,7 +213,7 @@ class _Watch:
                 next_look = now + self.limits.interval_seconds
                 self._look(now)
             if self._killed is not None and now - self._killed[0] > _KILL_PATIENCE_SECONDS:
-                self._say(f"the training process does not die: {_STUCK}")
+                self._say("the training process does not die: it is stuck in the kernel, mostly in a driver")
                 return 0, None
 
     def _answer(self, received: list[tuple[float, int]]) -> None:
