@@ -7,6 +7,7 @@ The knobs exist only here: the trainer has no options for them.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import sys
@@ -19,6 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 TENSOR_SECONDS = 0.05
 ENTRY_SECONDS = 0.2
 RANK_SECONDS = 0.3
+CALLS: list[str] = []
+"""Collectives that this process was part of."""
 
 
 def parent(knobs: dict[str, Any], arguments: Sequence[str]) -> int:
@@ -98,6 +101,52 @@ def slow_rank() -> None:
         loop.compute = compute
 
 
+def alone() -> None:
+    """A process group that must not be used while a rank computes, draws, saves or exports by itself."""
+    import torch.distributed as dist
+
+    from trainer.engine.results import proof
+    from trainer.engine.training import loop, preview
+
+    busy: list[str] = []
+
+    def guarded(module: Any, name: str) -> None:
+        real = vars(module)[name]
+
+        def call(*args: Any, **rest: Any) -> Any:
+            busy.append(name)
+            try:
+                return real(*args, **rest)
+            finally:
+                busy.pop()
+
+        setattr(module, name, call)
+
+    def refused(name: str) -> None:
+        real = vars(dist)[name]
+
+        def call(*args: Any, **rest: Any) -> Any:
+            assert not busy, f"{name} within {busy}"
+            CALLS.append(name)
+            return real(*args, **rest)
+
+        setattr(dist, name, call)
+
+    guarded(loop, "_micro_batch")
+    guarded(loop, "save")
+    guarded(preview, "_own_share")
+    guarded(proof, "export_lora")
+    for name in (
+        "all_gather",
+        "all_gather_object",
+        "all_to_all_single",
+        "broadcast_object_list",
+        "all_reduce",
+    ):
+        refused(name)
+    atexit.register(lambda: print("calls:", len(CALLS), sorted(set(CALLS)), file=sys.stderr))
+
+
 def flipped_rank() -> None:
     """One bit of one weight of rank 1 flips after its third step."""
     if os.environ["RANK"] == "1":
@@ -123,6 +172,7 @@ SLOW: dict[str, Callable[[], None]] = {
     "cache": slow_cache,
     "rank": slow_rank,
     "flipped": flipped_rank,
+    "alone": alone,
 }
 """Patches of the training process, by the knob `slow`."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.contract.real_shaped import settings, short_chats
 from tests.contract.runs import (
@@ -246,6 +247,107 @@ def test_a_number_that_does_not_share_a_step_is_refused(
     code, errors = start(FIRST, tmp_path, *overrides).end()
     assert code == ExitCode.BAD_CONFIG
     assert words in errors
+
+
+def test_ranks_talk_at_ends_only(
+    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    """No collective in a forward or backward pass, a preview, a save or an export: none can hang in one."""
+    process = start(FIRST, tmp_path, TWO, knobs={"slow": "alone"})
+    errors = ended(process)
+    assert not different(products(process.run_dir), products(uninterrupted(FIRST).run_dir))
+    counts = [int(line.split()[1]) for line in errors.splitlines() if line.startswith("calls: ")]
+    assert len(counts) == 2
+    assert counts[0] == counts[1] > STEPS
+
+
+MOMENTS = {
+    "cache": ("cache", lambda status: status.phase is Phase.CACHE and (status.step or 0) > 1),
+    "train": (None, lambda status: status.phase is Phase.TRAIN and (status.step or 0) > 3),
+    "save": ("save", lambda status: status.phase is Phase.SAVE),
+}
+"""Knob of the harness that makes a moment long, and whether rank 0 is in it."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_rank_killed_at_any_moment_ends_both_and_the_run_goes_on(
+    moment: str, rank: int, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    slow, is_there = MOMENTS[moment]
+    knobs = None if slow is None else {"slow": slow}
+    process = start(FIRST, tmp_path, TWO, knobs=knobs, cache=tmp_path / "cache")
+
+    def both() -> list[int] | None:
+        found = [read_status(rank_folder(process.runtime, one)) for one in (0, 1)]
+        there = [one.pid for one in found if one is not None and one.pid != process.popen.pid]
+        return there if found[0] is not None and len(there) == 2 and is_there(found[0]) else None
+
+    children = process.wait_for(both)
+    began = time.monotonic()
+    os.kill(children[rank], signal.SIGKILL)
+    code, errors = process.end()
+    assert code == KILLED, errors
+    assert time.monotonic() - began < 10
+    assert f"rank {rank}: SIGKILL: killed from outside" in errors
+    assert all(is_gone(pid) for pid in children)
+    assert not list(process.runtime.glob("train-*"))
+    again = start(FIRST, tmp_path, TWO, cache=tmp_path / "cache")
+    ended(again)
+    require_equal(again.run_dir, uninterrupted(FIRST).run_dir)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("model.dtype=bf16",),
+        ("model.dtype=fp16", "train.ema_decay=0.9"),
+        ("lora.type=dora", "model.dtype=bf16"),
+        ("lora.type=lokr", "lora.alpha_pattern={to_k: 3}"),
+        ("train.optimizer=adamw_8bit", "lora.rank=128"),
+        ("features.weights=int8",),
+    ],
+    ids=" ".join,
+)
+def test_two_ranks_give_the_bits_of_one_with_other_options(
+    options: tuple[str, ...], start: Start, tmp_path: Path
+) -> None:
+    done = []
+    for number in (1, 2):
+        process = start(FIRST, tmp_path / str(number), *options, f"parallel.gpus={number}")
+        ended(process)
+        done.append(process.run_dir)
+    assert numbers(done[0]) == numbers(done[1])
+    assert products(done[0])
+    assert not different(products(done[0]), products(done[1]))
+    assert not different(files(done[0], "checkpoints/*/*"), files(done[1], "checkpoints/*/*"))
+
+
+@pytest.mark.slow
+def test_fewer_samples_than_ranks_are_all_used_and_none_twice_in_an_epoch(
+    start: Start, tmp_path: Path
+) -> None:
+    """Three pictures for four ranks, of two shapes: the last round of a step is short."""
+    folder = tmp_path / "three"
+    folder.mkdir()
+    for number, size in enumerate(((96, 64), (64, 96), (64, 96))):
+        Image.effect_noise(size, 60.0 + number).convert("RGB").save(folder / f"{number}.png")
+        (folder / f"{number}.txt").write_text(f"picture {number}")
+    options = (
+        f"data.sets=[{{img_dir: {folder}}}]",
+        "validation.held_out=0",
+        "train.gradient_accumulation_steps=4",
+    )
+    done = []
+    for number in (1, 2, 4):
+        process = start(FIRST, tmp_path / str(number), *options, f"parallel.gpus={number}")
+        assert "10 steps see 40 samples: 13.3 epochs of 3" in " ".join(ended(process).split())
+        done.append(process.run_dir)
+    for other in done[1:]:
+        assert numbers(other) == numbers(done[0])
+        assert not different(products(other), products(done[0]))
 
 
 @pytest.mark.slow

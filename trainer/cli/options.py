@@ -77,6 +77,7 @@ class Layers:
     output: Path | None = None
     presets: Sequence[str] = ()
     budget: str | None = None
+    gpus: str | None = None
 
     def load(self) -> Loaded:
         """Load the configuration against all known families, and tell of what has no effect: presets' values,
@@ -94,6 +95,7 @@ class Layers:
             dataset=self.dataset,
             output=self.output,
             budget=self.budget,
+            gpus=self.gpus,
             chosen_presets=self.presets,
             family_defaults={name: family.defaults for name, family in known.items()},
             lora_presets={name: tuple(family.lora_targets) for name, family in known.items()},
@@ -138,6 +140,13 @@ _BUDGET = click.option(
 )
 
 
+_GPUS = click.option(
+    "--gpus",
+    metavar="N",
+    help="Share a step's samples among N processes; on CPUs, to try it out. Wins over parallel.gpus.",
+)
+
+
 def _taking(*parameters: Callable[[Any], Any]) -> Callable[[F], Any]:
     """A decorator that adds parameters of the command line and hands the function one `Layers` of them."""
 
@@ -157,4 +166,4 @@ def _taking(*parameters: Callable[[Any], Any]) -> Callable[[F], Any]:
 layer_options = _taking(*_LAYERS)
 """Decorator for a command that gets its configurations by an option, `configs`."""
 config_arguments = _taking(_CONFIGS, *_LAYERS)
-config_arguments_and_budget = _taking(_CONFIGS, *_LAYERS, _BUDGET)
+config_arguments_and_budget = _taking(_CONFIGS, *_LAYERS, _BUDGET, _GPUS)

@@ -113,6 +113,14 @@ def test_a_mapping_of_lower_layers_is_added_to_or_emptied(
     assert loaded(tmp_path, *texts, **arguments).config.lora.rank_pattern == expected
 
 
+def test_a_number_of_processes_on_the_command_line_is_blamed_on_its_option(tmp_path: Path) -> None:
+    got = loaded(tmp_path, overrides=["parallel.gpus=3"], gpus="2")
+    assert (got.config.parallel.gpus, got.sources["parallel.gpus"]) == (2, "--gpus")
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, gpus="0")
+    assert [problem.where for problem in caught.value.problems] == ["--gpus"]
+
+
 def test_a_budget_on_the_command_line_is_blamed_on_its_option(tmp_path: Path) -> None:
     got = loaded(tmp_path, overrides=["features.memory_budget=3GiB"], budget="2GiB")
     assert (got.config.features.memory_budget, got.sources["features.memory_budget"]) == ("2GiB", "--budget")

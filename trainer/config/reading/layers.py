@@ -62,15 +62,18 @@ def from_overrides(overrides: Sequence[str]) -> list[Layer]:
     return layers
 
 
-def from_options(dataset: Path | None, output: Path | None, budget: str | None = None) -> list[Layer]:
+def from_options(
+    dataset: Path | None, output: Path | None, budget: str | None = None, gpus: str | None = None
+) -> list[Layer]:
     """`--dataset` replaces all data sets by one folder or file, `--output` names the run's folder, `--budget`
-    is `features.memory_budget`.
+    is `features.memory_budget`, `--gpus` is `parallel.gpus`.
     """
     kind = "chat_file" if dataset is not None and dataset.suffix in CHAT_SUFFIXES else "img_dir"
     values = (
         (("data", "sets"), None if dataset is None else [{kind: str(dataset)}], "--dataset"),
         (("output_dir",), None if output is None else str(output), "--output"),
         (("features", "memory_budget"), budget, "--budget"),
+        (("parallel", "gpus"), gpus, "--gpus"),
     )
     return [(at(path, from_plain(value, source)), []) for path, value, source in values if value is not None]
 

@@ -25,7 +25,7 @@ class Loaded:
     """A configuration and the source of each value by dotted key.
 
     Sources: `FILE:LINE`, `family NAME`, `preset NAME`, `default`, a variable's name, `--set KEY`,
-    `--dataset`, `--output`, `--budget`.
+    `--dataset`, `--output`, `--budget`, `--gpus`.
     """
 
     config: RunConfig
@@ -45,13 +45,14 @@ def load(
     dataset: Path | None = None,
     output: Path | None = None,
     budget: str | None = None,
+    gpus: str | None = None,
     chosen_presets: Sequence[str] = (),
     family_defaults: Mapping[str, Mapping[str, Any]],
     lora_presets: Mapping[str, tuple[str, ...]] | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> Loaded:
     """Merge schema, family, `paths` in order, presets, TRAINER__*, `overrides` (a.b=c), then `dataset`,
-    `output` and `budget`.
+    `output`, `budget` and `gpus`.
 
     family_defaults: the layer of each known family. lora_presets: each family's words for
     `lora.target_modules`, not checked without. environ: the process environment if not given.
@@ -60,7 +61,7 @@ def load(
     environ = environment.snapshot() if environ is None else environ
     files, chosen = [layers.from_file(path) for path in paths], presets.layers(chosen_presets)
     single = layers.from_variables(environ) + layers.from_overrides(overrides)
-    single += layers.from_options(dataset, output, budget)
+    single += layers.from_options(dataset, output, budget, gpus)
     problems = [problem for _, found in (*files, *chosen, *single) for problem in found]
     warnings, harmful = _foreign(environ)
     problems += environment.misspelt(environ, fields.dotted_keys()) + harmful
@@ -78,8 +79,7 @@ def load(
     problems += [*unknown, *wrong]
     sources = _sources(tree, config)
     if config is not None:
-        words = lora_presets or {}
-        context = Context(config=config, sources=sources, environ=environ, lora_presets=words)
+        context = Context(config=config, sources=sources, environ=environ, lora_presets=lora_presets or {})
         problems += check(RULES, context, bad)
     if problems:
         raise ConfigError(_sorted(problems))
