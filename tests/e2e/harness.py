@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 TENSOR_SECONDS = 0.05
 ENTRY_SECONDS = 0.2
 RANK_SECONDS = 0.3
+PREVIEW_SECONDS = 0.3
 CALLS: list[str] = []
 """Collectives that this process was part of."""
 
@@ -101,6 +102,37 @@ def slow_rank() -> None:
         loop.compute = compute
 
 
+def slow_preview() -> None:
+    """Previews that take long for each denoising step."""
+    from trainer.engine.context import Context
+
+    real = Context.alive
+
+    def alive(self: Context, phase: Any, **rest: Any) -> None:
+        if phase == "preview":
+            time.sleep(PREVIEW_SECONDS)
+        real(self, phase, **rest)
+
+    Context.alive = alive  # type: ignore[method-assign]
+
+
+def failing_rank() -> None:
+    """Rank 1 has an error of ours in its fourth micro-batch, which no other is told of."""
+    if os.environ["RANK"] == "1":
+        from trainer.engine.training import loop
+        from trainer.errors import DataError
+
+        real, calls = loop.compute, []
+
+        def compute(*args: Any) -> Any:
+            calls.append(1)
+            if len(calls) == 4:
+                raise DataError("rank 1 alone cannot go on")
+            return real(*args)
+
+        loop.compute = compute
+
+
 def alone() -> None:
     """A process group that must not be used while a rank computes, draws, saves or exports by itself."""
     import torch.distributed as dist
@@ -173,6 +205,8 @@ SLOW: dict[str, Callable[[], None]] = {
     "rank": slow_rank,
     "flipped": flipped_rank,
     "alone": alone,
+    "preview": slow_preview,
+    "failing": failing_rank,
 }
 """Patches of the training process, by the knob `slow`."""
 

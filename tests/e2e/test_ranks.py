@@ -89,7 +89,8 @@ def test_stopped_by_two_and_gone_on_with_by_one_and_by_two(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     """The number of processes is the machine's, not the run's: a checkpoint does not know it."""
-    process = start(FIRST, tmp_path, TWO, "checkpoint.checkpointing_steps=1000")
+    late, slow = "checkpoint.checkpointing_steps=1000", {"slow": "rank"}
+    process = start(FIRST, tmp_path, TWO, late, knobs=slow)
     children = pids(process, 2)
     process.popen.send_signal(signal.SIGTERM)
     code, errors = process.end()
@@ -134,6 +135,44 @@ def test_sigterm_to_one_rank_stops_all_at_one_step(start: Start, tmp_path: Path)
     assert code == ExitCode.STOPPED, errors
     assert errors.count("stopped on request") == 1
     assert len(steps_saved(process.run_dir)) >= 1
+    assert all(is_gone(pid) for pid in children)
+
+
+def test_an_end_that_was_agreed_on_waits_for_a_long_save(start: Start, tmp_path: Path) -> None:
+    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000", knobs={"slow": "save"})
+    pids(process, 2)
+    process.popen.send_signal(signal.SIGTERM)
+    process.wait_for_phase(Phase.SAVE)
+    began = time.monotonic()
+    code, errors = process.end()
+    assert code == ExitCode.STOPPED, errors
+    assert time.monotonic() - began > 4  # longer than a rank waits to be ended
+    assert "supervisor: rank" not in errors and "another rank" not in errors
+    assert all(one.startswith("step-") and "." not in one for one in steps_saved(process.run_dir))
+
+
+def test_a_stop_in_the_last_previews_is_told_once_and_they_are_drawn_again(
+    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    process = start(FIRST, tmp_path, TWO, knobs={"slow": "preview"})
+    process.wait_until(lambda: bool(list(process.run_dir.glob("lora/*.safetensors"))))
+    process.wait_for_phase(Phase.PREVIEW)
+    process.popen.send_signal(signal.SIGTERM)
+    code, errors = process.end()
+    assert code == ExitCode.STOPPED, errors
+    assert errors.count("stopped on request") == 1
+    assert "rank 1" not in errors
+    again = start(FIRST, tmp_path, TWO)
+    ended(again)
+    assert not different(products(again.run_dir), products(uninterrupted(FIRST).run_dir))
+
+
+def test_an_error_of_one_rank_that_was_not_agreed_on_ends_both(start: Start, tmp_path: Path) -> None:
+    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000", knobs={"slow": "failing"})
+    children = pids(process, 2)
+    code, errors = process.end()
+    assert code == ExitCode.BAD_DATA, errors
+    assert errors.count("rank 1: error: rank 1 alone cannot go on") == 1
     assert all(is_gone(pid) for pid in children)
 
 
@@ -326,10 +365,11 @@ def test_two_ranks_give_the_bits_of_one_with_other_options(
 
 
 @pytest.mark.slow
-def test_fewer_samples_than_ranks_are_all_used_and_none_twice_in_an_epoch(
-    start: Start, tmp_path: Path
+@pytest.mark.parametrize(("batch", "steps", "ranks"), [(1, 4, (1, 2, 4)), (2, 2, (1, 2))])
+def test_few_samples_of_two_shapes_are_shared_as_one_process_takes_them(
+    batch: int, steps: int, ranks: tuple[int, ...], start: Start, tmp_path: Path
 ) -> None:
-    """Three pictures for four ranks, of two shapes: the last round of a step is short."""
+    """Three pictures for four ranks; and batches that are parted by shape, so that rounds are short."""
     folder = tmp_path / "three"
     folder.mkdir()
     for number, size in enumerate(((96, 64), (64, 96), (64, 96))):
@@ -338,12 +378,15 @@ def test_fewer_samples_than_ranks_are_all_used_and_none_twice_in_an_epoch(
     options = (
         f"data.sets=[{{img_dir: {folder}}}]",
         "validation.held_out=0",
-        "train.gradient_accumulation_steps=4",
+        f"train.train_batch_size={batch}",
+        f"train.gradient_accumulation_steps={steps}",
     )
     done = []
-    for number in (1, 2, 4):
+    for number in ranks:
         process = start(FIRST, tmp_path / str(number), *options, f"parallel.gpus={number}")
-        assert "10 steps see 40 samples: 13.3 epochs of 3" in " ".join(ended(process).split())
+        printed = " ".join(ended(process).split())
+        assert "10 steps see 40 samples: 13.3 epochs of 3" in printed
+        assert ("micro-batches a step, of 1 to 2 samples" in printed) == (batch == 2)
         done.append(process.run_dir)
     for other in done[1:]:
         assert numbers(other) == numbers(done[0])

@@ -34,6 +34,9 @@ if TYPE_CHECKING:
     from trainer.modeling.base.hub import Download
     from trainer.modeling.base.source import ModelSource
 
+# a process that has lost its connections may take so long to give its memory back before it ends
+_GONE_SECONDS = 30.0
+
 
 def main(spec_path: str) -> int:
     """Run one job; returns the exit code. Errors of the user's making are logged, ours keep their
@@ -71,7 +74,7 @@ def main(spec_path: str) -> int:
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
         return int(error.exit_code)
     except PeerLostError as error:
-        status.wait_to_be_ended()
+        status.wait_to_be_ended(_GONE_SECONDS)
         if str(error):  # else rank 0 ended as agreed, and said why
             logger.error("another rank of this run is gone: %s", error)
         return PEER_LOST

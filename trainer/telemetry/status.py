@@ -192,10 +192,10 @@ class StatusWriter:
         if told:
             self._again(waits=False)
 
-    def wait_to_be_ended(self) -> None:
+    def wait_to_be_ended(self, seconds: float = _TO_BE_ENDED_SECONDS) -> None:
         """Wait for what the supervisor does at once where another rank has ended: one rank says why."""
         self.wait()
-        time.sleep(_TO_BE_ENDED_SECONDS)
+        time.sleep(seconds)
 
     def _again(self, *, waits: bool) -> None:
         """Beat in the phase and step of the last beat."""
@@ -319,15 +319,19 @@ def verdict(status: Status | None, now: float, *, scale: float = 1.0) -> Verdict
 def verdict_of_ranks(statuses: Sequence[Status | None], now: float, *, scale: float = 1.0) -> Verdict:
     """One judgement of all ranks of a run: of the one that is behind, where one is unhealthy.
 
-    A rank that waits for others is not judged while one of them does not.
+    A rank that waits for others is not judged while one of them does not. Where all of them wait, they are
+    silent since the last one began to.
     """
     first = statuses[0]
     if len(statuses) == 1 or first is None or first.exit_code is not None:
         return verdict(first, now, scale=scale)
     idle = [one is None or one.waits or one.phase is Phase.DONE for one in statuses]
     working = [rank for rank in range(len(statuses)) if not idle[rank]]
-    there = [rank for rank, one in enumerate(statuses) if one is not None]
-    judged = {rank: verdict(statuses[rank], now, scale=scale) for rank in working or there}
+    there = {rank: one for rank, one in enumerate(statuses) if one is not None}
+    if not working:
+        newest = max((one.beat for one in there.values() if one.waits), default=0.0)
+        there = {rank: dataclasses.replace(one, beat=max(one.beat, newest)) for rank, one in there.items()}
+    judged = {rank: verdict(there[rank], now, scale=scale) for rank in working or there}
     sick = [rank for rank, one in judged.items() if not one.healthy]
 
     def progress(rank: int) -> tuple[int, float]:

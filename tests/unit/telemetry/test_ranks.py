@@ -250,6 +250,11 @@ def test_a_rank_that_is_done_is_not_the_one_that_works(status: Make) -> None:
     assert stuck.reason.startswith("rank 0: ")
 
 
+def test_ranks_that_wait_since_the_last_one_began_to_are_healthy(status: Make) -> None:
+    """Rank 0 waits for rank 1 for longer than any budget, and rank 1 is in the exchange since a moment."""
+    assert verdict_of_ranks([status(4000.0, waits=True), status(2.0, waits=True)], 1000.0).healthy
+
+
 def test_a_rank_that_never_wrote_does_not_hide_those_that_wait_in_vain(status: Make) -> None:
     stuck = verdict_of_ranks([status(700.0, waits=True), None, status(650.0, waits=True)], 1000.0)
     assert stuck.hung

@@ -94,9 +94,13 @@ class Cache:
             raise self._damaged(kind, key, error) from error
 
     def held_bytes(self, entries: Collection[tuple[str, str]]) -> int:
-        """Memory that these entries, (kind, key), take once they are read."""
-        # a file has a header besides the tensors, which is more than rounding
-        return sum(_OBJECT_BYTES + self.path(*entry).stat().st_size for entry in entries)
+        """Memory that these entries, (kind, key), take once they are read; none of those that are gone."""
+        found = 0
+        for entry in entries:
+            with contextlib.suppress(FileNotFoundError):  # another process found it damaged, and removed it
+                # a file has a header besides the tensors, which is more than rounding
+                found += _OBJECT_BYTES + self.path(*entry).stat().st_size
+        return found
 
     def read(self, kind: str, key: str) -> Mapping[str, torch.Tensor]:
         """The entry's tensors on the CPU, compared with their checksum: not to be changed, they may be kept.

@@ -85,7 +85,7 @@ def follow(work: Work, state: State) -> None:
         if measures:
             _validate(work, state)
         if draws:
-            _draw_share(work)
+            _draw_share(work, state)
         together.look_ahead(work, state, steps)
         while state.step < total:
             _one_step(work, state, steps)
@@ -94,12 +94,13 @@ def follow(work: Work, state: State) -> None:
             if state.step % config.checkpoint.checkpointing_steps == 0:
                 together.require_equal(work, state)
             if state.step % every == 0 and state.step < total:
-                _draw_share(work)
+                _draw_share(work, state)
         together.require_equal(work, state)
 
 
-def _draw_share(work: Work) -> None:
+def _draw_share(work: Work, state: State) -> None:
     """Draw this rank's previews where rank 0 draws all of a step."""
+    together.require_equal(work, state)
     if work.context.config.validation.prompts:
         with beside_training(work):
             sample(work.context, work.built.model, work.entries, work.context.ranks)
@@ -151,7 +152,7 @@ def _micro_batches(run: Work, state: State, step: Sequence[Fed]) -> tuple[torch.
         if fed.batch is not None:
             began = time.monotonic()
             loss += (found := _micro_batch(run, fed, fed.batch, weight))
-            seconds, samples = seconds + time.monotonic() - began, samples + fed.batch.size
+            seconds, samples = seconds + time.monotonic() - began, samples + (fed.tokens or fed.batch.size)
             losses += [] if exchange is None else [found.clone()]  # a graph writes to the same place again
             context.status.beat(phase, step=state.step, total=total)
         if exchange is not None and ((number + 1) % context.ranks.size == 0 or fed is step[-1]):
@@ -257,6 +258,7 @@ def _after_step(run: Run, state: State, bar: Progress) -> None:
             together.require_equal(run, state)
             save(run, state)
         if step % every == 0 and step < total:  # the last one is drawn with the LoRA loaded from its file
+            together.require_equal(run, state)
             with beside_training(run):
                 draw_previews(run, step)
 
@@ -278,6 +280,7 @@ def _look_before(run: Run, state: State) -> None:
         when = f"of step {step}, measured now" if step else "before the first step"
         context.say(f"held-out loss {when}: {record.validation_loss:.4f}")
     if draws:
+        together.require_equal(run, state)
         with beside_training(run):
             draw_previews(run, step)
 

@@ -128,6 +128,7 @@ class _Watch:
     _samples: tuple[memory_floor.Sample, ...] = field(default=(), init=False)
     _trained: bool = field(default=False, init=False)
     _was_healthy: bool = field(default=True, init=False)
+    _was_hung: bool = field(default=False, init=False)
     _awake_since: float = field(default=-math.inf, init=False)
 
     def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], lock: int) -> None:
@@ -238,8 +239,10 @@ class _Watch:
             )
             self._say("healthy again" if judged.healthy else f"unhealthy: {judged.reason}{kill_at}")
         # After a pause of the whole machine or container the child gets a budget's time to beat again.
-        if judged.hung and judged.budget is not None and now - self._awake_since > judged.budget:
+        hung = judged.hung and judged.budget is not None and now - self._awake_since > judged.budget
+        if hung and (self._was_hung or len(ranks) == 1):  # statuses of several are not of one moment
             self._kill(ExitCode.HUNG, f"killed as hung: {judged.reason}")
+        self._was_hung = hung
         grace = status.BUDGET_SECONDS[Phase.SAVE] * self.limits.budget_scale
         if self._asked is not None and now - self._asked[0] > grace:
             self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
