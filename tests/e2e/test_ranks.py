@@ -85,6 +85,7 @@ def test_two_ranks_give_the_bits_of_one(
     assert "rank 1" not in printed  # one of them speaks
 
 
+@pytest.mark.slow
 def test_stopped_by_two_and_gone_on_with_by_one_and_by_two(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
@@ -111,7 +112,7 @@ def test_stopped_by_two_and_gone_on_with_by_one_and_by_two(
     require_equal(process.run_dir, uninterrupted(FIRST).run_dir)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_rank_ends_the_run_within_seconds(rank: int, start: Start, tmp_path: Path) -> None:
     process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000")
     children = pids(process, 2)
@@ -138,6 +139,7 @@ def test_sigterm_to_one_rank_stops_all_at_one_step(start: Start, tmp_path: Path)
     assert all(is_gone(pid) for pid in children)
 
 
+@pytest.mark.slow
 def test_an_end_that_was_agreed_on_waits_for_a_long_save(start: Start, tmp_path: Path) -> None:
     process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000", knobs={"slow": "save"})
     pids(process, 2)
@@ -151,6 +153,7 @@ def test_an_end_that_was_agreed_on_waits_for_a_long_save(start: Start, tmp_path:
     assert all(one.startswith("step-") and "." not in one for one in steps_saved(process.run_dir))
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_last_previews_is_told_once_and_they_are_drawn_again(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
@@ -197,7 +200,7 @@ def test_nan_on_one_rank_is_named_and_changes_nothing(
     assert steps_saved(process.run_dir)[-1] == f"step-{step - 1:06d}"
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_an_entry_that_one_rank_cannot_read_loses_no_step(
     rank: int, start: Start, yard: Workshop, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
@@ -234,6 +237,7 @@ def test_an_entry_that_one_rank_cannot_read_loses_no_step(
     assert not different(products(process.run_dir), products(straight.run_dir))
 
 
+@pytest.mark.slow
 def test_held_out_samples_that_one_rank_cannot_read_end_both(
     start: Start, yard: Workshop, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
@@ -252,6 +256,7 @@ def test_held_out_samples_that_one_rank_cannot_read_end_both(
     assert not list((process.run_dir / "checkpoints").glob("*"))
 
 
+@pytest.mark.slow
 def test_a_slow_rank_is_named_once_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
     options = ("train.max_train_steps=30", "validation.prompts=[]", "validation.held_out=0")
     process = start(FIRST, tmp_path, TWO, *options, knobs={"slow": "rank"})
@@ -260,7 +265,10 @@ def test_a_slow_rank_is_named_once_and_the_run_goes_on(start: Start, tmp_path: P
     assert "rank 1 takes " in errors
 
 
-@pytest.mark.parametrize(("every", "saved"), [(2, ["step-000002"]), (3, []), (1000, [])])
+@pytest.mark.parametrize(
+    ("every", "saved"),
+    [(3, []), *(pytest.param(*one, marks=pytest.mark.slow) for one in ((2, ["step-000002"]), (1000, [])))],
+)
 def test_a_flipped_bit_of_one_rank_ends_the_run_and_is_never_saved(
     every: int, saved: list[str], start: Start, tmp_path: Path
 ) -> None:
