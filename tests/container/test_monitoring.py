@@ -140,8 +140,9 @@ def prometheus(
     """A Prometheus server that watches a container, which trains as long as this module's tests take."""
     folder = tmp_path_factory.mktemp("prometheus")
     own, node = (f"127.0.0.1:{free_port()}" for _ in range(2))
-    # held-out pictures too: their loss is on the dashboard
-    command = words(1_000_000, "validation.img_dir=examples/style-held-out", "validation.every_steps=1000000")
+    # held-out pictures and two processes: their loss and their times are on the dashboard
+    held_out = ("validation.img_dir=examples/style-held-out", "validation.every_steps=1000000")
+    command = words(1_000_000, "parallel.gpus=2", *held_out)
     published = ("-p", f"127.0.0.1::{METRICS_PORT}")
     options = (*mounts(cache=samples_cache), "--tmpfs", "/output:mode=1777", *published)
     storage = f"--storage.tsdb.path={folder / 'data'}"
