@@ -1,9 +1,10 @@
-"""Functions in several processes that meet as the ranks of a run; the workers stay: torch imports slowly."""
+"""Ranks of a run for tests: functions in processes that meet, and stay, since torch imports slowly."""
 
 from __future__ import annotations
 
 import contextlib
 import multiprocessing
+import os
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
@@ -13,6 +14,15 @@ from typing import Any
 
 MOST = 4
 _SECONDS = 240.0
+
+
+def is_gone(pid: int) -> bool:
+    """True if no process has this id."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
 
 
 def _work(calls: Connection) -> None:

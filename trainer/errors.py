@@ -88,7 +88,11 @@ class TrainerError(Exception):
 
 
 PEER_LOST = 76
-"""Exit code of a rank on a PeerLostError; its supervisor, which alone sees it, passes on 75."""
+"""Exit code of a rank that others have left; its supervisor, which alone sees it, passes on 75."""
+
+
+class EndedTogether(Exception):
+    """The end of this rank by an error that all ranks raise: rank 0 saves, and says why."""
 
 
 class PeerLostError(Exception):

@@ -1,6 +1,6 @@
-"""`trainer` with a supervisor whose limits a test shrinks, and a training process that is slow where asked.
+"""`trainer` with a supervisor whose limits a test shrinks, and a training process that is patched.
 
-    python -m tests.e2e.harness '{"limits": {...}, "meminfo": "...", "slow": "save"}' train CONFIG...
+    python -m tests.e2e.harness '{"limits": {...}, "meminfo": "...", "patch": "save"}' train CONFIG...
 
 The knobs exist only here: the trainer has no options for them.
 """
@@ -33,8 +33,8 @@ def parent(knobs: dict[str, Any], arguments: Sequence[str]) -> int:
     real = supervisor.supervise
 
     def supervise(command: Sequence[str], **rest: Any) -> int:
-        if "slow" in knobs:
-            command = [sys.executable, "-m", "tests.e2e.harness", "--child", knobs["slow"], command[-1]]
+        if "patch" in knobs:
+            command = [sys.executable, "-m", "tests.e2e.harness", "--child", knobs["patch"], command[-1]]
             # the trainer's own child imports nothing from the working directory, where `tests` is
             rest["environments"] = [{**one, "PYTHONPATH": str(ROOT)} for one in rest["environments"]]
         if "meminfo" in knobs:
@@ -198,7 +198,7 @@ def flipped_rank() -> None:
         Updater.step = step  # type: ignore[method-assign]
 
 
-SLOW: dict[str, Callable[[], None]] = {
+PATCHES: dict[str, Callable[[], None]] = {
     "save": slow_save,
     "export": slow_export,
     "cache": slow_cache,
@@ -208,12 +208,12 @@ SLOW: dict[str, Callable[[], None]] = {
     "preview": slow_preview,
     "failing": failing_rank,
 }
-"""Patches of the training process, by the knob `slow`."""
+"""Patches of the training process, by the knob `patch`."""
 
 
 def main() -> int:
     if sys.argv[1] == "--child":
-        SLOW[sys.argv[2]]()
+        PATCHES[sys.argv[2]]()
         from trainer.engine.__main__ import main as train
 
         return train(sys.argv[3])

@@ -95,7 +95,7 @@ def test_a_reader_of_its_lines_that_goes_away_changes_nothing(
 
 @pytest.mark.parametrize("case", FIRST_CASES, ids=str)
 def test_a_stop_while_caching_saves_nothing_but_the_cache(case: Case, start: Start, tmp_path: Path) -> None:
-    process = start(case, tmp_path, knobs={"slow": "cache"}, cache=tmp_path / "cache")
+    process = start(case, tmp_path, knobs={"patch": "cache"}, cache=tmp_path / "cache")
     process.wait_until(lambda: any(process.cache.rglob("*.safetensors")))
     process.popen.send_signal(signal.SIGTERM)
     code, errors = process.end()
@@ -171,7 +171,7 @@ def test_a_kill_anywhere_and_a_resume_equal_one_run(
     straight = uninterrupted(case)
     slow, reached = MOMENTS[moment]
     cache = tmp_path / "cache" if slow == "cache" else None
-    knobs = None if slow is None else {"slow": slow}
+    knobs = None if slow is None else {"patch": slow}
     process = start(case, tmp_path, knobs=knobs, cache=cache)
     process.wait_until(lambda: reached(process))
     kill_child(process)

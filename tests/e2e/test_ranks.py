@@ -29,13 +29,14 @@ from tests.contract.test_divergence import late_record, poison
 from tests.contract.test_resumes import flip
 from tests.e2e.conftest import Process, Start
 from tests.e2e.test_interruptions import KILLED, require_equal
+from tests.ranks import is_gone
 from trainer.engine.caching.entries import list_entries
 from trainer.engine.training.feed import make_sampler
 from trainer.errors import ExitCode
 from trainer.telemetry.status import Phase, rank_folder, read_status
 
 FIRST = LORA_CASES[0]
-TWO, FOUR = "parallel.gpus=2", "parallel.gpus=4"
+TWO = "parallel.gpus=2"
 
 
 def pids(process: Process, ranks: int) -> list[int]:
@@ -52,12 +53,17 @@ def pids(process: Process, ranks: int) -> list[int]:
     return process.wait_for(all_beating)
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
+def require_gone_after_kill(process: Process, children: list[int], rank: int) -> None:
+    """A rank that is killed ends all within seconds, with a cause, and leaves nothing."""
+    began = time.monotonic()
+    os.kill(children[rank], signal.SIGKILL)
+    code, errors = process.end()
+    assert code == KILLED, errors
+    assert time.monotonic() - began < 10
+    assert f"rank {rank}: SIGKILL: killed from outside" in errors
+    assert "Traceback" not in errors
+    assert all(is_gone(pid) for pid in children)
+    assert not list(process.runtime.glob("train-*"))
 
 
 def ended(process: Process) -> str:
@@ -90,7 +96,7 @@ def test_stopped_by_two_and_gone_on_with_by_one_and_by_two(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     """The number of processes is the machine's, not the run's: a checkpoint does not know it."""
-    late, slow = "checkpoint.checkpointing_steps=1000", {"slow": "rank"}
+    late, slow = "checkpoint.checkpointing_steps=1000", {"patch": "rank"}
     process = start(FIRST, tmp_path, TWO, late, knobs=slow)
     children = pids(process, 2)
     process.popen.send_signal(signal.SIGTERM)
@@ -117,15 +123,7 @@ def test_a_killed_rank_ends_the_run_within_seconds(rank: int, start: Start, tmp_
     process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000")
     children = pids(process, 2)
     process.wait_until((process.run_dir / "checkpoints" / "step-000005").is_dir)
-    began = time.monotonic()
-    os.kill(children[rank], signal.SIGKILL)
-    code, errors = process.end()
-    assert code == KILLED, errors
-    assert time.monotonic() - began < 10
-    assert f"rank {rank}: SIGKILL: killed from outside" in errors
-    assert "Traceback" not in errors
-    assert all(is_gone(pid) for pid in children)
-    assert not list(process.runtime.glob("train-*"))
+    require_gone_after_kill(process, children, rank)
 
 
 def test_sigterm_to_one_rank_stops_all_at_one_step(start: Start, tmp_path: Path) -> None:
@@ -141,7 +139,7 @@ def test_sigterm_to_one_rank_stops_all_at_one_step(start: Start, tmp_path: Path)
 
 @pytest.mark.slow
 def test_an_end_that_was_agreed_on_waits_for_a_long_save(start: Start, tmp_path: Path) -> None:
-    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000", knobs={"slow": "save"})
+    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000", knobs={"patch": "save"})
     pids(process, 2)
     process.popen.send_signal(signal.SIGTERM)
     process.wait_for_phase(Phase.SAVE)
@@ -157,7 +155,7 @@ def test_an_end_that_was_agreed_on_waits_for_a_long_save(start: Start, tmp_path:
 def test_a_stop_in_the_last_previews_is_told_once_and_they_are_drawn_again(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
-    process = start(FIRST, tmp_path, TWO, knobs={"slow": "preview"})
+    process = start(FIRST, tmp_path, TWO, knobs={"patch": "preview"})
     process.wait_until(lambda: bool(list(process.run_dir.glob("lora/*.safetensors"))))
     process.wait_for_phase(Phase.PREVIEW)
     process.popen.send_signal(signal.SIGTERM)
@@ -171,7 +169,7 @@ def test_a_stop_in_the_last_previews_is_told_once_and_they_are_drawn_again(
 
 
 def test_an_error_of_one_rank_that_was_not_agreed_on_ends_both(start: Start, tmp_path: Path) -> None:
-    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000", knobs={"slow": "failing"})
+    process = start(FIRST, tmp_path, TWO, "train.max_train_steps=10000", knobs={"patch": "failing"})
     children = pids(process, 2)
     code, errors = process.end()
     assert code == ExitCode.BAD_DATA, errors
@@ -259,7 +257,7 @@ def test_held_out_samples_that_one_rank_cannot_read_end_both(
 @pytest.mark.slow
 def test_a_slow_rank_is_named_once_and_the_run_goes_on(start: Start, tmp_path: Path) -> None:
     options = ("train.max_train_steps=30", "validation.prompts=[]", "validation.held_out=0")
-    process = start(FIRST, tmp_path, TWO, *options, knobs={"slow": "rank"})
+    process = start(FIRST, tmp_path, TWO, *options, knobs={"patch": "rank"})
     errors = ended(process)
     assert errors.count("times as long as the others") == 1
     assert "rank 1 takes " in errors
@@ -274,7 +272,7 @@ def test_a_flipped_bit_of_one_rank_ends_the_run_and_is_never_saved(
 ) -> None:
     """It flips in the third step: in one that is saved, before one that is, and where nothing is due."""
     due = f"checkpoint.checkpointing_steps={every}"
-    process = start(FIRST, tmp_path, TWO, due, "validation.held_out=0", knobs={"slow": "flipped"})
+    process = start(FIRST, tmp_path, TWO, due, "validation.held_out=0", knobs={"patch": "flipped"})
     code, errors = process.end()
     assert code == ExitCode.HARDWARE, errors
     assert errors.count("do not hold equal weights any more; after step 2 they did") == 1
@@ -300,7 +298,7 @@ def test_ranks_talk_at_ends_only(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     """No collective in a forward or backward pass, a preview, a save or an export: none can hang in one."""
-    process = start(FIRST, tmp_path, TWO, knobs={"slow": "alone"})
+    process = start(FIRST, tmp_path, TWO, knobs={"patch": "alone"})
     errors = ended(process)
     assert not different(products(process.run_dir), products(uninterrupted(FIRST).run_dir))
     counts = [int(line.split()[1]) for line in errors.splitlines() if line.startswith("calls: ")]
@@ -323,7 +321,7 @@ def test_a_rank_killed_at_any_moment_ends_both_and_the_run_goes_on(
     moment: str, rank: int, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:
     slow, is_there = MOMENTS[moment]
-    knobs = None if slow is None else {"slow": slow}
+    knobs = None if slow is None else {"patch": slow}
     process = start(FIRST, tmp_path, TWO, knobs=knobs, cache=tmp_path / "cache")
 
     def both() -> list[int] | None:
@@ -332,14 +330,7 @@ def test_a_rank_killed_at_any_moment_ends_both_and_the_run_goes_on(
         return there if found[0] is not None and len(there) == 2 and is_there(found[0]) else None
 
     children = process.wait_for(both)
-    began = time.monotonic()
-    os.kill(children[rank], signal.SIGKILL)
-    code, errors = process.end()
-    assert code == KILLED, errors
-    assert time.monotonic() - began < 10
-    assert f"rank {rank}: SIGKILL: killed from outside" in errors
-    assert all(is_gone(pid) for pid in children)
-    assert not list(process.runtime.glob("train-*"))
+    require_gone_after_kill(process, children, rank)
     again = start(FIRST, tmp_path, TWO, cache=tmp_path / "cache")
     ended(again)
     require_equal(again.run_dir, uninterrupted(FIRST).run_dir)

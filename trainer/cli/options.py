@@ -138,8 +138,6 @@ _BUDGET = click.option(
     metavar="SIZE",
     help="Keep within this much device memory: 20GiB. Wins over features.memory_budget.",
 )
-
-
 _GPUS = click.option(
     "--gpus",
     metavar="N",
@@ -166,4 +164,4 @@ def _taking(*parameters: Callable[[Any], Any]) -> Callable[[F], Any]:
 layer_options = _taking(*_LAYERS)
 """Decorator for a command that gets its configurations by an option, `configs`."""
 config_arguments = _taking(_CONFIGS, *_LAYERS)
-config_arguments_and_budget = _taking(_CONFIGS, *_LAYERS, _BUDGET, _GPUS)
+config_arguments_and_machine = _taking(_CONFIGS, *_LAYERS, _BUDGET, _GPUS)

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import GivenPath, Layers, config_arguments_and_budget
+from trainer.cli.options import GivenPath, Layers, config_arguments_and_machine
 from trainer.cli.output import say, shown_below_options
 
 
 @shown_below_options
 @click.command()
-@config_arguments_and_budget
+@config_arguments_and_machine
 @click.option(
     "--facts",
     "facts_file",

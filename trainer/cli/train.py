@@ -6,13 +6,13 @@ from pathlib import Path
 
 import click
 
-from trainer.cli.options import GivenPath, Layers, config_arguments_and_budget
+from trainer.cli.options import GivenPath, Layers, config_arguments_and_machine
 from trainer.cli.output import say, shown_below_options
 
 
 @shown_below_options
 @click.command()
-@config_arguments_and_budget
+@config_arguments_and_machine
 @click.option("--no-probe", is_flag=True, help="Do not measure kernels that have no verdict yet.")
 def train(layers: Layers, no_probe: bool) -> int:
     """Train, prove and save: a LoRA or a full fine-tune, as the configuration says.
@@ -44,7 +44,7 @@ def train(layers: Layers, no_probe: bool) -> int:
 
 @shown_below_options
 @click.command()
-@config_arguments_and_budget
+@config_arguments_and_machine
 @click.option("--verify", is_flag=True, help="Read every entry and encode damaged ones again.")
 @click.option("--prune", is_flag=True, help="Then remove the family's entries that this run does not use.")
 @click.option(

@@ -19,7 +19,7 @@ from trainer.config.schema import RunConfig
 from trainer.data.leftout import report_left_out
 from trainer.engine.caching.samples import Samples, scan_samples
 from trainer.engine.spec import Spec, read_spec
-from trainer.errors import PEER_LOST, ConfigError, ExitCode, PeerLostError, TrainerError
+from trainer.errors import PEER_LOST, ConfigError, EndedTogether, ExitCode, PeerLostError, TrainerError
 from trainer.families import components, get
 from trainer.files import codec
 from trainer.planning.plan import Plan
@@ -75,8 +75,10 @@ def main(spec_path: str) -> int:
         return int(error.exit_code)
     except PeerLostError as error:
         status.wait_to_be_ended(_GONE_SECONDS)
-        if str(error):  # else rank 0 ended as agreed, and said why
-            logger.error("another rank of this run is gone: %s", error)
+        logger.error("another rank of this run is gone: %s", error)
+        return PEER_LOST
+    except EndedTogether:
+        status.wait_to_be_ended(_GONE_SECONDS)
         return PEER_LOST
     finally:
         stop.uninstall()
@@ -100,12 +102,12 @@ def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -
 
 
 def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, samples: Samples) -> None:
-    """Everything that needs torch. On ranks but the first it raises PeerLostError once rank 0 has ended."""
+    """Everything that needs torch. On ranks but the first it raises EndedTogether once rank 0 has ended."""
     with _importing():
         from trainer.engine import run
         from trainer.engine.building.base_load_check import check_loadable
         from trainer.engine.context import Context
-        from trainer.engine.ranks import EndedTogether, joined
+        from trainer.engine.ranks import joined
         from trainer.modeling.quiet import quiet_libraries
         from trainer.planning.out_of_memory import is_out_of_memory, out_of_memory
         from trainer.planning.planning import may_be_planned
@@ -137,8 +139,6 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
                 run.sample_once(context, spec)
             else:
                 run.verify_file(context, spec)
-    except EndedTogether as error:
-        raise PeerLostError("") from error
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -18,7 +18,7 @@ from typing import TypeVar
 import torch
 import torch.distributed as dist
 
-from trainer.errors import HardwareError, PeerLostError, TrainerError
+from trainer.errors import EndedTogether, HardwareError, PeerLostError, TrainerError
 from trainer.planning.out_of_memory import is_out_of_memory
 from trainer.telemetry.status import StatusWriter
 
@@ -118,10 +118,6 @@ class Ranks:
             if is_out_of_memory(error):
                 raise
             raise PeerLostError(str(error)) from error
-
-
-class EndedTogether(Exception):
-    """The end of this rank by an error that all ranks raise: rank 0 saves, and says why."""
 
 
 ALONE = Ranks()

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from tests.ranks import Workers, workers
+from tests.ranks import Workers
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing.exchange import Exchange, SlowRanks, Told, told
+from trainer.engine.optimizing.exchange import Exchange, SlowRanks, Told
 from trainer.engine.optimizing.fp32_masters import FlatGradients
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.ranks import Ranks
 
 VALUES = 1003
 MICRO_BATCHES = 8
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Workers]:
-    with workers() as made:
-        yield made
 
 
 def gradients(number: int, dtype: torch.dtype) -> torch.Tensor:
@@ -114,7 +106,7 @@ def agreed(ranks: Ranks, micro_batches: int, asked: int, odd: int) -> tuple[floa
         seconds=1.0 + ranks.rank,
         digest=updater.digest(),
     )
-    return float(loss), told(said.tolist())
+    return float(loss), Told.of(said.tolist())
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 5, 8])

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ranks import Workers, workers
+from tests.ranks import Workers
 from tests.unit.data.pictures import record
 from trainer.engine.caching import fill
 from trainer.engine.caching.entries import Entry, LatentsEntry, TextEntry, latents_entry, text_entry
@@ -209,12 +209,6 @@ def filled_by_ranks(ranks: Ranks, folder: Path, least: int) -> tuple[list[str], 
     assert all(Cache(folder, "family").has(entry.kind, entry.key) for entry in ENTRIES), "all is there now"
     told = [done for what, done, _ in seen if what == "caching text"]
     return [event for event in encoders.events if not event.startswith(("load", "free"))], report, told
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Workers]:
-    with workers() as made:
-        yield made
 
 
 def test_ranks_share_what_is_missing_and_none_does_it_twice(pool: Workers, tmp_path: Path) -> None:

@@ -3,26 +3,27 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from tests.ranks import Workers, workers
+from tests.ranks import Workers
 from trainer.engine.caching.store import DamagedEntryError
-from trainer.engine.ranks import ALONE, EndedTogether, Ranks, Waits
-from trainer.errors import DataError, OutOfMemoryError, PeerLostError, Problem, StoppedError, TrainerError
+from trainer.engine.ranks import ALONE, Ranks, Waits
+from trainer.errors import (
+    DataError,
+    EndedTogether,
+    OutOfMemoryError,
+    PeerLostError,
+    Problem,
+    StoppedError,
+    TrainerError,
+)
 from trainer.telemetry.status import Phase, StatusWriter, read_status
 from trainer.telemetry.stop import StopFlag
 
 PROBLEMS = (Problem(what="bad", where="a.png", remedy="look"), Problem(what="worse"))
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Workers]:
-    with workers() as made:
-        yield made
 
 
 def one_fails(ranks: Ranks, failing: int) -> list[int] | tuple[str, list[Problem]]:

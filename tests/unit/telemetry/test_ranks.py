@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from tests.ranks import is_gone
 from trainer.errors import PEER_LOST, ExitCode
 from trainer.telemetry.status import Phase, Status, rank_folders, read_ranks, verdict_of_ranks
 from trainer.telemetry.supervising.supervisor import supervise
@@ -22,14 +23,6 @@ from .conftest import CHILD, Run, Start, wait_for
 
 RANKS = 3
 FAST = 0.005  # budget of the train phase: 1.5 s
-
-
-def is_gone(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return True
-    return False
 
 
 def pids(run: Run) -> list[int]:

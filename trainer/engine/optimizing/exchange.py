@@ -36,11 +36,11 @@ class Told:
     seconds: tuple[float, ...]
     """Time of a sample of the last step on each, forward and backward; 0 where it had none."""
 
-
-def told(values: Sequence[float]) -> Told:
-    """The second of what `Exchange.agree` gives, once it is on the host."""
-    asked, unequal, *seconds = values
-    return Told(asked=int(asked), unequal=bool(unequal), seconds=tuple(seconds))
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Told:
+        """The second of what `Exchange.agree` gives, once it is on the host."""
+        asked, unequal, *seconds = values
+        return cls(asked=int(asked), unequal=bool(unequal), seconds=tuple(seconds))
 
 
 class SlowRanks:
@@ -124,7 +124,7 @@ class Exchange:
     def agree(
         self, losses: Sequence[torch.Tensor], count: int, *, asked: int, seconds: float, digest: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a step, and what all ranks say of themselves, for `told`; on the device, in float64.
+        """The loss of a step, and what all ranks say of themselves, for `Told.of`; on the device, in float64.
 
         `losses` are those of this rank's micro-batches, of `count` in all; they are added in the run's order.
         `asked` is the exit code that this rank was asked to end with or 0, `seconds` as in `Told`, `digest` a

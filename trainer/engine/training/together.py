@@ -12,7 +12,7 @@ from collections.abc import Generator, Sequence
 import torch
 
 from trainer.engine.context import Context
-from trainer.engine.optimizing.exchange import told
+from trainer.engine.optimizing.exchange import Told
 from trainer.engine.optimizing.optimizer import HostFlag
 from trainer.engine.training.feed import Fed
 from trainer.engine.training.state import State, Work
@@ -68,7 +68,7 @@ def check_told(work: Work, state: State) -> None:
     """
     if state.told is None:
         return
-    context, said = work.context, told(state.told.values())
+    context, said = work.context, Told.of(state.told.values())
     state.equal_step = max(state.equal_step, state.step - 1)
     slow = state.slow.look(said.seconds)
     if slow:
@@ -82,7 +82,7 @@ def check_told(work: Work, state: State) -> None:
 
 def check_equal(state: State) -> None:
     """Raise HardwareError where the ranks held different weights before the last step."""
-    if state.told is not None and told(state.told.values()).unequal:
+    if state.told is not None and Told.of(state.told.values()).unequal:
         raise _unequal(state)
 
 
@@ -92,7 +92,7 @@ def require_equal(work: Work, state: State) -> None:
     if ranks.size == 1:
         return
     if len(set(ranks.gathered(float(state.updater.digest())))) > 1:
-        if state.told is not None and not told(state.told.values()).unequal:
+        if state.told is not None and not Told.of(state.told.values()).unequal:
             state.equal_step = state.step - 1
         with ranks.together():
             raise _unequal(state)
