@@ -105,6 +105,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\n".join(map(str, wanted)))
         return 0
     machine.require_gpu(remedy="use a machine with one")
+    here = machine.describe(options.month)  # before threads keep to a share of the cores
     rows: list[dict[str, Any]] = []
     deadline, lock = time.monotonic() + 60 * options.minutes, threading.Lock()
 
@@ -123,7 +124,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 rows.append(row)
                 print(json.dumps(row), flush=True)
                 if options.record:
-                    write_record(options, rows)
+                    write_record(options, rows, here)
 
     busy: set[str] = set()
     for family in {cell.family for cell in wanted}:
@@ -285,9 +286,11 @@ def share_of_cores(number: int, of: int) -> set[int]:
     return set(cores[number * each : (number + 1) * each] or cores)
 
 
-def write_record(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]]) -> None:
+def write_record(
+    options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], where: machine.Machine
+) -> None:
     """The record with these rows in the place of those of the same cells."""
-    written: dict[str, Any] = {"rows": [], "text": ""}
+    written: dict[str, Any] = {"rows": [], "text": "", "title": "Every family on sets of real shape"}
     if options.record.is_file():
         written = json.loads(options.record.read_text())
     known: dict[tuple[str, str], tuple[str, ...]] = {(row[0], row[1]): tuple(row) for row in written["rows"]}
@@ -295,9 +298,9 @@ def write_record(options: argparse.Namespace, rows: Sequence[Mapping[str, Any]])
         known[one["family"], one["cell"]] = tuple(str(one.get(name, "")) for name in COLUMNS)
     order = [(cell.family, cell.name) for cell in cells()]
     table = Table(
-        title="Every family on sets of real shape",
+        title=written["title"],
         text=written["text"],
-        machine=machine.describe(options.month),
+        machine=where,
         command="python -m bench matrix --work DIR --record FILE",
         columns=COLUMNS,
         rows=tuple(known[key] for key in order if key in known),

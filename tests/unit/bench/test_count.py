@@ -39,6 +39,7 @@ def test_an_entry_has_units_of_the_tokens_that_blocks_see() -> None:
         "stacks": ["text", "image"],
         "captions": ["text"],
         "beside": {},
+        "fp8_twice": False,
         "ways": {
             "eager": {"fixed": 1.0, "blocks": [17.0, 24.0], "beyond": 7.0},
             "eager, recomputed": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 30.0},
@@ -85,11 +86,12 @@ def test_values_of_captions_are_left_out_of_the_counts() -> None:
 
 
 def test_one_mode_alone_is_added_to_what_is_known() -> None:
-    """With the family's own stacks of captions, and what its head hides."""
+    """With the family's own stacks of captions, what its head hides, and what was written by hand."""
     known = {
         "stacks": ["text", "image"],
         "captions": ["text"],
         "beside": {"image": 4.0},
+        "fp8_twice": True,
         "ways": {"compiled": {"fixed": 1.0, "blocks": [9.0, 14.0], "beyond": 8.5}},
     }
     new = row("compiled, int8, budget 0.6", {"text": 200, "image": 2400}, fixed=1000, beyond=15000)

@@ -245,6 +245,7 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
         budget=storage.activation_budget,
         weights=storage.way.counted_as or storage.way.weights,
         flash=storage.attention == COUNTED_ATTENTION,
+        twice=storage.way.copies == 2,
     )
     detail = "saved for backward"
     if storage.checkpointing:

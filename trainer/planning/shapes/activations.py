@@ -20,7 +20,8 @@ COUNTED_ATTENTION = "flash"
 """The kernel that ways are counted with which name no other, and bf16 products."""
 OTHER_ATTENTION = "cudnn"
 """In names of ways with a budget: counted with cuDNN's kernel. With flash-attn 4 blocks keep the same."""
-# budgets from here on hold no more with other kernels and FP8 products; smaller ones may hold more
+# budgets from here on hold no more with other kernels, and with products of an FP8 base that is kept once;
+# smaller ones may hold more
 _LARGE = 0.6
 PLAIN, _FP8 = "bf16", "fp8"
 Units = tuple[int, int]
@@ -66,6 +67,12 @@ class Activations:
     (attention kernel, storage) that they were counted with, as compilers keep other tensors with
     OTHER_ATTENTION, and with weights that a product unpacks. COUNTED_ATTENTION has an empty name.
     """
+    fp8_twice: bool = False
+    """True where FP8 weights that are kept twice were seen to hold no more under a large budget than bf16's.
+
+    torch weighs activations against all inputs of a block, weights among them, and of two copies backward
+    reads one: with many weights and few activations a budget saves less than it says (docs/benchmarks.md).
+    """
     head: int = 0
     """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
 
@@ -75,17 +82,24 @@ class Activations:
         return self.whole.kept + max(self.whole.beyond, self.head)
 
     def peak(
-        self, *, recomputed: int = 0, budget: float = 1.0, weights: str = PLAIN, flash: bool = True
+        self,
+        *,
+        recomputed: int = 0,
+        budget: float = 1.0,
+        weights: str = PLAIN,
+        flash: bool = True,
+        twice: bool = False,
     ) -> int:
         """The highest point with the first `recomputed` blocks recomputed, or with a budget below 1.
 
         `weights` is how the frozen base is stored, where a budget depends on it, `fp8` for products in FP8.
-        `flash` is false for another attention kernel than COUNTED_ATTENTION. Backward starts with the last
-        blocks: where the first are recomputed, the others have given back what they kept. A budget that was
-        counted with this kernel and storage is planned so; another needs no more than any larger one.
+        `flash` is false for another attention kernel than COUNTED_ATTENTION, `twice` true for FP8 weights
+        that are kept twice. Backward starts with the last blocks: where the first are recomputed, the others
+        have given back what they kept. A budget that was counted with this kernel and storage is planned so;
+        another needs no more than any larger one.
         """
         if budget < 1.0:
-            shares = self._budgets(weights, flash=flash)
+            shares = self._budgets(weights, flash=flash, twice=twice)
             kernel = "" if flash and weights != _FP8 else OTHER_ATTENTION
             own = budget in self.shares.get((kernel, weights), {})
             larger = [budget] if own else [share for share in shares if share >= budget]
@@ -99,13 +113,13 @@ class Activations:
             inputs + self.recomputed.fixed + max(self.recomputed.beyond, self.head),
         )
 
-    def _budgets(self, weights: str, *, flash: bool) -> Mapping[float, Held]:
+    def _budgets(self, weights: str, *, flash: bool, twice: bool = False) -> Mapping[float, Held]:
         """Activations by the share that is kept, as far as it was counted for such kernels and products.
 
-        Small shares that were not counted are left out: they are planned as the next larger one.
+        Shares that were not counted are left out: they are planned as the next larger one.
         """
         other = not flash or weights == _FP8
-        plain = self.shares.get(("", PLAIN), {})
+        plain = self.shares.get(("", PLAIN), {}) if self.fp8_twice or not twice else {}
         found = {share: held for share, held in plain.items() if share >= _LARGE or not other}
         if not flash and weights != _FP8:
             found |= self.shares.get((OTHER_ATTENTION, PLAIN), {})
@@ -165,6 +179,7 @@ def activations(
         whole=held(style),
         recomputed=held(inside, recomputes=True),
         outside=held(outside if outside in ways else inside, recomputes=True),
+        fp8_twice=counts.get("fp8_twice", False),
         shares=_shares({way: held(way) for way in ways if way.startswith(style) and _BUDGET in way}),
         head=head,
     )
