@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -57,7 +58,7 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             python("-m", "trainer.engine", str(folder / "spec.json")),
             environments=rank_environments(
                 child_environment(plan, facts),
-                plan.ranks if job.mode in _SHARED_MODES else 1,
+                plan if job.mode in _SHARED_MODES else dataclasses.replace(plan, ranks=1),
                 facts.cpu_count,
             ),
             runtime_dir=runtime_dir,
@@ -67,11 +68,12 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
         )
 
 
-def rank_environments(environ: Mapping[str, str], count: int, cores: int) -> list[dict[str, str]]:
+def rank_environments(environ: Mapping[str, str], plan: Plan, cores: int) -> list[dict[str, str]]:
     """The environment of each rank: `environ` with the variables by which ranks of one host know each other.
 
     They share the host's cores, unless the user says how many threads each takes.
     """
+    count = plan.ranks
     if count == 1:
         return [dict(environ)]
     shared = {"OMP_NUM_THREADS": str(max(1, cores // count)), **environ, "GLOO_SOCKET_IFNAME": "lo"}
@@ -80,8 +82,11 @@ def rank_environments(environ: Mapping[str, str], count: int, cores: int) -> lis
         "MASTER_ADDR": environment.LOOPBACK,
         "MASTER_PORT": "0",
     }  # accelerate wants some; nobody listens
+    # the place of its GPU, as accelerate understands it
+    places = plan.devices or range(count)
     return [
-        {**shared, **size, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
+        {**shared, **size, **address, "RANK": str(rank), "LOCAL_RANK": str(places[rank])}
+        for rank in range(count)
     ]
 
 

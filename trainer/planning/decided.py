@@ -128,6 +128,7 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
         micro_batch_size=train.train_batch_size,
         accumulation_steps=train.gradient_accumulation_steps,
         ranks=situation.ranks,
+        devices=situation.devices or ((0,) if situation.on_gpu else ()),
         vae_tiling=storage.tiling,
         tf32=made["tf32"].value == "on",
         pin_memory=profile.pin_memory,
@@ -195,11 +196,11 @@ def _disk(situation: Situation, chosen: fit.Outcome) -> tuple[int, Decision]:
 def _warnings(situation: Situation, host_bytes: int) -> Iterator[str]:
     """Warnings about things that work, but deserve to be known."""
     facts, available = situation.facts, situation.facts.memory.available_bytes
-    if host_bytes > available:
-        yield f"the training process needs {gib(host_bytes)} of host memory, {gib(available)} are available"
+    needed, several = situation.ranks * host_bytes, situation.ranks > 1
+    if needed > available:
+        who = f"the {situation.ranks} training processes need" if several else "the training process needs"
+        yield f"{who} {gib(needed)} of host memory, {gib(available)} are available"
     if facts.wsl and situation.on_gpu:
         yield WSL_SPILLS
-    if len(facts.gpus) > 1 and situation.on_gpu:
-        yield f"{len(facts.gpus)} GPUs are visible, one process trains on the first ({facts.gpu.name})"
     if facts.gpus and not situation.on_gpu:
         yield f"{facts.gpu.name} is not used: TRAINER_PROFILE is cpu"

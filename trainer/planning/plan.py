@@ -77,6 +77,8 @@ class Plan:
     """Micro-batches of one optimizer step; with `micro_batch_size` the configured effective batch."""
     ranks: int
     """Processes that train together, each with a whole base; they share the micro-batches of a step."""
+    devices: tuple[int, ...]
+    """Places of their GPUs among the visible ones, by rank; empty on a CPU."""
     vae_tiling: bool
     tf32: bool
     pin_memory: bool

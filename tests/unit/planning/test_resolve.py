@@ -393,5 +393,5 @@ def test_disk_counts_what_is_saved(config: Config, geometry: Geometry) -> None:
 def test_warnings(config: Config, geometry: Geometry) -> None:
     facts = dataclasses.replace(small(80), wsl=True, gpus=(*small(80).gpus, *machine("h200").gpus))
     text = " ".join(plan(config(), facts, geometry).warnings)
-    assert "WSL" in text and "2 GPUs are visible" in text
+    assert "WSL" in text
     assert plan(config(), small(80), geometry).warnings == ()

@@ -39,6 +39,8 @@ class Situation(Context):
     """Whether the run has begun, with its samples parted as the configuration says."""
     ranks: int = 1
     """Processes that share the micro-batches of a step, each with a base of its own."""
+    devices: tuple[int, ...] = ()
+    """Places of their GPUs among the visible ones; empty on a CPU."""
 
     @functools.cached_property
     def geometry(self) -> Geometry:

@@ -62,6 +62,8 @@ class Storage:
     """The word in `train.optimizer`."""
     averaged: bool = False
     """A running mean of the trained weights is kept."""
+    ranks: int = 1
+    """Processes that exchange gradients."""
 
     @property
     def value_bytes(self) -> int:
@@ -90,6 +92,11 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     ]
     if storage.averaged:
         rows.append(MemoryRow("EMA", count * states.MEAN_BYTES, "the weights' mean, fp32"))
+    if storage.ranks > 1:
+        sums = count * VALUE_BYTES["fp32"]
+        # slices sent and received; sums of all slices, twice as they are gathered, and of this one
+        size = 2 * count * storage.value_bytes + 2 * sums + sums // storage.ranks
+        rows.append(MemoryRow("exchange", size, f"gradients on their way between {storage.ranks} GPUs"))
     if storage.swapped:
         _, largest = waiting_bytes(storage, geometry)
         detail = "two of the blocks that wait in host memory, in turn"
