@@ -51,7 +51,10 @@ def test_recorded_facts_identify_nobody(machine: str) -> None:
 
 def test_spark_keeps_its_host_alive(planned: Callable[[str, str], Plan]) -> None:
     plan = planned("dgx-spark", "flux1_dev_lora")
-    assert plan.environment == {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75"}
+    assert plan.environment == {
+        "PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
     assert not plan.pin_memory
     # within the budget: what would be recomputed below it costs time and makes nothing safer
     assert not plan.activation_checkpointing and plan.peak_bytes < 0.97 * plan.budget_bytes

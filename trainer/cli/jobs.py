@@ -59,7 +59,6 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             environments=rank_environments(
                 child_environment(plan, facts),
                 plan if job.mode in _SHARED_MODES else dataclasses.replace(plan, ranks=1),
-                facts.cpu_count,
             ),
             runtime_dir=runtime_dir,
             port=port,
@@ -68,15 +67,14 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
         )
 
 
-def rank_environments(environ: Mapping[str, str], plan: Plan, cores: int) -> list[dict[str, str]]:
-    """The environment of each rank: `environ` with the variables by which ranks of one host know each other.
-
-    They share the host's cores, unless the user says how many threads each takes.
+def rank_environments(environ: Mapping[str, str], plan: Plan) -> list[dict[str, str]]:
+    """The environment of each rank: `environ` with the plan's variables of ranks, and those by which ranks of
+    one host know each other.
     """
     count = plan.ranks
     if count == 1:
         return [dict(environ)]
-    shared = {"OMP_NUM_THREADS": str(max(1, cores // count)), **environ, "GLOO_SOCKET_IFNAME": "lo"}
+    shared = {**environ, **plan.rank_environment}
     size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     address = {
         "MASTER_ADDR": environment.LOOPBACK,
@@ -106,7 +104,7 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     folders = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
     if facts.gpus:
         # its own keys leave out which GPU a kernel was made for
-        major, minor = facts.gpu.capability
+        major, minor = facts.on(plan.devices).gpu.capability
         folders[_FLASH_CACHE] = folder / f"flash-attn-sm{major}{minor}"
     for name, path in folders.items():
         if name in environ:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import pytest
 
@@ -65,10 +66,14 @@ def test_what_cannot_be_shared_is_refused(
         planned(config(**changes), geometry)
 
 
-def several(*kinds: int) -> Facts:
-    """A machine with GPUs of two kinds, by number: 0 for an H200, 1 for an A100."""
-    one, other = machine("h200"), machine("a100-80gb")
-    return dataclasses.replace(one, gpus=tuple((one.gpu, other.gpu)[kind] for kind in kinds))
+KINDS = ("h200", "a100-80gb", "rtx-4090")
+"""Recorded machines whose GPUs `several` takes."""
+
+
+def several(*kinds: int, **changes: Any) -> Facts:
+    """A machine with GPUs of several kinds, by number: 0 for an H200, 1 for an A100, 2 for an RTX 4090."""
+    gpus = [machine(name).gpu for name in KINDS]
+    return dataclasses.replace(machine("h200"), gpus=tuple(gpus[kind] for kind in kinds), **changes)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +85,11 @@ def several(*kinds: int) -> Facts:
         ((0, 0), 4, 1, 2, (0, 1), (2, 2)),
         ((0, 1, 0), 1, 4, 2, (0, 2), (1, 4)),
         ((0, 0), 1, 1, 1, (0,), (1, 1)),
+        ((0, 1, 1), 1, 4, 2, (1, 2), (1, 4)),  # the most GPUs of one kind
+        ((0, 1, 1, 1), 1, 2, 2, (1, 2), (1, 2)),
+        ((1, 1, 0, 0), 1, 4, 2, (2, 3), (1, 4)),  # of equal numbers those with the most memory
+        ((1, 0, 1), 1, 1, 1, (1,), (1, 1)),  # one GPU: the one with the most memory
+        ((2, 0), 1, 4, 1, (1,), (1, 4)),
     ],
 )
 def test_auto_takes_the_gpus_of_one_kind_that_share_a_step_evenly(
@@ -99,18 +109,120 @@ def test_auto_takes_the_gpus_of_one_kind_that_share_a_step_evenly(
     assert row(found, "gpus").value == f"{ranks} of {len(kinds)}"
 
 
+def test_the_plan_is_of_the_kind_that_was_taken(config: Config, geometry: Geometry) -> None:
+    """Profile, budget, attention and rates follow it, not the GPU that is visible first."""
+    steps = functools.partial(config, train__gradient_accumulation_steps=4)
+    pair = planned(steps(), geometry, several(0, 1, 1, verdicts=()))
+    alone = planned(steps(parallel__gpus=2), geometry, several(1, 1, verdicts=()))
+    assert (pair.profile, pair.devices) == ("generic-cuda", (1, 2))
+    follows = ("profile", "budget_bytes", "attention", "weights", "step_milliseconds", "train_memory")
+    assert all(vars(pair)[name] == vars(alone)[name] for name in follows)
+    other = planned(steps(), geometry, several(2, 0))
+    assert (other.profile, other.devices, other.first_device) == ("hopper-fp8", (1,), "cuda:1")
+
+
+def test_gpus_that_were_taken_and_left_out_are_named(config: Config, geometry: Geometry) -> None:
+    steps = functools.partial(config, train__gradient_accumulation_steps=4)
+    assert row(planned(steps(), geometry, several(1, 0, 0)), "gpus").reason == (
+        "each takes 2 of a step's 4 micro-batches; batch and rate are the whole run's; on GPU 1 and 2, NVIDIA"
+        " H200; left out, of another kind: 1 NVIDIA A100-SXM4-80GB"
+    )
+    assert row(planned(steps(), geometry, several(2, 0)), "gpus").reason == (
+        "on GPU 1, NVIDIA H200, with the most memory; left out, of another kind: 1 NVIDIA GeForce RTX 4090"
+    )
+    written = row(planned(steps(parallel__gpus=1), geometry, several(2, 0, 2)), "gpus")
+    assert (written.value, written.source) == ("1 of 3", "parallel.gpus")
+    assert written.reason.startswith("as written; on GPU 1, NVIDIA H200, with the most memory; left out")
+
+
 def test_idle_gpus_are_told_with_what_would_use_them(config: Config, geometry: Geometry) -> None:
     reason = row(planned(config(), geometry, several(0, 0, 0, 1)), "gpus").reason
-    assert reason == (
+    assert reason.startswith(
         "a step has 1 sample: train.gradient_accumulation_steps: 3 makes a step of 3 on 3 GPUs, which takes"
-        " about as long; 1 of another kind stays unused"
+        " about as long; on GPU 0, NVIDIA H200"
     )
 
 
-def test_more_gpus_than_there_are_is_told_before_anything_starts(config: Config, geometry: Geometry) -> None:
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        ((0, 0), "4 GPUs are asked for, visible are 2 NVIDIA H200"),
+        (
+            (0, 1, 1, 0, 1),
+            "4 GPUs of one kind are asked for, visible are 2 NVIDIA H200 and 3 NVIDIA A100-SXM4-80GB",
+        ),
+    ],
+)
+def test_more_gpus_than_there_are_of_any_kind_is_told_before_anything_starts(
+    config: Config, geometry: Geometry, kinds: tuple[int, ...], words: str
+) -> None:
     asked = config(train__gradient_accumulation_steps=8, parallel__gpus=4)
-    with pytest.raises(HardwareError, match="4 GPUs are asked for, 2 of the kind of NVIDIA H200 are visible"):
-        planned(asked, geometry, several(0, 0, 1))
+    with pytest.raises(HardwareError, match=words) as caught:
+        planned(asked, geometry, several(*kinds))
+    most = max(kinds.count(kind) for kind in kinds)
+    assert caught.value.problems[0].remedy == f"write {most} or less, or auto"
+
+
+def test_a_written_number_takes_the_kind_that_has_so_many(config: Config, geometry: Geometry) -> None:
+    steps = functools.partial(config, train__gradient_accumulation_steps=6)
+    facts = several(0, 0, 1, 1, 1)
+    assert planned(steps(parallel__gpus=3), geometry, facts).devices == (2, 3, 4)
+    assert planned(steps(parallel__gpus=2), geometry, facts).devices == (0, 1)
+
+
+def resized(facts: Facts, *gib: float) -> Facts:
+    """The machine with GPUs of the first one's kind, of these sizes."""
+    sizes = (int(size * GIB) for size in gib)
+    return dataclasses.replace(
+        facts, gpus=tuple(dataclasses.replace(facts.gpu, total_memory_bytes=size) for size in sizes)
+    )
+
+
+def test_gpus_of_one_name_with_other_memory_are_another_kind(config: Config, geometry: Geometry) -> None:
+    steps = functools.partial(config, train__gradient_accumulation_steps=4)
+    facts = resized(machine("a100-80gb"), 40, 80, 80)
+    assert planned(steps(), geometry, facts).devices == (1, 2)
+
+
+def test_the_budget_is_that_of_the_gpu_with_the_least_memory(config: Config, geometry: Geometry) -> None:
+    """A display takes some of one of them: the same kind, and every rank keeps within what that one has."""
+    steps = functools.partial(config, train__gradient_accumulation_steps=2)
+    least = planned(steps(), geometry, resized(machine("a100-80gb"), 80, 79.2))
+    assert least.ranks == 2
+    assert least.budget_bytes == int(0.93 * int(79.2 * GIB))
+    not_taken = planned(steps(), geometry, resized(machine("a100-80gb"), 80, 80, 79.2))
+    assert not_taken.devices == (0, 1)
+    assert not_taken.budget_bytes == int(0.93 * 80 * GIB)
+
+
+def test_a_larger_group_on_which_the_run_does_not_fit_is_passed_over(
+    config: Config, geometry: Geometry
+) -> None:
+    small = dataclasses.replace(machine("a100-80gb").gpu, name="small", total_memory_bytes=2 * GIB)
+    facts = several(0)
+    facts = dataclasses.replace(facts, gpus=(small, small, *facts.gpus))
+    found = planned(config(train__gradient_accumulation_steps=4), geometry, facts)
+    assert (found.ranks, found.devices, found.profile) == (1, (2,), "hopper-fp8")
+    assert "; on 2 small the run does not fit: it needs " in row(found, "gpus").reason
+    with pytest.raises(HardwareError, match="the run does not fit"):
+        planned(config(), geometry, dataclasses.replace(facts, gpus=(small, small)))
+
+
+def test_a_kind_that_torch_does_not_run_on_is_passed_over(config: Config, geometry: Geometry) -> None:
+    old = dataclasses.replace(machine("a100-80gb").gpu, name="old", capability=(3, 7))
+    facts = dataclasses.replace(several(2), gpus=(old, old, several(2).gpu))
+    found = planned(config(train__gradient_accumulation_steps=4), geometry, facts)
+    assert found.devices == (2,)
+    assert "not on 2 old: carries no code for old (sm_37)" in row(found, "gpus").reason
+
+
+def test_what_was_measured_on_one_kind_says_nothing_of_another(config: Config, geometry: Geometry) -> None:
+    steps = config(train__gradient_accumulation_steps=4)
+    measured = tuple(dataclasses.replace(one, gpu="NVIDIA H200") for one in machine("h200").verdicts)
+    pair = planned(steps, geometry, several(0, 1, 1, verdicts=measured))
+    assert row(pair, "attention").source != "auto (measured)"
+    first = planned(steps, geometry, several(0, 0, 1, verdicts=measured))
+    assert row(first, "attention").source == "auto (measured)"
 
 
 def test_the_exchange_has_its_memory_and_the_time_is_shared(config: Config, geometry: Geometry) -> None:

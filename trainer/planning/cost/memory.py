@@ -190,15 +190,19 @@ def _linear_bytes(way: Way, linears: Linears, layers: int = 0) -> int:
 
 
 def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
-    """Host memory of the training process; none on a CPU, where all that training holds is host memory."""
+    """Host memory of all training processes; none on a CPU, where all that training holds is host memory.
+
+    Each process has its own libraries, buffers and waiting blocks: nothing of it is shared.
+    """
     if storage.device == "cpu":
         return ()
-    size, _ = waiting_bytes(storage, geometry)
-    detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned"
+    ranks, (size, _) = storage.ranks, waiting_bytes(storage, geometry)
+    each = f", for each of {ranks} processes" if ranks > 1 else ""
+    detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned{each}"
     return (
-        *([MemoryRow("waiting blocks", size, detail)] if storage.swapped else []),
-        MemoryRow("process", _CUDA_PROCESS_BYTES, "Python, CUDA and libraries"),
-        MemoryRow("loading", _RING_BYTES, "buffers that shards pass through"),
+        *([MemoryRow("waiting blocks", ranks * size, detail)] if storage.swapped else []),
+        MemoryRow("process", ranks * _CUDA_PROCESS_BYTES, f"Python, CUDA and libraries{each}"),
+        MemoryRow("loading", ranks * _RING_BYTES, f"buffers that shards pass through{each}"),
     )
 
 
