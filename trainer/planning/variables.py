@@ -72,7 +72,7 @@ def _of_ranks(situation: Situation) -> Iterator[_Ours]:
         return
     each = max(1, cores // ranks)
     yield "OMP_NUM_THREADS", str(each), f"{cores} cores, shared by {ranks} processes"
-    why = "they are on one host, which may have no network or not know its own name"
-    yield "GLOO_SOCKET_IFNAME", _LOOPBACK, f"the processes meet by this interface: {why}"
+    # a host without a network, or one that does not know its own name, has this interface too
+    yield "GLOO_SOCKET_IFNAME", _LOOPBACK, "the processes meet on this host, without a network"
     if situation.on_gpu:
-        yield "NCCL_SOCKET_IFNAME", _LOOPBACK, f"the GPUs meet by this interface: {why}"
+        yield "NCCL_SOCKET_IFNAME", _LOOPBACK, "the GPUs meet on this host, without a network"

@@ -14,7 +14,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts
 from trainer.planning.plan import Plan
-from trainer.planning.shapes.geometry import Geometry
+from trainer.planning.shapes.geometry import Geometry, Linears, Stack
 
 
 def planned(config: RunConfig, geometry: Geometry, facts: Facts | None = None) -> Plan:
@@ -233,6 +233,66 @@ def test_the_exchange_has_its_memory_and_the_time_is_shared(config: Config, geom
     assert "exchange" in names and "exchange" not in [part.name for part in one.train_memory]
     assert two.budget_bytes == one.budget_bytes
     assert two.keep_bytes < one.keep_bytes
+
+
+def with_available(facts: Facts, gib: int) -> Facts:
+    return dataclasses.replace(facts, memory=dataclasses.replace(facts.memory, available_bytes=gib * GIB))
+
+
+def test_host_memory_is_that_of_all_processes(shared: Config, geometry: Geometry) -> None:
+    facts = with_available(several(0, 0), 48)
+    one, two = (planned(shared(parallel__gpus=count), geometry, facts) for count in (1, 2))
+    each = {part.name: part.bytes for part in one.host_memory}
+    both = {part.name: part.bytes for part in two.host_memory}
+    assert {name: both[name] for name in ("process", "loading")} == {
+        name: 2 * each[name] for name in ("process", "loading")
+    }
+    left = 48 * GIB - both["process"] - both["loading"]
+    assert two.keep_bytes == left // 2 // 8
+    assert both["data"] == 2 * two.keep_bytes
+    assert row(two, "cache_in_memory").reason.endswith(" that the run leaves to each of 2 processes")
+
+
+def test_auto_takes_fewer_gpus_where_host_memory_is_short_and_says_so(
+    shared: Config, geometry: Geometry
+) -> None:
+    """One process takes 4 GiB of the host's memory."""
+    two = planned(shared(), geometry, with_available(several(0, 0, 0, 0), 9))
+    assert (two.ranks, two.devices) == (2, (0, 1))
+    assert row(two, "gpus").reason == (
+        "each takes 2 of a step's 4 micro-batches; batch and rate are the whole run's; 4 training processes"
+        " need 16.0 GiB of host memory, 9.0 GiB are available"
+    )
+    assert not any("host memory" in text for text in two.warnings)
+    assert planned(shared(), geometry, with_available(several(0, 0, 0, 0), 16)).ranks == 4
+    # one process is not refused for it, and what was written neither: its prediction is told
+    one = planned(shared(), geometry, with_available(several(0, 0), 3))
+    assert one.ranks == 1
+    assert "the training process needs 4.0 GiB of host memory, 3.0 GiB are available" in one.warnings
+    asked = planned(shared(parallel__gpus=4), geometry, with_available(several(0, 0, 0, 0), 9))
+    assert asked.ranks == 4
+    assert "the 4 training processes need 16.0 GiB of host memory, 9.0 GiB are available" in asked.warnings
+
+
+def test_blocks_that_wait_in_host_memory_wait_there_once_a_process(
+    shared: Config, geometry: Geometry
+) -> None:
+    """The geometry's base waits in 2 GiB for each process."""
+    stack = Stack(name="blocks", blocks=57, quantized=Linears(parameters=GIB // 57), others=0, fp32=0)
+    geometry = dataclasses.replace(geometry, stacks=(stack,))
+    asked = functools.partial(shared, features__block_swap=57, features__weights="bf16")
+    one, two = (
+        {
+            part.name: part.bytes
+            for part in planned(asked(parallel__gpus=count), geometry, several(0, 0)).host_memory
+        }
+        for count in (1, 2)
+    )
+    assert two["waiting blocks"] == 2 * one["waiting blocks"] > 3 * GIB
+    facts = with_available(several(0, 0), 9)
+    assert planned(asked(), geometry, facts).ranks == 1
+    with pytest.raises(HardwareError, match=r"the 2 processes need 1\d\.\d GiB of it, and 9\.0 GiB are"):
+        planned(asked(parallel__gpus=2), geometry, facts)
 
 
 @pytest.mark.parametrize("asked", ["auto", 1])

@@ -112,4 +112,5 @@ def kept_samples(
         return 0, Decision("cache_in_memory", "off", situation.profile.memory_source, reason)
     part = room // _KEPT_PART
     reason = f"entries that were read stay: up to an eighth of the {gib(room)} that the run leaves"
+    reason += f" to each of {situation.ranks} processes" if situation.ranks > 1 else ""
     return part, situation.decide(KEEP_KEY, f"{gib(part)} at most", reason)
