@@ -12,6 +12,8 @@ from tests.unit.planning.conftest import machine
 from tests.unit.planning.test_resolve import Config, on_each_kind
 from trainer.cli.jobs import rank_environments
 from trainer.config.schema import changed
+from trainer.engine.context import Context
+from trainer.engine.ranks import Ranks
 from trainer.machine.facts import Facts
 from trainer.planning.plan import Plan
 from trainer.planning.resolve import resolve
@@ -134,3 +136,19 @@ def test_accelerate_accepts_what_is_set(planned: Any, monkeypatch: pytest.Monkey
         monkeypatch.setattr(environment, "get_driver_version", lambda text=text: text)
         refuses = not environment.check_cuda_p2p_ib_support()
         assert (NO_PEERS.items() <= planned(facts, {}).environment.items()) == refuses
+
+
+def test_each_rank_computes_on_its_place_among_the_visible_gpus(planned: Any) -> None:
+    """No GPU is hidden from a rank: the plan's places are torch's numbers, and accelerate's."""
+    facts = gpus("h200", 2)
+    found = planned(dataclasses.replace(facts, gpus=(*machine("rtx-4090").gpus, *facts.gpus)), {})
+    environments = rank_environments(found.child_environment({}), found)
+    for rank, place in enumerate((1, 2)):
+        context = with_only(Context, plan=found, ranks=Ranks(rank=rank, size=2))
+        assert context.device == f"cuda:{place}"
+        assert environments[rank]["LOCAL_RANK"] == str(place)
+
+
+def with_only(kind: Any, **values: Any) -> Any:
+    """A frozen value of which only these fields are of any interest."""
+    return kind(**{**{field.name: None for field in dataclasses.fields(kind)}, **values})
