@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import signal
@@ -57,8 +58,7 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             python("-m", "trainer.engine", str(folder / "spec.json")),
             environments=rank_environments(
                 child_environment(plan, facts),
-                plan.ranks if job.mode in _SHARED_MODES else 1,
-                facts.cpu_count,
+                plan if job.mode in _SHARED_MODES else dataclasses.replace(plan, ranks=1),
             ),
             runtime_dir=runtime_dir,
             port=port,
@@ -67,21 +67,24 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
         )
 
 
-def rank_environments(environ: Mapping[str, str], count: int, cores: int) -> list[dict[str, str]]:
-    """The environment of each rank: `environ` with the variables by which ranks of one host know each other.
-
-    They share the host's cores, unless the user says how many threads each takes.
+def rank_environments(environ: Mapping[str, str], plan: Plan) -> list[dict[str, str]]:
+    """The environment of each rank: `environ` with the plan's variables of ranks, and those by which ranks of
+    one host know each other.
     """
+    count = plan.ranks
     if count == 1:
         return [dict(environ)]
-    shared = {"OMP_NUM_THREADS": str(max(1, cores // count)), **environ, "GLOO_SOCKET_IFNAME": "lo"}
+    shared = {**environ, **plan.rank_environment}
     size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     address = {
         "MASTER_ADDR": environment.LOOPBACK,
         "MASTER_PORT": "0",
     }  # accelerate wants some; nobody listens
+    # the place of its GPU, as accelerate understands it
+    places = plan.devices or range(count)
     return [
-        {**shared, **size, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
+        {**shared, **size, **address, "RANK": str(rank), "LOCAL_RANK": str(places[rank])}
+        for rank in range(count)
     ]
 
 
@@ -101,7 +104,7 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     folders = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
     if facts.gpus:
         # its own keys leave out which GPU a kernel was made for
-        major, minor = facts.gpu.capability
+        major, minor = facts.on(plan.devices).gpu.capability
         folders[_FLASH_CACHE] = folder / f"flash-attn-sm{major}{minor}"
     for name, path in folders.items():
         if name in environ:

@@ -119,7 +119,8 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
         check_loadable(family, source)
     plan = codec.from_json(Plan, spec.plan_text, "plan.json")
     try:
-        with joined(*environment.rank_and_ranks(), Path(spec.meeting_place), status) as ranks:
+        place = Path(spec.meeting_place)
+        with joined(*environment.rank_and_ranks(), place, status, device=plan.device) as ranks:
             context = Context(
                 config=config,
                 plan=plan,

@@ -61,8 +61,8 @@ class Context:
 
     @property
     def device(self) -> str:
-        """torch device of the run; one process trains on one device."""
-        return "cuda:0" if self.plan.device == "cuda" else "cpu"
+        """torch device of this process."""
+        return f"cuda:{self.plan.devices[self.ranks.rank]}" if self.plan.device == "cuda" else "cpu"
 
     @property
     def run_dir(self) -> Path:
@@ -83,6 +83,7 @@ def apply_backend_settings(context: Context) -> None:
             remedy="run `trainer probe`; TRAINER_PROFILE=cpu trains on the CPU on purpose",
         )
     if plan.device == "cuda":
+        torch.cuda.set_device(context.device)
         torch.cuda.init()  # its statistics cannot be asked for before
         rest = plan.budget_bytes - CUDA_CONTEXT_BYTES
         if context.config.features.memory_budget != "auto" and rest < (total := torch.cuda.mem_get_info()[1]):

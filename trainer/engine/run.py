@@ -107,6 +107,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     tracker = start_tracker(context) if context.ranks.first else None  # before minutes of loading
+    context.ranks.connect(context.device)
     built = build(context, varies(context, entries))
     before = None
     if context.config.method == "full":  # its proof has no adapter to take off

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainer.ways.storages import Way, find
 
@@ -77,6 +77,8 @@ class Plan:
     """Micro-batches of one optimizer step; with `micro_batch_size` the configured effective batch."""
     ranks: int
     """Processes that train together, each with a whole base; they share the micro-batches of a step."""
+    devices: tuple[int, ...]
+    """Places of their GPUs among the visible ones, by rank; empty on a CPU."""
     vae_tiling: bool
     tf32: bool
     pin_memory: bool
@@ -107,6 +109,8 @@ class Plan:
     """Free space the run needs in output_dir: checkpoints and final files."""
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...] = ()
+    rank_environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of each of several ranks, besides `environment`, with the user's values likewise."""
     unset: tuple[str, ...] = ()
     """Variables that the training process must not have: other spellings of those in `environment`."""
 
@@ -115,6 +119,11 @@ class Plan:
         kept = {name: value for name, value in environ.items() if name not in self.unset}
         own = {name: value for name, value in kept.items() if name.startswith("OMP_")}
         return {**kept, **self.environment, **own}
+
+    @property
+    def first_device(self) -> str:
+        """torch device of the first rank. Kernels are measured there for all: their GPUs are of one kind."""
+        return f"cuda:{self.devices[0]}" if self.device == "cuda" else "cpu"
 
     @property
     def way(self) -> Way:

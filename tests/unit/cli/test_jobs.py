@@ -228,6 +228,22 @@ def test_compilers_keep_what_they_make(
     assert jobs.child_environment(*planned)["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
 
 
+@pytest.mark.parametrize("visible", ["1,0", "GPU-00000000-0000-0000-0000-000000000002", "MIG-0"])
+def test_which_gpus_are_visible_is_left_to_the_driver(
+    planned: tuple[Plan, Facts], monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    """The variable goes to every rank as it is: peers must be visible to each, and a rank has a place among
+    them.
+    """
+    plan, facts = planned
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    two = dataclasses.replace(plan, ranks=2, devices=(0, 2))
+    ranks = jobs.rank_environments(jobs.child_environment(plan, facts), two)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in ranks] == [visible, visible]
+    assert [one["LOCAL_RANK"] for one in ranks] == ["0", "2"]
+    assert "CUDA_VISIBLE_DEVICES" not in {*plan.environment, *plan.rank_environment}
+
+
 def test_accelerate_hears_nothing_of_launchers(
     planned: tuple[Plan, Facts], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -86,9 +86,9 @@ def test_what_is_handed_in_is_listed_and_nothing_that_means_another_place_inside
     known = {variable.name for variable in environment.VARIABLES}
     assert names <= known
     assert not names & {*appliance.IMAGE_ENVIRONMENT, *appliance.SECRETS}
-    # the rest: folders and files, which lie elsewhere in a container, secrets, and the port, that has its own
+    # the rest: folders, files and interfaces, which are others in a container, secrets, and the port
     rest = known - names - appliance.IMAGE_ENVIRONMENT.keys()
-    elsewhere = re.compile(r"_(DIR|PATH|FILE|FACTS|CACHE|HOME|KEY|TOKEN)$")
+    elsewhere = re.compile(r"_(DIR|PATH|FILE|FACTS|CACHE|HOME|KEY|TOKEN|IFNAME)$")
     assert {one for one in rest if not elsewhere.search(one)} == {"TRAINER_METRICS_PORT"}
 
 

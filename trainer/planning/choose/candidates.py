@@ -124,6 +124,7 @@ def storages(
                 swapped=swapping.written(config),
                 optimizer=config.train.optimizer,
                 averaged=config.train.ema_decay is not None,
+                ranks=situation.ranks,
             )
 
 

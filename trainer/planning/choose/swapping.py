@@ -85,7 +85,8 @@ def no_room(situation: Situation, storage: Storage) -> str:
     if not storage.swapped or needed <= available:
         return ""
     waiting = f"{storage.swapped} of {situation.geometry.blocks} blocks waiting in host memory"
-    return f"with {waiting} the process needs {gib(needed)} of it, and {gib(available)} are available"
+    who = f"the {storage.ranks} processes need" if storage.ranks > 1 else "the process needs"
+    return f"with {waiting} {who} {gib(needed)} of it, and {gib(available)} are available"
 
 
 def rows(situation: Situation, storage: Storage, without_bytes: int) -> Iterator[Decision]:

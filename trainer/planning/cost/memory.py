@@ -62,6 +62,8 @@ class Storage:
     """The word in `train.optimizer`."""
     averaged: bool = False
     """A running mean of the trained weights is kept."""
+    ranks: int = 1
+    """Processes that exchange gradients."""
 
     @property
     def value_bytes(self) -> int:
@@ -90,6 +92,11 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     ]
     if storage.averaged:
         rows.append(MemoryRow("EMA", count * states.MEAN_BYTES, "the weights' mean, fp32"))
+    if storage.ranks > 1:
+        sums = count * VALUE_BYTES["fp32"]
+        # slices sent and received; sums of all slices, twice as they are gathered, and of this one
+        size = 2 * count * storage.value_bytes + 2 * sums + sums // storage.ranks
+        rows.append(MemoryRow("exchange", size, f"gradients on their way between {storage.ranks} GPUs"))
     if storage.swapped:
         _, largest = waiting_bytes(storage, geometry)
         detail = "two of the blocks that wait in host memory, in turn"
@@ -183,15 +190,19 @@ def _linear_bytes(way: Way, linears: Linears, layers: int = 0) -> int:
 
 
 def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
-    """Host memory of the training process; none on a CPU, where all that training holds is host memory."""
+    """Host memory of all training processes; none on a CPU, where all that training holds is host memory.
+
+    Each process has its own libraries, buffers and waiting blocks: nothing of it is shared.
+    """
     if storage.device == "cpu":
         return ()
-    size, _ = waiting_bytes(storage, geometry)
-    detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned"
+    ranks, (size, _) = storage.ranks, waiting_bytes(storage, geometry)
+    each = f", for each of {ranks} processes" if ranks > 1 else ""
+    detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned{each}"
     return (
-        *([MemoryRow("waiting blocks", size, detail)] if storage.swapped else []),
-        MemoryRow("process", _CUDA_PROCESS_BYTES, "Python, CUDA and libraries"),
-        MemoryRow("loading", _RING_BYTES, "buffers that shards pass through"),
+        *([MemoryRow("waiting blocks", ranks * size, detail)] if storage.swapped else []),
+        MemoryRow("process", ranks * _CUDA_PROCESS_BYTES, f"Python, CUDA and libraries{each}"),
+        MemoryRow("loading", ranks * _RING_BYTES, f"buffers that shards pass through{each}"),
     )
 
 
