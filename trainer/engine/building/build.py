@@ -25,7 +25,8 @@ from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks, repeated_blocks
 from trainer.modeling.storage.quantize import count_quantized, replacer
-from trainer.modeling.storage.swap import swap_blocks, waiting_blocks
+from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
+from trainer.modeling.storage.staging import Staged
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
 from trainer.words.sizes import gib
@@ -86,12 +87,13 @@ def load_base(context: Context) -> Model:
             f"{plan.weights} base: {count} linear layers quantised{others}, {kept} kept in {plan.dtype}"
         )
     if plan.swapped_blocks:
-        assert plan.activation_checkpointing and not plan.cuda_graphs, "kept activations would keep weights"
-        swapped = swap_blocks(model.blocks, plan.swapped_blocks, device=context.device)
-        model = replace(model, host_blocks=swapped)
+        assert not plan.cuda_graphs, "a graph finds the weights where they were when it was captured"
+        waiting = [model.blocks[name] for name in spread_blocks(model.blocks, plan.swapped_blocks)]
+        staged = Staged(HostMemory(waiting, pinned=plan.device == "cuda"), context.device)
+        model = replace(model, staged=staged)
         context.say(
-            f"{swapped.number} blocks wait in host memory ({gib(swapped.host_bytes)}) and pass through"
-            f" {gib(swapped.device_bytes)} of the device's"
+            f"{len(waiting)} blocks wait in host memory ({gib(staged.home_bytes)}) and pass through"
+            f" {gib(staged.device_bytes)} of the device's"
         )
     set_attention(model.module, plan.attention)
     if plan.compute == "fp8":
@@ -128,7 +130,7 @@ def _streamed(context: Context) -> Model:
         blocks, count = repeated_blocks(structure.module, family.blocks), plan.swapped_blocks
         filled = fill_structure(
             structure,
-            on_host=waiting_blocks(blocks, count) if count else (),
+            on_host=spread_blocks(blocks, count) if count else (),
             loader=plan.loader,
             on_shard=on_shard,
             on_bytes=on_bytes,
@@ -160,7 +162,7 @@ def _add_adapter(context: Context, model: Any) -> None:
 def _recompute(context: Context, model: Model) -> None:
     """Have as many repeated blocks recompute their activations in backward as the plan says."""
     plan, draws = context.plan, has_dropout(model.module)
-    # a graph keeps the weights that it reads, and those of blocks that wait are not to stay
+    # the host's copies are slower than what a graph of its own saves
     inside = plan.compile and not plan.swapped_blocks and not draws
     count = recompute_blocks(model.blocks, plan.recomputed_blocks, draws=draws, inside=inside)
     assert count, f"no block of {', '.join(context.family.blocks)} in the model"
