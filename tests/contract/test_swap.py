@@ -98,10 +98,7 @@ def test_what_waits_goes_to_the_host_as_soon_as_it_is_complete(
     staged = model.staged
     assert staged is not None
     inside = {
-        module
-        for block in staged.blocks
-        for module in block.modules()
-        if [*module.parameters(recurse=False)]
+        module for block in staged.blocks for module in block.modules() if [*module.parameters(recurse=False)]
     }
     to_host = [module for where, module in moved if where == "host"]
     assert inside <= set(to_host)

@@ -1,20 +1,21 @@
 """Building a model that can train from files, in the one order that is right.
 
 `load_base`: build on the meta device -> replace linear layers -> stream shards (read, quantise, place; blocks
-that wait go to host memory) -> attention kernel. `build`: LoRA -> activation checkpointing -> joined layers
+that lie elsewhere go there) -> attention kernel. `build`: LoRA -> activation checkpointing -> joined layers
 -> compile -> optimizer. A resume comes after all of it, in `training.state`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
 
 from trainer.engine.building.fast import compile_model, prove_fp8
 from trainer.engine.building.model import Model
+from trainer.engine.building.staged import devices, with_staged_blocks
 from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.modeling.adapter import lora
@@ -25,11 +26,8 @@ from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks, repeated_blocks
 from trainer.modeling.storage.quantize import count_quantized, replacer
-from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
-from trainer.modeling.storage.staging import Staged
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
-from trainer.words.sizes import gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,15 +84,8 @@ def load_base(context: Context) -> Model:
         context.say(
             f"{plan.weights} base: {count} linear layers quantised{others}, {kept} kept in {plan.dtype}"
         )
-    if plan.swapped_blocks:
-        assert not plan.cuda_graphs, "a graph finds the weights where they were when it was captured"
-        waiting = [model.blocks[name] for name in spread_blocks(model.blocks, plan.swapped_blocks)]
-        staged = Staged(HostMemory(waiting, pinned=plan.device == "cuda"), context.device)
-        model = replace(model, staged=staged)
-        context.say(
-            f"{len(waiting)} blocks wait in host memory ({gib(staged.home_bytes)}) and pass through"
-            f" {gib(staged.device_bytes)} of the device's"
-        )
+    if plan.swapped_blocks or plan.sharded_blocks:
+        model = with_staged_blocks(context, model)
     set_attention(model.module, plan.attention)
     if plan.compute == "fp8":
         context.say(prove_fp8(context, model.module))
@@ -127,10 +118,10 @@ def _streamed(context: Context) -> Model:
             replace=replacer(plan.way, family.high_precision, family.modulation),
             fill_zeros=context.config.method == "lora",
         )
-        blocks, count = repeated_blocks(structure.module, family.blocks), plan.swapped_blocks
+        blocks = repeated_blocks(structure.module, family.blocks)
         filled = fill_structure(
             structure,
-            on_host=spread_blocks(blocks, count) if count else (),
+            elsewhere=devices(context, blocks),
             loader=plan.loader,
             on_shard=on_shard,
             on_bytes=on_bytes,

@@ -162,6 +162,20 @@ def point(packed: Packed, own_views: Sequence[torch.Tensor]) -> None:
         place.tensor.data = view
 
 
+def replace_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Let a frozen tensor be `values`, on whatever device: whoever holds the tensor keeps it.
+
+    Assigning to its `data` does so only among devices that have memory.
+    """
+    own: torch.Tensor = torch.nn.Parameter(values, requires_grad=False)
+    torch.utils.swap_tensors(tensor, own if isinstance(tensor, torch.nn.Parameter) else values)
+
+
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same size, strides and type on the meta device."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def compact(blocks: Iterable[torch.nn.Module]) -> None:
     """Let the frozen tensors of each block lie in one piece, on the device where they are.
 
