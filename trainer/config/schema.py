@@ -284,6 +284,9 @@ class ParallelSection(Section):
     """How many GPUs share the micro-batches of a step, each with a process; on a CPU how many processes.
     Batch, accumulation and learning rate are those of the whole run, whatever it is. `auto` takes the most
     GPUs of one kind that share a step evenly, and one process on a CPU."""
+    shard: Literal["auto", "none", "full"] = "auto"
+    """Where the frozen base lies: `none`: whole on every GPU; `full`: its blocks lie with the GPUs in turn,
+    which read each other's; `auto`: as few blocks so as must be."""
 
 
 class ValidationSection(Section):

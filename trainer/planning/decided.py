@@ -131,6 +131,8 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
         activation_checkpointing=storage.checkpointing,
         recomputed_blocks=storage.recomputed,
         swapped_blocks=storage.swapped,
+        sharded_blocks=storage.sharded,
+        shard_group=storage.group,
         micro_batch_size=train.train_batch_size,
         accumulation_steps=train.gradient_accumulation_steps,
         ranks=situation.ranks,

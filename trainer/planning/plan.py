@@ -71,12 +71,16 @@ class Plan:
     """Blocks that are recomputed, from the first on, where not all of them are; 0 for all, and for none."""
     swapped_blocks: int
     """Repeated blocks whose frozen weights wait in host memory and are copied to the device for each use."""
+    sharded_blocks: int
+    """Repeated blocks whose frozen weights lie with the GPUs of a group in turn, and are read from there."""
+    shard_group: int
+    """GPUs of such a group; 1 where each has the whole base."""
     micro_batch_size: int
     """Samples of one forward pass: `train.train_batch_size`, or a divisor where that does not fit."""
     accumulation_steps: int
     """Micro-batches of one optimizer step; with `micro_batch_size` the configured effective batch."""
     ranks: int
-    """Processes that train together, each with a whole base; they share the micro-batches of a step."""
+    """Processes that train together; they share the micro-batches of a step."""
     devices: tuple[int, ...]
     """Places of their GPUs among the visible ones, by rank; empty on a CPU."""
     vae_tiling: bool

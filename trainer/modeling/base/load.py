@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -95,7 +96,7 @@ def build_structure(
 def fill_structure(
     structure: Structure,
     *,
-    on_host: Collection[str] = (),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
     extra_tensors: bool = False,
     loader: str = "auto",
     on_shard: Callable[[int, int], None] = lambda done, total: None,
@@ -104,7 +105,8 @@ def fill_structure(
 ) -> torch.nn.Module:
     """The component with its values, frozen, each quantised as it arrives: peaks stay near the final size.
 
-    Modules inside those that `on_host` names are left on the CPU, each as soon as it is complete.
+    Modules inside those that `elsewhere` names go to the device it gives, each as soon as it is complete;
+    values of those on the meta device are not read.
     `on_shard(done, total)` runs after each shard, `on_bytes(done, total)` after each tensor, in bytes of all
     shards; both may raise to stop. `loader` is the plan's, and `say` is told how each shard is read and why.
     With `extra_tensors` files may hold more than the model has, as `from_pretrained` of both libraries
@@ -113,20 +115,20 @@ def fill_structure(
     if not structure.wanted:
         on_shard(1, 1)
         return structure.module.requires_grad_(False)
-    hosted = {
-        f"{name}.{inner}".removesuffix(".")
-        for name in on_host
+    inside = {
+        f"{name}.{inner}".removesuffix("."): device
+        for name, device in elsewhere.items()
         for inner, _ in structure.module.get_submodule(name).named_modules()
     }
     if structure.random_label:
-        draw(structure, hosted)
+        draw(structure, inside)
         on_shard(1, 1)
     else:
         with ShardReader(structure.device, loader=loader, say=say) as reader:
             _read_shards(
-                structure, reader, hosted, extra_tensors=extra_tensors, on_shard=on_shard, on_bytes=on_bytes
+                structure, reader, inside, extra_tensors=extra_tensors, on_shard=on_shard, on_bytes=on_bytes
             )
-    return structure.complete(hosted)
+    return structure.complete(inside)
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -144,7 +146,7 @@ def shard_files(folder: Path) -> list[Path]:
 def _read_shards(
     structure: Structure,
     reader: ShardReader,
-    on_host: Set[str],
+    elsewhere: Mapping[str, str],
     *,
     extra_tensors: bool,
     on_shard: Callable[[int, int], None],
@@ -164,6 +166,7 @@ def _read_shards(
                 for key, end in file.ends.items():
                     linear = linear_of.get(key)
                     name = rename(key) if linear is None else f"{linear}.weight"
+                    is_read = elsewhere.get(name.rpartition(".")[0]) != "meta"
                     if name not in structure.wanted:
                         if not (extra_tensors or _COMPUTED.search(name)):
                             raise AccessError(
@@ -173,13 +176,20 @@ def _read_shards(
                             )
                     elif linear is None:
                         kind = structure.wanted[name].dtype
-                        structure.place(name, file.get_tensor(key).to(kind), on_host, where=str(shard))
+                        rows = file.get_tensor(key) if is_read else file.zeros(key)
+                        structure.place(name, rows.to(kind), elsewhere, where=str(shard))
+                        del rows
                     else:
-                        parts[name][key] = file.get_tensor(key)
+                        # the small tensors beside the bytes say how these are packed
+                        parts[name][key] = (
+                            file.zeros(key) if key == name and not is_read else file.get_tensor(key)
+                        )
                         if len(parts[name]) == len(structure.stored[linear]):
-                            rows = parts.pop(name)
-                            structure.place(name, rows.pop(name), on_host, beside=rows, where=str(shard))
-                            rows.clear()
+                            packed = parts.pop(name)
+                            structure.place(
+                                name, packed.pop(name), elsewhere, beside=packed, where=str(shard)
+                            )
+                            packed.clear()
                     on_bytes(sum(sizes[:number]) + end, sum(sizes))
         except SafetensorError as error:
             raise AccessError(

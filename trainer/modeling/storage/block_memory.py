@@ -19,6 +19,8 @@ _ALIGNMENT = 256
 class Place:
     """One frozen tensor and the place of its bytes among those of its block."""
 
+    name: str
+    """The tensor's name in the block."""
     tensor: torch.Tensor
     dtype: torch.dtype
     size: tuple[int, ...]
@@ -39,13 +41,15 @@ class Packed:
     places: tuple[Place, ...]
 
 
-def _frozen(block: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """The block's frozen tensors; buffers are made its own, as layers of several blocks may share one."""
-    yield from (parameter for parameter in block.parameters() if not parameter.requires_grad)
-    for module in block.modules():
+def frozen(block: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """The block's frozen tensors by name; buffers are made its own, as layers of several blocks may share
+    one.
+    """
+    yield from ((name, one) for name, one in block.named_parameters() if not one.requires_grad)
+    for owner, module in block.named_modules():
         for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False):
             own = module._buffers[name] = buffer.data
-            yield own
+            yield f"{owner}.{name}".removeprefix("."), own
 
 
 def pages(count: int) -> torch.Tensor:
@@ -84,32 +88,59 @@ def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor]) -> Pa
 
     `memory_of` gives so many bytes, 1-D uint8, on any device.
     """
-    tensors = [tensor for tensor in _frozen(block) if tensor.numel()]
-    spans: dict[int, tuple[torch.UntypedStorage, int, int]] = {}
-    for tensor in tensors:
-        storage, (low, high) = tensor.untyped_storage(), _span(tensor)
-        _, lowest, highest = spans.get(storage.data_ptr(), (storage, low, high))
-        spans[storage.data_ptr()] = storage, min(low, lowest), max(high, highest)
-    starts, end = {}, 0
-    for key, (_, low, high) in spans.items():
-        starts[key] = end - low
-        end += -(-(high - low) // _ALIGNMENT) * _ALIGNMENT
-    memory = memory_of(end)
-    for key, (storage, low, high) in spans.items():
-        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        memory[starts[key] + low : starts[key] + high].copy_(whole[low:high])
+    tensors = [(name, tensor) for name, tensor in frozen(block) if tensor.numel()]
+    runs = _runs(tensor for _, tensor in tensors)
+    memory = memory_of(sum(run.room for run in runs))
+    start, starts = 0, {}
+    for run in runs:
+        whole = torch.empty(0, dtype=torch.uint8, device=run.storage.device).set_(run.storage)
+        memory[start : start + run.high - run.low].copy_(whole[run.low : run.high])
+        starts.update(dict.fromkeys(run.tensors, start - run.low))
+        start += run.room
     places = tuple(
         Place(
+            name=name,
             tensor=tensor,
             dtype=tensor.dtype,
             size=tuple(tensor.shape),
             stride=tensor.stride(),
-            start=starts[tensor.untyped_storage().data_ptr()]
-            + int(tensor.storage_offset()) * tensor.itemsize,
+            start=starts[id(tensor)] + int(tensor.storage_offset()) * tensor.itemsize,
         )
-        for tensor in tensors
+        for name, tensor in tensors
     )
     return Packed(bytes=memory, places=places)
+
+
+@dataclass(kw_only=True)
+class _Run:
+    """Bytes of a storage, from `low` to before `high`, in which the spans of some tensors overlap."""
+
+    storage: torch.UntypedStorage
+    low: int
+    high: int
+    tensors: list[int]
+    """Ids of the tensors."""
+
+    @property
+    def room(self) -> int:
+        return -(-(self.high - self.low) // _ALIGNMENT) * _ALIGNMENT
+
+
+def _runs(tensors: Iterable[torch.Tensor]) -> list[_Run]:
+    """The bytes that tensors lie in, those that several share once, without the holes between them."""
+    spans: dict[int, list[tuple[int, int, torch.Tensor]]] = {}
+    for tensor in tensors:
+        spans.setdefault(tensor.untyped_storage().data_ptr(), []).append((*_span(tensor), tensor))
+    runs: list[_Run] = []
+    for of_storage in spans.values():
+        last: _Run | None = None
+        for low, high, tensor in sorted(of_storage, key=lambda span: span[:2]):
+            if last is None or low >= last.high:
+                storage = tensor.untyped_storage()
+                runs.append(last := _Run(storage=storage, low=low, high=high, tensors=[]))
+            last.high = max(last.high, high)
+            last.tensors.append(id(tensor))
+    return runs
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:
@@ -131,6 +162,20 @@ def point(packed: Packed, own_views: Sequence[torch.Tensor]) -> None:
         place.tensor.data = view
 
 
+def replace_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Let a frozen tensor be `values`, on whatever device: whoever holds the tensor keeps it.
+
+    Assigning to its `data` does so only among devices that have memory.
+    """
+    own: torch.Tensor = torch.nn.Parameter(values, requires_grad=False)
+    torch.utils.swap_tensors(tensor, own if isinstance(tensor, torch.nn.Parameter) else values)
+
+
+def without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of the same size, strides and type on the meta device."""
+    return torch.empty_strided(tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
 def compact(blocks: Iterable[torch.nn.Module]) -> None:
     """Let the frozen tensors of each block lie in one piece, on the device where they are.
 
@@ -139,7 +184,7 @@ def compact(blocks: Iterable[torch.nn.Module]) -> None:
     take the next one.
     """
     for block in blocks:
-        devices = {tensor.device for tensor in _frozen(block) if tensor.numel()}
+        devices = {tensor.device for _, tensor in frozen(block) if tensor.numel()}
         assert len(devices) <= 1, f"a block's frozen tensors are on {devices}"
         for device in devices:
             packed = pack(block, functools.partial(torch.empty, dtype=torch.uint8, device=device))

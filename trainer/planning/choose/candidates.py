@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainer.machine.facts import version_text
-from trainer.planning.choose import swapping
+from trainer.planning.choose import sharding, swapping
 from trainer.planning.choose.situation import MEASURE_AGAIN, Situation
 from trainer.planning.choose.switches import compile_key
 from trainer.planning.cost.memory import Storage
@@ -125,6 +125,8 @@ def storages(
                 optimizer=config.train.optimizer,
                 averaged=config.train.ema_decay is not None,
                 ranks=situation.ranks,
+                sharded=sharding.written(situation),
+                group=situation.ranks if sharding.written(situation) else 1,
             )
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.errors import HardwareError
-from trainer.planning.choose import candidates, encoding, swapping
+from trainer.planning.choose import candidates, encoding, sharding, swapping
 from trainer.planning.choose.budget import Budget
 from trainer.planning.choose.situation import Situation
 from trainer.planning.choose.switches import TIGHT
@@ -185,6 +185,7 @@ def decisions(
     yield from _recomputing(situation, chosen, skipped)
     without = min((memory.total(one.train) for one in skipped), default=0)
     yield from swapping.rows(situation, storage, without)
+    yield from filter(None, (sharding.row(situation, storage),))
     if memory.parameters(situation.geometry, "vae"):
         reason = "images are encoded and decoded whole"
         if storage.tiling:

@@ -1,0 +1,130 @@
+"""Frozen weights of repeated blocks in the memory of the GPUs that train together, each of which keeps some.
+
+Block number k of those that are shared belongs to member k mod N of a group of N processes. Its owner
+computes with it where it lies; the others copy it from there when its turn comes. Weights that never change
+need no partner: nobody waits for anybody, whatever the others do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from trainer.modeling.storage.block_memory import (
+    Packed,
+    Place,
+    frozen,
+    pack,
+    point,
+    replace_values,
+    views,
+    without_values,
+)
+from trainer.modeling.storage.shared_memory import Offer, open_offer, share
+
+
+class Gather(Protocol):
+    """Gives every process the value of each, in the order of the group; all must call it together."""
+
+    def __call__(self, value: Any) -> list[Any]:
+        """The values."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Layout:
+    """Place of one tensor in an owner's memory."""
+
+    name: str
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    start: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Offered:
+    """A block that its owner has packed."""
+
+    offer: Offer
+    layout: tuple[_Layout, ...]
+
+
+class PeerMemory:
+    """The memory of the members of a group as the home of blocks, each of which lies with one of them.
+
+    Tensors of the blocks of others need no values when this is made: they may be on the meta device.
+    """
+
+    def __init__(
+        self, blocks: Sequence[torch.nn.Module], *, member: int, size: int, gather: Gather, device: str
+    ) -> None:
+        self._shared, self._member, self._size = tuple(blocks), member, size
+        self._gather, self._device = gather, torch.device(device)
+        self._offers: dict[int, _Offered] = {}
+        self.blocks = tuple(one for number, one in enumerate(blocks) if not self._is_own(number))
+        self.kept = tuple(one for number, one in enumerate(blocks) if self._is_own(number))
+
+    @property
+    def own_bytes(self) -> int:
+        """Memory of this device that the group's other members read."""
+        return sum(one.offer.count for one in self._offers.values())
+
+    def _is_own(self, number: int) -> bool:
+        return number % self._size == self._member
+
+    def pack(self) -> Sequence[Packed]:
+        """Move the own blocks to memory that others can read, and open that of the others' blocks."""
+        for number, block in enumerate(self._shared):
+            if self._is_own(number):
+                self._offers[number] = self._shared_block(block)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        every: dict[int, _Offered] = {}
+        for offers in self._gather(self._offers):
+            every.update(offers)
+        found = [
+            self._opened(block, every[number])
+            for number, block in enumerate(self._shared)
+            if not self._is_own(number)
+        ]
+        self._gather(None)  # an owner may end what it has offered only when all have opened it
+        return found
+
+    def unpack(self) -> None:
+        """Let the tensors of the others' blocks have no values; all members must call it together."""
+        for block in self.blocks:
+            for _, tensor in frozen(block):
+                replace_values(tensor, without_values(tensor))
+        self._gather(None)  # nobody reads the own blocks any more
+
+    def _shared_block(self, block: torch.nn.Module) -> _Offered:
+        offers: list[Offer] = []
+
+        def memory_of(count: int) -> torch.Tensor:
+            memory, offer = share(count, self._device)
+            offers.append(offer)
+            return memory
+
+        packed = pack(block, memory_of)
+        point(packed, views(packed, packed.bytes))
+        layout = tuple(
+            _Layout(name=one.name, dtype=one.dtype, size=one.size, stride=one.stride, start=one.start)
+            for one in packed.places
+        )
+        return _Offered(offer=offers[0], layout=layout)
+
+    def _opened(self, block: torch.nn.Module, offered: _Offered) -> Packed:
+        tensors = {name: tensor for name, tensor in frozen(block) if tensor.numel()}
+        assert [one.name for one in offered.layout] == [*tensors], "the owner has other tensors"
+        places = []
+        for one in offered.layout:
+            own = tensors[one.name]
+            alike = (one.dtype, one.size, one.stride) == (own.dtype, tuple(own.shape), own.stride())
+            assert alike, f"{one.name} is {own.dtype} {tuple(own.shape)} here, {one} with its owner"
+            if own.is_meta:
+                replace_values(own, torch.empty(0, dtype=one.dtype, device=self._device))
+            places.append(Place(tensor=own, **vars(one)))
+        return Packed(bytes=open_offer(offered.offer, self._device), places=tuple(places))
