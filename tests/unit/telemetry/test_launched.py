@@ -5,11 +5,14 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 
 import pytest
 
 from tests.ranks import is_gone
 from trainer.errors import ExitCode
+from trainer.telemetry.status import Phase, StatusWriter, rank_folder, read_ranks
+from trainer.telemetry.supervising.others import Others
 
 from .conftest import CHILD, Run, Start, wait_for
 from .test_ranks import FAST, failing
@@ -88,3 +91,17 @@ def test_a_rank_that_is_gone_with_its_parent_ends_the_others(start: Start) -> No
         code, errors = run.end()
         assert code == ExitCode.STOPPED
         assert "rank 1 is gone, and so is its supervisor" in errors or not errors
+
+
+@pytest.mark.parametrize(("seconds", "ends"), [(299.0, False), (301.0, True)])
+def test_a_rank_that_nobody_starts_ends_the_run(seconds: float, ends: bool, tmp_path: Path) -> None:
+    """Variables of a launcher that are left behind in a shell promise ranks that never come."""
+    for rank in range(RANKS):
+        clock = (lambda: time.monotonic() - seconds) if rank == 2 else time.monotonic
+        StatusWriter(rank_folder(tmp_path, rank), ranks=RANKS, clock=clock).beat(Phase.LOAD)
+    end = Others(own=0).end(read_ranks(tmp_path))
+    assert (end is not None) is ends
+    if end is not None:
+        assert (end.exit_code, end.told) == (ExitCode.BAD_CONFIG, False)
+        assert end.cause.startswith("rank 2 was never started: unset RANK")
+    assert Others(own=1).end(read_ranks(tmp_path)) is None

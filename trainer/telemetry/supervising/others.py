@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -11,6 +12,8 @@ from trainer.telemetry import locks
 from trainer.telemetry.status import Phase, Status
 
 _LOST_SECONDS = 3.0
+_START_SECONDS = 300.0
+"""Longest time from the first beat, which rank 0's parent wrote for all, to a rank's own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +38,7 @@ class Others:
         """The end of a rank that did not end well; None where all go on.
 
         Its status says so, written by its parent. One that stays gone without that has lost its parent too.
+        Of ranks that nobody starts rank 0 alone knows: variables of a launcher may be left behind in a shell.
         """
         others = {rank: one for rank, one in enumerate(ranks) if one is not None and rank != self.own}
         for one in others.values():
@@ -50,4 +54,8 @@ class Others:
             if now - since > _LOST_SECONDS:
                 cause = f"rank {rank} is gone, and so is its supervisor; the run can be resumed"
                 return End(exit_code=ExitCode.STOPPED, cause=cause, told=False)
+        for rank, one in others.items():
+            if self.own == 0 and one.pid == os.getpid() and now - one.beat > _START_SECONDS:
+                cause = f"rank {rank} was never started: unset RANK and LOCAL_RANK if no launcher is there"
+                return End(exit_code=ExitCode.BAD_CONFIG, cause=cause, told=False)
         return None
