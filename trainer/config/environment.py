@@ -93,6 +93,15 @@ VARIABLES: tuple[Variable, ...] = (
              "1: GPUs send to each other through host memory; yours stays"),
     Variable("NCCL_IB_DISABLE", "1 on RTX 40 with drivers before 550.40.07",
              "1: no InfiniBand between GPUs; yours stays"),
+    Variable("RANK", "no launcher", "of torchrun and accelerate launch: this process's place in its run"),
+    Variable("LOCAL_RANK", "no launcher", "of them: its place on this machine; proves a launcher"),
+    Variable("WORLD_SIZE", "no launcher", "of them: processes of the run"),
+    Variable("LOCAL_WORLD_SIZE", "no launcher", "of them: those on this machine, which are all"),
+    Variable("MASTER_ADDR", "no launcher", "of them: part of the launch's name; nothing connects to it"),
+    Variable("MASTER_PORT", "no launcher", "of them: part of the launch's name; nothing connects to it"),
+    Variable("TORCHELASTIC_RUN_ID", "no launcher", "of torchrun: part of the launch's name; proves torchrun"),
+    Variable("TORCHELASTIC_RESTART_COUNT", "no launcher", "of torchrun: part of the launch's name"),
+    Variable("ACCELERATE_DYNAMO_MODE", "no launcher", "proves accelerate launch; not used otherwise"),
 )  # fmt: skip
 
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}

@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -74,16 +75,21 @@ def main(spec_path: str) -> int:
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
         return int(error.exit_code)
     except PeerLostError as error:
-        status.wait_to_be_ended(_GONE_SECONDS)
+        status.wait_to_be_ended(_patience(spec))
         logger.error("another rank of this run is gone: %s", error)
         return PEER_LOST
     except EndedTogether:
-        status.wait_to_be_ended(_GONE_SECONDS)
+        status.wait_to_be_ended(_patience(spec))
         return PEER_LOST
     finally:
         stop.uninstall()
     status.beat(Phase.DONE)
     return int(ExitCode.OK)
+
+
+def _patience(spec: Spec) -> float:
+    """Seconds in which the supervisor ends a rank that has lost the others: none where it is gone itself."""
+    return _GONE_SECONDS if spec.supervisor_pid in (None, os.getppid()) else 0.0
 
 
 def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> Samples:

@@ -130,6 +130,11 @@ class Plan:
         return f"cuda:{self.devices[0]}" if self.device == "cuda" else "cpu"
 
     @property
+    def of_one_process(self) -> Plan:
+        """The plan for a job that one process does alone, with a whole base."""
+        return replace(self, ranks=1, devices=self.devices[:1], sharded_blocks=0, shard_group=1)
+
+    @property
     def way(self) -> Way:
         """Storage and product type of the base, found by `weights` to `modulation`."""
         return find(self.weights, self.compute, self.weight_copies, self.modulation)

@@ -11,7 +11,7 @@ from scripts import render_compose
 from tests.unit.container_files.compose_files import COMPOSE, config, interpolated, services
 from tests.unit.container_files.test_compose import HELPER
 from tests.unit.house.sources import ROOT
-from trainer.config import environment
+from trainer.config import environment, launchers
 from trainer.container import appliance
 from trainer.container.appliance import VOLUMES
 
@@ -86,8 +86,9 @@ def test_what_is_handed_in_is_listed_and_nothing_that_means_another_place_inside
     known = {variable.name for variable in environment.VARIABLES}
     assert names <= known
     assert not names & {*appliance.IMAGE_ENVIRONMENT, *appliance.SECRETS}
-    # the rest: folders, files and interfaces, which are others in a container, secrets, and the port
-    rest = known - names - appliance.IMAGE_ENVIRONMENT.keys()
+    # the rest: folders, files and interfaces, which are others in a container, secrets, what launchers in it
+    # set, and the port, that has its own
+    rest = known - names - appliance.IMAGE_ENVIRONMENT.keys() - {*launchers.VARIABLES}
     elsewhere = re.compile(r"_(DIR|PATH|FILE|FACTS|CACHE|HOME|KEY|TOKEN|IFNAME)$")
     assert {one for one in rest if not elsewhere.search(one)} == {"TRAINER_METRICS_PORT"}
 
