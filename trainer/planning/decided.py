@@ -11,10 +11,10 @@ from trainer.planning import rules
 from trainer.planning.choose import (
     attention,
     batching,
+    block_homes,
     fit,
     loading,
     optimizers,
-    swapping,
     switches,
 )
 from trainer.planning.choose.budget import Budget, budget, kept_samples
@@ -72,11 +72,13 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
     verdicts = situation.facts.verdicts
     speed = roofline.speed(gpu, verdicts, situation.geometry, kernel.value, situation.dtype)
     compiling = switches.compiling(situation, fit.compile_gain(situation, speed), known=speed.known)
-    swap = swap and situation.config.features.block_swap == "auto" and not swapping.obstacle(situation)
+    swap = (
+        swap and situation.config.features.block_swap == "auto" and not block_homes.swap_obstacle(situation)
+    )
     chosen, skipped = fit.choose(situation, limit, speed, compiled=compiling.value == "on", swap=swap)
-    what = swapping.no_room(situation, chosen.storage)
+    what = block_homes.no_room(situation, chosen.storage)
     if what:
-        raise situation.refuse(swapping.KEY, what, f"write less, or leave {swapping.KEY} out")
+        raise situation.refuse(block_homes.SWAP, what, f"write less, or leave {block_homes.SWAP} out")
     filled = memory.total(chosen.train) / limit.bytes if limit.imposed else 0.0
     made = (
         compiling,
@@ -107,12 +109,7 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
     """The plan with its table; `split` is the row of a step's samples, where they are parted."""
     situation, chosen, made = decided.situation, decided.chosen, decided.made
     storage, profile, train = chosen.storage, situation.profile, situation.config.train
-    host = memory.host_rows(storage, situation.geometry)
-    kept, keeping = kept_samples(situation, decided.limit, chosen.peak_bytes, memory.total(host))
-    if host and kept:
-        each = f", of {situation.ranks} processes" if situation.ranks > 1 else ""
-        detail = f"encoded samples that were read, at most{each}"
-        host += (MemoryRow("data", situation.ranks * kept, detail),)
+    host, kept, keeping = _host(decided)
     disk_bytes, disk = _disk(situation, chosen)
     return Plan(
         profile=profile.name,
@@ -155,6 +152,18 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
         decisions=(*machine_rows, *_rows(decided, split, keeping, disk)),
         warnings=tuple(_warnings(situation, memory.total(host))),
     )
+
+
+def _host(decided: Decided) -> tuple[tuple[MemoryRow, ...], int, Decision]:
+    """Rows of host memory; of it the bytes of samples that each process may keep, and the row of these."""
+    situation, chosen = decided.situation, decided.chosen
+    host = memory.host_rows(chosen.storage, situation.geometry)
+    kept, keeping = kept_samples(situation, decided.limit, chosen.peak_bytes, memory.total(host))
+    if host and kept:
+        each = f", of {situation.ranks} processes" if situation.ranks > 1 else ""
+        detail = f"encoded samples that were read, at most{each}"
+        host += (MemoryRow("data", situation.ranks * kept, detail),)
+    return host, kept, keeping
 
 
 def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Decision) -> Iterator[Decision]:

@@ -21,9 +21,9 @@ from trainer.machine.reading import read_facts
 from trainer.modeling.base.base import is_repository, local_folder
 from trainer.modeling.base.source import prepare
 from trainer.planning.base_check import base_rows, check_base
+from trainer.planning.choose.block_homes import NO_OFFLOAD
 from trainer.planning.choose.loading import disk_of
 from trainer.planning.choose.situation import GeometryOf, Situation
-from trainer.planning.choose.swapping import NO_OFFLOAD
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.resolve import resolve
 from trainer.planning.rules import judge

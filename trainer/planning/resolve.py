@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.planning import torch_and_driver
-from trainer.planning.choose import batching, spread, swapping
+from trainer.planning.choose import batching, block_homes, spread
 from trainer.planning.choose.budget import least_imposed
 from trainer.planning.choose.fit import DoesNotFitError
 from trainer.planning.choose.situation import KernelsFailedError, Situation
@@ -71,7 +71,7 @@ def _why_skipped(one: spread.Spread, error: HardwareError) -> str:
 
 
 def _obeying(situation: Situation, *, offload: bool) -> Situation:
-    return situation if offload else swapping.without(situation)
+    return situation if offload else block_homes.without(situation)
 
 
 def _with_nearest(
@@ -87,7 +87,7 @@ def _with_nearest(
     if not offload:
         with contextlib.suppress(DoesNotFitError):
             peak = gib(_parted(situation, swap=True)[0].chosen.peak_bytes)
-            remedy = f"fits without {swapping.NO_OFFLOAD} ({peak}); {remedy}"
+            remedy = f"fits without {block_homes.NO_OFFLOAD} ({peak}); {remedy}"
     (problem,) = error.problems
     return HardwareError(problem.what, where=problem.where, remedy=remedy)
 

@@ -19,7 +19,7 @@ from trainer.errors import AccessError
 from trainer.files.component_shapes import packed_tensors, stored_as
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.random_weights import draw, random_module
-from trainer.modeling.base.reading import ShardReader
+from trainer.modeling.base.reading import Shard, ShardReader
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.base.structure import Structure, built_empty, tied
 from trainer.modeling.storage.nf4 import Nf4Linear
@@ -155,41 +155,14 @@ def _read_shards(
     """Place every tensor of a component's files; no reference to one outlives its place."""
     from safetensors import SafetensorError
 
-    shards, rename = shard_files(structure.folder), renaming(structure.module)
+    shards = shard_files(structure.folder)
     sizes = [shard.stat().st_size for shard in shards]
-    linear_of = {key: linear for linear, keys in structure.stored.items() for key in keys}
-    # shards may part nf4 bytes from what belongs to them
-    parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+    placing = _Placing(structure, elsewhere, extra_tensors=extra_tensors)
     for number, shard in enumerate(shards):
         try:
             with reader.open(shard) as file:
                 for key, end in file.ends.items():
-                    linear = linear_of.get(key)
-                    name = rename(key) if linear is None else f"{linear}.weight"
-                    is_read = elsewhere.get(name.rpartition(".")[0]) != "meta"
-                    if name not in structure.wanted:
-                        if not (extra_tensors or _COMPUTED.search(name)):
-                            raise AccessError(
-                                f"tensor {key} does not belong to {type(structure.module).__name__}",
-                                where=str(shard),
-                                remedy="is this the right model for the configured family?",
-                            )
-                    elif linear is None:
-                        kind = structure.wanted[name].dtype
-                        rows = file.get_tensor(key) if is_read else file.zeros(key)
-                        structure.place(name, rows.to(kind), elsewhere, where=str(shard))
-                        del rows
-                    else:
-                        # the small tensors beside the bytes say how these are packed
-                        parts[name][key] = (
-                            file.zeros(key) if key == name and not is_read else file.get_tensor(key)
-                        )
-                        if len(parts[name]) == len(structure.stored[linear]):
-                            packed = parts.pop(name)
-                            structure.place(
-                                name, packed.pop(name), elsewhere, beside=packed, where=str(shard)
-                            )
-                            packed.clear()
+                    placing.place(file, key, where=str(shard))
                     on_bytes(sum(sizes[:number]) + end, sum(sizes))
         except SafetensorError as error:
             raise AccessError(
@@ -201,6 +174,41 @@ def _read_shards(
             # free the holes that full-precision weights left between quantised ones
             torch.cuda.empty_cache()
         on_shard(number + 1, len(shards))
+
+
+class _Placing:
+    """Places the tensors of files in a component; shards may part nf4 bytes from what belongs to them."""
+
+    def __init__(self, structure: Structure, elsewhere: Mapping[str, str], *, extra_tensors: bool) -> None:
+        self._structure, self._elsewhere, self._extra_tensors = structure, elsewhere, extra_tensors
+        self._rename = renaming(structure.module)
+        self._linear_of = {key: linear for linear, keys in structure.stored.items() for key in keys}
+        self._parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+
+    def place(self, file: Shard, key: str, *, where: str) -> None:
+        """Place one tensor of a file, or keep it for the others that make up its weight."""
+        structure, linear = self._structure, self._linear_of.get(key)
+        name = self._rename(key) if linear is None else f"{linear}.weight"
+        if name not in structure.wanted:
+            if not (self._extra_tensors or _COMPUTED.search(name)):
+                raise AccessError(
+                    f"tensor {key} does not belong to {type(structure.module).__name__}",
+                    where=where,
+                    remedy="is this the right model for the configured family?",
+                )
+            return
+        # what another rank has is only given its shape; the small tensors beside nf4 bytes say how these are
+        # packed
+        is_blank = self._elsewhere.get(name.rpartition(".")[0]) == "meta" and (linear is None or key == name)
+        read = file.zeros if is_blank else file.get_tensor
+        if linear is None:
+            structure.place(name, read(key).to(structure.wanted[name].dtype), self._elsewhere, where=where)
+            return
+        parts = self._parts[name]
+        parts[key] = read(key)
+        if len(parts) == len(structure.stored[linear]):
+            del self._parts[name]
+            structure.place(name, parts.pop(name), self._elsewhere, beside=parts, where=where)
 
 
 def renaming(module: torch.nn.Module) -> Callable[[str], str]:
