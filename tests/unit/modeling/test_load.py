@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -197,10 +197,12 @@ def test_one_layer_at_a_time_is_in_full_precision(
     counts: list[int] = []
     staying: set[int] = set()
 
-    def watched(self: Structure, name: str, rows: torch.Tensor, on_host: Set[str], **options: Any) -> None:
+    def watched(
+        self: Structure, name: str, rows: torch.Tensor, elsewhere: Mapping[str, str], **options: Any
+    ) -> None:
         if rows.ndim == 2:
             counts.append(len(live() - staying))
-        place(self, name, rows, on_host, **options)
+        place(self, name, rows, elsewhere, **options)
         module = self.module.get_submodule(name.rpartition(".")[0])
         if type(module) is torch.nn.Linear:
             staying.add(module.weight.untyped_storage().data_ptr())

@@ -328,7 +328,7 @@ def test_modules_that_wait_are_left_where_they_are(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(structure, "move", lambda module, device: moved[device].add(module))
     wanted = model.state_dict()
     empty = Structure(module=model, folder=Path(), device="cpu:0", wanted=wanted, random_label="x")
-    fill_structure(empty, on_host=["single_transformer_blocks.1"])
+    fill_structure(empty, elsewhere={"single_transformer_blocks.1": "cpu"})
     inside = {*block.modules()}
     assert moved["cpu"] == {module for module in inside if [*module.parameters(recurse=False)]}
     assert moved["cpu:0"] == {*model.modules()} - inside
