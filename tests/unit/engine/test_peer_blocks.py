@@ -15,7 +15,7 @@ from trainer.modeling.storage.shared_memory import Offer, open_offer, share
 CPU = torch.device("cpu")
 
 
-def sharded(ranks: Ranks, one: Case, *, count: int, ahead: int = 1) -> Case:
+def sharded(ranks: Ranks, one: Case, *, count: int, on_host: bool = False) -> Case:
     """The model with `count` blocks over all ranks; of those of others it keeps no value."""
     from trainer.modeling.blocks.recompute import repeated_blocks
     from trainer.modeling.storage.block_memory import frozen, replace_values, without_values
@@ -29,20 +29,34 @@ def sharded(ranks: Ranks, one: Case, *, count: int, ahead: int = 1) -> Case:
         if number % ranks.size != ranks.rank:
             for _, tensor in frozen(block):
                 replace_values(tensor, without_values(tensor))
-    home = PeerMemory(shared, member=ranks.rank, size=ranks.size, gather=ranks.gathered, device="cpu")
-    staged = Staged(home, "cpu", ahead=ahead)
+    home = PeerMemory(
+        shared,
+        member=ranks.rank,
+        size=ranks.size,
+        gather=ranks.gathered,
+        device="cpu",
+        on_host=on_host,
+    )
+    staged = Staged(home, "cpu")
     assert len(staged.blocks) + len(home.kept) == count
+    assert not (on_host and home.kept)
     return one
 
 
 def is_the_same(
-    ranks: Ranks, family: str, storage: Storage, count: int, recomputed: bool, joins: bool
+    ranks: Ranks,
+    family: str,
+    storage: Storage,
+    count: int,
+    recomputed: bool,
+    joins: bool,
+    on_host: bool = False,
 ) -> bool:
     from tests.unit.modeling.small_models import case
     from tests.unit.modeling.test_staging import BLOCKS, assert_same, join, recompute_blocks, repeated_blocks
 
     one, other = (case(family, storage=storage, changes=BLOCKS[family]) for _ in range(2))
-    sharded(ranks, one, count=count)
+    sharded(ranks, one, count=count, on_host=on_host)
     for each in (one, other):
         if recomputed:
             recompute_blocks(repeated_blocks(each.model, each.family.blocks))
@@ -72,6 +86,28 @@ def test_layers_are_joined_where_their_owner_has_them(
     pool: Workers, storage: Storage, recomputed: bool
 ) -> None:
     assert pool.call(is_the_same, 2, "flux1_dev", storage, 5, recomputed, True) == [True] * 2
+
+
+@pytest.mark.parametrize("storage", ["plain", "int8", "fp8_two_copies"])
+@pytest.mark.parametrize("joins", [True, False])
+def test_ranks_share_one_copy_in_host_memory(pool: Workers, storage: Storage, joins: bool) -> None:
+    assert pool.call(is_the_same, 3, "flux1_dev", storage, 5, True, joins, True) == [True] * 3
+
+
+def shared_bytes(ranks: Ranks) -> tuple[int, int]:
+    """Bytes of blocks in host memory that this rank made, and of all."""
+    from tests.unit.modeling.small_models import case
+    from tests.unit.modeling.test_staging import BLOCKS, staged_in
+    from trainer.modeling.storage.peer_blocks import PeerMemory
+
+    staged = staged_in(sharded(ranks, case("llama", changes=BLOCKS["llama"]), count=4, on_host=True))
+    assert isinstance(staged.home, PeerMemory)
+    return staged.home.own_bytes, staged.home_bytes
+
+
+def test_each_rank_makes_its_share_of_the_copy(pool: Workers) -> None:
+    (one, whole), (other, whole_again) = pool.call(shared_bytes, 2)
+    assert one == other == whole / 2 == whole_again / 2
 
 
 def held(ranks: Ranks) -> tuple[int, int, int]:

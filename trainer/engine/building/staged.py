@@ -10,46 +10,58 @@ from trainer.engine.context import Context
 from trainer.modeling.blocks.recompute import Blocks
 from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
 from trainer.modeling.storage.peer_blocks import PeerMemory
-from trainer.modeling.storage.staging import Staged
+from trainer.modeling.storage.staging import Home, Staged
 from trainer.planning.plan import Plan
 from trainer.words.sizes import gib
 
 
 def devices(context: Context, blocks: Blocks) -> dict[str, str]:
     """Devices of the blocks that are not loaded to this one, by name: meta, where another rank loads them."""
-    plan = context.plan
+    plan, (member, size) = context.plan, _place(context)
     names = _elsewhere(plan, blocks)
-    if plan.swapped_blocks:
-        return dict.fromkeys(names, "cpu")
-    member = context.ranks.rank % plan.shard_group
-    return {name: "meta" for number, name in enumerate(names) if number % plan.shard_group != member}
+    others = {name: "meta" for number, name in enumerate(names) if number % size != member}
+    return {**(dict.fromkeys(names, "cpu") if plan.swapped_blocks else {}), **others}
 
 
 def with_staged_blocks(context: Context, model: Model) -> Model:
     """The model with these blocks where they are to lie; all ranks call it together."""
-    plan = context.plan
+    plan, device, (_, size) = context.plan, context.device, _place(context)
     assert not plan.cuda_graphs, "a graph finds the weights where they were when it was captured"
     blocks = [model.blocks[name] for name in _elsewhere(plan, model.blocks)]
     if plan.swapped_blocks:
-        staged = Staged(HostMemory(blocks, pinned=plan.device == "cuda"), context.device)
-        where = f"wait in host memory ({gib(staged.home_bytes)})"
+        home: Home
+        if size == 1:
+            home = HostMemory(blocks, pinned=plan.device == "cuda")
+        else:
+            home = _peers(context, blocks, on_host=True)
+        staged = Staged(home, device)
+        once = f", one copy for {size} ranks" if size > 1 else ""
+        where = f"wait in host memory ({gib(staged.home_bytes)}{once})"
     else:
-        home = _peers(context, blocks)
-        staged = Staged(home, context.device)
-        where = f"lie with {plan.shard_group} ranks in turn ({gib(home.own_bytes)} with this one)"
+        peers = _peers(context, blocks)
+        staged = Staged(peers, device)
+        where = f"lie with {size} ranks in turn ({gib(peers.own_bytes)} with this one)"
     context.say(f"{len(blocks)} blocks {where} and pass through {gib(staged.device_bytes)} of the device's")
     return replace(model, staged=staged)
 
 
-def _peers(context: Context, blocks: list[Any]) -> PeerMemory:
-    ranks, size = context.ranks, context.plan.shard_group
-    member = ranks.rank % size
-    first = ranks.rank - member
+def _place(context: Context) -> tuple[int, int]:
+    """The place of this rank among those that share blocks, and their number; all of a host share its
+    memory.
+    """
+    plan, ranks = context.plan, context.ranks
+    size = ranks.size if plan.swapped_blocks else plan.shard_group
+    return ranks.rank % size, size
+
+
+def _peers(context: Context, blocks: list[Any], *, on_host: bool = False) -> PeerMemory:
+    member, size = _place(context)
+    first = context.ranks.rank - member
 
     def gather(value: Any) -> list[Any]:
-        return ranks.gathered(value)[first : first + size]
+        return context.ranks.gathered(value)[first : first + size]
 
-    return PeerMemory(blocks, member=member, size=size, gather=gather, device=context.device)
+    return PeerMemory(blocks, member=member, size=size, gather=gather, device=context.device, on_host=on_host)
 
 
 def _elsewhere(plan: Plan, blocks: Blocks) -> list[str]:

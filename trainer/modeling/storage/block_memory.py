@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import mmap
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -81,6 +82,29 @@ def pin(memory: torch.Tensor, *, remedy: str) -> None:
 def unpin(memory: torch.Tensor) -> None:
     """Undo `pin`; whatever the device reads of the memory must have ended."""
     torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
+
+
+class Pins:
+    """Pieces of host memory that stay pinned as long as this is held: pinned memory must not be freed."""
+
+    def __init__(self) -> None:
+        self._pinned: list[torch.Tensor] = []
+        # a process that ends unpins it anyway
+        weakref.finalize(self, _unpin_all, self._pinned).atexit = False
+
+    def replace(self, memories: Sequence[torch.Tensor]) -> None:
+        """Pin these in place of the ones before; raises HardwareError where they cannot be."""
+        _unpin_all(self._pinned)
+        for memory in memories:
+            pin(memory, remedy="features.block_swap: 0 needs none")
+            self._pinned.append(memory)
+
+
+def _unpin_all(memories: list[torch.Tensor]) -> None:
+    if memories:
+        torch.cuda.synchronize()
+    while memories:
+        unpin(memories.pop())
 
 
 def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor]) -> Packed:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 
 from trainer.modeling.blocks.recompute import Blocks
-from trainer.modeling.storage.block_memory import Packed, pack, pages, pin, point, unpin, views
+from trainer.modeling.storage.block_memory import Packed, Pins, pack, pages, point, views
 
 
 class HostMemory:
@@ -18,23 +17,18 @@ class HostMemory:
 
     def __init__(self, blocks: Sequence[torch.nn.Module], *, pinned: bool) -> None:
         self.blocks = tuple(blocks)
-        self._is_pinned = pinned
+        self._pins = [Pins() for _ in blocks] if pinned else []
         self._packed: list[Packed] = []
-        self._pinned: list[torch.Tensor] = []
-        # memory must not be freed while it is pinned; a process that ends unpins it anyway
-        weakref.finalize(self, _unpin, self._pinned).atexit = False
 
     def pack(self) -> Sequence[Packed]:
         """Take every block's weights, wherever they are, to host memory; raises HardwareError where it cannot
         be pinned. What they were packed into before is freed.
         """
         for number, block in enumerate(self.blocks):
-            packed, this = pack(block, pages), slice(number, number + 1)
-            if self._is_pinned:
-                _unpin(self._pinned[this])
-                pin(packed.bytes, remedy="features.block_swap: 0 needs none")
-                self._pinned[this] = [packed.bytes]
-            self._packed[this] = [packed]
+            packed = pack(block, pages)
+            if self._pins:
+                self._pins[number].replace([packed.bytes])
+            self._packed[number : number + 1] = [packed]
             point(packed, views(packed, packed.bytes))
         return self._packed
 
@@ -72,10 +66,3 @@ def spread_blocks(blocks: Blocks, count: int) -> list[str]:
     chosen = spread([len(stack) for stack in longest], count)
     names = {stack[place] for stack, places in zip(longest, chosen, strict=True) for place in places}
     return [name for name in blocks if name in names]
-
-
-def _unpin(memories: Sequence[torch.Tensor]) -> None:
-    if memories:
-        torch.cuda.synchronize()
-    for memory in memories:
-        unpin(memory)

@@ -1,4 +1,4 @@
-"""Frozen weights of repeated blocks in the memory of the GPUs that train together, each of which keeps some.
+"""Frozen weights of repeated blocks that the processes which train together share, each of which keeps some.
 
 Block number k of those that are shared belongs to member k mod N of a group of N processes. Its owner
 computes with it where it lies; the others copy it from there when its turn comes. Weights that never change
@@ -15,6 +15,7 @@ import torch
 
 from trainer.modeling.storage.block_memory import (
     Packed,
+    Pins,
     Place,
     frozen,
     pack,
@@ -55,56 +56,73 @@ class _Offered:
 class PeerMemory:
     """The memory of the members of a group as the home of blocks, each of which lies with one of them.
 
-    Tensors of the blocks of others need no values when this is made: they may be on the meta device.
+    It is memory of their devices, where its owner uses a block as it lies; or with `on_host` memory of the
+    host, of which there is one copy for all, and every member copies every block. Tensors of the blocks of
+    others need no values when this is made: they may be on the meta device.
     """
 
     def __init__(
-        self, blocks: Sequence[torch.nn.Module], *, member: int, size: int, gather: Gather, device: str
+        self,
+        blocks: Sequence[torch.nn.Module],
+        *,
+        member: int,
+        size: int,
+        gather: Gather,
+        device: str,
+        on_host: bool = False,
     ) -> None:
         self._shared, self._member, self._size = tuple(blocks), member, size
         self._gather, self._device = gather, torch.device(device)
-        self._offers: dict[int, _Offered] = {}
-        self.blocks = tuple(one for number, one in enumerate(blocks) if not self._is_own(number))
-        self.kept = tuple(one for number, one in enumerate(blocks) if self._is_own(number))
+        self._on_host = on_host
+        self._memory = torch.device("cpu") if on_host else self._device
+        self._pins = Pins() if on_host and self._device.type == "cuda" else None
+        self._own: dict[int, tuple[_Offered, Packed]] = {}
+        resident = () if on_host else self._numbers(own=True)
+        self.kept = tuple(blocks[number] for number in resident)
+        self.blocks = tuple(block for number, block in enumerate(blocks) if number not in resident)
 
     @property
     def own_bytes(self) -> int:
-        """Memory of this device that the group's other members read."""
-        return sum(one.offer.count for one in self._offers.values())
+        """Memory that the group's other members read of this one."""
+        return sum(offered.offer.count for offered, _ in self._own.values())
 
-    def _is_own(self, number: int) -> bool:
-        return number % self._size == self._member
+    def _numbers(self, *, own: bool) -> list[int]:
+        """Numbers of the blocks that are this member's own, or that are not."""
+        return [number for number in range(len(self._shared)) if (number % self._size == self._member) == own]
 
     def pack(self) -> Sequence[Packed]:
         """Move the own blocks to memory that others can read, and open that of the others' blocks."""
-        for number, block in enumerate(self._shared):
-            if self._is_own(number):
-                self._offers[number] = self._shared_block(block)
+        for number in self._numbers(own=True):
+            self._own[number] = self._shared_block(self._shared[number])
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
         every: dict[int, _Offered] = {}
-        for offers in self._gather(self._offers):
+        for offers in self._gather({number: offered for number, (offered, _) in self._own.items()}):
             every.update(offers)
-        found = [
-            self._opened(block, every[number])
-            for number, block in enumerate(self._shared)
-            if not self._is_own(number)
-        ]
+        found = {
+            number: self._opened(self._shared[number], every[number]) for number in self._numbers(own=False)
+        }
+        if self._on_host:
+            found |= {number: packed for number, (_, packed) in self._own.items()}
+        if self._pins is not None:
+            self._pins.replace([packed.bytes for packed in found.values()])
         self._gather(None)  # an owner may end what it has offered only when all have opened it
-        return found
+        return [found[number] for number in sorted(found)]
 
     def unpack(self) -> None:
         """Let the tensors of the others' blocks have no values; all members must call it together."""
-        for block in self.blocks:
-            for _, tensor in frozen(block):
+        for number in self._numbers(own=False):
+            for _, tensor in frozen(self._shared[number]):
                 replace_values(tensor, without_values(tensor))
+        for _, packed in self._own.values():
+            point(packed, views(packed, packed.bytes))
         self._gather(None)  # nobody reads the own blocks any more
 
-    def _shared_block(self, block: torch.nn.Module) -> _Offered:
+    def _shared_block(self, block: torch.nn.Module) -> tuple[_Offered, Packed]:
         offers: list[Offer] = []
 
         def memory_of(count: int) -> torch.Tensor:
-            memory, offer = share(count, self._device)
+            memory, offer = share(count, self._memory)
             offers.append(offer)
             return memory
 
@@ -114,7 +132,7 @@ class PeerMemory:
             _Layout(name=one.name, dtype=one.dtype, size=one.size, stride=one.stride, start=one.start)
             for one in packed.places
         )
-        return _Offered(offer=offers[0], layout=layout)
+        return _Offered(offer=offers[0], layout=layout), packed
 
     def _opened(self, block: torch.nn.Module, offered: _Offered) -> Packed:
         tensors = {name: tensor for name, tensor in frozen(block) if tensor.numel()}
@@ -127,4 +145,4 @@ class PeerMemory:
             if own.is_meta:
                 replace_values(own, torch.empty(0, dtype=one.dtype, device=self._device))
             places.append(Place(tensor=own, **vars(one)))
-        return Packed(bytes=open_offer(offered.offer, self._device), places=tuple(places))
+        return Packed(bytes=open_offer(offered.offer, self._memory), places=tuple(places))

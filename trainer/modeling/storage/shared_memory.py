@@ -60,9 +60,9 @@ def share(count: int, device: torch.device) -> tuple[torch.Tensor, Offer]:
 def open_offer(offer: Offer, device: torch.device) -> torch.Tensor:
     """The bytes of another process, 1-D uint8, to be read only. Raises HardwareError where they cannot be."""
     if device.type == "cpu":
-        with Path(offer.path).open("rb") as file:
-            # private: torch takes only memory that can be written
-            memory = mmap.mmap(file.fileno(), offer.count, flags=mmap.MAP_PRIVATE)
+        # to be written too, as torch wants it: a private mapping would be a copy where it is pinned
+        with Path(offer.path).open("r+b") as file:
+            memory = mmap.mmap(file.fileno(), offer.count)
         return torch.frombuffer(memory, dtype=torch.uint8)
 
     class Handle(ctypes.Structure):  # the call takes it by value

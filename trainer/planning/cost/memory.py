@@ -200,15 +200,16 @@ def _linear_bytes(way: Way, linears: Linears, layers: int = 0) -> int:
 def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     """Host memory of all training processes; none on a CPU, where all that training holds is host memory.
 
-    Each process has its own libraries, buffers and waiting blocks: nothing of it is shared.
+    Each process has its own libraries and buffers; blocks that wait are there once for all.
     """
     if storage.device == "cpu":
         return ()
     ranks, (size, _) = storage.ranks, elsewhere_bytes(storage, geometry)
     each = f", for each of {ranks} processes" if ranks > 1 else ""
-    detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned{each}"
+    once = f", once for {ranks} processes" if ranks > 1 else ""
+    detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned{once}"
     return (
-        *([MemoryRow("waiting blocks", ranks * size, detail)] if storage.swapped else []),
+        *([MemoryRow("waiting blocks", size, detail)] if storage.swapped else []),
         MemoryRow("process", ranks * _CUDA_PROCESS_BYTES, f"Python, CUDA and libraries{each}"),
         MemoryRow("loading", ranks * _RING_BYTES, f"buffers that shards pass through{each}"),
     )
