@@ -15,7 +15,7 @@ from trainer.modeling.storage.shared_memory import Offer, open_offer, share
 CPU = torch.device("cpu")
 
 
-def sharded(ranks: Ranks, one: Case, *, count: int, on_host: bool = False) -> Case:
+def sharded(ranks: Ranks, one: Case, *, count: int, on_host: bool = False, by_use: bool = False) -> Case:
     """The model with `count` blocks over all ranks; of those of others it keeps no value."""
     from trainer.modeling.blocks.recompute import repeated_blocks
     from trainer.modeling.storage.block_memory import frozen, replace_values, without_values
@@ -36,6 +36,7 @@ def sharded(ranks: Ranks, one: Case, *, count: int, on_host: bool = False) -> Ca
         gather=ranks.gathered,
         device="cpu",
         on_host=on_host,
+        by_use=by_use,
     )
     staged = Staged(home, "cpu")
     assert len(staged.blocks) + len(home.kept) == count
@@ -56,7 +57,7 @@ def is_the_same(
     from tests.unit.modeling.test_staging import BLOCKS, assert_same, join, recompute_blocks, repeated_blocks
 
     one, other = (case(family, storage=storage, changes=BLOCKS[family]) for _ in range(2))
-    sharded(ranks, one, count=count, on_host=on_host)
+    sharded(ranks, one, count=count, on_host=on_host, by_use=not recomputed)
     for each in (one, other):
         if recomputed:
             recompute_blocks(repeated_blocks(each.model, each.family.blocks))

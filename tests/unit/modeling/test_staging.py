@@ -41,6 +41,7 @@ def made(
     *,
     ahead: int = 1,
     recomputed: bool = True,
+    by_use: bool = False,
     **options: Any,
 ) -> Case:
     """A small model, `count` of whose blocks wait in host memory."""
@@ -48,7 +49,7 @@ def made(
     blocks = repeated_blocks(found.model, found.family.blocks)
     if count:
         waiting = [blocks[name] for name in spread_blocks(blocks, count)]
-        Staged(HostMemory(waiting, pinned=False), "cpu", ahead=ahead)
+        Staged(HostMemory(waiting, pinned=False, by_use=by_use), "cpu", ahead=ahead)
     if recomputed:
         recompute_blocks(blocks)
     return found
@@ -160,6 +161,38 @@ def test_joined_layers_of_every_storage_wait(storage: Storage) -> None:
     assert_same(one, other)
 
 
+@pytest.mark.parametrize("joins", [False, True])
+@pytest.mark.parametrize("ahead", [0, 1, 3])
+def test_each_pass_copies_the_copy_of_weights_that_it_reads(
+    joins: bool, ahead: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = made("flux1_dev", 4, "fp8_two_copies", ahead=ahead, recomputed=False, by_use=True)
+    other = made("flux1_dev", 0, "fp8_two_copies", recomputed=False)
+    if joins:
+        join(one)
+        join(other)
+    assert_same(one, other)
+    sizes = dict.fromkeys(("forward", "backward", "both"), 0)
+    for pages in staged_in(one)._pages:
+        assert {page.use for page in pages} == {"forward", "backward", "both"}
+        for page in pages:
+            sizes[page.use] += page._source.numel()
+    assert sizes["forward"] == pytest.approx(sizes["backward"], rel=0.01)
+    copied: list[int] = []
+    fill = staging._Page.fill
+
+    def counted(self: staging._Page, stream: None) -> None:
+        if not self._is_filled:
+            copied.append(self._source.numel())
+        fill(self, stream)
+
+    staged_in(one).empty()
+    monkeypatch.setattr(staging._Page, "fill", counted)
+    one.gradients()
+    once = sizes["forward"] + sizes["backward"] + sizes["both"]
+    assert sum(copied) <= once + sizes["both"] + (ahead + 1) * once / 4
+
+
 def test_an_adapter_can_be_read_removed_and_put_on_again() -> None:
     one, other = made("flux1_dev", 3), made("flux1_dev", 0)
     states = [adapter_state(each.model) for each in (one, other)]
@@ -202,7 +235,7 @@ def test_as_many_blocks_as_are_ahead_and_one_are_on_the_device(ahead: int) -> No
         most.append(live())
 
     def live() -> int:
-        return sum(page._whole.untyped_storage().nbytes() for page in staged._pages)
+        return sum(page._whole.untyped_storage().nbytes() for pages in staged._pages for page in pages)
 
     for block in staged.blocks:
         block.register_forward_hook(look)
@@ -259,7 +292,7 @@ def test_every_block_is_copied_once_a_pass_but_for_the_two_at_each_turn(
 ) -> None:
     one = made("llama", 4)
     copied: list[int] = []
-    pages = staged_in(one)._pages
+    pages = [page for (page,) in staged_in(one)._pages]
     fill = staging._Page.fill
 
     def counted(self: staging._Page, stream: None) -> None:
@@ -356,7 +389,7 @@ def test_on_a_gpu_a_copy_waits_for_what_is_enqueued_and_a_block_for_its_copy(
     one = made("llama", 3)
     staged, log = staged_in(one), []
     staged._stream = Told("copying", log)  # type: ignore[assignment]
-    for number, page in enumerate(staged._pages):
+    for number, (page,) in enumerate(staged._pages):
         page._copied = Told(f"copy {number}", log)  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "current_stream", lambda: Told("computing", log))
     monkeypatch.setattr(torch.cuda, "stream", contextlib.nullcontext)

@@ -31,7 +31,7 @@ def with_staged_blocks(context: Context, model: Model) -> Model:
     if plan.swapped_blocks:
         home: Home
         if size == 1:
-            home = HostMemory(blocks, pinned=plan.device == "cuda")
+            home = HostMemory(blocks, pinned=plan.device == "cuda", by_use=_by_use(plan))
         else:
             home = _peers(context, blocks, on_host=True)
         staged = Staged(home, device)
@@ -61,7 +61,20 @@ def _peers(context: Context, blocks: list[Any], *, on_host: bool = False) -> Pee
     def gather(value: Any) -> list[Any]:
         return context.ranks.gathered(value)[first : first + size]
 
-    return PeerMemory(blocks, member=member, size=size, gather=gather, device=context.device, on_host=on_host)
+    return PeerMemory(
+        blocks,
+        member=member,
+        size=size,
+        gather=gather,
+        device=context.device,
+        on_host=on_host,
+        by_use=_by_use(context.plan),
+    )
+
+
+def _by_use(plan: Plan) -> bool:
+    """True where backward repeats nothing of the forward pass: it reads other copies of weights."""
+    return not plan.activation_checkpointing and plan.activation_budget == 1.0
 
 
 def _elsewhere(plan: Plan, blocks: Blocks) -> list[str]:

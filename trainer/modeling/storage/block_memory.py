@@ -7,6 +7,7 @@ import mmap
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -16,9 +17,13 @@ from trainer.errors import HardwareError
 _ALIGNMENT = 256
 
 
+Use = Literal["forward", "backward", "both"]
+"""The passes that read a tensor."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """One frozen tensor and the place of its bytes among those of its block."""
+    """One frozen tensor and the place of its bytes among those of its part."""
 
     name: str
     """The tensor's name in the block."""
@@ -29,9 +34,24 @@ class Place:
     start: int
 
     def within(self, memory: torch.Tensor) -> torch.Tensor:
-        """The tensor as a view of a block's bytes, 1-D uint8."""
-        typed = memory.view(self.dtype)
-        return torch.as_strided(typed, self.size, self.stride, self.start // self.dtype.itemsize)
+        """The tensor as a view of a part's bytes, 1-D uint8."""
+        typed, start = memory.view(self.dtype), int(memory.storage_offset()) + self.start
+        return torch.as_strided(typed, self.size, self.stride, start // self.dtype.itemsize)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """Frozen tensors of a block that the same passes read, beside each other."""
+
+    use: Use
+    bytes: torch.Tensor
+    """1-D uint8, a part of the block's memory."""
+    places: tuple[Place, ...]
+
+    def point(self, memory: torch.Tensor) -> None:
+        """Let the tensors be views of `memory`, which holds, or will hold, the part's bytes."""
+        for place in self.places:
+            place.tensor.data = place.within(memory)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +59,12 @@ class Packed:
     """One block's frozen tensors in one piece of memory."""
 
     bytes: torch.Tensor
-    places: tuple[Place, ...]
+    parts: tuple[Part, ...]
+
+    def point(self) -> None:
+        """Let the block's tensors be views of this memory."""
+        for part in self.parts:
+            part.point(part.bytes)
 
 
 def frozen(block: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -107,21 +132,50 @@ def _unpin_all(memories: list[torch.Tensor]) -> None:
         unpin(memories.pop())
 
 
-def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor]) -> Packed:
+def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor], *, by_use: bool = False) -> Packed:
     """Copy the bytes of the block's frozen tensors to one piece of memory, shared bytes once.
 
-    `memory_of` gives so many bytes, 1-D uint8, on any device.
+    `memory_of` gives so many bytes, 1-D uint8, on any device. `by_use` parts what one pass alone reads, where
+    no forward pass is repeated in backward.
     """
-    tensors = [(name, tensor) for name, tensor in frozen(block) if tensor.numel()]
-    runs = _runs(tensor for _, tensor in tensors)
-    memory = memory_of(sum(run.room for run in runs))
+    groups: dict[Use, list[tuple[str, torch.Tensor]]] = {}
+    uses = _uses(block) if by_use else {}
+    for name, tensor in frozen(block):
+        if tensor.numel():
+            groups.setdefault(uses.get(name, "both"), []).append((name, tensor))
+    runs = {use: _runs(tensor for _, tensor in tensors) for use, tensors in groups.items()}
+    sizes = {use: sum(run.room for run in found) for use, found in runs.items()}
+    memory, start, parts = memory_of(sum(sizes.values())), 0, []
+    for use, tensors in groups.items():
+        own = memory[start : start + sizes[use]]
+        parts.append(Part(use=use, bytes=own, places=_copied(tensors, runs[use], own)))
+        start += sizes[use]
+    return Packed(bytes=memory, parts=tuple(parts))
+
+
+def _uses(block: torch.nn.Module) -> dict[str, Use]:
+    """The pass that reads a tensor, where it is one alone: each copy of a weight kept twice has its own."""
+    found: dict[str, Use] = {}
+    for owner, module in block.named_modules():
+        own = dict(module.named_buffers(recurse=False)) | dict(module.named_parameters(recurse=False))
+        for kind in ("", "joint_"):
+            if f"{kind}transposed" in own:
+                found[f"{owner}.{kind}weight".removeprefix(".")] = "forward"
+                found[f"{owner}.{kind}transposed".removeprefix(".")] = "backward"
+    return found
+
+
+def _copied(
+    tensors: Sequence[tuple[str, torch.Tensor]], runs: Sequence[_Run], memory: torch.Tensor
+) -> tuple[Place, ...]:
+    """The tensors' places in `memory`, to which their bytes are copied."""
     start, starts = 0, {}
     for run in runs:
         whole = torch.empty(0, dtype=torch.uint8, device=run.storage.device).set_(run.storage)
         memory[start : start + run.high - run.low].copy_(whole[run.low : run.high])
         starts.update(dict.fromkeys(run.tensors, start - run.low))
         start += run.room
-    places = tuple(
+    return tuple(
         Place(
             name=name,
             tensor=tensor,
@@ -132,7 +186,6 @@ def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor]) -> Pa
         )
         for name, tensor in tensors
     )
-    return Packed(bytes=memory, places=places)
 
 
 @dataclass(kw_only=True)
@@ -175,17 +228,6 @@ def _span(tensor: torch.Tensor) -> tuple[int, int]:
     return low, (last + 1) * tensor.itemsize
 
 
-def views(packed: Packed, memory: torch.Tensor) -> list[torch.Tensor]:
-    """The block's tensors as views of `memory`, which holds the block's bytes."""
-    return [place.within(memory) for place in packed.places]
-
-
-def point(packed: Packed, own_views: Sequence[torch.Tensor]) -> None:
-    """Let the block's tensors be these `views` of the memory that holds their bytes."""
-    for place, view in zip(packed.places, own_views, strict=True):
-        place.tensor.data = view
-
-
 def replace_values(tensor: torch.Tensor, values: torch.Tensor) -> None:
     """Let a frozen tensor be `values`, on whatever device: whoever holds the tensor keeps it.
 
@@ -211,5 +253,4 @@ def compact(blocks: Iterable[torch.nn.Module]) -> None:
         devices = {tensor.device for _, tensor in frozen(block) if tensor.numel()}
         assert len(devices) <= 1, f"a block's frozen tensors are on {devices}"
         for device in devices:
-            packed = pack(block, functools.partial(torch.empty, dtype=torch.uint8, device=device))
-            point(packed, views(packed, packed.bytes))
+            pack(block, functools.partial(torch.empty, dtype=torch.uint8, device=device)).point()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from trainer.modeling.blocks.recompute import Blocks
-from trainer.modeling.storage.block_memory import Packed, Pins, pack, pages, point, views
+from trainer.modeling.storage.block_memory import Packed, Pins, pack, pages
 
 
 class HostMemory:
@@ -15,8 +15,8 @@ class HostMemory:
 
     kept: Sequence[torch.nn.Module] = ()
 
-    def __init__(self, blocks: Sequence[torch.nn.Module], *, pinned: bool) -> None:
-        self.blocks = tuple(blocks)
+    def __init__(self, blocks: Sequence[torch.nn.Module], *, pinned: bool, by_use: bool = False) -> None:
+        self.blocks, self._by_use = tuple(blocks), by_use
         self._pins = [Pins() for _ in blocks] if pinned else []
         self._packed: list[Packed] = []
 
@@ -25,17 +25,17 @@ class HostMemory:
         be pinned. What they were packed into before is freed.
         """
         for number, block in enumerate(self.blocks):
-            packed = pack(block, pages)
+            packed = pack(block, pages, by_use=self._by_use)
             if self._pins:
                 self._pins[number].replace([packed.bytes])
             self._packed[number : number + 1] = [packed]
-            point(packed, views(packed, packed.bytes))
+            packed.point()
         return self._packed
 
     def unpack(self) -> None:
         """Let every block's tensors be those in host memory."""
         for packed in self._packed:
-            point(packed, views(packed, packed.bytes))
+            packed.point()
 
 
 def spread(lengths: Sequence[int], count: int) -> list[list[int]]:

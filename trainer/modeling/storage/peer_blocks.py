@@ -15,13 +15,13 @@ import torch
 
 from trainer.modeling.storage.block_memory import (
     Packed,
+    Part,
     Pins,
     Place,
+    Use,
     frozen,
     pack,
-    point,
     replace_values,
-    views,
     without_values,
 )
 from trainer.modeling.storage.shared_memory import Offer, open_offer, share
@@ -50,7 +50,8 @@ class _Offered:
     """A block that its owner has packed."""
 
     offer: Offer
-    layout: tuple[_Layout, ...]
+    parts: tuple[tuple[Use, int, tuple[_Layout, ...]], ...]
+    """Of each part in turn: its use, its bytes, and its tensors."""
 
 
 class PeerMemory:
@@ -70,7 +71,9 @@ class PeerMemory:
         gather: Gather,
         device: str,
         on_host: bool = False,
+        by_use: bool = False,
     ) -> None:
+        self._by_use = by_use
         self._shared, self._member, self._size = tuple(blocks), member, size
         self._gather, self._device = gather, torch.device(device)
         self._on_host = on_host
@@ -115,7 +118,7 @@ class PeerMemory:
             for _, tensor in frozen(self._shared[number]):
                 replace_values(tensor, without_values(tensor))
         for _, packed in self._own.values():
-            point(packed, views(packed, packed.bytes))
+            packed.point()
         self._gather(None)  # nobody reads the own blocks any more
 
     def _shared_block(self, block: torch.nn.Module) -> tuple[_Offered, Packed]:
@@ -126,23 +129,32 @@ class PeerMemory:
             offers.append(offer)
             return memory
 
-        packed = pack(block, memory_of)
-        point(packed, views(packed, packed.bytes))
-        layout = tuple(
-            _Layout(name=one.name, dtype=one.dtype, size=one.size, stride=one.stride, start=one.start)
-            for one in packed.places
-        )
-        return _Offered(offer=offers[0], layout=layout), packed
+        packed = pack(block, memory_of, by_use=self._by_use)
+        packed.point()
+        parts = tuple((part.use, part.bytes.numel(), _layout(part)) for part in packed.parts)
+        return _Offered(offer=offers[0], parts=parts), packed
 
     def _opened(self, block: torch.nn.Module, offered: _Offered) -> Packed:
+        memory, start, parts = open_offer(offered.offer, self._memory), 0, []
         tensors = {name: tensor for name, tensor in frozen(block) if tensor.numel()}
-        assert [one.name for one in offered.layout] == [*tensors], "the owner has other tensors"
-        places = []
-        for one in offered.layout:
-            own = tensors[one.name]
-            alike = (one.dtype, one.size, one.stride) == (own.dtype, tuple(own.shape), own.stride())
-            assert alike, f"{one.name} is {own.dtype} {tuple(own.shape)} here, {one} with its owner"
-            if own.is_meta:
-                replace_values(own, torch.empty(0, dtype=one.dtype, device=self._device))
-            places.append(Place(tensor=own, **vars(one)))
-        return Packed(bytes=open_offer(offered.offer, self._memory), places=tuple(places))
+        names = {one.name for _, _, layout in offered.parts for one in layout}
+        assert names == tensors.keys(), "the owner has other tensors"
+        for use, size, layout in offered.parts:
+            places = tuple(self._placed(tensors[one.name], one) for one in layout)
+            parts.append(Part(use=use, bytes=memory[start : start + size], places=places))
+            start += size
+        return Packed(bytes=memory, parts=tuple(parts))
+
+    def _placed(self, own: torch.Tensor, one: _Layout) -> Place:
+        alike = (one.dtype, one.size, one.stride) == (own.dtype, tuple(own.shape), own.stride())
+        assert alike, f"{one.name} is {own.dtype} {tuple(own.shape)} here, {one} with its owner"
+        if own.is_meta:
+            replace_values(own, torch.empty(0, dtype=one.dtype, device=self._device))
+        return Place(tensor=own, **vars(one))
+
+
+def _layout(part: Part) -> tuple[_Layout, ...]:
+    return tuple(
+        _Layout(name=one.name, dtype=one.dtype, size=one.size, stride=one.stride, start=one.start)
+        for one in part.places
+    )

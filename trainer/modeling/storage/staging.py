@@ -21,7 +21,7 @@ from torch.autograd.graph import register_multi_grad_hook
 from torch.utils._pytree import tree_leaves
 
 from trainer.modeling.blocks.recompute import Recomputed, give_base, recomputed
-from trainer.modeling.storage.block_memory import Packed, point, views
+from trainer.modeling.storage.block_memory import Packed, Part
 
 Pass = Literal["forward", "backward", "prediction"]
 
@@ -45,14 +45,14 @@ class Home(Protocol):
 
 
 class _Page:
-    """The memory on the device of one block's frozen tensors."""
+    """The memory on the device of a part of a block's frozen tensors."""
 
-    def __init__(self, packed: Packed, device: torch.device) -> None:
-        self._source = packed.bytes
-        self._whole = torch.empty(packed.bytes.numel(), dtype=torch.uint8, device=device)
+    def __init__(self, part: Part, device: torch.device) -> None:
+        self.use, self._source = part.use, part.bytes
+        self._whole = torch.empty(part.bytes.numel(), dtype=torch.uint8, device=device)
         self._copied = torch.cuda.Event() if device.type == "cuda" else None
         self._is_filled = False
-        point(packed, views(packed, self._whole))
+        part.point(self._whole)
         self._whole.untyped_storage().resize_(0)
 
     def fill(self, stream: torch.cuda.Stream | None) -> None:
@@ -94,8 +94,9 @@ class Staged:
         self.home, self.ahead = home, ahead
         self._device = torch.device(device)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self._pages: list[_Page] = []
-        self._window: list[int] = []
+        self._pages: list[list[_Page]] = []
+        """Of each block."""
+        self._window: list[_Page] = []
         self._bytes: list[int] = []
         self.pack()
         for number, block in enumerate(home.blocks):
@@ -122,7 +123,7 @@ class Staged:
         """Take every block's weights home; again after `unpack` and a change of the tensors."""
         packed = self.home.pack()
         self._bytes = [one.bytes.numel() for one in packed]
-        self._pages = [_Page(one, self._device) for one in packed]
+        self._pages = [[_Page(part, self._device) for part in one.parts] for one in packed]
         self._window = []
 
     def unpack(self) -> None:
@@ -135,8 +136,8 @@ class Staged:
 
     def empty(self) -> None:
         """Give back the memory of all pages."""
-        for number in self._window:
-            self._pages[number].empty()
+        for page in self._window:
+            page.empty()
         self._window = []
 
     def stage(self, number: int, turn: Pass) -> None:
@@ -146,33 +147,46 @@ class Staged:
         autograd works through blocks in the reverse of their order, one after another.
         """
         window = self._next(number, turn)
-        for old in self._window:
-            if old not in window:
-                self._pages[old].empty()
+        for page in self._window:
+            if page not in window:
+                page.empty()
         self._window = window
-        for one in window:
-            self._pages[one].fill(self._stream)
-        self._pages[number].wait()
+        for page in window:
+            page.fill(self._stream)
+        for page in self._needed(number, turn):
+            page.wait()
 
-    def _next(self, number: int, turn: Pass) -> list[int]:
-        """The block and those that are needed next, as many as may be on the device at a time."""
-        most = min(self.ahead + 1, len(self._pages))
-        order = _order(number, len(self._pages), turn)
-        return [one for one, _ in zip(order, range(most), strict=False)]
+    def _needed(self, number: int, turn: Pass) -> list[_Page]:
+        """The pages of a block that a pass reads."""
+        other = "forward" if turn == "backward" else "backward"
+        return [page for page in self._pages[number] if page.use != other]
+
+    def _next(self, number: int, turn: Pass) -> list[_Page]:
+        """Pages of the block and of those that are needed next, as many blocks as may be on the device."""
+        most, blocks = min(self.ahead + 1, len(self._pages)), set[int]()
+        found: list[_Page] = []
+        for one, then in _order(number, len(self._pages), turn):
+            blocks.add(one)
+            if len(blocks) > most:
+                break
+            found += [page for page in self._needed(one, then) if page not in found]
+        return found
 
 
-def _order(number: int, count: int, turn: Pass) -> Iterator[int]:
-    """Numbers of blocks from `number` on in the order of their next use, each once.
+def _order(number: int, count: int, turn: Pass) -> Iterator[tuple[int, Pass]]:
+    """Numbers of blocks from `number` on in the order of their next use, and the passes.
 
     After the last block's forward pass comes its backward pass; after the first one's, and after a
     prediction, the next forward pass.
     """
-    if turn == "backward":
-        yield from range(number, -1, -1)
-        yield from range(number + 1, count)
-    else:
-        yield from range(number, count)
-        yield from range(number) if turn == "prediction" else range(number - 1, -1, -1)
+    if turn == "prediction":
+        yield from ((one % count, turn) for one in range(number, number + count))
+        return
+    if turn == "forward":
+        yield from ((one, turn) for one in range(number, count))
+    last = count - 1 if turn == "forward" else number
+    yield from ((one, "backward") for one in range(last, -1, -1))
+    yield from ((one, "forward") for one in range(count))
 
 
 class _StagedBlock(Recomputed):
