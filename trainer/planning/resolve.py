@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import RunConfig
@@ -39,6 +40,7 @@ def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedB
     """
     tried: list[tuple[spread.Spread, HardwareError]] = []
     skipped: list[str] = []
+    ways: list[_Way] = []
     for one in spread.spreads(machines):
         try:
             rows = torch_and_driver.check(one.situation.facts, one.situation.profile)
@@ -54,13 +56,43 @@ def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedB
             who = f"{one.situation.ranks} training processes need {gib(needed)} of host memory"
             skipped.append(f"{who}, {gib(available)} are available")
             continue
-        gpus_row = spread.row(one, skipped)
-        return plan_of(decided, (one.profile_row, *rows, *filter(None, (gpus_row,))), split or one.split)
+        ways.append(_Way(spread=one, decided=decided, rows=rows, split=split or one.split))
+        if decided.is_ideal and len(machines) == 1:
+            break  # fewer GPUs would only be slower
+    if ways:
+        return _planned(ways, skipped)
     # of the preferred kind that with the fewest processes, which is the last
     last, told = min(reversed(tried), key=lambda refused: refused[0].kind)
     if isinstance(told, DoesNotFitError):
         raise _with_nearest(last.situation, told, changed_by, offload=offload) from None
     raise told
+
+
+def _planned(ways: Sequence[_Way], skipped: Sequence[str]) -> Plan:
+    """The plan of the best way; of each other kind of GPU the first one is named."""
+    best = ways[0]
+    for way in ways[1:]:
+        best = way if way.decided.is_preferred_to(best.decided) else best
+    worse = [way for way in reversed(ways) if way.spread.kind != best.spread.kind]
+    others = {way.spread.kind: way.why_skipped for way in worse}
+    made = spread.row(best.spread, skipped, tuple(others.values()))
+    rows = (best.spread.profile_row, *best.rows, *filter(None, (made,)))
+    return plan_of(best.decided, rows, best.split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """A way to spread the run over the machine, with its decisions."""
+
+    spread: spread.Spread
+    decided: Decided
+    rows: Sequence[Decision]
+    split: Decision | None
+
+    @property
+    def why_skipped(self) -> str:
+        count, name = self.spread.situation.ranks, self.spread.situation.facts.gpu.name
+        return f"on {count} {name} with weights in {self.decided.how}, which is less precise or slower"
 
 
 def _why_skipped(one: spread.Spread, error: HardwareError) -> str:

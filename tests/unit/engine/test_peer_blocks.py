@@ -33,7 +33,7 @@ def sharded(ranks: Ranks, one: Case, *, count: int, on_host: bool = False, by_us
         shared,
         member=ranks.rank,
         size=ranks.size,
-        gather=ranks.gathered,
+        agree=ranks.agreed,
         device="cpu",
         on_host=on_host,
         by_use=by_use,
@@ -156,11 +156,11 @@ def write_and_read(ranks: Ranks) -> list[int]:
     offers: list[Offer] = []
     if ranks.rank == 0:
         memory, offer = share(1 << 20, CPU)
-        memory.fill_(7)
-        memory[-1] = 9
+        memory.bytes.fill_(7)
+        memory.bytes[-1] = 9
         offers.append(offer)
     (offer,) = ranks.from_first(offers)
-    found = open_offer(offer, CPU)
+    found = open_offer(offer, CPU).bytes
     ranks.meet()
     return [int(found[0]), int(found[-1]), found.numel()]
 
@@ -172,8 +172,8 @@ def test_shared_memory_is_read_by_another_process(pool: Workers) -> None:
 def test_shared_memory_ends_with_its_tensor() -> None:
     memory, offer = share(4096, CPU)
     reader = open_offer(offer, CPU)
-    memory.fill_(3)
+    memory.bytes.fill_(3)
     del memory
     left = Path(offer.path)
     assert not left.is_symlink() or "trainer-weights" not in str(left.readlink())
-    assert int(reader.sum()) == 3 * 4096  # what is open stays
+    assert int(reader.bytes.sum()) == 3 * 4096  # what is open stays

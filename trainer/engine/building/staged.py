@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from trainer.engine.building.model import Model
-from trainer.engine.context import Context
+from trainer.engine.context import Context, limit_memory
 from trainer.modeling.blocks.recompute import Blocks
 from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
 from trainer.modeling.storage.peer_blocks import PeerMemory
+from trainer.modeling.storage.shared_memory import held_bytes
 from trainer.modeling.storage.staging import Home, Staged
 from trainer.planning.plan import Plan
 from trainer.words.sizes import gib
@@ -40,6 +42,8 @@ def with_staged_blocks(context: Context, model: Model) -> Model:
     else:
         peers = _peers(context, blocks)
         staged = Staged(peers, device)
+        if plan.device == "cuda":
+            limit_memory(context, held_bytes())
         where = f"lie with {size} ranks in turn ({gib(peers.own_bytes)} with this one)"
     context.say(f"{len(blocks)} blocks {where} and pass through {gib(staged.device_bytes)} of the device's")
     return replace(model, staged=staged)
@@ -58,14 +62,14 @@ def _peers(context: Context, blocks: list[Any], *, on_host: bool = False) -> Pee
     member, size = _place(context)
     first = context.ranks.rank - member
 
-    def gather(value: Any) -> list[Any]:
-        return context.ranks.gathered(value)[first : first + size]
+    def agree(make: Callable[[], Any]) -> list[Any]:
+        return context.ranks.agreed(make)[first : first + size]
 
     return PeerMemory(
         blocks,
         member=member,
         size=size,
-        gather=gather,
+        agree=agree,
         device=context.device,
         on_host=on_host,
         by_use=_by_use(context.plan),

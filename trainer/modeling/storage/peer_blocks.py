@@ -7,7 +7,7 @@ need no partner: nobody waits for anybody, whatever the others do.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -24,13 +24,16 @@ from trainer.modeling.storage.block_memory import (
     replace_values,
     without_values,
 )
-from trainer.modeling.storage.shared_memory import Offer, open_offer, share
+from trainer.modeling.storage.shared_memory import Memory, Offer, open_offer, share
 
 
-class Gather(Protocol):
-    """Gives every process the value of each, in the order of the group; all must call it together."""
+class Agree(Protocol):
+    """Gives every process what `make` gave on each, in the order of the group; all must call it together.
 
-    def __call__(self, value: Any) -> list[Any]:
+    An error of one is raised on all.
+    """
+
+    def __call__(self, make: Callable[[], Any]) -> list[Any]:
         """The values."""
 
 
@@ -68,18 +71,20 @@ class PeerMemory:
         *,
         member: int,
         size: int,
-        gather: Gather,
+        agree: Agree,
         device: str,
         on_host: bool = False,
         by_use: bool = False,
     ) -> None:
         self._by_use = by_use
         self._shared, self._member, self._size = tuple(blocks), member, size
-        self._gather, self._device = gather, torch.device(device)
+        self._agree, self._device = agree, torch.device(device)
         self._on_host = on_host
         self._memory = torch.device("cpu") if on_host else self._device
         self._pins = Pins() if on_host and self._device.type == "cuda" else None
         self._own: dict[int, tuple[_Offered, Packed]] = {}
+        self._made: dict[int, Memory] = {}
+        self._opened: list[Memory] = []
         resident = () if on_host else self._numbers(own=True)
         self.kept = tuple(blocks[number] for number in resident)
         self.blocks = tuple(block for number, block in enumerate(blocks) if number not in resident)
@@ -95,21 +100,20 @@ class PeerMemory:
 
     def pack(self) -> Sequence[Packed]:
         """Move the own blocks to memory that others can read, and open that of the others' blocks."""
-        for number in self._numbers(own=True):
-            self._own[number] = self._shared_block(self._shared[number])
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
         every: dict[int, _Offered] = {}
-        for offers in self._gather({number: offered for number, (offered, _) in self._own.items()}):
+        for offers in self._agree(self._share_own):
             every.update(offers)
-        found = {
-            number: self._opened(self._shared[number], every[number]) for number in self._numbers(own=False)
-        }
-        if self._on_host:
-            found |= {number: packed for number, (_, packed) in self._own.items()}
-        if self._pins is not None:
-            self._pins.replace([packed.bytes for packed in found.values()])
-        self._gather(None)  # an owner may end what it has offered only when all have opened it
+        found: dict[int, Packed] = {}
+
+        def open_others() -> None:
+            for number in self._numbers(own=False):
+                found[number] = self._open(self._shared[number], every[number])
+            if self._on_host:
+                found.update({number: packed for number, (_, packed) in self._own.items()})
+            if self._pins is not None:
+                self._pins.replace([packed.bytes for packed in found.values()])
+
+        self._agree(open_others)
         return [found[number] for number in sorted(found)]
 
     def unpack(self) -> None:
@@ -119,31 +123,45 @@ class PeerMemory:
                 replace_values(tensor, without_values(tensor))
         for _, packed in self._own.values():
             packed.point()
-        self._gather(None)  # nobody reads the own blocks any more
+        while self._opened:
+            self._opened.pop().close()
+        self._agree(lambda: None)  # nobody reads the own blocks any more
 
-    def _shared_block(self, block: torch.nn.Module) -> tuple[_Offered, Packed]:
+    def _share_own(self) -> dict[int, _Offered]:
+        for number in self._numbers(own=True):
+            before = self._made.get(number)
+            self._own[number] = self._share(number)
+            if before is not None:
+                before.close()
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+        return {number: offered for number, (offered, _) in self._own.items()}
+
+    def _share(self, number: int) -> tuple[_Offered, Packed]:
         offers: list[Offer] = []
 
         def memory_of(count: int) -> torch.Tensor:
-            memory, offer = share(count, self._memory)
+            self._made[number], offer = share(count, self._memory)
             offers.append(offer)
-            return memory
+            return self._made[number].bytes
 
-        packed = pack(block, memory_of, by_use=self._by_use)
+        packed = pack(self._shared[number], memory_of, by_use=self._by_use)
         packed.point()
         parts = tuple((part.use, part.bytes.numel(), _layout(part)) for part in packed.parts)
         return _Offered(offer=offers[0], parts=parts), packed
 
-    def _opened(self, block: torch.nn.Module, offered: _Offered) -> Packed:
+    def _open(self, block: torch.nn.Module, offered: _Offered) -> Packed:
         memory, start, parts = open_offer(offered.offer, self._memory), 0, []
+        self._opened.append(memory)
         tensors = {name: tensor for name, tensor in frozen(block) if tensor.numel()}
         names = {one.name for _, _, layout in offered.parts for one in layout}
         assert names == tensors.keys(), "the owner has other tensors"
         for use, size, layout in offered.parts:
             places = tuple(self._placed(tensors[one.name], one) for one in layout)
-            parts.append(Part(use=use, bytes=memory[start : start + size], places=places))
+            parts.append(Part(use=use, bytes=memory.bytes[start : start + size], places=places))
             start += size
-        return Packed(bytes=memory, parts=tuple(parts))
+        return Packed(bytes=memory.bytes, parts=tuple(parts))
 
     def _placed(self, own: torch.Tensor, one: _Layout) -> Place:
         alike = (one.dtype, one.size, one.stride) == (own.dtype, tuple(own.shape), own.stride())

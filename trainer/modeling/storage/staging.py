@@ -7,8 +7,9 @@ on the device.
 
 A block's frozen tensors are views of one storage on the device, the block's page, which is empty while the
 block does not compute: its memory goes back to the allocator. What autograd keeps for backward, views of the
-weights among it, are views of the same storage, and find the weights there again; what reads a weight that is
-not staged finds a storage without bytes, which is an error.
+weights among it, are views of the same storage, and find the weights there again. What reads a weight that is
+not staged finds a storage without bytes, and no other block's weights: torch has an error for some operators,
+and others end the process. So weights of such blocks are read by calls of their blocks alone.
 """
 
 from __future__ import annotations
@@ -59,8 +60,8 @@ class _Page:
         """Begin to copy the block's bytes, after everything that was enqueued by now."""
         if self._is_filled:
             return
-        self._is_filled = True
         self._whole.untyped_storage().resize_(self._source.numel())
+        self._is_filled = True
         if stream is None or self._copied is None:
             self._whole.copy_(self._source)
             return

@@ -19,6 +19,8 @@ from trainer.planning.shapes.geometry import Geometry
 from trainer.words.sizes import gib
 
 SWAP, SHARD = "features.block_swap", "parallel.shard"
+_NO_PEER_ACCESS = "GeForce"
+"""Part of the names of GPUs that cannot read each other's memory."""
 NO_OFFLOAD = "DISABLE_CPU_OFFLOAD"
 """The variable that forbids blocks in host memory."""
 
@@ -57,6 +59,8 @@ def swap_obstacle(situation: Situation) -> str:
     """Why no block can wait in host memory; empty where they can."""
     if not situation.on_gpu:
         return "training on a CPU has all weights in host memory"
+    if sharded(situation):
+        return "the blocks lie with the GPUs of the run (parallel.shard)"
     if situation.profile.headroom_bytes is not None or situation.facts.gpu.integrated:
         moves = f"{situation.gpu} shares its memory with the CPU: moving weights frees nothing"
         return dict(situation.profile.notes).get("offload", moves)
@@ -115,6 +119,8 @@ def shard_refused(situation: Situation) -> str:
 
 def shard_obstacle(situation: Situation) -> str:
     """Why no block can lie with another GPU; empty where they can."""
+    if situation.on_gpu and _NO_PEER_ACCESS in situation.facts.gpu.name:
+        return f"GPUs of this kind ({situation.facts.gpu.name}) cannot read each other's memory"
     if needs_whole_base(situation.config):
         return f"lora.type: {situation.config.lora.type} is made from the weights of all blocks"
     return ""
@@ -122,9 +128,13 @@ def shard_obstacle(situation: Situation) -> str:
 
 def shard_row(situation: Situation, storage: Storage) -> Decision | None:
     """The decision, for a run of several processes over a frozen base."""
-    if situation.ranks == 1 or storage.method != "lora":
+    if storage.method != "lora":
         return None
+    if situation.ranks == 1:
+        alone = "one process has nothing to share with"
+        asked = situation.asked(SHARD) == "full"
+        return situation.decide(SHARD, "none", alone, written=f"{alone}: as none") if asked else None
     if not storage.sharded:
-        return situation.decide(SHARD, "none", "each has the whole base, which is the fastest and fits")
+        return situation.decide(SHARD, "none", "each process has a base of its own; `full` shares one")
     value = f"{storage.sharded} of {situation.geometry.blocks} blocks over {storage.group}"
     return situation.decide(SHARD, value, "nothing faster fits: blocks are read from the GPU that has them")

@@ -39,7 +39,7 @@ class Situation(Context):
     goes_on: bool = False
     """Whether the run has begun, with its samples parted as the configuration says."""
     ranks: int = 1
-    """Processes that share the micro-batches of a step, each with a base of its own."""
+    """Processes that share the micro-batches of a step."""
     devices: tuple[int, ...] = ()
     """Places of `facts.gpus` among the visible ones; empty on a CPU, and for the first ones."""
     others: tuple[Gpu, ...] = ()

@@ -116,9 +116,9 @@ def _require(situation: Situation, count: int, sizes: Sequence[int], parted: Seq
     )
 
 
-def row(spread: Spread, skipped: Sequence[str]) -> Decision | None:
-    """The row of the number, which says what would let more GPUs help, which were taken, and why better ways
-    were `skipped`. None where there is no choice.
+def row(spread: Spread, skipped: Sequence[str], worse: Sequence[str] = ()) -> Decision | None:
+    """The row of the number, which says what would let more GPUs help, which were taken, why ways were
+    `skipped` and which are `worse`. None where there is no choice.
     """
     situation, count = spread.situation, spread.situation.ranks
     visible = spread.alike + len(situation.others) if situation.on_gpu else 1
@@ -126,7 +126,7 @@ def row(spread: Spread, skipped: Sequence[str]) -> Decision | None:
         return None
     value = f"{count} of {visible}" if situation.on_gpu else str(count)
     source = "auto" if spread.automatic else situation.source(KEY)
-    parts = [_use(spread, short=bool(skipped)), _place(spread) if situation.others else "", *skipped]
+    parts = [_use(spread, short=bool(skipped)), _place(spread) if situation.others else "", *skipped, *worse]
     return Decision("gpus", value, source, "; ".join(filter(None, parts)))
 
 

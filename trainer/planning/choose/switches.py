@@ -87,7 +87,7 @@ def cuda_graphs(situation: Situation, storage: Storage, *, filled: float) -> Dec
     elif storage.swapped:
         obstacle = "a graph reads weights where they were, and blocks wait in host memory"
     elif storage.sharded:
-        obstacle = "a graph reads weights where they were, and blocks lie with other GPUs"
+        obstacle = "not beside blocks that lie with other GPUs, in this version"
     elif storage.compile and filled > TIGHT and situation.asked(key) == "auto":
         full = f"{filled:.0%} of the budget is filled"
         obstacle = f"{full}, and what graphs hold cannot be given back in pieces"

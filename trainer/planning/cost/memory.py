@@ -253,9 +253,10 @@ def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
         size = max(0, size - elsewhere_bytes(storage, geometry)[0])
         detail += f"; without {storage.swapped} of {geometry.blocks} blocks"
     if storage.sharded:
-        # of blocks that do not part evenly the first GPUs have one more
+        # where blocks do not part evenly, one GPU may have one more of the largest
+        whole, largest = elsewhere_bytes(storage, geometry)
         others = storage.sharded // storage.group * (storage.group - 1)
-        size = max(0, size - elsewhere_bytes(storage, geometry)[0] * others // storage.sharded)
+        size = max(0, size - whole * (storage.group - 1) // storage.group + largest * (storage.group > 1))
         detail += f"; without {others} of {geometry.blocks} blocks"
     return MemoryRow("base weights", size, detail)
 
