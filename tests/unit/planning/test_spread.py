@@ -335,7 +335,7 @@ def test_one_process_has_nothing_to_share_and_the_plan_says_so(shared: Config, g
 def test_no_block_waits_in_host_memory_beside_a_base_that_is_shared(
     shared: Config, geometry: Geometry
 ) -> None:
-    """What does not fit is told, not planned in two places at once."""
+    """A run that does not fit is told, not planned in two places at once."""
     asked = shared(parallel__shard="full", features__weights="bf16", features__memory_budget="3GiB")
     with pytest.raises(HardwareError, match="the run does not fit"):
         planned(asked, in_blocks(geometry), several(0, 0))
