@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks
 from trainer.modeling.blocks.recompute import recompute_blocks, repeated_blocks
 from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
-from trainer.modeling.storage.staging import Pass, Staged
+from trainer.modeling.storage.staging import Home, Pass, Staged
 
 pytestmark = pytest.mark.gpu
 
@@ -30,14 +31,25 @@ CHANGES = {
 }
 
 
-def made(storage: Storage, count: int, *, fast: bool, recomputed: bool = True) -> Case:
+def made(
+    storage: Storage,
+    count: int,
+    *,
+    fast: bool,
+    recomputed: bool = True,
+    home: Callable[[list[Any]], Home] | None = None,
+) -> Case:
+    """A model on the GPU, `count` of whose blocks have another home: host memory where none is given."""
     found = case("flux1_dev", storage=storage, size=512, changes=CHANGES)
     model: Any = found.model.to(DEVICE, torch.bfloat16 if storage == "plain" else None)
     batch, draw = to_device(found.batch, found.draw, DEVICE, model.dtype)
     one = dataclasses.replace(found, batch=batch, draw=draw)
     blocks = repeated_blocks(model, one.family.blocks)
     waiting = [blocks[name] for name in spread_blocks(blocks, count)]
-    staged = Staged(HostMemory(waiting, pinned=True), DEVICE) if count else None
+    if home is None:
+        staged = Staged(HostMemory(waiting, pinned=True), DEVICE) if count else None
+    else:
+        staged = Staged(home(waiting), DEVICE)
     set_attention(model, "math")
     if recomputed:
         recompute_blocks(blocks)
