@@ -126,6 +126,12 @@ class Ranks:
         with self.waiting():
             dist.all_gather(list(gathered), own)
 
+    def send(self, tensor: torch.Tensor, source: int) -> None:
+        """Write rank `source`'s tensor of any type to `tensor` on all others."""
+        if tensor.numel():
+            with self.waiting():
+                dist.broadcast(tensor.reshape(-1).view(torch.uint8), source)
+
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Say meanwhile that this process waits. A library's error about the connection becomes a

@@ -15,7 +15,7 @@ from accelerate import Accelerator
 
 from trainer.engine.building.fast import compile_model, prove_fp8
 from trainer.engine.building.model import Model
-from trainer.engine.building.staged import devices, with_staged_blocks
+from trainer.engine.building.staged import devices, file_readers, with_staged_blocks
 from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.modeling.adapter import lora
@@ -122,6 +122,7 @@ def _streamed(context: Context) -> Model:
         filled = fill_structure(
             structure,
             elsewhere=devices(context, blocks),
+            readers=file_readers(context, blocks),
             loader=plan.loader,
             on_shard=on_shard,
             on_bytes=on_bytes,

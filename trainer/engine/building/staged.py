@@ -8,6 +8,7 @@ from typing import Any
 
 from trainer.engine.building.model import Model
 from trainer.engine.context import Context, limit_memory
+from trainer.modeling.base.load import Readers
 from trainer.modeling.blocks.recompute import Blocks
 from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
 from trainer.modeling.storage.peer_blocks import PeerMemory
@@ -23,6 +24,12 @@ def devices(context: Context, blocks: Blocks) -> dict[str, str]:
     names = _elsewhere(plan, blocks)
     others = {name: "meta" for number, name in enumerate(names) if number % size != member}
     return {**(dict.fromkeys(names, "cpu") if plan.swapped_blocks else {}), **others}
+
+
+def file_readers(context: Context, blocks: Blocks) -> Readers:
+    """The ranks, of which each reads its share of what all have, and its own blocks for itself."""
+    ranks, parted = context.ranks, _elsewhere(context.plan, blocks)
+    return Readers(member=ranks.rank, size=ranks.size, send=ranks.send, parted=frozenset(parted))
 
 
 def with_staged_blocks(context: Context, model: Model) -> Model:

@@ -6,9 +6,11 @@ there, and then values come tensor by tensor: from shards on disk, some of them 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -25,6 +27,25 @@ from trainer.modeling.base.structure import Structure, built_empty, tied
 from trainer.modeling.storage.nf4 import Nf4Linear
 from trainer.modeling.storage.quantize import Replace, count_quantized, replacer
 from trainer.ways.storages import ENCODERS_KEEP, WAYS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readers:
+    """The processes that load one component at the same time."""
+
+    member: int = 0
+    size: int = 1
+    send: Callable[[torch.Tensor, int], None] = lambda tensor, source: None
+    """Writes the tensor of process `source` to that of all others."""
+    parted: Collection[str] = ()
+    """Names of modules, of which each process has others: these it reads for itself."""
+
+    def is_parted(self, name: str) -> bool:
+        """True for a tensor that this process reads for itself, or not at all."""
+        return self.size == 1 or any(name.startswith(f"{one}.") for one in self.parted)
+
+
+ALONE = Readers()
 
 # buffers that older files hold and newer models compute; transformers' own loader skips the same
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
@@ -98,6 +119,7 @@ def fill_structure(
     *,
     elsewhere: Mapping[str, str] = MappingProxyType({}),
     extra_tensors: bool = False,
+    readers: Readers = ALONE,
     loader: str = "auto",
     on_shard: Callable[[int, int], None] = lambda done, total: None,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
@@ -106,7 +128,8 @@ def fill_structure(
     """The component with its values, frozen, each quantised as it arrives: peaks stay near the final size.
 
     Modules inside those that `elsewhere` names go to the device it gives, each as soon as it is complete;
-    values of those on the meta device are not read.
+    values of those on the meta device are not read. Of several `readers` each reads its share of the files
+    and sends it to the others: all must call this together.
     `on_shard(done, total)` runs after each shard, `on_bytes(done, total)` after each tensor, in bytes of all
     shards; both may raise to stop. `loader` is the plan's, and `say` is told how each shard is read and why.
     With `extra_tensors` files may hold more than the model has, as `from_pretrained` of both libraries
@@ -125,9 +148,8 @@ def fill_structure(
         on_shard(1, 1)
     else:
         with ShardReader(structure.device, loader=loader, say=say) as reader:
-            _read_shards(
-                structure, reader, inside, extra_tensors=extra_tensors, on_shard=on_shard, on_bytes=on_bytes
-            )
+            placing = _Placing(structure, inside, readers, extra_tensors=extra_tensors)
+            _read_shards(structure, reader, placing, on_shard=on_shard, on_bytes=on_bytes)
     return structure.complete(inside)
 
 
@@ -146,9 +168,8 @@ def shard_files(folder: Path) -> list[Path]:
 def _read_shards(
     structure: Structure,
     reader: ShardReader,
-    elsewhere: Mapping[str, str],
+    placing: _Placing,
     *,
-    extra_tensors: bool,
     on_shard: Callable[[int, int], None],
     on_bytes: Callable[[int, int], None],
 ) -> None:
@@ -157,7 +178,6 @@ def _read_shards(
 
     shards = shard_files(structure.folder)
     sizes = [shard.stat().st_size for shard in shards]
-    placing = _Placing(structure, elsewhere, extra_tensors=extra_tensors)
     for number, shard in enumerate(shards):
         try:
             with reader.open(shard) as file:
@@ -179,8 +199,11 @@ def _read_shards(
 class _Placing:
     """Places the tensors of files in a component; shards may part nf4 bytes from what belongs to them."""
 
-    def __init__(self, structure: Structure, elsewhere: Mapping[str, str], *, extra_tensors: bool) -> None:
+    def __init__(
+        self, structure: Structure, elsewhere: Mapping[str, str], readers: Readers, *, extra_tensors: bool
+    ) -> None:
         self._structure, self._elsewhere, self._extra_tensors = structure, elsewhere, extra_tensors
+        self._readers, self._sent = readers, 0
         self._rename = renaming(structure.module)
         self._linear_of = {key: linear for linear, keys in structure.stored.items() for key in keys}
         self._parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
@@ -201,6 +224,8 @@ class _Placing:
         # packed
         is_blank = self._elsewhere.get(name.rpartition(".")[0]) == "meta" and (linear is None or key == name)
         read = file.zeros if is_blank else file.get_tensor
+        if not self._readers.is_parted(name):
+            read = functools.partial(self._read_once, file)
         if linear is None:
             structure.place(name, read(key).to(structure.wanted[name].dtype), self._elsewhere, where=where)
             return
@@ -209,6 +234,13 @@ class _Placing:
         if len(parts) == len(structure.stored[linear]):
             del self._parts[name]
             structure.place(name, parts.pop(name), self._elsewhere, beside=parts, where=where)
+
+    def _read_once(self, file: Shard, key: str) -> torch.Tensor:
+        """A tensor that one of the readers reads, in turn, and all others get from it."""
+        owner, self._sent = self._sent % self._readers.size, self._sent + 1
+        rows = file.get_tensor(key) if owner == self._readers.member else file.zeros(key)
+        self._readers.send(rows, owner)
+        return rows
 
 
 def renaming(module: torch.nn.Module) -> Callable[[str], str]:
