@@ -70,7 +70,7 @@ def main(spec_path: str) -> int:
         samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
         _work(config, spec, status, stop, samples)
     except TrainerError as error:
-        if rank:  # mostly what rank 0 finds as well, and says
+        if rank and _patience(spec):  # mostly what rank 0 finds as well, and says
             status.wait_to_be_ended()
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
         return int(error.exit_code)
@@ -126,7 +126,8 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
     plan = codec.from_json(Plan, spec.plan_text, "plan.json")
     try:
         place = Path(spec.meeting_place)
-        with joined(*environment.rank_and_ranks(), place, status, device=plan.device) as ranks:
+        who, look = environment.rank_and_ranks(), stop.raise_if_requested
+        with joined(*who, place, status, device=plan.device, look=look) as ranks:
             context = Context(
                 config=config,
                 plan=plan,

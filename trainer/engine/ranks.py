@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ Item = TypeVar("Item")
 _TIMEOUT = datetime.timedelta(weeks=3)
 """Longer than any phase: it is the supervisor that judges who is silent, not a library."""
 _TOLD_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -194,15 +195,29 @@ class Waits:
         self._ended.set()
 
 
+def _await(store: Any, rank: int, size: int, look: Callable[[], None]) -> None:
+    """Wait until all ranks have a word in the store: torch's own wait sees no signal, and has no end."""
+    store.set(f"here {rank}", "")
+    while not store.check([f"here {other}" for other in range(size)]):
+        look()
+        time.sleep(_LOOK_SECONDS)
+
+
 @contextlib.contextmanager
 def joined(
-    rank: int, size: int, meeting_place: Path, status: StatusWriter | None = None, *, device: str = "cpu"
+    rank: int,
+    size: int,
+    meeting_place: Path,
+    status: StatusWriter | None = None,
+    *,
+    device: str = "cpu",
+    look: Callable[[], None] = lambda: None,
 ) -> Iterator[Ranks]:
     """Meet the other ranks of this host through a file that nobody made before, for the time of the block.
 
     What is on the host travels by gloo, and what is on a GPU by NCCL, which connects at its first use: see
-    `Ranks.connect`. At the end every rank waits for the others; after an error none does. Raises
-    HardwareError where they cannot meet.
+    `Ranks.connect`. At the end every rank waits for the others; after an error none does. `look` is called
+    while others are not there yet, and may raise to end that. Raises HardwareError where they cannot meet.
     """
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     if size == 1:
@@ -214,6 +229,7 @@ def joined(
         with contextlib.nullcontext() if waits is None else waits:
             store = dist.FileStore(str(meeting_place), size)  # type: ignore[attr-defined]
             store.set_timeout(_TIMEOUT)
+            _await(store, rank, size, look)
             dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     except RuntimeError as error:
         if status is not None:  # mostly because another one has ended, which says why

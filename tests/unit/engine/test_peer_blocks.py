@@ -10,6 +10,7 @@ import torch
 from tests.ranks import Workers
 from tests.unit.modeling.small_models import Case, Storage
 from trainer.engine.ranks import Ranks
+from trainer.errors import PeerLostError
 from trainer.modeling.storage.shared_memory import Offer, open_offer, share
 
 CPU = torch.device("cpu")
@@ -177,3 +178,10 @@ def test_shared_memory_ends_with_its_tensor() -> None:
     left = Path(offer.path)
     assert not left.is_symlink() or "trainer-weights" not in str(left.readlink())
     assert int(reader.bytes.sum()) == 3 * 4096  # what is open stays
+
+
+def test_memory_whose_owner_is_gone_is_a_lost_rank() -> None:
+    memory, offer = share(4096, CPU)
+    del memory
+    with pytest.raises(PeerLostError, match="is gone"):
+        open_offer(Offer(count=offer.count, path=f"{offer.path}999"), CPU)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from trainer.errors import HardwareError
+from trainer.errors import HardwareError, PeerLostError
 
 _HANDLE_BYTES = 64
 _LAZY_PEER_ACCESS = 1  # CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -80,11 +80,17 @@ def share(count: int, device: torch.device) -> tuple[Memory, Offer]:
 
 
 def open_offer(offer: Offer, device: torch.device) -> Memory:
-    """The bytes of another process, to be read only. Raises HardwareError where they cannot be."""
+    """The bytes of another process, to be read only.
+
+    Raises HardwareError where they cannot be, PeerLostError where their owner has ended.
+    """
     if device.type == "cpu":
         # to be written too, as torch wants it: a private mapping would be a copy where it is pinned
-        with Path(offer.path).open("r+b") as file:
-            mapped = mmap.mmap(file.fileno(), offer.count)
+        try:
+            with Path(offer.path).open("r+b") as file:
+                mapped = mmap.mmap(file.fileno(), offer.count)
+        except FileNotFoundError as error:
+            raise PeerLostError(f"the owner of {offer.path} is gone") from error
         return Memory(bytes=torch.frombuffer(mapped, dtype=torch.uint8), close=_nothing)
 
     class Handle(ctypes.Structure):  # the call takes it by value
