@@ -181,7 +181,8 @@ def table_entry(
     """A family's entry of activations.json from the rows of its modes; `known` is the one that it has.
 
     `beside`, by stack, are values that a block keeps of each token of the caption besides: they are not
-    counted apart, but written into the entry by hand, and are left out of the counts. So is `fp8_twice`.
+    counted apart, but written into the entry by hand, and are left out of the counts. So is
+    `fp8_twice_as_bf16`.
     What is held beyond a block's activations cannot be seen where a language model's head holds more: there
     it is taken from the mode that recomputes.
     """
@@ -208,7 +209,7 @@ def table_entry(
             "blocks": [round(size / unit, 3) for size, unit in zip(more, units, strict=True)],
             "beyond": round(beyond / every, 3),
         }
-    by_hand = {"beside": dict(beside), "fp8_twice": known.get("fp8_twice", False)}
+    by_hand = {"beside": dict(beside), "fp8_twice_as_bf16": known.get("fp8_twice_as_bf16", False)}
     return {"stacks": list(some["stacks"]), "captions": captions, **by_hand, "ways": ways}
 
 
@@ -255,7 +256,7 @@ def table_text(table: Mapping[str, Any]) -> str:
             f'  "stacks": {json.dumps(entry["stacks"])},\n'
             f'  "captions": {json.dumps(entry["captions"])},\n'
             f'  "beside": {json.dumps(entry["beside"])},\n'
-            f'  "fp8_twice": {json.dumps(entry["fp8_twice"])},\n'
+            f'  "fp8_twice_as_bf16": {json.dumps(entry["fp8_twice_as_bf16"])},\n'
             f'  "ways": {{\n{ways}\n  }}\n }}'
         )
     return "{\n" + ",\n".join(texts) + "\n}\n"

@@ -39,7 +39,7 @@ def test_an_entry_has_units_of_the_tokens_that_blocks_see() -> None:
         "stacks": ["text", "image"],
         "captions": ["text"],
         "beside": {},
-        "fp8_twice": False,
+        "fp8_twice_as_bf16": False,
         "ways": {
             "eager": {"fixed": 1.0, "blocks": [17.0, 24.0], "beyond": 7.0},
             "eager, recomputed": {"fixed": 2.0, "blocks": [1.0, 1.0], "beyond": 30.0},
@@ -91,7 +91,7 @@ def test_one_mode_alone_is_added_to_what_is_known() -> None:
         "stacks": ["text", "image"],
         "captions": ["text"],
         "beside": {"image": 4.0},
-        "fp8_twice": True,
+        "fp8_twice_as_bf16": True,
         "ways": {"compiled": {"fixed": 1.0, "blocks": [9.0, 14.0], "beyond": 8.5}},
     }
     new = row("compiled, int8, budget 0.6", {"text": 200, "image": 2400}, fixed=1000, beyond=15000)

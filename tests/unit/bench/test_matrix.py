@@ -14,7 +14,6 @@ from trainer import families
 from trainer.config.reading import load
 
 CELLS = {str(cell): cell for cell in matrix.cells()}
-HERE = machine.describe("2026-11")
 
 
 def test_every_family_has_its_default_plan_graphs_and_bf16() -> None:
@@ -82,11 +81,11 @@ def test_rows_of_other_cells_stay(tmp_path: Path) -> None:
     options = matrix.parser().parse_args(
         ["--work", str(tmp_path), "--record", str(record), "--month", "2026-11"]
     )
-    matrix.write_record(options, [{"family": "flux1_dev", "cell": "default", "result": "proved"}], HERE)
-    matrix.write_record(options, [{"family": "llama", "cell": "default", "result": "refused"}], HERE)
-    matrix.write_record(options, [{"family": "flux1_dev", "cell": "default", "result": "exit code 1"}], HERE)
+    here = machine.describe("2026-11")
+    for family, result in (("flux1_dev", "proved"), ("llama", "refused"), ("flux1_dev", "exit code 1")):
+        matrix.write_record(options, [{"family": family, "cell": "default", "result": result}], here)
     table: Any = from_json(record.read_text(), "record")
-    assert table.machine == HERE
+    assert table.machine == here
     assert [(row[0], row[3]) for row in table.rows] == [("flux1_dev", "exit code 1"), ("llama", "refused")]
 
 

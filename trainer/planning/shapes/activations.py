@@ -67,11 +67,9 @@ class Activations:
     (attention kernel, storage) that they were counted with, as compilers keep other tensors with
     OTHER_ATTENTION, and with weights that a product unpacks. COUNTED_ATTENTION has an empty name.
     """
-    fp8_twice: bool = False
-    """True where FP8 weights that are kept twice were seen to hold no more under a large budget than bf16's.
-
-    torch weighs activations against all inputs of a block, weights among them, and of two copies backward
-    reads one: with many weights and few activations a budget saves less than it says (docs/benchmarks.md).
+    fp8_twice_as_bf16: bool = False
+    """True where, under a large budget, blocks whose FP8 weights are kept twice were seen to hold no more
+    than with a bf16 base. Others were seen to hold more (docs/benchmarks.md).
     """
     head: int = 0
     """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
@@ -119,7 +117,7 @@ class Activations:
         Shares that were not counted are left out: they are planned as the next larger one.
         """
         other = not flash or weights == _FP8
-        plain = self.shares.get(("", PLAIN), {}) if self.fp8_twice or not twice else {}
+        plain = self.shares.get(("", PLAIN), {}) if self.fp8_twice_as_bf16 or not twice else {}
         found = {share: held for share, held in plain.items() if share >= _LARGE or not other}
         if not flash and weights != _FP8:
             found |= self.shares.get((OTHER_ATTENTION, PLAIN), {})
@@ -179,7 +177,7 @@ def activations(
         whole=held(style),
         recomputed=held(inside, recomputes=True),
         outside=held(outside if outside in ways else inside, recomputes=True),
-        fp8_twice=counts.get("fp8_twice", False),
+        fp8_twice_as_bf16=counts.get("fp8_twice_as_bf16", False),
         shares=_shares({way: held(way) for way in ways if way.startswith(style) and _BUDGET in way}),
         head=head,
     )
