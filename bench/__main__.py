@@ -17,6 +17,7 @@ from trainer.errors import TrainerError
 COMMANDS = {
     "train": "a training step of ours beside those that others write",
     "matrix": "every family in the plans that people run, on sets of real shape",
+    "ranks": "a step of several GPUs beside one GPU's",
     "profile": "where the milliseconds of a step go",
     "load": "how fast a base model's files reach the device",
     "save": "how long checkpoints and exports take",

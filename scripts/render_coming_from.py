@@ -60,8 +60,7 @@ def _names(row: Foreign) -> str:
         row.value, ""
     )
     names = [name.replace(".*", "*") for name in row.names]
-    beside = " or ".join(f"`{name}`" for name in row.beside)
-    return ", ".join(f"`{name}{value}`" for name in names) + (f" with {beside}" if beside else "")
+    return ", ".join(f"`{name}{value}`" for name in names)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,9 @@ def _work(calls: Connection) -> None:
     import torch
 
     from trainer.engine import ranks
+    from trainer.modeling.vision import make_torchvision_importable
 
+    make_torchvision_importable()
     torch.set_num_threads(1)
     while (call := calls.recv()) is not None:
         function, rank, size, place, given = call

@@ -27,7 +27,7 @@ from trainer.modeling.base import structure
 from trainer.modeling.base.base import local_folder
 from trainer.modeling.blocks.compiled import graphs_compiled
 from trainer.modeling.blocks.recompute import repeated_blocks
-from trainer.modeling.storage.swap import waiting, waiting_blocks
+from trainer.modeling.storage.host_blocks import spread, spread_blocks
 from trainer.planning.shapes.run_shapes import run_geometry
 
 _CASES = [
@@ -69,9 +69,9 @@ def test_a_base_waits_as_it_was_loaded(weights: str, source: str, workshop: Work
         settings = (f"features.weights={weights}", f"model.weights={source}")
         job = workshop.job(case, tmp_path / str(count), *settings)
         models.append(load_base(swapping(job, count).context))
-    swapped = models[1].host_blocks
-    assert swapped is not None and swapped.number == 3
-    swapped.to_host()
+    staged = models[1].staged
+    assert staged is not None and len(staged.blocks) == 3
+    staged.unpack()
     here, there = (model.module.state_dict() for model in models)
     assert here.keys() == there.keys()
     assert all(torch.equal(here[name], there[name]) for name in here)
@@ -95,13 +95,10 @@ def test_what_waits_goes_to_the_host_as_soon_as_it_is_complete(
     model = load_base(
         swapping(workshop.job(Case(family="flux1_dev", method="lora"), tmp_path, *options), 3).context
     )
-    swapped = model.host_blocks
-    assert swapped is not None
+    staged = model.staged
+    assert staged is not None
     inside = {
-        module
-        for block in swapped.blocks
-        for module in block.modules()
-        if [*module.parameters(recurse=False)]
+        module for block in staged.blocks for module in block.modules() if [*module.parameters(recurse=False)]
     }
     to_host = [module for where, module in moved if where == "host"]
     assert inside <= set(to_host)
@@ -119,13 +116,13 @@ def test_the_plan_counts_the_blocks_that_wait(case: Case, workshop: Workshop, tm
     model = load_base(context).module
     blocks = sum(stack.blocks for stack in geometry.stacks)
     for count in range(1, blocks + 1):
-        chosen = waiting([stack.blocks for stack in geometry.stacks], count)
+        chosen = spread([stack.blocks for stack in geometry.stacks], count)
         planned = {
             f"{stack.name}.{place}"
             for stack, places in zip(geometry.stacks, chosen, strict=True)
             for place in places
         }
-        assert set(waiting_blocks(repeated_blocks(model, context.family.blocks), count)) == planned
+        assert set(spread_blocks(repeated_blocks(model, context.family.blocks), count)) == planned
     for stack in geometry.stacks:
         block = model.get_submodule(f"{stack.name}.0")
         assert sum(p.numel() for p in block.parameters()) == stack.quantized.parameters + stack.others

@@ -20,6 +20,7 @@ from typing import Any, Protocol, TypeVar
 import pytest
 
 from tests.contract.runs import CPU_FACTS, ROOT, Case, Workshop, small_samples
+from tests.e2e.launching import Wrapped
 from trainer.telemetry.status import Phase, Status, read_status
 
 PATIENCE_SECONDS = 120.0
@@ -99,13 +100,14 @@ class Start(Protocol):
         *overrides: str,
         knobs: dict[str, Any] | None = None,
         cache: Path | None = None,
+        launcher: Wrapped | None = None,
     ) -> Process: ...
 
 
-def _command(arguments: Sequence[str], knobs: dict[str, Any] | None) -> list[str]:
-    if knobs is None:
-        return [sys.executable, "-m", "trainer", *arguments]
-    return [sys.executable, "-m", "tests.e2e.harness", json.dumps(knobs), *arguments]
+def _command(arguments: Sequence[str], knobs: dict[str, Any] | None, launcher: Wrapped | None) -> list[str]:
+    module = ["trainer"] if knobs is None else ["tests.e2e.harness", json.dumps(knobs)]
+    words = ["-m", *module, *arguments]
+    return [sys.executable, *words] if launcher is None else launcher(words)
 
 
 def free_port() -> int:
@@ -141,13 +143,14 @@ def starting(workshop: Workshop) -> Iterator[Start]:
         *overrides: str,
         knobs: dict[str, Any] | None = None,
         cache: Path | None = None,
+        launcher: Wrapped | None = None,
     ) -> Process:
         port = free_port()
         cache = cache or workshop.cache
         config = workshop.write_config(case, folder)
         arguments = ["train", str(config), *(word for text in overrides for word in ("--set", text))]
         popen = subprocess.Popen(
-            _command(arguments, knobs),
+            _command(arguments, knobs, launcher),
             cwd=ROOT,
             env=environment(folder, port, cache),
             stderr=subprocess.PIPE,

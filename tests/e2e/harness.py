@@ -12,7 +12,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,18 +30,28 @@ def parent(knobs: dict[str, Any], arguments: Sequence[str]) -> int:
     from trainer.cli import main
     from trainer.telemetry.supervising import supervisor
 
-    real = supervisor.supervise
+    real, real_one = supervisor.supervise, supervisor.supervise_one
+
+    def patched(command: Sequence[str]) -> Sequence[str]:
+        if "patch" not in knobs:
+            return command
+        return [sys.executable, "-m", "tests.e2e.harness", "--child", knobs["patch"], command[-1]]
+
+    def supervise_one(command: Sequence[str], *, environment: Mapping[str, str], **rest: Any) -> int:
+        path = {"PYTHONPATH": str(ROOT)} if "patch" in knobs else {}
+        limits = supervisor.Limits(**knobs.get("limits", {}))
+        return real_one(patched(command), environment={**environment, **path}, **rest, limits=limits)
 
     def supervise(command: Sequence[str], **rest: Any) -> int:
+        command = patched(command)
         if "patch" in knobs:
-            command = [sys.executable, "-m", "tests.e2e.harness", "--child", knobs["patch"], command[-1]]
             # the trainer's own child imports nothing from the working directory, where `tests` is
             rest["environments"] = [{**one, "PYTHONPATH": str(ROOT)} for one in rest["environments"]]
         if "meminfo" in knobs:
             rest |= {"unified_memory": True, "meminfo_path": Path(knobs["meminfo"])}
         return real(command, **rest, limits=supervisor.Limits(**knobs.get("limits", {})))
 
-    supervisor.supervise = supervise
+    supervisor.supervise, supervisor.supervise_one = supervise, supervise_one
     return main(list(arguments))
 
 

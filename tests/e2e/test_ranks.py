@@ -91,6 +91,56 @@ def test_two_ranks_give_the_bits_of_one(
     assert "rank 1" not in printed  # one of them speaks
 
 
+SHARDED = (TWO, "parallel.shard=full")
+
+
+@pytest.mark.parametrize(
+    "case", [FIRST, *(pytest.param(case, marks=pytest.mark.slow) for case in LORA_CASES[1:])], ids=str
+)
+def test_a_base_over_two_ranks_gives_the_bits_of_a_whole_one(
+    case: Case, start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    process = start(case, tmp_path, *SHARDED)
+    printed = " ".join(ended(process).split())
+    straight = uninterrupted(case)
+    assert numbers(process.run_dir) == numbers(straight.run_dir)
+    assert not different(products(process.run_dir), products(straight.run_dir))
+    assert "blocks over 2" in printed and "blocks lie with 2 ranks in turn" in printed
+    assert printed.count("Proved: ") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bf16", "int8", "nf4", "fp8"])
+def test_every_storage_lies_with_two_ranks(weights: str, start: Start, tmp_path: Path) -> None:
+    kept = f"features.weights={weights}"
+    runs = [start(FIRST, tmp_path / "one", kept), start(FIRST, tmp_path / "two", kept, *SHARDED)]
+    for process in runs:
+        ended(process)
+    one, two = (process.run_dir for process in runs)
+    assert numbers(one) == numbers(two)
+    assert not different(products(one), products(two))
+
+
+@pytest.mark.slow
+def test_a_base_over_four_ranks_and_then_a_whole_one(
+    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    """Steps of four samples, killed at a checkpoint and gone on with by one process."""
+    four = ("train.train_batch_size=1", "train.gradient_accumulation_steps=4")
+    straight = start(FIRST, tmp_path / "straight", *four)
+    ended(straight)
+    process = start(FIRST, tmp_path / "run", *four, "parallel.gpus=4", "parallel.shard=full")
+    process.wait_until((process.run_dir / "checkpoints" / "step-000005").is_dir)
+    children = pids(process, 4)
+    os.kill(children[3], signal.SIGKILL)
+    code, errors = process.end()
+    assert code == KILLED, errors
+    assert all(is_gone(pid) for pid in children)
+    again = start(FIRST, tmp_path / "run", *four)
+    assert "resumed from step-000005" in ended(again)
+    require_equal(again.run_dir, straight.run_dir)
+
+
 @pytest.mark.slow
 def test_stopped_by_two_and_gone_on_with_by_one_and_by_two(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path

@@ -16,6 +16,7 @@ from trainer.errors import HardwareError
 from trainer.machine.reading import read_recorded
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run
+from trainer.planning.render import plan_text
 
 
 @pytest.fixture
@@ -43,7 +44,7 @@ def test_plan_is_the_committed_one(machine: str, monkeypatch: pytest.MonkeyPatch
     assert plans.machine_text(machine) == expected, "run `make golden` and read the diff"
 
 
-@pytest.mark.parametrize("machine", plans.machines())
+@pytest.mark.parametrize("machine", [*plans.machines(), *plans.machines_of_several()])
 def test_recorded_facts_identify_nobody(machine: str) -> None:
     text = (plans.MACHINES / f"{machine}.json").read_text().lower()
     assert not [word for word in ("uuid", "serial", "hostname", "/home", "/work") if word in text]
@@ -51,7 +52,10 @@ def test_recorded_facts_identify_nobody(machine: str) -> None:
 
 def test_spark_keeps_its_host_alive(planned: Callable[[str, str], Plan]) -> None:
     plan = planned("dgx-spark", "flux1_dev_lora")
-    assert plan.environment == {"PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75"}
+    assert plan.environment == {
+        "PYTORCH_ALLOC_CONF": "per_process_memory_fraction:0.75",
+        "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
+    }
     assert not plan.pin_memory
     # within the budget: what would be recomputed below it costs time and makes nothing safer
     assert not plan.activation_checkpointing and plan.peak_bytes < 0.97 * plan.budget_bytes
@@ -111,3 +115,42 @@ def test_the_h200_multiplies_in_fp8_where_that_was_measured_faster(
     plan = planned("h200", "flux1_dev_lora")
     assert (plan.weights, plan.compute, plan.weight_copies, plan.compile) == ("fp8", "fp8", 2, True)
     assert planned("h200", "flux2_dev_lora").compute == "bf16"  # its layers are of another shape
+
+
+@pytest.mark.parametrize("machine", plans.machines_of_several())
+def test_plan_of_several_gpus_is_the_committed_one(machine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(plans.ROOT)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # has no part in it
+    expected = (plans.PLANS / f"{machine}.txt").read_text()
+    assert f"{plan_text(plans.shared_plan(machine))}\n" == expected, "run `make golden` and read the diff"
+
+
+def test_each_machine_of_several_gpus_has_its_plan() -> None:
+    assert plans.machines_of_several() == sorted(
+        f"{plans.SEVERAL}/{path.stem}" for path in (plans.PLANS / plans.SEVERAL).glob("*.txt")
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "devices"),
+    [
+        ("h200-x2", (0, 1)),
+        ("h200-x8", (0, 1, 2, 3)),
+        ("h100-x2", (0, 1)),
+        ("rtx-4090-x2", (0, 1)),
+        ("rtx-3060-and-4090", (1,)),
+    ],
+)
+def test_four_images_a_step_are_shared_by_gpus_of_one_kind(
+    machine: str, devices: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(plans.ROOT)
+    plan = plans.shared_plan(f"{plans.SEVERAL}/{machine}")
+    assert (plan.devices, plan.ranks) == (devices, len(devices))
+    assert (plan.micro_batch_size, plan.accumulation_steps) == (1, 4), "the effective batch is the run's"
+    assert plan.environment["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+    assert ("NCCL_SOCKET_IFNAME" in plan.rank_environment) == (plan.ranks > 1)
+    rows = {row.value for row in plan.decisions if row.feature == "environment"}
+    assert rows == {*plan.environment, *plan.rank_environment}
+    process = next(part for part in plan.host_memory if part.name == "process")
+    assert process.bytes == plan.ranks * 3.5 * 2**30

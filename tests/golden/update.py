@@ -9,6 +9,7 @@ from pathlib import Path
 
 from tests.golden import losses, plans, presets
 from tests.tiny import build_tiny
+from trainer.planning.render import plan_text
 
 
 def main() -> None:
@@ -18,6 +19,10 @@ def main() -> None:
         for machine in plans.machines():
             path = plans.PLANS / f"{machine}.txt"
             path.write_text(plans.machine_text(machine))
+            print(path.relative_to(plans.ROOT))
+        for machine in plans.machines_of_several():
+            path = plans.PLANS / f"{machine}.txt"
+            path.write_text(f"{plan_text(plans.shared_plan(machine))}\n")
             print(path.relative_to(plans.ROOT))
         work = Path(folder)
         presets.write_golden(work / "presets")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks
 from trainer.modeling.blocks.recompute import recompute_blocks, repeated_blocks
-from trainer.modeling.storage.swap import Pass, Swapped, swap_blocks
+from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
+from trainer.modeling.storage.staging import Home, Pass, Staged
 
 pytestmark = pytest.mark.gpu
 
@@ -29,34 +31,52 @@ CHANGES = {
 }
 
 
-def made(storage: Storage, count: int, *, fast: bool) -> Case:
+def made(
+    storage: Storage,
+    count: int,
+    *,
+    fast: bool,
+    recomputed: bool = True,
+    home: Callable[[list[Any]], Home] | None = None,
+) -> Case:
+    """A model on the GPU, `count` of whose blocks have another home: host memory where none is given."""
     found = case("flux1_dev", storage=storage, size=512, changes=CHANGES)
     model: Any = found.model.to(DEVICE, torch.bfloat16 if storage == "plain" else None)
     batch, draw = to_device(found.batch, found.draw, DEVICE, model.dtype)
     one = dataclasses.replace(found, batch=batch, draw=draw)
-    swapped = swap_blocks(repeated_blocks(model, one.family.blocks), count, device=DEVICE) if count else None
+    blocks = repeated_blocks(model, one.family.blocks)
+    waiting = [blocks[name] for name in spread_blocks(blocks, count)]
+    if home is None:
+        staged = Staged(HostMemory(waiting, pinned=True), DEVICE) if count else None
+    else:
+        staged = Staged(home(waiting), DEVICE)
     set_attention(model, "math")
-    recompute_blocks(repeated_blocks(model, one.family.blocks))
+    if recomputed:
+        recompute_blocks(blocks)
     if fast:
 
         def run() -> None:
             with torch.no_grad():
                 one.predict()
-            if swapped is not None:
-                swapped.to_host()
+            if staged is not None:
+                staged.unpack()
 
         join_siblings(model, run)
-        if swapped is not None:
-            swapped.pack()
-        compile_blocks(repeated_blocks(model, one.family.blocks), activation_budget=1.0)
+        if staged is not None:
+            staged.pack()
+        compile_blocks(blocks, activation_budget=1.0)
     return one
 
 
 @pytest.mark.parametrize("fast", [False, True])
 @pytest.mark.parametrize("storage", ["plain", "int8", "nf4"])
 @pytest.mark.parametrize("count", [3, 12])
-def test_outputs_and_gradients_are_those_of_resident_blocks(storage: Storage, count: int, fast: bool) -> None:
-    one, other = made(storage, count, fast=fast), made(storage, 0, fast=fast)
+@pytest.mark.parametrize("recomputed", [True, False])
+def test_outputs_and_gradients_are_those_of_resident_blocks(
+    storage: Storage, count: int, fast: bool, recomputed: bool
+) -> None:
+    one = made(storage, count, fast=fast, recomputed=recomputed)
+    other = made(storage, 0, fast=fast, recomputed=recomputed)
     outputs, gradients, predictions = [], [], []
     for step in range(4):
         (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
@@ -81,14 +101,14 @@ def test_copies_beside_the_work_change_no_bit(
     one = made(storage, 12, fast=fast)
     one.gradients()  # compiled
     found = [one.gradients() for _ in range(3)]
-    stage = Swapped.stage
+    stage = Staged.stage
 
-    def alone(self: Swapped, number: int, turn: Pass) -> None:
+    def alone(self: Staged, number: int, turn: Pass) -> None:
         torch.cuda.synchronize()
         stage(self, number, turn)
         torch.cuda.synchronize()
 
-    monkeypatch.setattr(Swapped, "stage", alone)
+    monkeypatch.setattr(Staged, "stage", alone)
     wanted_output, wanted = one.gradients()
     assert wanted and torch.isfinite(wanted_output).all()
     for output, gradients in found:
@@ -103,5 +123,8 @@ def test_the_device_holds_two_of_the_waiting_blocks() -> None:
     del resident
     torch.cuda.empty_cache()
     one = made("plain", 12, fast=False)
-    swapped = one.model.single_transformer_blocks[0].swapped
-    assert torch.cuda.memory_allocated() <= whole - swapped.host_bytes + swapped.device_bytes + 2**20
+    staged = one.model.single_transformer_blocks[0].staged
+    assert torch.cuda.memory_allocated() <= whole - staged.home_bytes + 2**20
+    one.gradients()
+    one.gradients()
+    assert torch.cuda.memory_allocated() <= whole - staged.home_bytes + staged.device_bytes + 2**20

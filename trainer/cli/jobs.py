@@ -2,47 +2,64 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import os
 import re
 import signal
+import sys
+import time
 from collections.abc import Mapping
+from pathlib import Path
 from types import FrameType
 
 from trainer.cli.output import say
 from trainer.cli.targets import nearest, require_writable_folder
-from trainer.config import environment
+from trainer.config import environment, launchers
 from trainer.config.interpreter import python, with_safe_path
+from trainer.config.launchers import Launch
 from trainer.config.reading.load import Loaded
-from trainer.engine.spec import Job, Mode, Spec, write_spec
-from trainer.errors import StoppedError
+from trainer.engine.spec import SPEC_FILE, Job, Mode, Spec, read_spec, write_spec
+from trainer.errors import ConfigError, ExitCode, StoppedError
 from trainer.files import codec
 from trainer.machine.facts import Facts
+from trainer.planning import planning
 from trainer.planning.plan import Plan
+from trainer.telemetry.locks import is_held
+from trainer.telemetry.status import BUDGET_SECONDS, Phase
+from trainer.telemetry.stop import die_with_parent
 from trainer.telemetry.supervising import server, supervisor
-from trainer.telemetry.supervising.jobfolder import job_folder
+from trainer.telemetry.supervising.jobfolder import job_folder, named_folder
 
 _FLASH_CACHE = "FLASH_ATTENTION_CUTE_DSL_CACHE_DIR"
 _LAUNCHED = re.compile(
     r"(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|CCL_WORKER_COUNT|MPI_LOCALRANKID|PMI_(SIZE|RANK)"
-    r"|(OMPI|MV2)_COMM_WORLD_\w+|(ACCELERATE|FSDP|DEEPSPEED)_\w+"
+    r"|(OMPI|MV2)_COMM_WORLD_\w+|(ACCELERATE|FSDP|DEEPSPEED|TORCHELASTIC)_\w+|GROUP_WORLD_SIZE"
 )
 """Variables by which accelerate would wait for other processes, or be told what the plan decides.
 
-They are left behind by launchers and allocations of several processes, each of which is a run of its own
-here.
+They are left behind by launchers and allocations of several processes. Ranks are told of each other by
+`rank_environments`, whoever started them.
 """
 _SHARED_MODES: frozenset[Mode] = frozenset({"train", "cache"})
 """Jobs that take the user's runtime folder, of which there is one at a time; the others get their own.
 
 `trainer health` asks about the run of this machine; a picture drawn beside it has no say in that.
 """
+_READY_FILE = "ready"
+"""File in the folder of a launcher's job: rank 0 is watched, and the other ranks may start."""
+_LOOK_SECONDS = 0.1
 
 
 def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | None = None) -> int:
     """Hand one job to the training process, watch over it, and return its exit code."""
-    shared = environment.make_runtime_dir()
-    with job_folder(shared, job.mode) as folder:
-        runtime_dir = shared if job.mode in _SHARED_MODES else folder
+    shared, launch = environment.make_runtime_dir(), launchers.found(environment.snapshot())
+    shares = job.mode in _SHARED_MODES
+    if not shares:
+        launch.require_one(job.mode)
+        plan = plan.of_one_process
+    with job_folder(shared, job.mode, launch.name) as folder:
+        runtime_dir = shared if shares else folder
         spec = Spec(
             **vars(job),
             config=loaded.config.model_dump(),
@@ -52,36 +69,79 @@ def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | N
             supervisor_pid=os.getpid(),
             meeting_place=str(folder / "meeting"),
         )
-        write_spec(spec, folder / "spec.json")
+        write_spec(spec, folder / SPEC_FILE)
+        environments = rank_environments(child_environment(plan, facts), plan)
         return supervisor.supervise(
-            python("-m", "trainer.engine", str(folder / "spec.json")),
-            environments=rank_environments(
-                child_environment(plan, facts),
-                plan.ranks if job.mode in _SHARED_MODES else 1,
-                facts.cpu_count,
-            ),
+            python("-m", "trainer.engine", str(folder / SPEC_FILE)),
+            environments=environments[:1] if launch.name else environments,
+            ranks=len(environments),
             runtime_dir=runtime_dir,
             port=port,
             address=environment.metrics_address(),
             unified_memory=any(gpu.integrated for gpu in facts.gpus),
+            on_ready=(folder / _READY_FILE).touch,
         )
 
 
-def rank_environments(environ: Mapping[str, str], count: int, cores: int) -> list[dict[str, str]]:
-    """The environment of each rank: `environ` with the variables by which ranks of one host know each other.
+def follow_job(launch: Launch, mode: Mode) -> int:
+    """Watch over a rank but the first of a job that rank 0's process planned; return its exit code.
 
-    They share the host's cores, unless the user says how many threads each takes.
+    Says nothing of what that process says. Raises ConfigError where it says nothing to this one for long.
     """
+    shared = environment.make_runtime_dir()
+    planned = _planned_elsewhere(named_folder(shared, mode, launch.name))
+    if planned is None:
+        return ExitCode.STOPPED
+    plan, facts = codec.from_json(Plan, planned.plan_text, "plan.json"), planning.machine_facts()
+    with job_folder(shared, mode) as folder:
+        write_spec(dataclasses.replace(planned, supervisor_pid=os.getpid()), folder / SPEC_FILE)
+        environments = rank_environments(child_environment(plan, facts), plan)
+        return supervisor.supervise_one(
+            python("-m", "trainer.engine", str(folder / SPEC_FILE)),
+            environment=environments[launch.rank],
+            rank=launch.rank,
+            ranks=launch.size,
+            runtime_dir=Path(planned.runtime_dir),
+        )
+
+
+def _planned_elsewhere(folder: Path) -> Spec | None:
+    """The job that rank 0's process plans, once its rank is watched; None where that process ends before."""
+    patience, began, seen = BUDGET_SECONDS[Phase.LOAD], time.monotonic(), False
+    while time.monotonic() - began < patience:
+        held = is_held(folder)
+        if held is not False and (folder / _READY_FILE).exists():
+            with contextlib.suppress(FileNotFoundError):
+                return read_spec(folder / SPEC_FILE)
+        if seen and not held:
+            return None
+        seen = seen or held is True
+        time.sleep(_LOOK_SECONDS)
+    raise ConfigError(
+        f"rank 0 of this launch has not said within {patience:.0f} s what to do",
+        where=str(folder),
+        remedy="see what it says; all processes of a launch need one TRAINER_RUNTIME_DIR",
+    )
+
+
+def rank_environments(environ: Mapping[str, str], plan: Plan) -> list[dict[str, str]]:
+    """The environment of each rank: `environ` with the plan's variables of ranks, and those by which ranks of
+    one host know each other.
+    """
+    count = plan.ranks
     if count == 1:
         return [dict(environ)]
-    shared = {"OMP_NUM_THREADS": str(max(1, cores // count)), **environ, "GLOO_SOCKET_IFNAME": "lo"}
+    shared = {**environ, **plan.rank_environment}
     size = {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     address = {
         "MASTER_ADDR": environment.LOOPBACK,
         "MASTER_PORT": "0",
     }  # accelerate wants some; nobody listens
+    # the place of its GPU, as accelerate understands it
+    places = plan.devices or range(count)
     return [
-        {**shared, **size, **address, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)
+        {**shared, **size, **address, "RANK": str(rank), "LOCAL_RANK": str(places[rank])}
+        for rank in range(count)
     ]
 
 
@@ -101,7 +161,7 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     folders = {"TORCHINDUCTOR_CACHE_DIR": folder / "inductor", "TRITON_CACHE_DIR": folder / "triton"}
     if facts.gpus:
         # its own keys leave out which GPU a kernel was made for
-        major, minor = facts.gpu.capability
+        major, minor = facts.on(plan.devices).gpu.capability
         folders[_FLASH_CACHE] = folder / f"flash-attn-sm{major}{minor}"
     for name, path in folders.items():
         if name in environ:
@@ -131,11 +191,18 @@ def require_startable(loaded: Loaded, *, port: int | None = None, writes_run: bo
         require_writable_folder(loaded.config.output_dir, loaded.sources["output_dir"])
 
 
-def stop_before_start() -> None:
-    """From now on SIGTERM and Ctrl-C end with 75, as they do later when the supervisor has taken over."""
+def stop_before_start(launch: Launch) -> None:
+    """From now on SIGTERM and Ctrl-C end with 75, as they do later when the supervisor has taken over.
+
+    So does the end of a launcher, which would leave this process behind. Of several processes rank 0 says so.
+    """
 
     def stop(signum: int, frame: FrameType | None) -> None:
+        if launch.rank:
+            sys.exit(ExitCode.STOPPED)
         raise StoppedError("stopped before anything was started", remedy="start it again")
 
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, stop)
+    if launch.source:
+        die_with_parent()

@@ -14,7 +14,7 @@ from trainer.engine.probing import probe as probing
 from trainer.engine.probing import reading
 from trainer.files.weight_files import weight_files
 from trainer.machine.facts import Facts
-from trainer.machine.verdicts import FILE_NAME, keep, merged, untyped
+from trainer.machine.verdicts import FILE_NAME, keep, merged, named, untyped
 from trainer.modeling.base.base import local_folder
 from trainer.planning import planning
 from trainer.planning.choose import loading
@@ -98,26 +98,28 @@ def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = Fa
     Once for each disk, and with `anew` again, then also saying why not.
     """
     base, family = local_folder(loaded.config), families.get(loaded.config.family)
-    disk = loading.disk_of(planning.weights_folder(family, base))
-    if disk and not anew and any(row.disk == disk for row in facts.readings):
+    disk, here = loading.disk_of(planning.weights_folder(family, base)), facts.on(plan.devices)
+    if disk and not anew and any(row.disk == disk for row in here.readings):
         return facts
     file = reading.largest(weight_files(base / family.trained_component).files) if base and disk else None
-    obstacle = loading.unmeasured(facts, disk) or ("" if file else "its files are small")
+    obstacle = loading.unmeasured(here, disk) or ("" if file else "its files are small")
     if obstacle or file is None:
         if anew:
             say(f"reading the base model is not measured: {obstacle}", err=True)
         return facts
     say(f"measuring once how {file.name} is read from {disk}", err=True)
-    found, trouble = reading.probe_reading(file, disk, child_environment(plan, facts))
+    environ = child_environment(plan, facts)
+    found, trouble = reading.probe_reading(file, disk, environ, device=plan.first_device)
     for row in found:
         rate = f"{row.gib_per_second:.2f} GiB/s" if row.gib_per_second else "not reached"
         say(f"  {row.loader}, {row.state}: {rate}", err=True)
     if trouble:
         say(f"  ended early: {trouble}", err=True)
-    if found and not keep(environment.user_cache_dir() / FILE_NAME, facts, readings=found):
+    if found and not keep(environment.user_cache_dir() / FILE_NAME, here, readings=found):
         say("  these cannot be kept: they will be measured again", err=True)
-    others = tuple(row for row in facts.readings if row.disk != disk or not found)
-    return dataclasses.replace(facts, readings=(*others, *found))
+    # rates of another kind of GPU stay
+    others = tuple(row for row in facts.readings if row.disk != disk or row not in here.readings or not found)
+    return dataclasses.replace(facts, readings=(*others, *named(found, facts, here)))
 
 
 def measure_kernels(
@@ -127,22 +129,23 @@ def measure_kernels(
 
     `unsettled` collects the keys of kernels of which nothing could be said; those in it are not tried again.
     """
-    shape = planning.run_attention(loaded, plan.micro_batch_size)
-    candidates = probing.kernels_for(facts, plan.device, plan.dtype)
+    shape, here = planning.run_attention(loaded, plan.micro_batch_size), facts.on(plan.devices)
+    candidates = probing.kernels_for(here, plan.device, plan.dtype)
     wanted = [name for name in candidates if name.partition(".")[0] in kinds]
     missing = [
         name
-        for name in probing.unmeasured(wanted, facts, shape, plan.dtype)
+        for name in probing.unmeasured(wanted, here, shape, plan.dtype)
         if probing.verdict_key(name, shape, plan.dtype) not in unsettled
     ]
     if not missing:
         return facts
     path = environment.user_cache_dir() / FILE_NAME
-    if untyped(path, facts):
+    if untyped(path, here):
         say(f"{path}: kernels of an earlier version, whose type is not known, are forgotten", err=True)
     at = f"{shape_class(shape)} {plan.dtype}"
     say(f"measuring kernels once for {at}: {', '.join(missing)}", err=True)
-    found = probing.probe(missing, shape, plan.dtype, child_environment(plan, facts), device=plan.device)
+    environ = child_environment(plan, facts)
+    found = probing.probe(missing, shape, plan.dtype, environ, device=plan.first_device)
     unsettled.update((row.kernel, row.shape_class, row.dtype) for row in found.unsettled)
     for row in found.verdicts:
         speed = f"{row.milliseconds:.2f} ms" if row.milliseconds is not None else "-"
@@ -155,6 +158,6 @@ def measure_kernels(
             " computed too, these times are wrong: `trainer probe CONFIG` measures again",
             err=True,
         )
-    if not keep(path, facts, verdicts=found.verdicts):
+    if not keep(path, here, verdicts=found.verdicts):
         say(f"  {path} cannot be written: they will be measured again", err=True)
-    return dataclasses.replace(facts, verdicts=merged(facts.verdicts, found.verdicts))
+    return dataclasses.replace(facts, verdicts=merged(facts.verdicts, named(found.verdicts, facts, here)))

@@ -141,7 +141,7 @@ _BUDGET = click.option(
 _GPUS = click.option(
     "--gpus",
     metavar="N",
-    help="Share a step's samples among N processes; on CPUs, to try it out. Wins over parallel.gpus.",
+    help="Share a step's samples among N GPUs, or processes on a CPU. Wins over parallel.gpus.",
 )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,6 +12,9 @@ from trainer.cli.options import GivenPath, Layers, LoraFile, config_arguments, l
 from trainer.cli.output import say, shown_below_options
 from trainer.cli.targets import require_picture
 from trainer.errors import ConfigError, DataError, one_line
+
+if TYPE_CHECKING:
+    from trainer.config.reading.load import Loaded
 
 _FILE = LoraFile()
 
@@ -41,7 +45,7 @@ def sample(
     from trainer.config.schema import changed
     from trainer.engine.spec import Job
 
-    loaded = layers.load()
+    loaded = _for_one_process(layers.load())
     if not all(prompt.strip() for prompt in prompts):
         raise ConfigError("an empty prompt", where="--prompt", remedy="write what to draw")
     if prompts:
@@ -80,10 +84,19 @@ def verify_lora(file: Path, layers: Layers) -> int:
     from trainer.cli.measure import planned
     from trainer.engine.spec import Job
 
-    loaded = layers.load()
+    loaded = _for_one_process(layers.load())
     _require_family(file, loaded.config.family)
     job = Job(mode="verify", lora_file=str(file.resolve()))
     return run_job(loaded, *planned(loaded, probe=False), job)
+
+
+def _for_one_process(loaded: Loaded) -> Loaded:
+    """The configuration for a job of one process, which has a base of its own."""
+    from trainer.config.schema import changed
+
+    return dataclasses.replace(
+        loaded, config=changed(loaded.config, {"parallel.gpus": 1, "parallel.shard": "none"})
+    )
 
 
 def _require_family(file: Path, family: str) -> None:

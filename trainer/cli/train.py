@@ -23,17 +23,20 @@ def train(layers: Layers, no_probe: bool) -> int:
 
     The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save first.
     """
-    from trainer.cli.jobs import require_startable, run_job, stop_before_start
+    from trainer.cli.jobs import follow_job, require_startable, run_job, stop_before_start
     from trainer.cli.measure import planned
-    from trainer.config import environment
+    from trainer.config import environment, launchers
     from trainer.engine.spec import Job
     from trainer.planning.data_rows import require_dataset, with_data
     from trainer.planning.kept_decisions import continued
     from trainer.planning.render import plan_text
 
-    stop_before_start()
+    launch = launchers.found(environment.snapshot())
+    stop_before_start(launch)
+    if launch.rank:
+        return follow_job(launch, "train")
     require_dataset(layers.dataset)
-    loaded = continued(layers.load())
+    loaded = continued(launch.reconciled(layers.load()))
     port = environment.metrics_port()
     require_startable(loaded, port=port, writes_run=True)
     facts, plan = planned(loaded, probe=not no_probe)
@@ -60,14 +63,18 @@ def cache(layers: Layers, verify: bool, prune: bool, import_pt: Path | None) -> 
       trainer cache my.yaml
       trainer cache my.yaml --verify --prune
     """
-    from trainer.cli.jobs import require_startable, run_job, stop_before_start
+    from trainer.cli.jobs import follow_job, require_startable, run_job, stop_before_start
     from trainer.cli.measure import planned
+    from trainer.config import environment, launchers
     from trainer.engine.spec import Job
     from trainer.planning.data_rows import require_dataset
 
-    stop_before_start()
+    launch = launchers.found(environment.snapshot())
+    stop_before_start(launch)
+    if launch.rank:
+        return follow_job(launch, "cache")
     require_dataset(layers.dataset)
-    loaded = layers.load()
+    loaded = launch.reconciled(layers.load())
     require_startable(loaded)
     import_folder = str(import_pt.absolute()) if import_pt else ""
     job = Job(mode="cache", verify=verify, prune=prune, import_folder=import_folder)

@@ -48,8 +48,6 @@ class Foreign:
     value: str = r".*\S.*"
     """A regular expression over whole values."""
     is_error: bool = False
-    beside: tuple[str, ...] = ()
-    """Variables of which one must be set too; empty where it means the same alone."""
 
 
 def key(name: str) -> Row | None:
@@ -74,8 +72,7 @@ def variables(environ: Mapping[str, str]) -> Iterator[tuple[str, Foreign]]:
         for row in foreign():
             # a variable of ours is meant by its own name, never by a pattern that happens to cover it
             covered = name in row.names if name in ours else re.fullmatch("|".join(row.names), name)
-            alone = row.beside and not any(environ.get(one) for one in row.beside)
-            if covered and not alone and re.fullmatch(row.value, environ[name], re.DOTALL):
+            if covered and re.fullmatch(row.value, environ[name], re.DOTALL):
                 yield name, row
 
 
@@ -99,7 +96,7 @@ def foreign() -> tuple[Foreign, ...]:
 
 
 def _made(kind: type[R], row: Mapping[str, Any]) -> R:
-    lists: dict[str, Any] = {key: tuple(row[key].split()) for key in ("names", "beside") if key in row}
+    lists: dict[str, Any] = {key: tuple(row[key].split()) for key in ("names",)}
     return kind(**{**row, **lists})
 
 

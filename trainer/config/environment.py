@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 CONFIG_PREFIX = "TRAINER__"
 DEFAULT_METRICS_PORT = 9464
 LOOPBACK = "127.0.0.1"
+DEVICE_ORDER, BY_SLOT = "CUDA_DEVICE_ORDER", "PCI_BUS_ID"
+"""The variable that says how CUDA numbers GPUs, and its value for nvidia-smi's numbers."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,7 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "1",
              "0: flash-attn 4 compiles its kernels anew at every start"),
     Variable("CUDA_VISIBLE_DEVICES", "all GPUs", "GPUs that a run may use, as 0,1"),
+    Variable("CUDA_DEVICE_ORDER", "as nvidia-smi numbers them", "how CUDA numbers GPUs; yours stays"),
     Variable("NVIDIA_VISIBLE_DEVICES", "", "GPUs that the container toolkit hands in"),
     Variable("NVIDIA_DRIVER_CAPABILITIES", "", "parts of the driver that the toolkit hands in"),
     Variable("CUDA_HOME", "/usr/local/cuda",
@@ -80,6 +83,25 @@ VARIABLES: tuple[Variable, ...] = (
     Variable("PYTORCH_ALLOC_CONF", "set by the plan",
              "torch's allocator; yours stays, within the cap of a machine whose memory is the host's"),
     Variable("OMP_WAIT_POLICY", "set by the plan", "how threads wait on a CPU; yours stays"),
+    Variable("OMP_NUM_THREADS", "the cores; of several processes each has a share",
+             "threads of each training process; yours stays"),
+    Variable("GLOO_SOCKET_IFNAME", "lo for several processes",
+             "network interface by which processes of a run meet; yours stays"),
+    Variable("NCCL_SOCKET_IFNAME", "lo for several GPUs",
+             "network interface by which GPUs of a run meet; yours stays"),
+    Variable("NCCL_P2P_DISABLE", "1 on RTX 40 with drivers before 550.40.07",
+             "1: GPUs send to each other through host memory; yours stays"),
+    Variable("NCCL_IB_DISABLE", "1 on RTX 40 with drivers before 550.40.07",
+             "1: no InfiniBand between GPUs; yours stays"),
+    Variable("RANK", "no launcher", "of torchrun and accelerate launch: this process's place in its run"),
+    Variable("LOCAL_RANK", "no launcher", "of them: its place on this machine; proves a launcher"),
+    Variable("WORLD_SIZE", "no launcher", "of them: processes of the run"),
+    Variable("LOCAL_WORLD_SIZE", "no launcher", "of them: those on this machine, which are all"),
+    Variable("MASTER_ADDR", "no launcher", "of them: part of the launch's name; nothing connects to it"),
+    Variable("MASTER_PORT", "no launcher", "of them: part of the launch's name; nothing connects to it"),
+    Variable("TORCHELASTIC_RUN_ID", "no launcher", "of torchrun: part of the launch's name; proves torchrun"),
+    Variable("TORCHELASTIC_RESTART_COUNT", "no launcher", "of torchrun: part of the launch's name"),
+    Variable("ACCELERATE_DYNAMO_MODE", "no launcher", "proves accelerate launch; not used otherwise"),
 )  # fmt: skip
 
 _SWITCH = {"true": True, "1": True, "false": False, "0": False}
@@ -100,6 +122,15 @@ def without_plugins() -> None:
     It would read all installed packages' metadata, which takes longer than to read a configuration.
     """
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+
+
+def number_gpus_by_slot() -> None:
+    """Have CUDA number GPUs as nvidia-smi does, here and in processes that are started from now on.
+
+    The driver library reads the variable when it is initialised. The user's own value stays.
+    """
+    if not os.environ.get(DEVICE_ORDER, "").strip():
+        os.environ[DEVICE_ORDER] = BY_SLOT
 
 
 def add_python_path(folder: str) -> None:

@@ -281,8 +281,12 @@ class ParallelSection(Section):
     """Processes that train one run together."""
 
     gpus: Literal["auto"] | Annotated[int, Field(ge=1, le=64)] = "auto"
-    """How many processes share the micro-batches of a step. Batch, accumulation and learning rate are
-    those of the whole run, whatever it is. More than one is for CPUs yet, to try it out; `auto` is one."""
+    """How many GPUs share the micro-batches of a step, each with a process; on a CPU how many processes.
+    Batch, accumulation and learning rate are those of the whole run, whatever it is. `auto` takes the most
+    GPUs of one kind that share a step evenly, and one process on a CPU."""
+    shard: Literal["auto", "none", "full"] = "auto"
+    """Where the frozen base lies: `none`: whole on every GPU; `full`: its blocks lie with the GPUs in turn,
+    which read each other's. `auto` is `none` in this version."""
 
 
 class ValidationSection(Section):

@@ -8,7 +8,7 @@ from trainer.container.appliance import VOLUMES
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts, driver_text, version_text
 from trainer.machine.mounts import Mount
-from trainer.machine.profiles import select
+from trainer.machine.profiles import select_each
 from trainer.planning.torch_and_driver import BF16_CAPABILITY
 from trainer.ways.storages import WAYS
 from trainer.words.sizes import gib
@@ -46,10 +46,11 @@ def machine_rows(facts: Facts, requested: str, toolkit: str) -> list[Row]:
     packages = (f"{name} {version}" for name, version in sorted(facts.packages.items()))
     rows += [("runtime", _runtime(facts)), ("toolkit", toolkit), ("packages", ", ".join(packages))]
     try:
-        profile, reason = select(facts, requested)
+        first = select_each(facts, requested)[0]
     except (ConfigError, HardwareError):
         return [*rows, ("profile", f"TRAINER_PROFILE={requested} does not fit, see below")]
-    rows += [("profile", f"{profile.name}: {reason}"), *_abilities(facts, profile.device)]
+    profile = first.profile
+    rows += [("profile", f"{profile.name}: {first.reason}"), *_abilities(first.facts, profile.device)]
     return [*rows, ("measured", _measured(facts))] if profile.device == "cuda" else rows
 
 

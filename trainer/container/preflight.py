@@ -16,7 +16,7 @@ from trainer.container.appliance import MISPLACED, VOLUMES
 from trainer.errors import HardwareError, Problem
 from trainer.machine.facts import Facts
 from trainer.machine.mounts import Mount, holding, is_below
-from trainer.machine.profiles import Profile, select
+from trainer.machine.profiles import Profile, Selected, select_each
 from trainer.planning import torch_and_driver
 from trainer.planning.torch_and_driver import require_memory_kind
 from trainer.words.sizes import gib
@@ -55,21 +55,27 @@ class Surroundings:
 
 
 def machine_problems(facts: Facts, requested: str, unified: bool | None) -> tuple[Problem, ...]:
-    """Why no run can start on this machine with this profile: those of the plan, and memory without headroom.
+    """Why no run can start on any kind of GPU of this machine with this profile: those of the plan, and
+    memory without headroom.
 
     `unified` is the value of UNIFIED_MEMORY. Raises ConfigError for a profile that does not exist.
     """
     try:
-        profile, _ = select(facts, requested)
+        kinds = select_each(facts, requested)
     except HardwareError as error:
         return error.problems
+    found = [_problems_of_kind(kind, unified) for kind in kinds]
+    return next((problems for problems in found if not problems), found[0])
+
+
+def _problems_of_kind(kind: Selected, unified: bool | None) -> tuple[Problem, ...]:
     problems: list[Problem] = []
     for check in (partial(require_memory_kind, unified=unified), torch_and_driver.check):
         try:
-            check(facts, profile)
+            check(kind.facts, kind.profile)
         except HardwareError as error:
             problems += error.problems
-    return (*problems, *_headroom(facts, profile))
+    return (*problems, *_headroom(kind.facts, kind.profile))
 
 
 def container_problems(

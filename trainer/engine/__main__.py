@@ -9,6 +9,7 @@ import contextlib
 import functools
 import gc
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -69,21 +70,26 @@ def main(spec_path: str) -> int:
         samples = _scan(config, spec, status, stop) if spec.mode in ("train", "cache") else Samples()
         _work(config, spec, status, stop, samples)
     except TrainerError as error:
-        if rank:  # mostly what rank 0 finds as well, and says
+        if rank and _patience(spec):  # mostly what rank 0 finds as well, and says
             status.wait_to_be_ended()
         logger.error("%s", error, extra={"fields": {"exit_code": int(error.exit_code)}})
         return int(error.exit_code)
     except PeerLostError as error:
-        status.wait_to_be_ended(_GONE_SECONDS)
+        status.wait_to_be_ended(_patience(spec))
         logger.error("another rank of this run is gone: %s", error)
         return PEER_LOST
     except EndedTogether:
-        status.wait_to_be_ended(_GONE_SECONDS)
+        status.wait_to_be_ended(_patience(spec))
         return PEER_LOST
     finally:
         stop.uninstall()
     status.beat(Phase.DONE)
     return int(ExitCode.OK)
+
+
+def _patience(spec: Spec) -> float:
+    """Seconds in which the supervisor ends a rank that has lost the others: none where it is gone itself."""
+    return _GONE_SECONDS if spec.supervisor_pid in (None, os.getppid()) else 0.0
 
 
 def _scan(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag) -> Samples:
@@ -119,7 +125,9 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
         check_loadable(family, source)
     plan = codec.from_json(Plan, spec.plan_text, "plan.json")
     try:
-        with joined(*environment.rank_and_ranks(), Path(spec.meeting_place), status) as ranks:
+        place = Path(spec.meeting_place)
+        who, look = environment.rank_and_ranks(), stop.raise_if_requested
+        with joined(*who, place, status, device=plan.device, look=look) as ranks:
             context = Context(
                 config=config,
                 plan=plan,

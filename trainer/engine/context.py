@@ -61,13 +61,23 @@ class Context:
 
     @property
     def device(self) -> str:
-        """torch device of the run; one process trains on one device."""
-        return "cuda:0" if self.plan.device == "cuda" else "cpu"
+        """torch device of this process."""
+        return f"cuda:{self.plan.devices[self.ranks.rank]}" if self.plan.device == "cuda" else "cpu"
 
     @property
     def run_dir(self) -> Path:
         """Folder that everything the run leaves is written to."""
         return self.config.output_dir
+
+
+def limit_memory(context: Context, held_bytes: int = 0) -> None:
+    """Have torch's allocator fail beyond an imposed budget, on a larger card too.
+
+    `held_bytes` of it are taken outside the allocator.
+    """
+    rest = context.plan.budget_bytes - CUDA_CONTEXT_BYTES - held_bytes
+    if context.config.features.memory_budget != "auto" and rest < (total := torch.cuda.mem_get_info()[1]):
+        torch.cuda.set_per_process_memory_fraction(max(0, rest) / total)
 
 
 def apply_backend_settings(context: Context) -> None:
@@ -83,11 +93,9 @@ def apply_backend_settings(context: Context) -> None:
             remedy="run `trainer probe`; TRAINER_PROFILE=cpu trains on the CPU on purpose",
         )
     if plan.device == "cuda":
+        torch.cuda.set_device(context.device)
         torch.cuda.init()  # its statistics cannot be asked for before
-        rest = plan.budget_bytes - CUDA_CONTEXT_BYTES
-        if context.config.features.memory_budget != "auto" and rest < (total := torch.cuda.mem_get_info()[1]):
-            # the allocator fails beyond an imposed budget, on a larger card too
-            torch.cuda.set_per_process_memory_fraction(rest / total)
+        limit_memory(context)
     torch.backends.cuda.matmul.allow_tf32 = plan.tf32
     torch.backends.cudnn.allow_tf32 = plan.tf32
     # algorithm choice by timing would differ from run to run

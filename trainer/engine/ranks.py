@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ Item = TypeVar("Item")
 _TIMEOUT = datetime.timedelta(weeks=3)
 """Longer than any phase: it is the supervisor that judges who is silent, not a library."""
 _TOLD_SECONDS = 1.0
+_LOOK_SECONDS = 0.05
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,6 +81,26 @@ class Ranks:
                     raise one
         return [one for one, _ in told]  # type: ignore[misc]  # none raised: all made one
 
+    def connect(self, device: str) -> None:
+        """Send a few bytes between the devices of all ranks: what cannot is told now, not in the first step.
+
+        Raises HardwareError.
+        """
+        if self.size == 1 or device == "cpu":
+            return
+        own = torch.full((16,), float(self.rank), device=device)
+        found = own.new_zeros(self.size, 16)
+        try:
+            with contextlib.nullcontext() if self.waits is None else self.waits:
+                dist.all_gather(list(found), own)
+                right = bool((found == torch.arange(self.size, device=device)[:, None]).all())
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                raise
+            raise _unconnected(f"the GPUs of this run cannot exchange data: {error}") from error
+        if not right:
+            raise _unconnected("what the GPUs of this run sent to each other did not arrive as it was sent")
+
     @contextlib.contextmanager
     def together(self) -> Iterator[None]:
         """A TrainerError that the block raises is raised on all ranks: rank 0 acts on it, on the others it is
@@ -106,6 +127,12 @@ class Ranks:
         with self.waiting():
             dist.all_gather(list(gathered), own)
 
+    def send(self, tensor: torch.Tensor, source: int) -> None:
+        """Write rank `source`'s tensor of any type to `tensor` on all others."""
+        if tensor.numel():
+            with self.waiting():
+                dist.broadcast(tensor.reshape(-1).view(torch.uint8), source)
+
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Say meanwhile that this process waits. A library's error about the connection becomes a
@@ -118,6 +145,14 @@ class Ranks:
             if is_out_of_memory(error):
                 raise
             raise PeerLostError(str(error)) from error
+
+
+def _unconnected(what: str) -> HardwareError:
+    return HardwareError(
+        what,
+        where="parallel.gpus",
+        remedy="NCCL_DEBUG=INFO tells more; NCCL_P2P_DISABLE=1 goes through host memory; write 1 for one GPU",
+    )
 
 
 ALONE = Ranks()
@@ -160,13 +195,31 @@ class Waits:
         self._ended.set()
 
 
+def _await(store: Any, rank: int, size: int, look: Callable[[], None]) -> None:
+    """Wait until all ranks have a word in the store: torch's own wait sees no signal, and has no end."""
+    store.set(f"here {rank}", "")
+    while not store.check([f"here {other}" for other in range(size)]):
+        look()
+        time.sleep(_LOOK_SECONDS)
+
+
 @contextlib.contextmanager
-def joined(rank: int, size: int, meeting_place: Path, status: StatusWriter | None = None) -> Iterator[Ranks]:
+def joined(
+    rank: int,
+    size: int,
+    meeting_place: Path,
+    status: StatusWriter | None = None,
+    *,
+    device: str = "cpu",
+    look: Callable[[], None] = lambda: None,
+) -> Iterator[Ranks]:
     """Meet the other ranks of this host through a file that nobody made before, for the time of the block.
 
-    At its end every rank waits for the others; after an error none does. Raises HardwareError where they
-    cannot meet.
+    What is on the host travels by gloo, and what is on a GPU by NCCL, which connects at its first use: see
+    `Ranks.connect`. At the end every rank waits for the others; after an error none does. `look` is called
+    while others are not there yet, and may raise to end that. Raises HardwareError where they cannot meet.
     """
+    backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     if size == 1:
         yield ALONE
         return
@@ -176,7 +229,8 @@ def joined(rank: int, size: int, meeting_place: Path, status: StatusWriter | Non
         with contextlib.nullcontext() if waits is None else waits:
             store = dist.FileStore(str(meeting_place), size)  # type: ignore[attr-defined]
             store.set_timeout(_TIMEOUT)
-            dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
+            _await(store, rank, size, look)
+            dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=_TIMEOUT)
     except RuntimeError as error:
         if status is not None:  # mostly because another one has ended, which says why
             status.wait_to_be_ended()

@@ -37,6 +37,7 @@ from trainer.engine.training.preview import draw_previews, drop_previews_after, 
 from trainer.errors import DataError, DivergedError, EndedTogether, PeerLostError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
+from trainer.modeling.storage.shared_memory import held_bytes
 from trainer.planning.kept_decisions import PLAN_FILE
 from trainer.telemetry import locks
 from trainer.telemetry.rundir import LOCK_FILE
@@ -107,6 +108,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     tracker = start_tracker(context) if context.ranks.first else None  # before minutes of loading
+    context.ranks.connect(context.device)
     built = build(context, varies(context, entries))
     before = None
     if context.config.method == "full":  # its proof has no adapter to take off
@@ -187,7 +189,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
             context.say(f"previews: {strip}")
             write_before_after(context, run.entries, step)
     if context.device != "cpu":  # a plan that is wrong should be seen
-        plan, training = context.plan, torch.cuda.max_memory_reserved()
+        plan, training = context.plan, torch.cuda.max_memory_reserved() + held_bytes()
         parts = [
             f"{name} {measured / GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / GIB:.1f})"
             for name, measured, planned in (

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from trainer.files import atomic
 
+SPEC_FILE = "spec.json"
 Mode = Literal["train", "cache", "sample", "verify"]
 
 

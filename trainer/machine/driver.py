@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 from dataclasses import dataclass
 
+from trainer.config import environment
 from trainer.machine.facts import Gpu, Version, version_from
 
 LIBCUDA = ("libcuda.so.1", "/usr/lib/wsl/lib/libcuda.so.1")
@@ -30,14 +31,17 @@ class CudaCallError(Exception):
 
 
 def query_gpus(libraries: tuple[str, ...] = LIBCUDA) -> DriverReport:
-    """Visible GPUs in libcuda's order, which obeys CUDA_VISIBLE_DEVICES as torch does. Never raises.
+    """Visible GPUs in libcuda's order. Never raises.
 
+    libcuda alone reads CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG), and by CUDA_DEVICE_ORDER numbers GPUs as
+    it will in the training processes, which are told the same order: a place in the answer is torch's number.
     An integrated GPU's memory is what the driver says, in bytes; the caller knows the host's.
     """
     version: Version | None = None
     library = _open(libraries)
     if library is None:
         return DriverReport(cuda=None, gpus=())
+    environment.number_gpus_by_slot()
     try:
         number = _int(library, "cuDriverGetVersion")  # 13000 means 13.0
         version = (number // 1000, number % 1000 // 10)

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from trainer.files import codec
 
 Version = tuple[int, ...]
 _FORMER = {"index", "shm_bytes", "swap_free_bytes"}
 """Keys that version 0.1.0 recorded of GPUs, of the host and of its memory."""
+_ALIKE = 0.02
+"""Share by which the memory of GPUs of one kind may differ: a display or ECC takes some of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,6 +26,14 @@ class Gpu:
     total_memory_bytes: int
     integrated: bool
     """True where CPU and GPU share one memory (DGX Spark); the driver's attribute, never the name."""
+
+    def is_like(self, other: Gpu) -> bool:
+        """True for a GPU of the same kind: name, compute capability and, nearly, memory."""
+        apart = abs(self.total_memory_bytes - other.total_memory_bytes)
+        same = (self.name, self.capability, self.integrated)
+        return same == (other.name, other.capability, other.integrated) and (
+            apart <= _ALIKE * max(self.total_memory_bytes, other.total_memory_bytes)
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,6 +67,8 @@ class KernelVerdict:
     reason: str
     dtype: str = "bf16"
     """`bf16`, `fp16` or `fp32`: the type of what went in; linear layers are measured in bf16 only."""
+    gpu: str = ""
+    """Name of the GPU that it was measured on, where the machine has GPUs of several kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,6 +83,8 @@ class ReadVerdict:
     """`cold`, or `cached`: in the page cache."""
     gib_per_second: float
     """0 where the measurement was ended before it."""
+    gpu: str = ""
+    """Name of the GPU that it was measured on, where the machine has GPUs of several kinds."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,9 +108,50 @@ class Facts:
     readings: tuple[ReadVerdict, ...] = ()
 
     @property
+    def kinds(self) -> tuple[tuple[int, ...], ...]:
+        """Places in `gpus` of the GPUs of each kind, in their order.
+
+        The kind with the most memory comes first, of equal ones the newer capability, then the one that is
+        visible first: no order of slots decides how well a run on one GPU does.
+        """
+        groups: list[list[int]] = []
+        for place, gpu in enumerate(self.gpus):
+            alike = next((group for group in groups if self.gpus[group[0]].is_like(gpu)), None)
+            if alike is None:
+                groups.append([place])
+            else:
+                alike.append(place)
+
+        def worth(group: Sequence[int]) -> tuple[int, tuple[int, int]]:
+            gpu = self.gpus[group[0]]
+            return gpu.total_memory_bytes, gpu.capability
+
+        return tuple(tuple(group) for group in sorted(groups, key=worth, reverse=True))
+
+    @property
     def gpu(self) -> Gpu:
-        """The GPU that a run trains on: the first that is visible. IndexError on a machine without one."""
-        return self.gpus[0]
+        """The GPU that a run on one takes: the first of the first kind. IndexError where there is none."""
+        return self.gpus[self.kinds[0][0]]
+
+    def besides(self, places: Sequence[int]) -> tuple[Gpu, ...]:
+        """The GPUs that are not at these places."""
+        return tuple(gpu for place, gpu in enumerate(self.gpus) if place not in places)
+
+    def on(self, places: Sequence[int]) -> Facts:
+        """The machine as if only the GPUs at these places were visible, with what was measured on their kind.
+
+        Without places, the machine as it is.
+        """
+        if not places:
+            return self
+        gpus = tuple(self.gpus[place] for place in places)
+        names = {"", *(gpu.name for gpu in gpus)}
+        return replace(
+            self,
+            gpus=gpus,
+            verdicts=tuple(row for row in self.verdicts if row.gpu in names),
+            readings=tuple(row for row in self.readings if row.gpu in names),
+        )
 
 
 def facts_from_json(text: str, where: str) -> Facts:

@@ -129,34 +129,73 @@ _TABLE: tuple[Profile, ...] = (
 PROFILES: Mapping[str, Profile] = {profile.name: profile for profile in _TABLE}
 
 
-def select(facts: Facts, requested: str = "auto") -> tuple[Profile, str]:
-    """The profile and why: the first whose match fits the first GPU, or the requested one.
+@dataclass(frozen=True, kw_only=True)
+class Selected:
+    """A profile for the GPUs of one kind."""
 
-    Raises ConfigError for an unknown name, and HardwareError for a requested profile that contradicts the
-    facts and for `auto` on a machine whose GPUs cannot be used: training never moves to the CPU silently.
+    facts: Facts
+    """The machine as if only the GPUs of this kind were visible; as it is for the profile of the CPU."""
+    places: tuple[int, ...]
+    """Places of these GPUs among the visible ones; empty for the CPU."""
+    profile: Profile
+    reason: str
+
+
+def select(facts: Facts, requested: str = "auto") -> tuple[Profile, str]:
+    """The profile and why, of the first kind of GPU that it may be for. Raises as `select_each`."""
+    first = select_each(facts, requested)[0]
+    return first.profile, first.reason
+
+
+def select_each(facts: Facts, requested: str = "auto") -> tuple[Selected, ...]:
+    """For each kind of GPU the first profile whose match fits it, or the requested one where it fits.
+
+    Raises ConfigError for an unknown name, and HardwareError for a requested profile that contradicts every
+    kind and for `auto` on a machine whose GPUs cannot be used: training never moves to the CPU silently.
     """
-    if requested == "auto":
-        return _automatic(facts)
-    profile = PROFILES.get(requested)
-    if profile is None:
+    if requested != "auto" and requested not in PROFILES:
         known = ("auto", *PROFILES)
         raise ConfigError(
             f'there is no profile "{requested}"',
             where="TRAINER_PROFILE",
             remedy=f"{did_you_mean(requested, known)}known: {', '.join(known)}",
         )
-    if profile.device == "cpu":
-        return profile, f"requested; {profile.title}"
+    if requested == "cpu":
+        return (_on_cpu(facts, f"requested; {PROFILES['cpu'].title}"),)
     if not facts.gpus:
-        raise _no_gpu(facts, f"profile {profile.name} needs a GPU, and none is visible")
-    problem = profile.match.contradiction(facts.gpu)
+        if requested != "auto":
+            raise _no_gpu(facts, f"profile {requested} needs a GPU, and none is visible")
+        if facts.gpu_problem:
+            raise _no_gpu(facts, "an NVIDIA driver is loaded, but no GPU is visible")
+        return (_on_cpu(facts, "no GPU and no NVIDIA driver on this machine"),)
+    found, refused = list[Selected](), list[HardwareError]()
+    for places in facts.kinds:
+        here = facts.on(places)
+        try:
+            profile, reason = _automatic(here.gpu) if requested == "auto" else _requested(here.gpu, requested)
+        except HardwareError as error:
+            refused.append(error)
+            continue
+        found.append(Selected(facts=here, places=places, profile=profile, reason=reason))
+    if not found:
+        raise refused[0]
+    return tuple(found)
+
+
+def _on_cpu(facts: Facts, reason: str) -> Selected:
+    return Selected(facts=facts, places=(), profile=PROFILES["cpu"], reason=reason)
+
+
+def _requested(gpu: Gpu, requested: str) -> tuple[Profile, str]:
+    profile = PROFILES[requested]
+    problem = profile.match.contradiction(gpu)
     if problem:
         raise HardwareError(
-            f"profile {profile.name} contradicts this machine ({facts.gpu.name}): {problem}",
+            f"profile {profile.name} contradicts this machine ({gpu.name}): {problem}",
             where=f"TRAINER_PROFILE={profile.name}",
-            remedy=f"use TRAINER_PROFILE={_automatic(facts)[0].name}, or auto",
+            remedy=f"use TRAINER_PROFILE={_automatic(gpu)[0].name}, or auto",
         )
-    return _guarded(profile, facts.gpu, f"requested; {profile.title}")
+    return _guarded(profile, gpu, f"requested; {profile.title}")
 
 
 def _guarded(profile: Profile, gpu: Gpu, reason: str) -> tuple[Profile, str]:
@@ -167,12 +206,7 @@ def _guarded(profile: Profile, gpu: Gpu, reason: str) -> tuple[Profile, str]:
     return guarded, f"{reason}; its memory is guarded as that of {_UNIFIED.name}: it is shared with the CPU"
 
 
-def _automatic(facts: Facts) -> tuple[Profile, str]:
-    if not facts.gpus:
-        if facts.gpu_problem:
-            raise _no_gpu(facts, "an NVIDIA driver is loaded, but no GPU is visible")
-        return PROFILES["cpu"], "no GPU and no NVIDIA driver on this machine"
-    gpu = facts.gpu
+def _automatic(gpu: Gpu) -> tuple[Profile, str]:
     fitting = next(p for p in _TABLE if p.device == "cuda" and not p.match.contradiction(gpu))
     memory = f"{gpu.total_memory_bytes / GIB:.1f} GiB, {_memory_kind(gpu.integrated)}"
     return _guarded(fitting, gpu, f"{gpu.name}: compute capability {version_text(gpu.capability)}, {memory}")

@@ -63,7 +63,7 @@ def read_facts(
         packages=installed(PACKAGES),
         c_compiler=any(shutil.which(name) for name in C_COMPILERS),
     )
-    kept = verdicts.read_kept(cache_dir / verdicts.FILE_NAME, facts)
+    kept = verdicts.read_kept_of_all(cache_dir / verdicts.FILE_NAME, facts)
     return dataclasses.replace(facts, verdicts=kept.verdicts, readings=kept.readings)
 
 

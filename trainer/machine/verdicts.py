@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from trainer.errors import HardwareError
 from trainer.files import codec
@@ -14,6 +15,7 @@ from trainer.files.cachefile import read_entries, update_entries
 from trainer.machine.facts import Facts, KernelVerdict, ReadVerdict, driver_text, version_text
 
 FILE_NAME = "verdicts.json"
+Row = TypeVar("Row", KernelVerdict, ReadVerdict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -30,6 +32,28 @@ def machine_key(facts: Facts) -> str:
     torch = facts.torch
     build = f"torch {version_text(torch.version)} CUDA {version_text(torch.cuda)}" if torch else "no torch"
     return f"{gpu} | driver {driver_text(facts.driver)} | {build}"
+
+
+def read_kept_of_all(path: Path, facts: Facts) -> MachineVerdicts:
+    """Verdicts of every kind of GPU of the machine, as `read_kept`; with their names where it has several."""
+    if len(facts.kinds) < 2:
+        return read_kept(path, facts)
+    verdicts, readings = dict[str, Sequence[KernelVerdict]](), dict[str, Sequence[ReadVerdict]]()
+    for kind in facts.kinds:  # of one name there may be several: with other memory they compute alike
+        here = facts.on(kind)
+        found = read_kept(path, here)
+        verdicts[here.gpu.name] = named(found.verdicts, facts, here)
+        readings[here.gpu.name] = named(found.readings, facts, here)
+    return MachineVerdicts(
+        verdicts=tuple(itertools.chain(*verdicts.values())),
+        readings=tuple(itertools.chain(*readings.values())),
+    )
+
+
+def named(rows: Sequence[Row], facts: Facts, here: Facts) -> tuple[Row, ...]:
+    """Rows measured on `here`, one kind of the machine's GPUs; with its name where there are several."""
+    name = here.gpu.name if len(facts.kinds) > 1 else ""
+    return tuple(dataclasses.replace(row, gpu=name) for row in rows)
 
 
 def read_kept(path: Path, facts: Facts) -> MachineVerdicts:
@@ -59,8 +83,8 @@ def keep(
 
 
 def merged(old: Sequence[KernelVerdict], new: Sequence[KernelVerdict]) -> tuple[KernelVerdict, ...]:
-    """One verdict for each kernel, shape class and type, the new one where there are two."""
-    rows = {(row.kernel, row.shape_class, row.dtype): row for row in (*old, *new)}
+    """One verdict for each kernel, shape class, type and kind of GPU, the new one where there are two."""
+    rows = {(row.kernel, row.shape_class, row.dtype, row.gpu): row for row in (*old, *new)}
     return tuple(rows[key] for key in sorted(rows))
 
 

@@ -9,19 +9,19 @@ from trainer.config.judging.rules import keeps_best
 from trainer.machine.host import WSL_SPILLS
 from trainer.planning import rules
 from trainer.planning.choose import (
-    allocator,
     attention,
     batching,
+    block_homes,
     fit,
     loading,
     optimizers,
-    swapping,
     switches,
 )
 from trainer.planning.choose.budget import Budget, budget, kept_samples
 from trainer.planning.choose.situation import Situation
 from trainer.planning.cost import memory, roofline
 from trainer.planning.plan import Decision, MemoryRow, Plan, on_off
+from trainer.planning.variables import Variables, variables
 from trainer.words.sizes import gib
 
 # share of the time a sample that another setting must come below
@@ -39,7 +39,7 @@ class Decided:
     """Better settings that do not fit."""
     made: Mapping[str, Decision]
     """Decisions that are rows of their own, by feature."""
-    variables: allocator.Variables
+    variables: Variables
     step_milliseconds: float
     """Predicted for a batch; 0 where the machine's rates are unknown."""
 
@@ -54,6 +54,26 @@ class Decided:
         """True if this plan changes the base's precision less, or equally and is clearly faster."""
         tier, others = self.chosen.storage.way.tier, other.chosen.storage.way.tier
         return tier < others or (tier == others and self._sample_ms < _CLEARLY * other._sample_ms)
+
+    def is_preferred_to(self, other: Decided) -> bool:
+        """True if this plan, on other GPUs, changes the base's precision less, else keeps all blocks on them,
+        else takes clearly less time a sample. Predicted times count where both are known.
+        """
+        own, others = self._cost, other._cost
+        if own != others or not (self.step_milliseconds and other.step_milliseconds):
+            return own < others
+        time, its = (one._sample_ms / one.situation.ranks for one in (self, other))
+        return time < _CLEARLY * its
+
+    @property
+    def is_ideal(self) -> bool:
+        """True where nothing had to be given up for memory but time."""
+        return self._cost == (0, False)
+
+    @property
+    def _cost(self) -> tuple[int, bool]:
+        storage = self.chosen.storage
+        return storage.way.tier, storage.swapped > 0
 
     @property
     def _sample_ms(self) -> float:
@@ -72,11 +92,13 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
     verdicts = situation.facts.verdicts
     speed = roofline.speed(gpu, verdicts, situation.geometry, kernel.value, situation.dtype)
     compiling = switches.compiling(situation, fit.compile_gain(situation, speed), known=speed.known)
-    swap = swap and situation.config.features.block_swap == "auto" and not swapping.obstacle(situation)
+    swap = (
+        swap and situation.config.features.block_swap == "auto" and not block_homes.swap_obstacle(situation)
+    )
     chosen, skipped = fit.choose(situation, limit, speed, compiled=compiling.value == "on", swap=swap)
-    what = swapping.no_room(situation, chosen.storage)
+    what = block_homes.no_room(situation, chosen.storage)
     if what:
-        raise situation.refuse(swapping.KEY, what, f"write less, or leave {swapping.KEY} out")
+        raise situation.refuse(block_homes.SWAP, what, f"write less, or leave {block_homes.SWAP} out")
     filled = memory.total(chosen.train) / limit.bytes if limit.imposed else 0.0
     made = (
         compiling,
@@ -93,20 +115,21 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
         chosen=chosen,
         skipped=skipped,
         made={one.feature: one for one in made},
-        variables=allocator.variables(situation.profile, situation.environ),
+        variables=variables(situation),
         step_milliseconds=chosen.milliseconds if speed.known else 0.0,
     )
+
+
+def host_bytes(decided: Decided) -> int:
+    """Host memory that all training processes need beside their devices."""
+    return memory.total(memory.host_rows(decided.chosen.storage, decided.situation.geometry))
 
 
 def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision | None) -> Plan:
     """The plan with its table; `split` is the row of a step's samples, where they are parted."""
     situation, chosen, made = decided.situation, decided.chosen, decided.made
     storage, profile, train = chosen.storage, situation.profile, situation.config.train
-    environment, unset, _ = decided.variables
-    host = memory.host_rows(storage, situation.geometry)
-    kept, keeping = kept_samples(situation, decided.limit, chosen.peak_bytes, memory.total(host))
-    if host and kept:
-        host += (MemoryRow("data", kept, "encoded samples that were read, at most"),)
+    host, kept, keeping = _host(decided)
     disk_bytes, disk = _disk(situation, chosen)
     return Plan(
         profile=profile.name,
@@ -125,17 +148,21 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
         activation_checkpointing=storage.checkpointing,
         recomputed_blocks=storage.recomputed,
         swapped_blocks=storage.swapped,
+        sharded_blocks=storage.sharded,
+        shard_group=storage.group,
         micro_batch_size=train.train_batch_size,
         accumulation_steps=train.gradient_accumulation_steps,
         ranks=situation.ranks,
+        devices=situation.devices or ((0,) if situation.on_gpu else ()),
         vae_tiling=storage.tiling,
         tf32=made["tf32"].value == "on",
         pin_memory=profile.pin_memory,
         keep_bytes=kept,
         loader=made["loader"].value,
         optimizer=made["optimizer"].value,
-        environment=environment,
-        unset=unset,
+        environment=decided.variables.of_all,
+        rank_environment=decided.variables.of_ranks,
+        unset=decided.variables.unset,
         train_memory=chosen.train,
         cache_memory=chosen.cache,
         host_memory=host,
@@ -145,6 +172,18 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
         decisions=(*machine_rows, *_rows(decided, split, keeping, disk)),
         warnings=tuple(_warnings(situation, memory.total(host))),
     )
+
+
+def _host(decided: Decided) -> tuple[tuple[MemoryRow, ...], int, Decision]:
+    """Rows of host memory; of it the bytes of samples that each process may keep, and the row of these."""
+    situation, chosen = decided.situation, decided.chosen
+    host = memory.host_rows(chosen.storage, situation.geometry)
+    kept, keeping = kept_samples(situation, decided.limit, chosen.peak_bytes, memory.total(host))
+    if host and kept:
+        each = f", of {situation.ranks} processes" if situation.ranks > 1 else ""
+        detail = f"encoded samples that were read, at most{each}"
+        host += (MemoryRow("data", situation.ranks * kept, detail),)
+    return host, kept, keeping
 
 
 def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Decision) -> Iterator[Decision]:
@@ -164,7 +203,7 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     reason = notes.pop("pin_memory", pinned)
     yield Decision("pin_memory", on_off(profile.pin_memory), profile.memory_source, reason)
     yield from (Decision(feature, "off", profile.memory_source, why) for feature, why in notes.items())
-    yield from decided.variables[2]
+    yield from decided.variables.rows
     yield keeping
     parts = sum(roofline.usual_parts(chosen.storage, geometry, chosen.storage.attention))
     yield batching.time_row(situation, decided.step_milliseconds, parts)
@@ -192,14 +231,14 @@ def _disk(situation: Situation, chosen: fit.Outcome) -> tuple[int, Decision]:
     return size, Decision("disk", gib(size), "auto", reason)
 
 
-def _warnings(situation: Situation, host_bytes: int) -> Iterator[str]:
-    """Warnings about things that work, but deserve to be known."""
+def _warnings(situation: Situation, needed: int) -> Iterator[str]:
+    """Warnings about things that work, but deserve to be known; `needed` are bytes of host memory."""
     facts, available = situation.facts, situation.facts.memory.available_bytes
-    if host_bytes > available:
-        yield f"the training process needs {gib(host_bytes)} of host memory, {gib(available)} are available"
+    several = situation.ranks > 1
+    if needed > available:
+        who = f"the {situation.ranks} training processes need" if several else "the training process needs"
+        yield f"{who} {gib(needed)} of host memory, {gib(available)} are available"
     if facts.wsl and situation.on_gpu:
         yield WSL_SPILLS
-    if len(facts.gpus) > 1 and situation.on_gpu:
-        yield f"{len(facts.gpus)} GPUs are visible, one process trains on the first ({facts.gpu.name})"
     if facts.gpus and not situation.on_gpu:
         yield f"{facts.gpu.name} is not used: TRAINER_PROFILE is cpu"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from trainer.ways.storages import Way, find
 
@@ -71,12 +71,18 @@ class Plan:
     """Blocks that are recomputed, from the first on, where not all of them are; 0 for all, and for none."""
     swapped_blocks: int
     """Repeated blocks whose frozen weights wait in host memory and are copied to the device for each use."""
+    sharded_blocks: int
+    """Repeated blocks whose frozen weights lie with the GPUs of a group in turn, and are read from there."""
+    shard_group: int
+    """GPUs of such a group; 1 where each has the whole base."""
     micro_batch_size: int
     """Samples of one forward pass: `train.train_batch_size`, or a divisor where that does not fit."""
     accumulation_steps: int
     """Micro-batches of one optimizer step; with `micro_batch_size` the configured effective batch."""
     ranks: int
-    """Processes that train together, each with a whole base; they share the micro-batches of a step."""
+    """Processes that train together; they share the micro-batches of a step."""
+    devices: tuple[int, ...]
+    """Places of their GPUs among the visible ones, by rank; empty on a CPU."""
     vae_tiling: bool
     tf32: bool
     pin_memory: bool
@@ -107,6 +113,8 @@ class Plan:
     """Free space the run needs in output_dir: checkpoints and final files."""
     decisions: tuple[Decision, ...]
     warnings: tuple[str, ...] = ()
+    rank_environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables of each of several ranks, besides `environment`, with the user's values likewise."""
     unset: tuple[str, ...] = ()
     """Variables that the training process must not have: other spellings of those in `environment`."""
 
@@ -115,6 +123,16 @@ class Plan:
         kept = {name: value for name, value in environ.items() if name not in self.unset}
         own = {name: value for name, value in kept.items() if name.startswith("OMP_")}
         return {**kept, **self.environment, **own}
+
+    @property
+    def first_device(self) -> str:
+        """torch device of the first rank. Kernels are measured there for all: their GPUs are of one kind."""
+        return f"cuda:{self.devices[0]}" if self.device == "cuda" else "cpu"
+
+    @property
+    def of_one_process(self) -> Plan:
+        """The plan for a job that one process does alone, with a whole base."""
+        return replace(self, ranks=1, devices=self.devices[:1], sharded_blocks=0, shard_group=1)
 
     @property
     def way(self) -> Way:

@@ -11,19 +11,19 @@ from trainer import families
 from trainer.config import environment
 from trainer.config.reading.load import Loaded, with_settings
 from trainer.config.schema import FeaturesSection, RunConfig, changed
-from trainer.errors import TrainerError
+from trainer.errors import HardwareError, TrainerError
 from trainer.families.family import Family
 from trainer.families.values import AttentionShape
 from trainer.files.weight_files import weight_files
 from trainer.machine.facts import Facts
-from trainer.machine.profiles import select
+from trainer.machine.profiles import Selected, select_each
 from trainer.machine.reading import read_facts
 from trainer.modeling.base.base import is_repository, local_folder
 from trainer.modeling.base.source import prepare
 from trainer.planning.base_check import base_rows, check_base
+from trainer.planning.choose.block_homes import NO_OFFLOAD
 from trainer.planning.choose.loading import disk_of
 from trainer.planning.choose.situation import GeometryOf, Situation
-from trainer.planning.choose.swapping import NO_OFFLOAD
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.resolve import resolve
 from trainer.planning.rules import judge
@@ -67,30 +67,59 @@ def plan_run(
     judge(family, loaded)
     folder = (find_model or local_folder)(config)
     told = check_base(family, loaded, folder) if folder is not None else ()
-    downloads = is_repository(config)
-    profile, reason = select(facts, requested_profile)
-    require_memory_kind(facts, profile, unified)
+    kinds = _kinds(facts, requested_profile, unified)
 
     def changed_by(values: Mapping[str, Any]) -> RunConfig:
         changed = with_settings(loaded, values)
         judge(family, changed)
         return changed.config
 
-    situation = Situation(
+    source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
+    common = Situation(
         config=config,
         facts=facts,
-        profile=profile,
+        profile=kinds[0].profile,
         sources=loaded.sources,
         sized=_geometries(family, loaded, folder, caption_tokens),
         environ=environment.snapshot(),
         disk=disk_of(weights_folder(family, folder)),
         goes_on=loaded.goes_on,
     )
-    source = "facts" if requested_profile == "auto" else "TRAINER_PROFILE"
-    first = Decision("profile", profile.name, source, reason)
-    plan = resolve(situation, first, changed_by, offload=not no_offload)
-    rows = base_rows(family, config, folder) if downloads else ()
+    machines = [
+        (_on(common, kind), Decision("profile", kind.profile.name, source, kind.reason)) for kind in kinds
+    ]
+    plan = resolve(machines, changed_by, offload=not no_offload)
+    rows = base_rows(family, config, folder) if is_repository(config) else ()
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
+
+
+def _on(situation: Situation, kind: Selected) -> Situation:
+    """The situation with the GPUs of one kind of those in its facts."""
+    return dataclasses.replace(
+        situation,
+        facts=kind.facts,
+        profile=kind.profile,
+        devices=kind.places,
+        others=situation.facts.besides(kind.places) if kind.places else (),
+    )
+
+
+def _kinds(facts: Facts, requested_profile: str, unified: bool | None) -> list[Selected]:
+    """Each kind of GPU that a run may take, with its profile.
+
+    Raises as `select_each`, and HardwareError where UNIFIED_MEMORY excludes all of them.
+    """
+    found, refused = list[Selected](), list[HardwareError]()
+    for one in select_each(facts, requested_profile):
+        try:
+            require_memory_kind(one.facts, one.profile, unified)
+        except HardwareError as error:
+            refused.append(error)
+            continue
+        found.append(one)
+    if not found:
+        raise refused[0]
+    return found
 
 
 def _geometries(

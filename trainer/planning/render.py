@@ -34,7 +34,7 @@ def environment_exports(plan: Plan) -> str:
     As in `Plan.child_environment`, an `OMP_*` value that the shell has already stays.
     """
     lines = [f"unset {name}\n" for name in plan.unset]
-    for name, value in sorted(plan.environment.items()):
+    for name, value in sorted({**plan.environment, **plan.rank_environment}.items()):
         kept = f'[ -n "${{{name}+set}}" ] || ' if name.startswith("OMP_") else ""
         lines.append(f"{kept}export {name}={shlex.quote(value)}\n")
     return "".join(lines)

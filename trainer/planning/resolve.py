@@ -4,18 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.planning import torch_and_driver
-from trainer.planning.choose import batching, spread, swapping
+from trainer.planning.choose import batching, block_homes, spread
 from trainer.planning.choose.budget import least_imposed
 from trainer.planning.choose.fit import DoesNotFitError
-from trainer.planning.choose.situation import Situation
+from trainer.planning.choose.situation import KernelsFailedError, Situation
 from trainer.planning.choose.suggestions import nearest_fit
-from trainer.planning.decided import Decided, decide, plan_of
+from trainer.planning.decided import Decided, decide, host_bytes, plan_of
 from trainer.planning.plan import Decision, Plan
 from trainer.words.sizes import gib
 
@@ -28,35 +29,99 @@ Parted = tuple[Decided, Decision | None]
 """Decisions, and the row of a step's samples where they are not taken as they were written."""
 
 
-def resolve(situation: Situation, profile_row: Decision, changed_by: ChangedBy, *, offload: bool) -> Plan:
+def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedBy, *, offload: bool) -> Plan:
     """Every decision of a run with its reason.
 
-    What the user wrote is honoured or refused; only `auto` changes. Raises HardwareError where torch, driver
-    or memory do not suffice; of memory it names the nearest configuration that fits. Without `offload`
-    (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was written.
+    `machines` are the situations on each kind of GPU, the preferred kind first, with the rows of their
+    profiles. What the user wrote is honoured or refused; only `auto` changes. Raises HardwareError where
+    torch, driver or memory do not suffice; of memory it names the nearest configuration that fits. Without
+    `offload` (DISABLE_CPU_OFFLOAD) no weights wait in host memory: ConfigError where a number of blocks was
+    written.
     """
-    situation, ranks_row, shared = spread.spread(situation)
-    machine_rows = torch_and_driver.check(situation.facts, situation.profile)
-    rows = (profile_row, *machine_rows, *filter(None, (ranks_row,)))
+    tried: list[tuple[spread.Spread, HardwareError]] = []
+    skipped: list[str] = []
+    ways: list[_Way] = []
+    for one in spread.spreads(machines):
+        try:
+            rows = torch_and_driver.check(one.situation.facts, one.situation.profile)
+            decided, split = _best(_obeying(one.situation, offload=offload))
+        except KernelsFailedError:
+            raise  # measured again, they may work
+        except HardwareError as error:
+            tried.append((one, error))
+            skipped.append(_why_skipped(one, error))
+            continue
+        needed, available = host_bytes(decided), one.situation.facts.memory.available_bytes
+        if one.automatic and one.situation.ranks > 1 and needed > available:
+            who = f"{one.situation.ranks} training processes need {gib(needed)} of host memory"
+            skipped.append(f"{who}, {gib(available)} are available")
+            continue
+        ways.append(_Way(spread=one, decided=decided, rows=rows, split=split or one.split))
+        if decided.is_ideal and len(machines) == 1:
+            break  # fewer GPUs would only be slower
+    if ways:
+        return _planned(ways, skipped)
+    # of the preferred kind that with the fewest processes, which is the last
+    last, told = min(reversed(tried), key=lambda refused: refused[0].kind)
+    if isinstance(told, DoesNotFitError):
+        raise _with_nearest(last.situation, told, changed_by, offload=offload) from None
+    raise told
 
-    def obeying(other: Situation) -> Situation:
-        return other if offload else swapping.without(other)
+
+def _planned(ways: Sequence[_Way], skipped: Sequence[str]) -> Plan:
+    """The plan of the best way; of each other kind of GPU the first one is named."""
+    best = ways[0]
+    for way in ways[1:]:
+        best = way if way.decided.is_preferred_to(best.decided) else best
+    worse = [way for way in reversed(ways) if way.spread.kind != best.spread.kind]
+    others = {way.spread.kind: way.why_skipped for way in worse}
+    made = spread.row(best.spread, skipped, tuple(others.values()))
+    rows = (best.spread.profile_row, *best.rows, *filter(None, (made,)))
+    return plan_of(best.decided, rows, best.split)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Way:
+    """A way to spread the run over the machine, with its decisions."""
+
+    spread: spread.Spread
+    decided: Decided
+    rows: Sequence[Decision]
+    split: Decision | None
+
+    @property
+    def why_skipped(self) -> str:
+        count, name = self.spread.situation.ranks, self.spread.situation.facts.gpu.name
+        return f"on {count} {name} with weights in {self.decided.how}, which is less precise or slower"
+
+
+def _why_skipped(one: spread.Spread, error: HardwareError) -> str:
+    count, name = one.situation.ranks, one.situation.facts.gpu.name if one.situation.on_gpu else "CPU"
+    if isinstance(error, DoesNotFitError):
+        return f"on {count} {name} the run does not fit: it needs {gib(error.least_bytes)} of each at least"
+    return f"not on {count} {name}: {error.problems[0].what}"
+
+
+def _obeying(situation: Situation, *, offload: bool) -> Situation:
+    return situation if offload else block_homes.without(situation)
+
+
+def _with_nearest(
+    situation: Situation, error: DoesNotFitError, changed_by: ChangedBy, *, offload: bool
+) -> HardwareError:
+    """The error with the nearest configuration that fits as its remedy."""
 
     def peak_of(values: Mapping[str, Any]) -> str:
         other = dataclasses.replace(situation, config=changed_by(values))
-        return gib(_best(obeying(other))[0].chosen.peak_bytes)
+        return gib(_best(_obeying(other, offload=offload))[0].chosen.peak_bytes)
 
-    try:
-        decided, split = _best(obeying(situation))
-    except DoesNotFitError as error:
-        remedy = nearest_fit(situation.config, peak_of, least_imposed(error.least_bytes))
-        if not offload:
-            with contextlib.suppress(DoesNotFitError):
-                peak = gib(_parted(situation, swap=True)[0].chosen.peak_bytes)
-                remedy = f"fits without {swapping.NO_OFFLOAD} ({peak}); {remedy}"
-        (problem,) = error.problems
-        raise HardwareError(problem.what, where=problem.where, remedy=remedy) from None
-    return plan_of(decided, rows, split or shared)
+    remedy = nearest_fit(situation.config, peak_of, least_imposed(error.least_bytes))
+    if not offload:
+        with contextlib.suppress(DoesNotFitError):
+            peak = gib(_parted(situation, swap=True)[0].chosen.peak_bytes)
+            remedy = f"fits without {block_homes.NO_OFFLOAD} ({peak}); {remedy}"
+    (problem,) = error.problems
+    return HardwareError(problem.what, where=problem.where, remedy=remedy)
 
 
 def _best(situation: Situation) -> Parted:

@@ -21,6 +21,7 @@ from safetensors.torch import save_file
 
 from trainer.cli import jobs, main, measure
 from trainer.cli.options import Layers
+from trainer.config.launchers import Launch
 from trainer.engine.probing import probe
 from trainer.engine.spec import Job, Mode
 from trainer.errors import StoppedError
@@ -105,16 +106,19 @@ def handlers() -> Iterator[None]:
         signal.signal(signum, handler)
 
 
-def test_a_launcher_of_several_processes_is_told_before_a_folder_is_touched(
+def test_a_launcher_of_another_number_is_told_before_a_folder_is_touched(
     handlers: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINER_RUNTIME_DIR", str(tmp_path / "runtime"))
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("RANK", "0")
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
     Path("c.yaml").write_text(TEXT, encoding="utf-8")
-    assert main(["train", "c.yaml"]) == 78
-    assert "WORLD_SIZE: several processes were started" in capsys.readouterr().err
+    assert main(["train", "c.yaml", "--gpus", "4"]) == 78
+    said = "--gpus: parallel.gpus is 4, and the launcher started 2 (by WORLD_SIZE)"
+    assert said in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["c.yaml"]
 
 
@@ -154,7 +158,7 @@ def test_what_would_stop_the_start_is_told_before_kernels_are_measured(
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_stop_before_the_start_ends_with_75(handlers: None, signum: signal.Signals) -> None:
-    jobs.stop_before_start()
+    jobs.stop_before_start(Launch())
     with pytest.raises(StoppedError, match="before anything was started"):
         os.kill(os.getpid(), signum)
 
@@ -226,6 +230,22 @@ def test_compilers_keep_what_they_make(
     assert found["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "1"
     monkeypatch.setenv("FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED", "0")
     assert jobs.child_environment(*planned)["FLASH_ATTENTION_CUTE_DSL_CACHE_ENABLED"] == "0"
+
+
+@pytest.mark.parametrize("visible", ["1,0", "GPU-00000000-0000-0000-0000-000000000002", "MIG-0"])
+def test_which_gpus_are_visible_is_left_to_the_driver(
+    planned: tuple[Plan, Facts], monkeypatch: pytest.MonkeyPatch, visible: str
+) -> None:
+    """The variable goes to every rank as it is: peers must be visible to each, and a rank has a place among
+    them.
+    """
+    plan, facts = planned
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    two = dataclasses.replace(plan, ranks=2, devices=(0, 2))
+    ranks = jobs.rank_environments(jobs.child_environment(plan, facts), two)
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in ranks] == [visible, visible]
+    assert [one["LOCAL_RANK"] for one in ranks] == ["0", "2"]
+    assert "CUDA_VISIBLE_DEVICES" not in {*plan.environment, *plan.rank_environment}
 
 
 def test_accelerate_hears_nothing_of_launchers(

@@ -86,7 +86,7 @@ def test_a_command_line_that_cannot_be_understood(
         ("--max_train_steps", "or by --set train.max_train_steps=..."),
         ("--max-train-steps", "or by --set train.max_train_steps=..."),
         ("--network_dim", "or by --set lora.rank=..."),
-        ("--deepspeed", "there is none here, leave it out: one process trains on one GPU"),
+        ("--deepspeed", "there is none here, leave it out: GPUs share a step by parallel.gpus"),
         ("--config", "name the file without an option: trainer config check my.yaml"),
         ("--outptu", "did you mean --output?"),
         ("--xyzzy", "trainer config check --help lists the options"),

@@ -19,7 +19,7 @@ from trainer.engine.probing.probe import Probed
 from trainer.errors import HardwareError
 from trainer.families.values import AttentionShape
 from trainer.machine.facts import Facts, KernelVerdict, ReadVerdict
-from trainer.machine.verdicts import FILE_NAME, read_kept
+from trainer.machine.verdicts import FILE_NAME, read_kept_of_all
 from trainer.planning import planning
 from trainer.planning.planning import plan_run
 
@@ -35,17 +35,17 @@ class Machine:
         self.facts = dataclasses.replace(machine("h200"), verdicts=())
         self.asked: list[tuple[str, str]] = []
         self.answer: Answer = lambda name, shape, dtype: probe.judge(name, shape, WORKS, dtype)
-        self.unsettled = False
+        self.unsettled, self.device = False, "cuda:0"
         self._file = cache / FILE_NAME
 
     def read(self) -> Facts:
-        kept = read_kept(self._file, self.facts)
+        kept = read_kept_of_all(self._file, self.facts)
         return dataclasses.replace(self.facts, verdicts=kept.verdicts, readings=kept.readings)
 
     def probe(
         self, kernels: Sequence[str], shape: AttentionShape, dtype: str, *_: object, device: str
     ) -> Probed:
-        assert device == "cuda"
+        assert device == self.device
         self.asked += [(name, dtype) for name in kernels]
         rows = tuple(self.answer(name, shape, dtype) for name in kernels)
         bad = tuple(row for row in rows if not row.works)
@@ -187,7 +187,10 @@ def test_the_disk_of_the_base_is_measured_once_and_decides(
     asked: list[Path] = []
     rates = {"parallel": 2.0, "fastsafetensors": 3.0}
 
-    def instead(file: Path, disk: str, environ: object) -> tuple[tuple[ReadVerdict, ...], str]:
+    def instead(
+        file: Path, disk: str, environ: object, *, device: str
+    ) -> tuple[tuple[ReadVerdict, ...], str]:
+        assert device == "cuda:0"
         asked.append(file)
         rows = (
             ReadVerdict(disk=disk, loader=loader, state="cold", gib_per_second=rate)
@@ -233,3 +236,20 @@ def test_verdicts_of_an_earlier_version_are_dropped_with_a_word(
     gpu.asked.clear()
     measure.planned(config(), probe=True)
     assert gpu.asked == []
+
+
+def test_kernels_are_measured_on_the_kind_of_gpu_that_the_run_takes(gpu: Machine) -> None:
+    """The H200 is visible second: what is measured there is kept as its own, not as the other's."""
+    alone, other = gpu.facts, machine("rtx-4090").gpu
+    gpu.facts, gpu.device = dataclasses.replace(alone, gpus=(other, *alone.gpus)), "cuda:1"
+    found, plan = measure.planned(config(), probe=True)
+    assert (plan.devices, plan.attention) == ((1,), "flash")
+    assert {row.gpu for row in found.verdicts} == {"NVIDIA H200"}
+    gpu.asked.clear()
+    assert measure.planned(config(), probe=True) == (found, plan)
+    gpu.facts, gpu.device = alone, "cuda:0"
+    assert {row.gpu for row in measure.planned(config(), probe=True)[0].verdicts} == {""}
+    assert gpu.asked == [], "kept by the GPU's name"
+    gpu.facts = dataclasses.replace(alone, gpus=(other,))
+    measure.planned(config(), probe=True)
+    assert gpu.asked

@@ -192,17 +192,16 @@ def test_a_variable_that_is_listed_as_ours_is_not_called_useless(name: str) -> N
 
 
 @pytest.mark.parametrize(
-    "environ",
+    ("name", "value", "warned"),
     [
-        {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "MASTER_ADDR": "127.0.0.1"},  # torchrun
-        {"ACCELERATE_DYNAMO_MODE": "default", "ACCELERATE_USE_CPU": "True"},  # accelerate launch --cpu
+        ("ACCELERATE_MIXED_PRECISION", "no", False),
+        ("ACCELERATE_MIXED_PRECISION", "bf16", True),
+        ("ACCELERATE_DYNAMO_BACKEND", "NO", False),
+        ("ACCELERATE_USE_FSDP", "true", True),
     ],
-    ids=str,
 )
-def test_launchers_of_several_processes_are_refused(environ: dict[str, str]) -> None:
-    ((what, remedy),) = problems("", environ)
-    assert "started" in what
-    assert "`trainer train` itself" in remedy and "a later version" in remedy
+def test_what_accelerate_launch_always_sets_is_not_warned_of(name: str, value: str, warned: bool) -> None:
+    assert bool(list(elsewhere.variables({name: value}))) is warned
 
 
 @pytest.mark.parametrize(

@@ -303,3 +303,10 @@ def test_the_floor_of_shared_memory_goes_by_attributes(facts: Facts, requested: 
     assert machine_problems(facts, requested, None) == ()
     (problem,) = machine_problems(available(facts, 15 * GIB), requested, None)
     assert problem.where == "unified memory" and "20.0 GiB must stay free" in problem.what
+
+
+def test_one_kind_of_gpu_that_can_train_is_enough() -> None:
+    good, old = machine("h200"), dataclasses.replace(machine("too-old-gpu").gpu, total_memory_bytes=200 * GIB)
+    assert machine_problems(dataclasses.replace(good, gpus=(old, *good.gpus)), "auto", None) == ()
+    (problem,) = machine_problems(dataclasses.replace(good, gpus=(old,)), "auto", None)
+    assert "carries no code" in problem.what

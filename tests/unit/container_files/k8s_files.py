@@ -21,7 +21,7 @@ from trainer.container.appliance import TARGETS
 K8S = ROOT / "k8s"
 BASE = K8S / "base"
 OVERLAYS = tuple(TARGETS)
-COMPONENTS = ("kueue", "monitoring", "no-operator", "offline", "wandb")
+COMPONENTS = ("kueue", "monitoring", "no-operator", "offline", "two-gpus", "wandb")
 RENDER_TIMEOUT_SECONDS = 60
 
 Manifest = dict[str, Any]

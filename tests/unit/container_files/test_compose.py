@@ -28,6 +28,8 @@ FILES = {
 HOST_VARIABLES = {f"TRAINER_{volume.name.upper()}": volume for volume in VOLUMES}
 """The variables on the host that say which folder is mounted where."""
 QUICKSTART = "train_configs/quickstart.yaml"
+SHARED_MEMORY_BYTES = 1024**3
+"""Size of /dev/shm that NCCL's manual gives."""
 
 
 def seconds(duration: str) -> int:
@@ -121,6 +123,8 @@ def test_health_is_asked_as_the_image_asks(profile: str) -> None:
 def test_shared_memory_is_the_containers_own(profile: str) -> None:
     service = services(profile)["trainer"]
     assert service["ipc"] == "private", "with the host's, a killed run leaves its shared memory behind"
+    assert service["shm_size"] == f"{SHARED_MEMORY_BYTES // 1024**3}g", "docker's g is 2**30 bytes"
+    assert "ulimits" not in service, "nothing here needs locked memory beyond the driver's own"
 
 
 def test_only_gpu_profiles_ask_for_gpus(profile: str) -> None:
@@ -130,7 +134,9 @@ def test_only_gpu_profiles_ask_for_gpus(profile: str) -> None:
         assert "deploy" not in found["trainer"]
     else:
         (device,) = found["trainer"]["deploy"]["resources"]["reservations"]["devices"]
-        assert device == {"driver": "nvidia", "count": "all", "capabilities": ["gpu"]}
+        assert device == {"driver": "nvidia", "count": "${TRAINER_GPUS:-all}", "capabilities": ["gpu"]}
+        assert interpolated(device["count"], {}) == "all"
+        assert interpolated(device["count"], {"TRAINER_GPUS": "2"}) == "2"
     assert "runtime" not in found["trainer"], "the nvidia runtime may not be registered"
 
 
@@ -154,14 +160,14 @@ def test_the_environment_fits_the_profile(profile: str) -> None:
 
 def test_host_variables_disturb_no_trainer_on_the_host() -> None:
     """People who export these variables may also run the trainer without a container."""
-    exported = {*HOST_VARIABLES, "TRAINER_COMMAND", "TRAINER_IMAGE"}
+    exported = {*HOST_VARIABLES, "TRAINER_COMMAND", "TRAINER_GPUS", "TRAINER_IMAGE"}
     assert not exported & {variable.name for variable in environment.VARIABLES}
     assert environment.misspelt(dict.fromkeys(exported, "x"), fields.dotted_keys()) == []
 
 
 def test_every_variable_is_explained_and_used() -> None:
     for name, used_in in (
-        ("base.yaml", ("base.yaml", "cpu.yaml")),
+        ("base.yaml", ("base.yaml", "cpu.yaml", "generic-cuda.yaml")),
         ("monitoring.yaml", ("monitoring.yaml",)),
     ):
         text = (COMPOSE / name).read_text()

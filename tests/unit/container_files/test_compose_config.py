@@ -9,9 +9,9 @@ import pytest
 
 from scripts import render_compose
 from tests.unit.container_files.compose_files import COMPOSE, config, interpolated, services
-from tests.unit.container_files.test_compose import HELPER
+from tests.unit.container_files.test_compose import HELPER, SHARED_MEMORY_BYTES
 from tests.unit.house.sources import ROOT
-from trainer.config import environment
+from trainer.config import environment, launchers
 from trainer.container import appliance
 from trainer.container.appliance import VOLUMES
 
@@ -86,10 +86,21 @@ def test_what_is_handed_in_is_listed_and_nothing_that_means_another_place_inside
     known = {variable.name for variable in environment.VARIABLES}
     assert names <= known
     assert not names & {*appliance.IMAGE_ENVIRONMENT, *appliance.SECRETS}
-    # the rest: folders and files, which lie elsewhere in a container, secrets, and the port, that has its own
-    rest = known - names - appliance.IMAGE_ENVIRONMENT.keys()
-    elsewhere = re.compile(r"_(DIR|PATH|FILE|FACTS|CACHE|HOME|KEY|TOKEN)$")
+    # the rest: folders, files and interfaces, which are others in a container, secrets, what launchers in it
+    # set, and the port, that has its own
+    rest = known - names - appliance.IMAGE_ENVIRONMENT.keys() - {*launchers.VARIABLES}
+    elsewhere = re.compile(r"_(DIR|PATH|FILE|FACTS|CACHE|HOME|KEY|TOKEN|IFNAME)$")
     assert {one for one in rest if not elsewhere.search(one)} == {"TRAINER_METRICS_PORT"}
+
+
+def test_compose_hands_in_all_gpus_or_as_many_as_people_say(tmp_path: Path) -> None:
+    files = ["-f", str(COMPOSE / "hopper-fp8.yaml")]
+    every = (-1, "all")  # as versions of compose write it
+    for given, counts in (({}, every), ({"TRAINER_GPUS": "all"}, every), ({"TRAINER_GPUS": "2"}, (2,))):
+        service = config(files, tmp_path, **given)["services"]["trainer"]
+        (device,) = service["deploy"]["resources"]["reservations"]["devices"]
+        assert device["count"] in counts
+        assert int(service["shm_size"]) == SHARED_MEMORY_BYTES
 
 
 def test_compose_understands_each_file_with_monitoring(profile: str, tmp_path: Path) -> None:

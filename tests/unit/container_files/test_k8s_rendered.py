@@ -31,14 +31,19 @@ from tests.unit.container_files.k8s_files import (
     render,
     rendered,
 )
-from tests.unit.container_files.k8s_rules import house, restricted, unresolved
+from tests.unit.container_files.k8s_rules import house, quantity_bytes, restricted, unresolved
+from tests.unit.container_files.test_compose import SHARED_MEMORY_BYTES
 from tests.unit.house.sources import ROOT
 from trainer import __version__
+from trainer.config.environment import CONFIG_PREFIX
 from trainer.container.appliance import GROUP, USER, VOLUMES
 
 COMBINATIONS = [
     chosen for count in range(len(COMPONENTS) + 1) for chosen in itertools.combinations(COMPONENTS, count)
 ]
+ONE_GPU_A_NODE = ("cpu", "dgx-spark")
+"""Overlays whose nodes have one GPU at most."""
+SEVERAL_GPUS_A_NODE = tuple(name for name in OVERLAYS if name not in ONE_GPU_A_NODE)
 NEWEST_MINORS = 3
 OPERATOR = "monitoring.coreos.com/v1"
 MODELLED = {(OPERATOR, "PodMonitor"), (OPERATOR, "PrometheusRule")}
@@ -81,7 +86,8 @@ def test_kubectl_merges_as_our_own_merge_does(name: str) -> None:
 @pytest.mark.container
 @pytest.mark.parametrize("name", OVERLAYS)
 def test_every_combination_of_components_renders(name: str, tmp_path: Path) -> None:
-    for chosen in COMBINATIONS:
+    possible = [one for one in COMBINATIONS if "two-gpus" not in one or name in SEVERAL_GPUS_A_NODE]
+    for chosen in possible:
         manifests = combined(tmp_path, name, chosen)
         names = [(kind(manifest), manifest["metadata"]["name"]) for manifest in manifests]
         assert len(set(names)) == len(names)
@@ -94,6 +100,8 @@ def test_every_combination_of_components_renders(name: str, tmp_path: Path) -> N
         assert ("LocalQueue" in kinds) == job["spec"].get("suspend", False) == ("kueue" in chosen)
         offline = "egress" not in one(manifests, "NetworkPolicy")["spec"]
         assert offline == (environment(job).get("HF_HUB_OFFLINE") == "1") == ("offline" in chosen)
+        gpus = container(job)["resources"]["limits"].get("nvidia.com/gpu", 0)
+        assert (gpus == 2) == ("two-gpus" in chosen)
 
 
 @pytest.mark.container
@@ -122,6 +130,42 @@ def test_a_key_for_wandb_comes_as_a_file_and_only_where_asked_for(tmp_path: Path
     assert "WANDB_API_KEY_FILE" not in environment(one(plain("rtx-4090"), "Job"))
     told = f"create secret generic {volume['secret']['secretName']} --from-file={key}="
     assert told in (K8S / "components/wandb/kustomization.yaml").read_text()
+
+
+@pytest.mark.container
+@pytest.mark.parametrize("name", SEVERAL_GPUS_A_NODE)
+def test_two_gpus_take_twice_what_one_takes(name: str, tmp_path: Path) -> None:
+    """Each GPU has a process of its own, and these share no memory of the host."""
+    one_gpu = container(one(rendered(name), "Job"))["resources"]
+    two = container(one(combined(tmp_path, name, ["two-gpus"]), "Job"))["resources"]
+    for kind_of, values in one_gpu.items():
+        for resource, value in values.items():
+            number, unit = re.fullmatch(r"(\d+)(\D*)", str(value)).groups()  # type: ignore[union-attr]
+            assert str(two[kind_of][resource]) == f"{2 * int(number)}{unit}", (kind_of, resource)
+    assert two.keys() == one_gpu.keys()
+
+
+@pytest.mark.container
+def test_two_gpus_where_one_would_be_asked_for_after_all_are_refused(tmp_path: Path) -> None:
+    """Over an overlay without a GPU, and in the list of an overlay whose own patch comes later."""
+    with pytest.raises(AssertionError, match="~1gpu failed: test failed"):
+        combined(tmp_path, "cpu", ["two-gpus"])
+    shutil.copytree(K8S, tmp_path / "k8s")
+    overlay = tmp_path / "k8s/overlays/hopper-fp8"
+    with (overlay / "kustomization.yaml").open("a") as file:
+        file.write("components: [../../components/two-gpus]\n")
+    with pytest.raises(AssertionError, match="test operation does not apply"):
+        render(overlay)
+
+
+def test_two_gpus_are_written_down_so_that_none_is_held_for_nothing() -> None:
+    (patch,) = load(K8S / "components/two-gpus/job.yaml")
+    assert environment(patch) == {CONFIG_PREFIX + "PARALLEL__GPUS": "2"}
+    (volume,) = pod_spec(patch)["volumes"]
+    assert container(patch)["volumeMounts"] == [{"name": volume["name"], "mountPath": "/dev/shm"}]
+    # the kernel counts it as the container's memory, so it must end somewhere
+    assert volume["emptyDir"]["medium"] == "Memory"
+    assert quantity_bytes(volume["emptyDir"]["sizeLimit"]) == SHARED_MEMORY_BYTES
 
 
 @pytest.mark.container

@@ -23,14 +23,23 @@ from trainer.container.appliance import SECRETS, TARGETS, VOLUMES
 from trainer.telemetry.sinks.metrics import METRICS
 
 MANUALS = [
-    ROOT / name for name in ("DOCKER.md", "docs/cuda13.md", "docs/troubleshooting.md", "docs/memory.md")
+    ROOT / name
+    for name in (
+        "DOCKER.md",
+        "docs/cuda13.md",
+        "docs/troubleshooting.md",
+        "docs/memory.md",
+        "docs/several-gpus.md",
+    )
 ]
 TROUBLES = ROOT / "docs/troubleshooting.md"
+SEVERAL_GPUS = ROOT / "docs/several-gpus.md"
 DOCKERFILE = ROOT / "docker/Dockerfile"
 BAKE = ROOT / "docker/docker-bake.hcl"
 FOREIGN_VARIABLES = {
     "DOCKER_BUILDKIT",
     "HTTPS_PROXY",
+    "NCCL_DEBUG",
     "PWD",
     "PYTORCH_CUDA_ALLOC_CONF",
     "SSL_CERT_FILE",
@@ -259,7 +268,8 @@ def test_keys_of_the_configuration_exist(manual: Path) -> None:
     sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
     for text in [*inline(manual), *(word for command in commands(manual) for word in command)]:
         found = re.match(
-            r"^(model|data|lora|train|flow|features|validation|checkpoint)\.([a-z_]+)(?:[=:].*)?$", text
+            r"^(model|data|lora|train|flow|features|parallel|validation|checkpoint)\.([a-z_]+)(?:[=:].*)?$",
+            text,
         )
         if found and not text.endswith((".yaml", ".json")):
             section: Any = sections[found[1]]
@@ -326,6 +336,12 @@ def is_printed(quote: str) -> bool:
 @pytest.mark.parametrize("quote", quotes(), ids=str)
 def test_quoted_messages_are_printed(quote: str) -> None:
     assert is_printed(quote)
+
+
+def test_quoted_messages_about_several_gpus_are_printed() -> None:
+    said = table(SEVERAL_GPUS, "says")
+    assert len(said) >= 8
+    assert [quote for quote in said if not is_printed(quote)] == []
 
 
 def test_other_messages_are_not() -> None:

@@ -355,7 +355,7 @@ def test_what_others_hold_of_unified_memory_is_the_hosts(
     meminfo = tmp_path / "meminfo"
     meminfo.write_text("MemTotal: 128000 kB\nMemFree: 1000 kB\nMemAvailable: 32000 kB\n")
     device = SimpleNamespace(is_integrated=True)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: device)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: device)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 * gib, 24 * gib))
     monkeypatch.setattr(probe, "MEMINFO", meminfo)
     assert probe.held_by_others("cuda") == 0.75

@@ -42,12 +42,17 @@ def test_only_so_much_is_read(shard: Path, loader: str, monkeypatch: pytest.Monk
     asked: list[str] = []
     plain = reading.Shard
 
-    def counted(*, ends: Mapping[str, int], get_tensor: Callable[[str], torch.Tensor]) -> reading.Shard:
+    def counted(
+        *,
+        ends: Mapping[str, int],
+        get_tensor: Callable[[str], torch.Tensor],
+        zeros: Callable[[str], torch.Tensor],
+    ) -> reading.Shard:
         def asking(name: str) -> torch.Tensor:
             asked.append(name)
             return get_tensor(name)
 
-        return plain(ends=ends, get_tensor=asking)
+        return plain(ends=ends, get_tensor=asking, zeros=zeros)
 
     monkeypatch.setattr(reading, "Shard", counted)
     assert probe_reading.measure(shard, loader, "cached", "cpu", most=4 * 2**18 + 8192) > 0

@@ -10,7 +10,7 @@ import torch
 
 from tests.ranks import Workers
 from trainer.engine.caching.store import DamagedEntryError
-from trainer.engine.ranks import ALONE, Ranks, Waits
+from trainer.engine.ranks import ALONE, Ranks, Waits, joined
 from trainer.errors import (
     DataError,
     EndedTogether,
@@ -132,3 +132,17 @@ def test_only_long_waits_are_told_and_none_counts_as_work(tmp_path: Path) -> Non
     status = read_status(tmp_path)
     assert status is not None and status.median_step_seconds is not None
     assert status.median_step_seconds < 0.5  # the second that it waited is not a step's
+
+
+def test_a_rank_that_waits_for_one_that_never_comes_can_be_ended(tmp_path: Path) -> None:
+    """Its supervisor may be gone by then: nobody else would end it."""
+    looked: list[int] = []
+
+    def look() -> None:
+        looked.append(1)
+        if len(looked) == 3:
+            raise StoppedError("stopped on request")
+
+    with pytest.raises(StoppedError), joined(0, 2, tmp_path / "meet", look=look):
+        pytest.fail("the other rank never came")
+    assert len(looked) == 3

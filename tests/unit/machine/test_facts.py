@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,7 @@ from trainer.machine import driver, torch_build, verdicts
 from trainer.machine.facts import (
     HostMemory,
     KernelVerdict,
+    ReadVerdict,
     driver_text,
     facts_from_json,
     version_from,
@@ -77,6 +79,19 @@ def test_this_machine_is_read_without_torch(tmp_path: Path) -> None:
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
 
 
+def test_gpus_of_one_kind_are_alike_in_all_but_a_little_memory() -> None:
+    one = machine("h200").gpu
+    less = dataclasses.replace(one, total_memory_bytes=one.total_memory_bytes * 99 // 100)
+    half = dataclasses.replace(one, total_memory_bytes=one.total_memory_bytes // 2)
+    newer = dataclasses.replace(half, name="newer", capability=(10, 0))
+    facts = dataclasses.replace(machine("h200"), gpus=(half, one, newer, less, one))
+    assert facts.kinds == ((1, 3, 4), (2,), (0,)), "most memory first, then the newer"
+    assert facts.gpu is one
+    assert facts.on((2,)).gpus == facts.on((2,)).gpus == (newer,)
+    assert facts.besides((1, 3, 4)) == (half, newer)
+    assert facts.on(()) is facts
+
+
 def test_a_facts_file_stands_in(tmp_path: Path) -> None:
     path = MACHINES / "dgx-spark.json"
     assert read_facts(cache_dir=tmp_path, facts_file=path) == machine("dgx-spark")
@@ -99,11 +114,18 @@ FAKE_LIBCUDA = """
 #include <stddef.h>
 #include <stdlib.h>
 #include <string.h>
-int cuInit(unsigned flags) { return getenv("FAKE_FAILS") ? 100 : 0; }
+static char seen[256] = "NVIDIA GB10";
+static void see(const char *name)
+{ const char *value = getenv(name); strcat(seen, value ? value : "unset"); strcat(seen, ";"); }
+int cuInit(unsigned flags)
+{
+    if (getenv("FAKE_TELLS")) { seen[0] = 0; see("CUDA_DEVICE_ORDER"); see("CUDA_VISIBLE_DEVICES"); }
+    return getenv("FAKE_FAILS") ? 100 : 0;
+}
 int cuDriverGetVersion(int *v) { *v = 13010; return 0; }
 int cuDeviceGetCount(int *n) { *n = 1; return 0; }
 int cuDeviceGet(int *d, int i) { *d = i; return 0; }
-int cuDeviceGetName(char *s, int n, int d) { strncpy(s, "NVIDIA GB10", n); return 0; }
+int cuDeviceGetName(char *s, int n, int d) { strncpy(s, seen, n); return 0; }
 int cuDeviceTotalMem_v2(size_t *b, int d) { *b = 130674946048ul; return 0; }
 int cuDeviceGetAttribute(int *v, int a, int d)
 { *v = a == 75 ? 12 : a == 76 ? 1 : a == 18 ? 1 : -1; return 0; }
@@ -136,6 +158,29 @@ def test_a_driver_that_shows_no_gpu_says_why(libcuda: str, monkeypatch: pytest.M
     monkeypatch.setenv("FAKE_FAILS", "1")
     report = driver.query_gpus((libcuda,))
     assert (report.gpus, report.cuda, report.problem) == ((), (13, 1), "cuInit: CUDA_ERROR_NO_DEVICE")
+
+
+MIG = "MIG-00000000-0000-0000-0000-000000000001"
+
+
+@pytest.mark.parametrize(
+    ("written", "order"), [(None, "PCI_BUS_ID"), ("", "PCI_BUS_ID"), ("FASTEST_FIRST", "FASTEST_FIRST")]
+)
+@pytest.mark.parametrize("visible", ["1", "GPU-00000000-0000-0000-0000-000000000002", MIG])
+def test_gpus_are_numbered_as_in_the_processes_that_train_and_the_driver_says_which_are_visible(
+    libcuda: str, monkeypatch: pytest.MonkeyPatch, written: str | None, order: str, visible: str
+) -> None:
+    """libcuda reads both variables as it is initialised; it alone knows a UUID or a MIG device."""
+    monkeypatch.setenv("CUDA_DEVICE_ORDER", "")  # is put back afterwards
+    if written is None:
+        monkeypatch.delenv("CUDA_DEVICE_ORDER")
+    else:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", written)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    monkeypatch.setenv("FAKE_TELLS", "1")
+    (gpu,) = driver.query_gpus((libcuda,)).gpus
+    assert gpu.name == f"{order};{visible};"
+    assert os.environ["CUDA_DEVICE_ORDER"] == order, "processes that are started now see the same order"
 
 
 def test_no_driver_is_no_error() -> None:
@@ -243,6 +288,21 @@ def test_verdicts_merge_per_kernel_and_machine(tmp_path: Path) -> None:
     assert verdicts.read_kept(path, updated).verdicts == (), "another driver, other kernels"
     names = sorted(file.name for file in path.parent.iterdir())
     assert names == [".verdicts.json.lock", "verdicts.json"], "no temporary file stays"
+
+
+def test_verdicts_of_several_kinds_are_told_apart(tmp_path: Path) -> None:
+    path, h200, other = tmp_path / "verdicts.json", machine("h200"), machine("rtx-4090")
+    mixed = dataclasses.replace(h200, gpus=(*other.gpus, *h200.gpus))
+    for facts, works in ((h200, True), (dataclasses.replace(h200, gpus=other.gpus), False)):
+        rate = ReadVerdict(disk="/", loader="parallel", state="cold", gib_per_second=float(works))
+        assert verdicts.keep(path, facts, verdicts=[verdict("attention.flash", works=works)], readings=[rate])
+    kept = verdicts.read_kept_of_all(path, mixed)
+    found = dataclasses.replace(mixed, verdicts=kept.verdicts, readings=kept.readings)
+    for place, works in ((0, False), (1, True)):
+        here = found.on((place,))
+        assert [row.works for row in here.verdicts] == [works]
+        assert [row.gib_per_second for row in here.readings] == [float(works)]
+    assert verdicts.read_kept_of_all(path, h200) == verdicts.read_kept(path, h200)
 
 
 def test_verdicts_of_two_starts_at_once_are_all_kept(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.unit.planning.conftest import GIB, machine, with_gpu
 from trainer.errors import ConfigError, HardwareError
-from trainer.machine.profiles import PROFILES, select
+from trainer.machine.profiles import PROFILES, select, select_each
 from trainer.planning.torch_and_driver import check, covering
 
 
@@ -88,6 +88,22 @@ def test_an_unknown_profile_is_a_bad_configuration(requested: str, remedy: str) 
     (problem,) = caught.value.problems
     assert problem.where == "TRAINER_PROFILE" and f'"{requested}"' in problem.what
     assert problem.remedy == remedy + ", ".join(["auto", *PROFILES])
+
+
+def test_a_requested_profile_takes_the_kind_of_gpu_that_it_is_for() -> None:
+    gpus = (*machine("rtx-4090").gpus, *machine("h200").gpus)
+    mixed = dataclasses.replace(machine("h200"), gpus=gpus)
+    found = [(one.profile.name, one.places, one.facts.gpu.name) for one in select_each(mixed)]
+    assert found == [
+        ("hopper-fp8", (1,), "NVIDIA H200"),
+        ("rtx-4090", (0,), "NVIDIA GeForce RTX 4090"),
+    ]
+    (asked,) = select_each(mixed, "rtx-4090")
+    assert (asked.places, asked.facts.gpus) == ((0,), gpus[:1])
+    (cpu,) = select_each(mixed, "cpu")
+    assert (cpu.places, cpu.facts) == ((), mixed)
+    with pytest.raises(HardwareError, match=r"contradicts this machine \(NVIDIA H200\)"):
+        select(mixed, "dgx-spark")
 
 
 def test_the_cpu_can_be_asked_for_on_a_gpu_host() -> None:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Set
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -235,11 +235,13 @@ def test_one_layer_at_a_time_is_in_full_precision(
     gc.disable()
     counts: list[int] = []
 
-    def watched(self: Structure, name: str, rows: torch.Tensor, on_host: Set[str], **options: Any) -> None:
+    def watched(
+        self: Structure, name: str, rows: torch.Tensor, elsewhere: Mapping[str, str], **options: Any
+    ) -> None:
         module = self.module.get_submodule(name.rpartition(".")[0])
         if rows.ndim == 2 and type(module) is not torch.nn.Linear and isinstance(module, torch.nn.Linear):
             counts.append(len([shape for shape in live().values() if shape[0] != 40]))
-        place(self, name, rows, on_host, **options)
+        place(self, name, rows, elsewhere, **options)
 
     place = Structure.place
     monkeypatch.setattr(Structure, "place", watched)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
-from collections.abc import Iterator, Set
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from tests.unit.modeling.test_quantize import CONFIG
 from trainer.errors import AccessError, ConfigError
 from trainer.files.component_shapes import header_shapes, packed_size
 from trainer.files.weight_files import weight_files
+from trainer.modeling.base import reading
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.base.structure import Structure
@@ -197,10 +198,12 @@ def test_one_layer_at_a_time_is_in_full_precision(
     counts: list[int] = []
     staying: set[int] = set()
 
-    def watched(self: Structure, name: str, rows: torch.Tensor, on_host: Set[str], **options: Any) -> None:
+    def watched(
+        self: Structure, name: str, rows: torch.Tensor, elsewhere: Mapping[str, str], **options: Any
+    ) -> None:
         if rows.ndim == 2:
             counts.append(len(live() - staying))
-        place(self, name, rows, on_host, **options)
+        place(self, name, rows, elsewhere, **options)
         module = self.module.get_submodule(name.rpartition(".")[0])
         if type(module) is torch.nn.Linear:
             staying.add(module.weight.untyped_storage().data_ptr())
@@ -294,3 +297,35 @@ def test_blocks_of_a_language_model_recompute(llama: Path) -> None:
     recompute_blocks(repeated_blocks(model, ("LlamaDecoderLayer",)))
     model(input_ids=torch.tensor([[1, 2, 3]])).logits.sum().backward()
     assert len(calls) == 4
+
+
+@pytest.mark.parametrize("weights", [None, "int8", "fp8"])
+def test_blocks_of_another_rank_are_not_read(
+    weights: str | None, flux: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are of the right sizes and types all the same, without values."""
+    kind, base = FluxTransformer2DModel, source(flux)
+    replace = None if weights is None else replacer(find(weights), KEEP)
+    whole = load(kind, base, "transformer", torch.bfloat16, replace)
+    asked: list[str] = []
+    plain = reading.Shard
+
+    def watched(*, get_tensor: Callable[[str], torch.Tensor], **others: Any) -> reading.Shard:
+        def asking(name: str) -> torch.Tensor:
+            asked.append(name)
+            return get_tensor(name)
+
+        return plain(get_tensor=asking, **others)
+
+    monkeypatch.setattr(reading, "Shard", watched)
+    block = "single_transformer_blocks.0"
+    structure = build_structure(
+        kind, base, "transformer", device="cpu", dtype=torch.bfloat16, replace=replace
+    )
+    found = fill_structure(structure, elsewhere={block: "meta"})
+    assert asked and not [name for name in asked if name.startswith(f"{block}.")]
+    for name, wanted in whole.state_dict().items():
+        one = found.state_dict()[name]
+        assert (one.shape, one.dtype, one.stride()) == (wanted.shape, wanted.dtype, wanted.stride())
+        assert one.is_meta == name.startswith(f"{block}.")
+        assert one.is_meta or torch.equal(one, wanted)

@@ -12,7 +12,8 @@ from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.blocks import recompute
 from trainer.modeling.blocks.compiled import compile_blocks, graphs_compiled
 from trainer.modeling.blocks.recompute import Recomputed, give_base, recompute_blocks, repeated_blocks
-from trainer.modeling.storage.swap import swap_blocks
+from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
+from trainer.modeling.storage.staging import Staged
 from trainer.planning.shapes.activations import counted
 
 
@@ -96,19 +97,19 @@ def test_compiled_blocks_with_joined_layers_recompute(waiting: int) -> None:
     changes = {"num_hidden_layers": 4}
     wanted_output, wanted = case("llama", changes=changes).gradients()
     one = case("llama", changes=changes)
-    swapped = (
-        swap_blocks(repeated_blocks(one.model, one.family.blocks), waiting, device="cpu") if waiting else None
-    )
-    recompute_blocks(repeated_blocks(one.model, one.family.blocks), inside=not waiting)
+    blocks = repeated_blocks(one.model, one.family.blocks)
+    elsewhere = [blocks[name] for name in spread_blocks(blocks, waiting)]
+    staged = Staged(HostMemory(elsewhere, pinned=False), "cpu") if waiting else None
+    recompute_blocks(blocks, inside=not waiting)
 
     def run() -> None:
         one.predict()
-        if swapped is not None:
-            swapped.to_host()
+        if staged is not None:
+            staged.unpack()
 
     assert join_siblings(one.model, run) == 4 * 3
-    if swapped is not None:
-        swapped.pack()
+    if staged is not None:
+        staged.pack()
     assert compile_blocks(repeated_blocks(one.model, one.family.blocks), activation_budget=1.0) == 4
     for _ in range(2):
         output, found = one.gradients()

@@ -41,7 +41,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Planned:
 
 
 def row(plan: Plan) -> tuple[str, str, str]:
-    (found,) = [one for one in plan.decisions if one.feature == "environment"]
+    (found,) = [one for one in plan.decisions if one.feature == "environment" and one.value in NAMES]
     return found.value, found.source, found.reason
 
 

@@ -390,7 +390,9 @@ def test_the_command_prints_json_and_exports(
     assert plan.attention == "efficient"
     assert ("attention", "--set features.attention") in [(row.feature, row.source) for row in plan.decisions]
     assert main(command("dgx-spark", "--export")) == 0
-    assert capsys.readouterr().out == "export PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.75\n"
+    assert capsys.readouterr().out == (
+        "export CUDA_DEVICE_ORDER=PCI_BUS_ID\nexport PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.75\n"
+    )
 
 
 def test_a_budget_option_is_the_key(

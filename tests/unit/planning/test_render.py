@@ -77,4 +77,6 @@ def test_exports_are_never_executed(plan: Plan) -> None:
 
 
 def test_exports_of_the_spark(plan: Plan) -> None:
-    assert environment_exports(plan) == "export PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.75\n"
+    assert environment_exports(plan) == (
+        "export CUDA_DEVICE_ORDER=PCI_BUS_ID\nexport PYTORCH_ALLOC_CONF=per_process_memory_fraction:0.75\n"
+    )

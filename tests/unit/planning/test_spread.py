@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError, HardwareError
 from trainer.machine.facts import Facts
 from trainer.planning.plan import Plan
-from trainer.planning.shapes.geometry import Geometry
+from trainer.planning.shapes.geometry import Geometry, Linears, Stack
 
 
 def planned(config: RunConfig, geometry: Geometry, facts: Facts | None = None) -> Plan:
@@ -64,6 +66,284 @@ def test_what_cannot_be_shared_is_refused(
         planned(config(**changes), geometry)
 
 
-def test_several_gpus_are_refused_by_this_version(shared: Config, geometry: Geometry) -> None:
-    with pytest.raises(HardwareError, match="trains on one GPU"):
-        planned(shared(parallel__gpus=2), geometry, machine("h200"))
+KINDS = ("h200", "a100-80gb", "rtx-4090")
+"""Recorded machines whose GPUs `several` takes."""
+
+
+def several(*kinds: int, **changes: Any) -> Facts:
+    """A machine with GPUs of several kinds, by number: 0 for an H200, 1 for an A100, 2 for an RTX 4090."""
+    gpus = [machine(name).gpu for name in KINDS]
+    return dataclasses.replace(machine("h200"), gpus=tuple(gpus[kind] for kind in kinds), **changes)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "batch", "steps", "ranks", "devices", "parted"),
+    [
+        ((0, 0), 1, 4, 2, (0, 1), (1, 4)),
+        ((0, 0, 0, 0), 1, 6, 3, (0, 1, 2), (1, 6)),
+        ((0, 0, 0, 0), 4, 1, 4, (0, 1, 2, 3), (1, 4)),
+        ((0, 0), 4, 1, 2, (0, 1), (2, 2)),
+        ((0, 1, 0), 1, 4, 2, (0, 2), (1, 4)),
+        ((0, 0), 1, 1, 1, (0,), (1, 1)),
+        ((0, 1, 1), 1, 4, 1, (0,), (1, 4)),  # one that is predicted to be faster than two of another kind
+        ((1, 1, 1, 1, 2), 1, 4, 4, (0, 1, 2, 3), (1, 4)),
+        ((1, 1, 0, 0), 1, 4, 2, (2, 3), (1, 4)),  # of equal numbers those with the most memory
+        ((1, 0, 1), 1, 1, 1, (1,), (1, 1)),  # one GPU: the one with the most memory
+        ((2, 0), 1, 4, 1, (1,), (1, 4)),
+    ],
+)
+def test_auto_takes_the_gpus_of_one_kind_that_share_a_step_evenly(
+    config: Config,
+    geometry: Geometry,
+    kinds: tuple[int, ...],
+    batch: int,
+    steps: int,
+    ranks: int,
+    devices: tuple[int, ...],
+    parted: tuple[int, int],
+) -> None:
+    asked = config(train__train_batch_size=batch, train__gradient_accumulation_steps=steps)
+    found = planned(asked, geometry, several(*kinds))
+    assert (found.ranks, found.devices) == (ranks, devices)
+    assert (found.micro_batch_size, found.accumulation_steps) == parted
+    assert row(found, "gpus").value == f"{ranks} of {len(kinds)}"
+
+
+def test_the_plan_is_of_the_kind_that_was_taken(config: Config, geometry: Geometry) -> None:
+    """Profile, budget, attention and rates follow it, not the GPU that is visible first."""
+    steps = functools.partial(config, train__gradient_accumulation_steps=4)
+    pair = planned(steps(), geometry, several(1, 0, 0, verdicts=()))
+    alone = planned(steps(parallel__gpus=2), geometry, several(0, 0, verdicts=()))
+    assert (pair.profile, pair.devices) == ("hopper-fp8", (1, 2))
+    follows = ("profile", "budget_bytes", "attention", "weights", "step_milliseconds", "train_memory")
+    assert all(vars(pair)[name] == vars(alone)[name] for name in follows)
+    other = planned(steps(), geometry, several(2, 0))
+    assert (other.profile, other.devices, other.first_device) == ("hopper-fp8", (1,), "cuda:1")
+
+
+def test_gpus_that_were_taken_and_left_out_are_named(config: Config, geometry: Geometry) -> None:
+    steps = functools.partial(config, train__gradient_accumulation_steps=4)
+    assert row(planned(steps(), geometry, several(1, 0, 0)), "gpus").reason == (
+        "each takes 2 of a step's 4 micro-batches; batch and rate are the whole run's; on GPU 1 and 2, NVIDIA"
+        " H200; left out, of another kind: 1 NVIDIA A100-SXM4-80GB; on 1 NVIDIA A100-SXM4-80GB with weights"
+        " in bf16, which is less precise or slower"
+    )
+    assert row(planned(steps(), geometry, several(2, 0)), "gpus").reason.startswith(
+        "on GPU 1, NVIDIA H200, with the most memory; left out, of another kind: 1 NVIDIA GeForce RTX 4090;"
+        " on 1 NVIDIA GeForce RTX 4090 with weights in "
+    )
+    written = row(planned(steps(parallel__gpus=1), geometry, several(2, 0, 2)), "gpus")
+    assert (written.value, written.source) == ("1 of 3", "parallel.gpus")
+    assert written.reason.startswith("as written; on GPU 1, NVIDIA H200, with the most memory; left out")
+
+
+def test_idle_gpus_are_told_with_what_would_use_them(config: Config, geometry: Geometry) -> None:
+    reason = row(planned(config(), geometry, several(0, 0, 0, 1)), "gpus").reason
+    assert reason.startswith(
+        "a step has 1 sample: train.gradient_accumulation_steps: 3 makes a step of 3 on 3 GPUs, which takes"
+        " about as long; on GPU 0, NVIDIA H200"
+    )
+
+
+@pytest.mark.parametrize(
+    ("kinds", "words"),
+    [
+        ((0, 0), "4 GPUs are asked for, visible are 2 NVIDIA H200"),
+        (
+            (0, 1, 1, 0, 1),
+            "4 GPUs of one kind are asked for, visible are 2 NVIDIA H200 and 3 NVIDIA A100-SXM4-80GB",
+        ),
+    ],
+)
+def test_more_gpus_than_there_are_of_any_kind_is_told_before_anything_starts(
+    config: Config, geometry: Geometry, kinds: tuple[int, ...], words: str
+) -> None:
+    asked = config(train__gradient_accumulation_steps=8, parallel__gpus=4)
+    with pytest.raises(HardwareError, match=words) as caught:
+        planned(asked, geometry, several(*kinds))
+    most = max(kinds.count(kind) for kind in kinds)
+    assert caught.value.problems[0].remedy == f"write {most} or less, or auto"
+
+
+def test_a_written_number_takes_the_kind_that_has_so_many(config: Config, geometry: Geometry) -> None:
+    steps = functools.partial(config, train__gradient_accumulation_steps=6)
+    facts = several(0, 0, 1, 1, 1)
+    assert planned(steps(parallel__gpus=3), geometry, facts).devices == (2, 3, 4)
+    assert planned(steps(parallel__gpus=2), geometry, facts).devices == (0, 1)
+
+
+def resized(facts: Facts, *gib: float) -> Facts:
+    """The machine with GPUs of the first one's kind, of these sizes."""
+    sizes = (int(size * GIB) for size in gib)
+    return dataclasses.replace(
+        facts, gpus=tuple(dataclasses.replace(facts.gpu, total_memory_bytes=size) for size in sizes)
+    )
+
+
+def test_gpus_of_one_name_with_other_memory_are_another_kind(config: Config, geometry: Geometry) -> None:
+    steps = functools.partial(config, train__gradient_accumulation_steps=4)
+    facts = resized(machine("a100-80gb"), 40, 80, 80)
+    assert planned(steps(), geometry, facts).devices == (1, 2)
+
+
+def test_the_budget_is_that_of_the_gpu_with_the_least_memory(config: Config, geometry: Geometry) -> None:
+    """A display takes some of one of them: the same kind, and every rank keeps within what that one has."""
+    steps = functools.partial(config, train__gradient_accumulation_steps=2)
+    least = planned(steps(), geometry, resized(machine("a100-80gb"), 80, 79.2))
+    assert least.ranks == 2
+    assert least.budget_bytes == int(0.93 * int(79.2 * GIB))
+    not_taken = planned(steps(), geometry, resized(machine("a100-80gb"), 80, 80, 79.2))
+    assert not_taken.devices == (0, 1)
+    assert not_taken.budget_bytes == int(0.93 * 80 * GIB)
+
+
+def test_a_larger_group_on_which_the_run_does_not_fit_is_passed_over(
+    config: Config, geometry: Geometry
+) -> None:
+    small = dataclasses.replace(machine("a100-80gb").gpu, name="small", total_memory_bytes=2 * GIB)
+    facts = several(0)
+    facts = dataclasses.replace(facts, gpus=(small, small, *facts.gpus))
+    found = planned(config(train__gradient_accumulation_steps=4), geometry, facts)
+    assert (found.ranks, found.devices, found.profile) == (1, (2,), "hopper-fp8")
+    assert "; on 2 small the run does not fit: it needs " in row(found, "gpus").reason
+    with pytest.raises(HardwareError, match="the run does not fit"):
+        planned(config(), geometry, dataclasses.replace(facts, gpus=(small, small)))
+
+
+def test_a_kind_that_torch_does_not_run_on_is_passed_over(config: Config, geometry: Geometry) -> None:
+    old = dataclasses.replace(machine("a100-80gb").gpu, name="old", capability=(3, 7))
+    facts = dataclasses.replace(several(2), gpus=(old, old, several(2).gpu))
+    found = planned(config(train__gradient_accumulation_steps=4), geometry, facts)
+    assert found.devices == (2,)
+    assert "not on 2 old: carries no code for old (sm_37)" in row(found, "gpus").reason
+
+
+def test_what_was_measured_on_one_kind_says_nothing_of_another(config: Config, geometry: Geometry) -> None:
+    steps = config(train__gradient_accumulation_steps=4)
+    measured = tuple(dataclasses.replace(one, gpu="NVIDIA H200") for one in machine("h200").verdicts)
+    pair = planned(steps, geometry, several(1, 1, verdicts=measured))
+    assert row(pair, "attention").source != "auto (measured)"
+    first = planned(steps, geometry, several(0, 0, 1, verdicts=measured))
+    assert row(first, "attention").source == "auto (measured)"
+
+
+def test_the_exchange_has_its_memory_and_the_time_is_shared(config: Config, geometry: Geometry) -> None:
+    asked = functools.partial(config, train__gradient_accumulation_steps=2)
+    one = planned(asked(parallel__gpus=1), geometry, several(0, 0))
+    two = planned(asked(), geometry, several(0, 0))
+    names = [part.name for part in two.train_memory]
+    assert "exchange" in names and "exchange" not in [part.name for part in one.train_memory]
+    assert two.budget_bytes == one.budget_bytes
+    assert two.keep_bytes < one.keep_bytes
+
+
+def with_available(facts: Facts, gib: int) -> Facts:
+    return dataclasses.replace(facts, memory=dataclasses.replace(facts.memory, available_bytes=gib * GIB))
+
+
+def test_host_memory_is_that_of_all_processes(shared: Config, geometry: Geometry) -> None:
+    facts = with_available(several(0, 0), 48)
+    one, two = (planned(shared(parallel__gpus=count), geometry, facts) for count in (1, 2))
+    each = {part.name: part.bytes for part in one.host_memory}
+    both = {part.name: part.bytes for part in two.host_memory}
+    assert {name: both[name] for name in ("process", "loading")} == {
+        name: 2 * each[name] for name in ("process", "loading")
+    }
+    left = 48 * GIB - both["process"] - both["loading"]
+    assert two.keep_bytes == left // 2 // 8
+    assert both["data"] == 2 * two.keep_bytes
+    assert row(two, "cache_in_memory").reason.endswith(" that the run leaves to each of 2 processes")
+
+
+def test_auto_takes_fewer_gpus_where_host_memory_is_short_and_says_so(
+    shared: Config, geometry: Geometry
+) -> None:
+    """One process takes 4 GiB of the host's memory."""
+    two = planned(shared(), geometry, with_available(several(0, 0, 0, 0), 9))
+    assert (two.ranks, two.devices) == (2, (0, 1))
+    assert row(two, "gpus").reason == (
+        "each takes 2 of a step's 4 micro-batches; batch and rate are the whole run's; 4 training processes"
+        " need 16.0 GiB of host memory, 9.0 GiB are available"
+    )
+    assert not any("host memory" in text for text in two.warnings)
+    assert planned(shared(), geometry, with_available(several(0, 0, 0, 0), 16)).ranks == 4
+    # one process is not refused for it, and what was written neither: its prediction is told
+    one = planned(shared(), geometry, with_available(several(0, 0), 3))
+    assert one.ranks == 1
+    assert "the training process needs 4.0 GiB of host memory, 3.0 GiB are available" in one.warnings
+    asked = planned(shared(parallel__gpus=4), geometry, with_available(several(0, 0, 0, 0), 9))
+    assert asked.ranks == 4
+    assert "the 4 training processes need 16.0 GiB of host memory, 9.0 GiB are available" in asked.warnings
+
+
+def test_blocks_that_wait_in_host_memory_wait_there_once_for_all(shared: Config, geometry: Geometry) -> None:
+    """The geometry's base waits in 2 GiB; each process has 4 GiB beside it."""
+    stack = Stack(name="blocks", blocks=57, quantized=Linears(parameters=GIB // 57), others=0, fp32=0)
+    geometry = dataclasses.replace(geometry, stacks=(stack,))
+    asked = functools.partial(shared, features__block_swap=57, features__weights="bf16")
+    one, two = (
+        {
+            part.name: part.bytes
+            for part in planned(asked(parallel__gpus=count), geometry, several(0, 0)).host_memory
+        }
+        for count in (1, 2)
+    )
+    assert two["waiting blocks"] == one["waiting blocks"] > 1.5 * GIB
+    facts = with_available(several(0, 0), 9)
+    assert planned(asked(), geometry, facts).ranks == 1
+    with pytest.raises(HardwareError, match=r"the 2 processes need 1\d\.\d GiB of it, and 9\.0 GiB are"):
+        planned(asked(parallel__gpus=2), geometry, facts)
+
+
+@pytest.mark.parametrize("asked", ["auto", 1])
+def test_a_full_fine_tune_trains_on_one_gpu(config: Config, geometry: Geometry, asked: str | int) -> None:
+    found = planned(config(method="full", parallel__gpus=asked), geometry, several(0, 0))
+    assert (found.ranks, found.devices) == (1, (0,))
+    assert row(found, "gpus").reason == "a full fine-tune trains on one GPU in this version"
+
+
+def in_blocks(geometry: Geometry) -> Geometry:
+    """The geometry with a base of 57 blocks in bf16, 4 GiB."""
+    stack = Stack(name="blocks", blocks=57, quantized=Linears(parameters=2 * GIB // 57), others=0, fp32=0)
+    return dataclasses.replace(geometry, stacks=(stack,))
+
+
+def test_a_base_over_two_gpus_takes_half_the_memory(shared: Config, geometry: Geometry) -> None:
+    whole, half = (
+        planned(shared(parallel__shard=shard, features__weights="bf16"), in_blocks(geometry), several(0, 0))
+        for shard in ("none", "full")
+    )
+    assert (whole.sharded_blocks, whole.shard_group) == (0, 1)
+    assert (half.sharded_blocks, half.shard_group, half.swapped_blocks) == (57, 2, 0)
+    sizes = [{part.name: part.bytes for part in one.train_memory} for one in (whole, half)]
+    assert sizes[0]["base weights"] - sizes[1]["base weights"] == pytest.approx(2 * GIB, rel=0.05)
+    assert sizes[1]["blocks passing through"] == 2 * (4 * GIB // 114 * 2)
+    assert row(half, "shard").value == "57 of 57 blocks over 2"
+    assert row(half, "cuda_graphs").value == "off"
+    alone = half.of_one_process
+    assert (alone.ranks, alone.devices, alone.sharded_blocks, alone.shard_group) == (1, (0,), 0, 1)
+
+
+def test_one_process_has_nothing_to_share_and_the_plan_says_so(shared: Config, geometry: Geometry) -> None:
+    found = planned(shared(parallel__shard="full"), in_blocks(geometry), several(0))
+    assert found.sharded_blocks == 0
+    told = row(found, "shard")
+    assert (told.value, told.source) == ("none", "parallel.shard")
+    assert "nothing to share with" in told.reason
+
+
+def test_no_block_waits_in_host_memory_beside_a_base_that_is_shared(
+    shared: Config, geometry: Geometry
+) -> None:
+    """A run that does not fit is told, not planned in two places at once."""
+    asked = shared(parallel__shard="full", features__weights="bf16", features__memory_budget="3GiB")
+    with pytest.raises(HardwareError, match="the run does not fit"):
+        planned(asked, in_blocks(geometry), several(0, 0))
+    written = shared(parallel__shard="full", features__block_swap=3, parallel__gpus=2)
+    with pytest.raises(HardwareError, match="the blocks lie with the GPUs of the run"):
+        planned(written, in_blocks(geometry), several(0, 0))
+
+
+def test_gpus_that_cannot_read_each_other_share_no_base(shared: Config, geometry: Geometry) -> None:
+    with pytest.raises(HardwareError, match="cannot read each other's memory"):
+        planned(shared(parallel__shard="full"), in_blocks(geometry), several(2, 2))

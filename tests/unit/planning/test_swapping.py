@@ -17,7 +17,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.machine.facts import Facts
 from trainer.planning.cost import roofline
-from trainer.planning.cost.memory import Storage, host_rows, total, train_rows, waiting_bytes
+from trainer.planning.cost.memory import Storage, elsewhere_bytes, host_rows, total, train_rows
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.planning import plan_run
 from trainer.planning.shapes.geometry import (
@@ -213,14 +213,14 @@ def test_blocks_wait_with_their_modulation(stacked: Geometry, modulation: str, c
     fp8 = storage(weights="fp8", compute="fp8", weight_copies=copies, modulation=modulation, swapped=1)
     scales = 4 * (1024 + 512 * bool(modulation))
     size = 512 * 1024 * (3 if modulation else 4)
-    assert waiting_bytes(fp8, found)[0] == copies * GIB // 16 + size + scales
+    assert elsewhere_bytes(fp8, found)[0] == copies * GIB // 16 + size + scales
 
 
 @pytest.mark.parametrize("weights", ["bf16", "int8", "fp8", "nf4"])
 def test_what_waits_is_not_on_the_device(stacked: Geometry, weights: str) -> None:
     none = storage(weights=weights)
     four = dataclasses.replace(none, swapped=4)
-    whole, largest = waiting_bytes(four, stacked)
+    whole, largest = elsewhere_bytes(four, stacked)
     assert whole == 4 * largest > 0
     rows = [{row.name: row.bytes for row in train_rows(one, stacked)} for one in (none, four)]
     assert rows[0]["base weights"] - rows[1]["base weights"] == whole
@@ -252,7 +252,7 @@ def test_a_copy_that_takes_longer_than_the_blocks_before_it_is_waited_for(stacke
     short = dataclasses.replace(
         stacked, matmul_flops=1e9, attention_flops=0.0, activations=kept(0, inputs=0, block=0)
     )
-    copy = waiting_bytes(storage(swapped=1), short)[0] / 20e9 * 1e3
+    copy = elsewhere_bytes(storage(swapped=1), short)[0] / 20e9 * 1e3
     assert ms(0, short) < ms(1, short) <= ms(0, short) + 2 * copy
     assert ms(10, short) - ms(0, short) > 5 * (ms(1, short) - ms(0, short))
 

@@ -28,21 +28,34 @@ PARENT = """
 import json, os, sys
 from pathlib import Path
 from trainer.errors import TrainerError
-from trainer.telemetry.supervising.supervisor import Limits, supervise
+from trainer.telemetry.supervising.supervisor import Limits, supervise, supervise_one
 
 asked = json.loads(sys.argv[1])
 paths = {name: Path(asked[name]) for name in ("runtime_dir", "meminfo_path", "memory_events_path")}
+command, ranks, only = [sys.executable, "-c", asked["child"]], asked["ranks"], asked.get("only")
+limits = Limits(**asked["limits"])
+environments = [{**os.environ, "RANK": str(rank), "RANKS": str(ranks)} for rank in range(ranks)]
 try:
-    code = supervise(
-        [sys.executable, "-c", asked["child"]],
-        environments=[
-            {**os.environ, "RANK": str(rank), "RANKS": str(asked["ranks"])} for rank in range(asked["ranks"])
-        ],
-        port=asked["port"],
-        unified_memory=asked["unified_memory"],
-        limits=Limits(**asked["limits"]),
-        **paths,
-    )
+    if only:
+        code = supervise_one(
+            command,
+            environment=environments[only],
+            rank=only,
+            ranks=ranks,
+            runtime_dir=paths["runtime_dir"],
+            limits=limits,
+        )
+    else:
+        code = supervise(
+            command,
+            environments=environments if only is None else environments[:1],
+            ranks=ranks,
+            port=asked["port"],
+            unified_memory=asked["unified_memory"],
+            limits=limits,
+            on_ready=(paths["runtime_dir"] / "ready").touch,
+            **paths,
+        )
 except TrainerError as error:
     print(error, file=sys.stderr)
     code = error.exit_code
@@ -152,7 +165,9 @@ def start(tmp_path: Path) -> Iterator[Start]:
         unified_memory: bool = False,
         budget_scale: float = 1.0,
         ranks: int = 1,
+        only: int | None = None,
     ) -> Run:
+        """`only`: the rank of `ranks` that this supervisor has, as a launcher's does."""
         meminfo, events = tmp_path / "meminfo", tmp_path / "memory.events"
         if not meminfo.exists():
             write_meminfo(meminfo, 64)
@@ -166,6 +181,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             "port": port,
             "unified_memory": unified_memory,
             "ranks": ranks,
+            "only": only,
             "limits": {"interval_seconds": 0.05, "budget_scale": budget_scale},
         }
         process = subprocess.Popen(

@@ -18,7 +18,7 @@ from trainer.words.near import did_you_mean
 _SINGLE_FILES = (".safetensors", ".ckpt", ".gguf", ".pt", ".bin")
 _LEAST_PRODIGY_RATE = 0.1
 _MOST_VIEWS_TOGETHER = 64
-_BUDGET, _SWAP = "features.activation_budget", "features.block_swap"
+_BUDGET, _SWAP, _SHARD = "features.activation_budget", "features.block_swap", "parallel.shard"
 _RECOMPUTE, _MODEL = "features.activation_checkpointing", "model.pretrained_model_name_or_path"
 _ALL_RECOMPUTED = "all blocks are recomputed where some wait in host memory"
 
@@ -258,6 +258,14 @@ RULES: tuple[Rule[Context], ...] = (
          lambda at: _swaps(at) and _budgeted(at),
          "`features.block_swap` contradicts {=features.activation_budget}: " + _ALL_RECOMPUTED,
          "remove one of them", at=(_SWAP,)),
+    Rule((_SHARD, "method"),
+         lambda at: at.config.parallel.shard == "full" and at.config.method == "full",
+         "`parallel.shard` is for a frozen base, and `method: full` trains it",
+         "write `method: lora`, or leave parallel.shard out", at=(_SHARD, "method")),
+    Rule((_SHARD, _SWAP),
+         lambda at: at.config.parallel.shard == "full" and _swaps(at),
+         "`parallel.shard` contradicts {=features.block_swap}: a block lies in one place",
+         "remove one of them", at=(_SHARD,)),
     Rule(("features.weights", "model.dtype"),
          lambda at: at.config.features.weights in ("bf16", "fp32")
          and at.config.model.dtype not in ("auto", at.config.features.weights),

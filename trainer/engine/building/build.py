@@ -1,20 +1,21 @@
 """Building a model that can train from files, in the one order that is right.
 
 `load_base`: build on the meta device -> replace linear layers -> stream shards (read, quantise, place; blocks
-that wait go to host memory) -> attention kernel. `build`: LoRA -> activation checkpointing -> joined layers
+that lie elsewhere go there) -> attention kernel. `build`: LoRA -> activation checkpointing -> joined layers
 -> compile -> optimizer. A resume comes after all of it, in `training.state`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
 
 from trainer.engine.building.fast import compile_model, prove_fp8
 from trainer.engine.building.model import Model
+from trainer.engine.building.staged import devices, file_readers, with_staged_blocks
 from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.modeling.adapter import lora
@@ -25,10 +26,8 @@ from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks, repeated_blocks
 from trainer.modeling.storage.quantize import count_quantized, replacer
-from trainer.modeling.storage.swap import swap_blocks, waiting_blocks
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
-from trainer.words.sizes import gib
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +84,8 @@ def load_base(context: Context) -> Model:
         context.say(
             f"{plan.weights} base: {count} linear layers quantised{others}, {kept} kept in {plan.dtype}"
         )
-    if plan.swapped_blocks:
-        assert plan.activation_checkpointing and not plan.cuda_graphs, "kept activations would keep weights"
-        swapped = swap_blocks(model.blocks, plan.swapped_blocks, device=context.device)
-        model = replace(model, host_blocks=swapped)
-        context.say(
-            f"{swapped.number} blocks wait in host memory ({gib(swapped.host_bytes)}) and pass through"
-            f" {gib(swapped.device_bytes)} of the device's"
-        )
+    if plan.swapped_blocks or plan.sharded_blocks:
+        model = with_staged_blocks(context, model)
     set_attention(model.module, plan.attention)
     if plan.compute == "fp8":
         context.say(prove_fp8(context, model.module))
@@ -125,10 +118,11 @@ def _streamed(context: Context) -> Model:
             replace=replacer(plan.way, family.high_precision, family.modulation),
             fill_zeros=context.config.method == "lora",
         )
-        blocks, count = repeated_blocks(structure.module, family.blocks), plan.swapped_blocks
+        blocks = repeated_blocks(structure.module, family.blocks)
         filled = fill_structure(
             structure,
-            on_host=waiting_blocks(blocks, count) if count else (),
+            elsewhere=devices(context, blocks),
+            readers=file_readers(context, blocks),
             loader=plan.loader,
             on_shard=on_shard,
             on_bytes=on_bytes,
@@ -160,7 +154,7 @@ def _add_adapter(context: Context, model: Any) -> None:
 def _recompute(context: Context, model: Model) -> None:
     """Have as many repeated blocks recompute their activations in backward as the plan says."""
     plan, draws = context.plan, has_dropout(model.module)
-    # a graph keeps the weights that it reads, and those of blocks that wait are not to stay
+    # the host's copies are slower than what a graph of its own saves
     inside = plan.compile and not plan.swapped_blocks and not draws
     count = recompute_blocks(model.blocks, plan.recomputed_blocks, draws=draws, inside=inside)
     assert count, f"no block of {', '.join(context.family.blocks)} in the model"

@@ -57,25 +57,25 @@ def fuse(model: Any, run: Callable[[], None]) -> Fused:
 def _fuse_and_compact(context: Context, model: Model) -> Fused:
     """`fuse`, then give back the holes that separate weights left where they were joined.
 
-    Weights of blocks that wait in host memory are joined there.
+    Weights of blocks that lie elsewhere are joined there.
     """
     from trainer.modeling.storage.block_memory import compact
 
-    swapped, predict = model.host_blocks, small_forward(context, model.module)
+    staged, predict = model.staged, small_forward(context, model.module)
 
     def run() -> None:
         predict()
-        if swapped is not None:
-            swapped.to_host()
+        if staged is not None:
+            staged.unpack()
 
     fused = fuse(model.module, run)
-    if swapped is not None:
-        swapped.pack()
+    if staged is not None:
+        staged.pack()
     if context.device == "cpu":
         return fused
-    waiting = () if swapped is None else swapped.blocks
+    placed = () if staged is None else (*staged.blocks, *staged.home.kept)
     for block in model.blocks.values():
-        if block not in waiting:
+        if block not in placed:
             compact([block])
             # each time: without expandable segments no block takes the place of another
             torch.cuda.empty_cache()

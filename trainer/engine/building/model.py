@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.modeling.blocks.recompute import Blocks
-from trainer.modeling.storage.swap import Swapped
+from trainer.modeling.storage.staging import Staged
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,5 +16,5 @@ class Model:
     module: Any
     blocks: Blocks
     """The family's repeated blocks."""
-    host_blocks: Swapped | None = None
-    """The blocks that wait in host memory; None where all are on the device."""
+    staged: Staged | None = None
+    """The blocks whose weights lie elsewhere; None where all are on the device."""

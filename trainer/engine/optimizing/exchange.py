@@ -8,9 +8,11 @@ process. An all-reduce adds in the order of its algorithm, and sends more bytes.
 
 from __future__ import annotations
 
+import contextlib
 import statistics
+import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -41,6 +43,42 @@ class Told:
         """The second of what `Exchange.agree` gives, once it is on the host."""
         asked, unequal, *seconds = values
         return cls(asked=int(asked), unequal=bool(unequal), seconds=tuple(seconds))
+
+
+class Stopwatch:
+    """Time of a rank's own work, without its waits; on a GPU by events, which are read a step later."""
+
+    def __init__(self, device: str) -> None:
+        self._on_gpu, self._samples, self._seconds = device != "cpu", 0, 0.0
+        self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._before: tuple[list[tuple[torch.cuda.Event, torch.cuda.Event]], int] = ([], 0)
+
+    @contextlib.contextmanager
+    def running(self, samples: int) -> Iterator[None]:
+        """Add the time of the block, which works on so many samples."""
+        self._samples += samples
+        if self._on_gpu:
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            yield
+            end.record()
+            self._marks.append((begin, end))
+            return
+        began = time.monotonic()
+        yield
+        self._seconds += time.monotonic() - began
+
+    def lap(self) -> float:
+        """Seconds a sample since the last call, on a GPU before it, when that step's end was waited for; 0
+        without samples. Starts anew.
+        """
+        seconds, samples = self._seconds, self._samples
+        if self._on_gpu:
+            marks, samples = self._before
+            seconds = 1e-3 * sum(begin.elapsed_time(end) for begin, end in marks)
+            self._before, self._marks = (self._marks, self._samples), []
+        self._seconds, self._samples = 0.0, 0
+        return seconds / max(1, samples)
 
 
 class SlowRanks:

@@ -23,11 +23,14 @@ def main() -> None:
     if not line:
         return
     asked = json.loads(line)
+    device, _, place = asked["device"].partition(":")
+    if place:
+        torch.cuda.set_device(int(place))  # the one that "cuda" means from now on
     if "file" in asked:
-        print_rates(Path(asked["file"]), "cuda:0")
+        print_rates(Path(asked["file"]), asked["device"])
         return
     kind, _, name = asked["kernel"].partition(".")
-    shape, device = AttentionShape(**asked["shape"]), asked["device"]
+    shape = AttentionShape(**asked["shape"])
     held = held_by_others(device)
 
     def begin() -> None:

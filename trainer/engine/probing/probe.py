@@ -213,7 +213,7 @@ def held_by_others(device: str) -> float:
 
     if device != "cuda":
         return 0.0
-    if torch.cuda.get_device_properties(0).is_integrated:
+    if torch.cuda.get_device_properties().is_integrated:
         # there CUDA counts the page cache as taken, and a container's limit does not hold for it
         memory = parse_meminfo(MEMINFO.read_text())
         return 1.0 - memory["MemAvailable"] / memory["MemTotal"]

@@ -30,7 +30,7 @@ def largest(files: tuple[Path, ...]) -> Path | None:
 
 
 def probe_reading(
-    file: Path, disk: str, environment: Mapping[str, str]
+    file: Path, disk: str, environment: Mapping[str, str], *, device: str = "cuda:0"
 ) -> tuple[tuple[ReadVerdict, ...], str]:
     """Rates of both loaders in each state that the file could be brought into, and the error, if any.
 
@@ -39,7 +39,7 @@ def probe_reading(
     """
     child = Child(environment)
     try:
-        answer = child.ask({"file": str(file)}, TIMEOUT_SECONDS)
+        answer = child.ask({"file": str(file), "device": device}, TIMEOUT_SECONDS)
     finally:
         child.end()
     rows = tuple(ReadVerdict(disk=disk, **row) for row in answer.rows)

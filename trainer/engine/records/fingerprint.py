@@ -62,7 +62,7 @@ FREE: tuple[str, ...] = (
     "output_dir", "model.download", "data.cache_dir", "data.cache_in_memory", "train.log_every_steps",
     "train.report_to", "train.tracker_project_name", "features.activation_checkpointing",
     "features.activation_budget", "features.block_swap", "features.cuda_graphs", "features.loader",
-    "features.memory_budget", "parallel.gpus",
+    "features.memory_budget", "parallel.gpus", "parallel.shard",
     "validation.prompts", "validation.every_steps", "validation.seed",
     "validation.num_inference_steps", "validation.guidance_scale", "validation.resolution",
     "validation.max_new_tokens", "validation.control_images", "validation.img_dir", "validation.chat_file",

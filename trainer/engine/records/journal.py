@@ -12,6 +12,7 @@ import torch
 from trainer import __version__
 from trainer.config.secrets import redacted
 from trainer.engine.context import Context
+from trainer.modeling.storage.shared_memory import held_bytes
 from trainer.telemetry.log import step_line
 from trainer.telemetry.sinks.events import EventLog
 from trainer.telemetry.sinks.metrics import RunMetrics
@@ -96,7 +97,7 @@ class Journal:
         `validation` is the held-out loss of this step.
         """
         now = time.monotonic()
-        seconds = max(now - self._marked, 1e-9)
+        seconds, held = max(now - self._marked, 1e-9), held_bytes()
         record = StepRecord(
             step=step,
             loss=loss,
@@ -105,9 +106,9 @@ class Journal:
             seconds_per_step=seconds / steps,
             samples_per_second=samples / seconds,
             tokens_per_second=tokens / seconds if tokens else None,
-            device_memory_peak_bytes=torch.cuda.max_memory_allocated(),  # 0 on a CPU, as the next two
-            device_memory_reserved_bytes=torch.cuda.memory_reserved(),
-            device_memory_reserved_peak_bytes=torch.cuda.max_memory_reserved(),
+            device_memory_peak_bytes=held + torch.cuda.max_memory_allocated(),  # 0 on a CPU, as the next two
+            device_memory_reserved_bytes=held + torch.cuda.memory_reserved(),
+            device_memory_reserved_peak_bytes=held + torch.cuda.max_memory_reserved(),
             validation_loss=None if validation is None else validation.validation_loss,
             validation_data=None if validation is None else validation.validation_data,
             steps=steps,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import time
 from collections.abc import Generator, Sequence
 
 import torch
@@ -28,8 +27,6 @@ from trainer.modeling.seeds import seeded
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.sinks.records import METRICS_LOG, ValidationRecord, read_metrics
 from trainer.telemetry.status import Phase
-
-Losses = list[torch.Tensor]
 
 
 def train(run: Run, state: State) -> None:
@@ -115,12 +112,12 @@ def _one_step(run: Work, state: State, steps: together.Steps) -> None:
     """
     context, total = run.context, run.context.config.train.max_train_steps
     step = steps.take()
-    loss, losses, seconds = _micro_batches(run, state, step)
+    loss, losses = _micro_batches(run, state, step)
     with context.ranks.together():
         _check_finite(run, state)
         together.check_told(run, state)
     if run.built.updater.exchange is not None:
-        loss = together.agree(run, state, steps, losses, len(step), seconds)
+        loss = together.agree(run, state, steps, losses, len(step))
     state.grad_norm, bad = state.updater.step(learning_rate(context.config.train, state.step + 1), loss)
     state.flag = HostFlag(bad)
     state.suspects = tuple(fed.micro_batch for fed in step)
@@ -135,9 +132,9 @@ def _one_step(run: Work, state: State, steps: together.Steps) -> None:
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
 
 
-def _micro_batches(run: Work, state: State, step: Sequence[Fed]) -> tuple[torch.Tensor, Losses, float]:
+def _micro_batches(run: Work, state: State, step: Sequence[Fed]) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Gradients of a step's micro-batches, of several ranks exchanged in rounds. Gives the sum of this rank's
-    losses, on the device; each of them, of several ranks; and its seconds a sample.
+    losses, on the device, and of several ranks each of them.
     """
     context, total = run.context, run.context.config.train.max_train_steps
     exchange, phase = run.built.updater.exchange, Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
@@ -145,19 +142,18 @@ def _micro_batches(run: Work, state: State, step: Sequence[Fed]) -> tuple[torch.
     weight = sum(fed.weight for fed in step)
     # float64: sums do not depend on where a resume cut them
     loss, losses = torch.zeros((), device=context.device, dtype=torch.float64), list[torch.Tensor]()
-    seconds, samples = 0.0, 0
     for number, fed in enumerate(step):
         if exchange is None:  # several ranks end together, as they agree after the step
             context.stop.raise_if_requested()
         if fed.batch is not None:
-            began = time.monotonic()
-            loss += (found := _micro_batch(run, fed, fed.batch, weight))
-            seconds, samples = seconds + time.monotonic() - began, samples + (fed.tokens or fed.batch.size)
+            units = fed.tokens or fed.batch.size
+            with contextlib.nullcontext() if state.watch is None else state.watch.running(units):
+                loss += (found := _micro_batch(run, fed, fed.batch, weight))
             losses += [] if exchange is None else [found.clone()]  # a graph writes to the same place again
             context.status.beat(phase, step=state.step, total=total)
         if exchange is not None and ((number + 1) % context.ranks.size == 0 or fed is step[-1]):
             exchange.add_round(number % context.ranks.size + 1)
-    return loss, losses, seconds / max(1, samples)
+    return loss, losses
 
 
 def _micro_batch(run: Work, fed: Fed, batch: Batch, weight: float) -> torch.Tensor:

@@ -13,7 +13,7 @@ from trainer.data.sampler import MicroBatch
 from trainer.engine.building.build import Built
 from trainer.engine.caching.entries import Entries
 from trainer.engine.context import Context
-from trainer.engine.optimizing.exchange import SlowRanks
+from trainer.engine.optimizing.exchange import SlowRanks, Stopwatch
 from trainer.engine.optimizing.optimizer import HostFlag, Updater
 from trainer.engine.records import checkpoint
 from trainer.engine.records.journal import Journal
@@ -66,6 +66,8 @@ class State:
     """1.0 where the last step was not finite; read one step later."""
     told: HostFlag | None = None
     """Answers of the ranks to each other in the last step; read with the flag. None for one process."""
+    watch: Stopwatch | None = None
+    """Times this rank's own work, where there are several."""
     slow: SlowRanks = field(default_factory=SlowRanks)
     equal_step: int = 0
     """The newest step after which all ranks had equal weights."""
@@ -111,6 +113,7 @@ def restore(context: Context, updater: Updater, start: Start) -> State:
         # float64: sums do not depend on where a resume cut them
         interval_loss=torch.zeros((), device=context.device, dtype=torch.float64),
         interval_steps=torch.zeros((), device=context.device, dtype=torch.int64),
+        watch=Stopwatch(context.device) if context.ranks.size > 1 else None,
     )
     if start.found is not None:
         state.saved_in, snapshot = start.found

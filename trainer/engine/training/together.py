@@ -108,18 +108,17 @@ def _unequal(state: State) -> HardwareError:
     )
 
 
-def agree(
-    work: Work, state: State, steps: Steps, losses: Sequence[torch.Tensor], count: int, seconds: float
-) -> torch.Tensor:
-    """The loss of a step of `count` micro-batches, of which `losses` are this rank's, and `seconds` the time
-    of a sample; what it tells besides is in `state.told`.
+def agree(work: Work, state: State, steps: Steps, losses: Sequence[torch.Tensor], count: int) -> torch.Tensor:
+    """The loss of a step of `count` micro-batches, of which `losses` are this rank's.
+
+    What the rank tells besides is in `state.told`.
     """
     exchange = state.updater.exchange
     assert exchange is not None, "there are several ranks"
     state.problem = steps.problem_ahead()
     failed = 0 if state.problem is None else state.problem.exit_code
     asked = max(work.context.stop.requested or 0, failed)
-    digest = state.updater.digest()
+    digest, seconds = state.updater.digest(), 0.0 if state.watch is None else state.watch.lap()
     loss, said = exchange.agree(losses, count, asked=asked, seconds=seconds, digest=digest)
     state.told = HostFlag(said)
     return loss

@@ -6,10 +6,13 @@ there, and then values come tensor by tensor: from shards on disk, some of them 
 
 from __future__ import annotations
 
+import functools
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Set
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -18,12 +21,31 @@ from trainer.errors import AccessError
 from trainer.files.component_shapes import packed_tensors, stored_as
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.random_weights import draw, random_module
-from trainer.modeling.base.reading import ShardReader
+from trainer.modeling.base.reading import Shard, ShardReader
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.base.structure import Structure, built_empty, tied
 from trainer.modeling.storage.nf4 import Nf4Linear
 from trainer.modeling.storage.quantize import Replace, count_quantized, replacer
 from trainer.ways.storages import ENCODERS_KEEP, WAYS
+
+
+@dataclass(frozen=True, kw_only=True)
+class Readers:
+    """The processes that load one component at the same time."""
+
+    member: int = 0
+    size: int = 1
+    send: Callable[[torch.Tensor, int], None] = lambda tensor, source: None
+    """Writes the tensor of process `source` to that of all others."""
+    parted: Collection[str] = ()
+    """Names of modules, of which each process has others: these it reads for itself."""
+
+    def is_parted(self, name: str) -> bool:
+        """True for a tensor that this process reads for itself, or not at all."""
+        return self.size == 1 or any(name.startswith(f"{one}.") for one in self.parted)
+
+
+ALONE = Readers()
 
 # buffers that older files hold and newer models compute; transformers' own loader skips the same
 _COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
@@ -95,8 +117,9 @@ def build_structure(
 def fill_structure(
     structure: Structure,
     *,
-    on_host: Collection[str] = (),
+    elsewhere: Mapping[str, str] = MappingProxyType({}),
     extra_tensors: bool = False,
+    readers: Readers = ALONE,
     loader: str = "auto",
     on_shard: Callable[[int, int], None] = lambda done, total: None,
     on_bytes: Callable[[int, int], None] = lambda done, total: None,
@@ -104,7 +127,9 @@ def fill_structure(
 ) -> torch.nn.Module:
     """The component with its values, frozen, each quantised as it arrives: peaks stay near the final size.
 
-    Modules inside those that `on_host` names are left on the CPU, each as soon as it is complete.
+    Modules inside those that `elsewhere` names go to the device it gives, each as soon as it is complete;
+    values of those on the meta device are not read. Of several `readers` each reads its share of the files
+    and sends it to the others: all must call this together.
     `on_shard(done, total)` runs after each shard, `on_bytes(done, total)` after each tensor, in bytes of all
     shards; both may raise to stop. `loader` is the plan's, and `say` is told how each shard is read and why.
     With `extra_tensors` files may hold more than the model has, as `from_pretrained` of both libraries
@@ -113,20 +138,19 @@ def fill_structure(
     if not structure.wanted:
         on_shard(1, 1)
         return structure.module.requires_grad_(False)
-    hosted = {
-        f"{name}.{inner}".removesuffix(".")
-        for name in on_host
+    inside = {
+        f"{name}.{inner}".removesuffix("."): device
+        for name, device in elsewhere.items()
         for inner, _ in structure.module.get_submodule(name).named_modules()
     }
     if structure.random_label:
-        draw(structure, hosted)
+        draw(structure, inside)
         on_shard(1, 1)
     else:
         with ShardReader(structure.device, loader=loader, say=say) as reader:
-            _read_shards(
-                structure, reader, hosted, extra_tensors=extra_tensors, on_shard=on_shard, on_bytes=on_bytes
-            )
-    return structure.complete(hosted)
+            placing = _Placing(structure, inside, readers, extra_tensors=extra_tensors)
+            _read_shards(structure, reader, placing, on_shard=on_shard, on_bytes=on_bytes)
+    return structure.complete(inside)
 
 
 def shard_files(folder: Path) -> list[Path]:
@@ -144,42 +168,21 @@ def shard_files(folder: Path) -> list[Path]:
 def _read_shards(
     structure: Structure,
     reader: ShardReader,
-    on_host: Set[str],
+    placing: _Placing,
     *,
-    extra_tensors: bool,
     on_shard: Callable[[int, int], None],
     on_bytes: Callable[[int, int], None],
 ) -> None:
     """Place every tensor of a component's files; no reference to one outlives its place."""
     from safetensors import SafetensorError
 
-    shards, rename = shard_files(structure.folder), renaming(structure.module)
+    shards = shard_files(structure.folder)
     sizes = [shard.stat().st_size for shard in shards]
-    linear_of = {key: linear for linear, keys in structure.stored.items() for key in keys}
-    # shards may part nf4 bytes from what belongs to them
-    parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
     for number, shard in enumerate(shards):
         try:
             with reader.open(shard) as file:
                 for key, end in file.ends.items():
-                    linear = linear_of.get(key)
-                    name = rename(key) if linear is None else f"{linear}.weight"
-                    if name not in structure.wanted:
-                        if not (extra_tensors or _COMPUTED.search(name)):
-                            raise AccessError(
-                                f"tensor {key} does not belong to {type(structure.module).__name__}",
-                                where=str(shard),
-                                remedy="is this the right model for the configured family?",
-                            )
-                    elif linear is None:
-                        kind = structure.wanted[name].dtype
-                        structure.place(name, file.get_tensor(key).to(kind), on_host, where=str(shard))
-                    else:
-                        parts[name][key] = file.get_tensor(key)
-                        if len(parts[name]) == len(structure.stored[linear]):
-                            rows = parts.pop(name)
-                            structure.place(name, rows.pop(name), on_host, beside=rows, where=str(shard))
-                            rows.clear()
+                    placing.place(file, key, where=str(shard))
                     on_bytes(sum(sizes[:number]) + end, sum(sizes))
         except SafetensorError as error:
             raise AccessError(
@@ -191,6 +194,53 @@ def _read_shards(
             # free the holes that full-precision weights left between quantised ones
             torch.cuda.empty_cache()
         on_shard(number + 1, len(shards))
+
+
+class _Placing:
+    """Places the tensors of files in a component; shards may part nf4 bytes from what belongs to them."""
+
+    def __init__(
+        self, structure: Structure, elsewhere: Mapping[str, str], readers: Readers, *, extra_tensors: bool
+    ) -> None:
+        self._structure, self._elsewhere, self._extra_tensors = structure, elsewhere, extra_tensors
+        self._readers, self._sent = readers, 0
+        self._rename = renaming(structure.module)
+        self._linear_of = {key: linear for linear, keys in structure.stored.items() for key in keys}
+        self._parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
+
+    def place(self, file: Shard, key: str, *, where: str) -> None:
+        """Place one tensor of a file, or keep it for the others that make up its weight."""
+        structure, linear = self._structure, self._linear_of.get(key)
+        name = self._rename(key) if linear is None else f"{linear}.weight"
+        if name not in structure.wanted:
+            if not (self._extra_tensors or _COMPUTED.search(name)):
+                raise AccessError(
+                    f"tensor {key} does not belong to {type(structure.module).__name__}",
+                    where=where,
+                    remedy="is this the right model for the configured family?",
+                )
+            return
+        # what another rank has is only given its shape; the small tensors beside nf4 bytes say how these are
+        # packed
+        is_blank = self._elsewhere.get(name.rpartition(".")[0]) == "meta" and (linear is None or key == name)
+        read = file.zeros if is_blank else file.get_tensor
+        if not self._readers.is_parted(name):
+            read = functools.partial(self._read_once, file)
+        if linear is None:
+            structure.place(name, read(key).to(structure.wanted[name].dtype), self._elsewhere, where=where)
+            return
+        parts = self._parts[name]
+        parts[key] = read(key)
+        if len(parts) == len(structure.stored[linear]):
+            del self._parts[name]
+            structure.place(name, parts.pop(name), self._elsewhere, beside=parts, where=where)
+
+    def _read_once(self, file: Shard, key: str) -> torch.Tensor:
+        """A tensor that one of the readers reads, in turn, and all others get from it."""
+        owner, self._sent = self._sent % self._readers.size, self._sent + 1
+        rows = file.get_tensor(key) if owner == self._readers.member else file.zeros(key)
+        self._readers.send(rows, owner)
+        return rows
 
 
 def renaming(module: torch.nn.Module) -> Callable[[str], str]:

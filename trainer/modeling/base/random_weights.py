@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ def random_module(
     return module.to(device)
 
 
-def draw(structure: Structure, on_host: Set[str]) -> None:
+def draw(structure: Structure, elsewhere: Mapping[str, str]) -> None:
     """Fill a structure layer by layer: its linears are quantised before the next one is drawn.
 
     Peaks stay near the final size. Values are not those of `random_module`: a library's initialisation wants
@@ -54,5 +54,5 @@ def draw(structure: Structure, on_host: Set[str]) -> None:
                 else:
                     bound = wanted.shape[1:].numel() ** -0.5
                     drawn.uniform_(-bound, bound)
-                structure.place(name, drawn, on_host)
+                structure.place(name, drawn, elsewhere)
                 del drawn

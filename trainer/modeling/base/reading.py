@@ -63,6 +63,8 @@ class Shard:
     """Byte of the file that each tensor ends before, by name, in the order of the file."""
     get_tensor: Callable[[str], torch.Tensor]
     """A tensor on the device by name. Ask in the order of `ends`; names may be left out."""
+    zeros: Callable[[str], torch.Tensor]
+    """Zeros of a tensor's size and type on the device, by name; nothing is read."""
 
 
 def choose(path: Path, loader: str, device: torch.device) -> Choice:
@@ -187,7 +189,12 @@ class ShardReader(AbstractContextManager["ShardReader"]):
                 get_tensor = stack.enter_context(
                     _streamed(path, header, self._device, self._ring, choice.direct, self._unified)
                 )
-            yield Shard(ends={name: entry.end for name, entry in header.items()}, get_tensor=get_tensor)
+
+            def zeros(name: str) -> torch.Tensor:
+                return torch.zeros(header[name].shape, dtype=header[name].dtype, device=self._device)
+
+            ends = {name: entry.end for name, entry in header.items()}
+            yield Shard(ends=ends, get_tensor=get_tensor, zeros=zeros)
 
 
 _Get = Callable[[str], torch.Tensor]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from trainer.errors import AccessError
+from trainer.modeling.storage.block_memory import replace_values, without_values
 from trainer.modeling.storage.nf4 import Nf4Linear
 from trainer.modeling.storage.stored import StoredLinear
 
@@ -34,7 +35,7 @@ class Structure:
         self,
         name: str,
         rows: torch.Tensor,
-        on_host: Set[str],
+        elsewhere: Mapping[str, str],
         *,
         beside: Mapping[str, torch.Tensor] = MappingProxyType({}),
         where: str = "",
@@ -42,8 +43,8 @@ class Structure:
         """Give the tensor `name` its rows, on their device and in their type.
 
         The `weight` of a stored layer comes in full precision and is quantised here, or it is nf4 bytes with
-        `beside` them whatever else bitsandbytes writes for a weight. A complete module whose name is in
-        `on_host` leaves the device at once. Raises AccessError, whose place is `where`, for rows of another
+        `beside` them whatever else bitsandbytes writes for a weight. A complete module goes to the device
+        that `elsewhere` names for it at once. Raises AccessError, whose place is `where`, for rows of another
         shape than the model's.
         """
         owner, _, leaf = name.rpartition(".")
@@ -71,10 +72,10 @@ class Structure:
             module._buffers[leaf] = rows
         else:
             module.register_parameter(leaf, torch.nn.Parameter(rows, requires_grad=False))
-        if owner in on_host and not any(one.is_meta for one in module.parameters(recurse=False)):
-            move(module, "cpu")
+        if owner in elsewhere and not any(one.is_meta for one in module.parameters(recurse=False)):
+            move(module, elsewhere[owner])
 
-    def complete(self, on_host: Set[str]) -> torch.nn.Module:
+    def complete(self, elsewhere: Mapping[str, str]) -> torch.nn.Module:
         """The filled component, frozen, with its buffers where its parameters are.
 
         Raises AccessError where a parameter has no values.
@@ -84,7 +85,7 @@ class Structure:
         if isinstance(self.module, transformers.PreTrainedModel):
             # weights that the files hold once go to every module that shares them, as from_pretrained does it
             self.module.tie_weights(missing_keys=set(_on_meta(self.module)), recompute_mapping=False)
-        missing = _on_meta(self.module)
+        missing = [name for name in _on_meta(self.module) if elsewhere.get(name.rpartition(".")[0]) != "meta"]
         if missing:
             raise AccessError(
                 f"{len(missing)} tensors of the model are in none of its files, first {missing[0]}",
@@ -92,7 +93,7 @@ class Structure:
                 remedy="the download may be incomplete: run `trainer fetch` again",
             )
         for name, module in self.module.named_modules():
-            if name not in on_host:
+            if name not in elsewhere:
                 move(module, self.device)
         return self.module.requires_grad_(False)
 
@@ -152,6 +153,9 @@ def _on_meta(module: torch.nn.Module) -> list[str]:
 def move(module: torch.nn.Module, device: str) -> None:
     """A module's own tensors, without its children's. A shared parameter stays shared, a buffer does not."""
     for parameter in module.parameters(recurse=False):
-        parameter.data = parameter.data.to(device)
+        if device == "meta":
+            replace_values(parameter, without_values(parameter))
+        else:
+            parameter.data = parameter.data.to(device)
     for name, buffer in module.named_buffers(recurse=False):
         module._buffers[name] = buffer.to(device)

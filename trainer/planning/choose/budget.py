@@ -43,19 +43,22 @@ def budget(situation: Situation) -> Budget:
     """
     profile, host = situation.profile, situation.facts.memory
     asked, imposed = situation.config.features.memory_budget, situation.asked(KEY) != "auto"
-    total = situation.facts.gpu.total_memory_bytes if situation.on_gpu else host.total_bytes
+    total = host.total_bytes
+    if situation.on_gpu:
+        # of GPUs of one kind a display or ECC may take some: every process keeps within the least
+        total = min(gpu.total_memory_bytes for gpu in situation.facts.gpus)
     spelling, share = allocator.cap(situation.environ) if situation.on_gpu else ("", 1.0)
     cap, most, source = int(share * total), total, profile.memory_source
     size, reason = int(profile.budget_share * total), f"{profile.budget_share:.0%} of {gib(total)}"
     if profile.headroom_bytes is not None:
         # the process takes its part beside what the device holds; on a CPU the plan's rows have it
-        beside = HOST_BYTES if situation.on_gpu else 0
+        beside = situation.ranks * HOST_BYTES if situation.on_gpu else 0
         rest = max(0, host.available_bytes - profile.headroom_bytes - beside)
         # beyond its share a machine whose memory is the host's can stop answering
         most, reason = min(rest, size), f"{reason}, the allocator's cap"
         if rest < size:
             reason = f"{gib(host.available_bytes)} available now, less {gib(profile.headroom_bytes)} headroom"
-            size, reason = rest, reason + (f" and {gib(beside)} of the process" if beside else "")
+            size, reason = rest, reason + (f" and {gib(beside)} of {_processes(situation)}" if beside else "")
     if imposed:
         source, most, wanted = situation.source(KEY), min(most, cap), size_bytes(asked)
         if most < wanted * _AS_GOOD_AS:
@@ -66,7 +69,7 @@ def budget(situation: Situation) -> Budget:
             reason = f"imposed: of the {asked} that were written {most / GIB:.2f} GiB are there"
     if cap < size:
         size, source, reason = cap, spelling, f"the allocator may take {share:.0%}; {reason}"
-    if situation.ranks > 1 and not situation.on_gpu:
+    if situation.ranks > 1 and profile.headroom_bytes is not None:
         size, reason = size // situation.ranks, f"of {situation.ranks} processes each; {reason}"
     filled = _FILLED_IMPOSED if imposed else _FILLED
     return Budget(
@@ -78,6 +81,10 @@ def budget(situation: Situation) -> Budget:
     )
 
 
+def _processes(situation: Situation) -> str:
+    return "the process" if situation.ranks == 1 else f"{situation.ranks} processes"
+
+
 def least_imposed(peak_bytes: int) -> str:
     """The smallest budget, as it may be written, within which a run of this predicted peak fits."""
     return f"{math.ceil(peak_bytes / _FILLED_IMPOSED / GIB * 10) / 10}GiB"
@@ -86,13 +93,13 @@ def least_imposed(peak_bytes: int) -> str:
 def kept_samples(
     situation: Situation, limit: Budget, device_bytes: int, host_bytes: int
 ) -> tuple[int, Decision]:
-    """Bytes in which encoded samples of each process may stay once they were read, beside a run that takes so
-    much of device and host, and the row on `data.cache_in_memory`.
+    """Bytes in which encoded samples of each process may stay once they were read, and the row on
+    `data.cache_in_memory`, beside a run that takes so much of a device, and of the host by all processes.
 
     Where the device's memory is the host's, no more than the budget leaves.
     """
     asked, shared = situation.config.data.cache_in_memory, situation.profile.headroom_bytes is not None
-    available = situation.facts.memory.available_bytes // situation.ranks - host_bytes
+    available = (situation.facts.memory.available_bytes - host_bytes) // situation.ranks
     room = max(0, limit.bytes - device_bytes if shared else available)
     if asked is True:
         written = f"as written: all entries, and more than {gib(room)} of them end the run"
@@ -105,4 +112,5 @@ def kept_samples(
         return 0, Decision("cache_in_memory", "off", situation.profile.memory_source, reason)
     part = room // _KEPT_PART
     reason = f"entries that were read stay: up to an eighth of the {gib(room)} that the run leaves"
+    reason += f" to each of {situation.ranks} processes" if situation.ranks > 1 else ""
     return part, situation.decide(KEEP_KEY, f"{gib(part)} at most", reason)

@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainer.machine.facts import version_text
-from trainer.planning.choose import swapping
+from trainer.planning.choose import block_homes
 from trainer.planning.choose.situation import MEASURE_AGAIN, Situation
 from trainer.planning.choose.switches import compile_key
 from trainer.planning.cost.memory import Storage
@@ -121,9 +121,12 @@ def storages(
                 recomputed=recomputed if recomputed < situation.geometry.blocks else 0,
                 tiling=False,
                 previews=bool(config.validation.prompts),
-                swapped=swapping.written(config),
+                swapped=block_homes.swapped(config),
                 optimizer=config.train.optimizer,
                 averaged=config.train.ema_decay is not None,
+                ranks=situation.ranks,
+                sharded=block_homes.sharded(situation),
+                group=situation.ranks if block_homes.sharded(situation) else 1,
             )
 
 
@@ -131,7 +134,7 @@ def _recomputing(situation: Situation, *, compiled: bool) -> list[tuple[int, flo
     """(blocks that are recomputed, activation budget) of each setting that may be tried."""
     features, whole = situation.config.features, max(1, situation.geometry.blocks)
     asked, budget = features.activation_checkpointing, features.activation_budget
-    if asked is True or swapping.written(situation.config):
+    if asked is True or block_homes.swapped(situation.config):
         return [(whole, 1.0)]
     if asked != "auto" and not isinstance(asked, bool):
         return [(asked, 1.0)]

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from trainer.errors import HardwareError
-from trainer.planning.choose import candidates, encoding, swapping
+from trainer.planning.choose import block_homes, candidates, encoding
 from trainer.planning.choose.budget import Budget
 from trainer.planning.choose.situation import Situation
 from trainer.planning.choose.switches import TIGHT
@@ -81,10 +81,10 @@ def choose(
     if swap and geometry.stacks and recomputing:
         # as few blocks in host memory as fit, of the smallest setting
         least = min(recomputing, key=lambda outcome: memory.total(outcome.train))
-        storage = swapping.fewest(least.storage, geometry, most)
+        storage = block_homes.fewest(least.storage, geometry, most)
         time, train = roofline.milliseconds(storage, geometry, speed), memory.train_rows(storage, geometry)
         outcome = dataclasses.replace(least, storage=storage, milliseconds=time, train=train)
-        no_room = swapping.no_room(situation, storage)
+        no_room = block_homes.no_room(situation, storage)
         if not no_room and outcome.peak_bytes <= most:
             return outcome, skipped
         no_more = "; ".join(filter(None, (no_more, no_room)))
@@ -184,7 +184,8 @@ def decisions(
     yield compiling
     yield from _recomputing(situation, chosen, skipped)
     without = min((memory.total(one.train) for one in skipped), default=0)
-    yield from swapping.rows(situation, storage, without)
+    yield from block_homes.swap_rows(situation, storage, without)
+    yield from filter(None, (block_homes.shard_row(situation, storage),))
     if memory.parameters(situation.geometry, "vae"):
         reason = "images are encoded and decoded whole"
         if storage.tiling:

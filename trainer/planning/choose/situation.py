@@ -10,7 +10,7 @@ from typing import Any
 from trainer.config.judging.rule import Context
 from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
-from trainer.machine.facts import Facts, version_text
+from trainer.machine.facts import Facts, Gpu, version_text
 from trainer.machine.profiles import Profile
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import Geometry
@@ -31,6 +31,7 @@ class Situation(Context):
     """A configuration on a machine: the input of every choice."""
 
     facts: Facts
+    """The machine with no GPUs but those that the run may take, all of one kind."""
     profile: Profile
     sized: GeometryOf
     disk: str = ""
@@ -38,7 +39,11 @@ class Situation(Context):
     goes_on: bool = False
     """Whether the run has begun, with its samples parted as the configuration says."""
     ranks: int = 1
-    """Processes that share the micro-batches of a step, each with a base of its own."""
+    """Processes that share the micro-batches of a step."""
+    devices: tuple[int, ...] = ()
+    """Places of `facts.gpus` among the visible ones; empty on a CPU, and for the first ones."""
+    others: tuple[Gpu, ...] = ()
+    """Visible GPUs that the run cannot take beside these: of another kind, or not the profile's."""
 
     @functools.cached_property
     def geometry(self) -> Geometry:

@@ -1,14 +1,18 @@
-"""How many processes train a run: those that are asked for, where they share a step evenly.
+"""How many processes train a run, and on which GPUs: as many as were asked for, which share a step evenly.
 
 Their number is a property of the machine: batch, accumulation, learning rate and steps are the whole run's,
-whatever it is, and nothing is multiplied by it.
+whatever it is, and nothing is multiplied by it. All GPUs of a run are of one kind.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
+from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError
+from trainer.machine.facts import Gpu
 from trainer.planning.choose import batching
 from trainer.planning.choose.situation import Situation
 from trainer.planning.plan import Decision
@@ -16,39 +20,149 @@ from trainer.planning.plan import Decision
 KEY = "parallel.gpus"
 
 
-def spread(situation: Situation) -> tuple[Situation, Decision | None, Decision | None]:
-    """The situation with the number of processes, and micro-batches that they share evenly; the rows of the
-    number, and of a step's samples where they are parted for it.
+@dataclass(frozen=True, kw_only=True)
+class Spread:
+    """One way to spread a run over the machine."""
 
-    There is no row where nobody asks for more than one. Raises HardwareError on a GPU, ConfigError where a
-    step cannot be shared by so many.
+    situation: Situation
+    """With the number of processes, and micro-batches that they share evenly."""
+    profile_row: Decision
+    kind: int
+    """Place of the kind of GPU among the machine's kinds, the preferred first; 0 on a CPU."""
+    alike: int
+    """Visible GPUs of this kind."""
+    largest: bool
+    """Whether these GPUs have more memory than any other that is visible."""
+    split: Decision | None
+    """The row of a step's samples, where they are parted for it."""
+
+    @property
+    def automatic(self) -> bool:
+        """True where the number was not written."""
+        return self.situation.config.parallel.gpus == "auto"
+
+
+def spreads(machines: Sequence[tuple[Situation, Decision]]) -> list[Spread]:
+    """Every way to spread a run that may be tried, the preferred first.
+
+    `machines` are the situations on each kind of GPU, the preferred kind first, with the rows of their
+    profiles. A written number has one way a kind. `auto` tries the largest number of GPUs of one kind that
+    share a step evenly, then smaller ones; of equal numbers those of the preferred kind. It is one on a CPU.
+    Raises HardwareError for more GPUs than there are of any kind, ConfigError where a step cannot be shared
+    by so many.
     """
-    config, count = situation.config, situation.config.parallel.gpus
-    if count in ("auto", 1):
-        return situation, None, None
-    assert count != "auto"
-    if situation.on_gpu:
-        raise situation.refuse(KEY, "this version trains on one GPU; several processes are for CPUs")
-    if config.method == "full":
-        raise _refused(situation, "a full fine-tune trains in one process in this version", f"write {KEY}: 1")
-    parted = [config, *(() if situation.goes_on else batching.smaller(config))]
-    shared = [one for one in parted if one.train.gradient_accumulation_steps % count == 0]
-    if not shared:
-        most = parted[-1].train.gradient_accumulation_steps
-        divisors = ", ".join(str(one) for one in range(1, most + 1) if most % one == 0)
-        began = (
-            "micro-batches of a step, in which the run began" if situation.goes_on else "samples of a step"
-        )
-        other = "" if situation.goes_on else ", or other train.gradient_accumulation_steps"
-        remedy = f"write one of {divisors}{other}"
-        raise _refused(situation, f"{count} do not share the {most} {began} evenly", remedy)
-    each = shared[0].train.gradient_accumulation_steps // count
-    reason = f"each takes {each} of a step's {each * count} micro-batches; batch and rate are the whole run's"
-    row = Decision("gpus", str(count), situation.source(KEY), reason)
+    first, _ = machines[0]
+    config, asked = first.config, first.config.parallel.gpus
+    parted = [config, *(() if first.goes_on else batching.smaller(config))]
+    if asked != "auto":
+        _require(first, asked, [len(one.facts.gpus) for one, _ in machines], parted)
+    found: list[Spread] = []
+    for kind, (situation, row) in enumerate(machines):
+        alike = len(situation.facts.gpus) if situation.on_gpu else 1
+        most = alike if config.method == "lora" else 1
+        for count in range(most, 0, -1) if asked == "auto" else (asked,):
+            chosen = _shared(parted, count)
+            if chosen is not None and (not situation.on_gpu or count <= alike):
+                found.append(_spread(situation, row, kind, count, chosen))
+    return sorted(found, key=lambda one: -one.situation.ranks)
+
+
+def _spread(situation: Situation, row: Decision, kind: int, count: int, chosen: RunConfig) -> Spread:
+    gpus, devices = situation.facts.gpus, situation.devices or tuple(range(len(situation.facts.gpus)))
+    own = max((gpu.total_memory_bytes for gpu in gpus), default=0)
+    others = max((gpu.total_memory_bytes for gpu in situation.others), default=0)
     split = None
-    if shared[0] is not config:
-        split = batching.row(shared[0], config, f"cannot be shared by {count} processes")
-    return replace(situation, config=shared[0], ranks=count), row, split
+    if chosen is not situation.config:
+        split = batching.row(chosen, situation.config, f"cannot be shared by {count} processes")
+    on_gpu = situation.on_gpu
+    return Spread(
+        situation=replace(
+            situation,
+            config=chosen,
+            ranks=count,
+            facts=situation.facts.on(range(count)) if on_gpu else situation.facts,
+            devices=devices[:count] if on_gpu else (),
+        ),
+        profile_row=row,
+        kind=kind,
+        alike=len(gpus) if on_gpu else 0,
+        largest=own > others,
+        split=split,
+    )
+
+
+def _shared(parted: Sequence[RunConfig], count: int) -> RunConfig | None:
+    """The first of these configurations whose steps so many processes share evenly."""
+    return next((one for one in parted if one.train.gradient_accumulation_steps % count == 0), None)
+
+
+def _require(situation: Situation, count: int, sizes: Sequence[int], parted: Sequence[RunConfig]) -> None:
+    """Raise where the written number is more than there are of any kind, or does not share a step."""
+    if situation.on_gpu and count > max(sizes):
+        have = " and ".join(_counted((*situation.facts.gpus, *situation.others)))
+        kinds = " of one kind" if situation.others else ""
+        remedy = f"write {max(sizes)} or less, or auto"
+        raise situation.refuse(KEY, f"{count} GPUs{kinds} are asked for, visible are {have}", remedy)
+    if situation.config.method == "full" and count > 1:
+        raise _refused(situation, "a full fine-tune trains in one process in this version", f"write {KEY}: 1")
+    if _shared(parted, count) is not None:
+        return
+    most = parted[-1].train.gradient_accumulation_steps
+    divisors = ", ".join(str(one) for one in range(1, most + 1) if most % one == 0)
+    began = "micro-batches of a step, in which the run began" if situation.goes_on else "samples of a step"
+    other = "" if situation.goes_on else ", or other train.gradient_accumulation_steps"
+    raise _refused(
+        situation, f"{count} do not share the {most} {began} evenly", f"write one of {divisors}{other}"
+    )
+
+
+def row(spread: Spread, skipped: Sequence[str], worse: Sequence[str] = ()) -> Decision | None:
+    """The row of the number, which says what would let more GPUs help, which were taken, why ways were
+    `skipped` and which are `worse`. None where there is no choice.
+    """
+    situation, count = spread.situation, spread.situation.ranks
+    visible = spread.alike + len(situation.others) if situation.on_gpu else 1
+    if visible == 1 and count == 1:
+        return None
+    value = f"{count} of {visible}" if situation.on_gpu else str(count)
+    source = "auto" if spread.automatic else situation.source(KEY)
+    parts = [_use(spread, short=bool(skipped)), _place(spread) if situation.others else "", *skipped, *worse]
+    return Decision("gpus", value, source, "; ".join(filter(None, parts)))
+
+
+def _use(spread: Spread, *, short: bool) -> str:
+    """The share of each process, or what would make more of these GPUs useful, unless memory is `short`."""
+    situation, count, train = spread.situation, spread.situation.ranks, spread.situation.config.train
+    if count == 1 and situation.config.method == "full":
+        return "a full fine-tune trains on one GPU in this version"
+    if not spread.automatic and count == 1:
+        return "as written"
+    if situation.on_gpu and count < spread.alike and spread.automatic and not short:
+        size, alike = train.gradient_accumulation_steps * train.train_batch_size, spread.alike
+        more = -(-size // alike) * alike // train.train_batch_size
+        return (
+            f"a step has {size} sample{'' if size == 1 else 's'}: train.gradient_accumulation_steps: {more}"
+            f" makes a step of {more * train.train_batch_size} on {alike} GPUs, which takes about as long"
+        )
+    if count == 1:
+        return ""
+    each = train.gradient_accumulation_steps // count
+    return f"each takes {each} of a step's {each * count} micro-batches; batch and rate are the whole run's"
+
+
+def _place(spread: Spread) -> str:
+    """The GPUs that were taken, and those that were not because they are of another kind."""
+    situation = spread.situation
+    places = " and ".join(str(place) for place in situation.devices)
+    taken = f"on GPU {places}, {situation.facts.gpu.name}"
+    if len(situation.devices) == 1 and spread.largest:
+        taken += ", with the most memory"
+    return f"{taken}; left out, of another kind: {' and '.join(_counted(situation.others))}"
+
+
+def _counted(gpus: Sequence[Gpu]) -> list[str]:
+    """The names of GPUs, each once, with their number."""
+    return [f"{number} {name}" for name, number in Counter(gpu.name for gpu in gpus).items()]
 
 
 def _refused(situation: Situation, what: str, remedy: str) -> ConfigError:

@@ -86,6 +86,8 @@ def cuda_graphs(situation: Situation, storage: Storage, *, filled: float) -> Dec
         obstacle = "only for a LoRA in bf16, whose gradients are summed inside the graph"
     elif storage.swapped:
         obstacle = "a graph reads weights where they were, and blocks wait in host memory"
+    elif storage.sharded:
+        obstacle = "not beside blocks that lie with other GPUs, in this version"
     elif storage.compile and filled > TIGHT and situation.asked(key) == "auto":
         full = f"{filled:.0%} of the budget is filled"
         obstacle = f"{full}, and what graphs hold cannot be given back in pieces"

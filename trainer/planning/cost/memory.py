@@ -28,8 +28,8 @@ _CUDA_PROCESS_BYTES = int(3.5 * GIB)
 _RING_BYTES = GIB // 2
 HOST_BYTES = _CUDA_PROCESS_BYTES + _RING_BYTES
 """Host memory of a process that trains on a GPU, without blocks that wait there."""
-# blocks that wait in host memory pass through two buffers
-_WAITING_BUFFERS = 2
+# blocks that lie elsewhere pass through so many pages of the device's memory
+_PAGES = 2
 _ONE_SAMPLE, _ONE_WEIGHT = "one sample", "one weight at a time, transient"
 # more of a parameter that a bf16 run keeps in fp32: of its weight, and where it trains of its gradient and in
 # the optimizer
@@ -62,6 +62,12 @@ class Storage:
     """The word in `train.optimizer`."""
     averaged: bool = False
     """A running mean of the trained weights is kept."""
+    ranks: int = 1
+    """Processes that exchange gradients."""
+    sharded: int = 0
+    """Repeated blocks whose frozen weights lie with the GPUs of a group in turn."""
+    group: int = 1
+    """GPUs of such a group."""
 
     @property
     def value_bytes(self) -> int:
@@ -90,10 +96,16 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     ]
     if storage.averaged:
         rows.append(MemoryRow("EMA", count * states.MEAN_BYTES, "the weights' mean, fp32"))
-    if storage.swapped:
-        _, largest = waiting_bytes(storage, geometry)
-        detail = "two of the blocks that wait in host memory, in turn"
-        rows.append(MemoryRow("blocks passing through", _WAITING_BUFFERS * largest, detail))
+    if storage.ranks > 1:
+        sums = count * VALUE_BYTES["fp32"]
+        # slices sent and received; sums of all slices, twice as they are gathered, and of this one
+        size = 2 * count * storage.value_bytes + 2 * sums + sums // storage.ranks
+        rows.append(MemoryRow("exchange", size, f"gradients on their way between {storage.ranks} GPUs"))
+    if storage.swapped or storage.sharded:
+        _, largest = elsewhere_bytes(storage, geometry)
+        where = "wait in host memory" if storage.swapped else "lie with other GPUs"
+        detail = f"two of the blocks that {where}, in turn"
+        rows.append(MemoryRow("blocks passing through", _PAGES * largest, detail))
     if storage.way.trains:
         return _with_overhead(storage, rows)
     return _with_overhead(storage, [*rows, *_unpacked(storage, geometry)], holes=_HOLES_BYTES)
@@ -132,9 +144,12 @@ def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     return _with_overhead(storage, rows)
 
 
-def waiting_bytes(storage: Storage, geometry: Geometry) -> tuple[int, int]:
-    """Frozen weights of `storage.swapped` blocks, (all, the largest): the longest stack before the next."""
-    left, whole, largest = storage.swapped, 0, 0
+def elsewhere_bytes(storage: Storage, geometry: Geometry) -> tuple[int, int]:
+    """Frozen weights of the blocks that wait in host memory or lie with several GPUs, (all, the largest).
+
+    They are of the longest stack before the next.
+    """
+    left, whole, largest = storage.swapped or storage.sharded, 0, 0
     for stack in geometry.stacks:
         count = min(left, stack.blocks)
         if count:
@@ -183,15 +198,20 @@ def _linear_bytes(way: Way, linears: Linears, layers: int = 0) -> int:
 
 
 def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
-    """Host memory of the training process; none on a CPU, where all that training holds is host memory."""
+    """Host memory of all training processes; none on a CPU, where all that training holds is host memory.
+
+    Each process has its own libraries and buffers; blocks that wait are there once for all.
+    """
     if storage.device == "cpu":
         return ()
-    size, _ = waiting_bytes(storage, geometry)
-    detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned"
+    ranks, (size, _) = storage.ranks, elsewhere_bytes(storage, geometry)
+    each = f", for each of {ranks} processes" if ranks > 1 else ""
+    once = f", once for {ranks} processes" if ranks > 1 else ""
+    detail = f"frozen weights of {storage.swapped} of {geometry.blocks} blocks, pinned{once}"
     return (
         *([MemoryRow("waiting blocks", size, detail)] if storage.swapped else []),
-        MemoryRow("process", _CUDA_PROCESS_BYTES, "Python, CUDA and libraries"),
-        MemoryRow("loading", _RING_BYTES, "buffers that shards pass through"),
+        MemoryRow("process", ranks * _CUDA_PROCESS_BYTES, f"Python, CUDA and libraries{each}"),
+        MemoryRow("loading", ranks * _RING_BYTES, f"buffers that shards pass through{each}"),
     )
 
 
@@ -230,8 +250,14 @@ def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
         parts.append(f"{_count(trained - packed - kept_fp32)} in {storage.dtype}{fp32}")
         detail = ", ".join(parts)
     if storage.swapped:
-        size = max(0, size - waiting_bytes(storage, geometry)[0])
+        size = max(0, size - elsewhere_bytes(storage, geometry)[0])
         detail += f"; without {storage.swapped} of {geometry.blocks} blocks"
+    if storage.sharded:
+        # where blocks do not part evenly, one GPU may have one more of the largest
+        whole, largest = elsewhere_bytes(storage, geometry)
+        others = storage.sharded // storage.group * (storage.group - 1)
+        size = max(0, size - whole * (storage.group - 1) // storage.group + largest * (storage.group > 1))
+        detail += f"; without {others} of {geometry.blocks} blocks"
     return MemoryRow("base weights", size, detail)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from trainer.machine.facts import Gpu, KernelVerdict
-from trainer.planning.cost.memory import Storage, packed_linears, waiting_bytes
+from trainer.planning.cost.memory import Storage, elsewhere_bytes, packed_linears
 from trainer.planning.shapes.geometry import Geometry
 from trainer.ways.kernels import KERNELS
 from trainer.ways.storages import WAYS
@@ -71,6 +71,12 @@ _FORWARD_POINTWISE = 0.35
 """Share of the pointwise work that is forward."""
 _HOST_COPY_BYTES = 20e9
 """Copies from pinned host memory, in bytes a second: assumed for PCIe 4.0 with 16 lanes, not measured."""
+_PEER_COPY_BYTES = 370e9
+"""Copies from another GPU's memory over NVLink, in bytes a second, measured on two H200."""
+_SLOWED_BY_COPIES = 0.4
+"""Share of the time of such copies by which the work beside them takes longer, measured there too: 0.38 to
+0.6 in bf16 and FP8.
+"""
 _INSIDE = 0.6
 """Share of its products that a compiled block repeats which keeps its input alone: 7 or 8 parts of 12, where
 feed-forwards are four times as wide as the block.
@@ -193,12 +199,20 @@ def _copying_ms(storage: Storage, geometry: Geometry, computing_ms: float) -> fl
 
     A third of the work is forward, the rest recomputes and goes back.
     """
+    if storage.sharded:
+        return _peer_ms(storage, geometry)
     if not storage.swapped:
         return 0.0
-    copy = waiting_bytes(storage, geometry)[0] / storage.swapped / _HOST_COPY_BYTES * 1e3
+    copy = elsewhere_bytes(storage, geometry)[0] / storage.swapped / _HOST_COPY_BYTES * 1e3
     longest = max(stack.blocks for stack in geometry.stacks)
     between = max(1.0, longest / storage.swapped) * computing_ms / max(1, geometry.blocks)
     return storage.swapped * sum(max(0.0, copy - share * between) for share in (1 / 3, 2 / 3))
+
+
+def _peer_ms(storage: Storage, geometry: Geometry) -> float:
+    """Time that reading blocks of other GPUs costs: twice a micro-batch, beside work that it slows."""
+    read = elsewhere_bytes(storage, geometry)[0] * (storage.group - 1) / storage.group
+    return 2 * read / _PEER_COPY_BYTES * 1e3 * _SLOWED_BY_COPIES
 
 
 def _recomputed(storage: Storage, geometry: Geometry) -> tuple[float, float]:

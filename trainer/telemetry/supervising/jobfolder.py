@@ -20,20 +20,32 @@ _LEFT_AFTER_SECONDS = 60.0
 
 
 @contextlib.contextmanager
-def job_folder(shared: Path, mode: str) -> Iterator[Path]:
+def job_folder(shared: Path, mode: str, name: str = "") -> Iterator[Path]:
     """A folder that only this job uses: a second command must not change what the first one is about to read.
 
     It is locked as long as this process lives. Those that killed processes left behind are removed first.
+    With a `name` of eight letters it is `named_folder`, which other processes find and see locked.
     """
     _remove_left(shared)
-    with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=shared, ignore_cleanup_errors=True) as name:
-        descriptor = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    with tempfile.TemporaryDirectory(prefix=f"{mode}-", dir=shared, ignore_cleanup_errors=True) as made:
+        folder = Path(made)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with contextlib.suppress(OSError):  # a file system without locks: nothing is removed there either
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            yield Path(name)
+            if name:
+                shutil.rmtree(named_folder(shared, mode, name), ignore_errors=True)  # a killed start's
+                folder = folder.rename(named_folder(shared, mode, name))
+            yield folder
         finally:
+            if name:
+                shutil.rmtree(folder, ignore_errors=True)
             os.close(descriptor)
+
+
+def named_folder(shared: Path, mode: str, name: str) -> Path:
+    """The `job_folder` of that name; it need not exist."""
+    return shared / f"{mode}-{name}"
 
 
 def _remove_left(shared: Path) -> None:

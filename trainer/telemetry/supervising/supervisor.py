@@ -2,7 +2,8 @@
 watches them, says why they ended.
 
 It knows nothing of training and never imports torch. A child beats by `StatusWriter`. The first rank that
-ends otherwise than well ends all of them, with its exit code.
+ends otherwise than well ends all of them, with its exit code. Where a launcher started a parent for each
+rank, that of rank 0 judges all ranks, and each ends its own when another one's status has an exit code.
 """
 
 from __future__ import annotations
@@ -15,11 +16,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import TextIO
 
 import trainer
 from trainer.config.environment import LOOPBACK
@@ -29,6 +28,8 @@ from trainer.telemetry import locks, status, stop
 from trainer.telemetry.sinks.metrics import METRICS_FILE
 from trainer.telemetry.status import LOCK_FILE, STATUS_FILE, Phase, StatusWriter, Verdict
 from trainer.telemetry.supervising import cause_of_death, memory_floor, server
+from trainer.telemetry.supervising.others import Others
+from trainer.telemetry.supervising.signals import collected
 
 RUNTIME_DIR_VARIABLE = "TRAINER_RUNTIME_DIR"
 _TICK_SECONDS = 0.1
@@ -36,7 +37,6 @@ _SAME_KEY_SECONDS = 0.5
 _KILL_PATIENCE_SECONDS = 60.0
 _PAUSED_LOOKS = 10
 _INTERRUPTED = 128 + signal.SIGINT
-_ASKING = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,46 +53,76 @@ def supervise(
     command: Sequence[str],
     *,
     environments: Sequence[Mapping[str, str]],
+    ranks: int = 0,
     runtime_dir: Path,
     port: int | None,
     address: str = LOOPBACK,
     unified_memory: bool,
+    on_ready: Callable[[], None] = lambda: None,
     meminfo_path: Path = cause_of_death.MEMINFO,
     memory_events_path: Path | None = None,
     limits: Limits = Limits(),
-    console: TextIO | None = None,
 ) -> int:
     """Run `command` to its end and return the exit code to pass on. Call it on the main thread.
 
     One process is started in each of `environments`, which are whole; the runtime folder is added. Rank 0 has
-    the folder itself for its status and metrics, rank K `rank-K` in it. `port` None: no server.
-    SIGTERM and SIGINT ask the child to save and end (75), a second SIGINT kills it (130). A child that is
-    silent for two phase budgets, or does not end within the save budget after it was asked, is killed (74). A
-    child that a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when the port or
-    the folder is taken, StoppedError when a run that was to end does not leave the folder.
+    the folder itself for its status and metrics, rank K `rank-K` in it. `port` None: no server. Of more
+    `ranks`, the others' parents call `supervise_one` once `on_ready` was called here.
+    SIGTERM and SIGINT ask the child to save and end (75), a second SIGINT kills it (130). One that is silent
+    for two phase budgets, or does not end within the save budget after it was asked, is killed (74); one that
+    a signal ended gives 71 for an OOM kill, else 128 + signal. Raises ConfigError when the port or the folder
+    is taken, StoppedError when a run that was to end keeps the folder.
     """
     runtime_dir.mkdir(parents=True, exist_ok=True)
-    console = sys.stderr if console is None else console
-    with _holding(runtime_dir, console) as lock, _signals() as received, contextlib.ExitStack() as serving:
+    with _holding(runtime_dir) as lock, collected() as received, contextlib.ExitStack() as serving:
         _forget(runtime_dir)
         watch = _Watch(
             directory=runtime_dir,
+            ranks=ranks or len(environments),
+            others=Others(own=0) if ranks > len(environments) else None,
             unified_memory=unified_memory,
             meminfo=meminfo_path,
             memory_events=memory_events_path or cause_of_death.memory_events_path(),
             limits=limits,
-            console=console,
         )
         # The first beat is ours, before the first question: a child that cannot even import is found out too.
-        for rank in range(len(environments)):
-            StatusWriter(status.rank_folder(runtime_dir, rank), ranks=len(environments)).beat(Phase.LOAD)
+        for rank in range(watch.ranks):
+            StatusWriter(status.rank_folder(runtime_dir, rank), ranks=watch.ranks).beat(Phase.LOAD)
         answers = server.serving(port, metrics=watch.metrics_text, health=watch.verdict, address=address)
         try:
             serving.enter_context(answers)
         except ConfigError:  # the port cannot be had: nothing runs
             _forget(runtime_dir)
             raise
+        on_ready()
         watch.start(command, environments, lock)
+        return watch.run(received)
+
+
+def supervise_one(
+    command: Sequence[str],
+    *,
+    environment: Mapping[str, str],
+    rank: int,
+    ranks: int,
+    runtime_dir: Path,
+    limits: Limits = Limits(),
+) -> int:
+    """Run `command` as a rank but the first, whose parent holds `runtime_dir`; return the exit code.
+
+    Signals are as those of `supervise`. When another rank ends otherwise than well, this one is killed and
+    its exit code is the other one's, which says why.
+    """
+    with collected() as received:
+        watch = _Watch(
+            directory=runtime_dir,
+            first=rank,
+            ranks=ranks,
+            others=Others(own=rank),
+            memory_events=cause_of_death.memory_events_path(),
+            limits=limits,
+        )
+        watch.start(command, [environment], None)
         return watch.run(received)
 
 
@@ -106,22 +136,25 @@ def _forget(runtime_dir: Path) -> None:
 
 def require_free(runtime_dir: Path) -> None:
     """Raise ConfigError when another run has the folder now, after waiting for one that ends."""
-    with _holding(runtime_dir, sys.stderr):
+    with _holding(runtime_dir):
         pass
 
 
 @dataclass(eq=False, kw_only=True)
 class _Watch:
-    """The children, by rank, and what is known about them. Other threads may call `verdict` and
-    `metrics_text`.
+    """The children, by rank from `first` on, and what is known about them. Other threads may call `verdict`
+    and `metrics_text`.
     """
 
     directory: Path
-    unified_memory: bool
-    meminfo: Path
+    first: int = 0
+    ranks: int
+    others: Others | None
+    """The ranks of other parents; None where this one has all."""
+    unified_memory: bool = False
+    meminfo: Path = cause_of_death.MEMINFO
     memory_events: Path | None
     limits: Limits
-    console: TextIO
     children: list[subprocess.Popen[bytes]] = field(default_factory=list, init=False)
     _asked: tuple[float, signal.Signals, ExitCode] | None = field(default=None, init=False)
     _killed: tuple[float, int, str] | None = field(default=None, init=False)
@@ -130,9 +163,12 @@ class _Watch:
     _was_healthy: bool = field(default=True, init=False)
     _was_hung: bool = field(default=False, init=False)
     _awake_since: float = field(default=-math.inf, init=False)
+    _told_elsewhere: bool = field(default=False, init=False)
 
-    def start(self, command: Sequence[str], environments: Sequence[Mapping[str, str]], lock: int) -> None:
-        """Start a rank in each environment; `lock` is the descriptor of the folder's lock.
+    def start(
+        self, command: Sequence[str], environments: Sequence[Mapping[str, str]], lock: int | None
+    ) -> None:
+        """Start a rank in each environment; `lock` is the descriptor of the folder's lock, if held here.
 
         Raises OSError where one cannot be started, and ends those before it.
         """
@@ -141,8 +177,9 @@ class _Watch:
             try:
                 # In a group of its own a terminal's Ctrl-C reaches only us, and we can kill its workers with
                 # it; with the lock's descriptor the folder stays taken while the child outlives us to save.
+                kept = () if lock is None else (lock,)
                 child = subprocess.Popen(
-                    list(command), stdin=subprocess.DEVNULL, env=env, process_group=0, pass_fds=(lock,)
+                    list(command), stdin=subprocess.DEVNULL, env=env, process_group=0, pass_fds=kept
                 )
             except OSError:
                 self.kill_groups()
@@ -176,10 +213,12 @@ class _Watch:
         rank, returncode = self._wait(received)
         self.kill_groups()  # the other ranks, and workers that outlived theirs
         oom_kills = cause_of_death.oom_kills(self.memory_events) - oom_kills_before
+        if returncode:  # the others' parents may know the first cause
+            self._end_with_others(status.read_ranks(self.directory))
         code, cause = self._outcome(returncode, oom_kills)
-        if cause and len(self.children) > 1 and self._killed is None:
-            cause = f"rank {rank}: {cause}"
-        if cause:
+        if cause and self.ranks > 1 and self._killed is None:
+            cause = f"rank {self.first + rank}: {cause}"
+        if cause and not self._told_elsewhere:
             self._say(cause)
         for number, child in enumerate(self.children):  # none is left when the exit code is told
             try:
@@ -188,7 +227,7 @@ class _Watch:
                 if len(self.children) > 1:
                     self._say(f"rank {number} does not die: it is stuck in the kernel, mostly in a driver")
         with contextlib.suppress(StorageError):  # the exit code is worth more than its note
-            status.write_end(self.directory, exit_code=code, cause=cause)
+            status.write_end(status.rank_folder(self.directory, self.first), exit_code=code, cause=cause)
         return code
 
     def _wait(self, received: list[tuple[float, int]]) -> tuple[int, int | None]:
@@ -222,6 +261,8 @@ class _Watch:
         while received:
             at, signum = received.pop(0)
             if self._asked is None:
+                # a launcher asks its processes to end where one of them ended
+                self._end_with_others(status.read_ranks(self.directory))
                 why = f"{signal.Signals(signum).name}: the run saves and ends"
                 self._ask(stop.ASK_SIGNAL, ExitCode.STOPPED, why)
             # A wrapper (make, a shell script) may pass on the key press that the terminal sent us as well.
@@ -231,6 +272,24 @@ class _Watch:
     def _look(self, now: float) -> None:
         """Look at the heartbeat, at the time since the child was asked to end, and at the memory."""
         ranks = status.read_ranks(self.directory)
+        self._end_with_others(ranks)
+        if self.first == 0 and self._killed is None:
+            self._look_at_heartbeats(ranks, now)
+        grace = status.BUDGET_SECONDS[Phase.SAVE] * self.limits.budget_scale
+        if self._asked is not None and now - self._asked[0] > grace:
+            self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
+        self._trained = self._trained or any(one is not None and one.phase is Phase.TRAIN for one in ranks)
+        if self.unified_memory:
+            self._look_at_memory(now)
+
+    def _end_with_others(self, ranks: Sequence[status.Status | None]) -> None:
+        """Kill this parent's rank where one of another parent did not end well: it may wait for it."""
+        end = self.others.end(ranks) if self.others is not None and self._killed is None else None
+        if end is not None:
+            self._told_elsewhere = end.told
+            self._kill(end.exit_code, end.cause)
+
+    def _look_at_heartbeats(self, ranks: Sequence[status.Status | None], now: float) -> None:
         judged = self._judge(ranks)
         if judged.healthy != self._was_healthy:
             self._was_healthy = judged.healthy
@@ -243,12 +302,6 @@ class _Watch:
         if hung and (self._was_hung or len(ranks) == 1):  # statuses of several are not of one moment
             self._kill(ExitCode.HUNG, f"killed as hung: {judged.reason}")
         self._was_hung = hung
-        grace = status.BUDGET_SECONDS[Phase.SAVE] * self.limits.budget_scale
-        if self._asked is not None and now - self._asked[0] > grace:
-            self._kill(ExitCode.HUNG, f"killed: it did not end within {grace:.1f} s after it was asked to")
-        self._trained = self._trained or any(one is not None and one.phase is Phase.TRAIN for one in ranks)
-        if self.unified_memory:
-            self._look_at_memory(now)
 
     def _look_at_memory(self, now: float) -> None:
         available = cause_of_death.available_bytes(self.meminfo)
@@ -267,7 +320,8 @@ class _Watch:
             self._asked = (time.monotonic(), signum, exit_code)
             for child in self.children:
                 child.send_signal(signum)
-            self._say(why)
+            if self.first == 0:
+                self._say(why)
 
     def _kill(self, exit_code: int, why: str) -> None:
         if self._killed is None:
@@ -285,7 +339,9 @@ class _Watch:
 
         `oom_kills` are those of its group since it was started.
         """
-        if self._killed is not None and returncode in (None, -signal.SIGKILL):
+        if self._killed is not None and (
+            self._told_elsewhere or returncode in (None, -signal.SIGKILL, PEER_LOST)
+        ):
             return self._killed[1], self._killed[2]
         assert returncode is not None, "only a kill is not waited for to the end"
         if returncode == PEER_LOST:
@@ -301,7 +357,7 @@ class _Watch:
         return cause_of_death.explain_death(-returncode, oom_kills_since_start=oom_kills)
 
     def _say(self, text: str) -> None:
-        _print(text, self.console)
+        _print(text)
 
 
 def _by_cause(returncode: int) -> int:
@@ -313,17 +369,17 @@ def _by_cause(returncode: int) -> int:
     return 0 if returncode < 0 else 1 if returncode in set(ExitCode) else 2
 
 
-def _print(text: str, console: TextIO) -> None:
+def _print(text: str) -> None:
     with contextlib.suppress(OSError):  # a closed terminal or pipe must not end the run
-        print(shown(f"supervisor: {text}"), file=console, flush=True)
+        print(shown(f"supervisor: {text}"), file=sys.stderr, flush=True)
 
 
-def _holding(runtime_dir: Path, console: TextIO) -> contextlib.AbstractContextManager[int]:
+def _holding(runtime_dir: Path) -> contextlib.AbstractContextManager[int]:
     """Keep two runs out of one runtime folder; gives the lock's descriptor. Raises as `locks.holding`."""
 
     def on_wait(text: str) -> None:
         if text:
-            _print(text, console)
+            _print(text)
 
     return locks.holding(
         runtime_dir / LOCK_FILE,
@@ -335,24 +391,3 @@ def _holding(runtime_dir: Path, console: TextIO) -> contextlib.AbstractContextMa
         ),
         on_wait=on_wait,
     )
-
-
-@contextlib.contextmanager
-def _signals() -> Iterator[list[tuple[float, int]]]:
-    """Collect SIGTERM and SIGINT with their times; the loop acts on them, since a handler must not print.
-
-    Afterwards they are ignored: the run has ended, and only its exit code is left to pass on. Some managers
-    of processes ask several times.
-    """
-    received: list[tuple[float, int]] = []
-
-    def remember(signum: int, frame: FrameType | None) -> None:
-        received.append((time.monotonic(), signum))
-
-    for signum in _ASKING:
-        signal.signal(signum, remember)
-    try:
-        yield received
-    finally:
-        for signum in _ASKING:
-            signal.signal(signum, signal.SIG_IGN)

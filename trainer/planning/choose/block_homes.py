@@ -1,4 +1,7 @@
-"""Blocks whose frozen weights wait in host memory: only where nothing else fits, and how many."""
+"""Blocks whose frozen weights lie elsewhere than on their device, only where nothing else fits, and how many.
+
+They wait in host memory, or lie with several GPUs in turn, which read each other's memory.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,18 @@ from trainer.planning.choose.situation import Situation
 from trainer.planning.cost import memory
 from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision
-from trainer.planning.shapes.adapters import plain_path
+from trainer.planning.shapes.adapters import needs_whole_base, plain_path
 from trainer.planning.shapes.geometry import Geometry
 from trainer.words.sizes import gib
 
-KEY = "features.block_swap"
+SWAP, SHARD = "features.block_swap", "parallel.shard"
+_NO_PEER_ACCESS = "GeForce"
+"""Part of the names of GPUs that cannot read each other's memory."""
 NO_OFFLOAD = "DISABLE_CPU_OFFLOAD"
 """The variable that forbids blocks in host memory."""
 
 
-def written(config: RunConfig) -> int:
+def swapped(config: RunConfig) -> int:
     """Number of waiting blocks that the user asked for; 0 where the plan may decide."""
     asked = config.features.block_swap
     return 0 if asked == "auto" else asked
@@ -28,32 +33,34 @@ def written(config: RunConfig) -> int:
 
 def without(situation: Situation) -> Situation:
     """The situation where no block may wait. Raises ConfigError where the user wrote a number of blocks."""
-    count = written(situation.config)
+    count = swapped(situation.config)
     if count:
         raise ConfigError(
-            f"{KEY} is {count}, but {NO_OFFLOAD} is true",
-            where=situation.source(KEY),
+            f"{SWAP} is {count}, but {NO_OFFLOAD} is true",
+            where=situation.source(SWAP),
             remedy="leave one of them out",
         )
     if situation.config.features.block_swap != "auto":
         return situation
-    sources = {**situation.sources, KEY: f"{NO_OFFLOAD}=true"}
-    return dataclasses.replace(situation, config=changed(situation.config, {KEY: 0}), sources=sources)
+    sources = {**situation.sources, SWAP: f"{NO_OFFLOAD}=true"}
+    return dataclasses.replace(situation, config=changed(situation.config, {SWAP: 0}), sources=sources)
 
 
-def refused(situation: Situation) -> str:
+def swap_refused(situation: Situation) -> str:
     """Why the number of blocks that was written cannot wait; empty where it can."""
-    count, blocks = written(situation.config), sum(stack.blocks for stack in situation.geometry.stacks)
-    what = obstacle(situation) if count else ""
+    count, blocks = swapped(situation.config), sum(stack.blocks for stack in situation.geometry.stacks)
+    what = swap_obstacle(situation) if count else ""
     if not what and count > blocks:
         return f"{count} blocks are to wait in host memory, the model has {blocks}"
     return what
 
 
-def obstacle(situation: Situation) -> str:
+def swap_obstacle(situation: Situation) -> str:
     """Why no block can wait in host memory; empty where they can."""
     if not situation.on_gpu:
         return "training on a CPU has all weights in host memory"
+    if sharded(situation):
+        return "the blocks lie with the GPUs of the run (parallel.shard)"
     if situation.profile.headroom_bytes is not None or situation.facts.gpu.integrated:
         moves = f"{situation.gpu} shares its memory with the CPU: moving weights frees nothing"
         return dict(situation.profile.notes).get("offload", moves)
@@ -85,14 +92,49 @@ def no_room(situation: Situation, storage: Storage) -> str:
     if not storage.swapped or needed <= available:
         return ""
     waiting = f"{storage.swapped} of {situation.geometry.blocks} blocks waiting in host memory"
-    return f"with {waiting} the process needs {gib(needed)} of it, and {gib(available)} are available"
+    who = f"the {storage.ranks} processes need" if storage.ranks > 1 else "the process needs"
+    return f"with {waiting} {who} {gib(needed)} of it, and {gib(available)} are available"
 
 
-def rows(situation: Situation, storage: Storage, without_bytes: int) -> Iterator[Decision]:
+def swap_rows(situation: Situation, storage: Storage, without_bytes: int) -> Iterator[Decision]:
     """The decision, where blocks wait or the user wrote a number; else training needs `without_bytes`."""
     asked = situation.config.features.block_swap
     if asked != "auto" or storage.swapped:
         least = f"nothing smaller fits: without it training needs {gib(without_bytes)}"
         reason = f"{least}; {storage.swapped} of {situation.geometry.blocks} blocks wait in host memory"
         as_written = "as written" if asked else "as written: no weights wait in host memory"
-        yield situation.decide(KEY, str(storage.swapped or asked), reason, written=as_written)
+        yield situation.decide(SWAP, str(storage.swapped or asked), reason, written=as_written)
+
+
+def sharded(situation: Situation) -> int:
+    """Number of blocks that are to lie so as the user wrote it; 0 where the plan may decide."""
+    asked = situation.config.parallel.shard == "full" and situation.ranks > 1
+    return situation.geometry.blocks if asked else 0
+
+
+def shard_refused(situation: Situation) -> str:
+    """Why the base cannot be shared as it was written; empty where it can."""
+    return shard_obstacle(situation) if situation.config.parallel.shard == "full" else ""
+
+
+def shard_obstacle(situation: Situation) -> str:
+    """Why no block can lie with another GPU; empty where they can."""
+    if situation.on_gpu and _NO_PEER_ACCESS in situation.facts.gpu.name:
+        return f"GPUs of this kind ({situation.facts.gpu.name}) cannot read each other's memory"
+    if needs_whole_base(situation.config):
+        return f"lora.type: {situation.config.lora.type} is made from the weights of all blocks"
+    return ""
+
+
+def shard_row(situation: Situation, storage: Storage) -> Decision | None:
+    """The decision, for a run of several processes over a frozen base."""
+    if storage.method != "lora":
+        return None
+    if situation.ranks == 1:
+        alone = "one process has nothing to share with"
+        asked = situation.asked(SHARD) == "full"
+        return situation.decide(SHARD, "none", alone, written=f"{alone}: as none") if asked else None
+    if not storage.sharded:
+        return situation.decide(SHARD, "none", "each process has a base of its own; `full` shares one")
+    value = f"{storage.sharded} of {situation.geometry.blocks} blocks over {storage.group}"
+    return situation.decide(SHARD, value, "nothing faster fits: blocks are read from the GPU that has them")

@@ -1,0 +1,144 @@
+"""`bench ranks FAMILY`: a step on one GPU beside a step of several, with whole and with shared bases.
+
+    python -m bench ranks flux1_dev --base BASE --record docs/benchmarks/NAME.json
+    python -m bench ranks flux2_dev --base BASE --variants ours-bf16 --ways one,sharded
+
+Every GPU has one micro-batch a step in each way, so that equal times are perfect weak scaling. Each way runs
+through `trainer train` in processes of its own: round 1 all of them, round 2 all of them again. Times are
+those of the slowest GPU: ranks meet at the end of a step. TRAINER_PROFILE=cpu tries it without GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from bench import arguments as types
+from bench import machine, ours
+from bench.record import Table, to_json
+from trainer import families
+from trainer.config import environment
+from trainer.files import atomic
+
+COLUMNS = (
+    *("family", "variant", "way", "what the plan chose", "GPUs", "ms a step", "fastest to slowest", "of one"),
+    *("peak GiB", "planned", "predicted ms"),
+)
+WAYS: Mapping[str, str] = {"one": "", "replicated": "none", "sharded": "full"}
+"""Ways to spread a run -> `parallel.shard` where it has several GPUs."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure, print, and write the record; the exit code is 1 where a run failed."""
+    options = parser().parse_args(arguments)
+    options.base = types.require_base(options.base, "--base")
+    if environment.read("TRAINER_PROFILE") != "cpu":
+        machine.require_gpu(remedy="use a machine with several; TRAINER_PROFILE=cpu tries it on a CPU")
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    with tempfile.TemporaryDirectory(prefix="bench-", dir=options.work) as name:
+        for number in range(1, options.rounds + 1):
+            for variant in options.variants:
+                for way in options.ways:
+                    folder = Path(name) / f"{variant}-{way}-{number}"
+                    job = _job(options, way)
+                    sample = ours.train(job, variant, folder, Path(name) / "shared")
+                    if not sample.get("problem"):
+                        plan = json.loads((folder / "run" / "plan.json").read_text())
+                        sample |= {"ranks": plan["ranks"], "predicted": plan["step_milliseconds"]}
+                    found.setdefault((variant, way), []).append(sample)
+                    print(f"round {number}, {variant}, {way}: {_short(sample)}", file=sys.stderr, flush=True)
+    rows = list(_rows(options.family, found))
+    for row in rows:
+        print(json.dumps(dict(zip(COLUMNS, row, strict=True))))
+    if options.record:
+        write_record(options, rows)
+    return int(any(sample.get("problem") for samples in found.values() for sample in samples))
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    one = types.command_parser("ranks", __doc__)
+    one.add_argument("family", choices=families.names())
+    one.add_argument("--base", type=Path, required=True, help="folder with the full-size configs")
+    one.add_argument("--gpus", type=types.positive, default=2, help="GPUs of the ways but `one`")
+    variants, ways = types.names_of("variant", ours.OURS), types.names_of("way", WAYS)
+    one.add_argument("--variants", type=variants, default=("ours-bf16", "ours-fp8"), metavar="NAME,NAME")
+    one.add_argument("--ways", type=ways, default=tuple(WAYS), metavar="NAME,NAME")
+    one.add_argument("--rounds", type=types.positive, default=2)
+    one.add_argument("--steps", type=types.positive, default=20, help="timed steps of each run")
+    one.add_argument("--warmup", type=types.positive, default=8, help="steps before them")
+    one.add_argument("--resolution", type=types.positive, default=1024)
+    one.add_argument("--record", type=Path, help="docs/benchmarks/NAME.json, whose other rows stay")
+    types.add_common(one, "--set", "--tokens", "--work", "--month")
+    return one
+
+
+def _job(options: argparse.Namespace, way: str) -> ours.Job:
+    count = 1 if way == "one" else options.gpus
+    spread = [f"parallel.gpus={count}", f"train.gradient_accumulation_steps={count}"]
+    if WAYS[way]:
+        spread.append(f"parallel.shard={WAYS[way]}")
+    return ours.Job(
+        family=options.family,
+        base=options.base,
+        resolution=options.resolution,
+        batch=1,
+        rank=16,
+        tokens=options.tokens,
+        steps=options.steps,
+        warmup=options.warmup,
+        overrides=(*options.overrides, *spread),
+    )
+
+
+def _short(sample: Mapping[str, Any]) -> str:
+    return str(sample.get("problem") or f"{statistics.median(sample['times']):.1f} ms")
+
+
+def _rows(
+    family: str, found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+) -> Sequence[tuple[str, ...]]:
+    """The rows of the record; runs that failed are left out."""
+    rows, alone = [], dict[str, float]()
+    for (variant, way), samples in found.items():
+        times = [time for one in samples for time in one.get("times", ())]
+        if not times:
+            continue
+        median, first = statistics.median(times), next(one for one in samples if "times" in one)
+        if way == "one":
+            alone[variant] = median
+        ratio = f"{median / alone[variant]:.3f}" if variant in alone else ""
+        reserved = [one["reserved_gib"] for one in samples if "reserved_gib" in one]
+        rows.append(
+            (
+                *(family, variant, way, first["settings"], str(first["ranks"])),
+                *(f"{median:.1f}", f"{min(times):.0f} to {max(times):.0f}", ratio),
+                f"{max(reserved):.1f}" if reserved else "",
+                f"{first['planned_gib']:.1f}" if "planned_gib" in first else "",
+                f"{first['predicted']:.0f}",
+            )
+        )
+    return rows
+
+
+def write_record(options: argparse.Namespace, rows: Sequence[tuple[str, ...]]) -> None:
+    """The record with these rows in the place of those of the same family, variant and way."""
+    written: dict[str, Any] = {"rows": [], "text": "", "title": "A step of several GPUs beside one GPU's"}
+    if options.record.is_file():
+        written = json.loads(options.record.read_text())
+    known = {tuple(row[:3]): tuple(row) for row in (*written["rows"], *rows)}
+    table = Table(
+        title=written["title"],
+        text=written["text"],
+        machine=machine.describe(options.month),
+        command="python -m bench ranks FAMILY --base BASE --record FILE",
+        columns=COLUMNS,
+        rows=tuple(known.values()),
+    )
+    atomic.write_text(options.record, to_json(table))

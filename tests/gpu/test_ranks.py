@@ -1,0 +1,135 @@
+"""Several GPUs of one machine train the run of one: by the command line, a tiny base, exchanged by NCCL."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.contract.runs import ROOT, STEPS, Case, Workshop, numbers, small_samples
+from trainer.engine.optimizing.exchange import Exchange
+from trainer.engine.optimizing.fp32_masters import FlatGradients
+from trainer.engine.ranks import joined
+from trainer.engine.records import checkpoint
+
+COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices")]
+CASE = Case(family="flux1_dev", method="lora")
+QUICK = ("validation.held_out=1", "validation.every_steps=4")
+MOST = 0.05
+VALUES, MICRO_BATCHES = 1_000_003, 7
+
+
+def gradients(number: int, dtype: torch.dtype) -> torch.Tensor:
+    """Values over twenty binary orders: sums of them depend on the order of the additions."""
+    generator = torch.Generator().manual_seed(number)
+    scale = torch.exp2(torch.randint(-12, 8, (VALUES,), generator=generator).float())
+    return (torch.randn(VALUES, generator=generator) * scale).to(dtype)
+
+
+def summed(rank: int, size: int, place: Path, dtype: torch.dtype, answers: Any) -> None:
+    """The sum over micro-batches by rank, and the loss and answers that all agreed on."""
+    device = f"cuda:{rank}"
+    torch.cuda.set_device(device)
+    with joined(rank, size, place, device=device) as ranks:
+        ranks.connect(device)
+        parameter = torch.nn.Parameter(torch.zeros(VALUES, dtype=dtype, device=device))
+        exchange = Exchange(ranks, FlatGradients({"all": parameter}))
+        total, losses = torch.empty(VALUES, device=device), []
+        for start in range(0, MICRO_BATCHES, size):
+            count = min(size, MICRO_BATCHES - start)
+            if rank < count:
+                parameter.grad = gradients(start + rank, dtype).to(device)
+                exchange.collect()
+                losses.append(torch.tensor(0.1 * (start + rank), device=device))
+            exchange.add_round(count)
+        digest = torch.zeros((), dtype=torch.float64, device=device)
+        loss, said = exchange.agree(losses, MICRO_BATCHES, asked=75 * rank, seconds=1.0 + rank, digest=digest)
+        exchange.take(total)
+        answers.put((rank, total.cpu().numpy(), float(loss), said.tolist(), ranks.gathered(rank)))
+        ranks.meet()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sums_over_nccl_are_those_of_one_process(dtype: torch.dtype, tmp_path: Path) -> None:
+    wanted, loss = torch.zeros(VALUES, device="cuda"), torch.zeros((), dtype=torch.float64)
+    for number in range(MICRO_BATCHES):
+        wanted += gradients(number, dtype).cuda()
+        loss += torch.tensor(0.1 * number)
+    context = multiprocessing.get_context("spawn")
+    answers = context.Queue()
+    given = [(rank, COUNT, tmp_path / "meet", dtype, answers) for rank in range(COUNT)]
+    processes = [context.Process(target=summed, args=one) for one in given]
+    for process in processes:
+        process.start()
+    found = [answers.get(timeout=300) for _ in processes]
+    for process in processes:
+        process.join(60)
+        assert process.exitcode == 0
+    for _, total, agreed, said, gathered in found:
+        assert torch.equal(torch.from_numpy(total), wanted.cpu())
+        assert agreed == float(loss)
+        assert said == [75.0 * (COUNT - 1), 0.0, *(1.0 + rank for rank in range(COUNT))]
+        assert gathered == list(range(COUNT))
+
+
+@pytest.fixture(scope="module")
+def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPathFactory) -> Workshop:
+    folder = tmp_path_factory.mktemp("workshop")
+    return Workshop(base=tiny_base, samples=small_samples(folder / "samples"), cache=folder / "cache")
+
+
+def trained(workshop: Workshop, folder: Path, gpus: int | str, *overrides: str) -> Path:
+    """A run by the command line on this machine; the folder of what it made."""
+    config = workshop.write_config(CASE, folder)
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")} | {
+        "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
+        "TRAINER_CACHE_DIR": str(workshop.cache),
+        "TRAINER_METRICS_PORT": "0",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
+    }
+    sets = [part for one in (*QUICK, *overrides) for part in ("--set", one)]
+    done = subprocess.run(
+        [sys.executable, "-m", "trainer", "train", str(config), "--gpus", str(gpus), *sets],
+        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("Proved: ") == 1
+    plan = json.loads((folder / "run" / "plan.json").read_text())
+    assert plan["ranks"] == (2 if gpus == "auto" else gpus)
+    return folder / "run"
+
+
+def learned(run_dir: Path) -> torch.Tensor:
+    """All that training grew from zero, fp32."""
+    weights = checkpoint.read_group(run_dir / "checkpoints" / f"step-{STEPS:06d}", "weights", "cpu")
+    return torch.cat([weights[name].flatten() for name in sorted(weights) if ".lora_B." in name]).float()
+
+
+def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
+    return float((found - wanted).norm() / wanted.norm())
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("compiled", [(), ("features.compile=true",)], ids=["eager", "compiled"])
+def test_two_gpus_train_as_one_does_within_what_two_equal_runs_differ(
+    compiled: tuple[str, ...], workshop: Workshop, tmp_path: Path
+) -> None:
+    one = trained(workshop, tmp_path / "one", 1, *compiled)
+    again = trained(workshop, tmp_path / "again", 1, *compiled)
+    two = trained(workshop, tmp_path / "two", "auto", *compiled)
+    noise = relative(learned(again), learned(one))
+    assert noise < MOST
+    assert relative(learned(two), learned(one)) <= max(1e-3, 3 * noise)
+    for ours, theirs in zip(numbers(two), numbers(one), strict=True):
+        assert ours["step"] == theirs["step"]
+        assert ours.get("loss", 0.0) == pytest.approx(theirs.get("loss", 0.0), rel=MOST)

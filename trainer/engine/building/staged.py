@@ -1,0 +1,93 @@
+"""Repeated blocks whose frozen weights lie elsewhere: in host memory, or with the other GPUs of the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from trainer.engine.building.model import Model
+from trainer.engine.context import Context, limit_memory
+from trainer.modeling.base.load import Readers
+from trainer.modeling.blocks.recompute import Blocks
+from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
+from trainer.modeling.storage.peer_blocks import PeerMemory
+from trainer.modeling.storage.shared_memory import held_bytes
+from trainer.modeling.storage.staging import Home, Staged
+from trainer.planning.plan import Plan
+from trainer.words.sizes import gib
+
+
+def devices(context: Context, blocks: Blocks) -> dict[str, str]:
+    """Devices of the blocks that are not loaded to this one, by name: meta, where another rank loads them."""
+    plan, (member, size) = context.plan, _place(context)
+    names = _elsewhere(plan, blocks)
+    others = {name: "meta" for number, name in enumerate(names) if number % size != member}
+    return {**(dict.fromkeys(names, "cpu") if plan.swapped_blocks else {}), **others}
+
+
+def file_readers(context: Context, blocks: Blocks) -> Readers:
+    """The ranks, of which each reads its share of what all have, and its own blocks for itself."""
+    ranks, parted = context.ranks, _elsewhere(context.plan, blocks)
+    return Readers(member=ranks.rank, size=ranks.size, send=ranks.send, parted=frozenset(parted))
+
+
+def with_staged_blocks(context: Context, model: Model) -> Model:
+    """The model with these blocks where they are to lie; all ranks call it together."""
+    plan, device, (_, size) = context.plan, context.device, _place(context)
+    assert not plan.cuda_graphs, "a graph finds the weights where they were when it was captured"
+    blocks = [model.blocks[name] for name in _elsewhere(plan, model.blocks)]
+    if plan.swapped_blocks:
+        home: Home
+        if size == 1:
+            home = HostMemory(blocks, pinned=plan.device == "cuda", by_use=_by_use(plan))
+        else:
+            home = _peers(context, blocks, on_host=True)
+        staged = Staged(home, device)
+        once = f", one copy for {size} ranks" if size > 1 else ""
+        where = f"wait in host memory ({gib(staged.home_bytes)}{once})"
+    else:
+        peers = _peers(context, blocks)
+        staged = Staged(peers, device)
+        if plan.device == "cuda":
+            limit_memory(context, held_bytes())
+        where = f"lie with {size} ranks in turn ({gib(peers.own_bytes)} with this one)"
+    context.say(f"{len(blocks)} blocks {where} and pass through {gib(staged.device_bytes)} of the device's")
+    return replace(model, staged=staged)
+
+
+def _place(context: Context) -> tuple[int, int]:
+    """The place of this rank among those that share blocks, and their number; all of a host share its
+    memory.
+    """
+    plan, ranks = context.plan, context.ranks
+    size = ranks.size if plan.swapped_blocks else plan.shard_group
+    return ranks.rank % size, size
+
+
+def _peers(context: Context, blocks: list[Any], *, on_host: bool = False) -> PeerMemory:
+    member, size = _place(context)
+    first = context.ranks.rank - member
+
+    def agree(make: Callable[[], Any]) -> list[Any]:
+        return context.ranks.agreed(make)[first : first + size]
+
+    return PeerMemory(
+        blocks,
+        member=member,
+        size=size,
+        agree=agree,
+        device=context.device,
+        on_host=on_host,
+        by_use=_by_use(context.plan),
+    )
+
+
+def _by_use(plan: Plan) -> bool:
+    """True where backward repeats nothing of the forward pass: it reads other copies of weights."""
+    return not plan.activation_checkpointing and plan.activation_budget == 1.0
+
+
+def _elsewhere(plan: Plan, blocks: Blocks) -> list[str]:
+    """Names of the blocks that are to lie elsewhere than on this device."""
+    return spread_blocks(blocks, plan.swapped_blocks or plan.sharded_blocks)

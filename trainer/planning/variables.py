@@ -1,0 +1,78 @@
+"""Variables of the training processes: the profile's, how CUDA numbers GPUs, how ranks of one host meet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trainer.config.environment import BY_SLOT, DEVICE_ORDER
+from trainer.machine.facts import driver_text
+from trainer.planning.choose import allocator
+from trainer.planning.choose.situation import Situation
+from trainer.planning.plan import Decision
+
+_NO_PEER_ACCESS = "RTX 40"
+"""Part of the names of GPUs that cannot read each other's memory. accelerate looks for it too, among all GPUs
+that nvidia-smi shows, and with an older driver than this one refuses to start without both variables.
+"""
+_SAYS_SO_ITSELF = (550, 40, 7)
+"""First driver that tells NCCL so."""
+_LOOPBACK = "lo"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Variables:
+    """The variables of a run's processes, with their rows."""
+
+    of_all: dict[str, str]
+    of_ranks: dict[str, str]
+    """Variables of each of several processes that train together, besides those `of_all`."""
+    unset: tuple[str, ...]
+    rows: tuple[Decision, ...]
+
+
+_Ours = tuple[str, str, str]
+"""Name, value, and what it is for."""
+
+
+def variables(situation: Situation) -> Variables:
+    """Every variable that is set for the training processes; a value that the user gave it stays.
+
+    Raises ConfigError as `allocator.variables`.
+    """
+    of_all, unset, rows = allocator.variables(situation.profile, situation.environ)
+    of_ranks = dict[str, str]()
+    for found, ours in ((of_all, _of_all(situation)), (of_ranks, _of_ranks(situation))):
+        for name, value, why in ours:
+            written = situation.environ.get(name, "").strip()
+            found[name] = written or value
+            source, reason = "auto", f"{value}: {why}"
+            if written not in ("", value):
+                source, reason = name, f"{written}, yours, in place of {value}: {why}"
+            rows.append(Decision("environment", name, source, reason))
+    return Variables(of_all=of_all, of_ranks=of_ranks, unset=unset, rows=tuple(rows))
+
+
+def _of_all(situation: Situation) -> Iterator[_Ours]:
+    if not situation.on_gpu:
+        return
+    yield DEVICE_ORDER, BY_SLOT, "GPUs have the numbers that nvidia-smi gives them"
+    facts = situation.facts
+    older = facts.driver is None or facts.driver < _SAYS_SO_ITSELF
+    names = (gpu.name for gpu in (*facts.gpus, *situation.others))
+    if older and any(_NO_PEER_ACCESS in name for name in names):
+        wanted = f"accelerate wants it for RTX 40 with a driver before {driver_text(_SAYS_SO_ITSELF)}"
+        yield "NCCL_P2P_DISABLE", "1", f"GPUs send through host memory; {wanted}"
+        yield "NCCL_IB_DISABLE", "1", f"no InfiniBand; {wanted}"
+
+
+def _of_ranks(situation: Situation) -> Iterator[_Ours]:
+    cores, ranks = situation.facts.cpu_count, situation.ranks
+    if ranks == 1:
+        return
+    each = max(1, cores // ranks)
+    yield "OMP_NUM_THREADS", str(each), f"{cores} cores, shared by {ranks} processes"
+    # a host without a network, or one that does not know its own name, has this interface too
+    yield "GLOO_SOCKET_IFNAME", _LOOPBACK, "the processes meet on this host, without a network"
+    if situation.on_gpu:
+        yield "NCCL_SOCKET_IFNAME", _LOOPBACK, "the GPUs meet on this host, without a network"

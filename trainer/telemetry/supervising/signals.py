@@ -1,0 +1,32 @@
+"""The signals that ask a supervisor to end its run."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import time
+from collections.abc import Iterator
+from types import FrameType
+
+_ASKING = (signal.SIGTERM, signal.SIGINT)
+
+
+@contextlib.contextmanager
+def collected() -> Iterator[list[tuple[float, int]]]:
+    """Collect SIGTERM and SIGINT with their times; the loop acts on them, since a handler must not print.
+
+    Afterwards they are ignored: the run has ended, and only its exit code is left to pass on. Some managers
+    of processes ask several times.
+    """
+    received: list[tuple[float, int]] = []
+
+    def remember(signum: int, frame: FrameType | None) -> None:
+        received.append((time.monotonic(), signum))
+
+    for signum in _ASKING:
+        signal.signal(signum, remember)
+    try:
+        yield received
+    finally:
+        for signum in _ASKING:
+            signal.signal(signum, signal.SIG_IGN)
