@@ -62,7 +62,8 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
         draws = [None if draw is None else type(draw)(**_pinned(vars(draw))) for draw in draws]
     compute = functools.partial(loop.compute, context, built)
     predict = functools.partial(loop.predict, context, built)
-    graphs = Graphs(compute, predict, context.say) if context.plan.cuda_graphs else None
+    between = None if built.staged is None else built.staged.empty
+    graphs = Graphs(compute, predict, context.say, between=between) if context.plan.cuda_graphs else None
     number = 0
     flag: HostFlag | None = None
 

@@ -22,7 +22,7 @@ def work(rank: int, place: Path, storage: Storage, fast: bool, recomputed: bool,
     from trainer.modeling.vision import make_torchvision_importable
 
     make_torchvision_importable()
-    from tests.gpu.test_swap import made
+    from tests.gpu.test_swap import made, replayed
     from tests.unit.modeling.small_models import difference, relative
     from trainer.engine.ranks import joined
     from trainer.modeling.storage.peer_blocks import PeerMemory
@@ -33,6 +33,7 @@ def work(rank: int, place: Path, storage: Storage, fast: bool, recomputed: bool,
     with joined(rank, RANKS, place, device=device) as ranks:
         ranks.connect(device)
         other = made(storage, 0, fast=fast, recomputed=recomputed)
+        other.gradients()  # takes workspaces of the libraries, which stay
         torch.cuda.empty_cache()
         whole = torch.cuda.memory_allocated()
 
@@ -40,7 +41,7 @@ def work(rank: int, place: Path, storage: Storage, fast: bool, recomputed: bool,
             given = {"member": rank, "size": RANKS, "agree": ranks.agreed, "device": device}
             return PeerMemory(blocks, by_use=not recomputed, **given)  # type: ignore[arg-type]
 
-        one = made(storage, BLOCKS, fast=fast, recomputed=recomputed, home=home)
+        one = made(storage, BLOCKS, fast=fast, recomputed=recomputed, home=home, closed=True)
         torch.cuda.empty_cache()
         outside = held_bytes()
         found = []
@@ -51,7 +52,8 @@ def work(rank: int, place: Path, storage: Storage, fast: bool, recomputed: bool,
         staged.empty()
         torch.cuda.synchronize()
         inside = torch.cuda.memory_allocated() - whole
-        answers.put((rank, found, whole, inside, outside, staged.home_bytes))
+        graphed = replayed(one, staged) if fast else ([0.0], [0.0])
+        answers.put((rank, found, graphed, whole, inside, outside, staged.home_bytes))
         ranks.meet()
 
 
@@ -75,9 +77,10 @@ def test_blocks_of_the_other_gpu_are_read_as_they_are(
         process.join(60)
         assert process.exitcode == 0
     rounds = fast and storage == "plain"  # kernels' block sizes are picked by timing
-    for rank, differences, whole, inside, outside, others in found:
+    for rank, differences, (losses, sums), whole, inside, outside, others in found:
         assert all(output < (1e-2 if rounds else 1e-6) for output, _ in differences), (rank, differences)
         assert all(gradient < (1e-2 if rounds else 1e-3) for _, gradient in differences), (rank, differences)
+        assert all(loss < 1e-5 for loss in losses) and all(total < 1e-3 for total in sums), (losses, sums)
         assert outside > 0 and others > 0
         # the second model's own blocks lie outside torch's memory, and the other rank's nowhere here
         assert inside < whole - outside - others + 16 * MIB, (rank, whole, inside, outside, others)

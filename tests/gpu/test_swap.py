@@ -12,6 +12,9 @@ import torch
 from tests.gpu.fast_models import DEVICE
 from tests.unit.modeling.small_models import Case, Storage, case, difference, relative
 from trainer.engine.caching.batches import to_device
+from trainer.engine.optimizing.fp32_masters import FlatMasters
+from trainer.engine.training.graphs import WARM_UP, Graphs
+from trainer.families.values import Batch, Draw
 from trainer.modeling.adapter.joined_lora import join_siblings
 from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.blocks.compiled import compile_blocks
@@ -38,6 +41,7 @@ def made(
     fast: bool,
     recomputed: bool = True,
     home: Callable[[list[Any]], Home] | None = None,
+    closed: bool = False,
 ) -> Case:
     """A model on the GPU, `count` of whose blocks have another home: host memory where none is given."""
     found = case("flux1_dev", storage=storage, size=512, changes=CHANGES)
@@ -47,9 +51,9 @@ def made(
     blocks = repeated_blocks(model, one.family.blocks)
     waiting = [blocks[name] for name in spread_blocks(blocks, count)]
     if home is None:
-        staged = Staged(HostMemory(waiting, pinned=True), DEVICE) if count else None
+        staged = Staged(HostMemory(waiting, pinned=True), DEVICE, closed=closed) if count else None
     else:
-        staged = Staged(home(waiting), DEVICE)
+        staged = Staged(home(waiting), DEVICE, closed=closed)
     set_attention(model, "math")
     if recomputed:
         recompute_blocks(blocks)
@@ -90,6 +94,54 @@ def test_outputs_and_gradients_are_those_of_resident_blocks(
     rounds = fast and storage == "plain"
     assert all(one < (1e-2 if rounds else 1e-6) for one in outputs + predictions), found_all  # NaN fails too
     assert all(one < (1e-2 if rounds else 1e-3) for one in gradients), found_all
+
+
+def replayed(one: Case, staged: Staged) -> tuple[list[float], list[float]]:
+    """Relative differences of losses and of summed gradients between micro-batches as graphs and without."""
+    masters = FlatMasters({name: p for name, p in one.model.named_parameters() if p.requires_grad})
+
+    def compute(batch: Batch, draw: Draw | None, weight: float | torch.Tensor) -> torch.Tensor:
+        loss = one.family.loss(one.model, batch, draw, one.settings).sum() / weight
+        loss.backward()
+        masters.accumulate()
+        staged.empty()
+        return loss.detach()
+
+    def predict(batch: Batch, draw: Draw | None) -> None:
+        with torch.no_grad():
+            one.family.predict(one.model, batch, draw, one.settings)
+
+    def run(call: Callable[..., torch.Tensor]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        losses, sums = [], []
+        for number in range(WARM_UP + 4):
+            masters.drop_gradients()
+            latents = {
+                name: one_latent * (1 + 0.2 * number) for name, one_latent in one.batch.latents.items()
+            }
+            batch = dataclasses.replace(one.batch, latents=latents)
+            losses.append(call(batch, one.draw, torch.tensor(1.0 + number, device=DEVICE)).clone())
+            sums.append(masters.gradient.clone())
+            if number % 2:
+                predict(batch, one.draw)  # what it leaves on the device is no part of the graph
+        return losses, sums
+
+    graphs = Graphs(compute, predict, print, between=staged.empty)
+    found, wanted = run(graphs), run(compute)
+    assert len(graphs.captured) == 1
+    assert len({float(loss) for loss in wanted[0]}) == WARM_UP + 4
+    losses, sums = (
+        [relative(*pair) for pair in zip(*both, strict=True)] for both in zip(found, wanted, strict=True)
+    )
+    return losses, sums
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+@pytest.mark.parametrize("storage", ["plain", "int8", "nf4"])
+def test_a_graph_copies_the_blocks_itself(storage: Storage, recomputed: bool) -> None:
+    one = made(storage, 12, fast=True, recomputed=recomputed, closed=True)
+    losses, sums = replayed(one, one.model.single_transformer_blocks[0].staged)
+    assert all(loss < 1e-5 for loss in losses), (losses, sums)
+    assert all(total < 1e-3 for total in sums), (losses, sums)
 
 
 @pytest.mark.parametrize("fast", [False, True])

@@ -166,7 +166,10 @@ def _work(context: Context, built: Built, entries: Entries, held_out: HeldOut | 
     """The parts of an optimizer step, with CUDA graphs where the plan says so."""
     compute = functools.partial(loop.compute, context, built)
     predict = functools.partial(loop.predict, context, built)
-    graphs = Graphs(compute, predict, context.say) if context.plan.cuda_graphs else None
+    graphs = None
+    if context.plan.cuda_graphs:
+        between = None if built.staged is None else built.staged.empty
+        graphs = Graphs(compute, predict, context.say, between=between)
     return state.Work(context=context, built=built, graphs=graphs, entries=entries, held_out=held_out)
 
 

@@ -42,6 +42,7 @@ def made(
     ahead: int = 1,
     recomputed: bool = True,
     by_use: bool = False,
+    closed: bool = False,
     **options: Any,
 ) -> Case:
     """A small model, `count` of whose blocks wait in host memory."""
@@ -49,7 +50,7 @@ def made(
     blocks = repeated_blocks(found.model, found.family.blocks)
     if count:
         waiting = [blocks[name] for name in spread_blocks(blocks, count)]
-        Staged(HostMemory(waiting, pinned=False, by_use=by_use), "cpu", ahead=ahead)
+        Staged(HostMemory(waiting, pinned=False, by_use=by_use), "cpu", ahead=ahead, closed=closed)
     if recomputed:
         recompute_blocks(blocks)
     return found
@@ -121,6 +122,33 @@ def test_more_or_fewer_blocks_may_be_ahead(family: str, ahead: int) -> None:
     one = made(family, 4, ahead=ahead, recomputed=False)
     assert_same(one, made(family, 0, recomputed=False))
     assert len(staged_in(one)._window) == min(ahead + 1, 4)
+
+
+@pytest.mark.parametrize("recomputed", [True, False])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_closed_pass_copies_nothing_for_the_next_one(
+    family: str, recomputed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = made(family, 4, closed=True, recomputed=recomputed), made(family, 0, recomputed=recomputed)
+    staged, filled = staged_in(one), list[staging._Page]()
+    fill = staging._Page.fill
+
+    def counted(self: staging._Page, stream: torch.cuda.Stream | None) -> None:
+        filled.extend([] if self._is_filled else [self])
+        fill(self, stream)
+
+    monkeypatch.setattr(staging._Page, "fill", counted)
+    for _ in range(2):
+        (output, found), (wanted_output, wanted) = one.gradients(), other.gradients()
+        assert torch.equal(output, wanted_output)
+        assert wanted and all(torch.equal(found[name], wanted[name]) for name in wanted)
+        staged.empty()
+        assert not any(page._whole.untyped_storage().nbytes() for pages in staged._pages for page in pages)
+    # the last two stay for backward, and all are copied twice but these
+    assert len(filled) == 2 * (2 * len(staged._pages) - 2)
+    with torch.no_grad():
+        assert torch.equal(one.predict(), other.predict())
+    assert len(filled) == 2 * (2 * len(staged._pages) - 2) + len(staged._pages)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

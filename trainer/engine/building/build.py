@@ -26,6 +26,7 @@ from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks, repeated_blocks
 from trainer.modeling.storage.quantize import count_quantized, replacer
+from trainer.modeling.storage.staging import Staged
 from trainer.telemetry.progress import progress
 from trainer.telemetry.status import Phase
 
@@ -37,6 +38,8 @@ class Built:
     model: Any
     updater: Updater
     accelerator: Accelerator
+    staged: Staged | None = None
+    """The blocks whose weights lie elsewhere; None where all are on the device."""
     text_readers: tuple[TextReader, ...] = ()
     """Attention processors that leave the padding of captions out; none where captions are not padded."""
 
@@ -70,7 +73,13 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
         from trainer.modeling.attention.text_padding import text_readers
 
         readers = text_readers(module, context.family.text_keys)
-    return Built(model=module, updater=updater, accelerator=accelerator, text_readers=readers)
+    return Built(
+        model=module,
+        updater=updater,
+        accelerator=accelerator,
+        staged=model.staged,
+        text_readers=readers,
+    )
 
 
 def load_base(context: Context) -> Model:

@@ -35,7 +35,6 @@ def file_readers(context: Context, blocks: Blocks) -> Readers:
 def with_staged_blocks(context: Context, model: Model) -> Model:
     """The model with these blocks where they are to lie; all ranks call it together."""
     plan, device, (_, size) = context.plan, context.device, _place(context)
-    assert not plan.cuda_graphs, "a graph finds the weights where they were when it was captured"
     blocks = [model.blocks[name] for name in _elsewhere(plan, model.blocks)]
     if plan.swapped_blocks:
         home: Home
@@ -43,12 +42,12 @@ def with_staged_blocks(context: Context, model: Model) -> Model:
             home = HostMemory(blocks, pinned=plan.device == "cuda", by_use=_by_use(plan))
         else:
             home = _peers(context, blocks, on_host=True)
-        staged = Staged(home, device)
+        staged = Staged(home, device, closed=plan.cuda_graphs)
         once = f", one copy for {size} ranks" if size > 1 else ""
         where = f"wait in host memory ({gib(staged.home_bytes)}{once})"
     else:
         peers = _peers(context, blocks)
-        staged = Staged(peers, device)
+        staged = Staged(peers, device, closed=plan.cuda_graphs)
         if plan.device == "cuda":
             limit_memory(context, held_bytes())
         where = f"lie with {size} ranks in turn ({gib(peers.own_bytes)} with this one)"

@@ -67,10 +67,21 @@ class _Pool:
 
 
 class Graphs:
-    """Runs `compute`, from graphs where it can. They never run side by side."""
+    """Runs `compute`, from graphs where it can. They never run side by side.
 
-    def __init__(self, compute: Compute, predict: Predict, say: Callable[[str], None]) -> None:
-        self.compute, self.predict = compute, predict
+    `between` frees what `predict`, a preview or a held-out loss left on the device for `compute` to find: a
+    graph cannot wait for copies that began outside of it. `compute` itself leaves nothing there.
+    """
+
+    def __init__(
+        self,
+        compute: Compute,
+        predict: Predict,
+        say: Callable[[str], None],
+        *,
+        between: Callable[[], None] | None = None,
+    ) -> None:
+        self.compute, self.predict, self._between = compute, predict, between
         self.captured: dict[Any, _Captured] = {}
         self._say = say
         self._seen: dict[Any, int] = {}
@@ -181,6 +192,8 @@ class Graphs:
         text = {name: next(held) for name in sorted(batch.text)}
         own = dataclasses.replace(batch, latents=latents, text=text)
         own_draw = None if draw is None else Draw(**{name: next(held) for name in vars(draw)})
+        if self._between is not None:
+            self._between()
         graph = torch.cuda.CUDAGraph()
         # other threads pin memory meanwhile, which is no part of the graph
         with (

@@ -182,6 +182,8 @@ def compute(
         loss = context.family.loss(built.model, batch, draw, context.settings).sum() / weight
         built.accelerator.backward(built.updater.scaled(loss))
     built.updater.accumulate()
+    if built.staged is not None and built.staged.closed:
+        built.staged.empty()
     return loss.detach()
 
 

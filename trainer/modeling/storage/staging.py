@@ -89,10 +89,14 @@ class Staged:
 
     `ahead` is the number of blocks whose weights are copied before their turn: so many and one are on the
     device at a time. Adapters may be there already or come later.
+
+    At the end of a pass the blocks of the next one are copied, unless each pass is `closed`: then nothing is
+    begun for the next one, and `empty` after a backward pass leaves nothing on the device. A CUDA graph must
+    be so, which finds the memory of its own pages each time it is replayed, and no other.
     """
 
-    def __init__(self, home: Home, device: str, *, ahead: int = 1) -> None:
-        self.home, self.ahead = home, ahead
+    def __init__(self, home: Home, device: str, *, ahead: int = 1, closed: bool = False) -> None:
+        self.home, self.ahead, self.closed = home, ahead, closed
         self._device = torch.device(device)
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._pages: list[list[_Page]] = []
@@ -166,7 +170,7 @@ class Staged:
         """Pages of the block and of those that are needed next, as many blocks as may be on the device."""
         most, blocks = min(self.ahead + 1, len(self._pages)), set[int]()
         found: list[_Page] = []
-        for one, then in _order(number, len(self._pages), turn):
+        for one, then in _order(number, len(self._pages), turn, closed=self.closed):
             blocks.add(one)
             if len(blocks) > most:
                 break
@@ -174,20 +178,21 @@ class Staged:
         return found
 
 
-def _order(number: int, count: int, turn: Pass) -> Iterator[tuple[int, Pass]]:
+def _order(number: int, count: int, turn: Pass, *, closed: bool) -> Iterator[tuple[int, Pass]]:
     """Numbers of blocks from `number` on in the order of their next use, and the passes.
 
     After the last block's forward pass comes its backward pass; after the first one's, and after a
-    prediction, the next forward pass.
+    prediction, the next forward pass, or where passes are `closed` none.
     """
     if turn == "prediction":
-        yield from ((one % count, turn) for one in range(number, number + count))
+        yield from ((one % count, turn) for one in range(number, count if closed else number + count))
         return
     if turn == "forward":
         yield from ((one, turn) for one in range(number, count))
     last = count - 1 if turn == "forward" else number
     yield from ((one, "backward") for one in range(last, -1, -1))
-    yield from ((one, "forward") for one in range(count))
+    if not closed:
+        yield from ((one, "forward") for one in range(count))
 
 
 class _StagedBlock(Recomputed):
