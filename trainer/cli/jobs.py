@@ -145,6 +145,13 @@ def rank_environments(environ: Mapping[str, str], plan: Plan) -> list[dict[str, 
     ]
 
 
+def plain_environment() -> dict[str, str]:
+    """This process's environment without the variables of launchers of several processes."""
+    return with_safe_path(
+        {name: value for name, value in environment.snapshot().items() if not _LAUNCHED.fullmatch(name)}
+    )
+
+
 def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     """This process's environment with the plan's variables and folders for compiled kernels, and without the
     variables of launchers of several processes.

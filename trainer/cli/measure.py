@@ -6,14 +6,16 @@ import dataclasses
 from collections.abc import Sequence
 
 from trainer import families
-from trainer.cli.jobs import child_environment
+from trainer.cli.jobs import child_environment, plain_environment
 from trainer.cli.output import say
 from trainer.config import environment
 from trainer.config.reading.load import Loaded
 from trainer.engine.probing import probe as probing
 from trainer.engine.probing import reading
+from trainer.engine.probing.link import probe_link
 from trainer.files.weight_files import weight_files
 from trainer.machine.facts import Facts
+from trainer.machine.host import digest_of_visible
 from trainer.machine.verdicts import FILE_NAME, keep, merged, named, untyped
 from trainer.modeling.base.base import local_folder
 from trainer.planning import planning
@@ -36,6 +38,8 @@ def planned(loaded: Loaded, *, probe: bool) -> tuple[Facts, Plan]:
     """
     planning.prepare_base(loaded)
     facts, profile = planning.machine_facts(), planning.requested_profile()
+    if probe:
+        facts = measure_links(loaded, facts)
     features = loaded.config.features
     asked = {"attention": features.attention, "matmul": features.compute}
     kinds = tuple(kind for kind, value in asked.items() if value == "auto")
@@ -61,6 +65,7 @@ def measured_anew(loaded: Loaded, facts: Facts) -> Facts:
 
     Kept verdicts have no part in the plan that gives the shape, so that none of them can prevent this.
     """
+    facts = measure_links(loaded, facts, anew=True)
     fresh = dataclasses.replace(facts, verdicts=())
     plan = planning.plan_run(loaded, fresh, planning.requested_profile())
     fresh, plan = _settled(loaded, fresh, plan, KINDS, failed_told=True)
@@ -90,6 +95,34 @@ def _settled(
             say(f"warning: {error}", err=True)
             break
     return facts, plan
+
+
+def measure_links(loaded: Loaded, facts: Facts, *, anew: bool = False) -> Facts:
+    """The facts with the way between the GPUs of each kind that has several, which decides whether they may
+    share a base; as they are where one GPU or none trains.
+
+    Once for these GPUs, and with `anew` again. It needs no plan, because a plan may need it.
+    """
+    config = loaded.config
+    alone = config.method != "lora" or config.parallel.gpus == 1 or planning.requested_profile() == "cpu"
+    visible = digest_of_visible(environment.snapshot())
+    for places in () if alone or facts.torch is None or facts.torch.cuda is None else facts.kinds:
+        here = facts.on(places)
+        known = here.link is not None and here.link.gpus == len(places)
+        if len(places) < 2 or (known and not anew):
+            continue
+        say(f"measuring once how {len(places)} {here.gpu.name} read each other's memory", err=True)
+        settled, found = probe_link([f"cuda:{place}" for place in places], plain_environment(), visible)
+        figures = f"{found.gib_per_second:.0f} GiB/s, 64 MiB exchanged in {found.exchange_ms:.2f} ms"
+        say(f"  {figures if found.works else 'fails'}: {found.reason}", err=True)
+        if not settled:
+            say("  this says nothing of the GPUs: tried again at the next start", err=True)
+            continue
+        if not keep(environment.user_cache_dir() / FILE_NAME, here, links=[found]):
+            say("  this cannot be kept: it will be measured again", err=True)
+        others = tuple(row for row in facts.links if row not in here.links or row.gpus != found.gpus)
+        facts = dataclasses.replace(facts, links=(*others, *named([found], facts, here)))
+    return facts
 
 
 def measure_reading(loaded: Loaded, facts: Facts, plan: Plan, *, anew: bool = False) -> Facts:

@@ -88,6 +88,25 @@ class ReadVerdict:
 
 
 @dataclass(frozen=True, kw_only=True)
+class LinkVerdict:
+    """The probe's figures of the way between GPUs, all of one kind, in processes of their own."""
+
+    gpus: int
+    """Number of the GPUs that were measured together."""
+    visible: str = ""
+    """A digest of the variables that chose them; empty where none did."""
+    works: bool
+    """Whether each read the memory of the next one, all at once, and found every byte as it was."""
+    gib_per_second: float
+    """The slowest reader's rate; 0 where they cannot read each other's memory."""
+    exchange_ms: float
+    """Time in which they exchanged 64 MiB each as gradients are, by NCCL; 0 where that failed."""
+    reason: str
+    gpu: str = ""
+    """Name of the GPUs, where the machine has GPUs of several kinds."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Facts:
     """Everything the plan may depend on. Recorded ones hold no serial numbers, UUIDs or host names."""
 
@@ -106,6 +125,13 @@ class Facts:
     """Whether cc, gcc or clang is on the path: torch.compile builds its launchers with it."""
     verdicts: tuple[KernelVerdict, ...] = ()
     readings: tuple[ReadVerdict, ...] = ()
+    links: tuple[LinkVerdict, ...] = ()
+
+    @property
+    def link(self) -> LinkVerdict | None:
+        """Verdict on the way between these GPUs, or more of them; None where nothing was measured."""
+        fitting = [row for row in self.links if row.gpus >= len(self.gpus) > 1]
+        return min(fitting, key=lambda row: row.gpus, default=None)
 
     @property
     def kinds(self) -> tuple[tuple[int, ...], ...]:
@@ -151,6 +177,7 @@ class Facts:
             gpus=gpus,
             verdicts=tuple(row for row in self.verdicts if row.gpu in names),
             readings=tuple(row for row in self.readings if row.gpu in names),
+            links=tuple(row for row in self.links if row.gpu in names),
         )
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections.abc import Mapping
 from pathlib import Path
 
 from trainer.errors import HardwareError
@@ -93,6 +95,14 @@ def visible_devices_note(value: str | None) -> str:
         return ""
     note = f"CUDA_VISIBLE_DEVICES is {value!r}"
     return f"{note}, which hides every GPU" if value.strip() in ("", "all", "none", "void", "-1") else note
+
+
+def digest_of_visible(environ: Mapping[str, str]) -> str:
+    """Eight digits that stand for the variables which choose the visible GPUs, and hold no UUID; empty where
+    none is set.
+    """
+    chosen = "|".join(environ.get(name, "") for name in ("CUDA_VISIBLE_DEVICES", "NVIDIA_VISIBLE_DEVICES"))
+    return hashlib.sha256(chosen.encode()).hexdigest()[:8] if chosen != "|" else ""
 
 
 def read_text(path: Path) -> str:

@@ -8,7 +8,7 @@ import importlib.metadata
 import os
 import platform
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from trainer.errors import ConfigError, HardwareError, Problem
@@ -31,13 +31,13 @@ def read_facts(
     facts_file: Path | None = None,
     named_by: str = "",
     torch_facts: Path | None = None,
-    visible_devices: str | None = None,
+    environ: Mapping[str, str] | None = None,
 ) -> Facts:
     """Facts of this machine, or those of `facts_file` (`--facts`, TRAINER_FACTS), verdicts included.
 
-    `named_by` is the option or variable that named it. `torch_facts` is TRAINER_TORCH_FACTS,
-    `visible_devices` the value of CUDA_VISIBLE_DEVICES. Raises ConfigError for a `facts_file` that cannot be
-    read or parsed, HardwareError for the others.
+    `named_by` is the option or variable that named it. `torch_facts` is TRAINER_TORCH_FACTS, `environ` the
+    process's environment, whose CUDA_VISIBLE_DEVICES is told with problems. Raises ConfigError for a
+    `facts_file` that cannot be read or parsed, HardwareError for the others.
     """
     if facts_file is not None:
         return read_recorded(facts_file, named_by)
@@ -48,7 +48,8 @@ def read_facts(
         driver_version = driver.nvml_driver_version()
     problem = ""
     if not report.gpus and (driver_version or report.cuda):
-        notes = (report.problem or "libcuda is not visible", host.visible_devices_note(visible_devices))
+        chosen = (environ or {}).get("CUDA_VISIBLE_DEVICES")
+        notes = (report.problem or "libcuda is not visible", host.visible_devices_note(chosen))
         problem = "; ".join(note for note in notes if note)
     facts = Facts(
         architecture=platform.machine(),
@@ -64,7 +65,9 @@ def read_facts(
         c_compiler=any(shutil.which(name) for name in C_COMPILERS),
     )
     kept = verdicts.read_kept_of_all(cache_dir / verdicts.FILE_NAME, facts)
-    return dataclasses.replace(facts, verdicts=kept.verdicts, readings=kept.readings)
+    # of other GPUs of the same kind nothing was measured
+    links = tuple(row for row in kept.links if row.visible == host.digest_of_visible(environ or {}))
+    return dataclasses.replace(facts, verdicts=kept.verdicts, readings=kept.readings, links=links)
 
 
 def read_recorded(path: Path, named_by: str = "") -> Facts:

@@ -12,10 +12,17 @@ from typing import Any, TypeVar
 from trainer.errors import HardwareError
 from trainer.files import codec
 from trainer.files.cachefile import read_entries, update_entries
-from trainer.machine.facts import Facts, KernelVerdict, ReadVerdict, driver_text, version_text
+from trainer.machine.facts import (
+    Facts,
+    KernelVerdict,
+    LinkVerdict,
+    ReadVerdict,
+    driver_text,
+    version_text,
+)
 
 FILE_NAME = "verdicts.json"
-Row = TypeVar("Row", KernelVerdict, ReadVerdict)
+Row = TypeVar("Row", KernelVerdict, ReadVerdict, LinkVerdict)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,6 +31,7 @@ class MachineVerdicts:
 
     verdicts: tuple[KernelVerdict, ...] = ()
     readings: tuple[ReadVerdict, ...] = ()
+    links: tuple[LinkVerdict, ...] = ()
 
 
 def machine_key(facts: Facts) -> str:
@@ -39,14 +47,17 @@ def read_kept_of_all(path: Path, facts: Facts) -> MachineVerdicts:
     if len(facts.kinds) < 2:
         return read_kept(path, facts)
     verdicts, readings = dict[str, Sequence[KernelVerdict]](), dict[str, Sequence[ReadVerdict]]()
+    links = dict[str, Sequence[LinkVerdict]]()
     for kind in facts.kinds:  # of one name there may be several: with other memory they compute alike
         here = facts.on(kind)
         found = read_kept(path, here)
         verdicts[here.gpu.name] = named(found.verdicts, facts, here)
         readings[here.gpu.name] = named(found.readings, facts, here)
+        links[here.gpu.name] = named(found.links, facts, here)
     return MachineVerdicts(
         verdicts=tuple(itertools.chain(*verdicts.values())),
         readings=tuple(itertools.chain(*readings.values())),
+        links=tuple(itertools.chain(*links.values())),
     )
 
 
@@ -65,7 +76,12 @@ def read_kept(path: Path, facts: Facts) -> MachineVerdicts:
 
 
 def keep(
-    path: Path, facts: Facts, *, verdicts: Sequence[KernelVerdict] = (), readings: Sequence[ReadVerdict] = ()
+    path: Path,
+    facts: Facts,
+    *,
+    verdicts: Sequence[KernelVerdict] = (),
+    readings: Sequence[ReadVerdict] = (),
+    links: Sequence[LinkVerdict] = (),
 ) -> bool:
     """Merge verdicts into the file, newest wins, and write rates of each disk in place of its old ones.
 
@@ -76,10 +92,18 @@ def keep(
     def change(entries: dict[str, Any]) -> None:
         old = _kept(entries.get(machine))
         others = tuple(row for row in old.readings if row.disk not in disks)
-        new = MachineVerdicts(verdicts=merged(old.verdicts, verdicts), readings=(*others, *readings))
+        new = MachineVerdicts(
+            verdicts=merged(old.verdicts, verdicts),
+            readings=(*others, *readings),
+            links=tuple({_between(row): row for row in (*old.links, *links)}.values()),
+        )
         entries[machine] = json.loads(codec.to_json(new))
 
     return update_entries(path, change)
+
+
+def _between(row: LinkVerdict) -> tuple[int, str]:
+    return row.gpus, row.visible
 
 
 def merged(old: Sequence[KernelVerdict], new: Sequence[KernelVerdict]) -> tuple[KernelVerdict, ...]:
@@ -98,7 +122,8 @@ def _kept(entry: object) -> MachineVerdicts:
     # each kind by itself: one of them that is broken is no reason to lose the other
     verdicts = _parsed({"verdicts": _typed(_rows(entry, "verdicts"))}).verdicts
     readings = _parsed({"readings": _rows(entry, "readings")}).readings
-    return MachineVerdicts(verdicts=verdicts, readings=readings)
+    links = _parsed({"links": _rows(entry, "links")}).links
+    return MachineVerdicts(verdicts=verdicts, readings=readings, links=links)
 
 
 def _parsed(entry: dict[str, Any]) -> MachineVerdicts:

@@ -15,6 +15,7 @@ from trainer.planning.choose import (
     fit,
     loading,
     optimizers,
+    spread,
     switches,
 )
 from trainer.planning.choose.budget import Budget, budget, kept_samples
@@ -46,9 +47,7 @@ class Decided:
     @property
     def how(self) -> str:
         """The storage of the base, and whether blocks are recomputed, in words."""
-        storage = self.chosen.storage
-        recomputed = f", {storage.recomputed or 'all'} blocks recomputed" if storage.checkpointing else ""
-        return f"{storage.way.name}{recomputed}"
+        return fit.described(self.chosen.storage)
 
     def is_better_than(self, other: Decided) -> bool:
         """True if this plan changes the base's precision less, or equally and is clearly faster."""
@@ -90,7 +89,8 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
     kernel, limit = attention.attention(situation), budget(situation)
     gpu = situation.facts.gpu if situation.on_gpu else None
     verdicts = situation.facts.verdicts
-    speed = roofline.speed(gpu, verdicts, situation.geometry, kernel.value, situation.dtype)
+    link = situation.facts.link if situation.on_gpu else None
+    speed = roofline.speed(gpu, verdicts, situation.geometry, kernel.value, situation.dtype, link=link)
     compiling = switches.compiling(situation, fit.compile_gain(situation, speed), known=speed.known)
     swap = (
         swap and situation.config.features.block_swap == "auto" and not block_homes.swap_obstacle(situation)
@@ -194,6 +194,7 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     yield situation.type_row
     yield from filter(None, (split,))
     yield from fit.decisions(situation, chosen, decided.skipped, made["compile"])
+    yield from filter(None, (spread.exchange_row(situation, chosen.storage),))
     yield made["cuda_graphs"]
     if geometry.captions_vary:
         yield made["text_padding"]

@@ -191,7 +191,7 @@ def machine_facts(facts_file: Path | None = None) -> Facts:
         facts_file=facts_file or (Path(recorded) if recorded else None),
         named_by="--facts" if facts_file else "TRAINER_FACTS",
         torch_facts=Path(torch_facts) if torch_facts else None,
-        visible_devices=environment.snapshot().get("CUDA_VISIBLE_DEVICES"),
+        environ=environment.snapshot(),
     )
 
 

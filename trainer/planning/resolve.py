@@ -61,8 +61,8 @@ def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedB
             break  # fewer GPUs would only be slower
     if ways:
         return _planned(ways, skipped)
-    # of the preferred kind that with the fewest processes, which is the last
-    last, told = min(reversed(tried), key=lambda refused: refused[0].kind)
+    # of the preferred kind what needs least, of equal ones that with the fewest processes, which is the last
+    last, told = min(reversed(tried), key=lambda refused: (refused[0].kind, _least(refused[1])))
     if isinstance(told, DoesNotFitError):
         raise _with_nearest(last.situation, told, changed_by, offload=offload) from None
     raise told
@@ -93,6 +93,10 @@ class _Way:
     def why_skipped(self) -> str:
         count, name = self.spread.situation.ranks, self.spread.situation.facts.gpu.name
         return f"on {count} {name} with weights in {self.decided.how}, which is less precise or slower"
+
+
+def _least(error: HardwareError) -> int:
+    return error.least_bytes if isinstance(error, DoesNotFitError) else 0
 
 
 def _why_skipped(one: spread.Spread, error: HardwareError) -> str:

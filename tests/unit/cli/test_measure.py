@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from trainer.engine.probing.child import Measured
 from trainer.engine.probing.probe import Probed
 from trainer.errors import HardwareError
 from trainer.families.values import AttentionShape
-from trainer.machine.facts import Facts, KernelVerdict, ReadVerdict
+from trainer.machine.facts import Facts, KernelVerdict, LinkVerdict, ReadVerdict
 from trainer.machine.verdicts import FILE_NAME, read_kept_of_all
 from trainer.planning import planning
 from trainer.planning.planning import plan_run
@@ -36,11 +36,14 @@ class Machine:
         self.asked: list[tuple[str, str]] = []
         self.answer: Answer = lambda name, shape, dtype: probe.judge(name, shape, WORKS, dtype)
         self.unsettled, self.device = False, "cuda:0"
+        self.accidents = 0
         self._file = cache / FILE_NAME
 
     def read(self) -> Facts:
         kept = read_kept_of_all(self._file, self.facts)
-        return dataclasses.replace(self.facts, verdicts=kept.verdicts, readings=kept.readings)
+        return dataclasses.replace(
+            self.facts, verdicts=kept.verdicts, readings=kept.readings, links=kept.links
+        )
 
     def probe(
         self, kernels: Sequence[str], shape: AttentionShape, dtype: str, *_: object, device: str
@@ -253,3 +256,54 @@ def test_kernels_are_measured_on_the_kind_of_gpu_that_the_run_takes(gpu: Machine
     gpu.facts = dataclasses.replace(alone, gpus=(other,))
     measure.planned(config(), probe=True)
     assert gpu.asked
+
+
+@pytest.fixture
+def pair(gpu: Machine, monkeypatch: pytest.MonkeyPatch) -> list[Sequence[str]]:
+    """Two H200; the devices of each time that the way between them is measured."""
+    gpu.facts = dataclasses.replace(gpu.facts, gpus=gpu.facts.gpus * 2)
+    asked: list[Sequence[str]] = []
+
+    def probe_link(
+        devices: Sequence[str], environ: Mapping[str, str], visible: str
+    ) -> tuple[bool, LinkVerdict]:
+        assert "WORLD_SIZE" not in environ
+        asked.append(devices)
+        return len(asked) > gpu.accidents, dataclasses.replace(LINK, gpus=len(devices), visible=visible)
+
+    monkeypatch.setattr(measure, "probe_link", probe_link)
+    monkeypatch.setenv("WORLD_SIZE", "1")  # of a launcher that started this process
+    return asked
+
+
+LINK = LinkVerdict(gpus=2, works=True, gib_per_second=341.0, exchange_ms=0.5, reason="right")
+
+
+def test_the_way_between_gpus_is_measured_once(gpu: Machine, pair: list[Sequence[str]]) -> None:
+    asked = config("train.gradient_accumulation_steps=2", "parallel.gpus=2")
+    found, plan = measure.planned(asked, probe=True)
+    assert pair == [["cuda:0", "cuda:1"]] and found.link == LINK
+    assert any("and it fits" in row.reason for row in plan.decisions if row.feature == "shard")
+    assert measure.planned(asked, probe=True)[0].link == LINK
+    assert measure.planned(asked, probe=False)[0].link == LINK
+    assert len(pair) == 1
+    assert main(["probe", "c.yaml"]) == 0
+    assert len(pair) == 2, "the command that measures measures anew"
+
+
+@pytest.mark.parametrize("changes", [["parallel.gpus=1"], ["method=full"]])
+def test_a_run_on_one_gpu_measures_no_way(
+    gpu: Machine, pair: list[Sequence[str]], changes: Sequence[str]
+) -> None:
+    measure.planned(config(*changes), probe=True)
+    assert pair == []
+
+
+def test_an_accident_is_no_verdict_on_the_way(
+    gpu: Machine, pair: list[Sequence[str]], capsys: pytest.CaptureFixture[str]
+) -> None:
+    gpu.accidents = 1
+    assert measure.planned(config(), probe=True)[0].link is None
+    assert "tried again at the next start" in capsys.readouterr().err
+    assert measure.planned(config(), probe=True)[0].link == LINK
+    assert len(pair) == 2

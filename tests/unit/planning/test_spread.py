@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.unit.planning.conftest import GIB, machine
 from tests.unit.planning.test_resolve import Config, plan, row
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError, HardwareError
-from trainer.machine.facts import Facts
+from trainer.machine.facts import Facts, LinkVerdict
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.geometry import Geometry, Linears, Stack
 
@@ -319,7 +320,7 @@ def test_a_base_over_two_gpus_takes_half_the_memory(shared: Config, geometry: Ge
     assert sizes[0]["base weights"] - sizes[1]["base weights"] == pytest.approx(2 * GIB, rel=0.05)
     assert sizes[1]["blocks passing through"] == 2 * (4 * GIB // 114 * 2)
     assert row(half, "shard").value == "57 of 57 blocks over 2"
-    assert row(half, "cuda_graphs").value == "off"
+    assert row(half, "cuda_graphs").value == "on"
     alone = half.of_one_process
     assert (alone.ranks, alone.devices, alone.sharded_blocks, alone.shard_group) == (1, (0,), 0, 1)
 
@@ -347,3 +348,108 @@ def test_no_block_waits_in_host_memory_beside_a_base_that_is_shared(
 def test_gpus_that_cannot_read_each_other_share_no_base(shared: Config, geometry: Geometry) -> None:
     with pytest.raises(HardwareError, match="cannot read each other's memory"):
         planned(shared(parallel__shard="full"), in_blocks(geometry), several(2, 2))
+
+
+LINK = LinkVerdict(gpus=2, works=True, gib_per_second=340.0, exchange_ms=0.6, reason="right")
+
+
+def linked(*kinds: int, **changes: Any) -> Facts:
+    """A machine with GPUs whose way to each other was measured."""
+    return several(*kinds, links=(dataclasses.replace(LINK, gpus=len(kinds), **changes),))
+
+
+def limited(shared: Config, budget: str, **changes: Any) -> RunConfig:
+    written = {
+        "features__weights": "bf16",
+        "features__activation_checkpointing": False,
+        "features__activation_budget": 1.0,
+        **changes,
+    }
+    return shared(features__memory_budget=budget, **written)
+
+
+def test_auto_shares_no_block_where_a_whole_base_fits(shared: Config, geometry: Geometry) -> None:
+    found = planned(shared(features__weights="bf16"), in_blocks(geometry), linked(0, 0))
+    assert (found.ranks, found.sharded_blocks, found.shard_group) == (2, 0, 1)
+    assert (row(found, "shard").value, row(found, "shard").reason) == (
+        "none",
+        "each has a whole base, and it fits",
+    )
+
+
+@pytest.mark.parametrize("budget", ["9GiB", "8.7GiB", "8.4GiB"])
+def test_auto_shares_the_fewest_blocks_that_fit(shared: Config, geometry: Geometry, budget: str) -> None:
+    """Every smaller number is tried by hand, as the memory table has it."""
+    whole = planned(limited(shared, "auto"), in_blocks(geometry), linked(0, 0))
+    found = planned(limited(shared, budget), in_blocks(geometry), linked(0, 0))
+    assert 0 < found.sharded_blocks < 57 and found.shard_group == 2
+    assert sum(part.bytes for part in whole.train_memory) > found.budget_bytes
+    usable = float(budget.removesuffix("GiB")) * GIB * 0.98
+    parts = {part.name: part.bytes for part in found.train_memory}
+    block = 4 * GIB / 57
+    assert 0 <= usable - sum(parts.values()) < block  # half a block fewer each, and its part of what is lost
+    told = row(found, "shard")
+    assert (told.value, told.source) == (f"{found.sharded_blocks} of 57 blocks over 2", "auto")
+    assert "at 340 GiB/s as measured" in told.reason and "whole on each GPU it needs" in told.reason
+
+
+def test_more_gpus_make_a_larger_group_only_where_a_pair_does_not_suffice(
+    shared: Config, geometry: Geometry
+) -> None:
+    pair = planned(limited(shared, "8.4GiB"), in_blocks(geometry), linked(0, 0, 0, 0))
+    assert (pair.ranks, pair.shard_group) == (4, 2)
+    four = planned(limited(shared, "7.5GiB"), in_blocks(geometry), linked(0, 0, 0, 0))
+    assert (four.ranks, four.shard_group) == (4, 4)
+    with pytest.raises(HardwareError, match="57 blocks over 4 GPUs"):
+        planned(limited(shared, "5GiB", parallel__gpus=4), in_blocks(geometry), linked(0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("facts", "why"),
+    [
+        (several(0, 0), "was not measured"),
+        (linked(0, 0, works=False, reason="GPU 0 read other bytes"), "failing: GPU 0 read other bytes"),
+    ],
+)
+def test_auto_shares_only_over_a_way_that_was_seen_to_work(
+    shared: Config, geometry: Geometry, facts: Facts, why: str
+) -> None:
+    with pytest.raises(HardwareError, match="does not fit"):
+        planned(limited(shared, "9GiB"), in_blocks(geometry), facts)
+    assert why in row(planned(limited(shared, "auto"), in_blocks(geometry), facts), "shard").reason
+    # what is written is tried whatever was measured, and the run says itself what does not work
+    found = planned(limited(shared, "9GiB", parallel__shard="full"), in_blocks(geometry), facts)
+    assert found.sharded_blocks == 57
+
+
+def test_the_row_compares_with_what_would_fit_whole(shared: Config, geometry: Geometry) -> None:
+    found = planned(
+        shared(features__memory_budget="9GiB", features__weights="bf16", features__compile=False),
+        in_blocks(geometry),
+        linked(0, 0),
+    )
+    assert found.weights == "bf16" and found.sharded_blocks
+    assert re.search(
+        r"whole on each GPU it fits in bf16, \d+ blocks recomputed: \d+ ms a micro-batch predicted, this \d+",
+        row(found, "shard").reason,
+    )
+
+
+def test_a_slow_way_shows_in_the_predicted_time(shared: Config, geometry: Geometry) -> None:
+    times = [
+        planned(shared(parallel__shard="full"), in_blocks(geometry), linked(0, 0, gib_per_second=rate))
+        for rate in (340.0, 1.0)
+    ]
+    fast, slow = (one.step_milliseconds for one in times)
+    assert slow - fast > 1000 * 2 * 1.9 / 1.0 * 0.27  # nearly 2 GiB, read twice
+
+
+def test_the_exchange_is_told_with_its_bytes_and_its_measured_time(
+    shared: Config, geometry: Geometry
+) -> None:
+    found = row(planned(shared(), geometry, linked(0, 0)), "exchange")
+    size = geometry.lora_parameters * (2 * 2 + 4) / 2
+    assert (found.value, found.source) == (f"{size / 2**20:.0f} MiB a step", "auto (measured)")
+    assert "in 2 rounds" in found.reason
+    unmeasured = row(planned(shared(), geometry, several(0, 0)), "exchange")
+    assert (unmeasured.value, unmeasured.source) == (found.value, "auto")

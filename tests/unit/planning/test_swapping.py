@@ -17,7 +17,7 @@ from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.machine.facts import Facts
 from trainer.planning.cost import roofline
-from trainer.planning.cost.memory import Storage, elsewhere_bytes, host_rows, total, train_rows
+from trainer.planning.cost.memory import Storage, elsewhere_bytes, host_rows, read_bytes, total, train_rows
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.planning import plan_run
 from trainer.planning.shapes.geometry import (
@@ -117,6 +117,38 @@ def test_one_block_fewer_does_not_fit() -> None:
     with pytest.raises(HardwareError, match=f"{fewest - 1} blocks in host memory") as caught:
         planned(shipped("flux2_dev_lora", features__block_swap=fewest - 1), facts)
     assert "features.block_swap: auto" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("features", "kept"),
+    [
+        ({"activation_checkpointing": False}, (False, 0, 1.0)),
+        ({"activation_checkpointing": 20}, (True, 20, 1.0)),
+        ({"activation_checkpointing": True}, (True, 0, 1.0)),
+        ({"activation_budget": 0.6}, (False, 0, 0.6)),
+    ],
+)
+def test_waiting_blocks_go_with_every_way_to_keep_activations_and_with_graphs(
+    features: dict[str, Any], kept: tuple[bool, int, float]
+) -> None:
+    written = {"block_swap": 6, "cuda_graphs": True, "compile": True, **features}
+    keys = {f"features__{key}": value for key, value in written.items()}
+    plan = planned(shipped("flux1_dev_lora", **keys), machine("a100-80gb"))
+    assert (plan.swapped_blocks, plan.cuda_graphs) == (6, True)
+    assert (plan.activation_checkpointing, plan.recomputed_blocks, plan.activation_budget) == kept
+
+
+def test_a_pass_reads_one_of_two_copies_unless_it_repeats_the_other(stacked: Geometry) -> None:
+    def found(copies: int, *, repeats: bool) -> tuple[int, int]:
+        fp8 = storage(weights="fp8", compute="fp8", weight_copies=copies, swapped=4, checkpointing=repeats)
+        rows = {row.name: row.bytes for row in train_rows(fp8, stacked)}
+        return read_bytes(fp8, stacked)[0], rows["blocks passing through"]
+
+    once, pages = found(1, repeats=False)
+    whole, both = found(2, repeats=True)
+    assert 1.5 * once < whole < 2 * once and 1.5 * pages < both < 2 * pages
+    # two blocks, of the last one both copies
+    assert found(2, repeats=False) == (once, pages // 2 * 3)
 
 
 @pytest.mark.parametrize("name", ["dgx-spark", "h200", "a100-80gb"])

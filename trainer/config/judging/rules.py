@@ -20,7 +20,6 @@ _LEAST_PRODIGY_RATE = 0.1
 _MOST_VIEWS_TOGETHER = 64
 _BUDGET, _SWAP, _SHARD = "features.activation_budget", "features.block_swap", "parallel.shard"
 _RECOMPUTE, _MODEL = "features.activation_checkpointing", "model.pretrained_model_name_or_path"
-_ALL_RECOMPUTED = "all blocks are recomputed where some wait in host memory"
 
 
 def _validates(config: RunConfig) -> bool:
@@ -246,18 +245,10 @@ RULES: tuple[Rule[Context], ...] = (
          lambda at: _budgeted(at) and _recompute(at) != "auto" and _recompute(at) is not False,
          "`features.activation_budget` contradicts {=features.activation_checkpointing}: checkpointing"
          " recomputes blocks whole", "remove one of them", at=(_BUDGET,)),
-    Rule((_SWAP, "method", _RECOMPUTE, _BUDGET),
+    Rule((_SWAP, "method"),
          lambda at: _swaps(at) and at.config.method == "full",
          "`features.block_swap` is for a frozen base, and `method: full` trains it",
          "write `method: lora`, or leave features.block_swap out", at=(_SWAP, "method")),
-    Rule((_SWAP, "method", _RECOMPUTE, _BUDGET),
-         lambda at: _swaps(at) and _recompute(at) != "auto" and _recompute(at) is not True,  # 1 is not true
-         "`features.block_swap` contradicts {=features.activation_checkpointing}: " + _ALL_RECOMPUTED,
-         "remove one of them", at=(_SWAP,)),
-    Rule((_SWAP, "method", _RECOMPUTE, _BUDGET),
-         lambda at: _swaps(at) and _budgeted(at),
-         "`features.block_swap` contradicts {=features.activation_budget}: " + _ALL_RECOMPUTED,
-         "remove one of them", at=(_SWAP,)),
     Rule((_SHARD, "method"),
          lambda at: at.config.parallel.shard == "full" and at.config.method == "full",
          "`parallel.shard` is for a frozen base, and `method: full` trains it",

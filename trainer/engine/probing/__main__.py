@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 
 from trainer.engine.probing.attention import measure_attention
+from trainer.engine.probing.link import print_link
 from trainer.engine.probing.matmul import measure_matmul
 from trainer.engine.probing.probe import held_by_others
 from trainer.engine.probing.reading import print_rates
@@ -18,7 +19,7 @@ from trainer.ways.kernels import KERNELS
 
 
 def main() -> None:
-    """Measure a kernel, or how fast a file is read."""
+    """Measure a kernel, how fast a file is read, or the way to other GPUs."""
     line = sys.stdin.readline()  # after the imports: they take longer than the process before
     if not line:
         return
@@ -26,6 +27,10 @@ def main() -> None:
     device, _, place = asked["device"].partition(":")
     if place:
         torch.cuda.set_device(int(place))  # the one that "cuda" means from now on
+    if "link" in asked:
+        rank, size = asked["link"]
+        print_link(rank, size, Path(asked["place"]), asked["device"])
+        return
     if "file" in asked:
         print_rates(Path(asked["file"]), asked["device"])
         return

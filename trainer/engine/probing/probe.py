@@ -131,6 +131,16 @@ def probe(
     return Probed(verdicts=tuple(verdicts), unsettled=tuple(unsettled), held=held)
 
 
+def is_accident(answer: Answer) -> bool:
+    """True for a process that failed for a reason which says nothing of what it measured: it was killed, had
+    no memory or lacked a file.
+    """
+    if answer.code is None or answer.code == 0:
+        return False
+    said = _OUT_OF_MEMORY.search(answer.errors) or _FILES.search(answer.errors)
+    return -answer.code in _FROM_OUTSIDE or said is not None
+
+
 def _installed(kernel: str) -> bool:
     """True if a kernel's package is installed, found without importing any of it."""
     row = attention_kernels().get(kernel) or matmul_kernels().get(kernel)

@@ -5,8 +5,9 @@ They wait in host memory, or lie with several GPUs in turn, which read each othe
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
@@ -69,9 +70,6 @@ def swap_obstacle(situation: Situation) -> str:
     option = plain_path(situation.config)
     if option:
         return f"{option} keeps to the plain path, where no block waits"
-    features = situation.config.features
-    if features.activation_checkpointing is False or features.activation_budget not in ("auto", 1.0):
-        return "blocks that wait must be recomputed, and other settings say how activations are kept"
     return ""
 
 
@@ -126,8 +124,59 @@ def shard_obstacle(situation: Situation) -> str:
     return ""
 
 
-def shard_row(situation: Situation, storage: Storage) -> Decision | None:
-    """The decision, for a run of several processes over a frozen base."""
+def shared(situation: Situation, settings: Iterable[Storage], budget_bytes: int) -> Iterator[Storage]:
+    """Settings that do not fit with a whole base on each GPU, with as few shared blocks as fit the budget in
+    training, or with all in the largest group where none does; none where nothing may be shared by itself.
+    """
+    if situation.config.parallel.shard != "auto" or unshared(situation):
+        return
+    tiled = situation.config.features.vae_tiling is not False
+    groups = [size for size in range(2, situation.ranks + 1) if situation.ranks % size == 0]
+    for storage in settings:
+        if storage.swapped or _trains_in(storage, situation.geometry, tiled=tiled) <= budget_bytes:
+            continue
+        found = storage
+        for group in groups:
+            found = dataclasses.replace(storage, sharded=situation.geometry.blocks, group=group)
+            if _trains_in(found, situation.geometry, tiled=tiled) <= budget_bytes:
+                found = _fewest_shared(found, situation.geometry, budget_bytes, tiled=tiled)
+                break
+        yield found
+
+
+def _fewest_shared(storage: Storage, geometry: Geometry, budget_bytes: int, *, tiled: bool) -> Storage:
+    """The setting with the fewest shared blocks that fit: pages that they pass through take memory too."""
+
+    def fits(count: int) -> bool:
+        one = dataclasses.replace(storage, sharded=count)
+        return _trains_in(one, geometry, tiled=tiled) <= budget_bytes
+
+    count = bisect.bisect_left(range(1, storage.sharded + 1), True, key=fits) + 1
+    return dataclasses.replace(storage, sharded=count)
+
+
+def _trains_in(storage: Storage, geometry: Geometry, *, tiled: bool) -> int:
+    return memory.total(memory.train_rows(dataclasses.replace(storage, tiling=tiled), geometry))
+
+
+def unshared(situation: Situation) -> str:
+    """Why `auto` shares no block between GPUs; empty where it may."""
+    link = situation.facts.link
+    if situation.ranks == 1 or not situation.on_gpu:
+        return "there is one GPU" if situation.on_gpu else "processes on a CPU share its memory"
+    if swapped(situation.config):
+        return f"{SWAP} says where blocks lie"
+    if obstacle := shard_obstacle(situation):
+        return obstacle
+    if link is None:
+        return "the way between these GPUs was not measured (`trainer probe CONFIG`)"
+    return "" if link.works else f"the probe saw it failing: {link.reason}"
+
+
+def shard_row(situation: Situation, storage: Storage, whole_bytes: int, instead: str) -> Decision | None:
+    """The decision, for a run of several processes over a frozen base, which whole on each GPU would need
+    `whole_bytes` where that was tried; `instead` says what would fit then.
+    """
     if storage.method != "lora":
         return None
     if situation.ranks == 1:
@@ -135,6 +184,15 @@ def shard_row(situation: Situation, storage: Storage) -> Decision | None:
         asked = situation.asked(SHARD) == "full"
         return situation.decide(SHARD, "none", alone, written=f"{alone}: as none") if asked else None
     if not storage.sharded:
-        return situation.decide(SHARD, "none", "each process has a base of its own; `full` shares one")
+        why = unshared(situation)
+        return situation.decide(
+            SHARD, "none", f"each has a whole base{f': {why}' if why else ', and it fits'}"
+        )
     value = f"{storage.sharded} of {situation.geometry.blocks} blocks over {storage.group}"
-    return situation.decide(SHARD, value, "nothing faster fits: blocks are read from the GPU that has them")
+    link = situation.facts.link
+    parts = [
+        f"whole on each GPU it needs {gib(whole_bytes)}" if whole_bytes else "",
+        f"read from the GPU that has them, at {link.gib_per_second:.0f} GiB/s as measured" if link else "",
+        instead,
+    ]
+    return situation.decide(SHARD, value, "; ".join(filter(None, parts)))

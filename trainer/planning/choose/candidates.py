@@ -134,7 +134,7 @@ def _recomputing(situation: Situation, *, compiled: bool) -> list[tuple[int, flo
     """(blocks that are recomputed, activation budget) of each setting that may be tried."""
     features, whole = situation.config.features, max(1, situation.geometry.blocks)
     asked, budget = features.activation_checkpointing, features.activation_budget
-    if asked is True or block_homes.swapped(situation.config):
+    if asked is True:
         return [(whole, 1.0)]
     if asked != "auto" and not isinstance(asked, bool):
         return [(asked, 1.0)]

@@ -41,11 +41,20 @@ class Outcome:
     cache: tuple[MemoryRow, ...]
     """Rows of the larger stage of caching."""
     cache_note: str
+    instead: Outcome | None = None
+    """Of blocks that are shared by themselves: the best setting that fits with a whole base on each GPU."""
 
     @property
     def peak_bytes(self) -> int:
         """The larger of training and caching."""
         return max(memory.total(self.train), memory.total(self.cache))
+
+
+def described(storage: Storage) -> str:
+    """The storage of the base, and what is recomputed, in words."""
+    recomputed = f", {storage.recomputed or 'all'} blocks recomputed" if storage.checkpointing else ""
+    kept = f", {storage.activation_budget:.0%} of activations kept" if storage.activation_budget < 1.0 else ""
+    return f"{storage.way.name}{recomputed}{kept}"
 
 
 def compile_gain(situation: Situation, speed: Speed) -> float:
@@ -66,7 +75,8 @@ def choose(
     """
     ways, no_more = candidates.ladder(situation)
     geometry, most = situation.geometry, limit.usable_bytes
-    settings = candidates.storages(situation, ways, speed.attention, compiled=compiled)
+    settings = list(candidates.storages(situation, ways, speed.attention, compiled=compiled))
+    settings = [*settings, *block_homes.shared(situation, settings, most)]
     timed = ((roofline.milliseconds(storage, geometry, speed), storage) for storage in settings)
     ordered = sorted(timed, key=lambda row: (row[1].way.tier, row[0]))
     packages = situation.facts.packages
@@ -75,9 +85,16 @@ def choose(
     outcomes = _outcomes(situation, ordered, limit, encoders)
     for outcome in outcomes:
         if outcome.peak_bytes <= most:
-            return _roomier(outcome, outcomes, limit), skipped
+            if not outcome.storage.sharded or block_homes.sharded(situation):
+                return _roomier(outcome, outcomes, limit), skipped
+            whole = (one for one in outcomes if not one.storage.sharded and one.peak_bytes <= most)
+            return dataclasses.replace(outcome, instead=next(whole, None)), skipped
         skipped.append(outcome)
-    recomputing = [one for one in skipped if one.storage.checkpointing and not one.storage.recomputed]
+    recomputing = [
+        one
+        for one in skipped
+        if one.storage.checkpointing and not one.storage.recomputed and not one.storage.sharded
+    ]
     if swap and geometry.stacks and recomputing:
         # as few blocks in host memory as fit, of the smallest setting
         least = min(recomputing, key=lambda outcome: memory.total(outcome.train))
@@ -142,6 +159,7 @@ def _does_not_fit(
         how += f", activation checkpointing {on_off(storage.checkpointing)}"
         how += f" for the first {storage.recomputed}" if storage.recomputed else ""
         how += f", {storage.swapped} blocks in host memory" if storage.swapped else ""
+        how += f", {storage.sharded} blocks over {storage.group} GPUs" if storage.sharded else ""
     else:
         phase, reason = "encoding captions and images", no_more[1]
         tiled = ", the VAE in tiles" if storage.tiling else ""
@@ -185,7 +203,7 @@ def decisions(
     yield from _recomputing(situation, chosen, skipped)
     without = min((memory.total(one.train) for one in skipped), default=0)
     yield from block_homes.swap_rows(situation, storage, without)
-    yield from filter(None, (block_homes.shard_row(situation, storage),))
+    yield from filter(None, (_sharing(situation, chosen, skipped),))
     if memory.parameters(situation.geometry, "vae"):
         reason = "images are encoded and decoded whole"
         if storage.tiling:
@@ -194,6 +212,22 @@ def decisions(
             reason = next(named, "nothing larger fits")
         yield situation.decide("features.vae_tiling", on_off(storage.tiling), reason)
     yield from encoding.rows(storage, situation.geometry)
+
+
+def _sharing(situation: Situation, chosen: Outcome, skipped: Sequence[Outcome]) -> Decision | None:
+    """Where blocks lie, for a run of several processes over a frozen base."""
+    storage, other = chosen.storage, chosen.instead
+    whole = [
+        one.peak_bytes
+        for one in skipped
+        if dataclasses.replace(one.storage, tiling=storage.tiling)
+        == dataclasses.replace(storage, sharded=0, group=1)
+    ]
+    instead = ""
+    if other is not None:
+        times = f"{other.milliseconds:.0f} ms a micro-batch predicted, this {chosen.milliseconds:.0f}"
+        instead = f"whole on each GPU it fits in {described(other.storage)}: {times}"
+    return block_homes.shard_row(situation, storage, min(whole, default=0), instead)
 
 
 def _recomputing(situation: Situation, chosen: Outcome, skipped: Sequence[Outcome]) -> Iterator[Decision]:

@@ -15,9 +15,13 @@ from trainer.errors import ConfigError
 from trainer.machine.facts import Gpu
 from trainer.planning.choose import batching
 from trainer.planning.choose.situation import Situation
+from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision
+from trainer.ways.storages import VALUE_BYTES
 
 KEY = "parallel.gpus"
+EXCHANGED_BYTES = 2**26
+"""Bytes that the probe exchanges as gradients; as sums twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +132,24 @@ def row(spread: Spread, skipped: Sequence[str], worse: Sequence[str] = ()) -> De
     source = "auto" if spread.automatic else situation.source(KEY)
     parts = [_use(spread, short=bool(skipped)), _place(spread) if situation.others else "", *skipped, *worse]
     return Decision("gpus", value, source, "; ".join(filter(None, parts)))
+
+
+def exchange_row(situation: Situation, storage: Storage) -> Decision | None:
+    """The row of what travels for the gradients of a step; None for one process."""
+    ranks, count = situation.ranks, situation.geometry.lora_parameters
+    if ranks == 1:
+        return None
+    rounds, others = situation.config.train.gradient_accumulation_steps // ranks, (ranks - 1) / ranks
+    size = others * count * (rounds * storage.value_bytes + VALUE_BYTES["fp32"])
+    link = situation.facts.link if situation.on_gpu else None
+    source, took = "auto", ""
+    if link is not None and link.exchange_ms:
+        # the probe exchanged as many bytes in two, and as sums of twice as many
+        took = f", in about {link.exchange_ms * size / (others * 3 * EXCHANGED_BYTES):.1f} ms"
+        source = "auto (measured)"
+    times = f"{rounds} round{'' if rounds == 1 else 's'}"
+    reason = f"each receives slices of gradients in {times}, and their sums once{took}"
+    return Decision("exchange", f"{size / 2**20:.0f} MiB a step", source, reason)
 
 
 def _use(spread: Spread, *, short: bool) -> str:

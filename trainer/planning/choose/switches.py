@@ -84,10 +84,8 @@ def cuda_graphs(situation: Situation, storage: Storage, *, filled: float) -> Dec
         obstacle = "a graph is of one shape, and packed rows differ from one to the next"
     elif storage.method != "lora" or storage.dtype != "bf16":
         obstacle = "only for a LoRA in bf16, whose gradients are summed inside the graph"
-    elif storage.swapped:
-        obstacle = "a graph reads weights where they were, and blocks wait in host memory"
-    elif storage.sharded:
-        obstacle = "not beside blocks that lie with other GPUs, in this version"
+    elif storage.compile and storage.swapped and situation.asked(key) == "auto":
+        obstacle = "memory is short where blocks wait in host memory, and what graphs hold is not given back"
     elif storage.compile and filled > TIGHT and situation.asked(key) == "auto":
         full = f"{filled:.0%} of the budget is filled"
         obstacle = f"{full}, and what graphs hold cannot be given back in pieces"

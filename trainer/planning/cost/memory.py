@@ -70,6 +70,13 @@ class Storage:
     """GPUs of such a group."""
 
     @property
+    def parts_by_use(self) -> bool:
+        """True where the two copies of a weight that lies elsewhere are read by a pass each: nothing of the
+        forward pass is repeated in backward.
+        """
+        return self.way.copies == 2 and not self.checkpointing and self.activation_budget == 1.0
+
+    @property
     def value_bytes(self) -> int:
         """Bytes of one value in the compute type."""
         return VALUE_BYTES[self.dtype]
@@ -102,10 +109,12 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
         size = 2 * count * storage.value_bytes + 2 * sums + sums // storage.ranks
         rows.append(MemoryRow("exchange", size, f"gradients on their way between {storage.ranks} GPUs"))
     if storage.swapped or storage.sharded:
-        _, largest = elsewhere_bytes(storage, geometry)
+        _, largest = read_bytes(storage, geometry)
         where = "wait in host memory" if storage.swapped else "lie with other GPUs"
         detail = f"two of the blocks that {where}, in turn"
-        rows.append(MemoryRow("blocks passing through", _PAGES * largest, detail))
+        # where the passes meet, both copies of the last block
+        pages = _PAGES + storage.parts_by_use
+        rows.append(MemoryRow("blocks passing through", pages * largest, detail))
     if storage.way.trains:
         return _with_overhead(storage, rows)
     return _with_overhead(storage, [*rows, *_unpacked(storage, geometry)], holes=_HOLES_BYTES)
@@ -156,6 +165,13 @@ def elsewhere_bytes(storage: Storage, geometry: Geometry) -> tuple[int, int]:
             size = _block_bytes(storage, geometry, stack)
             whole, largest, left = whole + count * size, max(largest, size), left - count
     return whole, largest
+
+
+def read_bytes(storage: Storage, geometry: Geometry) -> tuple[int, int]:
+    """Bytes that a pass, forward or backward, copies of the blocks that lie elsewhere, (all, the largest)."""
+    if storage.parts_by_use:
+        storage = dataclasses.replace(storage, way=dataclasses.replace(storage.way, copies=1))
+    return elsewhere_bytes(storage, geometry)
 
 
 def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:

@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.machine.facts import Gpu, KernelVerdict
-from trainer.planning.cost.memory import Storage, elsewhere_bytes, packed_linears
+from trainer.machine.facts import Gpu, KernelVerdict, LinkVerdict
+from trainer.planning.cost.memory import Storage, packed_linears, read_bytes
 from trainer.planning.shapes.geometry import Geometry
 from trainer.ways.kernels import KERNELS
 from trainer.ways.storages import WAYS
+from trainer.words.sizes import GIB
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,9 +74,9 @@ _HOST_COPY_BYTES = 20e9
 """Copies from pinned host memory, in bytes a second: assumed for PCIe 4.0 with 16 lanes, not measured."""
 _PEER_COPY_BYTES = 370e9
 """Copies from another GPU's memory over NVLink, in bytes a second, measured on two H200."""
-_SLOWED_BY_COPIES = 0.4
-"""Share of the time of such copies by which the work beside them takes longer, measured there too: 0.38 to
-0.6 in bf16 and FP8.
+_SLOWED_BY_COPIES = 0.27
+"""Share of the time of such copies by which the work beside them takes longer, measured there too: 0.25 and
+0.27 with two models in bf16.
 """
 _INSIDE = 0.6
 """Share of its products that a compiled block repeats which keeps its input alone: 7 or 8 parts of 12, where
@@ -107,6 +108,8 @@ class Speed:
     """The kernel that the run uses."""
     attention_ms: float | None = None
     """Milliseconds of one attention call, forward and backward, if the probe measured the run's shape."""
+    peer_bytes: float = 0.0
+    """Bytes a second from another GPU's memory, where the probe measured it."""
     matmul: Mapping[str, float] = field(default_factory=dict)
     """Time of a frozen linear layer by its kind, as a share of bf16's, where the probe measured it."""
 
@@ -117,10 +120,13 @@ def speed(
     geometry: Geometry,
     attention: str,
     dtype: str = "bf16",
+    *,
+    link: LinkVerdict | None = None,
 ) -> Speed:
     """The rates of a GPU, or generic ones that put settings in order, and the verdicts that count here.
 
-    Those on attention are of the run's type; those on linear layers are all measured in bf16.
+    Those on attention are of the run's type; those on linear layers are all measured in bf16. `link` is the
+    verdict on the way between the run's GPUs.
     """
     counting = {(geometry.attention_shape_class, dtype), (geometry.matmul_shape_class, "bf16")}
     found = {
@@ -134,6 +140,7 @@ def speed(
         known=known is not None,
         attention=attention,
         attention_ms=found.get(f"attention.{attention}"),
+        peer_bytes=link.gib_per_second * GIB if link is not None else 0.0,
         matmul={
             way.weights: ms / base
             for way in WAYS.values()
@@ -185,7 +192,7 @@ def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -
         each = _HOST_PRODUCT_MS + (0.0 if way.trains else _HOST_PACKED_MS)
         host = geometry.products * each + geometry.lora_layers * _HOST_ADAPTER_MS
         computing = max(computing, pointwise * host)
-    return computing + _copying_ms(storage, geometry, computing)
+    return computing + _copying_ms(storage, geometry, speed, computing)
 
 
 def usual_parts(storage: Storage, geometry: Geometry, attention: str) -> tuple[float, ...]:
@@ -194,25 +201,31 @@ def usual_parts(storage: Storage, geometry: Geometry, attention: str) -> tuple[f
     return geometry.usual_parts.get("padded" if padded else "as they are", (1.0,))
 
 
-def _copying_ms(storage: Storage, geometry: Geometry, computing_ms: float) -> float:
+def _copying_ms(storage: Storage, geometry: Geometry, speed: Speed, computing_ms: float) -> float:
     """Time in which the device waits for blocks from host memory, each copied while those before it compute.
 
-    A third of the work is forward, the rest recomputes and goes back.
+    A third of the work is forward where all blocks are recomputed, and nearly a half where none is.
     """
     if storage.sharded:
-        return _peer_ms(storage, geometry)
+        return _peer_ms(storage, geometry, speed, computing_ms)
     if not storage.swapped:
         return 0.0
-    copy = elsewhere_bytes(storage, geometry)[0] / storage.swapped / _HOST_COPY_BYTES * 1e3
+    copy = read_bytes(storage, geometry)[0] / storage.swapped / _HOST_COPY_BYTES * 1e3
     longest = max(stack.blocks for stack in geometry.stacks)
     between = max(1.0, longest / storage.swapped) * computing_ms / max(1, geometry.blocks)
-    return storage.swapped * sum(max(0.0, copy - share * between) for share in (1 / 3, 2 / 3))
+    forward = 1 / 3 if storage.checkpointing else 0.45
+    return storage.swapped * sum(max(0.0, copy - share * between) for share in (forward, 1 - forward))
 
 
-def _peer_ms(storage: Storage, geometry: Geometry) -> float:
-    """Time that reading blocks of other GPUs costs: twice a micro-batch, beside work that it slows."""
-    read = elsewhere_bytes(storage, geometry)[0] * (storage.group - 1) / storage.group
-    return 2 * read / _PEER_COPY_BYTES * 1e3 * _SLOWED_BY_COPIES
+def _peer_ms(storage: Storage, geometry: Geometry, speed: Speed, computing_ms: float) -> float:
+    """Time that reading blocks of other GPUs costs: twice a micro-batch, beside work that it slows, and on
+    its own where it takes longer than the work.
+    """
+    read = read_bytes(storage, geometry)[0] * (storage.group - 1) / storage.group
+    copies = 2 * read / (speed.peer_bytes or _PEER_COPY_BYTES) * 1e3
+    # the work beside them is that of as many blocks
+    beside = computing_ms * storage.sharded / max(1, geometry.blocks)
+    return _SLOWED_BY_COPIES * copies + max(0.0, copies - beside)
 
 
 def _recomputed(storage: Storage, geometry: Geometry) -> tuple[float, float]:

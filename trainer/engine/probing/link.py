@@ -1,0 +1,179 @@
+"""The way between GPUs of one kind: whether they read each other's memory, how fast, and what an exchange of
+gradients takes.
+
+Each GPU has a process of its own, as in a run, and all work at once. The parent imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainer.engine.probing.child import Answer, Child, last_words
+from trainer.engine.probing.probe import is_accident
+from trainer.machine.facts import LinkVerdict
+from trainer.planning.choose.spread import EXCHANGED_BYTES
+
+if TYPE_CHECKING:
+    import torch
+
+    from trainer.engine.ranks import Ranks
+
+TIMEOUT_SECONDS = 90.0
+COPIED_BYTES = 2**28
+"""Bytes that each reads of the next one at a time."""
+_TIMES = 8
+_LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
+# odd numbers: every byte of a pattern depends on its place and its owner
+_STEP, _OWNER = 2_654_435_761, 40_503
+
+
+def probe_link(
+    devices: Sequence[str], environment: Mapping[str, str], visible: str = ""
+) -> tuple[bool, LinkVerdict]:
+    """The verdict on the way between these devices; a crash, a hang or a wrong byte is one too.
+
+    The flag is False for a failure that says nothing of the way. `visible` stands for the variables that
+    chose the devices.
+    """
+    environ, size = {**_LOOPBACK, **environment}, len(devices)
+    with tempfile.TemporaryDirectory(prefix="trainer-link-") as folder, ThreadPoolExecutor(size) as pool:
+        children = [Child(environ) for _ in devices]
+        asked = [
+            {"link": [rank, size], "place": f"{folder}/meet", "device": device}
+            for rank, device in enumerate(devices)
+        ]
+        try:
+            waiting = [
+                pool.submit(child.ask, request, TIMEOUT_SECONDS)
+                for child, request in zip(children, asked, strict=True)
+            ]
+            answers = [one.result() for one in waiting]
+        finally:
+            for child in children:
+                child.end()
+    return not any(map(is_accident, answers)), judge(answers, visible)
+
+
+def judge(answers: Sequence[Answer], visible: str = "") -> LinkVerdict:
+    """The verdict that follows from the answer of each process."""
+    found: list[dict[str, Any]] = [
+        {k: v for row in answer.rows for k, v in row.items()} for answer in answers
+    ]
+    rates, times = (
+        [row.get("gib_per_second", 0.0) for row in found],
+        [row.get("exchange_ms") for row in found],
+    )
+    reason = next((str(row["trouble"]) for row in found if "trouble" in row), "")
+    failed = next((answer for answer in answers if answer.code != 0), None)
+    if not reason and failed is not None:
+        ended = (
+            f"no result within {TIMEOUT_SECONDS:.0f} s" if failed.code is None else f"exit code {failed.code}"
+        )
+        reason = f"the probe failed: {last_words(failed.errors) or ended}"
+    works = not reason and min(rates) > 0.0
+    exchange = max((time for time in times if time is not None), default=0.0) if None not in times else 0.0
+    copied = (
+        f"each read {COPIED_BYTES >> 20} MiB of the next one's memory, all at once, and every byte was right"
+    )
+    return LinkVerdict(
+        gpus=len(answers),
+        visible=visible,
+        works=works,
+        gib_per_second=round(min(rates), 1) if works else 0.0,
+        exchange_ms=round(exchange, 3),
+        reason=reason or copied,
+    )
+
+
+# from here on, in the processes that copy
+
+
+def print_link(rank: int, size: int, place: Path, device: str) -> None:
+    """Measure with the other processes; a line of JSON for each figure, and one for what is in the way."""
+    from trainer.engine.ranks import joined
+    from trainer.errors import HardwareError
+
+    try:
+        with joined(rank, size, place, device=device) as ranks:
+            ranks.connect(device)
+            print(json.dumps({"exchange_ms": _exchange_ms(ranks, device)}), flush=True)
+            print(json.dumps(_read_next(ranks, device)), flush=True)
+    except HardwareError as error:
+        print(json.dumps({"trouble": error.problems[0].what}), flush=True)
+
+
+def _exchange_ms(ranks: Ranks, device: str) -> float:
+    """Milliseconds in which slices of bf16 go to everybody, and sums of fp32 come back, as in a step."""
+    import torch
+
+    each = EXCHANGED_BYTES // 2 // ranks.size
+    sent = torch.zeros(ranks.size, each, dtype=torch.bfloat16, device=device)
+    received, own = torch.empty_like(sent), torch.zeros(each, device=device)
+    gathered = torch.empty(ranks.size, each, device=device)
+
+    def once() -> None:
+        ranks.all_to_all(received, sent)
+        ranks.all_gather(gathered, own)
+
+    return _timed(once, device)
+
+
+def _read_next(ranks: Ranks, device: str) -> dict[str, object]:
+    """The rate at which this device reads the next one's memory, or what is wrong. Raises HardwareError where
+    it cannot.
+    """
+    import torch
+
+    from trainer.modeling.storage.shared_memory import Memory, open_offer, share
+
+    on, following = torch.device(device), (ranks.rank + 1) % ranks.size
+    opened: list[Memory] = []
+    memory, offer = share(COPIED_BYTES, on)
+    memory.bytes.copy_(_pattern(ranks.rank, device))
+    target = torch.empty_like(memory.bytes)
+    if device != "cpu":
+        torch.cuda.synchronize()
+    offers = ranks.gathered(offer)
+    ranks.agreed(lambda: opened.append(open_offer(offers[following], on)))
+    source = opened[0].bytes
+    milliseconds = _timed(lambda: target.copy_(source, non_blocking=True), device)
+    right = ranks.gathered(bool(torch.equal(target, _pattern(following, device))))
+    opened[0].close()
+    ranks.meet()
+    memory.close()
+    if all(right):
+        return {"gib_per_second": COPIED_BYTES / 2**30 / (1e-3 * milliseconds)}
+    wrong = right.index(False)
+    return {"trouble": f"GPU {wrong} read other bytes from GPU {(wrong + 1) % ranks.size} than lie there"}
+
+
+def _pattern(owner: int, device: str) -> torch.Tensor:
+    """Bytes that no other owner's memory holds, 1-D uint8."""
+    import torch
+
+    places = torch.arange(COPIED_BYTES // 8, device=device)
+    return (places * _STEP + (owner + 1) * _OWNER).view(torch.uint8)
+
+
+def _timed(work: Any, device: str) -> float:
+    """Median milliseconds of some calls, after two."""
+    import statistics
+
+    import torch
+
+    times = []
+    for _ in range(_TIMES + 2):
+        if device != "cpu":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        work()
+        if device != "cpu":
+            torch.cuda.synchronize()
+        times.append(1e3 * (time.perf_counter() - began))
+    return float(statistics.median(times[2:]))
