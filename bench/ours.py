@@ -10,6 +10,7 @@ import itertools
 import json
 import random
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -183,7 +184,9 @@ def figures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:
     numbers = [row["step"] for row in trained]
     if numbers != list(range(1, len(numbers) + 1)) or len(numbers) < steps:
         raise ValueError(f"the log has lines for steps {numbers}, not one for each of {steps} or more")
-    result: dict[str, Any] = {"times": [1e3 * row["seconds_per_step"] for row in trained[-steps:]]}
+    timed = trained[-steps:]
+    result: dict[str, Any] = {"times": [1e3 * row["seconds_per_step"] for row in timed]}
+    result["loss"] = statistics.fmean(row["loss"] for row in timed)
     peak = max(row.get("device_memory_peak_bytes", 0) for row in trained)
     if peak:
         result["allocated_gib"] = peak / GIB

@@ -5,7 +5,8 @@
 
 Every GPU has one micro-batch a step in each way, so that equal times are perfect weak scaling. Each way runs
 through `trainer train` in processes of its own: round 1 all of them, round 2 all of them again. Times are
-those of the slowest GPU: ranks meet at the end of a step. TRAINER_PROFILE=cpu tries it without GPUs.
+those of the slowest GPU: ranks meet at the end of a step. Losses, the mean of the timed steps, are of equal
+samples where as many GPUs train: replicated beside sharded. TRAINER_PROFILE=cpu tries it without GPUs.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from trainer.files import atomic
 
 COLUMNS = (
     *("family", "variant", "way", "what the plan chose", "GPUs", "ms a step", "fastest to slowest", "of one"),
-    *("peak GiB", "planned", "predicted ms"),
+    *("peak GiB", "planned", "predicted ms", "loss"),
 )
 WAYS: Mapping[str, str] = {"one": "", "replicated": "none", "sharded": "full"}
 """Ways to spread a run -> `parallel.shard` where it has several GPUs."""
@@ -98,7 +99,9 @@ def _job(options: argparse.Namespace, way: str) -> ours.Job:
 
 
 def _short(sample: Mapping[str, Any]) -> str:
-    return str(sample.get("problem") or f"{statistics.median(sample['times']):.1f} ms")
+    if sample.get("problem"):
+        return str(sample["problem"])
+    return f"{statistics.median(sample['times']):.1f} ms, loss {sample['loss']:.6f}"
 
 
 def _rows(
@@ -122,6 +125,7 @@ def _rows(
                 f"{max(reserved):.1f}" if reserved else "",
                 f"{first['planned_gib']:.1f}" if "planned_gib" in first else "",
                 f"{first['predicted']:.0f}",
+                f"{first['loss']:.6f}",
             )
         )
     return rows

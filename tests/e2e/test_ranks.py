@@ -122,6 +122,20 @@ def test_every_storage_lies_with_two_ranks(weights: str, start: Start, tmp_path:
 
 
 @pytest.mark.slow
+def test_modulation_is_read_backward_where_the_embedding_of_sigma_is_trained(
+    start: Start, tmp_path: Path
+) -> None:
+    """Elsewhere its weights are not there in backward: an operator that read them would end the process."""
+    trained = "lora.target_modules=[to_q, timestep_embedder.linear_1]"
+    runs = [start(FIRST, tmp_path / "one", trained), start(FIRST, tmp_path / "two", trained, *SHARDED)]
+    for process in runs:
+        ended(process)
+    one, two = (process.run_dir for process in runs)
+    assert numbers(one) == numbers(two)
+    assert not different(products(one), products(two))
+
+
+@pytest.mark.slow
 def test_a_base_over_four_ranks_and_then_a_whole_one(
     start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
 ) -> None:

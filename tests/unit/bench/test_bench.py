@@ -68,7 +68,7 @@ def record_of(*rows: Row) -> Record:
 
 
 def log_line(step: int, seconds: float, **more: Any) -> dict[str, Any]:
-    return {"step": step, "loss": 1.0, "seconds_per_step": seconds, **more}
+    return {"step": step, "loss": 1.0, "seconds_per_step": seconds} | more
 
 
 def test_figures_are_those_of_the_last_steps(tmp_path: Path) -> None:
@@ -76,12 +76,13 @@ def test_figures_are_those_of_the_last_steps(tmp_path: Path) -> None:
         {"step": 0, "validation_loss": 1.0},
         log_line(1, 9.0, device_memory_peak_bytes=3 << 30, device_memory_reserved_bytes=4 << 30),
         log_line(2, 0.25, device_memory_peak_bytes=5 << 30, device_memory_reserved_bytes=6 << 30),
-        log_line(3, 0.5, device_memory_peak_bytes=5 << 30, device_memory_reserved_bytes=2 << 30),
+        log_line(3, 0.5, loss=2.0, device_memory_peak_bytes=5 << 30, device_memory_reserved_bytes=2 << 30),
     ]
     log = tmp_path / METRICS_LOG
     log.write_text("".join(json.dumps(line) + "\n" for line in lines) + '{"step": 4, "torn')
     assert ours.figures(read_metrics(log), 2) == {
         "times": [250.0, 500.0],
+        "loss": 1.5,
         "allocated_gib": 5.0,
         "reserved_gib": 6.0,
     }

@@ -31,7 +31,8 @@ def test_ways_alternate_and_their_times_are_compared(
         plan = {"ranks": 3 if several else 1, "step_milliseconds": 90.0}
         (folder / "run" / "plan.json").write_text(json.dumps(plan))
         times = [110.0, 109.0, 140.0] if several else [100.0, 101.0, 99.0]
-        return {"times": times, "settings": "weights bf16", "reserved_gib": 7.0, "planned_gib": 8.0}
+        figures = {"times": times, "loss": 1.25, "reserved_gib": 7.0, "planned_gib": 8.0}
+        return {"settings": "weights bf16", **figures}
 
     monkeypatch.setenv("TRAINER_PROFILE", "cpu")
     monkeypatch.setattr(ours, "train", train)
@@ -49,6 +50,7 @@ def test_ways_alternate_and_their_times_are_compared(
     assert (rows["one"]["ms a step"], rows["one"]["of one"], rows["one"]["GPUs"]) == ("100.0", "1.000", "1")
     assert (rows["sharded"]["ms a step"], rows["sharded"]["of one"]) == ("110.0", "1.100")
     assert rows["sharded"]["fastest to slowest"] == "109 to 140"
+    assert rows["replicated"]["loss"] == "1.250000"
     assert rows["replicated"]["of one"] == ""  # nothing in this call to compare with
     assert "of one" in capsys.readouterr().out
 

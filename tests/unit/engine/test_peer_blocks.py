@@ -18,6 +18,7 @@ CPU = torch.device("cpu")
 
 def sharded(ranks: Ranks, one: Case, *, count: int, on_host: bool = False, by_use: bool = False) -> Case:
     """The model with `count` blocks over all ranks; of those of others it keeps no value."""
+    from tests.unit.modeling.small_models import modulation
     from trainer.modeling.blocks.recompute import repeated_blocks
     from trainer.modeling.storage.block_memory import frozen, replace_values, without_values
     from trainer.modeling.storage.host_blocks import spread_blocks
@@ -37,7 +38,7 @@ def sharded(ranks: Ranks, one: Case, *, count: int, on_host: bool = False, by_us
         agree=ranks.agreed,
         device="cpu",
         on_host=on_host,
-        by_use=by_use,
+        forward_only=modulation(one) if by_use else None,
     )
     staged = Staged(home, "cpu")
     assert len(staged.blocks) + len(home.kept) == count

@@ -147,6 +147,12 @@ def with_inputs(family: str, model: Any, size: int) -> Case:
     return Case(family=chosen, model=model, batch=batch, draw=draw, settings=settings)
 
 
+def modulation(one: Case) -> list[Any]:
+    """The modules whose weights no backward pass reads, where nothing of forward is repeated."""
+    taken = re.compile("|".join(one.family.modulation) or "(?!)")
+    return [module for name, module in one.model.named_modules() if taken.fullmatch(name)]
+
+
 def adapt(model: Any, pattern: str, *, device: str = "cpu") -> None:
     """A LoRA whose second halves are not zero."""
     lora.add_lora(model, rank=4, alpha=8, pattern=pattern, seed=0, device=device)

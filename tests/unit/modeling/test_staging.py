@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.unit.modeling.small_models import Case, Storage, case
+from tests.unit.modeling.small_models import Case, Storage, case, modulation
 from trainer.modeling.adapter.joined_lora import join_siblings, part_siblings
 from trainer.modeling.adapter.lora import adapter_state, remove_lora
 from trainer.modeling.base import structure
@@ -50,7 +50,8 @@ def made(
     blocks = repeated_blocks(found.model, found.family.blocks)
     if count:
         waiting = [blocks[name] for name in spread_blocks(blocks, count)]
-        Staged(HostMemory(waiting, pinned=False, by_use=by_use), "cpu", ahead=ahead, closed=closed)
+        home = HostMemory(waiting, pinned=False, forward_only=modulation(found) if by_use else None)
+        Staged(home, "cpu", ahead=ahead, closed=closed)
     if recomputed:
         recompute_blocks(blocks)
     return found
@@ -205,7 +206,10 @@ def test_each_pass_copies_the_copy_of_weights_that_it_reads(
         assert {page.use for page in pages} == {"forward", "backward", "both"}
         for page in pages:
             sizes[page.use] += page._source.numel()
-    assert sizes["forward"] == pytest.approx(sizes["backward"], rel=0.01)
+    waiting = {id(module) for block in staged_in(one).blocks for module in block.modules()}
+    linears = [module for module in modulation(one) if id(module) in waiting]
+    beside = sum(p.numel() * p.itemsize for module in linears for p in module.parameters())
+    assert beside and sizes["forward"] - beside == pytest.approx(sizes["backward"], rel=0.01)
     copied: list[int] = []
     fill = staging._Page.fill
 
@@ -217,8 +221,31 @@ def test_each_pass_copies_the_copy_of_weights_that_it_reads(
     staged_in(one).empty()
     monkeypatch.setattr(staging._Page, "fill", counted)
     one.gradients()
-    once = sizes["forward"] + sizes["backward"] + sizes["both"]
+    once = sum(sizes.values())
     assert sum(copied) <= once + sizes["both"] + (ahead + 1) * once / 4
+
+
+@pytest.mark.parametrize("storage", ["plain", "int8", "fp8_two_copies"])
+@pytest.mark.parametrize("family", ["flux1_dev", "qwen_image"])
+def test_backward_copies_no_modulation(
+    family: str, storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = made(family, 4, storage, recomputed=False, by_use=True, closed=True)
+    assert_same(one, made(family, 0, storage, recomputed=False))
+    staged, passes = staged_in(one), list[str]()
+    staged.empty()
+    fill = staging._Page.fill
+
+    def noted(self: staging._Page, stream: None) -> None:
+        passes.extend([] if self._is_filled else [self.use])
+        fill(self, stream)
+
+    monkeypatch.setattr(staging._Page, "fill", noted)
+    one.gradients()
+    blocks = len(staged._pages)
+    # a part that forward alone reads is copied once a micro-batch, in its turn
+    assert passes.count("forward") == blocks
+    assert passes.count("both") == 2 * blocks - 2
 
 
 def test_an_adapter_can_be_read_removed_and_put_on_again() -> None:

@@ -139,16 +139,37 @@ def test_waiting_blocks_go_with_every_way_to_keep_activations_and_with_graphs(
 
 
 def test_a_pass_reads_one_of_two_copies_unless_it_repeats_the_other(stacked: Geometry) -> None:
-    def found(copies: int, *, repeats: bool) -> tuple[int, int]:
+    def found(copies: int, *, repeats: bool) -> tuple[tuple[int, int], int]:
         fp8 = storage(weights="fp8", compute="fp8", weight_copies=copies, swapped=4, checkpointing=repeats)
         rows = {row.name: row.bytes for row in train_rows(fp8, stacked)}
-        return read_bytes(fp8, stacked)[0], rows["blocks passing through"]
+        return read_bytes(fp8, stacked), rows["blocks passing through"]
 
-    once, pages = found(1, repeats=False)
-    whole, both = found(2, repeats=True)
-    assert 1.5 * once < whole < 2 * once and 1.5 * pages < both < 2 * pages
+    (once, again), pages = found(1, repeats=False)
+    assert once == again
+    (whole, repeated), both = found(2, repeats=True)
+    assert whole == repeated and 1.5 * once < whole < 2 * once and 1.5 * pages < both < 2 * pages
     # two blocks, of the last one both copies
-    assert found(2, repeats=False) == (once, pages // 2 * 3)
+    assert found(2, repeats=False) == ((once, once), pages // 2 * 3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "bytes_of_one"),
+    [
+        ({"weights": "bf16"}, 2),
+        ({"weights": "int8"}, 1),
+        ({"weights": "fp8", "compute": "fp8", "weight_copies": 2}, 2),
+        ({"weights": "fp8", "compute": "fp8", "modulation": "int8"}, 1),
+    ],
+)
+def test_backward_reads_no_modulation(stacked: Geometry, changes: dict[str, Any], bytes_of_one: int) -> None:
+    half = Linears(parameters=512 * 1024, rows=0, largest=512 * 1024)
+    every = dataclasses.replace(half, parameters=10 * half.parameters)
+    stack = dataclasses.replace(STACK, modulation=half)
+    found = dataclasses.replace(stacked, stacks=(stack,), modulation=every)
+    forward, backward = read_bytes(storage(swapped=4, checkpointing=False, **changes), found)
+    assert forward - backward == 4 * half.parameters * bytes_of_one
+    forward, backward = read_bytes(storage(swapped=4, checkpointing=True, **changes), found)
+    assert forward == backward
 
 
 @pytest.mark.parametrize("name", ["dgx-spark", "h200", "a100-80gb"])

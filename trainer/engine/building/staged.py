@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 from trainer.engine.building.model import Model
 from trainer.engine.context import Context, limit_memory
+from trainer.modeling.adapter.lora import linear_names
+from trainer.modeling.adapter.targets import target_pattern
 from trainer.modeling.base.load import Readers
 from trainer.modeling.blocks.recompute import Blocks
 from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
@@ -39,14 +42,15 @@ def with_staged_blocks(context: Context, model: Model) -> Model:
     if plan.swapped_blocks:
         home: Home
         if size == 1:
-            home = HostMemory(blocks, pinned=plan.device == "cuda", by_use=_by_use(plan))
+            pinned = plan.device == "cuda"
+            home = HostMemory(blocks, pinned=pinned, forward_only=_forward_only(context, model))
         else:
-            home = _peers(context, blocks, on_host=True)
+            home = _peers(context, model, blocks, on_host=True)
         staged = Staged(home, device, closed=plan.cuda_graphs)
         once = f", one copy for {size} ranks" if size > 1 else ""
         where = f"wait in host memory ({gib(staged.home_bytes)}{once})"
     else:
-        peers = _peers(context, blocks)
+        peers = _peers(context, model, blocks)
         staged = Staged(peers, device, closed=plan.cuda_graphs)
         if plan.device == "cuda":
             limit_memory(context, held_bytes())
@@ -64,7 +68,7 @@ def _place(context: Context) -> tuple[int, int]:
     return ranks.rank % size, size
 
 
-def _peers(context: Context, blocks: list[Any], *, on_host: bool = False) -> PeerMemory:
+def _peers(context: Context, model: Model, blocks: list[Any], *, on_host: bool = False) -> PeerMemory:
     member, size = _place(context)
     first = context.ranks.rank - member
 
@@ -78,13 +82,26 @@ def _peers(context: Context, blocks: list[Any], *, on_host: bool = False) -> Pee
         agree=agree,
         device=context.device,
         on_host=on_host,
-        by_use=_by_use(context.plan),
+        forward_only=_forward_only(context, model),
     )
 
 
-def _by_use(plan: Plan) -> bool:
-    """True where backward repeats nothing of the forward pass: it reads other copies of weights."""
-    return not plan.activation_checkpointing and plan.activation_budget == 1.0
+def _forward_only(context: Context, model: Model) -> list[Any] | None:
+    """The blocks' modules whose weights no backward pass reads; None where one repeats something of forward.
+
+    Modulation reads what the noise level and the caption were embedded to, in which nothing is trained unless
+    the adapter has layers outside of the blocks.
+    """
+    plan, family = context.plan, context.family
+    if plan.activation_checkpointing or plan.activation_budget < 1.0:
+        return None
+    inside, names = tuple(f"{name}." for name in model.blocks), linear_names(model.module)
+    targets = re.compile(target_pattern(context.config.lora, family.lora_targets, names))
+    if any(targets.fullmatch(name) and not name.startswith(inside) for name in names):
+        return []
+    taken = re.compile("|".join(family.modulation) or "(?!)")
+    found = model.module.named_modules()
+    return [module for name, module in found if name.startswith(inside) and taken.fullmatch(name)]
 
 
 def _elsewhere(plan: Plan, blocks: Blocks) -> list[str]:

@@ -194,10 +194,23 @@ class ShardReader(AbstractContextManager["ShardReader"]):
                 return torch.zeros(header[name].shape, dtype=header[name].dtype, device=self._device)
 
             ends = {name: entry.end for name, entry in header.items()}
-            yield Shard(ends=ends, get_tensor=get_tensor, zeros=zeros)
+            yield Shard(ends=ends, get_tensor=functools.partial(_aligned, get_tensor), zeros=zeros)
 
 
 _Get = Callable[[str], torch.Tensor]
+# what torch's allocator for CPUs gives out
+_ALIGNMENT = 64
+
+
+def _aligned(get_tensor: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
+    """A tensor that begins where one of torch's own would.
+
+    On a CPU it may be a view of the file, and libraries' products of matrices may add in another order where it
+    begins elsewhere: a weight that another process sent would give other bits.
+    """
+    found = get_tensor(name)
+    off = found.device.type == "cpu" and found.data_ptr() % _ALIGNMENT
+    return found.clone() if off else found
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import mmap
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -132,14 +132,20 @@ def _unpin_all(memories: list[torch.Tensor]) -> None:
         unpin(memories.pop())
 
 
-def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor], *, by_use: bool = False) -> Packed:
+def pack(
+    block: torch.nn.Module,
+    memory_of: Callable[[int], torch.Tensor],
+    *,
+    forward_only: Collection[torch.nn.Module] | None = None,
+) -> Packed:
     """Copy the bytes of the block's frozen tensors to one piece of memory, shared bytes once.
 
-    `memory_of` gives so many bytes, 1-D uint8, on any device. `by_use` parts what one pass alone reads, where
-    no forward pass is repeated in backward.
+    `memory_of` gives so many bytes, 1-D uint8, on any device. What one pass alone reads is parted unless
+    `forward_only` is None: each copy of a weight that is kept twice, and all of the modules given, whose
+    inputs have no gradient. None where something of the forward pass is repeated in backward.
     """
     groups: dict[Use, list[tuple[str, torch.Tensor]]] = {}
-    uses = _uses(block) if by_use else {}
+    uses = {} if forward_only is None else _uses(block, forward_only)
     for name, tensor in frozen(block):
         if tensor.numel():
             groups.setdefault(uses.get(name, "both"), []).append((name, tensor))
@@ -153,8 +159,8 @@ def pack(block: torch.nn.Module, memory_of: Callable[[int], torch.Tensor], *, by
     return Packed(bytes=memory, parts=tuple(parts))
 
 
-def _uses(block: torch.nn.Module) -> dict[str, Use]:
-    """The pass that reads a tensor, where it is one alone: each copy of a weight kept twice has its own."""
+def _uses(block: torch.nn.Module, forward_only: Collection[torch.nn.Module]) -> dict[str, Use]:
+    """The pass that reads a tensor, where it is one alone."""
     found: dict[str, Use] = {}
     for owner, module in block.named_modules():
         own = dict(module.named_buffers(recurse=False)) | dict(module.named_parameters(recurse=False))
@@ -162,6 +168,8 @@ def _uses(block: torch.nn.Module) -> dict[str, Use]:
             if f"{kind}transposed" in own:
                 found[f"{owner}.{kind}weight".removeprefix(".")] = "forward"
                 found[f"{owner}.{kind}transposed".removeprefix(".")] = "backward"
+        if module in forward_only:
+            found.update({f"{owner}.{name}".removeprefix("."): "forward" for name in own})
     return found
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 
@@ -11,12 +11,21 @@ from trainer.modeling.storage.block_memory import Packed, Pins, pack, pages
 
 
 class HostMemory:
-    """Memory of this process as the home of blocks, pinned where the device is a GPU."""
+    """Memory of this process as the home of blocks, pinned where the device is a GPU.
+
+    `forward_only` is that of `pack`.
+    """
 
     kept: Sequence[torch.nn.Module] = ()
 
-    def __init__(self, blocks: Sequence[torch.nn.Module], *, pinned: bool, by_use: bool = False) -> None:
-        self.blocks, self._by_use = tuple(blocks), by_use
+    def __init__(
+        self,
+        blocks: Sequence[torch.nn.Module],
+        *,
+        pinned: bool,
+        forward_only: Collection[torch.nn.Module] | None = None,
+    ) -> None:
+        self.blocks, self._forward_only = tuple(blocks), forward_only
         self._pins = [Pins() for _ in blocks] if pinned else []
         self._packed: list[Packed] = []
 
@@ -25,7 +34,7 @@ class HostMemory:
         be pinned. What they were packed into before is freed.
         """
         for number, block in enumerate(self.blocks):
-            packed = pack(block, pages, by_use=self._by_use)
+            packed = pack(block, pages, forward_only=self._forward_only)
             if self._pins:
                 self._pins[number].replace([packed.bytes])
             self._packed[number : number + 1] = [packed]

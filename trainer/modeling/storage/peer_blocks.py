@@ -7,7 +7,7 @@ need no partner: nobody waits for anybody, whatever the others do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -62,7 +62,7 @@ class PeerMemory:
 
     It is memory of their devices, where its owner uses a block as it lies; or with `on_host` memory of the
     host, of which there is one copy for all, and every member copies every block. Tensors of the blocks of
-    others need no values when this is made: they may be on the meta device.
+    others need no values when this is made: they may be on the meta device. `forward_only` is that of `pack`.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class PeerMemory:
         agree: Agree,
         device: str,
         on_host: bool = False,
-        by_use: bool = False,
+        forward_only: Collection[torch.nn.Module] | None = None,
     ) -> None:
-        self._by_use = by_use
+        self._forward_only = forward_only
         self._shared, self._member, self._size = tuple(blocks), member, size
         self._agree, self._device = agree, torch.device(device)
         self._on_host = on_host
@@ -146,7 +146,7 @@ class PeerMemory:
             offers.append(offer)
             return self._made[number].bytes
 
-        packed = pack(self._shared[number], memory_of, by_use=self._by_use)
+        packed = pack(self._shared[number], memory_of, forward_only=self._forward_only)
         packed.point()
         parts = tuple((part.use, part.bytes.numel(), _layout(part)) for part in packed.parts)
         return _Offered(offer=offers[0], parts=parts), packed

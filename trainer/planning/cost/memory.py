@@ -71,10 +71,10 @@ class Storage:
 
     @property
     def parts_by_use(self) -> bool:
-        """True where the two copies of a weight that lies elsewhere are read by a pass each: nothing of the
+        """True where a pass copies of blocks that lie elsewhere only what it reads itself: nothing of the
         forward pass is repeated in backward.
         """
-        return self.way.copies == 2 and not self.checkpointing and self.activation_budget == 1.0
+        return not self.checkpointing and self.activation_budget == 1.0
 
     @property
     def value_bytes(self) -> int:
@@ -109,11 +109,11 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
         size = 2 * count * storage.value_bytes + 2 * sums + sums // storage.ranks
         rows.append(MemoryRow("exchange", size, f"gradients on their way between {storage.ranks} GPUs"))
     if storage.swapped or storage.sharded:
-        _, largest = read_bytes(storage, geometry)
+        _, largest = elsewhere_bytes(_read_once(storage), geometry)
         where = "wait in host memory" if storage.swapped else "lie with other GPUs"
         detail = f"two of the blocks that {where}, in turn"
         # where the passes meet, both copies of the last block
-        pages = _PAGES + storage.parts_by_use
+        pages = _PAGES + (storage.parts_by_use and storage.way.copies == 2)
         rows.append(MemoryRow("blocks passing through", pages * largest, detail))
     if storage.way.trains:
         return _with_overhead(storage, rows)
@@ -168,10 +168,32 @@ def elsewhere_bytes(storage: Storage, geometry: Geometry) -> tuple[int, int]:
 
 
 def read_bytes(storage: Storage, geometry: Geometry) -> tuple[int, int]:
-    """Bytes that a pass, forward or backward, copies of the blocks that lie elsewhere, (all, the largest)."""
-    if storage.parts_by_use:
-        storage = dataclasses.replace(storage, way=dataclasses.replace(storage.way, copies=1))
-    return elsewhere_bytes(storage, geometry)
+    """Bytes that a (forward, backward) pass copies of the blocks that lie elsewhere.
+
+    Modulation has no gradient below it, so that backward reads none of it.
+    """
+    whole, _ = elsewhere_bytes(_read_once(storage), geometry)
+    if not storage.parts_by_use:
+        return whole, whole
+    left, modulation = storage.swapped or storage.sharded, 0
+    for stack in geometry.stacks:
+        count = min(left, stack.blocks)
+        left, modulation = left - count, modulation + count * _modulation_bytes(storage, stack)
+    return whole, whole - modulation
+
+
+def _read_once(storage: Storage) -> Storage:
+    """The setting with the copy of each weight that one pass reads."""
+    if not storage.parts_by_use:
+        return storage
+    return dataclasses.replace(storage, way=dataclasses.replace(storage.way, copies=1))
+
+
+def _modulation_bytes(storage: Storage, stack: Stack) -> int:
+    way = WAYS[storage.way.modulation] if storage.way.modulation else storage.way
+    if way.packs:
+        return _linear_bytes(way, stack.modulation)
+    return stack.modulation.parameters * storage.value_bytes
 
 
 def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:

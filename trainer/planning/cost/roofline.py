@@ -210,19 +210,20 @@ def _copying_ms(storage: Storage, geometry: Geometry, speed: Speed, computing_ms
         return _peer_ms(storage, geometry, speed, computing_ms)
     if not storage.swapped:
         return 0.0
-    copy = read_bytes(storage, geometry)[0] / storage.swapped / _HOST_COPY_BYTES * 1e3
     longest = max(stack.blocks for stack in geometry.stacks)
     between = max(1.0, longest / storage.swapped) * computing_ms / max(1, geometry.blocks)
     forward = 1 / 3 if storage.checkpointing else 0.45
-    return storage.swapped * sum(max(0.0, copy - share * between) for share in (forward, 1 - forward))
+    copies = (size / storage.swapped / _HOST_COPY_BYTES * 1e3 for size in read_bytes(storage, geometry))
+    times = zip(copies, (forward, 1 - forward), strict=True)
+    return storage.swapped * sum(max(0.0, copy - share * between) for copy, share in times)
 
 
 def _peer_ms(storage: Storage, geometry: Geometry, speed: Speed, computing_ms: float) -> float:
     """Time that reading blocks of other GPUs costs: twice a micro-batch, beside work that it slows, and on
     its own where it takes longer than the work.
     """
-    read = read_bytes(storage, geometry)[0] * (storage.group - 1) / storage.group
-    copies = 2 * read / (speed.peer_bytes or _PEER_COPY_BYTES) * 1e3
+    read = sum(read_bytes(storage, geometry)) * (storage.group - 1) / storage.group
+    copies = read / (speed.peer_bytes or _PEER_COPY_BYTES) * 1e3
     # the work beside them is that of as many blocks
     beside = computing_ms * storage.sharded / max(1, geometry.blocks)
     return _SLOWED_BY_COPIES * copies + max(0.0, copies - beside)
