@@ -286,7 +286,7 @@ class ParallelSection(Section):
     GPUs of one kind that share a step evenly, and one process on a CPU."""
     shard: Literal["auto", "none", "full"] = "auto"
     """Where the frozen base lies: `none`: whole on every GPU; `full`: its blocks lie with the GPUs in turn,
-    which read each other's. `auto` is `none` in this version."""
+    which read each other's; `auto`: the fewest blocks, where a whole base would not fit as well."""
 
 
 class ValidationSection(Section):

@@ -205,8 +205,8 @@ _ALIGNMENT = 64
 def _aligned(get_tensor: Callable[[str], torch.Tensor], name: str) -> torch.Tensor:
     """A tensor that begins where one of torch's own would.
 
-    On a CPU it may be a view of the file, and libraries' products of matrices may add in another order where it
-    begins elsewhere: a weight that another process sent would give other bits.
+    On a CPU it may be a view of the file, and libraries' products of matrices may add in another order where
+    it begins elsewhere: a weight that another process sent would give other bits.
     """
     found = get_tensor(name)
     off = found.device.type == "cpu" and found.data_ptr() % _ALIGNMENT
