@@ -20,6 +20,7 @@ from trainer.machine.verdicts import FILE_NAME, keep, merged, named, untyped
 from trainer.modeling.base.base import local_folder
 from trainer.planning import planning
 from trainer.planning.choose import loading
+from trainer.planning.choose.block_homes import NO_PEER_ACCESS
 from trainer.planning.choose.situation import KernelsFailedError
 from trainer.planning.plan import Plan
 from trainer.planning.shapes.shape_classes import shape_class
@@ -109,7 +110,7 @@ def measure_links(loaded: Loaded, facts: Facts, *, anew: bool = False) -> Facts:
     for places in () if alone or facts.torch is None or facts.torch.cuda is None else facts.kinds:
         here = facts.on(places)
         known = here.link is not None and here.link.gpus == len(places)
-        if len(places) < 2 or (known and not anew):
+        if len(places) < 2 or NO_PEER_ACCESS in here.gpu.name or (known and not anew):
             continue
         say(f"measuring once how {len(places)} {here.gpu.name} read each other's memory", err=True)
         settled, found = probe_link([f"cuda:{place}" for place in places], plain_environment(), visible)

@@ -19,6 +19,7 @@ def answer(*rows: dict[str, Any], code: int | None = 0, errors: str = "") -> Ans
     return Answer(code=code, rows=list(rows), errors=errors)
 
 
+SMALL = 2**20
 RIGHT = answer({"exchange_ms": 0.5}, {"gib_per_second": 340.0})
 
 
@@ -53,11 +54,26 @@ def test_what_fails_with_one_fails(bad: Answer, reason: str) -> None:
         assert reason in found.reason
 
 
+@pytest.mark.parametrize(
+    ("bad", "settled"),
+    [
+        (answer({"exchange_ms": 0.5}, code=None), True),  # hangs in the copies
+        (answer(code=None), False),  # still imports
+        (answer({"exchange_ms": 0.5}, code=-11), True),
+        (answer({"exchange_ms": 0.5}, code=-9), False),
+        (answer(code=1, errors="torch.OutOfMemoryError: CUDA out of memory"), False),
+        (RIGHT, True),
+    ],
+)
+def test_an_accident_settles_nothing(bad: Answer, settled: bool) -> None:
+    assert link.is_settled([RIGHT, bad]) == settled
+
+
 def other_bytes(ranks: Ranks, which: int) -> dict[str, object]:
     """The measurement, in which one process finds one bit of the other's memory changed."""
     from trainer.modeling.storage import shared_memory
 
-    opening = shared_memory.open_offer
+    opening, link.COPIED_BYTES = shared_memory.open_offer, SMALL
 
     def changed(*given: Any) -> Any:
         memory = opening(*given)
@@ -76,7 +92,7 @@ def refused(ranks: Ranks, which: int) -> str:
     """The error where one process cannot open the other's memory."""
     from trainer.modeling.storage import shared_memory
 
-    opening = shared_memory.open_offer
+    opening, link.COPIED_BYTES = shared_memory.open_offer, SMALL
 
     def fails(*_: Any) -> Any:
         raise HardwareError("GPUs of this run cannot read each other's memory: CUDA_ERROR")

@@ -57,7 +57,12 @@ def probe_link(
         finally:
             for child in children:
                 child.end()
-    return not any(map(is_accident, answers)), judge(answers, visible)
+    return is_settled(answers), judge(answers, visible)
+
+
+def is_settled(answers: Sequence[Answer]) -> bool:
+    """False where a process ended by an accident, or had not even begun when the time ran out."""
+    return not any(is_accident(one) or (one.code is None and not one.rows) for one in answers)
 
 
 def judge(answers: Sequence[Answer], visible: str = "") -> LinkVerdict:

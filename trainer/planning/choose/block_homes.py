@@ -20,7 +20,7 @@ from trainer.planning.shapes.geometry import Geometry
 from trainer.words.sizes import gib
 
 SWAP, SHARD = "features.block_swap", "parallel.shard"
-_NO_PEER_ACCESS = "GeForce"
+NO_PEER_ACCESS = "GeForce"
 """Part of the names of GPUs that cannot read each other's memory."""
 NO_OFFLOAD = "DISABLE_CPU_OFFLOAD"
 """The variable that forbids blocks in host memory."""
@@ -117,7 +117,7 @@ def shard_refused(situation: Situation) -> str:
 
 def shard_obstacle(situation: Situation) -> str:
     """Why no block can lie with another GPU; empty where they can."""
-    if situation.on_gpu and _NO_PEER_ACCESS in situation.facts.gpu.name:
+    if situation.on_gpu and NO_PEER_ACCESS in situation.facts.gpu.name:
         return f"GPUs of this kind ({situation.facts.gpu.name}) cannot read each other's memory"
     if needs_whole_base(situation.config):
         return f"lora.type: {situation.config.lora.type} is made from the weights of all blocks"
