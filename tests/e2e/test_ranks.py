@@ -109,16 +109,20 @@ def test_a_base_over_two_ranks_gives_the_bits_of_a_whole_one(
     assert printed.count("Proved: ") == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("weights", ["bf16", "int8", "nf4", "fp8"])
-def test_every_storage_lies_with_two_ranks(weights: str, start: Start, tmp_path: Path) -> None:
-    kept = f"features.weights={weights}"
-    runs = [start(FIRST, tmp_path / "one", kept), start(FIRST, tmp_path / "two", kept, *SHARDED)]
+def assert_shared_as_whole(start: Start, folder: Path, setting: str) -> None:
+    """A run of this setting over two ranks, which share the base, has the bits of one process."""
+    runs = [start(FIRST, folder / "one", setting), start(FIRST, folder / "two", setting, *SHARDED)]
     for process in runs:
         ended(process)
     one, two = (process.run_dir for process in runs)
     assert numbers(one) == numbers(two)
     assert not different(products(one), products(two))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("weights", ["bf16", "int8", "nf4", "fp8"])
+def test_every_storage_lies_with_two_ranks(weights: str, start: Start, tmp_path: Path) -> None:
+    assert_shared_as_whole(start, tmp_path, f"features.weights={weights}")
 
 
 @pytest.mark.slow
@@ -126,13 +130,7 @@ def test_modulation_is_read_backward_where_the_embedding_of_sigma_is_trained(
     start: Start, tmp_path: Path
 ) -> None:
     """Elsewhere its weights are not there in backward: an operator that read them would end the process."""
-    trained = "lora.target_modules=[to_q, timestep_embedder.linear_1]"
-    runs = [start(FIRST, tmp_path / "one", trained), start(FIRST, tmp_path / "two", trained, *SHARDED)]
-    for process in runs:
-        ended(process)
-    one, two = (process.run_dir for process in runs)
-    assert numbers(one) == numbers(two)
-    assert not different(products(one), products(two))
+    assert_shared_as_whole(start, tmp_path, "lora.target_modules=[to_q, timestep_embedder.linear_1]")
 
 
 @pytest.mark.slow

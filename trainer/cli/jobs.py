@@ -147,9 +147,11 @@ def rank_environments(environ: Mapping[str, str], plan: Plan) -> list[dict[str, 
 
 def plain_environment() -> dict[str, str]:
     """This process's environment without the variables of launchers of several processes."""
-    return with_safe_path(
-        {name: value for name, value in environment.snapshot().items() if not _LAUNCHED.fullmatch(name)}
-    )
+    return _without_launcher(environment.snapshot())
+
+
+def _without_launcher(environ: Mapping[str, str]) -> dict[str, str]:
+    return with_safe_path({name: value for name, value in environ.items() if not _LAUNCHED.fullmatch(name)})
 
 
 def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
@@ -160,8 +162,7 @@ def child_environment(plan: Plan, facts: Facts) -> dict[str, str]:
     temporary folders, which a container loses, and flash-attn 4 keeps nothing at all. A folder that cannot be
     written to is told, and its compiler keeps to its own choice: flash-attn 4 would fail.
     """
-    ours = plan.child_environment(environment.snapshot())
-    environ = with_safe_path({name: value for name, value in ours.items() if not _LAUNCHED.fullmatch(name)})
+    environ = _without_launcher(plan.child_environment(environment.snapshot()))
     if plan.device == "cpu" and not plan.compile:
         return environ
     folder = environment.user_cache_dir() / "compile"

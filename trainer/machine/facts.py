@@ -13,6 +13,8 @@ from trainer.files import codec
 Version = tuple[int, ...]
 _FORMER = {"index", "shm_bytes", "swap_free_bytes"}
 """Keys that version 0.1.0 recorded of GPUs, of the host and of its memory."""
+EXCHANGED_BYTES = 2**26
+"""Bytes that the probe exchanges as gradients, and twice as many as their sums."""
 _ALIKE = 0.02
 """Share by which the memory of GPUs of one kind may differ: a display or ECC takes some of it."""
 

@@ -12,7 +12,7 @@ from tests.ranks import Workers
 from trainer.engine.probing import link
 from trainer.engine.probing.child import Answer
 from trainer.engine.ranks import Ranks
-from trainer.errors import HardwareError
+from trainer.errors import EndedTogether, HardwareError
 
 
 def answer(*rows: dict[str, Any], code: int | None = 0, errors: str = "") -> Answer:
@@ -102,8 +102,8 @@ def refused(ranks: Ranks, which: int) -> str:
         link._read_next(ranks, "cpu")
     except HardwareError as error:
         return str(error)
-    except Exception as error:
-        return type(error).__name__
+    except EndedTogether:
+        return EndedTogether.__name__
     finally:
         shared_memory.open_offer = opening
     return ""

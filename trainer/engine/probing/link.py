@@ -7,17 +7,18 @@ Each GPU has a process of its own, as in a run, and all work at once. The parent
 from __future__ import annotations
 
 import json
+import statistics
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from trainer.engine.probing.child import Answer, Child, last_words
 from trainer.engine.probing.probe import is_accident
-from trainer.machine.facts import LinkVerdict
-from trainer.planning.choose.spread import EXCHANGED_BYTES
+from trainer.machine.facts import EXCHANGED_BYTES, LinkVerdict
 
 if TYPE_CHECKING:
     import torch
@@ -67,30 +68,25 @@ def is_settled(answers: Sequence[Answer]) -> bool:
 
 def judge(answers: Sequence[Answer], visible: str = "") -> LinkVerdict:
     """The verdict that follows from the answer of each process."""
-    found: list[dict[str, Any]] = [
-        {k: v for row in answer.rows for k, v in row.items()} for answer in answers
-    ]
-    rates, times = (
-        [row.get("gib_per_second", 0.0) for row in found],
-        [row.get("exchange_ms") for row in found],
+    found = [dict(ChainMap(*answer.rows)) for answer in answers]
+    rate = min(float(row.get("gib_per_second", 0.0)) for row in found)
+    # of all, or of none: each waits for the others
+    exchange = (
+        max(float(row["exchange_ms"]) for row in found) if all("exchange_ms" in row for row in found) else 0.0
     )
     reason = next((str(row["trouble"]) for row in found if "trouble" in row), "")
     failed = next((answer for answer in answers if answer.code != 0), None)
     if not reason and failed is not None:
-        ended = (
-            f"no result within {TIMEOUT_SECONDS:.0f} s" if failed.code is None else f"exit code {failed.code}"
-        )
+        ended = f"exit code {failed.code}" if failed.code else f"no result within {TIMEOUT_SECONDS:.0f} s"
         reason = f"the probe failed: {last_words(failed.errors) or ended}"
-    works = not reason and min(rates) > 0.0
-    exchange = max((time for time in times if time is not None), default=0.0) if None not in times else 0.0
-    copied = (
-        f"each read {COPIED_BYTES >> 20} MiB of the next one's memory, all at once, and every byte was right"
-    )
+    works = not reason and rate > 0.0
+    size = f"{COPIED_BYTES >> 20} MiB"
+    copied = f"each read {size} of the next one's memory, all at once, and every byte was right"
     return LinkVerdict(
         gpus=len(answers),
         visible=visible,
         works=works,
-        gib_per_second=round(min(rates), 1) if works else 0.0,
+        gib_per_second=round(rate, 1) if works else 0.0,
         exchange_ms=round(exchange, 3),
         reason=reason or copied,
     )
@@ -166,10 +162,8 @@ def _pattern(owner: int, device: str) -> torch.Tensor:
     return (places * _STEP + (owner + 1) * _OWNER).view(torch.uint8)
 
 
-def _timed(work: Any, device: str) -> float:
+def _timed(work: Callable[[], object], device: str) -> float:
     """Median milliseconds of some calls, after two."""
-    import statistics
-
     import torch
 
     times = []

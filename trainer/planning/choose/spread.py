@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError
-from trainer.machine.facts import Gpu
+from trainer.machine.facts import EXCHANGED_BYTES, Gpu
 from trainer.planning.choose import batching
 from trainer.planning.choose.situation import Situation
 from trainer.planning.cost.memory import Storage
@@ -20,8 +20,6 @@ from trainer.planning.plan import Decision
 from trainer.ways.storages import VALUE_BYTES
 
 KEY = "parallel.gpus"
-EXCHANGED_BYTES = 2**26
-"""Bytes that the probe exchanges as gradients; as sums twice as many."""
 
 
 @dataclass(frozen=True, kw_only=True)
