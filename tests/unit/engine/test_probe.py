@@ -157,6 +157,29 @@ def test_a_kernel_that_no_time_was_left_for_gets_no_verdict(answers: list[Any]) 
     assert Process.running == 0, "the process that had started for the third one is ended too"
 
 
+@pytest.mark.parametrize(("cores", "most"), [(1, 2), (8, 3), (64, 4)])
+def test_as_many_processes_start_ahead_as_there_are_cores_for(
+    answers: list[Any], monkeypatch: pytest.MonkeyPatch, cores: int, most: int
+) -> None:
+    running: list[int] = []
+
+    def ask(process: Process, request: str | None = None, timeout: float | None = None) -> tuple[str, str]:
+        if request is not None:
+            running.append(Process.running)
+        return communicate(process, request, timeout)
+
+    communicate = Process.communicate
+    monkeypatch.setattr(Process, "communicate", ask)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
+    names = ("attention.flash", "attention.cudnn", "attention.math", "matmul.bf16")
+    answers.extend([(0, GOOD)] * len(names))
+    found = probe.probe(names, SHAPE, "bf16", {})
+    assert [verdict.kernel for verdict in found.verdicts] == list(names)
+    assert running[0] == most
+    assert Process.started == len(names)
+    assert Process.running == 0
+
+
 def test_what_is_not_installed_starts_no_process(answers: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe.importlib.util, "find_spec", lambda name: None)
     names = [FLASH_2, "attention.flash_attn_3", "attention.flash_attn_4", "matmul.nf4"]
