@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
+import queue
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +59,26 @@ def work(rank: int, place: Path, storage: Storage, fast: bool, recomputed: bool,
         ranks.meet()
 
 
+def answers_of(processes: list[Any], answers: Any) -> list[Any]:
+    """One answer of each process. A failed one ends the others, which would wait for it; its traceback is in
+    the test's stderr.
+    """
+    found: list[Any] = []
+    try:
+        while len(found) < len(processes):
+            failed = [process.exitcode for process in processes if process.exitcode]
+            assert not failed, f"exit codes of ranks: {failed}"
+            with contextlib.suppress(queue.Empty):
+                found.append(answers.get(timeout=1))
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+    return found
+
+
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("recomputed", [True, False])
 @pytest.mark.parametrize("fast", [False, True])
@@ -72,10 +94,7 @@ def test_blocks_of_the_other_gpu_are_read_as_they_are(
     processes = [context.Process(target=work, args=one) for one in given]
     for process in processes:
         process.start()
-    found = [answers.get(timeout=600) for _ in processes]
-    for process in processes:
-        process.join(60)
-        assert process.exitcode == 0
+    found = answers_of(processes, answers)
     for rank, differences, (losses, sums), whole, inside, outside, others in found:
         assert all(output < (1e-2 if fast else 1e-6) for output, _ in differences), (rank, differences)
         assert all(gradient < (1e-2 if fast else 1e-3) for _, gradient in differences), (rank, differences)
