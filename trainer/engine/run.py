@@ -91,6 +91,11 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
         _train(context, samples, spec)
 
 
+def _most_held() -> int:
+    """Bytes of this process's GPU."""
+    return held_bytes() + torch.cuda.max_memory_reserved()
+
+
 def _train(context: Context, samples: Samples, spec: Spec) -> None:
     _require_one_set(context, samples)
     start = _start(context, samples)
@@ -107,6 +112,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     if context.device != "cpu":  # loading and training start from their own peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
+        context.status.device_memory = _most_held
     tracker = start_tracker(context) if context.ranks.first else None  # before minutes of loading
     context.ranks.connect(context.device)
     built = build(context, varies(context, entries))
@@ -192,7 +198,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
             context.say(f"previews: {strip}")
             write_before_after(context, run.entries, step)
     if context.device != "cpu":  # a plan that is wrong should be seen
-        plan, training = context.plan, torch.cuda.max_memory_reserved() + held_bytes()
+        plan, training = context.plan, _most_held()
         parts = [
             f"{name} {measured / GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / GIB:.1f})"
             for name, measured, planned in (

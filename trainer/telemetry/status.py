@@ -79,6 +79,8 @@ class Status:
     step: int | None = None
     total: int | None = None
     median_step_seconds: float | None = None
+    device_memory_reserved_peak_bytes: int | None = None
+    """Most memory of its GPU that the process held while it loaded and trained; None before, and on a CPU."""
     ranks: int = 1
     """Processes of this run, of which each has a status."""
     waits: bool = False
@@ -131,6 +133,8 @@ class StatusWriter:
         self._started = time.time()
         self.phase: Phase | None = None
         """The phase of the last beat."""
+        self.device_memory: Callable[[], int] | None = None
+        """Most bytes of its GPU that this process held; set once it uses one."""
         self._last: Status | None = None
         self._written = 0.0
         self._item_started = 0.0
@@ -178,6 +182,7 @@ class StatusWriter:
             step=step,
             total=total,
             median_step_seconds=self._median,
+            device_memory_reserved_peak_bytes=self.device_memory() if self.device_memory else None,
             ranks=self._ranks,
         )
         self._write(status)
@@ -231,7 +236,8 @@ def read_status(directory: Path) -> Status | None:
 
 def _is_sound(raw: dict[str, object]) -> bool:
     """True if every value can be judged: JSON may hold any type, and NaN."""
-    optional = [raw.get(name) for name in ("step", "total", "median_step_seconds", "exit_code")]
+    names = ("step", "total", "median_step_seconds", "device_memory_reserved_peak_bytes", "exit_code")
+    optional = [raw.get(name) for name in names]
     numbers = [raw[name] for name in ("beat", "beat_unix_seconds", "started_unix_seconds", "pid")]
     ranks = raw.get("ranks", 1)
     if not isinstance(ranks, int) or not 1 <= ranks <= _MOST_RANKS:

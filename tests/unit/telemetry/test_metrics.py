@@ -40,7 +40,9 @@ def full_text(directory: Path) -> str:
     metrics.checkpoint(20)
     metrics.write()
     StatusWriter(directory, ranks=2).beat(Phase.TRAIN, step=20, median_step_seconds=0.25)
-    StatusWriter(rank_folder(directory, 1)).beat(Phase.TRAIN, step=20, median_step_seconds=0.5)
+    other = StatusWriter(rank_folder(directory, 1))
+    other.device_memory = lambda: 3 * 1024**3
+    other.beat(Phase.TRAIN, step=20, median_step_seconds=0.5)
     ranks = read_ranks(directory)
     return metrics_text(
         directory, version="0.1.0", child_up=True, verdict=verdict(None, 0.0), ranks=ranks, available=5
@@ -77,6 +79,9 @@ def test_every_metric_of_the_table_is_served_with_its_value(tmp_path: Path) -> N
     assert values["trainer_plan_info", ("feature", "attention"), ("value", "flash")] == 1
     assert values["trainer_host_memory_available_bytes",] == 5
     assert values["trainer_rank_step_seconds", ("rank", "1")] == 0.5
+    held = "trainer_rank_device_memory_reserved_peak_bytes"
+    assert values[held, ("rank", "1")] == 3 * 1024**3
+    assert (held, ("rank", "0")) not in values, "it has no GPU"
 
 
 def test_promtool_accepts_the_text(tmp_path: Path) -> None:

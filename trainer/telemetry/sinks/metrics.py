@@ -75,6 +75,8 @@ METRICS: tuple[Metric, ...] = (
            help="Unix time of a rank's last heartbeat, in a run of several."),
     Metric(name="trainer_rank_step_seconds", labels=("rank",), writer="supervisor",
            help="Median time of a rank's optimizer steps, in a run of several."),
+    Metric(name="trainer_rank_device_memory_reserved_peak_bytes", labels=("rank",), writer="supervisor",
+           help="Most device memory that a rank held while it loaded and trained, in a run of several."),
     Metric(name="trainer_healthy", writer="supervisor", help="1 when /healthz says healthy, else 0."),
     Metric(name="trainer_heartbeat_timestamp_seconds", writer="supervisor",
            help="Unix time of the run's last heartbeat, of any rank."),

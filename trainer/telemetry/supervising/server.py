@@ -57,6 +57,10 @@ def metrics_text(
         seconds = None if one is None else one.median_step_seconds
         if seconds is not None:
             registry.gauges["trainer_rank_step_seconds"].labels(rank=rank).set(seconds)
+        held = None if one is None else one.device_memory_reserved_peak_bytes
+        if held is not None:
+            gauge = registry.gauges["trainer_rank_device_memory_reserved_peak_bytes"]
+            gauge.labels(rank=rank).set(held)
     registry.gauges["trainer_child_up"].set(child_up)
     registry.gauges["trainer_healthy"].set(verdict.healthy)
     registry.gauges["trainer_heartbeat_timestamp_seconds"].set(max(beats))
