@@ -92,7 +92,7 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
 
 
 def _most_held() -> int:
-    """Bytes of this process's GPU."""
+    """Bytes of this process's GPU; 0 on a CPU."""
     return held_bytes() + torch.cuda.max_memory_reserved()
 
 
@@ -112,7 +112,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     if context.device != "cpu":  # loading and training start from their own peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-        context.status.device_memory = _most_held
+    context.status.device_memory = _most_held
     tracker = start_tracker(context) if context.ranks.first else None  # before minutes of loading
     context.ranks.connect(context.device)
     built = build(context, varies(context, entries))

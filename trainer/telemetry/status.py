@@ -80,7 +80,7 @@ class Status:
     total: int | None = None
     median_step_seconds: float | None = None
     device_memory_reserved_peak_bytes: int | None = None
-    """Most memory of its GPU that the process held while it loaded and trained; None before, and on a CPU."""
+    """Most memory of its GPU that the process held while it loaded and trained: 0 on a CPU, None before."""
     ranks: int = 1
     """Processes of this run, of which each has a status."""
     waits: bool = False
@@ -134,7 +134,7 @@ class StatusWriter:
         self.phase: Phase | None = None
         """The phase of the last beat."""
         self.device_memory: Callable[[], int] | None = None
-        """Most bytes of its GPU that this process held; set once it uses one."""
+        """Most bytes of its GPU that this process held; set once it loads the model."""
         self._last: Status | None = None
         self._written = 0.0
         self._item_started = 0.0
