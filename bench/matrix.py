@@ -32,12 +32,11 @@ import yaml
 from bench import arguments as types
 from bench import jobs, machine, ours
 from bench.processes import GIB, REPOSITORY
-from bench.record import Table, to_json
+from bench.record import update_table
 from tests.random_bases import build
 from trainer import families
 from trainer.config import environment
 from trainer.errors import ExitCode
-from trainer.files import atomic
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
 SET = REPOSITORY / "tests" / "data" / "real_shaped"
@@ -290,19 +289,13 @@ def write_record(
     options: argparse.Namespace, rows: Sequence[Mapping[str, Any]], where: machine.Machine
 ) -> None:
     """The record with these rows in the place of those of the same cells."""
-    written: dict[str, Any] = {"rows": [], "text": "", "title": "Every family on sets of real shape"}
-    if options.record.is_file():
-        written = json.loads(options.record.read_text())
-    known: dict[tuple[str, str], tuple[str, ...]] = {(row[0], row[1]): tuple(row) for row in written["rows"]}
-    for one in rows:
-        known[one["family"], one["cell"]] = tuple(str(one.get(name, "")) for name in COLUMNS)
-    order = [(cell.family, cell.name) for cell in cells()]
-    table = Table(
-        title=written["title"],
-        text=written["text"],
-        machine=where,
+    update_table(
+        options.record,
+        [tuple(str(one.get(name, "")) for name in COLUMNS) for one in rows],
+        keys=2,
+        title="Every family on sets of real shape",
+        where=where,
         command="python -m bench matrix --work DIR --record FILE",
         columns=COLUMNS,
-        rows=tuple(known[key] for key in order if key in known),
+        order=[(cell.family, cell.name) for cell in cells()],
     )
-    atomic.write_text(options.record, to_json(table))

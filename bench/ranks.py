@@ -22,10 +22,9 @@ from typing import Any
 
 from bench import arguments as types
 from bench import machine, ours
-from bench.record import Table, to_json
+from bench.record import update_table
 from trainer import families
 from trainer.config import environment
-from trainer.files import atomic
 
 COLUMNS = (
     *("family", "variant", "way", "what the plan chose", "GPUs", "ms a step", "fastest to slowest", "of one"),
@@ -133,16 +132,12 @@ def _rows(
 
 def write_record(options: argparse.Namespace, rows: Sequence[tuple[str, ...]]) -> None:
     """The record with these rows in the place of those of the same family, variant and way."""
-    written: dict[str, Any] = {"rows": [], "text": "", "title": "A step of several GPUs beside one GPU's"}
-    if options.record.is_file():
-        written = json.loads(options.record.read_text())
-    known = {tuple(row[:3]): tuple(row) for row in (*written["rows"], *rows)}
-    table = Table(
-        title=written["title"],
-        text=written["text"],
-        machine=machine.describe(options.month),
+    update_table(
+        options.record,
+        rows,
+        keys=3,
+        title="A step of several GPUs beside one GPU's",
+        where=machine.describe(options.month),
         command="python -m bench ranks FAMILY --base BASE --record FILE",
         columns=COLUMNS,
-        rows=tuple(known.values()),
     )
-    atomic.write_text(options.record, to_json(table))

@@ -13,6 +13,7 @@ from typing import Any
 from bench.machine import Machine
 from bench.processes import REPOSITORY
 from trainer.errors import DataError
+from trainer.files import atomic
 
 FOLDER = REPOSITORY / "docs" / "benchmarks"
 
@@ -133,6 +134,32 @@ def to_json(record: Record | Table) -> str:
             {key: value for key, value in row.items() if value not in (None, ())} for row in rows
         ]
     return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
+
+
+def update_table(
+    path: Path,
+    rows: Sequence[tuple[str, ...]],
+    *,
+    keys: int,
+    title: str,
+    where: Machine,
+    command: str,
+    columns: tuple[str, ...],
+    order: Sequence[tuple[str, ...]] | None = None,
+) -> None:
+    """Write a table with these rows in the place of those whose first `keys` cells are equal; other rows, the
+    title and the text of the file stay. With `order` only rows that it has, in that order.
+    """
+    text, known = "", dict[tuple[str, ...], tuple[str, ...]]()
+    if path.is_file():
+        written = from_json(path.read_text(encoding="utf-8"), str(path))
+        assert isinstance(written, Table), path
+        title, text = written.title, written.text
+        known = {row[:keys]: row for row in written.rows}
+    known |= {row[:keys]: row for row in rows}
+    kept = tuple(known[key] for key in (known if order is None else order) if key in known)
+    table = Table(title=title, text=text, machine=where, command=command, columns=columns, rows=kept)
+    atomic.write_text(path, to_json(table))
 
 
 def from_json(text: str, where: str) -> Record | Table:

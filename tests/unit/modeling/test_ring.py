@@ -120,7 +120,7 @@ def test_dropped_pages_leave_the_page_cache(path: Path) -> None:
     path.read_bytes()
     ring = Ring(torch.device("cpu"), SMALL)
     target = torch.empty(path.stat().st_size, dtype=torch.uint8)
-    with ring.reading(path, 0, target.numel(), direct=False, drop=True) as copy:
+    with ring.reading(path, [(0, target.numel())], direct=False, drop=True) as copy:
         copy(0, target)
     ring.close()
     assert page_cache_share(path) == pytest.approx(0.0, abs=0.2)

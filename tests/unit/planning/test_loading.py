@@ -38,10 +38,10 @@ def unsized(config: RunConfig, dtype: str) -> Geometry:
     raise AssertionError("which loader reads does not depend on sizes")
 
 
-def decided(facts: Facts, config: RunConfig, *, disk: str = DISK) -> Decision:
+def decided(facts: Facts, config: RunConfig, *, disk: str = DISK, ranks: int = 1) -> Decision:
     profile = PROFILES["dgx-spark" if facts.gpus[0].integrated else "hopper-fp8"]
     situation = situated(config, facts, profile, unsized)
-    return loading.loader(dataclasses.replace(situation, disk=disk))
+    return loading.loader(dataclasses.replace(situation, disk=disk, ranks=ranks))
 
 
 BOTH = ((OURS, "cold", 2.0), (OURS, "cached", 7.0))
@@ -91,6 +91,15 @@ def test_what_was_asked_for_stays(config: type[RunConfig]) -> None:
     rates = (*BOTH, (THEIRS, "cold", 9.0), (THEIRS, "cached", 9.0))
     assert decided(h200(*rates), config(features__loader="safetensors")).value == "safetensors"
     assert decided(h200(*BOTH), config(features__loader=THEIRS)).value == THEIRS
+
+
+def test_several_processes_read_their_shares(config: type[RunConfig]) -> None:
+    """fastsafetensors reads whole files: each process would read all of them."""
+    rates = (*BOTH, (THEIRS, "cold", 9.0), (THEIRS, "cached", 9.0))
+    found = decided(h200(*rates), config(), ranks=2)
+    assert found.value == "auto"
+    assert found.reason == "parallel reads: each of 2 processes reads its share, fastsafetensors whole files"
+    assert decided(h200(*rates), config(features__loader=THEIRS), ranks=2).value == THEIRS
 
 
 def test_where_nothing_is_measured() -> None:

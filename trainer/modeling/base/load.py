@@ -39,6 +39,8 @@ class Readers:
     """Writes the tensor of process `source` to that of all others."""
     parted: Collection[str] = ()
     """Names of modules, of which each process has others: these it reads for itself."""
+    run_bytes: int = 64 * 2**20
+    """Bytes of a file that one process reads before the next one's turn: disks and rings read ahead."""
 
     def is_parted(self, name: str) -> bool:
         """True for a tensor that this process reads for itself, or not at all."""
@@ -180,7 +182,7 @@ def _read_shards(
     sizes = [shard.stat().st_size for shard in shards]
     for number, shard in enumerate(shards):
         try:
-            with reader.open(shard) as file:
+            with reader.open(shard, placing.select) as file:
                 for key, end in file.ends.items():
                     placing.place(file, key, where=str(shard))
                     on_bytes(sum(sizes[:number]) + end, sum(sizes))
@@ -203,15 +205,45 @@ class _Placing:
         self, structure: Structure, elsewhere: Mapping[str, str], readers: Readers, *, extra_tensors: bool
     ) -> None:
         self._structure, self._elsewhere, self._extra_tensors = structure, elsewhere, extra_tensors
-        self._readers, self._sent = readers, 0
+        self._readers, self._turns = readers, _Turns(readers)
+        self._source: dict[str, int] = {}
         self._rename = renaming(structure.module)
         self._linear_of = {key: linear for linear, keys in structure.stored.items() for key in keys}
         self._parts: defaultdict[str, dict[str, torch.Tensor]] = defaultdict(dict)
 
+    def select(self, sizes: Mapping[str, int]) -> Collection[str]:
+        """The tensors of a file that this process reads, out of `sizes`, their bytes by name.
+
+        Must be called for each file once, in one order by all readers, before its tensors are placed.
+        """
+        own = set()
+        for key, size in sizes.items():
+            name = self._name(key)
+            if name not in self._structure.wanted:
+                continue
+            if not self._readers.is_parted(name):
+                self._source[key] = self._turns.next(size)
+                if self._source[key] == self._readers.member:
+                    own.add(key)
+            elif not self._is_blank(key, name):
+                own.add(key)
+        return own
+
+    def _name(self, key: str) -> str:
+        """The name in the model of what a file's tensor is, or belongs to."""
+        linear = self._linear_of.get(key)
+        return self._rename(key) if linear is None else f"{linear}.weight"
+
+    def _is_blank(self, key: str, name: str) -> bool:
+        """True for values that another rank has: here they have a shape only. The small tensors beside nf4
+        bytes say how these are packed, and are read.
+        """
+        is_small = key in self._linear_of and key != name
+        return self._elsewhere.get(name.rpartition(".")[0]) == "meta" and not is_small
+
     def place(self, file: Shard, key: str, *, where: str) -> None:
         """Place one tensor of a file, or keep it for the others that make up its weight."""
-        structure, linear = self._structure, self._linear_of.get(key)
-        name = self._rename(key) if linear is None else f"{linear}.weight"
+        structure, linear, name = self._structure, self._linear_of.get(key), self._name(key)
         if name not in structure.wanted:
             if not (self._extra_tensors or _COMPUTED.search(name)):
                 raise AccessError(
@@ -220,10 +252,7 @@ class _Placing:
                     remedy="is this the right model for the configured family?",
                 )
             return
-        # what another rank has is only given its shape; the small tensors beside nf4 bytes say how these are
-        # packed
-        is_blank = self._elsewhere.get(name.rpartition(".")[0]) == "meta" and (linear is None or key == name)
-        read = file.zeros if is_blank else file.get_tensor
+        read = file.zeros if self._is_blank(key, name) else file.get_tensor
         if not self._readers.is_parted(name):
             read = functools.partial(self._read_once, file)
         if linear is None:
@@ -236,11 +265,27 @@ class _Placing:
             structure.place(name, parts.pop(name), self._elsewhere, beside=parts, where=where)
 
     def _read_once(self, file: Shard, key: str) -> torch.Tensor:
-        """A tensor that one of the readers reads, in turn, and all others get from it."""
-        owner, self._sent = self._sent % self._readers.size, self._sent + 1
-        rows = file.get_tensor(key) if owner == self._readers.member else file.zeros(key)
-        self._readers.send(rows, owner)
+        """A tensor that one of the readers reads, and all others get from it."""
+        source = self._source[key]
+        rows = file.get_tensor(key) if source == self._readers.member else file.zeros(key)
+        self._readers.send(rows, source)
         return rows
+
+
+class _Turns:
+    """Whose turn it is to read: runs of neighbours for one process, equal bytes for all in the end."""
+
+    def __init__(self, readers: Readers) -> None:
+        self._run_bytes, self._read_bytes = readers.run_bytes, [0] * readers.size
+        self._member = self._run = 0
+
+    def next(self, size: int) -> int:
+        """The process that reads the next tensor, which has so many bytes."""
+        if self._run >= self._run_bytes:
+            self._member, self._run = self._read_bytes.index(min(self._read_bytes)), 0
+        self._run += size
+        self._read_bytes[self._member] += size
+        return self._member
 
 
 def renaming(module: torch.nn.Module) -> Callable[[str], str]:

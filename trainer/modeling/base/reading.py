@@ -16,7 +16,7 @@ import math
 import mmap
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +62,7 @@ class Shard:
     ends: Mapping[str, int]
     """Byte of the file that each tensor ends before, by name, in the order of the file."""
     get_tensor: Callable[[str], torch.Tensor]
-    """A tensor on the device by name. Ask in the order of `ends`; names may be left out."""
+    """A tensor on the device by name, of those that were selected. Ask in the order of `ends`."""
     zeros: Callable[[str], torch.Tensor]
     """Zeros of a tensor's size and type on the device, by name; nothing is read."""
 
@@ -141,6 +141,10 @@ def _readable_at_once_share(path: Path, size: int) -> float | None:
     return found / len(chosen)
 
 
+Select = Callable[[Mapping[str, int]], Collection[str]]
+"""A function of the bytes of a file's tensors by name, in its order: the names of those to read."""
+
+
 class ShardReader(AbstractContextManager["ShardReader"]):
     """Opens one shard after the other. They share one ring, which is made for the first shard that needs it.
 
@@ -172,9 +176,15 @@ class ShardReader(AbstractContextManager["ShardReader"]):
             self._ring = None
 
     @contextmanager
-    def open(self, path: Path) -> Iterator[Shard]:
-        """The shard at `path`. Raises SafetensorError where it is not what its header says."""
+    def open(self, path: Path, select: Select = lambda sizes: sizes) -> Iterator[Shard]:
+        """The shard at `path`, of which the selected tensors can be had: parallel reads read these alone, as
+        far as whole pieces go.
+
+        Raises SafetensorError where the file is not what its header says.
+        """
         header = _entries(path)
+        selected = frozenset(select({name: entry.end - entry.start for name, entry in header.items()}))
+        wanted = {name: entry for name, entry in header.items() if name in selected}
         choice = self._choice(path)
         if self._say is not None:
             self._say(f"{path.name}: {choice}")
@@ -187,7 +197,7 @@ class ShardReader(AbstractContextManager["ShardReader"]):
             else:
                 self._ring = self._ring or Ring(self._device, self._size)
                 get_tensor = stack.enter_context(
-                    _streamed(path, header, self._device, self._ring, choice.direct, self._unified)
+                    _streamed(path, wanted, self._device, self._ring, choice.direct, self._unified)
                 )
 
             def zeros(name: str) -> torch.Tensor:
@@ -275,15 +285,14 @@ def _batched(path: Path, header: Mapping[str, _Entry], device: torch.device) -> 
 
 @contextmanager
 def _streamed(
-    path: Path, header: Mapping[str, _Entry], device: torch.device, ring: Ring, direct: bool, drop: bool
+    path: Path, wanted: Mapping[str, _Entry], device: torch.device, ring: Ring, direct: bool, drop: bool
 ) -> Iterator[_Get]:
     """Parallel reads into the ring, from where each tensor is copied to memory of its own."""
-    begin = min((entry.start for entry in header.values()), default=0)
-    end = max((entry.end for entry in header.values()), default=0)
-    with ring.reading(path, begin, end, direct=direct, drop=drop) as bytes_of:
+    spans = [(entry.start, entry.end) for entry in wanted.values()]
+    with ring.reading(path, spans, direct=direct, drop=drop) as bytes_of:
 
         def tensor(name: str) -> torch.Tensor:
-            entry = header[name]
+            entry = wanted[name]
             made = torch.empty(entry.shape, dtype=entry.dtype, device=device)
             bytes_of(entry.start, made.reshape(-1).view(torch.uint8))
             return made

@@ -8,7 +8,7 @@ import functools
 import mmap
 import os
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,15 +74,17 @@ class Ring:
             unpin(self._whole)
 
     @contextlib.contextmanager
-    def reading(self, path: Path, begin: int, end: int, *, direct: bool, drop: bool) -> Iterator[Copy]:
-        """Read the file's bytes `begin` to `end` ahead, in order; the copies must be asked for in that order.
+    def reading(
+        self, path: Path, spans: Iterable[tuple[int, int]], *, direct: bool, drop: bool
+    ) -> Iterator[Copy]:
+        """Read the file's bytes of `spans` (start, end) ahead, whole pieces of it, and nothing between.
 
-        `direct`: past the page cache, where the file system allows it. `drop`: nothing that was read stays in
-        the page cache. Copies run on the current stream; one whose bytes cannot be read raises
-        SafetensorError.
+        Spans are in the order of the file, and copies of them must be asked for in that order. `direct`: past
+        the page cache, where the file system allows it. `drop`: nothing that was read stays in the page
+        cache. Copies run on the current stream; one whose bytes cannot be read raises SafetensorError.
         """
         file = _open(path, direct=direct, drop=drop)
-        state = _Ahead(next_piece=begin // self.size.piece_bytes, end=end)
+        state = _Ahead(coming=_pieces(spans, self.size.piece_bytes))
         for slot in range(self.size.pieces):
             self._read_ahead(file, state, slot)
 
@@ -118,14 +120,10 @@ class Ring:
 
     def _read_ahead(self, file: _File, state: _Ahead, slot: int) -> None:
         """Let a thread read the next piece into a free slot, if any is left."""
-        offset = state.next_piece * self.size.piece_bytes
-        if offset >= state.end:
+        for piece, end in state.coming:
+            future = self._threads.submit(self._read, file, slot, piece * self.size.piece_bytes, end)
+            state.pending.append((piece, slot, future))
             return
-        future = self._threads.submit(
-            self._read, file, slot, offset, min(state.end, offset + self.size.piece_bytes)
-        )
-        state.pending.append((state.next_piece, slot, future))
-        state.next_piece += 1
 
     def _read(self, file: _File, slot: int, offset: int, end: int) -> None:
         if self._copied:
@@ -140,11 +138,26 @@ class Ring:
 
 @dataclass(kw_only=True)
 class _Ahead:
-    """Pieces that are being read or were, and not yet copied, in order: (piece, slot, its reading)."""
+    """Pieces of a file on their way."""
 
-    next_piece: int
-    end: int
+    coming: Iterator[tuple[int, int]]
+    """Pieces still to be read: (piece, the byte of the file to read it to)."""
     pending: deque[tuple[int, int, Future[None]]] = field(default_factory=deque)
+    """Pieces being read or read, and not yet copied, in order: (piece, slot, its reading)."""
+
+
+def _pieces(spans: Iterable[tuple[int, int]], piece_bytes: int) -> Iterator[tuple[int, int]]:
+    """The pieces that spans lie in, each once, with the byte that the last span in it ends before."""
+    known: tuple[int, int] | None = None
+    for start, end in spans:
+        if start == end:
+            continue
+        for piece in range(start // piece_bytes, (end - 1) // piece_bytes + 1):
+            if known is not None and known[0] != piece:
+                yield known
+            known = piece, min(end, (piece + 1) * piece_bytes)
+    if known is not None:
+        yield known
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,6 +38,9 @@ def loader(situation: Situation) -> Decision:
     if not seen or not_here(situation) or situation.facts.gpu.integrated:
         reason = "parallel reads, past the page cache for files that are not in it"
         return situation.decide(KEY, "auto", reason)
+    if situation.ranks > 1:
+        reason = f"parallel reads: each of {situation.ranks} processes reads its share, {PACKAGE} whole files"
+        return situation.decide(KEY, "auto", reason)
     faster = [one for one in STATES if seen.get((PACKAGE, one), 0) > _CLEARLY * seen.get((OURS, one), 1e9)]
     value = {0: "auto", 1: f"{PACKAGE}-{''.join(faster)}", 2: PACKAGE}[len(faster)]
     return Decision("loader", value, "auto (measured)", _reason(seen, situation))

@@ -1,0 +1,103 @@
+"""bench stops: the parts with real runs of a tiny base, and what counts as an end that must not be."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import stops
+from bench.record import from_json
+from trainer.errors import ExitCode
+
+TINY = ("--set", "data.resolution=64", "--set", "data.max_sequence_length=32")
+
+
+def rows_of(path: Path) -> list[dict[str, str]]:
+    table: Any = from_json(path.read_text(), "record")
+    return [dict(zip(table.columns, row, strict=True)) for row in table.rows]
+
+
+@pytest.fixture
+def given(tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("TRAINER_PROFILE", "cpu")
+    monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
+    record = ["--record", str(tmp_path / "record.json"), "--month", "2026-11"]
+    return ["flux1_dev", "--base", str(tiny_flux1_dev), "--work", str(tmp_path), *record]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_runs_of_two_processes_are_stopped_killed_and_launched(given: list[str], tmp_path: Path) -> None:
+    assert stops.main([*given, "--steps", "40", "--short", "3", *TINY]) == 0
+    rows = rows_of(tmp_path / "record.json")
+    assert [row["what"] for row in rows] == [
+        *("SIGTERM at step 20", "SIGTERM at step 30", "gone on with to the end"),
+        *("SIGKILL of the last rank", "gone on with to the end"),
+        *("one", "one again", "trainer train", "torchrun", "accelerate launch"),
+    ]
+    assert {row["as it must"] for row in rows} == {"yes"}
+    assert [row["exit code"] for row in rows[:5]] == ["75", "75", "0", "137", "0"]
+    assert [row["GPUs"] for row in rows[:3]] == ["2", "1", "2"]
+    assert rows[3]["said"].startswith("rank 1: SIGKILL: killed from outside")
+    for row in rows[6:]:  # on a CPU all are equal to the bit
+        assert (row["losses differ by"], row["LoRA differs by"]) == ("0.0e+00", "0.0e+00"), row["what"]
+    assert str(tmp_path) not in (tmp_path / "record.json").read_text()
+
+
+class Fake(stops.Runs):
+    """Runs that end as a test says."""
+
+    def __init__(self, **ended: Any) -> None:
+        self.ended = {"code": 0, "seconds": 0.0, "said": "", "left": 0} | ended
+
+    def run(self, *_: Any, **__: Any) -> stops.Ended:
+        return stops.Ended(**self.ended)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        return [{"step": 7, "seconds_per_step": 0.25, "loss": 1.0}]
+
+
+@pytest.mark.parametrize(
+    ("ended", "fine"),
+    [
+        ({"code": 137, "seconds": 9.0}, "yes"),
+        ({"code": 137, "seconds": 11.0}, "no"),
+        ({"code": 137, "seconds": 1.0, "left": 1}, "no"),
+        ({"code": 1, "seconds": 1.0}, "no"),
+    ],
+)
+def test_a_killed_rank_must_end_all_soon_with_its_code(given: list[str], ended: Any, fine: str) -> None:
+    options = stops.parser().parse_args(given)
+    row = next(iter(stops.killed(Fake(**ended), options)))
+    assert (row["as it must"], row["steps"], row["ms a step"]) == (fine, 7, "250")
+
+
+@pytest.mark.parametrize(
+    ("said", "fine"),
+    [
+        ("resumed from step-000003\nProved: 22 layers", "yes"),
+        ("Proved: 22 layers", "no"),
+        ("resumed from", "no"),
+    ],
+)
+def test_a_run_that_is_gone_on_with_must_be_proved(given: list[str], said: str, fine: str) -> None:
+    options = stops.parser().parse_args(given)
+    stopped = list(stops.stopped(Fake(said=said), options))
+    assert stopped[-1]["as it must"] == fine
+    assert stopped[0]["as it must"] == "no"  # it ended with 0, not with 75
+
+
+def test_the_command_fails_where_a_run_ends_otherwise(
+    given: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(stops, "Runs", lambda _: Fake(code=ExitCode.STOPPED, seconds=2.0))
+    assert stops.main([*given, "--parts", "stopped"]) == 1
+    rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [row["as it must"] for row in rows] == ["yes", "yes", "no"]
+    assert rows[0]["from signal to end"] == "2.0 s"
+    other = ["llama", *given[1:]]
+    assert stops.main([*other, "--parts", "stopped"]) == 1
+    assert [row["family"] for row in rows_of(tmp_path / "record.json")] == ["flux1_dev"] * 3 + ["llama"] * 3
