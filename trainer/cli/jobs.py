@@ -20,7 +20,7 @@ from trainer.config.interpreter import python, with_safe_path
 from trainer.config.launchers import Launch
 from trainer.config.reading.load import Loaded
 from trainer.engine.spec import SPEC_FILE, Job, Mode, Spec, read_spec, write_spec
-from trainer.errors import ConfigError, ExitCode, StoppedError
+from trainer.errors import ConfigError, ExitCode, HardwareError, Problem, StoppedError
 from trainer.files import codec
 from trainer.machine.facts import Facts
 from trainer.planning import planning
@@ -49,6 +49,10 @@ _SHARED_MODES: frozenset[Mode] = frozenset({"train", "cache"})
 _READY_FILE = "ready"
 """File in the folder of a launcher's job: rank 0 is watched, and the other ranks may start."""
 _LOOK_SECONDS = 0.1
+_FREED_SECONDS = 20.0
+"""Time in which a program that ended gives its GPU memory back."""
+_NEEDED = 0.9
+"""Share of the predicted memory without which a run cannot succeed: predictions are rather high."""
 
 
 def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | None = None) -> int:
@@ -197,6 +201,26 @@ def require_startable(loaded: Loaded, *, port: int | None = None, writes_run: bo
     server.require_free(port, environment.metrics_address())
     if writes_run:
         require_writable_folder(loaded.config.output_dir, loaded.sources["output_dir"])
+
+
+def require_free_memory(plan: Plan, facts: Facts) -> None:
+    """Raise HardwareError where another program has the memory of a GPU that the plan needs.
+
+    Waits a moment for what has just ended.
+    """
+    end, told = time.monotonic() + _FREED_SECONDS, False
+    while short := planning.short_of_memory(plan, facts, share=_NEEDED):
+        if time.monotonic() >= end:
+            remedy = (
+                "nvidia-smi shows which; end it, take other GPUs by CUDA_VISIBLE_DEVICES, or write less as"
+            )
+            remedy += " features.memory_budget"
+            raise HardwareError([Problem(what=one, where="GPU memory", remedy=remedy) for one in short])
+        if not told:
+            say(f"{short[0]}; waiting {_FREED_SECONDS:.0f} s for it", err=True)
+            told = True
+        time.sleep(_LOOK_SECONDS)
+        facts = planning.machine_facts()
 
 
 def stop_before_start(launch: Launch) -> None:

@@ -23,7 +23,13 @@ def train(layers: Layers, no_probe: bool) -> int:
 
     The same command again resumes a run that was stopped. SIGTERM and Ctrl-C save first.
     """
-    from trainer.cli.jobs import follow_job, require_startable, run_job, stop_before_start
+    from trainer.cli.jobs import (
+        follow_job,
+        require_free_memory,
+        require_startable,
+        run_job,
+        stop_before_start,
+    )
     from trainer.cli.measure import planned
     from trainer.config import environment, launchers
     from trainer.engine.spec import Job
@@ -42,6 +48,7 @@ def train(layers: Layers, no_probe: bool) -> int:
     facts, plan = planned(loaded, probe=not no_probe)
     plan = with_data(plan, loaded.config)
     say(plan_text(plan), err=True)  # stdout belongs to results
+    require_free_memory(plan, facts)
     return run_job(loaded, facts, plan, Job(mode="train"), port=port)
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-from dataclasses import dataclass
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 from trainer.config import environment
 from trainer.machine.facts import Gpu, Version, version_from
@@ -15,6 +17,7 @@ LIBNVML = ("libnvidia-ml.so.1", "/usr/lib/wsl/lib/libnvidia-ml.so.1")
 # CUdevice_attribute of cuda.h: major and minor compute capability, and whether the GPU is integrated
 _ATTRIBUTES = (75, 76, 18)
 _NAME_BYTES = 256
+_UUID_BYTES = 16
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,12 +33,21 @@ class CudaCallError(Exception):
     """A call of the driver library failed; the text is the call and the library's own name of the error."""
 
 
-def query_gpus(libraries: tuple[str, ...] = LIBCUDA) -> DriverReport:
+class _Memory(ctypes.Structure):
+    """nvmlMemory_t of nvml.h."""
+
+    _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
+
+
+def query_gpus(
+    libraries: tuple[str, ...] = LIBCUDA, nvml_libraries: tuple[str, ...] = LIBNVML
+) -> DriverReport:
     """Visible GPUs in libcuda's order. Never raises.
 
     libcuda alone reads CUDA_VISIBLE_DEVICES (indices, UUIDs, MIG), and by CUDA_DEVICE_ORDER numbers GPUs as
     it will in the training processes, which are told the same order: a place in the answer is torch's number.
-    An integrated GPU's memory is what the driver says, in bytes; the caller knows the host's.
+    An integrated GPU's memory is what the driver says, in bytes; the caller knows the host's. How much of a
+    GPU's own memory is free NVML tells, by the GPU's UUID: libcuda would make a context for it.
     """
     version: Version | None = None
     library = _open(libraries)
@@ -46,10 +58,15 @@ def query_gpus(libraries: tuple[str, ...] = LIBCUDA) -> DriverReport:
         number = _int(library, "cuDriverGetVersion")  # 13000 means 13.0
         version = (number // 1000, number % 1000 // 10)
         _call(library, "cuInit", ctypes.c_uint(0))
-        gpus = tuple(_gpu(library, index) for index in range(_int(library, "cuDeviceGetCount")))
+        places = range(_int(library, "cuDeviceGetCount"))
+        gpus = tuple(_gpu(library, index) for index in places)
+        uuids = tuple(_uuid(library, index) for index in places)
     except CudaCallError as error:
         return DriverReport(cuda=version, gpus=(), problem=str(error))
-    return DriverReport(cuda=version, gpus=gpus)
+    free = _free_memory(uuids, nvml_libraries)
+    found = zip(gpus, free, strict=True)
+    told = (gpu if gpu.integrated else replace(gpu, free_memory_bytes=one) for gpu, one in found)
+    return DriverReport(cuda=version, gpus=tuple(told))
 
 
 def nvml_driver_version(libraries: tuple[str, ...] = LIBNVML) -> Version | None:
@@ -84,6 +101,31 @@ def _gpu(library: ctypes.CDLL, index: int) -> Gpu:
         total_memory_bytes=total.value,
         integrated=bool(integrated),
     )
+
+
+def _uuid(library: ctypes.CDLL, index: int) -> str:
+    """The GPU's name for NVML; of a slice of a GPU (MIG) it is none that NVML knows as a GPU's."""
+    device, raw = (
+        ctypes.c_int(_int(library, "cuDeviceGet", ctypes.c_int(index))),
+        (ctypes.c_ubyte * _UUID_BYTES)(),
+    )
+    _call(library, "cuDeviceGetUuid_v2", raw, device)
+    return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
+
+
+def _free_memory(uuids: Sequence[str], libraries: tuple[str, ...]) -> tuple[int | None, ...]:
+    """Free bytes of each GPU; None for those of which NVML does not tell."""
+    library = _open(libraries)
+    if library is None or library.nvmlInit_v2() != 0:
+        return (None,) * len(uuids)
+    found: list[int | None] = []
+    for one in uuids:
+        handle, memory = ctypes.c_void_p(), _Memory()
+        known = library.nvmlDeviceGetHandleByUUID(one.encode(), ctypes.byref(handle)) == 0
+        told = known and library.nvmlDeviceGetMemoryInfo(handle, ctypes.byref(memory)) == 0
+        found.append(memory.free if told else None)
+    library.nvmlShutdown()
+    return tuple(found)
 
 
 def _int(library: ctypes.CDLL, function: str, *arguments: object) -> int:

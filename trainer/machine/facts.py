@@ -15,6 +15,8 @@ _FORMER = {"index", "shm_bytes", "swap_free_bytes"}
 """Keys that version 0.1.0 recorded of GPUs, of the host and of its memory."""
 EXCHANGED_BYTES = 2**26
 """Bytes that the probe exchanges as gradients, and twice as many as their sums."""
+_IN_USE = 0.1
+"""Share of a GPU's memory in use from which on others work on it: a display and the driver take less."""
 _ALIKE = 0.02
 """Share by which the memory of GPUs of one kind may differ: a display or ECC takes some of it."""
 
@@ -28,6 +30,14 @@ class Gpu:
     total_memory_bytes: int
     integrated: bool
     """True where CPU and GPU share one memory (DGX Spark); the driver's attribute, never the name."""
+    free_memory_bytes: int | None = None
+    """Memory that nobody used when it was asked; None where that cannot be told, and of shared memory."""
+
+    @property
+    def in_use(self) -> bool:
+        """True where others use a good part of its memory."""
+        free, total = self.free_memory_bytes, self.total_memory_bytes
+        return free is not None and total - free > _IN_USE * total
 
     def is_like(self, other: Gpu) -> bool:
         """True for a GPU of the same kind: name, compute capability and, nearly, memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +15,7 @@ from trainer.errors import HardwareError, TrainerError
 from trainer.families.family import Family
 from trainer.families.values import AttentionShape
 from trainer.files.weight_files import weight_files
-from trainer.machine.facts import Facts
+from trainer.machine.facts import Facts, Gpu
 from trainer.machine.profiles import Selected, select_each
 from trainer.machine.reading import read_facts
 from trainer.modeling.base.base import is_repository, local_folder
@@ -31,6 +31,7 @@ from trainer.planning.shapes.geometry import Geometry
 from trainer.planning.shapes.run_shapes import component_base, component_config, run_geometry, run_shape
 from trainer.planning.shapes.set_look import seen, shapes_of
 from trainer.planning.torch_and_driver import require_memory_kind
+from trainer.words.sizes import gib
 
 
 def predict(config: RunConfig, facts: Facts, requested_profile: str = "auto") -> Plan:
@@ -68,6 +69,7 @@ def plan_run(
     folder = (find_model or local_folder)(config)
     told = check_base(family, loaded, folder) if folder is not None else ()
     kinds = _kinds(facts, requested_profile, unified)
+    free, in_use = _free_ones(kinds, facts, config)
 
     def changed_by(values: Mapping[str, Any]) -> RunConfig:
         changed = with_settings(loaded, values)
@@ -78,7 +80,7 @@ def plan_run(
     common = Situation(
         config=config,
         facts=facts,
-        profile=kinds[0].profile,
+        profile=free[0].profile,
         sources=loaded.sources,
         sized=_geometries(family, loaded, folder, caption_tokens),
         environ=environment.snapshot(),
@@ -86,21 +88,59 @@ def plan_run(
         goes_on=loaded.goes_on,
     )
     machines = [
-        (_on(common, kind), Decision("profile", kind.profile.name, source, kind.reason)) for kind in kinds
+        (_on(common, kind, in_use), Decision("profile", kind.profile.name, source, kind.reason))
+        for kind in free
     ]
     plan = resolve(machines, changed_by, offload=not no_offload)
     rows = base_rows(family, config, folder) if is_repository(config) else ()
-    return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=(*plan.warnings, *told))
+    warnings = (*plan.warnings, *told, *short_of_memory(plan, facts))
+    return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=warnings)
 
 
-def _on(situation: Situation, kind: Selected) -> Situation:
+def short_of_memory(plan: Plan, facts: Facts, *, share: float = 1.0) -> tuple[str, ...]:
+    """A sentence for each GPU of the plan with less free memory than this share of what the plan needs."""
+    if plan.device != "cuda" or facts.wsl:  # Windows makes room
+        return ()
+    needed, told = plan.peak_bytes, list[str]()
+    for place in plan.devices:
+        free, total = facts.gpus[place].free_memory_bytes, facts.gpus[place].total_memory_bytes
+        if free is not None and free < share * needed:
+            have = f"GPU {place} has {gib(free)} of its {gib(total)} free"
+            told.append(f"{have}, and the run needs {gib(needed)}: another program uses it")
+    return tuple(told)
+
+
+def _free_ones(
+    kinds: Sequence[Selected], facts: Facts, config: RunConfig
+) -> tuple[Sequence[Selected], tuple[tuple[int, Gpu], ...]]:
+    """The kinds without the GPUs that others work on, and these with their places.
+
+    Where no GPU is free, and where the number of GPUs was written, all may be taken, the free ones first.
+    """
+    used = {place for place, gpu in enumerate(facts.gpus) if gpu.in_use}
+    rest = [_at(kind, facts, [place for place in kind.places if place not in used]) for kind in kinds]
+    if config.parallel.gpus == "auto" and (left := [one for one in rest if one.places]):
+        return left, tuple((place, facts.gpus[place]) for place in sorted(used))
+    return [_at(kind, facts, sorted(kind.places, key=used.__contains__)) for kind in kinds], ()
+
+
+def _at(kind: Selected, facts: Facts, places: Sequence[int]) -> Selected:
+    """The kind with these of its GPUs, in this order."""
+    if tuple(places) == kind.places:
+        return kind
+    return dataclasses.replace(kind, facts=facts.on(places), places=tuple(places))
+
+
+def _on(situation: Situation, kind: Selected, in_use: tuple[tuple[int, Gpu], ...]) -> Situation:
     """The situation with the GPUs of one kind of those in its facts."""
+    used = tuple(place for place, _ in in_use)
     return dataclasses.replace(
         situation,
         facts=kind.facts,
         profile=kind.profile,
         devices=kind.places,
-        others=situation.facts.besides(kind.places) if kind.places else (),
+        others=situation.facts.besides((*kind.places, *used)) if kind.places else (),
+        in_use=in_use if kind.places else (),
     )
 
 
@@ -174,9 +214,10 @@ def may_be_planned(config: RunConfig, values: Mapping[str, Any], facts: Facts | 
     sources = dict.fromkeys((f"features.{name}" for name in written), "the run's configuration")
     try:
         facts = facts or machine_facts()
-        free = dataclasses.replace(facts.memory, available_bytes=facts.memory.total_bytes)
+        memory = dataclasses.replace(facts.memory, available_bytes=facts.memory.total_bytes)
+        gpus = tuple(dataclasses.replace(gpu, free_memory_bytes=None) for gpu in facts.gpus)
         changed = with_settings(Loaded(config=config, sources=sources), values)
-        plan_run(changed, dataclasses.replace(facts, memory=free), requested_profile())
+        plan_run(changed, dataclasses.replace(facts, memory=memory, gpus=gpus), requested_profile())
     except TrainerError:
         return False
     return True

@@ -128,22 +128,75 @@ int cuDeviceGet(int *d, int i) { *d = i; return 0; }
 int cuDeviceGetName(char *s, int n, int d) { strncpy(s, seen, n); return 0; }
 int cuDeviceTotalMem_v2(size_t *b, int d) { *b = 130674946048ul; return 0; }
 int cuDeviceGetAttribute(int *v, int a, int d)
-{ *v = a == 75 ? 12 : a == 76 ? 1 : a == 18 ? 1 : -1; return 0; }
+{ *v = a == 75 ? 12 : a == 76 ? 1 : a == 18 ? !getenv("FAKE_OWN_MEMORY") : -1; return 0; }
+int cuDeviceGetUuid_v2(unsigned char *u, int d) { for (int i = 0; i < 16; i++) u[i] = 16 * i + d; return 0; }
 int cuGetErrorName(int e, const char **s) { *s = "CUDA_ERROR_NO_DEVICE"; return 0; }
 """
 
 
-@pytest.fixture(scope="module")
-def libcuda(tmp_path_factory: pytest.TempPathFactory) -> str:
+FAKE_NVML = """
+#include <stdlib.h>
+#include <string.h>
+typedef struct { unsigned long long total, free, used; } memory;
+static int open = 0;
+int nvmlInit_v2(void) { open++; return getenv("FAKE_NVML_FAILS") ? 9 : 0; }
+int nvmlShutdown(void) { open--; return 0; }
+int nvmlDeviceGetHandleByUUID(const char *uuid, void **device)
+{
+    *device = &open;
+    return strcmp(uuid, "GPU-00102030-4050-6070-8090-a0b0c0d0e0f0") ? 6 : getenv("FAKE_NO_GPU") ? 6 : 0;
+}
+int nvmlDeviceGetMemoryInfo(void *device, memory *found)
+{
+    if (device != &open || open != 1) return 1;
+    found->total = 100ul << 30; found->free = 61ul << 30; found->used = 39ul << 30;
+    return 0;
+}
+"""
+
+
+def compiled(folder: Path, name: str, source: str) -> str:
+    """A library made of C."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None:
-        pytest.skip("no C compiler for the stand-in of libcuda")
-    folder = tmp_path_factory.mktemp("libcuda")
-    (folder / "fake.c").write_text(FAKE_LIBCUDA)
-    library = folder / "libfakecuda.so"
-    command = [compiler, "-w", "-shared", "-fPIC", "-o", str(library), str(folder / "fake.c")]
+        pytest.skip("no C compiler for the stand-in of a driver's library")
+    (folder / f"{name}.c").write_text(source)
+    library = folder / f"lib{name}.so"
+    command = [compiler, "-w", "-shared", "-fPIC", "-o", str(library), str(folder / f"{name}.c")]
     subprocess.run(command, check=True)
     return str(library)
+
+
+@pytest.fixture(scope="module")
+def nvml(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return compiled(tmp_path_factory.mktemp("nvml"), "fakenvml", FAKE_NVML)
+
+
+@pytest.fixture(scope="module")
+def libcuda(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return compiled(tmp_path_factory.mktemp("libcuda"), "fakecuda", FAKE_LIBCUDA)
+
+
+def test_free_memory_is_asked_by_the_gpus_name(
+    libcuda: str, nvml: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """NVML numbers all GPUs of the machine, also those that are not visible: no number is handed to it."""
+    monkeypatch.setenv("FAKE_OWN_MEMORY", "1")
+    (gpu,) = driver.query_gpus((libcuda,), (nvml,)).gpus
+    assert gpu.free_memory_bytes == 61 * 2**30
+    assert gpu.in_use
+    for variable in ("FAKE_NO_GPU", "FAKE_NVML_FAILS"):  # a slice of a GPU; a driver that is being updated
+        with monkeypatch.context() as patch:
+            patch.setenv(variable, "1")
+            (gpu,) = driver.query_gpus((libcuda,), (nvml,)).gpus
+            assert (gpu.free_memory_bytes, gpu.in_use) == (None, False)
+    (gpu,) = driver.query_gpus((libcuda,), ("libnothing.so.1",)).gpus
+    assert gpu.free_memory_bytes is None
+
+
+def test_shared_memory_is_the_hosts_and_not_asked_for(libcuda: str, nvml: str) -> None:
+    (gpu,) = driver.query_gpus((libcuda,), (nvml,)).gpus
+    assert gpu.integrated and gpu.free_memory_bytes is None
 
 
 def test_libcuda_is_asked_for_name_capability_memory_and_integration(libcuda: str) -> None:

@@ -44,6 +44,8 @@ class Situation(Context):
     """Places of `facts.gpus` among the visible ones; empty on a CPU, and for the first ones."""
     others: tuple[Gpu, ...] = ()
     """Visible GPUs that the run cannot take beside these: of another kind, or not the profile's."""
+    in_use: tuple[tuple[int, Gpu], ...] = ()
+    """Visible GPUs that are left out because others work on them, with their places."""
 
     @functools.cached_property
     def geometry(self) -> Geometry:

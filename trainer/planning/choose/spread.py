@@ -18,6 +18,7 @@ from trainer.planning.choose.situation import Situation
 from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision
 from trainer.ways.storages import VALUE_BYTES
+from trainer.words.sizes import GIB, gib
 
 KEY = "parallel.gpus"
 
@@ -123,12 +124,13 @@ def row(spread: Spread, skipped: Sequence[str], worse: Sequence[str] = ()) -> De
     `skipped` and which are `worse`. None where there is no choice.
     """
     situation, count = spread.situation, spread.situation.ranks
-    visible = spread.alike + len(situation.others) if situation.on_gpu else 1
+    visible = spread.alike + len(situation.others) + len(situation.in_use) if situation.on_gpu else 1
     if visible == 1 and count == 1:
         return None
     value = f"{count} of {visible}" if situation.on_gpu else str(count)
     source = "auto" if spread.automatic else situation.source(KEY)
-    parts = [_use(spread, short=bool(skipped)), _place(spread) if situation.others else "", *skipped, *worse]
+    place = _place(spread) if situation.others or situation.in_use else ""
+    parts = [_use(spread, short=bool(skipped)), place, *skipped, *worse]
     return Decision("gpus", value, source, "; ".join(filter(None, parts)))
 
 
@@ -171,13 +173,23 @@ def _use(spread: Spread, *, short: bool) -> str:
 
 
 def _place(spread: Spread) -> str:
-    """The GPUs that were taken, and those that were not because they are of another kind."""
+    """The GPUs that were taken, and those that were not: of another kind, or in use by others."""
     situation = spread.situation
     places = " and ".join(str(place) for place in situation.devices)
     taken = f"on GPU {places}, {situation.facts.gpu.name}"
     if len(situation.devices) == 1 and spread.largest:
         taken += ", with the most memory"
-    return f"{taken}; left out, of another kind: {' and '.join(_counted(situation.others))}"
+    parts = [taken]
+    if situation.in_use:
+        used = (
+            f"GPU {place} ({(gpu.total_memory_bytes - (gpu.free_memory_bytes or 0)) / GIB:.1f} of"
+            f" {gib(gpu.total_memory_bytes)})"
+            for place, gpu in situation.in_use
+        )
+        parts.append(f"left out, in use by other programs: {' and '.join(used)}")
+    if situation.others:
+        parts.append(f"left out, of another kind: {' and '.join(_counted(situation.others))}")
+    return "; ".join(parts)
 
 
 def _counted(gpus: Sequence[Gpu]) -> list[str]:
