@@ -208,6 +208,47 @@ def flipped_rank() -> None:
         Updater.step = step  # type: ignore[method-assign]
 
 
+def read_when_staged() -> None:
+    """Every operator refuses a weight that is not staged, wherever it is read: also where torch has no error
+    of its own.
+    """
+    import torch
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    class Guard(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
+            empty = [one for one in read if one.numel() and not one.is_meta]
+            empty = [one for one in empty if one.untyped_storage().nbytes() == 0]
+            # a view reads nothing, and one of a page stays a view of it
+            if empty and not function.is_view:
+                raise AssertionError(f"{function} reads {tuple(empty[0].shape)}, which is not staged")
+            CALLS.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    Guard().__enter__()
+    atexit.register(lambda: print("guarded operators:", len(CALLS), file=sys.stderr))
+
+
+def reads_unstaged() -> None:
+    """An export that reads weights of blocks which do not compute, as one with a defect would."""
+    read_when_staged()
+    from trainer.engine.results import proof
+    from trainer.modeling.storage.staging import _StagedBlock
+
+    real = proof.export_lora
+
+    def export(context: Any, model: Any) -> Any:
+        block = next(one for one in model.modules() if isinstance(one, _StagedBlock))
+        block.staged.empty()
+        weight = next(one for one in block.parameters() if not one.requires_grad and one.ndim == 2)
+        weight.clone()  # ends the process, where nobody guards it
+        return real(context, model)
+
+    proof.export_lora = export
+
+
 PATCHES: dict[str, Callable[[], None]] = {
     "save": slow_save,
     "export": slow_export,
@@ -217,6 +258,8 @@ PATCHES: dict[str, Callable[[], None]] = {
     "alone": alone,
     "preview": slow_preview,
     "failing": failing_rank,
+    "guarded": read_when_staged,
+    "unstaged": reads_unstaged,
 }
 """Patches of the training process, by the knob `patch`."""
 

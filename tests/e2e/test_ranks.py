@@ -368,6 +368,24 @@ def test_ranks_talk_at_ends_only(
     assert counts[0] == counts[1] > STEPS
 
 
+def test_nothing_reads_a_weight_that_is_not_staged(
+    start: Start, uninterrupted: Callable[[Case], Process], tmp_path: Path
+) -> None:
+    """Training, previews, held-out loss, proof and both files: no operator meets an empty page."""
+    process = start(FIRST, tmp_path, *SHARDED, knobs={"patch": "guarded"})
+    errors = ended(process)
+    assert not different(products(process.run_dir), products(uninterrupted(FIRST).run_dir))
+    counts = [int(line.split()[2]) for line in errors.splitlines() if line.startswith("guarded operators: ")]
+    assert len(counts) == 2 and min(counts) > 1000
+
+
+def test_a_weight_that_is_read_without_being_staged_is_an_error(start: Start, tmp_path: Path) -> None:
+    process = start(FIRST, tmp_path, *SHARDED, knobs={"patch": "unstaged"})
+    code, errors = process.end(400)
+    assert code == 1, errors
+    assert "aten.clone.default reads " in errors and "which is not staged" in errors
+
+
 MOMENTS = {
     "cache": ("cache", lambda status: status.phase is Phase.CACHE and (status.step or 0) > 1),
     "train": (None, lambda status: status.phase is Phase.TRAIN and (status.step or 0) > 3),
