@@ -11,6 +11,8 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 PYTHONS ?= python3 python3.13 python3.12 python3.11 python3.14
 # Test processes at a time. One thread each: tiny tensors gain nothing from more.
 WORKERS ?= 2
+# The same for tests on GPUs, which take turns on all that are visible. Compiling needs cores.
+GPU_WORKERS ?= $(shell echo $$(( ($$(nproc) + 3) / 4 )))
 IMAGE ?= trainer:0.1.0-cpu
 TEST_ENV := HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 # pytest's code 5 is "no test selected", which is no failure where a marker selects tests.
@@ -64,7 +66,9 @@ test-container: $(CONTAINER_STAMP) ## images, real containers, compose files and
 	@$(TEST_ENV) $(BIN)/pytest -q -m container $(OR_NONE)
 
 test-gpu: $(STAMP) ## tests that need a CUDA device
-	@HF_HUB_OFFLINE=1 $(BIN)/pytest -q -m gpu $(OR_NONE)
+	@# counts of activations run side by side on every GPU by themselves
+	@$(TEST_ENV) $(BIN)/pytest -q -n $(GPU_WORKERS) --dist loadgroup -m gpu --ignore tests/gpu/test_activations.py $(OR_NONE)
+	@$(TEST_ENV) $(BIN)/pytest -q -m gpu tests/gpu/test_activations.py $(OR_NONE)
 
 lint: $(STAMP) ## ruff, import-linter, shellcheck, hadolint
 	$(BIN)/ruff check .

@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import functools
 import gc
+import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from bench.processes import visible
 from trainer.modeling.vision import make_torchvision_importable
+
+
+def take_turns(worker: str, gpus: list[str]) -> str:
+    """CUDA_VISIBLE_DEVICES of a worker of pytest-xdist ("gw3"): all GPUs, and another one first for each."""
+    first = int(worker.removeprefix("gw")) % len(gpus)
+    return ",".join(gpus[first:] + gpus[:first])
+
+
+if "PYTEST_XDIST_WORKER" in os.environ and len(found := visible()) > 1:
+    os.environ["CUDA_VISIBLE_DEVICES"] = take_turns(os.environ["PYTEST_XDIST_WORKER"], found)
 
 gc.disable()  # importing makes millions of objects and hardly any garbage: on again before the first test
 make_torchvision_importable()  # before any test module imports diffusers

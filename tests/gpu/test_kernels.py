@@ -22,7 +22,7 @@ from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.storage.quantize import replacer
 from trainer.ways.storages import find
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.xdist_group("kernels")]  # all kernels are measured once
 
 CONFIG = {
     "in_channels": 64,

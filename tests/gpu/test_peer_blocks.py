@@ -14,7 +14,11 @@ import torch
 from tests.unit.modeling.small_models import Storage
 
 COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices")]
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.xdist_group("peers"),
+    pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices"),
+]
 RANKS, BLOCKS = 2, 12
 MIB = 2**20
 
