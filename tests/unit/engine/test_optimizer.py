@@ -30,6 +30,7 @@ KINDS = [
     ("adamw_fused_fp32", torch.float32),
     ("adamw_fused_fp32", torch.bfloat16),
     ("adamw_kahan_bf16", torch.bfloat16),
+    ("adamw_split_bf16", torch.bfloat16),
     ("adamw_8bit", torch.bfloat16),
     ("adamw_8bit", torch.float32),
     ("prodigy", torch.bfloat16),
@@ -64,20 +65,21 @@ def test_five_steps_and_a_resume_equal_ten(kind: str, dtype: torch.dtype) -> Non
     )
 
 
-def test_weights_that_a_bf16_model_keeps_in_fp32_resume_to_the_bit() -> None:
+@pytest.mark.parametrize("kind", ["adamw_kahan_bf16", "adamw_split_bf16"])
+def test_weights_that_a_bf16_model_keeps_in_fp32_resume_to_the_bit(kind: str) -> None:
     def mixed() -> dict[str, torch.nn.Parameter]:
         held = parameters(torch.bfloat16)
         return held | {"norm.w": torch.nn.Parameter(torch.ones(4, 8))}
 
     straight, resumed = mixed(), mixed()
-    updater = Updater(straight, TrainSection(), "adamw_kahan_bf16")
+    updater = Updater(straight, TrainSection(), kind)
     for step in range(10):
         gradients(straight, step)
         updater.step(1e-3, torch.tensor(1.0))
         if step == 4:
             weights = {name: value.clone() for name, value in updater.weights().items()}
             state = {name: value.clone() for name, value in updater.state().items()}
-    again = Updater(resumed, TrainSection(), "adamw_kahan_bf16")
+    again = Updater(resumed, TrainSection(), kind)
     again.load(weights, state, 5)
     for step in range(5, 10):
         gradients(resumed, step)
@@ -107,7 +109,7 @@ def test_a_step_that_is_not_finite_changes_nothing(kind: str, dtype: torch.dtype
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("kind", ["adamw_fused_fp32", "adamw_kahan_bf16"])
+@pytest.mark.parametrize("kind", ["adamw_fused_fp32", "adamw_kahan_bf16", "adamw_split_bf16"])
 def test_updates_below_bf16_resolution_are_not_lost(kind: str) -> None:
     """A thousand updates of 1e-3 near 8, where bf16 steps by 0.03: plain bf16 would not move."""
     held = {"w": torch.nn.Parameter(torch.full((4, 4), 8.0, dtype=torch.bfloat16))}

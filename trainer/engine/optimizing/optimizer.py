@@ -12,6 +12,7 @@ from trainer.config.schema import TrainSection
 from trainer.engine.optimizing import optimizers
 from trainer.engine.optimizing.exchange import Exchange
 from trainer.engine.optimizing.fp32_masters import FlatGradients, FlatMasters
+from trainer.engine.optimizing.split_adamw import SplitAdamW
 from trainer.engine.ranks import ALONE, Ranks
 
 _FLAT = "flat"
@@ -116,7 +117,8 @@ class Updater:
     `adamw_fused_fp32`: bf16 and fp16 parameters get fp32 masters, gradients accumulate in fp32, and a step
     with a non-finite gradient changes nothing without waiting for the device. `adamw_8bit` and `prodigy` have
     masters too. `adamw_kahan_bf16`: optimi's AdamW with Kahan summation, all state in bf16. In these three
-    the flag is read before the step.
+    the flag is read before the step. `adamw_split_bf16`: see `split_adamw`; clipping and the flag are part of
+    its step.
     """
 
     def __init__(
@@ -130,8 +132,8 @@ class Updater:
         self.train = train
         self.kind = kind
         types = {parameter.dtype for parameter in self.parameters.values()}
-        own = kind == "adamw_kahan_bf16" or types == {torch.float32}
-        # parameters in fp32, and parameters with Kahan sums, are their own masters
+        own = kind in (optimizers.KAHAN, optimizers.SPLIT) or types == {torch.float32}
+        # parameters in fp32, with Kahan sums and with split masters are their own masters
         self.flat = None if own else FlatMasters(self.parameters)
         self.exchange: Exchange | None = None
         """Sums of gradients over the ranks, where several share the micro-batches of a step."""
@@ -140,7 +142,11 @@ class Updater:
             self.exchange = Exchange(ranks, latest)
         self._masters = {_FLAT: self.flat.flat} if self.flat is not None else self.parameters
         values = list(self._masters.values())
-        self.optimizer = optimizers.build(kind, values, train)
+        self.optimizer: torch.optim.Optimizer | SplitAdamW
+        if kind == optimizers.SPLIT:
+            self.optimizer = optimizers.build_split(self.parameters, train)
+        else:
+            self.optimizer = optimizers.build(kind, values, train)
         self.scale = LossScale(values[0].device) if torch.float16 in types else None
         self.average = None if train.ema_decay is None else Average(values, train.ema_decay)
         self.steps_taken = 0
@@ -182,17 +188,13 @@ class Updater:
             torch._foreach_mul_(gradients, self.scale.factor.reciprocal())
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms))
-        torch._foreach_mul_(gradients, (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0))
+        factor = (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(loss)).float()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        if self.kind == "adamw_fused_fp32":
-            # AdamW's fused kernel reads these two, as torch.amp.GradScaler sets them
-            self.optimizer.grad_scale = None  # type: ignore[attr-defined]
-            self.optimizer.found_inf = bad  # type: ignore[attr-defined]
-            self.optimizer.step()
-        elif bad.item() == 0.0:  # the others wait for it
-            self.optimizer.step()
+        if isinstance(self.optimizer, SplitAdamW):
+            self.optimizer.step(rate, self.steps_taken + 1, factor, bad)
+        else:
+            torch._foreach_mul_(gradients, factor)
+            self._step(self.optimizer, rate, bad)
         fatal = bad if self.scale is None else self.scale.update(bad)
         self.steps_taken += 1
         if self.average is not None and self.scale is None:
@@ -203,6 +205,17 @@ class Updater:
             self.flat.publish()
         self.drop_gradients()
         return norm, fatal
+
+    def _step(self, optimizer: torch.optim.Optimizer, rate: float, bad: torch.Tensor) -> None:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        if self.kind == "adamw_fused_fp32":
+            # AdamW's fused kernel reads these two, as torch.amp.GradScaler sets them
+            optimizer.grad_scale = None  # type: ignore[attr-defined]
+            optimizer.found_inf = bad  # type: ignore[attr-defined]
+            optimizer.step()
+        elif bad.item() == 0.0:  # the others wait for it
+            optimizer.step()
 
     @contextlib.contextmanager
     def averaged(self) -> Iterator[None]:
@@ -244,7 +257,9 @@ class Updater:
     def state(self) -> dict[str, torch.Tensor]:
         """Optimizer state, mean and loss scale as `<parameter>/<key>`; the step count is `steps_taken`."""
         tensors: dict[str, torch.Tensor] = {}
-        if self.kind in optimizers.WHOLE_STATE:
+        if isinstance(self.optimizer, SplitAdamW):
+            tensors |= self.optimizer.state()
+        elif self.kind in optimizers.WHOLE_STATE:
             tensors |= optimizers.whole_state(self.optimizer, list(self._masters))
         else:
             for name, master in self._masters.items():
@@ -269,15 +284,19 @@ class Updater:
             for name, mean in self._by_name(self.average.means).items():
                 mean.copy_(state.pop(f"{name}/{_MEAN}"))
         applied = steps_taken if self.scale is None else self.scale.load(state)
-        if self.kind in optimizers.WHOLE_STATE:
+        if isinstance(self.optimizer, SplitAdamW):
+            self.optimizer.load(state, applied)
+        elif self.kind in optimizers.WHOLE_STATE:
             optimizers.load_whole_state(self.optimizer, list(self._masters), state)
         else:
-            self._load_moments(state, applied)
+            self._load_moments(self.optimizer, state, applied)
         self.steps_taken = steps_taken
         if self.flat is not None:
             self.flat.publish()
 
-    def _load_moments(self, state: Mapping[str, torch.Tensor], steps_applied: int) -> None:
+    def _load_moments(
+        self, optimizer: torch.optim.Optimizer, state: Mapping[str, torch.Tensor], steps_applied: int
+    ) -> None:
         by_name: dict[str, dict[str, Any]] = {}
         for label, value in state.items():
             name, _, key = label.rpartition("/")
@@ -291,15 +310,15 @@ class Updater:
             by_name = {_FLAT: joined}
         # a parameter that never had a gradient has no state
         found = {number: by_name[name] for number, name in enumerate(self._masters) if name in by_name}
-        plain = self.optimizer.state_dict()
-        if self.kind == "adamw_kahan_bf16":
+        plain = optimizer.state_dict()
+        if self.kind == optimizers.KAHAN:
             for group in plain["param_groups"]:
                 group.update(setup=True, kahan_sum=True, step=torch.tensor(steps_applied, dtype=torch.int32))
         for entry in found.values():
-            if self.kind == "adamw_kahan_bf16":
+            if self.kind == optimizers.KAHAN:
                 # None for fp32 parameters, which is not saved; without the key optimi zeroes both moments
                 entry.setdefault("kahan_comp", None)
             else:
                 entry["step"] = torch.tensor(float(steps_applied))  # one each: the optimizer counts in it
         plain["state"] = found
-        self.optimizer.load_state_dict(plain)
+        optimizer.load_state_dict(plain)

@@ -10,7 +10,10 @@ from typing import Any
 import torch
 
 from trainer.config.schema import TrainSection
-from trainer.planning.choose.optimizers import second_beta_and_decay
+from trainer.engine.optimizing.split_adamw import SplitAdamW
+from trainer.planning.choose.optimizers import KAHAN, SPLIT, second_beta_and_decay
+
+__all__ = ["KAHAN", "SPLIT", "build", "build_split", "load_whole_state", "whole_state"]
 
 OF_ALL = "group"
 """Stands for a parameter's name before the values that an optimizer keeps once for all parameters."""
@@ -27,7 +30,7 @@ def build(kind: str, values: Sequence[torch.nn.Parameter], train: TrainSection) 
         "eps": train.adam_epsilon,
         "weight_decay": decay,
     }
-    if kind == "adamw_kahan_bf16":
+    if kind == KAHAN:
         from optimi import AdamW
 
         # one kernel a tensor; foreach would hold copies of all of them at once
@@ -46,6 +49,13 @@ def build(kind: str, values: Sequence[torch.nn.Parameter], train: TrainSection) 
             return Prodigy(values, use_bias_correction=True, safeguard_warmup=warms_up, **settings)
     assert kind == "adamw_fused_fp32", kind
     return torch.optim.AdamW(values, fused=True, **settings)
+
+
+def build_split(parameters: Mapping[str, torch.nn.Parameter], train: TrainSection) -> SplitAdamW:
+    """AdamW with split masters over these parameters."""
+    beta_2, decay = second_beta_and_decay(train, SPLIT)
+    betas = (train.adam_beta1, beta_2)
+    return SplitAdamW(parameters, betas=betas, eps=train.adam_epsilon, weight_decay=decay)
 
 
 WHOLE_STATE = ("adamw_8bit", "prodigy")

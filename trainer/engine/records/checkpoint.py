@@ -242,12 +242,17 @@ def require_same_run(
 ) -> None:
     """Raise ConfigError listing every difference between a checkpoint's run and this one.
 
-    A value that an older trainer did not record cannot be compared, and is said.
+    A value that goes on with what the old one left is said, and so is one that an older trainer did not
+    record and that cannot be compared.
     """
     found, unrecorded = changes(saved, current)
-    if found:
+    for change in found:
+        if change.succeeds:
+            say(f"{change.name}: {change.new} from here on, {change.old} before")
+    refused = [change for change in found if not change.succeeds]
+    if refused:
         problems = []
-        for change in found:
+        for change in refused:
             differs = f"the checkpoint has {change.old!r}, this run {change.new!r}"
             problems.append(Problem(what=_OTHERWISE.get(change.name, differs), where=change.name))
         remedy = "set back what is listed, or choose another output_dir to start afresh"

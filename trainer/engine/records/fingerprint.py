@@ -14,7 +14,7 @@ from trainer.config.schema import LoraSection
 from trainer.data.records import Record
 from trainer.engine.caching.entries import data_fingerprint
 from trainer.engine.context import Context
-from trainer.planning.choose.optimizers import second_beta_and_decay
+from trainer.planning.choose.optimizers import KAHAN, SPLIT, second_beta_and_decay
 
 SAMPLE_ORDER = "drawn by the step"
 """The way samples become steps; up to 0.1.0 they waited for others of equal shape, which made up a step."""
@@ -42,6 +42,9 @@ REFUSED: Mapping[str, Sequence[str]] = {
 }  # fmt: skip
 """Values by their names in checkpoints, with the configuration keys that decide each. Another value is
 another experiment: exit code 78."""
+
+SUCCEEDED: Mapping[str, Mapping[str, str]] = {"optimizer": {KAHAN: SPLIT}}
+"""Values of `REFUSED` from which a run may go on with one other, which takes the state of the first."""
 
 TOLD: Mapping[str, Sequence[str]] = {
     "device": (),
@@ -147,6 +150,11 @@ class Change:
     name: str
     old: str
     new: str
+
+    @property
+    def succeeds(self) -> bool:
+        """Whether the new value goes on with what the old one left."""
+        return SUCCEEDED.get(self.name, {}).get(self.old) == self.new
 
 
 def changes(saved: Mapping[str, str], current: Mapping[str, str]) -> tuple[list[Change], list[str]]:

@@ -15,7 +15,7 @@ _WRITTEN = {
     "adamw_8bit": "as written; its state takes a quarter, and each step waits for the device",
     "prodigy": "as written; it finds the rate itself, and each step waits for the device",
 }
-KAHAN = "adamw_kahan_bf16"
+KAHAN, SPLIT = "adamw_kahan_bf16", "adamw_split_bf16"
 _USUAL, IN_BF16 = (0.999, 0.01), (0.99, 0.0)
 """Second beta and weight decay of AdamW, and of its compensated variant, whose state is in bf16."""
 SECOND_MOMENT = (
@@ -39,6 +39,11 @@ def optimizer(situation: Situation) -> Decision:
         source, reason = situation.source(KEY), _WRITTEN[value]
     elif kahan(situation):
         value, reason = KAHAN, "compensated (Kahan) sums: plain bf16 loses small updates"
+    elif trains_in_bf16(situation):
+        value, reason = (
+            SPLIT,
+            "exact fp32 masters in two halves, moments rounded by chance: 10 bytes a parameter",
+        )
     else:
         reason = "fp32 throughout" if dtype == "fp32" else f"fp32 masters of the {dtype} adapter"
         value = "adamw_fused_fp32"
@@ -52,7 +57,7 @@ def trains_in_bf16(situation: Situation) -> bool:
 
 def kahan(situation: Situation) -> bool:
     """True if AdamW with compensated (Kahan) sums updates bf16 weights."""
-    return situation.config.train.optimizer == "adamw" and trains_in_bf16(situation)
+    return situation.config.train.optimizer == "adamw" and trains_in_bf16(situation) and situation.on_gpu
 
 
 def rows(situation: Situation, kind: str) -> Iterator[Decision]:

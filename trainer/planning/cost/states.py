@@ -13,7 +13,7 @@ _STATE: dict[tuple[str, str], State] = {
     ("lora", "bf16"): (6, 6, 8, "bf16 with flat fp32 masters", "bf16, summed in flat fp32", _MOMENTS),
     ("lora", "fp16"): (6, 6, 8, "fp16 with flat fp32 masters", "fp16, summed in flat fp32", _MOMENTS),
     ("lora", "fp32"): _FP32,
-    ("full", "bf16"): (2, 2, 6, "bf16", "bf16", "two bf16 moments and the compensation"),
+    ("full", "bf16"): (2, 2, 6, "bf16", "bf16", "two moments and what rounding left, 16 bits each"),
     ("full", "fp32"): _FP32,
 }
 _OPTIMIZERS: dict[str, tuple[float, str]] = {

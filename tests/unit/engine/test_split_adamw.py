@@ -1,0 +1,244 @@
+"""AdamW with split masters beside torch's fp32 AdamW: weights, moments, decay, formats, old checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+
+from trainer.config.schema import TrainSection
+from trainer.engine.optimizing import split_adamw
+from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.split_adamw import (
+    decoded_first,
+    decoded_second,
+    encoded_first,
+    encoded_second,
+    joined,
+    split,
+)
+
+SIZE = 16 * 1024
+RATE = 1e-5
+KIND = "adamw_split_bf16"
+Gradients = Callable[[int], torch.Tensor]
+
+
+def noisy(scale: float = 1e-3, seed: int = 0) -> Gradients:
+    """Gradients with a part that stays and a part of chance, as bf16 has them."""
+    generator = torch.Generator().manual_seed(seed)
+    stays = torch.randn(SIZE, generator=generator)
+
+    def gradient(step: int) -> torch.Tensor:
+        chance = torch.Generator().manual_seed(1000 + step)
+        return (scale * (0.3 * stays + torch.randn(SIZE, generator=chance))).bfloat16()
+
+    return gradient
+
+
+class Beside:
+    """A bf16 parameter that our optimizer trains, and its fp32 twin that torch's does."""
+
+    def __init__(self, *, beta_2: float = 0.999, decay: float = 0.0, start: float = 0.02) -> None:
+        self.start = (start * torch.randn(SIZE, generator=torch.Generator().manual_seed(9))).bfloat16()
+        self.held = {"w": torch.nn.Parameter(self.start.clone())}
+        self.twin = torch.nn.Parameter(self.start.float())
+        train = TrainSection(adam_beta2=beta_2, weight_decay=decay, max_grad_norm=1e9)
+        self.updater = Updater(self.held, train, KIND)
+        self.oracle = torch.optim.AdamW([self.twin], lr=RATE, betas=(0.9, beta_2), weight_decay=decay)
+
+    def step(self, gradient: torch.Tensor, rate: float = RATE) -> None:
+        self.held["w"].grad, self.twin.grad = gradient, gradient.float()
+        self.oracle.param_groups[0]["lr"] = rate
+        self.updater.accumulate()
+        self.updater.step(rate, torch.tensor(1.0))
+        self.oracle.step()
+
+    @property
+    def master(self) -> torch.Tensor:
+        return joined(self.held["w"].detach(), self.updater.state()["w/low"])
+
+    @property
+    def error(self) -> float:
+        """Of the whole update, relative to it."""
+        wanted = self.twin.detach()
+        return float((self.master - wanted).norm() / (wanted - self.start.float()).norm())
+
+
+@pytest.mark.parametrize("beta_2", [0.99, 0.999])
+def test_weights_are_those_of_fp32_after_fifty_steps(beta_2: float) -> None:
+    both, gradient = Beside(beta_2=beta_2, decay=0.01), noisy()
+    for step in range(50):
+        both.step(gradient(step))
+    assert both.error < 2e-3
+    assert (both.held["w"].detach() != both.master.bfloat16()).float().mean() < 1e-3  # of two as near
+
+
+def test_the_second_moment_follows_gradients_that_fall_tenfold() -> None:
+    both, large, small = Beside(), noisy(1e-3), noisy(1e-4)
+    for step in range(900):
+        both.step((large if step < 150 else small)(step))
+    wanted = both.oracle.state[both.twin]["exp_avg_sq"]
+    found = decoded_second(both.updater.state()["w/exp_avg_sq"])
+    assert found.mean().item() == pytest.approx(wanted.mean().item(), rel=0.01)
+    assert (found.log() - wanted.log()).abs().median().item() < 0.02
+
+
+def test_weights_decay_as_those_of_fp32() -> None:
+    """Each step takes 1e-4 of a weight, which bf16 cannot tell."""
+    both, none = Beside(decay=0.1), torch.zeros(SIZE, dtype=torch.bfloat16)
+    for _ in range(500):
+        both.step(none, rate=1e-3)
+    shrunk = (both.master.norm() / both.start.float().norm()).item()
+    wanted = (both.twin.detach().norm() / both.start.float().norm()).item()
+    assert wanted == pytest.approx((1 - 1e-4) ** 500, rel=1e-3)
+    assert 1 - shrunk == pytest.approx(1 - wanted, rel=0.01)
+
+
+def test_clipping_is_part_of_the_step() -> None:
+    held = {"w": torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))}
+    twin = torch.nn.Parameter(torch.zeros(4))
+    updater = Updater(held, TrainSection(max_grad_norm=1.0, weight_decay=0.0), KIND)
+    oracle = torch.optim.AdamW([twin], lr=0.1, weight_decay=0.0)
+    for gradient in (torch.tensor([30.0, 40.0, 0.0, 0.0]), torch.tensor([0.25, 0.0, 0.5, 0.0])):
+        held["w"].grad, twin.grad = gradient.bfloat16(), gradient.clone()
+        torch.nn.utils.clip_grad_norm_([twin], 1.0)
+        updater.accumulate()
+        norm, _ = updater.step(0.1, torch.tensor(1.0))
+        assert norm.item() == gradient.norm().item()
+        oracle.step()
+    master = joined(held["w"].detach(), updater.state()["w/low"])
+    assert torch.allclose(master, twin.detach(), rtol=3e-3)
+
+
+def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained() -> Iterator[torch.Tensor]:
+        both, gradient = Beside(), noisy()
+        for step in range(3):
+            both.step(gradient(step))
+        yield from both.updater.state().values()
+        yield both.held["w"].detach()
+
+    whole = list(trained())
+    monkeypatch.setattr(split_adamw, "_CHUNK", 1000)
+    assert all(torch.equal(one, other) for one, other in zip(trained(), whole, strict=True))
+
+
+def test_a_gradient_that_lies_otherwise() -> None:
+    start = torch.randn(8, 6, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights = []
+    for turned in (False, True):
+        held = {"w": torch.nn.Parameter(start.clone())}
+        updater = Updater(held, TrainSection(), KIND)
+        gradient = torch.arange(48.0).reshape(8, 6).bfloat16()
+        held["w"].grad = gradient.t().contiguous().t() if turned else gradient
+        updater.step(1e-3, torch.tensor(1.0))
+        weights.append(held["w"].detach().clone())
+    assert torch.equal(*weights)
+
+
+# ---- formats
+
+
+def spread(count: int = 50_000) -> torch.Tensor:
+    """Values of both signs over the exponents that a moment may have."""
+    generator = torch.Generator().manual_seed(0)
+    signs = torch.randint(0, 2, (count,), generator=generator) * 2 - 1
+    return signs * (1 + torch.rand(count, generator=generator)) * torch.logspace(-14, 3, count)
+
+
+def test_halves_join_to_the_bit() -> None:
+    special = torch.tensor([0.0, -0.0, 1.0, -1.0, 1.00390625, 3.0e38, -1e-40, 2.0**-126])
+    for values in (spread(), special):
+        weight, low = split(values)
+        assert torch.equal(joined(weight, low).view(torch.int32), values.view(torch.int32))
+    weight, _ = split(spread())
+    assert (weight != spread().bfloat16()).float().mean() < 1e-3  # of two that are as near
+
+
+def test_moments_have_nine_bits_and_the_right_mean() -> None:
+    values, generator = spread(4000), torch.Generator().manual_seed(1)
+
+    def noise() -> torch.Tensor:
+        return torch.randint(0, 2**14, values.shape, generator=generator)
+
+    for encode, decode, wanted in (
+        (encoded_first, decoded_first, values),
+        (encoded_second, decoded_second, values.square()),
+    ):
+        found = torch.stack([decode(encode(wanted, noise())) for _ in range(400)])
+        assert ((found - wanted) / wanted).abs().max() < 2.0**-9
+        assert ((found.double().mean(0) - wanted) / wanted).abs().mean() < 1e-4
+        # a value that has nine bits is kept whatever chance says
+        again = found[0]
+        assert torch.equal(decode(encode(again, noise())), again)
+
+
+def test_moments_outside_of_their_exponents() -> None:
+    none = torch.zeros(4, dtype=torch.int64)
+    values = torch.tensor([0.0, 1e-30, 1e9, -1e9])
+    first = decoded_first(encoded_first(values, none))
+    assert first[:2].tolist() == [0.0, 0.0]
+    assert first[2] == -first[3] and 4000 < first[2] < 4096
+    second = decoded_second(encoded_second(torch.tensor([0.0, 1e-38, 1e7, 1e30]), none))
+    assert second[:2].tolist() == [0.0, 0.0]
+    assert second[2].item() == pytest.approx(1e7, rel=2.0**-9) and 1e8 < second[3] < 2**28
+
+
+def test_chance_differs_by_step_tensor_and_place() -> None:
+    like = torch.zeros(100_000)
+    one = split_adamw._noise(1, 0, 0, like)
+    assert torch.equal(split_adamw._noise(1, 0, 0, like), one)
+    assert torch.equal(split_adamw._noise(1, 0, 60_000, like[:40_000]), one[60_000:])
+    for other in (split_adamw._noise(2, 0, 0, like), split_adamw._noise(1, 1, 0, like), one.flip(0)):
+        for low in (0, 16):
+            parts = torch.stack([(each >> low & 0x3FFF).double() for each in (one, other)])
+            assert torch.corrcoef(parts)[0, 1].abs() < 0.02
+            assert parts.mean(1).sub(2**13).abs().max() < 60
+    halves = torch.stack([(one & 0x3FFF).double(), (one >> 16 & 0x3FFF).double()])
+    assert torch.corrcoef(halves)[0, 1].abs() < 0.02
+
+
+# ---- checkpoints of the optimizer before
+
+
+@pytest.mark.parametrize("settings", [{"adam_beta2": 0.99, "weight_decay": 0.0}, {}], ids=["its", "usual"])
+def test_a_checkpoint_with_compensated_sums_goes_on(settings: dict[str, float]) -> None:
+    """Beside fp32 AdamW that saw all gradients."""
+    gradient, start = noisy(), Beside().start
+    beta_2, decay = settings.get("adam_beta2", 0.999), settings.get("weight_decay", 0.01)
+    twin = torch.nn.Parameter(start.float())
+    oracle = torch.optim.AdamW([twin], lr=RATE, betas=(0.9, beta_2), weight_decay=decay)
+    held = {"w": torch.nn.Parameter(start.clone())}
+    old = Updater(held, TrainSection(max_grad_norm=1e9, **settings), "adamw_kahan_bf16")
+
+    def step(of: Updater, parameter: torch.nn.Parameter, number: int) -> None:
+        parameter.grad, twin.grad = gradient(number), gradient(number).float()
+        of.accumulate()
+        of.step(RATE, torch.tensor(1.0))
+        oracle.step()
+
+    for number in range(20):
+        step(old, held["w"], number)
+    weights = {name: one.clone() for name, one in old.weights().items()}
+    state = {name: one.clone() for name, one in old.state().items()}
+    exact = weights["w"].float() + state["w/kahan_comp"].float()
+
+    gone_on = {"w": torch.nn.Parameter(torch.zeros_like(start))}
+    updater = Updater(gone_on, TrainSection(max_grad_norm=1e9, **settings), KIND)
+    updater.load(weights, state, 20)
+    assert torch.equal(joined(gone_on["w"].detach(), updater.state()["w/low"]), exact)
+    wanted, found = (
+        oracle.state[twin]["exp_avg_sq"].mean(),
+        decoded_second(updater.state()["w/exp_avg_sq"]).mean(),
+    )
+    assert found.item() == pytest.approx(wanted.item(), rel=0.02)  # the old one's decay was 0.99
+    before = twin.detach().clone()
+    for number in range(20, 40):
+        step(updater, gone_on["w"], number)
+    moved, wanted_move = (
+        joined(gone_on["w"].detach(), updater.state()["w/low"]) - exact,
+        twin.detach() - before,
+    )
+    assert (moved - wanted_move).norm() / wanted_move.norm() < 0.02

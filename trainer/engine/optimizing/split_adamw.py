@@ -1,0 +1,197 @@
+"""AdamW for weights that are bf16 themselves, whose fp32 masters lie in two halves: 10 bytes a parameter.
+
+A master is the bf16 weight and the 16 bits that rounding left of it, exactly. Both moments have 16 bits too,
+rounded up or down by chance, so that their mean is right however little a step changes them: rounded to the
+nearest, a second moment would stand still under a decay of 0.999. bf16 would spend eight bits on exponents
+that no moment has: nine of these are digits here, so that the noise of rounding is a quarter of bf16's.
+
+    weight      bf16   upper half of the master, rounded to nearest
+    low         int16  master = (weight << 16) + low, as integers
+    exp_avg     int16  sign, 6 bits of exponent from 2^-52 on, 9 bits of fraction; 0 is zero
+    exp_avg_sq  int16  7 bits of exponent from 2^-100 on, 9 bits of fraction; 0 is zero
+
+Chance is a hash of (step, tensor, place): a run that goes on from a checkpoint has the bits of one that was
+never stopped. Parameters in fp32 have fp32 moments and nothing of this.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+
+MASTER, FIRST, SECOND, COMPENSATION = "low", "exp_avg", "exp_avg_sq", "kahan_comp"
+"""Keys of the state; the last one is of the optimizer that came before."""
+_DROPPED = 14
+"""Bits of fp32's fraction that a moment does not have."""
+_FIRST_FROM, _SECOND_FROM = 127 - 52, 127 - 100
+"""Smallest exponents of the moments, as fp32 counts them."""
+_FIRST_MOST, _SECOND_MOST = 0x7FFF, 0xFFFF
+_SIGN = 0x8000
+_CHUNK = 2**22
+"""Values that are updated together: a step needs some times their fp32 bytes."""
+_WORD = 0xFFFFFFFF
+
+
+class SplitAdamW:
+    """The optimizer of parameters by name, bf16 and fp32 ones."""
+
+    def __init__(
+        self,
+        parameters: Mapping[str, torch.nn.Parameter],
+        *,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        self._parameters = dict(parameters)
+        self._betas, self._eps, self._decay = betas, eps, weight_decay
+        self._state: dict[str, dict[str, torch.Tensor]] = {}
+        """By parameter; of those that had a gradient."""
+
+    @torch.no_grad()
+    def step(self, rate: float, number: int, factor: torch.Tensor, bad: torch.Tensor) -> None:
+        """Update by the parameters' gradients times `factor`, as step `number`, counted from 1.
+
+        `factor` and `bad` are scalars on the device, for which nothing waits; where `bad` is 1.0 nothing
+        changes.
+        """
+        first, second = self._betas
+        scale = 1.0 - first**number, (1.0 - second**number) ** 0.5
+        for place, (name, parameter) in enumerate(self._parameters.items()):
+            if parameter.grad is None:
+                continue
+            state = self._state.setdefault(name, _fresh(parameter))
+            tensors = {"weight": parameter.detach(), "gradient": parameter.grad, **state}
+            for start, chunk in _chunks(tensors):
+                gradient = chunk["gradient"].float() * factor
+                if MASTER in chunk:
+                    noise = _noise(number, place, start, gradient)
+                    master = joined(chunk["weight"], chunk[MASTER])
+                    moments = decoded_first(chunk[FIRST]), decoded_second(chunk[SECOND])
+                else:
+                    master, noise = chunk["weight"].clone(), None
+                    moments = chunk[FIRST].clone(), chunk[SECOND].clone()
+                one = moments[0].lerp_(gradient, 1.0 - first)
+                two = moments[1].mul_(second).addcmul_(gradient, gradient, value=1.0 - second)
+                master.mul_(1.0 - rate * self._decay)
+                master.addcdiv_(one, (two.sqrt() / scale[1]).add_(self._eps), value=-rate / scale[0])
+                new = {"weight": master, FIRST: one, SECOND: two}
+                if noise is not None:
+                    weight, low = split(master)
+                    codes = encoded_first(one, noise & 0x3FFF), encoded_second(two, (noise >> 16) & 0x3FFF)
+                    new = {"weight": weight, MASTER: low, FIRST: codes[0], SECOND: codes[1]}
+                for key, value in new.items():
+                    chunk[key].copy_(torch.where(bad == 0.0, value, chunk[key]))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """Tensors that a checkpoint holds, as `<parameter>/<key>`."""
+        return {f"{name}/{key}": held for name, own in self._state.items() for key, held in own.items()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
+        """Take the tensors of `state()`, or those of optimi's AdamW with compensated sums after so many
+        steps: the compensation becomes the lower half of the masters, and the moments, which it keeps free
+        of their bias towards zero (`optimi.utils.debias_beta`), get it.
+        """
+        by_name: dict[str, dict[str, torch.Tensor]] = {}
+        for label, value in state.items():
+            name, _, key = label.rpartition("/")
+            by_name.setdefault(name, {})[key] = value
+        for name, found in by_name.items():
+            parameter = self._parameters[name]
+            own = self._state[name] = _fresh(parameter)
+            if COMPENSATION in found:
+                master = parameter.detach().float() + found[COMPENSATION].to(parameter.device).float()
+                weight, low = split(master)
+                bias = zip((FIRST, SECOND), self._betas, strict=True)
+                first, second = (
+                    found[key].to(parameter.device).float() * (1.0 - beta**steps) for key, beta in bias
+                )
+                none = torch.zeros_like(low, dtype=torch.int64)
+                parameter.copy_(weight)
+                found = {
+                    MASTER: low,
+                    FIRST: encoded_first(first, none),
+                    SECOND: encoded_second(second, none),
+                }
+            for key, held in own.items():
+                held.copy_(found[key])
+
+
+def _fresh(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """State of a parameter before its first step."""
+    if parameter.dtype == torch.float32:
+        return {key: torch.zeros_like(parameter) for key in (FIRST, SECOND)}
+    assert parameter.dtype == torch.bfloat16, parameter.dtype
+    return {key: torch.zeros_like(parameter, dtype=torch.int16) for key in (MASTER, FIRST, SECOND)}
+
+
+def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
+    """Parts of tensors of one size, flat, each with the place of its first value."""
+    # a gradient may lie otherwise, and is only read
+    flat = {key: one.reshape(-1) if key == "gradient" else one.view(-1) for key, one in tensors.items()}
+    for start in range(0, tensors["weight"].numel(), _CHUNK):
+        yield start, {key: one[start : start + _CHUNK] for key, one in flat.items()}
+
+
+# ---- formats
+
+
+def joined(weight: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
+    """The fp32 masters of bf16 weights and their lower halves (int16)."""
+    return ((weight.view(torch.int16).int() << 16) + low.int()).view(torch.float32)
+
+
+def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(bf16 weights, lower halves) of fp32 masters: `joined` gives these again, to the bit."""
+    bits = master.view(torch.int32)
+    high = (bits + 0x8000) >> 16
+    return high.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def encoded_first(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """First moments (fp32) as int16, with `noise` (int64, 14 random bits) for rounding; 0 to round down."""
+    size = _code(values.abs(), _FIRST_FROM, _FIRST_MOST, noise)
+    return torch.where(values < 0, size | _SIGN, size).to(torch.int16)
+
+
+def decoded_first(codes: torch.Tensor) -> torch.Tensor:
+    """First moments in fp32."""
+    size = _value(codes.int() & _FIRST_MOST, _FIRST_FROM)
+    return torch.where(codes < 0, -size, size)
+
+
+def encoded_second(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """Second moments (fp32, not negative) as int16, with `noise` as `encoded_first`."""
+    return _code(values, _SECOND_FROM, _SECOND_MOST, noise).to(torch.int16)
+
+
+def decoded_second(codes: torch.Tensor) -> torch.Tensor:
+    """Second moments in fp32."""
+    return _value(codes.int() & _SECOND_MOST, _SECOND_FROM)
+
+
+def _code(values: torch.Tensor, lowest: int, most: int, noise: torch.Tensor) -> torch.Tensor:
+    bits = values.view(torch.int32).long() - (lowest << 23)
+    return ((bits + noise) >> _DROPPED).clamp(0, most)
+
+
+def _value(codes: torch.Tensor, lowest: int) -> torch.Tensor:
+    found = ((codes << _DROPPED) + (lowest << 23)).view(torch.float32)
+    return torch.where(codes == 0, torch.zeros_like(found), found)
+
+
+def _noise(step: int, place: int, start: int, like: torch.Tensor) -> torch.Tensor:
+    """32 random bits for each value (int64), by the step, the tensor's place and the value's own in it."""
+    number = (step * 0x9E3779B1 + place * 0x85EBCA77) & _WORD
+    seed = torch.full((), number, dtype=torch.int64, device=like.device)
+    own = torch.arange(start, start + like.numel(), device=like.device)
+    return _mixed(own & _WORD ^ _mixed(seed))
+
+
+def _mixed(words: torch.Tensor) -> torch.Tensor:
+    """32-bit words with every bit spread over all others (Wellons' lowbias32)."""
+    words = (words ^ (words >> 16)) * 0x7FEB352D & _WORD
+    words = (words ^ (words >> 15)) * 0x846CA68B & _WORD
+    return words ^ (words >> 16)
