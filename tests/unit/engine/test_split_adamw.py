@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing import split_adamw
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.optimizing.split_adamw import (
     decoded_first,
@@ -16,6 +15,8 @@ from trainer.engine.optimizing.split_adamw import (
     encoded_first,
     encoded_second,
     joined,
+    noise,
+    seed_of,
     split,
 )
 
@@ -121,7 +122,7 @@ def test_chunks_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         yield both.held["w"].detach()
 
     whole = list(trained())
-    monkeypatch.setattr(split_adamw, "_CHUNK", 1000)
+    monkeypatch.setattr("trainer.engine.optimizing.split_adamw._CHUNK", 1000)
     assert all(torch.equal(one, other) for one, other in zip(trained(), whole, strict=True))
 
 
@@ -187,11 +188,11 @@ def test_moments_outside_of_their_exponents() -> None:
 
 
 def test_chance_differs_by_step_tensor_and_place() -> None:
-    like = torch.zeros(100_000)
-    one = split_adamw._noise(1, 0, 0, like)
-    assert torch.equal(split_adamw._noise(1, 0, 0, like), one)
-    assert torch.equal(split_adamw._noise(1, 0, 60_000, like[:40_000]), one[60_000:])
-    for other in (split_adamw._noise(2, 0, 0, like), split_adamw._noise(1, 1, 0, like), one.flip(0)):
+    places = torch.arange(100_000)
+    one = noise(seed_of(1, 0), places)
+    assert torch.equal(noise(seed_of(1, 0), places), one)
+    assert torch.equal(noise(seed_of(1, 0), places[60_000:]), one[60_000:])
+    for other in (noise(seed_of(2, 0), places), noise(seed_of(1, 1), places), one.flip(0)):
         for low in (0, 16):
             parts = torch.stack([(each >> low & 0x3FFF).double() for each in (one, other)])
             assert torch.corrcoef(parts)[0, 1].abs() < 0.02

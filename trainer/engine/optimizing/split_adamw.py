@@ -16,10 +16,15 @@ never stopped. Parameters in fp32 have fp32 moments and nothing of this.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 
+if torch.version.cuda is not None:
+    from trainer.modeling.triton import split_adamw as kernel
+
+Words = TypeVar("Words", int, torch.Tensor)
 MASTER, FIRST, SECOND, COMPENSATION = "low", "exp_avg", "exp_avg_sq", "kahan_comp"
 """Keys of the state; the last one is of the optimizer that came before."""
 _DROPPED = 14
@@ -57,32 +62,23 @@ class SplitAdamW:
         changes.
         """
         first, second = self._betas
-        scale = 1.0 - first**number, (1.0 - second**number) ** 0.5
+        settings: dict[str, Any] = {
+            "betas": self._betas,
+            "keep": 1.0 - rate * self._decay,
+            "size": rate / (1.0 - first**number),
+            "scale": (1.0 - second**number) ** 0.5,
+            "eps": self._eps,
+        }
         for place, (name, parameter) in enumerate(self._parameters.items()):
             if parameter.grad is None:
                 continue
             state = self._state.setdefault(name, _fresh(parameter))
-            tensors = {"weight": parameter.detach(), "gradient": parameter.grad, **state}
-            for start, chunk in _chunks(tensors):
-                gradient = chunk["gradient"].float() * factor
-                if MASTER in chunk:
-                    noise = _noise(number, place, start, gradient)
-                    master = joined(chunk["weight"], chunk[MASTER])
-                    moments = decoded_first(chunk[FIRST]), decoded_second(chunk[SECOND])
-                else:
-                    master, noise = chunk["weight"].clone(), None
-                    moments = chunk[FIRST].clone(), chunk[SECOND].clone()
-                one = moments[0].lerp_(gradient, 1.0 - first)
-                two = moments[1].mul_(second).addcmul_(gradient, gradient, value=1.0 - second)
-                master.mul_(1.0 - rate * self._decay)
-                master.addcdiv_(one, (two.sqrt() / scale[1]).add_(self._eps), value=-rate / scale[0])
-                new = {"weight": master, FIRST: one, SECOND: two}
-                if noise is not None:
-                    weight, low = split(master)
-                    codes = encoded_first(one, noise & 0x3FFF), encoded_second(two, (noise >> 16) & 0x3FFF)
-                    new = {"weight": weight, MASTER: low, FIRST: codes[0], SECOND: codes[1]}
-                for key, value in new.items():
-                    chunk[key].copy_(torch.where(bad == 0.0, value, chunk[key]))
+            tensors = (parameter.detach(), *state.values(), parameter.grad.contiguous(), factor, bad)
+            if MASTER not in state:
+                update_fp32(*tensors, **settings)
+            else:
+                update = kernel.update if parameter.is_cuda else update_halves
+                update(*tensors, **settings, seed=seed_of(number, place))
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors that a checkpoint holds, as `<parameter>/<key>`."""
@@ -127,12 +123,62 @@ def _fresh(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
     return {key: torch.zeros_like(parameter, dtype=torch.int16) for key in (MASTER, FIRST, SECOND)}
 
 
-def _chunks(tensors: Mapping[str, torch.Tensor]) -> Iterator[tuple[int, dict[str, torch.Tensor]]]:
-    """Parts of tensors of one size, flat, each with the place of its first value."""
-    # a gradient may lie otherwise, and is only read
-    flat = {key: one.reshape(-1) if key == "gradient" else one.view(-1) for key, one in tensors.items()}
-    for start in range(0, tensors["weight"].numel(), _CHUNK):
-        yield start, {key: one[start : start + _CHUNK] for key, one in flat.items()}
+def update_halves(
+    weight: torch.Tensor,
+    low: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    gradient: torch.Tensor,
+    factor: torch.Tensor,
+    bad: torch.Tensor,
+    *,
+    seed: int,
+    **settings: Any,
+) -> None:
+    """Update contiguous tensors of one shape in place, as `triton.split_adamw.update` does in one kernel."""
+    tensors = [one.view(-1) for one in (weight, low, first, second, gradient)]
+    for start in range(0, weight.numel(), _CHUNK):
+        weight, low, first, second, gradient = (one[start : start + _CHUNK] for one in tensors)
+        master, one, two = joined(weight, low), decoded_first(first), decoded_second(second)
+        _adamw(master, one, two, gradient.float() * factor, **settings)
+        chance = noise(seed, torch.arange(start, start + weight.numel(), device=weight.device))
+        codes = encoded_first(one, chance & 0x3FFF), encoded_second(two, chance >> 16 & 0x3FFF)
+        for held, value in zip((weight, low, first, second), (*split(master), *codes), strict=True):
+            held.copy_(torch.where(bad == 0.0, value, held))
+
+
+def update_fp32(
+    weight: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    gradient: torch.Tensor,
+    factor: torch.Tensor,
+    bad: torch.Tensor,
+    **settings: Any,
+) -> None:
+    """Update a parameter and its moments, all in fp32."""
+    new = weight.clone(), first.clone(), second.clone()
+    _adamw(*new, gradient.float() * factor, **settings)
+    for held, value in zip((weight, first, second), new, strict=True):
+        held.copy_(torch.where(bad == 0.0, value, held))
+
+
+def _adamw(
+    master: torch.Tensor,
+    first: torch.Tensor,
+    second: torch.Tensor,
+    gradient: torch.Tensor,
+    *,
+    betas: tuple[float, float],
+    keep: float,
+    size: float,
+    scale: float,
+    eps: float,
+) -> None:
+    """AdamW in fp32, in place; the settings are `triton.split_adamw.update`'s."""
+    first.lerp_(gradient, 1.0 - betas[0])
+    second.mul_(betas[1]).addcmul_(gradient, gradient, value=1.0 - betas[1])
+    master.mul_(keep).addcdiv_(first, (second.sqrt() / scale).add_(eps), value=-size)
 
 
 # ---- formats
@@ -182,15 +228,20 @@ def _value(codes: torch.Tensor, lowest: int) -> torch.Tensor:
     return torch.where(codes == 0, torch.zeros_like(found), found)
 
 
-def _noise(step: int, place: int, start: int, like: torch.Tensor) -> torch.Tensor:
-    """32 random bits for each value (int64), by the step, the tensor's place and the value's own in it."""
-    number = (step * 0x9E3779B1 + place * 0x85EBCA77) & _WORD
-    seed = torch.full((), number, dtype=torch.int64, device=like.device)
-    own = torch.arange(start, start + like.numel(), device=like.device)
-    return _mixed(own & _WORD ^ _mixed(seed))
+# ---- chance
 
 
-def _mixed(words: torch.Tensor) -> torch.Tensor:
+def seed_of(step: int, place: int) -> int:
+    """32 random bits of a step and a tensor."""
+    return _mixed(step * 0x9E3779B1 + place * 0x85EBCA77 & _WORD)
+
+
+def noise(seed: int, places: torch.Tensor) -> torch.Tensor:
+    """32 random bits (int64) of each of a tensor's places (int64)."""
+    return _mixed(places & _WORD ^ seed)
+
+
+def _mixed(words: Words) -> Words:
     """32-bit words with every bit spread over all others (Wellons' lowbias32)."""
     words = (words ^ (words >> 16)) * 0x7FEB352D & _WORD
     words = (words ^ (words >> 15)) * 0x846CA68B & _WORD

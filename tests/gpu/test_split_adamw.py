@@ -1,0 +1,100 @@
+"""The kernel of split masters on a GPU: what plain torch computes, and what fp32 AdamW learns."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from trainer.config.schema import TrainSection
+from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.split_adamw import (
+    decoded_first,
+    decoded_second,
+    joined,
+    seed_of,
+    update_halves,
+)
+from trainer.modeling.vision import make_torchvision_importable
+
+make_torchvision_importable()
+pytestmark = pytest.mark.gpu
+DEVICE = "cuda"
+RATE, BETAS, KIND = 1e-5, (0.9, 0.999), "adamw_split_bf16"
+
+
+def gradient(count: int, step: int, scale: float = 1e-3) -> torch.Tensor:
+    stays = torch.randn(count, generator=torch.Generator(DEVICE).manual_seed(7), device=DEVICE)
+    chance = torch.randn(count, generator=torch.Generator(DEVICE).manual_seed(step), device=DEVICE)
+    return (scale * (0.3 * stays + chance)).bfloat16()
+
+
+def start(count: int) -> torch.Tensor:
+    generator = torch.Generator(DEVICE).manual_seed(0)
+    return (0.02 * torch.randn(count, generator=generator, device=DEVICE)).bfloat16()
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1_000_000])
+@pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
+def test_the_kernel_computes_what_plain_torch_does(count: int, gradients: torch.dtype) -> None:
+    from trainer.modeling.triton import split_adamw as kernel
+
+    def fresh() -> list[torch.Tensor]:
+        return [start(count), *(torch.zeros(count, dtype=torch.int16, device=DEVICE) for _ in range(3))]
+
+    ours, twin = fresh(), fresh()
+    factor = torch.tensor(0.7, device=DEVICE)
+    for step in range(1, 21):
+        bad = torch.tensor(float(step == 9), device=DEVICE)
+        given = gradient(count, step, 1e-3 if step < 12 else 1e-4).to(gradients)
+        scale = (1 - BETAS[1] ** step) ** 0.5
+        settings = {"betas": BETAS, "keep": 1 - 1e-7, "size": RATE / (1 - BETAS[0] ** step), "scale": scale}
+        before = [one.clone() for one in ours]
+        for update, tensors in ((kernel.update, ours), (update_halves, twin)):
+            update(*tensors, given, factor, bad, **settings, eps=1e-8, seed=seed_of(step, 3))
+        assert (step == 9) == all(map(torch.equal, before, ours))
+    # a product may be rounded once where plain torch rounds twice, and then a moment to the other side
+    torch.testing.assert_close(joined(*ours[:2]), joined(*twin[:2]), rtol=0.0, atol=5e-7)
+    torch.testing.assert_close(decoded_first(ours[2]), decoded_first(twin[2]), rtol=2**-8, atol=1e-12)
+    torch.testing.assert_close(decoded_second(ours[3]), decoded_second(twin[3]), rtol=2**-8, atol=1e-20)
+    if count > 1023:
+        assert sum((a != b).float().mean().item() for a, b in zip(ours[2:], twin[2:], strict=True)) < 0.01
+
+
+def test_beside_fp32_adamw_on_the_gpu() -> None:
+    count = 1_000_000
+    held, twin = torch.nn.Parameter(start(count)), torch.nn.Parameter(start(count).float())
+    settings = TrainSection(max_grad_norm=1e9)
+    updater = Updater({"w": held}, settings, KIND)
+    oracle = torch.optim.AdamW([twin], lr=RATE, betas=BETAS, weight_decay=0.01, fused=True)
+    for step in range(550):
+        held.grad = gradient(count, step, 1e-3 if step < 50 else 1e-4)
+        twin.grad = held.grad.float()
+        updater.accumulate()
+        updater.step(RATE, torch.tensor(1.0, device=DEVICE))
+        oracle.step()
+        if step == 49:
+            moved = joined(held.detach(), updater.state()["w/low"]) - start(count).float()
+            wanted = twin.detach() - start(count).float()
+            assert (moved - wanted).norm() / wanted.norm() < 2e-3
+    second = decoded_second(updater.state()["w/exp_avg_sq"]).mean().item()
+    assert second == pytest.approx(oracle.state[twin]["exp_avg_sq"].mean().item(), rel=0.01)
+
+
+def test_a_resume_on_the_gpu_is_exact() -> None:
+    def steps(updater: Updater, held: torch.nn.Parameter, numbers: range) -> None:
+        for step in numbers:
+            held.grad = gradient(5000, step)
+            updater.accumulate()
+            updater.step(RATE, torch.tensor(1.0, device=DEVICE))
+
+    whole, half, rest = (torch.nn.Parameter(start(5000)) for _ in range(3))
+    straight = Updater({"w": whole}, TrainSection(), KIND)
+    steps(straight, whole, range(10))
+    first = Updater({"w": half}, TrainSection(), KIND)
+    steps(first, half, range(5))
+    second = Updater({"w": rest}, TrainSection(), KIND)
+    second.load(first.weights(), first.state(), 5)
+    steps(second, rest, range(5, 10))
+    assert torch.equal(rest, whole)
+    for name, value in straight.state().items():
+        assert torch.equal(second.state()[name], value), name
