@@ -44,6 +44,7 @@ COLUMNS = (
 )
 SHARD_BYTES = 10 * 10**9
 _POOL_VALUES = 2**26
+_MEETING_SECONDS = 300.0
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -170,7 +171,14 @@ def load_one(spec: str, *, rank: int, size: int, place: str) -> dict[str, Any]:
     from trainer.modeling.storage.shared_memory import held_bytes
 
     context = jobs.make_context(spec)
-    with joined(rank, size, Path(place), device=context.plan.device) as ranks:
+    end = time.monotonic() + _MEETING_SECONDS
+
+    def look() -> None:
+        if time.monotonic() > end:
+            what = f"another process did not come within {_MEETING_SECONDS:.0f} s"
+            raise HardwareError(what, where="--ways", remedy="its lines above say why")
+
+    with joined(rank, size, Path(place), device=context.plan.device, look=look) as ranks:
         context = dataclasses.replace(context, ranks=ranks)
         apply_backend_settings(context)
         ranks.connect(context.device)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import statistics
 import subprocess
@@ -90,6 +91,12 @@ class Runs:
     def folder(self, name: str) -> Path:
         """Where a run's files lie."""
         return self._work / name
+
+    def fresh(self, name: str) -> None:
+        """Remove what an earlier command left of a run."""
+        for left in (self.folder(name), self.folder(f"{name}.runtime")):
+            shutil.rmtree(left, ignore_errors=True)
+        self.folder(f"{name}.txt").unlink(missing_ok=True)
 
     def run(
         self,
@@ -177,6 +184,7 @@ def stopped(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
     """Stopped at half by all GPUs, gone on with by one, stopped again, ended by all."""
     every, one = Start(gpus=options.gpus, steps=options.steps), Start(gpus=1, steps=options.steps)
     half, later = options.steps // 2, options.steps * 3 // 4
+    runs.fresh("stopped")
     for start, step in ((every, half), (one, later)):
         ended = runs.run("stopped", start, at_step=step, signal_of=terminate)
         fine = ended.code == ExitCode.STOPPED and ended.left == 0
@@ -188,6 +196,7 @@ def stopped(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
 def killed(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
     """The last rank is killed, and the run gone on with."""
     every = Start(gpus=options.gpus, steps=options.steps)
+    runs.fresh("killed")
     ended = runs.run("killed", every, at_step=options.steps // 3, signal_of=kill_last)
     fine = ended.code == KILLED and ended.left == 0 and ended.seconds < MOST_SECONDS
     word = f"rank {options.gpus - 1}: SIGKILL"
@@ -213,11 +222,15 @@ def launched(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
         "torchrun": replace(every, launcher=torchrun(options.gpus), launched=True),
         "accelerate launch": replace(every, launcher=accelerate(options.gpus, *others), launched=True),
     }
+    compares = False
     for name, start in ways.items():
+        runs.fresh(name)
         ended = runs.run(name, start)
         row = _row(runs, "launched", name, start, ended, fine=ended.code == 0, word="Proved: ", name=name)
         row["as it must"] = "yes" if row["as it must"] == "yes" and "Proved: " in ended.said else "no"
-        if name != "one" and row["as it must"] == "yes":
+        if name == "one":
+            compares = row["as it must"] == "yes"
+        elif compares and row["as it must"] == "yes":
             row["losses differ by"] = f"{_losses_differ(runs.rows(name), runs.rows('one')):.1e}"
             row["LoRA differs by"] = f"{_adapters_differ(runs.folder(name), runs.folder('one')):.1e}"
         yield row

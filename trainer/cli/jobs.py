@@ -51,8 +51,6 @@ _READY_FILE = "ready"
 _LOOK_SECONDS = 0.1
 _FREED_SECONDS = 20.0
 """Time in which a program that ended gives its GPU memory back."""
-_NEEDED = 0.9
-"""Share of the predicted memory without which a run cannot succeed: predictions are rather high."""
 
 
 def run_job(loaded: Loaded, facts: Facts, plan: Plan, job: Job, *, port: int | None = None) -> int:
@@ -209,12 +207,14 @@ def require_free_memory(plan: Plan, facts: Facts) -> None:
     Waits a moment for what has just ended.
     """
     end, told = time.monotonic() + _FREED_SECONDS, False
-    while short := planning.short_of_memory(plan, facts, share=_NEEDED):
+    while short := planning.short_of_memory(plan, facts, share=planning.NEEDED):
         if time.monotonic() >= end:
+            visible = environment.snapshot().get("CUDA_VISIBLE_DEVICES")
+            where = f", where GPU 0 is the first of CUDA_VISIBLE_DEVICES={visible}" if visible else ""
             remedy = (
-                "nvidia-smi shows which; end it, take other GPUs by CUDA_VISIBLE_DEVICES, or write less as"
+                f"nvidia-smi shows which{where}; end it, take other GPUs by CUDA_VISIBLE_DEVICES, or write"
+                " less as features.memory_budget"
             )
-            remedy += " features.memory_budget"
             raise HardwareError([Problem(what=one, where="GPU memory", remedy=remedy) for one in short])
         if not told:
             say(f"{short[0]}; waiting {_FREED_SECONDS:.0f} s for it", err=True)

@@ -102,14 +102,16 @@ def measure_links(loaded: Loaded, facts: Facts, *, anew: bool = False) -> Facts:
     """The facts with the way between the GPUs of each kind that has several, which decides whether they may
     share a base; as they are where one GPU or none trains.
 
-    Once for these GPUs, and with `anew` again. It needs no plan, because a plan may need it.
+    Once for these GPUs, and with `anew` again. It needs no plan, because a plan may need it. GPUs on which
+    other programs work are left alone, and left out of it.
     """
     config = loaded.config
     alone = config.method != "lora" or config.parallel.gpus == 1 or planning.requested_profile() == "cpu"
     visible = digest_of_visible(environment.snapshot())
-    for places in () if alone or facts.torch is None or facts.torch.cuda is None else facts.kinds:
-        here = facts.on(places)
-        known = here.link is not None and here.link.gpus == len(places)
+    for kind in () if alone or facts.torch is None or facts.torch.cuda is None else facts.kinds:
+        places = [place for place in kind if not facts.gpus[place].in_use]
+        here = facts.on(places or kind)
+        known = here.link is not None
         if len(places) < 2 or NO_PEER_ACCESS in here.gpu.name or (known and not anew):
             continue
         say(f"measuring once how {len(places)} {here.gpu.name} read each other's memory", err=True)

@@ -37,7 +37,7 @@ from trainer.engine.training.preview import draw_previews, drop_previews_after, 
 from trainer.errors import DataError, DivergedError, EndedTogether, PeerLostError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
-from trainer.modeling.storage.shared_memory import held_bytes
+from trainer.modeling.storage.shared_memory import peak_bytes
 from trainer.planning.kept_decisions import PLAN_FILE
 from trainer.telemetry import locks
 from trainer.telemetry.rundir import LOCK_FILE
@@ -91,11 +91,6 @@ def train(context: Context, samples: Samples, spec: Spec) -> None:
         _train(context, samples, spec)
 
 
-def _most_held() -> int:
-    """Bytes of this process's GPU; 0 on a CPU."""
-    return held_bytes() + torch.cuda.max_memory_reserved()
-
-
 def _train(context: Context, samples: Samples, spec: Spec) -> None:
     _require_one_set(context, samples)
     start = _start(context, samples)
@@ -112,7 +107,7 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     if context.device != "cpu":  # loading and training start from their own peak
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    context.status.device_memory = _most_held
+    context.status.device_memory = peak_bytes
     tracker = start_tracker(context) if context.ranks.first else None  # before minutes of loading
     context.ranks.connect(context.device)
     built = build(context, varies(context, entries))
@@ -197,8 +192,8 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
         if strip is not None:
             context.say(f"previews: {strip}")
             write_before_after(context, run.entries, step)
-    if context.device != "cpu":  # a plan that is wrong should be seen
-        plan, training = context.plan, _most_held()
+    if context.device != "cpu" and context.status.device_memory:  # a plan that is wrong should be seen
+        plan, training = context.plan, context.status.device_memory()
         parts = [
             f"{name} {measured / GIB:.1f} GiB (planned {sum(row.bytes for row in planned) / GIB:.1f})"
             for name, measured, planned in (

@@ -71,8 +71,8 @@ def query_gpus(
 
 def nvml_driver_version(libraries: tuple[str, ...] = LIBNVML) -> Version | None:
     """The driver's version from NVML, for hosts without /proc/driver/nvidia (WSL); None without an answer."""
-    library = _open(libraries)
-    if library is None or library.nvmlInit_v2() != 0:
+    library = _opened_nvml(libraries)
+    if library is None:
         return None
     buffer = ctypes.create_string_buffer(_NAME_BYTES)
     failed = library.nvmlSystemGetDriverVersion(buffer, ctypes.c_uint(_NAME_BYTES))
@@ -85,6 +85,15 @@ def _open(libraries: tuple[str, ...]) -> ctypes.CDLL | None:
         with contextlib.suppress(OSError):
             return ctypes.CDLL(library)
     return None
+
+
+def _opened_nvml(libraries: tuple[str, ...]) -> ctypes.CDLL | None:
+    """NVML, to be shut down; None where it is missing, does not answer, or is a stub for linking."""
+    library = _open(libraries)
+    try:
+        return library if library is not None and library.nvmlInit_v2() == 0 else None
+    except AttributeError:
+        return None
 
 
 def _gpu(library: ctypes.CDLL, index: int) -> Gpu:
@@ -104,19 +113,22 @@ def _gpu(library: ctypes.CDLL, index: int) -> Gpu:
 
 
 def _uuid(library: ctypes.CDLL, index: int) -> str:
-    """The GPU's name for NVML; of a slice of a GPU (MIG) it is none that NVML knows as a GPU's."""
+    """The GPU's name for NVML, or ""; of a slice of a GPU (MIG) it is none that NVML knows as a GPU's."""
     device, raw = (
         ctypes.c_int(_int(library, "cuDeviceGet", ctypes.c_int(index))),
         (ctypes.c_ubyte * _UUID_BYTES)(),
     )
-    _call(library, "cuDeviceGetUuid_v2", raw, device)
+    try:
+        _call(library, "cuDeviceGetUuid_v2", raw, device)
+    except (CudaCallError, AttributeError):  # drivers before 11.4 do not have it
+        return ""
     return f"GPU-{uuid.UUID(bytes=bytes(raw))}"
 
 
 def _free_memory(uuids: Sequence[str], libraries: tuple[str, ...]) -> tuple[int | None, ...]:
     """Free bytes of each GPU; None for those of which NVML does not tell."""
-    library = _open(libraries)
-    if library is None or library.nvmlInit_v2() != 0:
+    library = _opened_nvml(libraries)
+    if library is None:
         return (None,) * len(uuids)
     found: list[int | None] = []
     for one in uuids:

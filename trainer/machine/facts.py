@@ -175,6 +175,11 @@ class Facts:
         """The GPUs that are not at these places."""
         return tuple(gpu for place, gpu in enumerate(self.gpus) if place not in places)
 
+    def idle(self) -> Facts:
+        """The machine as if no other program used its GPUs."""
+        gpus = tuple(replace(gpu, free_memory_bytes=None) for gpu in self.gpus)
+        return replace(self, gpus=gpus)
+
     def on(self, places: Sequence[int]) -> Facts:
         """The machine as if only the GPUs at these places were visible, with what was measured on their kind.
 

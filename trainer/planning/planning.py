@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from trainer import families
 from trainer.config import environment
 from trainer.config.reading.load import Loaded, with_settings
 from trainer.config.schema import FeaturesSection, RunConfig, changed
-from trainer.errors import HardwareError, TrainerError
+from trainer.errors import ConfigError, HardwareError, TrainerError
 from trainer.families.family import Family
 from trainer.families.values import AttentionShape
 from trainer.files.weight_files import weight_files
@@ -32,6 +33,9 @@ from trainer.planning.shapes.run_shapes import component_base, component_config,
 from trainer.planning.shapes.set_look import seen, shapes_of
 from trainer.planning.torch_and_driver import require_memory_kind
 from trainer.words.sizes import gib
+
+NEEDED = 0.9
+"""Share of the predicted memory without which a run cannot succeed: predictions are rather high."""
 
 
 def predict(config: RunConfig, facts: Facts, requested_profile: str = "auto") -> Plan:
@@ -69,7 +73,6 @@ def plan_run(
     folder = (find_model or local_folder)(config)
     told = check_base(family, loaded, folder) if folder is not None else ()
     kinds = _kinds(facts, requested_profile, unified)
-    free, in_use = _free_ones(kinds, facts, config)
 
     def changed_by(values: Mapping[str, Any]) -> RunConfig:
         changed = with_settings(loaded, values)
@@ -80,18 +83,19 @@ def plan_run(
     common = Situation(
         config=config,
         facts=facts,
-        profile=free[0].profile,
+        profile=kinds[0].profile,
         sources=loaded.sources,
         sized=_geometries(family, loaded, folder, caption_tokens),
         environ=environment.snapshot(),
         disk=disk_of(weights_folder(family, folder)),
         goes_on=loaded.goes_on,
     )
-    machines = [
-        (_on(common, kind, in_use), Decision("profile", kind.profile.name, source, kind.reason))
-        for kind in free
-    ]
-    plan = resolve(machines, changed_by, offload=not no_offload)
+
+    def resolved(left_out: Set[int]) -> Plan:
+        machines = _situations(common, kinds, left_out, source)
+        return resolve(machines, changed_by, offload=not no_offload)
+
+    plan = _beside_others(resolved, kinds, facts) if config.parallel.gpus == "auto" else resolved(frozenset())
     rows = base_rows(family, config, folder) if is_repository(config) else ()
     warnings = (*plan.warnings, *told, *short_of_memory(plan, facts))
     return dataclasses.replace(plan, decisions=(*plan.decisions, *rows), warnings=warnings)
@@ -99,49 +103,90 @@ def plan_run(
 
 def short_of_memory(plan: Plan, facts: Facts, *, share: float = 1.0) -> tuple[str, ...]:
     """A sentence for each GPU of the plan with less free memory than this share of what the plan needs."""
-    if plan.device != "cuda" or facts.wsl:  # Windows makes room
-        return ()
-    needed, told = plan.peak_bytes, list[str]()
-    for place in plan.devices:
-        free, total = facts.gpus[place].free_memory_bytes, facts.gpus[place].total_memory_bytes
-        if free is not None and free < share * needed:
-            have = f"GPU {place} has {gib(free)} of its {gib(total)} free"
-            told.append(f"{have}, and the run needs {gib(needed)}: another program uses it")
+    told, needed = list[str](), gib(plan.peak_bytes)
+    for place in _short(plan, facts, share):
+        if place >= len(facts.gpus):
+            told.append(f"GPU {place} is gone: {len(facts.gpus)} are visible now")
+            continue
+        gpu = facts.gpus[place]
+        have = f"GPU {place} has {gib(_free(gpu))} of its {gib(gpu.total_memory_bytes)} free"
+        told.append(f"{have}, and the run needs {needed}: another program uses it")
     return tuple(told)
 
 
-def _free_ones(
-    kinds: Sequence[Selected], facts: Facts, config: RunConfig
-) -> tuple[Sequence[Selected], tuple[tuple[int, Gpu], ...]]:
-    """The kinds without the GPUs that others work on, and these with their places.
+def _short(plan: Plan, facts: Facts, share: float) -> list[int]:
+    """Places of the plan's GPUs with less free memory than this share of what it needs."""
+    if plan.device != "cuda" or facts.wsl:  # Windows makes room
+        return []
+    found = list[int]()
+    for place in plan.devices:
+        free = facts.gpus[place].free_memory_bytes if place < len(facts.gpus) else 0
+        if free is not None and free < share * plan.peak_bytes:
+            found.append(place)
+    return found
 
-    Where no GPU is free, and where the number of GPUs was written, all may be taken, the free ones first.
+
+def _beside_others(resolved: Callable[[Set[int]], Plan], kinds: Sequence[Selected], facts: Facts) -> Plan:
+    """The plan for GPUs on which no other program works, where such are as good and the run fits them; else
+    for those that have the memory it needs.
     """
-    used = {place for place, gpu in enumerate(facts.gpus) if gpu.in_use}
-    rest = [_at(kind, facts, [place for place in kind.places if place not in used]) for kind in kinds]
-    if config.parallel.gpus == "auto" and (left := [one for one in rest if one.places]):
-        return left, tuple((place, facts.gpus[place]) for place in sorted(used))
-    return [_at(kind, facts, sorted(kind.places, key=used.__contains__)) for kind in kinds], ()
+    places = {place for kind in kinds for place in kind.places}
+    in_use = {place for place in places if facts.gpus[place].in_use}
+    most = max((_free(facts.gpus[place]) for place in places - in_use), default=-1)
+    left_out: Set[int] = {place for place in in_use if _free(facts.gpus[place]) <= most}
+    try:
+        plan = resolved(left_out)
+    except (HardwareError, ConfigError):
+        if not left_out:
+            raise
+        left_out = frozenset()
+        plan = resolved(left_out)
+    while (short := set(_short(plan, facts, NEEDED))) and places - left_out - short:
+        left_out = left_out | short
+        try:
+            plan = resolved(left_out)
+        except (HardwareError, ConfigError):  # they take less than the run needs: told of those that were
+            return plan
+    return plan
 
 
-def _at(kind: Selected, facts: Facts, places: Sequence[int]) -> Selected:
-    """The kind with these of its GPUs, in this order."""
-    if tuple(places) == kind.places:
-        return kind
-    return dataclasses.replace(kind, facts=facts.on(places), places=tuple(places))
+def _free(gpu: Gpu) -> int:
+    """Bytes that nobody uses, as far as is known."""
+    return gpu.total_memory_bytes if gpu.free_memory_bytes is None else gpu.free_memory_bytes
 
 
-def _on(situation: Situation, kind: Selected, in_use: tuple[tuple[int, Gpu], ...]) -> Situation:
-    """The situation with the GPUs of one kind of those in its facts."""
-    used = tuple(place for place, _ in in_use)
-    return dataclasses.replace(
-        situation,
-        facts=kind.facts,
-        profile=kind.profile,
-        devices=kind.places,
-        others=situation.facts.besides((*kind.places, *used)) if kind.places else (),
-        in_use=in_use if kind.places else (),
-    )
+def _without(kinds: Sequence[Selected], facts: Facts, left_out: Set[int]) -> list[Selected]:
+    """The kinds without some GPUs; of each the free ones first, then those that have the most memory left."""
+
+    def order(place: int) -> int:
+        return -_free(facts.gpus[place]) if facts.gpus[place].in_use else -sys.maxsize
+
+    found = list[Selected]()
+    for kind in kinds:
+        places = tuple(sorted((one for one in kind.places if one not in left_out), key=order))
+        if places == kind.places:
+            found.append(kind)
+        elif places:
+            found.append(dataclasses.replace(kind, facts=facts.on(places), places=places))
+    return found
+
+
+def _situations(
+    common: Situation, kinds: Sequence[Selected], left_out: Set[int], source: str
+) -> list[tuple[Situation, Decision]]:
+    """The situation on the GPUs of each kind without some, with the row of its profile."""
+    facts, found = common.facts, list[tuple[Situation, Decision]]()
+    for kind in _without(kinds, facts, left_out):
+        situation = dataclasses.replace(
+            common,
+            facts=kind.facts,
+            profile=kind.profile,
+            devices=kind.places,
+            others=facts.besides((*kind.places, *left_out)) if kind.places else (),
+            in_use=tuple((place, facts.gpus[place]) for place in sorted(left_out)),
+        )
+        found.append((situation, Decision("profile", kind.profile.name, source, kind.reason)))
+    return found
 
 
 def _kinds(facts: Facts, requested_profile: str, unified: bool | None) -> list[Selected]:
@@ -215,9 +260,8 @@ def may_be_planned(config: RunConfig, values: Mapping[str, Any], facts: Facts | 
     try:
         facts = facts or machine_facts()
         memory = dataclasses.replace(facts.memory, available_bytes=facts.memory.total_bytes)
-        gpus = tuple(dataclasses.replace(gpu, free_memory_bytes=None) for gpu in facts.gpus)
         changed = with_settings(Loaded(config=config, sources=sources), values)
-        plan_run(changed, dataclasses.replace(facts, memory=memory, gpus=gpus), requested_profile())
+        plan_run(changed, dataclasses.replace(facts.idle(), memory=memory), requested_profile())
     except TrainerError:
         return False
     return True

@@ -59,7 +59,9 @@ def _of_all(situation: Situation) -> Iterator[_Ours]:
     yield DEVICE_ORDER, BY_SLOT, "GPUs have the numbers that nvidia-smi gives them"
     facts = situation.facts
     older = facts.driver is None or facts.driver < _SAYS_SO_ITSELF
-    names = (gpu.name for gpu in (*facts.gpus, *situation.others))
+    # of all that are visible: accelerate looks at each
+    gpus = (*facts.gpus, *situation.others, *(gpu for _, gpu in situation.in_use))
+    names = [gpu.name for gpu in gpus]
     if older and any(_NO_PEER_ACCESS in name for name in names):
         wanted = f"accelerate wants it for RTX 40 with a driver before {driver_text(_SAYS_SO_ITSELF)}"
         yield "NCCL_P2P_DISABLE", "1", f"GPUs send through host memory; {wanted}"

@@ -53,6 +53,9 @@ class Fake(stops.Runs):
     def __init__(self, **ended: Any) -> None:
         self.ended = {"code": 0, "seconds": 0.0, "said": "", "left": 0} | ended
 
+    def fresh(self, name: str) -> None:
+        pass
+
     def run(self, *_: Any, **__: Any) -> stops.Ended:
         return stops.Ended(**self.ended)
 

@@ -291,6 +291,21 @@ def test_the_way_between_gpus_is_measured_once(gpu: Machine, pair: list[Sequence
     assert len(pair) == 2, "the command that measures measures anew"
 
 
+def test_gpus_that_others_use_are_left_alone(gpu: Machine, pair: list[Sequence[str]]) -> None:
+    """Measuring takes memory of them, and time of who works there."""
+    one = gpu.facts.gpus[0]
+    busy = dataclasses.replace(one, free_memory_bytes=one.total_memory_bytes // 2)
+    gpu.facts = dataclasses.replace(gpu.facts, gpus=(busy, one, busy, one))
+    found = measure.measure_links(config(), gpu.facts)
+    assert pair == [["cuda:1", "cuda:3"]]
+    assert found.on((1, 3)).link == LINK and found.on((0, 1, 2)).link is None
+    measure.measure_links(config(), found)
+    measure.measure_links(config(), dataclasses.replace(found, gpus=(busy, one)))
+    assert len(pair) == 1, "a verdict on these, and one alone"
+    measure.measure_links(config(), found.idle())
+    assert pair[1:] == [["cuda:0", "cuda:1", "cuda:2", "cuda:3"]], "none on so many"
+
+
 @pytest.mark.parametrize("changes", [["parallel.gpus=1"], ["method=full"]])
 def test_a_run_on_one_gpu_measures_no_way(
     gpu: Machine, pair: list[Sequence[str]], changes: Sequence[str]

@@ -129,7 +129,8 @@ int cuDeviceGetName(char *s, int n, int d) { strncpy(s, seen, n); return 0; }
 int cuDeviceTotalMem_v2(size_t *b, int d) { *b = 130674946048ul; return 0; }
 int cuDeviceGetAttribute(int *v, int a, int d)
 { *v = a == 75 ? 12 : a == 76 ? 1 : a == 18 ? !getenv("FAKE_OWN_MEMORY") : -1; return 0; }
-int cuDeviceGetUuid_v2(unsigned char *u, int d) { for (int i = 0; i < 16; i++) u[i] = 16 * i + d; return 0; }
+int cuDeviceGetUuid_v2(unsigned char *u, int d)
+{ if (getenv("FAKE_NO_UUID")) return 801; for (int i = 0; i < 16; i++) u[i] = 16 * i + d; return 0; }
 int cuGetErrorName(int e, const char **s) { *s = "CUDA_ERROR_NO_DEVICE"; return 0; }
 """
 
@@ -192,6 +193,21 @@ def test_free_memory_is_asked_by_the_gpus_name(
             assert (gpu.free_memory_bytes, gpu.in_use) == (None, False)
     (gpu,) = driver.query_gpus((libcuda,), ("libnothing.so.1",)).gpus
     assert gpu.free_memory_bytes is None
+
+
+def test_a_driver_that_cannot_name_a_gpu_still_shows_it(
+    libcuda: str, nvml: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FAKE_OWN_MEMORY", "1")
+    older = compiled(tmp_path, "oldcuda", FAKE_LIBCUDA.replace("cuDeviceGetUuid_v2", "cuDeviceGetUuid"))
+    stub = compiled(tmp_path, "stubnvml", "int nvmlErrorString(int e) { return 0; }")
+    for library, manager in ((older, nvml), (libcuda, stub)):
+        (gpu,) = driver.query_gpus((library,), (manager,)).gpus
+        assert (gpu.name, gpu.free_memory_bytes) == ("NVIDIA GB10", None)
+    assert driver.nvml_driver_version((stub,)) is None
+    monkeypatch.setenv("FAKE_NO_UUID", "1")
+    (gpu,) = driver.query_gpus((libcuda,), (nvml,)).gpus
+    assert (gpu.name, gpu.free_memory_bytes) == ("NVIDIA GB10", None)
 
 
 def test_shared_memory_is_the_hosts_and_not_asked_for(libcuda: str, nvml: str) -> None:

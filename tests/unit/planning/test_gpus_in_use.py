@@ -97,6 +97,50 @@ def test_a_kind_that_is_in_use_gives_way_to_one_that_is_free() -> None:
     assert f"in use by other programs: GPU {place}" in gpus_row(plan)
 
 
+def test_of_several_in_use_those_with_the_memory_train() -> None:
+    used = {0: 120.0, 1: 20.0}
+    plan = planned(server(used, "several/h200-x2"))
+    assert (plan.devices, plan.warnings) == ((1,), ())
+    assert "left out, in use by other programs: GPU 0 (120.5" in gpus_row(plan)
+    assert planned(server(used, "several/h200-x2"), parallel__gpus=1).devices == (1,)
+
+
+def test_where_none_has_the_memory_it_is_told_of_those_that_would_train() -> None:
+    plan = planned(server({0: 120.0, 1: 120.0}, "several/h200-x2"))
+    assert plan.devices == (0, 1)
+    assert len(plan.warnings) == 2
+
+
+def test_a_larger_gpu_with_a_display_is_still_the_larger_one() -> None:
+    """A desktop takes more than a tenth of 24 GiB, and leaves more than a smaller GPU has."""
+    facts = read_recorded(MACHINES / "several" / "rtx-3060-and-4090.json")
+    (place,) = facts.kinds[0]
+    plan = planned(server({place: 2.5}, "several/rtx-3060-and-4090"))
+    assert plan.devices == (place,)
+    assert "with the most memory" in gpus_row(plan)
+
+
+def test_a_run_that_only_fits_a_gpu_in_use_is_planned_for_that() -> None:
+    facts = read_recorded(MACHINES / "several" / "rtx-3060-and-4090.json")
+    (place,) = facts.kinds[0]
+    used = server({place: 12.0}, "several/rtx-3060-and-4090")
+    plan = planned(used, features__memory_budget="16GiB")
+    assert plan.devices == (place,)
+    assert len(plan.warnings) == 1 and "another program uses it" in plan.warnings[0]
+
+
+def test_the_smaller_gpu_is_not_said_to_have_the_most_memory() -> None:
+    facts = read_recorded(MACHINES / "several" / "rtx-3060-and-4090.json")
+    (place,) = facts.kinds[0]
+    plan = planned(server({place: 12.0}, "several/rtx-3060-and-4090"))
+    assert "with the most memory" not in gpus_row(plan)
+
+
+def test_what_others_use_is_not_recorded() -> None:
+    facts = server({0: 60.0})
+    assert facts.idle() == server({}).idle() == read_recorded(MACHINES / "several" / "h200-x8.json")
+
+
 def test_a_plan_for_more_than_is_free_is_told() -> None:
     facts = server({0: 120.0}, "several/h200-x2")
     plan = planned(dataclasses.replace(facts, gpus=facts.gpus[:1]))
@@ -134,3 +178,9 @@ def test_training_waits_for_memory_that_is_given_back_and_then_refuses(
         jobs.require_free_memory(plan, used)
     assert "CUDA_VISIBLE_DEVICES" in str(refused.value)
     assert 23 < clock.now < 24
+    gone = dataclasses.replace(used, gpus=())
+    monkeypatch.setattr(planning, "machine_facts", lambda: gone)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    with pytest.raises(HardwareError, match="GPU 0 is gone: 0 are visible now") as refused:
+        jobs.require_free_memory(plan, used)
+    assert "where GPU 0 is the first of CUDA_VISIBLE_DEVICES=2,3" in str(refused.value)

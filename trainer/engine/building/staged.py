@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+
+import torch
 
 from trainer.engine.building.model import Model
 from trainer.engine.context import Context, limit_memory
@@ -15,7 +18,7 @@ from trainer.modeling.base.load import Readers
 from trainer.modeling.blocks.recompute import Blocks
 from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
 from trainer.modeling.storage.peer_blocks import PeerMemory
-from trainer.modeling.storage.shared_memory import held_bytes
+from trainer.modeling.storage.shared_memory import held_bytes, peak_bytes
 from trainer.modeling.storage.staging import Home, Staged
 from trainer.planning.plan import Plan
 from trainer.words.sizes import gib
@@ -53,6 +56,10 @@ def with_staged_blocks(context: Context, model: Model) -> Model:
         peers = _peers(context, model, blocks)
         staged = Staged(peers, device, closed=plan.cuda_graphs)
         if plan.device == "cuda":
+            # the blocks of this rank were torch's while they were loaded, and are counted apart now
+            loading = torch.cuda.max_memory_reserved()
+            torch.cuda.reset_peak_memory_stats()
+            context.status.device_memory = functools.partial(peak_bytes, loading)
             limit_memory(context, held_bytes())
         where = f"lie with {size} ranks in turn ({gib(peers.own_bytes)} with this one)"
     context.say(f"{len(blocks)} blocks {where} and pass through {gib(staged.device_bytes)} of the device's")

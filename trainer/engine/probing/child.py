@@ -61,9 +61,13 @@ class Child:
         lines = [line for line in output.splitlines() if line.startswith("{") and line.endswith("}")]
         return Answer(code=code, rows=[json.loads(line) for line in lines], errors=errors)
 
-    def end(self) -> None:
-        """Kill the process; does nothing where it has ended already."""
+    def kill(self) -> None:
+        """Kill the process, which another thread may be asking: that one gets its answer at once."""
         self._process.kill()
+
+    def end(self) -> None:
+        """Kill the process and wait for its end; does nothing where it has ended already."""
+        self.kill()
         self._process.communicate()
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 TIMEOUT_SECONDS = 90.0
 COPIED_BYTES = 2**28
-"""Bytes that each reads of the next one at a time."""
+"""Bytes that each reads of another one at a time."""
 _TIMES = 8
 _LOOPBACK = {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}
 # odd numbers: every byte of a pattern depends on its place and its owner
@@ -37,7 +37,8 @@ _STEP, _OWNER = 2_654_435_761, 40_503
 def probe_link(
     devices: Sequence[str], environment: Mapping[str, str], visible: str = ""
 ) -> tuple[bool, LinkVerdict]:
-    """The verdict on the way between these devices; a crash, a hang or a wrong byte is one too.
+    """The verdict on the way between these devices; a crash, a hang or a wrong byte is one too, from where
+    the processes have met.
 
     The flag is False for a failure that says nothing of the way. `visible` stands for the variables that
     chose the devices.
@@ -55,15 +56,15 @@ def probe_link(
                 for child, request in zip(children, asked, strict=True)
             ]
             answers = [one.result() for one in waiting]
-        finally:
+        finally:  # a signal may have ended this thread's wait: the pool's threads are there still
             for child in children:
-                child.end()
+                child.kill()
     return is_settled(answers), judge(answers, visible)
 
 
 def is_settled(answers: Sequence[Answer]) -> bool:
-    """False where a process ended by an accident, or had not even begun when the time ran out."""
-    return not any(is_accident(one) or (one.code is None and not one.rows) for one in answers)
+    """False where a process ended by an accident, or before it had met the others."""
+    return all(one.rows for one in answers) and not any(is_accident(one) for one in answers)
 
 
 def judge(answers: Sequence[Answer], visible: str = "") -> LinkVerdict:
@@ -81,7 +82,7 @@ def judge(answers: Sequence[Answer], visible: str = "") -> LinkVerdict:
         reason = f"the probe failed: {last_words(failed.errors) or ended}"
     works = not reason and rate > 0.0
     size = f"{COPIED_BYTES >> 20} MiB"
-    copied = f"each read {size} of the next one's memory, all at once, and every byte was right"
+    copied = f"each read {size} of every other one's memory, all at once, and every byte was right"
     return LinkVerdict(
         gpus=len(answers),
         visible=visible,
@@ -102,9 +103,10 @@ def print_link(rank: int, size: int, place: Path, device: str) -> None:
 
     try:
         with joined(rank, size, place, device=device) as ranks:
+            print(json.dumps({"met": size}), flush=True)  # what fails from here on is of the way
             ranks.connect(device)
             print(json.dumps({"exchange_ms": _exchange_ms(ranks, device)}), flush=True)
-            print(json.dumps(_read_next(ranks, device)), flush=True)
+            print(json.dumps(_read_others(ranks, device)), flush=True)
     except HardwareError as error:
         print(json.dumps({"trouble": error.problems[0].what}), flush=True)
 
@@ -125,33 +127,48 @@ def _exchange_ms(ranks: Ranks, device: str) -> float:
     return _timed(once, device)
 
 
-def _read_next(ranks: Ranks, device: str) -> dict[str, object]:
-    """The rate at which this device reads the next one's memory, or what is wrong. Raises HardwareError where
-    it cannot.
+def _read_others(ranks: Ranks, device: str) -> dict[str, object]:
+    """The rate at which this device reads the others' memory, the slowest one's, or what is wrong. Raises
+    HardwareError where it cannot.
+
+    One after another, at every distance, so that each pair is copied in both directions, as runs on fewer of
+    these GPUs read too.
     """
     import torch
 
     from trainer.modeling.storage.shared_memory import Memory, open_offer, share
 
-    on, following = torch.device(device), (ranks.rank + 1) % ranks.size
-    opened: list[Memory] = []
+    on = torch.device(device)
     memory, offer = share(COPIED_BYTES, on)
     memory.bytes.copy_(_pattern(ranks.rank, device))
     target = torch.empty_like(memory.bytes)
     if device != "cpu":
         torch.cuda.synchronize()
-    offers = ranks.gathered(offer)
-    ranks.agreed(lambda: opened.append(open_offer(offers[following], on)))
-    source = opened[0].bytes
-    milliseconds = _timed(lambda: target.copy_(source, non_blocking=True), device)
-    right = ranks.gathered(bool(torch.equal(target, _pattern(following, device))))
-    opened[0].close()
-    ranks.meet()
+    offers, slowest = ranks.gathered(offer), 0.0
+    for distance in range(1, ranks.size):
+        opened: list[Memory] = []
+        other = (ranks.rank + distance) % ranks.size
+
+        def open_one(into: list[Memory] = opened, number: int = other) -> None:
+            into.append(open_offer(offers[number], on))
+
+        ranks.agreed(open_one)
+        source = opened[0].bytes
+
+        def copy(source: torch.Tensor = source) -> None:
+            target.copy_(source, non_blocking=True)
+
+        slowest = max(slowest, _timed(copy, device))
+        right = ranks.gathered(bool(torch.equal(target, _pattern(other, device))))
+        opened[0].close()
+        ranks.meet()
+        if not all(right):
+            wrong = right.index(False)
+            from_gpu = (wrong + distance) % ranks.size
+            memory.close()
+            return {"trouble": f"GPU {wrong} read other bytes from GPU {from_gpu} than lie there"}
     memory.close()
-    if all(right):
-        return {"gib_per_second": COPIED_BYTES / 2**30 / (1e-3 * milliseconds)}
-    wrong = right.index(False)
-    return {"trouble": f"GPU {wrong} read other bytes from GPU {(wrong + 1) % ranks.size} than lie there"}
+    return {"gib_per_second": COPIED_BYTES / 2**30 / (1e-3 * slowest)}
 
 
 def _pattern(owner: int, device: str) -> torch.Tensor:

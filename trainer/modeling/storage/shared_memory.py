@@ -57,6 +57,13 @@ def held_bytes() -> int:
     return sum(_held.values())
 
 
+def peak_bytes(before: int = 0) -> int:
+    """Most memory of a GPU that this process has held since torch's statistics were reset, and at least
+    `before`; 0 on a CPU.
+    """
+    return max(before, held_bytes() + torch.cuda.max_memory_reserved())
+
+
 def share(count: int, device: torch.device) -> tuple[Memory, Offer]:
     """`count` bytes on the device, and their offer; readers must have closed them before they are closed.
 

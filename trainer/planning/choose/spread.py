@@ -73,7 +73,8 @@ def spreads(machines: Sequence[tuple[Situation, Decision]]) -> list[Spread]:
 def _spread(situation: Situation, row: Decision, kind: int, count: int, chosen: RunConfig) -> Spread:
     gpus, devices = situation.facts.gpus, situation.devices or tuple(range(len(situation.facts.gpus)))
     own = max((gpu.total_memory_bytes for gpu in gpus), default=0)
-    others = max((gpu.total_memory_bytes for gpu in situation.others), default=0)
+    rest = (*situation.others, *(gpu for _, gpu in situation.in_use))
+    others = max((gpu.total_memory_bytes for gpu in rest), default=0)
     split = None
     if chosen is not situation.config:
         split = batching.row(chosen, situation.config, f"cannot be shared by {count} processes")
