@@ -1,8 +1,9 @@
-"""`trainer sample` draws what the run that made the LoRA drew at its end."""
+"""`trainer sample` draws what the run that made the LoRA, or the model, drew at its end."""
 
 from __future__ import annotations
 
 import dataclasses
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from tests.contract.conftest import Finished
 from tests.contract.loaders import lora_file
-from tests.contract.runs import LORA_CASES, STEPS, Case
+from tests.contract.runs import FULL_CASES, LORA_CASES, STEPS, Case, fewer
 from trainer.engine import run
 from trainer.engine.context import Context
 from trainer.engine.results.pictures import before_after, read_png, row
@@ -51,5 +52,36 @@ def test_base_and_lora_alone_and_in_one_picture(
             output_file=str(tmp_path / "out.png"),
         )
         # a family that edits is told which pictures: no samples are read here
+        run.sample_once(with_controls(done), spec)
+        assert read_png(tmp_path / "out.png")[0].tobytes() == picture.tobytes()
+
+
+@pytest.mark.parametrize("case", fewer(FULL_CASES), ids=str)
+def test_a_full_fine_tune_alone_and_below_its_base(
+    case: Case, finished: Callable[[Case], Finished], tmp_path: Path
+) -> None:
+    done = finished(case)
+    captions = done.job.context.config.validation.prompts
+    base, result = (
+        [read_png(image)[0] for image in sorted(done.folder.glob(f"samples/step-{step:06d}/*.png"))]
+        for step in (0, STEPS)
+    )
+    # what was not trained need not be there
+    alone = tmp_path / "run" / "model"
+    trained = done.job.context.family.trained_component
+    shutil.copytree(done.folder / "model" / trained, alone / trained)
+    title = "run/model"
+    expected = {
+        False: row(result, captions, title),
+        True: before_after((base, result), captions, ("base model", title)),
+    }
+    for together, picture in expected.items():
+        spec = dataclasses.replace(
+            done.job.spec,
+            mode="sample",
+            model_folder=str(alone),
+            before_after=together,
+            output_file=str(tmp_path / "out.png"),
+        )
         run.sample_once(with_controls(done), spec)
         assert read_png(tmp_path / "out.png")[0].tobytes() == picture.tobytes()

@@ -16,28 +16,31 @@ from trainer.errors import ConfigError, DataError, one_line
 if TYPE_CHECKING:
     from trainer.config.reading.load import Loaded
 
-_FILE = LoraFile()
+_FILE, _FOLDER = LoraFile(), GivenPath(exists=True, file_okay=False)
 
 
 @shown_below_options
 @click.command()
 @config_arguments
 @click.option("--lora", type=_FILE, help="LoRA file to load; the base model alone when not given.")
+@click.option("--model", "model", type=_FOLDER, help="A full fine-tune: its run's folder, or model/ in it.")
 @click.option("--before-after", is_flag=True, help="Draw each prompt with the base model alone too.")
 @click.option("--prompt", "prompts", multiple=True, help="Text to draw; the configuration's when not given.")
 @click.option("--picture", type=GivenPath(), default=Path("sample.png"), show_default=True)
 def sample(
     layers: Layers,
     lora: Path | None,
+    model: Path | None,
     before_after: bool,
     prompts: tuple[str, ...],
     picture: Path,
 ) -> int:
-    """Draw prompts with the base model and a LoRA, through the family's own pipeline.
+    """Draw prompts with the base model and a LoRA, or a full fine-tune, through the family's own pipeline.
     \f
     Examples:
       trainer sample my.yaml --lora runs/my-lora/lora/my-lora.safetensors --prompt "a red apple"
       trainer sample my.yaml --lora my-lora.safetensors --before-after
+      trainer sample my.yaml --model runs/my-model --before-after
       trainer sample my.yaml --prompt "a red apple" --prompt "a dog" --picture base.png
     """
     from trainer.cli.jobs import run_job
@@ -52,14 +55,25 @@ def sample(
         loaded = dataclasses.replace(loaded, config=changed(loaded.config, {"validation.prompts": prompts}))
     if not loaded.config.validation.prompts:
         raise ConfigError("nothing to draw", where="validation.prompts", remedy="give --prompt TEXT")
-    if before_after and lora is None:
-        what = "there is no after without a LoRA"
-        raise ConfigError(what, where="--before-after", remedy="give --lora FILE")
+    if before_after and lora is None and model is None:
+        what = "there is no after without a LoRA or a model"
+        raise ConfigError(what, where="--before-after", remedy="give --lora FILE, or --model FOLDER")
+    if lora is not None and model is not None:
+        what = "a LoRA belongs to the base model, and this is another one"
+        remedy = "name one of both; a LoRA over a full fine-tune wants that as its base model"
+        raise ConfigError(what, where="--model", remedy=remedy)
     require_picture(picture, "--picture")
     if lora is not None:
         _require_family(lora, loaded.config.family)
-    lora_file, output_file = str(lora.resolve()) if lora else "", str(picture.resolve())
-    job = Job(mode="sample", lora_file=lora_file, output_file=output_file, before_after=before_after)
+    if model is not None:
+        model = _model_in(model, loaded.config.family)
+    job = Job(
+        mode="sample",
+        lora_file=str(lora.resolve()) if lora else "",
+        model_folder=str(model.resolve()) if model else "",
+        output_file=str(picture.resolve()),
+        before_after=before_after,
+    )
     return run_job(loaded, *planned(loaded, probe=False), job)
 
 
@@ -97,6 +111,26 @@ def _for_one_process(loaded: Loaded) -> Loaded:
     return dataclasses.replace(
         loaded, config=changed(loaded.config, {"parallel.gpus": 1, "parallel.shard": "none"})
     )
+
+
+def _model_in(folder: Path, family_name: str) -> Path:
+    """The folder of a full fine-tune, which may be given as its run's.
+
+    Raises ConfigError where the trained component's weights are not in it, or it is of another family.
+    """
+    from trainer import families
+    from trainer.files.weight_files import weight_files
+    from trainer.planning.base_check import require_trained
+
+    family, inside, where = families.get(family_name), folder / "model", f"--model {folder}"
+    found = inside if inside.is_dir() else folder
+    component = found / family.trained_component
+    if not (component / "config.json").is_file() or not weight_files(component).files:
+        what = f"there are no weights of a {family.trained_component or 'language model'} in it"
+        remedy = "name the run's folder of a full fine-tune that ended, or `model` in it"
+        raise ConfigError(what, where=where, remedy=remedy)
+    require_trained(family, found, where)
+    return found
 
 
 def _require_family(file: Path, family: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import gc
 import json
 import logging
 import os
@@ -267,27 +268,48 @@ def _finish_full(context: Context, model: torch.nn.Module, before: list[torch.Te
 
 
 def sample_once(context: Context, spec: Spec) -> None:
-    """Draw prompts with the base model and a LoRA file into one PNG."""
+    """Draw prompts with the base model and a LoRA file, or a full fine-tune's model, into one PNG."""
     apply_backend_settings(context)
     entries = list_entries(context, (), prompt_controls(context.family, context.config, ()))
     fill_cache(context, entries)
     file, target = Path(spec.lora_file), Path(spec.output_file)
     if spec.lora_file:
         proof.check_file(file)
-    model = load_base(context).module
     rows, titles = [], []
-    if spec.before_after or not spec.lora_file:
+    if spec.before_after or not spec.model_folder:
+        model = load_base(context).module
+        if spec.before_after or not spec.lora_file:
+            rows.append([shown(one) for one in sample(context, model, entries)])
+            titles.append("base model")
+        if spec.lora_file:
+            proof.load_lora(context, model, file)
+            rows.append([shown(one) for one in sample(context, model, entries)])
+            titles.append(file.name)
+        del model
+    if spec.model_folder:
+        gc.collect()
+        torch.cuda.empty_cache()  # the base model's place
+        model = load_base(_with_model(context, Path(spec.model_folder))).module
         rows.append([shown(one) for one in sample(context, model, entries)])
-        titles.append("base model")
-    if spec.lora_file:
-        proof.load_lora(context, model, file)
-        rows.append([shown(one) for one in sample(context, model, entries)])
-        titles.append(file.name)
+        titles.append(_title(Path(spec.model_folder)))
     captions = [*map(redacted, context.config.validation.prompts)]
     picture = before_after(rows, captions, titles) if spec.before_after else row(rows[0], captions, titles[0])
     target.parent.mkdir(parents=True, exist_ok=True)
     write_png(picture, target)
     context.say(f"picture: {spec.output_file}")
+
+
+def _with_model(context: Context, folder: Path) -> Context:
+    """The context with the trained component of a full fine-tune's folder; all others are the base's."""
+    trained = context.family.trained_component
+    built = context.source.random_components - {trained}
+    source = dataclasses.replace(context.source, folder=folder, random_components=built)
+    return dataclasses.replace(context, source=source)
+
+
+def _title(model: Path) -> str:
+    """A full fine-tune's name: that of its run, where it lies in one."""
+    return f"{model.parent.name}/{model.name}" if model.name == "model" else model.name
 
 
 def verify_file(context: Context, spec: Spec) -> None:

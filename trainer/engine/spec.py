@@ -21,9 +21,11 @@ class Job:
     mode: Mode
     lora_file: str = ""
     """The adapter, for `sample` and `verify`; empty for the base model alone."""
+    model_folder: str = ""
+    """A full fine-tune's model, for `sample`, drawn in the place of an adapter; empty for none."""
     output_file: str = ""
     before_after: bool = False
-    """Draw the base model's pictures above the adapter's, for `sample`."""
+    """Draw the base model's pictures above the others, for `sample`."""
     verify: bool = False
     """Compare entries with their checksums, for `cache`."""
     import_folder: str = ""

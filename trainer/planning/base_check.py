@@ -50,6 +50,19 @@ def check_base(family: Family, loaded: Loaded, folder: Path) -> tuple[str, ...]:
     return warnings
 
 
+def require_trained(family: Family, folder: Path, where: str) -> None:
+    """Raise ConfigError where the component that is trained is another family's in this folder."""
+    name = family.trained_component
+    theirs = read_config(folder / name / "config.json")
+    ours = read_config(CONFIGS / family.name / name / "config.json")
+    problems = [
+        Problem(what=what, where=where, remedy=f"give a configuration of its family, or a {family.title}")
+        for what in _other_class(theirs, ours, named_class(family, name))
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
 def named_class(family: Family, component: str) -> str:
     """Class of a component in its library, as the family loads it."""
     ours = _said(CONFIGS / family.name)

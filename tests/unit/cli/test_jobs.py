@@ -6,6 +6,7 @@ import dataclasses
 import fcntl
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -174,6 +175,36 @@ def test_an_empty_prompt_is_told_before_anything_is_started(
 ) -> None:
     assert main(["sample", "c.yaml", "--prompt", "a cat", "--prompt", " "]) == 78
     assert "--prompt: an empty prompt" in capsys.readouterr().err
+    assert not seen.specs
+
+
+def test_a_full_fine_tune_is_given_by_its_run_or_its_model(
+    seen: Seen, tiny_flux1_dev: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER__MODEL__PRETRAINED_MODEL_NAME_OR_PATH", str(tiny_flux1_dev))
+    shutil.copytree(tiny_flux1_dev / "transformer", tmp_path / "run" / "model" / "transformer")
+    for given in ("run", "run/model"):
+        assert main(["sample", "c.yaml", "--prompt", "a cat", "--model", given, "--before-after"]) == 75
+        assert seen.specs[-1]["model_folder"] == str(tmp_path / "run" / "model")
+        assert seen.specs[-1]["before_after"] is True
+
+
+def test_a_folder_without_the_familys_model_is_told(
+    seen: Seen, tiny_flux1_dev: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["sample", "c.yaml", "--prompt", "a cat", "--model"]
+    (tmp_path / "run" / "lora").mkdir(parents=True)
+    assert main([*words, "run"]) == 78
+    told = capsys.readouterr().err
+    assert "--model run: there are no weights of a transformer in it" in told
+    shutil.copytree(tiny_flux1_dev / "transformer", tmp_path / "other" / "transformer")
+    config = tmp_path / "other" / "transformer" / "config.json"
+    config.write_text(config.read_text().replace("FluxTransformer2DModel", "QwenImageTransformer2DModel"))
+    assert main([*words, "other"]) == 78
+    assert "a QwenImageTransformer2DModel, and a FluxTransformer2DModel is needed" in capsys.readouterr().err
+    save_file({"a.lora_B.weight": torch.ones(1)}, "one.safetensors")
+    assert main([*words, "other", "--lora", "one.safetensors"]) == 78
+    assert "a LoRA belongs to the base model, and this is another one" in capsys.readouterr().err
     assert not seen.specs
 
 
