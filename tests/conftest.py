@@ -21,8 +21,11 @@ def take_turns(worker: str, gpus: list[str]) -> str:
     return ",".join(gpus[first:] + gpus[:first])
 
 
-if "PYTEST_XDIST_WORKER" in os.environ and len(found := visible()) > 1:
+if "PYTEST_XDIST_WORKER" in os.environ and (found := visible()) != [""]:
     os.environ["CUDA_VISIBLE_DEVICES"] = take_turns(os.environ["PYTEST_XDIST_WORKER"], found)
+    # each worker's compiler would start as many processes as there are cores
+    own = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", str(max(1, own)))
 
 gc.disable()  # importing makes millions of objects and hardly any garbage: on again before the first test
 make_torchvision_importable()  # before any test module imports diffusers
