@@ -67,7 +67,7 @@ test-container: $(CONTAINER_STAMP) ## images, real containers, compose files and
 
 test-gpu: $(STAMP) ## tests that need a CUDA device
 	@# counts of activations run side by side on every GPU by themselves
-	@$(TEST_ENV) $(BIN)/pytest -q -n $(GPU_WORKERS) --dist loadgroup -m gpu --ignore tests/gpu/test_activations.py $(OR_NONE)
+	@GPU_TURNS=1 $(TEST_ENV) $(BIN)/pytest -q -n $(GPU_WORKERS) --dist loadgroup -m gpu --ignore tests/gpu/test_activations.py $(OR_NONE)
 	@$(TEST_ENV) $(BIN)/pytest -q -m gpu tests/gpu/test_activations.py $(OR_NONE)
 
 lint: $(STAMP) ## ruff, import-linter, shellcheck, hadolint

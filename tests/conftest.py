@@ -21,7 +21,8 @@ def take_turns(worker: str, gpus: list[str]) -> str:
     return ",".join(gpus[first:] + gpus[:first])
 
 
-if "PYTEST_XDIST_WORKER" in os.environ and (found := visible()) != [""]:
+# `make test-gpu` asks for it
+if "GPU_TURNS" in os.environ and "PYTEST_XDIST_WORKER" in os.environ and (found := visible()) != [""]:
     os.environ["CUDA_VISIBLE_DEVICES"] = take_turns(os.environ["PYTEST_XDIST_WORKER"], found)
     # each worker's compiler would start as many processes as there are cores
     own = (os.cpu_count() or 1) // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])

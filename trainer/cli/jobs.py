@@ -221,6 +221,9 @@ def require_free_memory(plan: Plan, facts: Facts) -> None:
             told = True
         time.sleep(_LOOK_SECONDS)
         facts = planning.machine_facts()
+        if max(plan.devices, default=0) >= len(facts.gpus):
+            what = f"GPU {max(plan.devices)} of the plan is gone: {len(facts.gpus)} are visible now"
+            raise HardwareError(what, where="GPUs", remedy="look at nvidia-smi, and start again")
 
 
 def stop_before_start(launch: Launch) -> None:

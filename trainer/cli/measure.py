@@ -103,19 +103,23 @@ def measure_links(loaded: Loaded, facts: Facts, *, anew: bool = False) -> Facts:
     share a base; as they are where one GPU or none trains.
 
     Once for these GPUs, and with `anew` again. It needs no plan, because a plan may need it. GPUs on which
-    other programs work are left alone, and left out of it.
+    other programs work are left alone, unless `anew` asks for those and there are no two others.
     """
     config = loaded.config
     alone = config.method != "lora" or config.parallel.gpus == 1 or planning.requested_profile() == "cpu"
     visible = digest_of_visible(environment.snapshot())
     for kind in () if alone or facts.torch is None or facts.torch.cuda is None else facts.kinds:
-        places = [place for place in kind if not facts.gpus[place].in_use]
+        places = tuple(place for place in kind if not facts.gpus[place].in_use)
+        if len(places) < 2 and anew:
+            places = kind
         here = facts.on(places or kind)
-        known = here.link is not None
+        # that more of them do not all read each other says nothing of these
+        known = here.link is not None and (here.link.works or here.link.gpus == len(places))
         if len(places) < 2 or NO_PEER_ACCESS in here.gpu.name or (known and not anew):
             continue
         say(f"measuring once how {len(places)} {here.gpu.name} read each other's memory", err=True)
         settled, found = probe_link([f"cuda:{place}" for place in places], plain_environment(), visible)
+        found = dataclasses.replace(found, places=places)
         figures = f"{found.gib_per_second:.0f} GiB/s, 64 MiB exchanged in {found.exchange_ms:.2f} ms"
         say(f"  {figures if found.works else 'fails'}: {found.reason}", err=True)
         if not settled:
@@ -123,7 +127,7 @@ def measure_links(loaded: Loaded, facts: Facts, *, anew: bool = False) -> Facts:
             continue
         if not keep(environment.user_cache_dir() / FILE_NAME, here, links=[found]):
             say("  this cannot be kept: it will be measured again", err=True)
-        others = tuple(row for row in facts.links if row not in here.links or row.gpus != found.gpus)
+        others = tuple(row for row in facts.links if row.places != places)
         facts = dataclasses.replace(facts, links=(*others, *named([found], facts, here)))
     return facts
 

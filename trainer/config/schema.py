@@ -190,11 +190,12 @@ class TrainSection(Section):
     """Decay of AdamW's running mean of gradients."""
     adam_beta2: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = "auto"
     """Decay of AdamW's running mean of squared gradients; `auto`: 0.999, and 0.99 for a full fine-tune in
-    bf16, which cannot hold what changes more slowly."""
+    bf16 on a GPU, which cannot hold what changes more slowly."""
     adam_epsilon: Annotated[float, Field(gt=0)] = 1.0e-8
     """Added to AdamW's denominator."""
     weight_decay: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
-    """Decoupled weight decay; `auto`: 0.01, and 0 for a full fine-tune in bf16, which rounds it away."""
+    """Decoupled weight decay; `auto`: 0.01, and 0 for a full fine-tune in bf16 on a GPU, which
+    rounds it away."""
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = "constant"

@@ -107,8 +107,10 @@ class LinkVerdict:
     """Number of the GPUs that were measured together."""
     visible: str = ""
     """A digest of the variables that chose them; empty where none did."""
+    places: tuple[int, ...] = ()
+    """Their places among the visible ones; empty for all GPUs of these facts."""
     works: bool
-    """Whether each read the memory of the next one, all at once, and found every byte as it was."""
+    """Whether each read the memory of every other one, all at once, and found every byte as it was."""
     gib_per_second: float
     """The slowest reader's rate; 0 where they cannot read each other's memory."""
     exchange_ms: float
@@ -141,7 +143,7 @@ class Facts:
 
     @property
     def link(self) -> LinkVerdict | None:
-        """Verdict on the way between these GPUs, or more of them; None where nothing was measured."""
+        """Verdict on the way between these GPUs, or these and more; None where nothing was measured."""
         fitting = [row for row in self.links if row.gpus >= len(self.gpus) > 1]
         return min(fitting, key=lambda row: row.gpus, default=None)
 
@@ -194,7 +196,11 @@ class Facts:
             gpus=gpus,
             verdicts=tuple(row for row in self.verdicts if row.gpu in names),
             readings=tuple(row for row in self.readings if row.gpu in names),
-            links=tuple(row for row in self.links if row.gpu in names),
+            links=tuple(
+                replace(row, places=())
+                for row in self.links
+                if row.gpu in names and (not row.places or set(places) <= set(row.places))
+            ),
         )
 
 

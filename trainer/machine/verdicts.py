@@ -102,8 +102,8 @@ def keep(
     return update_entries(path, change)
 
 
-def _between(row: LinkVerdict) -> tuple[int, str]:
-    return row.gpus, row.visible
+def _between(row: LinkVerdict) -> tuple[tuple[int, ...], str]:
+    return row.places, row.visible
 
 
 def merged(old: Sequence[KernelVerdict], new: Sequence[KernelVerdict]) -> tuple[KernelVerdict, ...]:
@@ -122,7 +122,8 @@ def _kept(entry: object) -> MachineVerdicts:
     # each kind by itself: one of them that is broken is no reason to lose the other
     verdicts = _parsed({"verdicts": _typed(_rows(entry, "verdicts"))}).verdicts
     readings = _parsed({"readings": _rows(entry, "readings")}).readings
-    links = _parsed({"links": _rows(entry, "links")}).links
+    # without their places they are of a version that read one other GPU's memory only
+    links = _parsed({"links": [row for row in _rows(entry, "links") if "places" in row]}).links
     return MachineVerdicts(verdicts=verdicts, readings=readings, links=links)
 
 

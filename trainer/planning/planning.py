@@ -105,9 +105,6 @@ def short_of_memory(plan: Plan, facts: Facts, *, share: float = 1.0) -> tuple[st
     """A sentence for each GPU of the plan with less free memory than this share of what the plan needs."""
     told, needed = list[str](), gib(plan.peak_bytes)
     for place in _short(plan, facts, share):
-        if place >= len(facts.gpus):
-            told.append(f"GPU {place} is gone: {len(facts.gpus)} are visible now")
-            continue
         gpu = facts.gpus[place]
         have = f"GPU {place} has {gib(_free(gpu))} of its {gib(gpu.total_memory_bytes)} free"
         told.append(f"{have}, and the run needs {needed}: another program uses it")
@@ -120,7 +117,7 @@ def _short(plan: Plan, facts: Facts, share: float) -> list[int]:
         return []
     found = list[int]()
     for place in plan.devices:
-        free = facts.gpus[place].free_memory_bytes if place < len(facts.gpus) else 0
+        free = facts.gpus[place].free_memory_bytes
         if free is not None and free < share * plan.peak_bytes:
             found.append(place)
     return found

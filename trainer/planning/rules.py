@@ -212,7 +212,7 @@ MACHINE: tuple[Rule[Situation], ...] = (
     _refused(_OPTIMIZER, _no_package,
              lambda at: _installed(at.config.train.optimizer.replace("_", "-"), _OPTIMIZER)),
     _refused(_OPTIMIZER, _loses_updates,
-             f"leave {_OPTIMIZER} out: AdamW with compensated sums needs no more memory than fp32 copies"),
+             f"leave {_OPTIMIZER} out: AdamW keeps what bf16 loses, in less memory than fp32 copies"),
     _refused(_BETA_2, _never_falls,
              f"write {optimizers.IN_BF16[0]:g} at most, leave {_BETA_2} out, {_FP32}"),
     _refused(_DECAY, _no_decay, f"write 0, leave {_DECAY} out, {_FP32}"),

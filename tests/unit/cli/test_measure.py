@@ -68,6 +68,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Machine:
     monkeypatch.setattr(planning, "machine_facts", found.read)
     monkeypatch.setattr(planning, "prepare_base", lambda loaded: None)  # nothing is downloaded here
     monkeypatch.setenv("TRAINER_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.chdir(tmp_path)
     Path("c.yaml").write_text(TEXT)
     return found
@@ -280,12 +281,15 @@ LINK = LinkVerdict(gpus=2, works=True, gib_per_second=341.0, exchange_ms=0.5, re
 
 
 def test_the_way_between_gpus_is_measured_once(gpu: Machine, pair: list[Sequence[str]]) -> None:
-    asked = config("train.gradient_accumulation_steps=2", "parallel.gpus=2")
+    asked, placed = (
+        config("train.gradient_accumulation_steps=2", "parallel.gpus=2"),
+        dataclasses.replace(LINK, places=(0, 1)),
+    )
     found, plan = measure.planned(asked, probe=True)
-    assert pair == [["cuda:0", "cuda:1"]] and found.link == LINK
+    assert pair == [["cuda:0", "cuda:1"]] and found.link == placed
     assert any("and it fits" in row.reason for row in plan.decisions if row.feature == "shard")
-    assert measure.planned(asked, probe=True)[0].link == LINK
-    assert measure.planned(asked, probe=False)[0].link == LINK
+    assert measure.planned(asked, probe=True)[0].link == placed
+    assert measure.planned(asked, probe=False)[0].link == placed
     assert len(pair) == 1
     assert main(["probe", "c.yaml"]) == 0
     assert len(pair) == 2, "the command that measures measures anew"
@@ -298,12 +302,41 @@ def test_gpus_that_others_use_are_left_alone(gpu: Machine, pair: list[Sequence[s
     gpu.facts = dataclasses.replace(gpu.facts, gpus=(busy, one, busy, one))
     found = measure.measure_links(config(), gpu.facts)
     assert pair == [["cuda:1", "cuda:3"]]
-    assert found.on((1, 3)).link == LINK and found.on((0, 1, 2)).link is None
+    assert found.on((1, 3)).link == LINK
+    assert all(found.on(others).link is None for others in ((0, 2), (1, 2), (0, 1, 2)))
     measure.measure_links(config(), found)
     measure.measure_links(config(), dataclasses.replace(found, gpus=(busy, one)))
     assert len(pair) == 1, "a verdict on these, and one alone"
-    measure.measure_links(config(), found.idle())
-    assert pair[1:] == [["cuda:0", "cuda:1", "cuda:2", "cuda:3"]], "none on so many"
+    kept = dataclasses.replace(found, gpus=(one, busy, one, busy))
+    measure.measure_links(config(), kept)
+    assert pair[1:] == [["cuda:0", "cuda:2"]], "none on this pair"
+    whole = measure.measure_links(config(), found.idle())
+    assert pair[2:] == [["cuda:0", "cuda:1", "cuda:2", "cuda:3"]], "none on so many"
+    measure.measure_links(config(), dataclasses.replace(whole, gpus=kept.gpus))
+    assert len(pair) == 3, "these are among those"
+
+
+def test_a_pair_is_measured_where_more_failed_together(gpu: Machine, pair: list[Sequence[str]]) -> None:
+    one = gpu.facts.gpus[0]
+    busy = dataclasses.replace(one, free_memory_bytes=one.total_memory_bytes // 2)
+    failed = dataclasses.replace(LINK, gpus=3, places=(0, 1, 2), works=False)
+    facts = dataclasses.replace(gpu.facts, gpus=(one, one, busy), links=(failed,))
+    assert measure.measure_links(config(), facts).on((0, 1)).link == LINK
+    assert pair == [["cuda:0", "cuda:1"]]
+    measure.measure_links(config(), facts.idle())
+    assert len(pair) == 1, "the three together are known"
+
+
+def test_the_command_measures_gpus_in_use_where_there_are_no_others(
+    gpu: Machine, pair: list[Sequence[str]]
+) -> None:
+    one = gpu.facts.gpus[0]
+    busy = dataclasses.replace(one, free_memory_bytes=one.total_memory_bytes // 2)
+    facts = dataclasses.replace(gpu.facts, gpus=(busy, busy))
+    measure.measure_links(config(), facts)
+    assert pair == []
+    measure.measure_links(config(), facts, anew=True)
+    assert pair == [["cuda:0", "cuda:1"]]
 
 
 @pytest.mark.parametrize("changes", [["parallel.gpus=1"], ["method=full"]])
@@ -320,5 +353,5 @@ def test_an_accident_is_no_verdict_on_the_way(
     gpu.accidents = 1
     assert measure.planned(config(), probe=True)[0].link is None
     assert "tried again at the next start" in capsys.readouterr().err
-    assert measure.planned(config(), probe=True)[0].link == LINK
+    assert measure.planned(config(), probe=True)[0].link == dataclasses.replace(LINK, places=(0, 1))
     assert len(pair) == 2

@@ -65,6 +65,7 @@ def test_what_fails_with_one_fails(bad: Answer, reason: str) -> None:
         (answer(MET, code=1, errors="RuntimeError: NCCL error"), True),
         (answer(code=None), False),  # still imports, or waits for who does
         (answer(code=1, errors="ImportError: no such file"), False),
+        (answer({"trouble": "the processes cannot connect to each other"}), False),
         (answer(code=1, errors="CUDA-capable device(s) is/are busy or unavailable"), False),
         (answer(MET, {"exchange_ms": 0.5}, code=-11), True),
         (answer(MET, {"exchange_ms": 0.5}, code=-9), False),

@@ -211,22 +211,27 @@ def test_a_checkpoint_with_compensated_sums_goes_on(settings: dict[str, float]) 
     beta_2, decay = settings.get("adam_beta2", 0.999), settings.get("weight_decay", 0.01)
     twin = torch.nn.Parameter(start.float())
     oracle = torch.optim.AdamW([twin], lr=RATE, betas=(0.9, beta_2), weight_decay=decay)
-    held = {"w": torch.nn.Parameter(start.clone())}
+    held = {"w": torch.nn.Parameter(start.clone()), "wide": torch.nn.Parameter(start[:100].float())}
     old = Updater(held, TrainSection(max_grad_norm=1e9, **settings), "adamw_kahan_bf16")
+    wide = torch.nn.Parameter(start[:100].float())  # what a bf16 model keeps in fp32
+    beside = torch.optim.AdamW([wide], lr=RATE, betas=(0.9, beta_2), weight_decay=decay)
 
-    def step(of: Updater, parameter: torch.nn.Parameter, number: int) -> None:
-        parameter.grad, twin.grad = gradient(number), gradient(number).float()
+    def step(of: Updater, parameters: dict[str, torch.nn.Parameter], number: int) -> None:
+        parameters["w"].grad, twin.grad = gradient(number), gradient(number).float()
+        parameters["wide"].grad, wide.grad = gradient(number)[:100].float(), gradient(number)[:100].float()
         of.accumulate()
         of.step(RATE, torch.tensor(1.0))
         oracle.step()
+        beside.step()
 
     for number in range(20):
-        step(old, held["w"], number)
+        step(old, held, number)
     weights = {name: one.clone() for name, one in old.weights().items()}
     state = {name: one.clone() for name, one in old.state().items()}
     exact = weights["w"].float() + state["w/kahan_comp"].float()
 
-    gone_on = {"w": torch.nn.Parameter(torch.zeros_like(start))}
+    gone_on = {"w": torch.zeros_like(start), "wide": torch.zeros(100)}
+    gone_on = {name: torch.nn.Parameter(one) for name, one in gone_on.items()}
     updater = Updater(gone_on, TrainSection(max_grad_norm=1e9, **settings), KIND)
     updater.load(weights, state, 20)
     assert torch.equal(joined(gone_on["w"].detach(), updater.state()["w/low"]), exact)
@@ -237,9 +242,10 @@ def test_a_checkpoint_with_compensated_sums_goes_on(settings: dict[str, float]) 
     assert found.item() == pytest.approx(wanted.item(), rel=0.02)  # the old one's decay was 0.99
     before = twin.detach().clone()
     for number in range(20, 40):
-        step(updater, gone_on["w"], number)
+        step(updater, gone_on, number)
     moved, wanted_move = (
         joined(gone_on["w"].detach(), updater.state()["w/low"]) - exact,
         twin.detach() - before,
     )
     assert (moved - wanted_move).norm() / wanted_move.norm() < 0.02
+    torch.testing.assert_close(gone_on["wide"], wide, rtol=0.0, atol=0.03 * 20 * RATE)

@@ -59,7 +59,7 @@ class SplitAdamW:
         """Update by the parameters' gradients times `factor`, as step `number`, counted from 1.
 
         `factor` and `bad` are scalars on the device, for which nothing waits; where `bad` is 1.0 nothing
-        changes.
+        changes. The step is that of all: a parameter whose first gradient comes later is not told apart.
         """
         first, second = self._betas
         settings: dict[str, Any] = {
@@ -72,7 +72,9 @@ class SplitAdamW:
         for place, (name, parameter) in enumerate(self._parameters.items()):
             if parameter.grad is None:
                 continue
-            state = self._state.setdefault(name, _fresh(parameter))
+            state = self._state.get(name)
+            if state is None:
+                state = self._state[name] = _fresh(parameter)
             tensors = (parameter.detach(), *state.values(), parameter.grad.contiguous(), factor, bad)
             if MASTER not in state:
                 update_fp32(*tensors, **settings)
@@ -94,25 +96,29 @@ class SplitAdamW:
         for label, value in state.items():
             name, _, key = label.rpartition("/")
             by_name.setdefault(name, {})[key] = value
+        compensated = any(COMPENSATION in found for found in by_name.values())
         for name, found in by_name.items():
             parameter = self._parameters[name]
             own = self._state[name] = _fresh(parameter)
-            if COMPENSATION in found:
-                master = parameter.detach().float() + found[COMPENSATION].to(parameter.device).float()
-                weight, low = split(master)
-                bias = zip((FIRST, SECOND), self._betas, strict=True)
-                first, second = (
-                    found[key].to(parameter.device).float() * (1.0 - beta**steps) for key, beta in bias
-                )
-                none = torch.zeros_like(low, dtype=torch.int64)
-                parameter.copy_(weight)
-                found = {
-                    MASTER: low,
-                    FIRST: encoded_first(first, none),
-                    SECOND: encoded_second(second, none),
-                }
+            if compensated:
+                found = self._converted(parameter, found, steps)
             for key, held in own.items():
                 held.copy_(found[key])
+
+    def _converted(
+        self, parameter: torch.Tensor, found: Mapping[str, torch.Tensor], steps: int
+    ) -> dict[str, torch.Tensor]:
+        """The state of a parameter out of one of AdamW with compensated sums; fp32 has no compensation."""
+        first, second = (
+            found[key].to(parameter.device).float() * (1.0 - beta**steps)
+            for key, beta in zip((FIRST, SECOND), self._betas, strict=True)
+        )
+        if parameter.dtype == torch.float32:
+            return {FIRST: first, SECOND: second}
+        weight, low = split(parameter.detach().float() + found[COMPENSATION].to(parameter.device).float())
+        parameter.copy_(weight)
+        none = torch.zeros_like(low, dtype=torch.int64)
+        return {MASTER: low, FIRST: encoded_first(first, none), SECOND: encoded_second(second, none)}
 
 
 def _fresh(parameter: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -64,7 +64,8 @@ def probe_link(
 
 def is_settled(answers: Sequence[Answer]) -> bool:
     """False where a process ended by an accident, or before it had met the others."""
-    return all(one.rows for one in answers) and not any(is_accident(one) for one in answers)
+    met = all(any("met" in row for row in one.rows) for one in answers)
+    return met and not any(is_accident(one) for one in answers)
 
 
 def judge(answers: Sequence[Answer], visible: str = "") -> LinkVerdict:

@@ -27,6 +27,7 @@ from trainer.files.atomic import (
     write_text,
 )
 from trainer.modeling.tensor_file import split_shards, write_tensors
+from trainer.planning.choose.optimizers import KAHAN, SPLIT
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 10 * 10**9
@@ -235,26 +236,29 @@ _OTHERWISE = {
     "sample_order": "this version puts other samples into a step: go on with the version that began the run",
 }
 """Told of values that say nothing to a reader."""
+_BACK = {
+    (SPLIT, KAHAN): f"the checkpoint has {SPLIT!r}, which this version takes on a CPU: go on with "
+    "TRAINER_PROFILE=cpu"
+}
+"""Told of a value and the one that came before it."""
 
 
 def require_same_run(
     folder: Path, saved: Mapping[str, str], current: Mapping[str, str], say: Callable[[str], None]
 ) -> None:
-    """Raise ConfigError listing every difference between a checkpoint's run and this one.
+    """Raise ConfigError listing every difference between a checkpoint's run and this one, but for values that
+    go on with what the old ones left.
 
-    A value that goes on with what the old one left is said, and so is one that an older trainer did not
-    record and that cannot be compared.
+    A value that an older trainer did not record cannot be compared, and is said.
     """
     found, unrecorded = changes(saved, current)
-    for change in found:
-        if change.succeeds:
-            say(f"{change.name}: {change.new} from here on, {change.old} before")
     refused = [change for change in found if not change.succeeds]
     if refused:
         problems = []
         for change in refused:
             differs = f"the checkpoint has {change.old!r}, this run {change.new!r}"
-            problems.append(Problem(what=_OTHERWISE.get(change.name, differs), where=change.name))
+            told = _OTHERWISE.get(change.name) or _BACK.get((change.old, change.new)) or differs
+            problems.append(Problem(what=told, where=change.name))
         remedy = "set back what is listed, or choose another output_dir to start afresh"
         heading = Problem(what="the run in this folder was started differently", where=str(folder))
         raise ConfigError([heading, *problems[:-1], dataclasses.replace(problems[-1], remedy=remedy)])

@@ -13,7 +13,7 @@ from pathlib import Path
 from trainer.data.records import Record
 from trainer.engine.context import Context
 from trainer.engine.records import checkpoint
-from trainer.engine.records.fingerprint import changes, values
+from trainer.engine.records.fingerprint import Change, changes, values
 from trainer.errors import ConfigError, NoSpaceError
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 from trainer.telemetry.status import Phase
@@ -70,18 +70,26 @@ def start(context: Context, records: Sequence[Record]) -> Start:
                 where=str(folder),
                 remedy="raise train.max_train_steps, or choose another output_dir",
             )
-        relabels = _tell_changes(context, snapshot, settings)
+        succeeding = [change for change in changes(saved, fingerprint)[0] if change.succeeds]
+        relabels = _tell_changes(context, snapshot, settings, succeeding)
         checkpoint.set_aside(context.run_dir / "checkpoints", snapshot.step, context.say)
     return Start(context=context, found=found, fingerprint=fingerprint, settings=settings, relabels=relabels)
 
 
-def _tell_changes(context: Context, snapshot: checkpoint.Snapshot, settings: Mapping[str, str]) -> bool:
-    """Say every value that has changed since the checkpoint; gives `Start.relabels`."""
+def _tell_changes(
+    context: Context,
+    snapshot: checkpoint.Snapshot,
+    settings: Mapping[str, str],
+    succeeding: Sequence[Change],
+) -> bool:
+    """Say every value that has changed since the checkpoint, `succeeding` ones of the fingerprint too; gives
+    `Start.relabels`.
+    """
     finished = snapshot.step == context.config.train.max_train_steps
     if not snapshot.settings:
         context.say("an older trainer wrote the checkpoint: what changed in the settings since is not known")
         return finished
-    found, _ = changes(snapshot.settings, settings)
+    found = [*succeeding, *changes(snapshot.settings, settings)[0]]
     for change in found:
         if finished:
             context.say(f"{change.name}: the run was trained with {change.old}; {change.new} has no effect")

@@ -169,7 +169,8 @@ def unshared(situation: Situation) -> str:
     if obstacle := shard_obstacle(situation):
         return obstacle
     if link is None:
-        return "the way between these GPUs was not measured (`trainer probe CONFIG`)"
+        used = ", as other programs work on them" if any(gpu.in_use for gpu in situation.facts.gpus) else ""
+        return f"the way between these GPUs was not measured{used} (`trainer probe CONFIG`)"
     return "" if link.works else f"the probe saw it failing: {link.reason}"
 
 
