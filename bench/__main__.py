@@ -30,6 +30,7 @@ COMMANDS = {
     "converge": "whether faster settings learn what bf16 learns",
     "plan": "how long planning takes",
     "hops": "which functions of the trainer a run enters",
+    "trained": "what the optimizer's step and the products of trained weights cost",
     "rows": "which numbers of rows FP8 products are refused for",
     "page": "write docs/benchmarks.md and its plots",
 }

@@ -23,7 +23,7 @@ from trainer.modeling.storage.fp8 import multiply, quantize_rows, times_weight, 
 from trainer.modeling.storage.row_quantized import takes_fp8
 
 WeightGradient = Literal["fp8", "bf16"]
-"""What the gradient of a weight is multiplied in."""
+"""Type that the gradient of a weight is multiplied in."""
 
 
 class Quantized(NamedTuple):

@@ -1,0 +1,27 @@
+"""bench trained: both parts on small sizes, in turn, and the record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from bench import trained
+from bench.record import from_json
+from trainer.planning.choose.optimizers import KAHAN, SPLIT
+
+
+def test_ways_are_measured_in_turn_and_recorded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(trained.torch, "compile", lambda module: module)  # type: ignore[attr-defined]
+    record = tmp_path / "record.json"
+    options = ["--values", "4096", "--shrink", "64", "--steps", "2", "--record", str(record)]
+    assert trained.main([*options, "--month", "2026-11"]) == 0
+    table = from_json(record.read_text(), "record")
+    assert [row[2] for row in table.rows if row[0] == "optimizer"] == [KAHAN, SPLIT]
+    products = [row for row in table.rows if row[0] == "products"]
+    assert len(products) == 3 * 5
+    assert products[0][1] == "gate and up of Llama-8B, 448 x 64, 64 tokens"
+    assert all(float(row[3]) > 0 for row in table.rows)
+    assert len(capsys.readouterr().out.splitlines()) == len(table.rows) == 17
