@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -342,3 +342,20 @@ def steps_saved(folder: Path) -> list[str]:
 def different(left: dict[str, bytes], right: dict[str, bytes]) -> Sequence[str]:
     """Paths that one of the two lacks or that differ; a message that bytes would not make readable."""
     return sorted(name for name in {*left, *right} if left.get(name) != right.get(name))
+
+
+def require_near(
+    ours: Mapping[str, torch.Tensor], theirs: Mapping[str, torch.Tensor], *, rate: float
+) -> None:
+    """AssertionError where weights that AdamW moved at this rate differ by more than sums in another order
+    make them: by a hundredth of one step, the root of the mean square in each tensor.
+
+    AdamW moves a weight by the sign of its gradient at first: one whose gradient is all but zero may go the
+    other way, and no bound of a single weight below a step would be safe.
+    """
+    assert ours.keys() == theirs.keys()
+    apart = {name: (ours[name] - theirs[name]).float() for name in ours}
+    means = {name: one.square().mean().sqrt().item() for name, one in apart.items()}
+    worst = max(means, key=means.__getitem__)
+    assert means[worst] < 0.01 * rate, f"{worst} differs by {means[worst]:.1e}"
+    assert max(one.abs().max().item() for one in apart.values()) < rate

@@ -28,6 +28,7 @@ from tests.contract.runs import (
     numbers,
     products,
     record_samples,
+    require_near,
 )
 from tests.tiny import TINY_MODELS
 from trainer.config.schema import RunConfig
@@ -101,8 +102,7 @@ def test_four_at_once_learn_what_four_after_another_learn(
     assert together == alone
     assert all(math.isfinite(loss) for loss in losses[0])
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    worst = {name: (weights[0][name] - weights[1][name]).abs().max().item() for name in weights[0]}
-    assert max(worst.values()) < 1e-5, max(worst, key=worst.__getitem__)
+    require_near(*weights, rate=1e-4)
     if draws(case.family):
         assert all(len({one.record for one in step}) == 4 for step in together)
         # shapes differ in a step, so that there are more micro-batches, and smaller ones
