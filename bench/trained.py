@@ -128,7 +128,7 @@ def products(options: argparse.Namespace) -> list[dict[str, Any]]:
                 kind = "bf16" if "bf16" in way else "fp8"
                 layer = Fp8TrainedLinear(layer, weight_gradient=kind)  # type: ignore[arg-type]
             refresh_weights(layer)
-            call = torch.compile(layer) if way.endswith("compiled") else layer
+            call = torch.compile(layer, dynamic=False) if way.endswith("compiled") else layer
             given = inputs.clone().requires_grad_()
 
             def step() -> float:

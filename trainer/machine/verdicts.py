@@ -115,15 +115,15 @@ def merged(old: Sequence[KernelVerdict], new: Sequence[KernelVerdict]) -> tuple[
 def untyped(path: Path, facts: Facts) -> bool:
     """True if the file has verdicts of this machine that `read_kept` leaves out for want of a type."""
     rows = _rows(read_entries(path).get(machine_key(facts)), "verdicts")
-    return len(_typed(rows)) < len(rows)
+    return len(_with(rows, "dtype")) < len(rows)
 
 
 def _kept(entry: object) -> MachineVerdicts:
     # each kind by itself: one of them that is broken is no reason to lose the other
-    verdicts = _parsed({"verdicts": _typed(_rows(entry, "verdicts"))}).verdicts
+    verdicts = _parsed({"verdicts": _with(_rows(entry, "verdicts"), "dtype")}).verdicts
     readings = _parsed({"readings": _rows(entry, "readings")}).readings
     # without their places they are of a version that read one other GPU's memory only
-    links = _parsed({"links": [row for row in _rows(entry, "links") if "places" in row]}).links
+    links = _parsed({"links": _with(_rows(entry, "links"), "places")}).links
     return MachineVerdicts(verdicts=verdicts, readings=readings, links=links)
 
 
@@ -139,5 +139,5 @@ def _rows(entry: object, name: str) -> list[Any]:
     return rows if isinstance(rows, list) else []
 
 
-def _typed(rows: list[Any]) -> list[Any]:
-    return [row for row in rows if isinstance(row, dict) and "dtype" in row]
+def _with(rows: list[Any], key: str) -> list[Any]:
+    return [row for row in rows if isinstance(row, dict) and key in row]

@@ -142,7 +142,7 @@ def _beside_others(resolved: Callable[[Set[int]], Plan], kinds: Sequence[Selecte
         left_out = left_out | short
         try:
             plan = resolved(left_out)
-        except (HardwareError, ConfigError):  # they take less than the run needs: told of those that were
+        except (HardwareError, ConfigError):  # the rest does not do: `short_of_memory` tells of these
             return plan
     return plan
 

@@ -14,7 +14,7 @@ from trainer.planning.choose.optimizers import KAHAN, SPLIT
 def test_ways_are_measured_in_turn_and_recorded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(trained.torch, "compile", lambda module: module)  # type: ignore[attr-defined]
+    monkeypatch.setattr(trained.torch, "compile", lambda module, **_: module)  # type: ignore[attr-defined]
     record = tmp_path / "record.json"
     options = ["--values", "4096", "--shrink", "64", "--steps", "2", "--record", str(record)]
     assert trained.main([*options, "--month", "2026-11"]) == 0

@@ -316,6 +316,23 @@ def test_gpus_that_others_use_are_left_alone(gpu: Machine, pair: list[Sequence[s
     assert len(pair) == 3, "these are among those"
 
 
+def test_verdicts_of_before_and_damaged_ones_are_measured_again(
+    gpu: Machine, pair: list[Sequence[str]], tmp_path: Path
+) -> None:
+    measure.measure_links(config(), gpu.facts)
+    file = tmp_path / "cache" / "verdicts.json"
+    kept = file.read_text()
+    assert '"places"' in kept
+    for damaged in (
+        kept.replace('"places"', '"place"'),
+        kept.replace('"links": [', '"links": [3, "places",'),
+    ):
+        assert damaged != kept
+        file.write_text(damaged)
+        found = gpu.read().links
+        assert len(found) == (1 if "[3," in damaged else 0)
+
+
 def test_a_pair_is_measured_where_more_failed_together(gpu: Machine, pair: list[Sequence[str]]) -> None:
     one = gpu.facts.gpus[0]
     busy = dataclasses.replace(one, free_memory_bytes=one.total_memory_bytes // 2)

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     import torch
 
     from trainer.engine.ranks import Ranks
+    from trainer.modeling.storage.shared_memory import Offer
 
 TIMEOUT_SECONDS = 90.0
 COPIED_BYTES = 2**28
@@ -137,39 +138,43 @@ def _read_others(ranks: Ranks, device: str) -> dict[str, object]:
     """
     import torch
 
-    from trainer.modeling.storage.shared_memory import Memory, open_offer, share
+    from trainer.modeling.storage.shared_memory import share
 
-    on = torch.device(device)
-    memory, offer = share(COPIED_BYTES, on)
+    memory, offer = share(COPIED_BYTES, torch.device(device))
     memory.bytes.copy_(_pattern(ranks.rank, device))
     target = torch.empty_like(memory.bytes)
     if device != "cpu":
         torch.cuda.synchronize()
-    offers, slowest = ranks.gathered(offer), 0.0
+    offers, slowest, trouble = ranks.gathered(offer), 0.0, ""
     for distance in range(1, ranks.size):
-        opened: list[Memory] = []
         other = (ranks.rank + distance) % ranks.size
-
-        def open_one(into: list[Memory] = opened, number: int = other) -> None:
-            into.append(open_offer(offers[number], on))
-
-        ranks.agreed(open_one)
-        source = opened[0].bytes
-
-        def copy(source: torch.Tensor = source) -> None:
-            target.copy_(source, non_blocking=True)
-
-        slowest = max(slowest, _timed(copy, device))
-        right = ranks.gathered(bool(torch.equal(target, _pattern(other, device))))
-        opened[0].close()
-        ranks.meet()
-        if not all(right):
-            wrong = right.index(False)
-            from_gpu = (wrong + distance) % ranks.size
-            memory.close()
-            return {"trouble": f"GPU {wrong} read other bytes from GPU {from_gpu} than lie there"}
+        milliseconds, right = _read_one(ranks, offers[other], other, target, device)
+        slowest = max(slowest, milliseconds)
+        if False in (all_right := ranks.gathered(right)):
+            reader = all_right.index(False)
+            read = (reader + distance) % ranks.size
+            trouble = f"GPU {reader} read other bytes from GPU {read} than lie there"
+            break
     memory.close()
-    return {"gib_per_second": COPIED_BYTES / 2**30 / (1e-3 * slowest)}
+    return {"trouble": trouble} if trouble else {"gib_per_second": COPIED_BYTES / 2**30 / (1e-3 * slowest)}
+
+
+def _read_one(
+    ranks: Ranks, offer: Offer, other: int, target: torch.Tensor, device: str
+) -> tuple[float, bool]:
+    """Milliseconds of a copy of another rank's memory, while all copy, and whether every byte is right."""
+    import torch
+
+    from trainer.modeling.storage.shared_memory import Memory, open_offer
+
+    opened: list[Memory] = []
+    ranks.agreed(lambda: opened.append(open_offer(offer, torch.device(device))))
+    (memory,) = opened
+    milliseconds = _timed(lambda: target.copy_(memory.bytes, non_blocking=True), device)
+    right = bool(torch.equal(target, _pattern(other, device)))
+    memory.close()
+    ranks.meet()
+    return milliseconds, right
 
 
 def _pattern(owner: int, device: str) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from trainer.engine.records.fingerprint import changes
+from trainer.engine.records.fingerprint import Change, changes
 from trainer.errors import ConfigError, Problem
 from trainer.files.atomic import (
     no_space_told,
@@ -245,9 +245,9 @@ _BACK = {
 
 def require_same_run(
     folder: Path, saved: Mapping[str, str], current: Mapping[str, str], say: Callable[[str], None]
-) -> None:
-    """Raise ConfigError listing every difference between a checkpoint's run and this one, but for values that
-    go on with what the old ones left.
+) -> list[Change]:
+    """Values that go on with what the old ones left. Raises ConfigError listing every other difference
+    between a checkpoint's run and this one.
 
     A value that an older trainer did not record cannot be compared, and is said.
     """
@@ -264,3 +264,4 @@ def require_same_run(
         raise ConfigError([heading, *problems[:-1], dataclasses.replace(problems[-1], remedy=remedy)])
     if unrecorded:
         say(f"{folder.name} is of an older trainer and could not be compared in: {', '.join(unrecorded)}")
+    return [change for change in found if change.succeeds]

@@ -62,7 +62,7 @@ def start(context: Context, records: Sequence[Record]) -> Start:
         require_free_folder(context, fingerprint)
     else:
         folder, snapshot = found
-        checkpoint.require_same_run(folder, saved, fingerprint, context.say)
+        succeeding = checkpoint.require_same_run(folder, saved, fingerprint, context.say)
         total = context.config.train.max_train_steps
         if snapshot.step > total:
             raise ConfigError(
@@ -70,7 +70,6 @@ def start(context: Context, records: Sequence[Record]) -> Start:
                 where=str(folder),
                 remedy="raise train.max_train_steps, or choose another output_dir",
             )
-        succeeding = [change for change in changes(saved, fingerprint)[0] if change.succeeds]
         relabels = _tell_changes(context, snapshot, settings, succeeding)
         checkpoint.set_aside(context.run_dir / "checkpoints", snapshot.step, context.say)
     return Start(context=context, found=found, fingerprint=fingerprint, settings=settings, relabels=relabels)
@@ -85,11 +84,10 @@ def _tell_changes(
     """Say every value that has changed since the checkpoint, `succeeding` ones of the fingerprint too; gives
     `Start.relabels`.
     """
-    finished = snapshot.step == context.config.train.max_train_steps
-    if not snapshot.settings:
+    finished, older = snapshot.step == context.config.train.max_train_steps, not snapshot.settings
+    if older:
         context.say("an older trainer wrote the checkpoint: what changed in the settings since is not known")
-        return finished
-    found = [*succeeding, *changes(snapshot.settings, settings)[0]]
+    found = [*succeeding, *([] if older else changes(snapshot.settings, settings)[0])]
     for change in found:
         if finished:
             context.say(f"{change.name}: the run was trained with {change.old}; {change.new} has no effect")
@@ -100,7 +98,7 @@ def _tell_changes(
             f"all {snapshot.step} steps are trained already: raise train.max_train_steps to train on, or "
             f"choose another output_dir to train with other settings"
         )
-    return finished and bool(found)
+    return finished and (older or bool(found))
 
 
 def _wanted_checkpoint(context: Context) -> tuple[Path, checkpoint.Snapshot] | None:

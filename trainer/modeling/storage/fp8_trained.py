@@ -40,7 +40,7 @@ class Quantized(NamedTuple):
 class Fp8TrainedLinear(torch.nn.Linear):
     """A linear layer with the parameters of another, computed in FP8 while it trains.
 
-    `refresh` follows each change of the weight; before the first one the layer computes as the other did.
+    `refresh` follows each change of the weight, and comes before the first step.
     """
 
     values: torch.Tensor | None
@@ -75,8 +75,9 @@ class Fp8TrainedLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out) in the input's dtype."""
-        if not self.training or self.values is None or self.scale is None:
+        if not self.training:
             return super().forward(input)
+        assert self.values is not None and self.scale is not None, "refresh comes before the first step"
         quantized = Quantized(self.values, self.scale, self.transposed)
         return fp8_trained_linear(input, self.weight, quantized, self.bias, self._weight_gradient)
 
@@ -126,8 +127,7 @@ class _Trained(torch.autograd.Function):
         ctx.save_for_backward(kept, row_scale, values if transposed is None else transposed, scale)
         ctx.is_transposed, ctx.weight_gradient = transposed is not None, weight_gradient
         ctx.types = weight.dtype, None if bias is None else bias.dtype
-        output = multiply(kept, row_scale, values.t(), scale.t(), None, inputs.dtype, rows=inputs.shape[0])
-        return output if bias is None else output + bias.to(output.dtype)
+        return multiply(kept, row_scale, values.t(), scale.t(), bias, inputs.dtype, rows=inputs.shape[0])
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
@@ -162,5 +162,4 @@ def _gradient_of_weight(
     scaled = torch.zeros((gradient.shape[1], len(kept)), dtype=torch.float32, device=gradient.device)
     scaled[:, :rows] = (gradient.float() * row_scale[:rows]).t()
     columns, own = quantize_rows(scaled)
-    ones = torch.ones((1, kept.shape[1]), dtype=torch.float32, device=kept.device)
-    return multiply(columns, own, transpose_bytes(kept).t(), ones, None, dtype, rows=len(columns))
+    return times_weight(columns, own, kept, is_transposed=False, dtype=dtype, rows=len(columns))

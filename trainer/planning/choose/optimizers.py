@@ -40,10 +40,8 @@ def optimizer(situation: Situation) -> Decision:
     elif kahan(situation):
         value, reason = KAHAN, "compensated (Kahan) sums: plain bf16 loses small updates"
     elif trains_in_bf16(situation):
-        value, reason = (
-            SPLIT,
-            "exact fp32 masters in two halves, moments rounded by chance: 10 bytes a parameter",
-        )
+        value = SPLIT
+        reason = "exact fp32 masters in two halves, moments rounded by chance: 10 bytes a parameter"
     else:
         reason = "fp32 throughout" if dtype == "fp32" else f"fp32 masters of the {dtype} adapter"
         value = "adamw_fused_fp32"
