@@ -14,6 +14,7 @@ for all of that way. Where no setting could be measured, no record is written an
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -156,13 +157,17 @@ def measured_row(case: Case, environ: Mapping[str, str]) -> dict[str, Any]:
 def in_child(
     case: Case, job: Callable[..., Any], given: Mapping[str, Any], environ: Mapping[str, str]
 ) -> tuple[dict[str, Any], Plan | None]:
-    """The answer of `job` on a case's run, and the plan; `refused` or `failed`, and None, without one."""
+    """The answer of `job` on a case's run, and the plan; `refused` or `failed`, and None, without one.
+
+    The child sees one GPU, which is its first whichever the plan chose among those that are seen here.
+    """
     with tempfile.TemporaryDirectory(prefix="memory-") as scratch:
         folder = Path(scratch)
         try:
             loaded, plan = planned(case, folder)
         except TrainerError as error:
             return {"refused": str(error)}, None
+        plan = dataclasses.replace(plan, devices=(0,))
         log = folder / "log.txt"
         ended = jobs.call(job, loaded, plan, folder, given, environ=environ, log=log)
     return (ended.answer, plan) if ended.answer else ({"failed": ended.said.strip()[-300:]}, None)
@@ -177,7 +182,7 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
     data = "data.sets=[{img_dir: .}]" if of_images else "data.sets=[{chat_file: none.jsonl}]"
     overrides = (
         *(f"model.pretrained_model_name_or_path={base}", "model.weights=random", data),
-        *("lora.rank=16", "lora.target_modules=attention", "validation.prompts=[]"),
+        *("lora.rank=16", "lora.target_modules=attention", "validation.prompts=[]", "parallel.gpus=1"),
         *case.overrides,
     )
     config = REPOSITORY / "train_configs" / f"{case.family}_lora.yaml"

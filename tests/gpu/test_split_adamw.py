@@ -52,9 +52,10 @@ def test_the_kernel_computes_what_plain_torch_does(count: int, gradients: torch.
         for update, tensors in ((kernel.update, ours), (update_halves, twin)):
             update(*tensors, given, factor, bad, **settings, eps=1e-8, seed=seed_of(step, 3))
         assert (step == 9) == all(map(torch.equal, before, ours))
-    # a product may be rounded once where plain torch rounds twice, and then a moment to the other side
+    # a product may be rounded once where plain torch rounds twice, and then a moment to the other side: the
+    # first moment keeps such a step of 2**-9 of what it was, also where later gradients bring it near zero
     torch.testing.assert_close(joined(*ours[:2]), joined(*twin[:2]), rtol=0.0, atol=5e-7)
-    torch.testing.assert_close(decoded_first(ours[2]), decoded_first(twin[2]), rtol=2**-8, atol=1e-12)
+    torch.testing.assert_close(decoded_first(ours[2]), decoded_first(twin[2]), rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(decoded_second(ours[3]), decoded_second(twin[3]), rtol=2**-8, atol=1e-20)
     if count > 1023:
         assert sum((a != b).float().mean().item() for a, b in zip(ours[2:], twin[2:], strict=True)) < 0.01

@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
-from bench import count
+import pytest
+
+from bench import count, memory, processes
+from tests.golden.plans import MACHINES
+from trainer.machine.reading import read_recorded
+from trainer.planning.plan import Plan
 from trainer.planning.shapes.activations import COUNTS
 
 
@@ -104,3 +112,29 @@ def test_one_mode_alone_is_added_to_what_is_known() -> None:
     }
     hidden = row("compiled, nf4, budget 0.6", {"text": 200, "image": 2400}, fixed=1000, beyond=9, head=24000)
     assert count.table_entry([hidden], known)["ways"]["compiled, nf4, budget 0.6"]["beyond"] == 8.5
+
+
+def test_a_child_that_sees_one_gpu_runs_on_its_first(
+    tiny_base: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is made where all GPUs are seen, and takes another one while the first is in use."""
+    facts = read_recorded(MACHINES / "several" / "h200-x8.json")
+    used = [0.5, *[0.01] * (len(facts.gpus) - 1)]
+    gpus = [
+        replace(gpu, free_memory_bytes=int((1 - share) * gpu.total_memory_bytes))
+        for gpu, share in zip(facts.gpus, used, strict=True)
+    ]
+    monkeypatch.setattr(memory, "machine_facts", lambda: replace(facts, gpus=tuple(gpus)))
+    plans = []
+
+    def called(job: object, loaded: object, plan: Plan, *given: object, **more: object) -> processes.Ended:
+        plans.append(plan)
+        return processes.Ended(code=0, host_gib=0.0, said="", answer={"seen": 1})
+
+    monkeypatch.setattr(memory.jobs, "call", called)
+    case = memory.Case("flux1_dev", tiny_base("flux1_dev"), "eager", count.MODES["eager"])
+    _, plan = memory.planned(case, tmp_path)
+    answer, _ = memory.in_child(case, count.count, {}, {"CUDA_VISIBLE_DEVICES": "1"})
+    assert (plan.ranks, plan.devices) == (1, (1,))
+    assert answer == {"seen": 1}
+    assert [one.devices for one in plans] == [(0,)]
