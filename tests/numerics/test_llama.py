@@ -222,6 +222,38 @@ def test_packed_is_unpacked(model: LlamaForCausalLM, tokenizer: Any, kernel: str
         assert relative(LLAMA.predict(model, packed, None, None), logits) < 1e-5
 
 
+@pytest.mark.parametrize("chats", [CHATS, CHATS[1:2], CHATS * 6], ids=["three", "one", "eighteen"])
+@pytest.mark.parametrize("adapter", [True, False], ids=["lora", "full"])
+def test_a_padded_row_learns_what_transformers_learns_of_each_conversation(
+    base: Path, tokenizer: Any, adapter: bool, chats: Sequence[Sequence[Mapping[str, str]]]
+) -> None:
+    """transformers' own model, attention and loss are given one conversation at a time."""
+    ours, theirs = (LlamaForCausalLM.from_pretrained(base, local_files_only=True) for _ in range(2))
+    if adapter:
+        ours, theirs = trained(ours), trained(theirs)
+    set_packed_attention(ours, "native")
+    row = batch_of(tokenizer, *chats)
+    assert LLAMA.pad_row is not None
+    padded = LLAMA.pad_row(row, 1536)
+    assert (padded.tokens, padded.weight, padded.size) == (row.tokens, row.weight, len(chats))
+    assert padded.text["input_ids"].shape == (1, 1536) and row.tokens < 1400
+    found = LLAMA.loss(ours, padded, None, None)
+    (found.sum() / padded.weight).backward()
+    wanted = []
+    for chat in chats:
+        text = batch_of(tokenizer, chat).text
+        labels = torch.where(text["loss_weight"] == 1, text["input_ids"], -100)
+        loss = theirs(input_ids=text["input_ids"], labels=labels, num_items_in_batch=int(row.weight)).loss
+        loss.backward()
+        wanted.append(loss.detach())
+    assert relative(found / row.weight, torch.stack(wanted)) < 1e-5
+    learned = {name: one.grad for name, one in theirs.named_parameters() if one.grad is not None}
+    assert len(learned) == (28 if adapter else 21)
+    for name, parameter in ours.named_parameters():
+        assert (parameter.grad is None) == (name not in learned)
+        assert parameter.grad is None or relative(parameter.grad, learned[name]) < 1e-5, name
+
+
 def test_packed_is_what_transformers_masks(model: LlamaForCausalLM, tokenizer: Any) -> None:
     """transformers' own attention finds packed rows by their positions, and makes a mask for them."""
     batch = batch_of(tokenizer, *CHATS)

@@ -259,8 +259,8 @@ class FeaturesSection(Section):
     cuda_graphs: Toggle = "auto"
     """Replay a micro-batch as one CUDA graph: the host's speed does not matter; needs compiled blocks."""
     text_padding: Toggle = "auto"
-    """Pad captions to a few lengths, which attention leaves out exactly: compiled blocks and CUDA graphs are
-    made for each length. `false` trains each caption at its own."""
+    """Pad captions to a few lengths, and a language model's rows to one, which attention leaves out exactly:
+    compiled blocks and CUDA graphs are made for each length. `false` trains each at its own."""
     activation_checkpointing: Annotated[Toggle | Positive, BeforeValidator(_number_first)] = "auto"
     """Recompute blocks in the backward pass: less memory, a slower step; a number: the first so many."""
     activation_budget: Literal["auto"] | Annotated[float, Field(gt=0, le=1)] = "auto"

@@ -6,6 +6,7 @@ Numerics follow transformers' `ForCausalLMLoss` with `num_items_in_batch`; tests
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -197,6 +198,27 @@ def pack(text: Rows, latents: Rows = ()) -> Batch:
     return Batch(latents={}, text=packed, size=len(lengths), weight=learned, tokens=sum(lengths))
 
 
+def pad_row(batch: Batch, tokens: int) -> Batch:
+    """`Family.pad_row`: the batch with its row padded to `tokens`, which it must fit in.
+
+    Padding is a sample of its own, of which nothing is learned: the last of `lengths`, also where it is
+    empty. `ends` are as `packed_rows.padded_row_ends`. What the batch counts and weighs stays.
+    """
+    import torch
+
+    from trainer.modeling.attention.packed_rows import padded_row_ends
+
+    padding = tokens - batch.text["input_ids"].shape[1]
+    assert padding >= 0, "a row that is longer than it is padded to"
+    lengths = [*batch.text["lengths"].tolist(), padding]
+    padded = {
+        name: torch.nn.functional.pad(batch.text[name], (0, padding))
+        for name in ("input_ids", "position_ids", "loss_weight")
+    }
+    ends = padded_row_ends(lengths)
+    return dataclasses.replace(batch, text={**padded, "lengths": torch.tensor(lengths), ENDS: ends})
+
+
 def synthetic_batch(config: Mapping[str, Any], shape: Shape, seed: int) -> Batch:
     """Two conversations of random tokens, all learned but the first of each."""
     import torch
@@ -210,14 +232,15 @@ def synthetic_batch(config: Mapping[str, Any], shape: Shape, seed: int) -> Batch
 
 
 def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
-    """The input of the model's head, (1, T, D), each conversation for itself."""
+    """The input of the model's head, (1, T, D), each conversation for itself, and padding too."""
     from trainer.modeling.attention.packed_rows import segments_of
 
+    lengths = batch.text["lengths"]
     return model.model(
         input_ids=batch.text["input_ids"],
         position_ids=batch.text["position_ids"],
         use_cache=False,
-        segments=segments_of(model, batch.text["lengths"], batch.text[ENDS]),
+        segments=segments_of(model, lengths, batch.text[ENDS], padded=len(lengths) > batch.size),
     ).last_hidden_state
 
 
@@ -239,7 +262,8 @@ def losses(model: Any, batch: Batch) -> torch.Tensor:
         for part in zip(states.split(LOGITS_TOKENS), labels.split(LOGITS_TOKENS), strict=True)
     ]
     by_token = torch.zeros_like(weight).index_copy(0, targets, torch.cat(parts)) * weight
-    return torch.stack([part.sum() for part in by_token.split(batch.text["lengths"].tolist())])
+    samples = by_token.split(batch.text["lengths"].tolist())[: batch.size]
+    return torch.stack([part.sum() for part in samples])
 
 
 def _cross_entropy(head: Any, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:

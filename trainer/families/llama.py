@@ -60,6 +60,7 @@ LLAMA = Family(
     caption_tokens=lambda source: None,  # `encode_text` refuses what is too long
     batch_key=lambda latents, text: (),  # all conversations may share a row
     collate=language.pack,
+    pad_row=language.pad_row,
     settings=lambda source, config: None,
     draw=lambda settings, positions, latents: None,
     predict=predict,

@@ -20,14 +20,14 @@ Rows = Sequence[Mapping[str, "torch.Tensor"]]
 TEXT_MASK = "text_mask"
 """Text tensor of a batch whose captions are padded, (B, text tokens): False for padding."""
 ENDS = "ends"
-"""Name in `Batch.text` of the ends of a packed row's samples; the tensor's size differs by row."""
+"""Name in `Batch.text` of the ends of a packed row's samples; the tensor's size may differ by row."""
 ON_HOST = ("lengths",)
 """Text tensors of a batch that stay on the CPU: reading them from the device would wait for it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """Cache entries of samples that are equal inside, or packed into one row: no padding mask anywhere."""
+    """Cache entries of samples that are equal inside, or packed into one row."""
 
     latents: Mapping[str, torch.Tensor]
     text: Mapping[str, torch.Tensor]
@@ -36,7 +36,7 @@ class Batch:
     weight: float
     """Divisor of the sum of `Family.loss`: samples, or the tokens that are learned from."""
     tokens: int = 0
-    """Text tokens that the model reads, where speed is counted in them."""
+    """Text tokens of the samples, without any padding, where speed is counted in them."""
 
 
 @dataclass(frozen=True, kw_only=True)

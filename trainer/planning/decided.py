@@ -196,7 +196,7 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     yield from fit.decisions(situation, chosen, decided.skipped, made["compile"])
     yield from filter(None, (spread.exchange_row(situation, chosen.storage),))
     yield made["cuda_graphs"]
-    if geometry.captions_vary:
+    if geometry.captions_vary or geometry.packed:
         yield made["text_padding"]
     yield from (made[name] for name in ("attention", "tf32", "optimizer", "loader"))
     yield from optimizers.rows(situation, made["optimizer"].value)

@@ -61,7 +61,7 @@ class Plan:
     cuda_graphs: bool
     """A micro-batch's forward and backward are replayed as one CUDA graph."""
     text_padding: bool
-    """Captions are padded to a few lengths, and attention leaves the padding out."""
+    """Captions are padded to a few lengths, and packed rows to one; attention leaves the padding out."""
     attention: str
     """`flash`, `cudnn`, `cudnn_strided`, `flash_attn_2`, `flash_attn_3`, `flash_attn_4`, `efficient`, `math`
     or `native`."""

@@ -1,7 +1,8 @@
-"""Rows of several samples, where the kernel reads on the device where samples end; it runs on GPUs only."""
+"""Rows of several samples, whose ends attention reads from a tensor: of any length, and padded to one."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -22,22 +23,13 @@ ROWS = ((5, 9, 2), (16,), (1, 1, 20), (7, 8), (40, 3))
 KINDS = ("LlamaDecoderLayer",)
 
 
+CAPACITY = 64
+
+
 @pytest.fixture
 def flash_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel's part by a mask made of `ends`, where there is no GPU."""
-
-    def by_mask(
-        query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, scale: float | None
-    ) -> torch.Tensor:
-        places = torch.arange(query.shape[0])
-        sample = torch.bucketize(places, ends, right=True)
-        mask = (sample[:, None] == sample) & (places[:, None] >= places)
-        query, key, value = (tensor.transpose(0, 1) for tensor in (query, key, value))
-        attention = torch.nn.functional.scaled_dot_product_attention
-        return attention(query, key, value, mask, scale=scale, enable_gqa=True).transpose(0, 1)
-
+    """As on a GPU, also of rows that are not padded: ends are read, though by a mask."""
     monkeypatch.setattr(packed_rows, "reads_ends", lambda _: True)
-    monkeypatch.setattr(packed_rows, "_flash_by_ends", by_mask)
 
 
 def llama(kernel: str) -> Any:
@@ -69,14 +61,44 @@ def test_ends_begin_at_nothing_and_end_with_the_row() -> None:
 
 def test_a_kernel_that_knows_no_ends_is_given_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths, ends = (row((5, 9, 2)).text[name] for name in ("lengths", "ends"))
-    assert packed_rows.segments_of(llama("flash"), lengths, ends) == (5, 9, 2)  # on a CPU
+    read = functools.partial(packed_rows.segments_of, lengths=lengths, ends=ends, padded=False)
+    assert read(llama("flash")) == (5, 9, 2)  # on a CPU
     monkeypatch.setattr(packed_rows, "reads_ends", lambda _: True)
-    assert packed_rows.segments_of(llama("native"), lengths, ends) == (5, 9, 2)
+    assert read(llama("native")) == (5, 9, 2)
     model = llama("flash")
-    assert packed_rows.segments_of(model, lengths, ends) is ends
+    assert read(model) is ends
     model.config.attention_dropout = 0.1
-    assert packed_rows.segments_of(model, lengths, ends) == (5, 9, 2)
+    assert read(model) == (5, 9, 2)
     assert packed_rows.segments_for("cudnn", (5, 9), "cuda") == (5, 9)
+
+
+def test_padding_is_a_sample_of_its_own() -> None:
+    """A mask reads it on a CPU whatever the kernel; with dropout it is one more call, if there is any."""
+    plain, full = row((5, 9, 2)), language.pad_row(row((60, 4)), CAPACITY)
+    padded = language.pad_row(plain, CAPACITY)
+    lengths, ends = padded.text["lengths"], padded.text["ends"]
+    assert lengths.tolist() == [5, 9, 2, 48] and full.text["lengths"].tolist() == [60, 4, 0]
+    assert ends.dtype == torch.int32 and ends.tolist() == [0, 5, 14, 16, *[CAPACITY] * 12]
+    for name in ("input_ids", "position_ids", "loss_weight"):
+        assert padded.text[name].shape == (1, CAPACITY) and padded.text[name].dtype == plain.text[name].dtype
+        assert torch.equal(padded.text[name][:, :16], plain.text[name])
+        assert not padded.text[name][:, 16:].any()
+    assert (
+        (padded.size, padded.weight, padded.tokens) == (plain.size, plain.weight, plain.tokens) == (3, 13, 16)
+    )
+    model = llama("native")
+    assert packed_rows.segments_of(model, lengths, ends, padded=True) is ends
+    model.config.attention_dropout = 0.1
+    assert packed_rows.segments_of(model, lengths, ends, padded=True) == (5, 9, 2, 48)
+    assert packed_rows.segments_of(model, full.text["lengths"], ends, padded=True) == (60, 4)
+    with pytest.raises(AssertionError, match="longer"):
+        language.pad_row(plain, 15)
+
+
+@pytest.mark.parametrize(("samples", "ends"), [(1, 16), (15, 16), (16, 32), (31, 32), (32, 64), (70, 128)])
+def test_ends_of_padded_rows_are_of_few_sizes(samples: int, ends: int) -> None:
+    found = packed_rows.padded_row_ends([2] * samples)
+    assert len(found) == ends and found[samples:].tolist() == [2 * samples] * (ends - samples)
 
 
 def test_the_operator_is_given_whole_vectors_and_its_work_is_counted_once_a_row(
@@ -101,6 +123,33 @@ def test_the_operator_is_given_whole_vectors_and_its_work_is_counted_once_a_row(
     assert counted == 2 * 4 * 6 * 6 * 40
 
 
+@pytest.mark.usefixtures("traced")
+@pytest.mark.parametrize("kernel", ["native", "flash"])
+def test_padded_rows_of_all_packings_make_one_graph(kernel: str) -> None:
+    """Forward and backward; losses and gradients are those of rows that are not padded."""
+    model, plain = llama(kernel), llama(kernel)
+    compile_blocks(repeated_blocks(model, KINDS), activation_budget=1.0)
+    before, seen = graphs_compiled(), set()
+    for lengths in (*ROWS, (1, 63), (64,), (3,) * 21):
+        batch, unpadded = language.pad_row(row(lengths), CAPACITY), row(lengths)
+        loop._mark_lengths(batch)
+        seen.add(len(batch.text["ends"]))
+        assert differs(model, batch, plain, unpadded) < 1e-5
+        assert graphs_compiled() - before == 1
+    assert seen == {16, 32}, "ends of more than one size"
+
+
+def differs(model: Any, batch: Batch, other: Any, its: Batch) -> float:
+    """Largest relative difference of a conversation's losses, and of a parameter's gradient."""
+    gradients = []
+    for one, read in ((model, batch), (other, its)):
+        one.zero_grad()
+        losses = language.losses(one, read)
+        losses.sum().backward()
+        gradients.append([losses, *(parameter.grad for parameter in one.parameters())])
+    return max(itertools.starmap(relative, zip(*gradients, strict=True)))
+
+
 @pytest.mark.usefixtures("flash_anywhere", "traced")
 def test_rows_of_all_divisions_share_the_graphs_and_learn_what_separate_conversations_do() -> None:
     model, plain = llama("flash"), llama("native")
@@ -116,12 +165,6 @@ def test_rows_of_all_divisions_share_the_graphs_and_learn_what_separate_conversa
     for lengths in (*ROWS, (3,) * 70):
         batch = row(lengths)
         loop._mark_lengths(batch)
-        gradients = []
-        for one in (model, plain):
-            one.zero_grad()
-            losses = language.losses(one, batch)
-            losses.sum().backward()
-            gradients.append([losses, *(parameter.grad for parameter in one.parameters())])
-        assert max(itertools.starmap(relative, zip(*gradients, strict=True))) < 1e-5
+        assert differs(model, batch, plain, batch) < 1e-5
         counts.append(graphs_compiled() - before)
     assert len(set(counts)) == 1

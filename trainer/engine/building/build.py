@@ -69,7 +69,7 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
     context.say(f"training {count:,} parameters in {len(trainable)} tensors")
     updater = Updater(trainable, context.config.train, plan.optimizer, context.ranks)
     readers: tuple[TextReader, ...] = ()
-    if plan.text_padding:
+    if plan.text_padding and context.family.text_keys:
         from trainer.modeling.attention.text_padding import text_readers
 
         readers = text_readers(module, context.family.text_keys)

@@ -14,7 +14,7 @@ from trainer.families import losses
 from trainer.families.family import Family
 from trainer.families.values import ON_HOST, TEXT_MASK, Batch, Draw, Shape
 from trainer.modeling.attention.text_lengths import pad_text
-from trainer.planning.shapes.mix import padded_length
+from trainer.planning.shapes.mix import padded_length, padded_row
 
 
 def load_batch(
@@ -27,11 +27,13 @@ def load_batch(
 ) -> Batch:
     """One batch of samples (record, caption dropped) on the CPU; text values in the model's type.
 
-    With `text_padding` captions are padded to a few lengths, and the batch has their mask.
+    With `text_padding` captions are padded to a few lengths, and the batch has their mask; a packed row is
+    padded to that of a whole micro-batch.
     """
     cache, family = entries.cache, context.family
     text = [cache.read("text", (entries.empties if drop else entries.texts)[i].key) for i, drop in samples]
-    if text_padding:
+    packed = family.packed_by is not None
+    if text_padding and not packed:
         assert family.caption is not None, "a family whose captions are padded as they are encoded"
         for number, row in enumerate(text):
             caption = row[family.caption]
@@ -46,11 +48,19 @@ def load_batch(
         for i, _ in (samples if entries.latents else ())
     ]
     batch = family.collate(text, latents)
+    if text_padding and packed:
+        assert family.pad_row is not None, "a family whose rows are not padded"
+        batch = family.pad_row(batch, row_tokens(context))
     ready: list[dict[str, torch.Tensor]] = []
     for tensors, dtype in ((batch.latents, torch.float32), (batch.text, context.dtype)):
         cast = {name: one.to(dtype) if one.is_floating_point() else one for name, one in tensors.items()}
         ready.append({name: one.pin_memory() for name, one in cast.items()} if pin_memory else cast)
     return dataclasses.replace(batch, latents=ready[0], text=ready[1])
+
+
+def row_tokens(context: Context) -> int:
+    """Tokens of a micro-batch of padded rows, which are one row."""
+    return context.plan.micro_batch_size * padded_row(context.config.data.max_sequence_length)
 
 
 def draw_for(family: Family, batch: Batch, settings: Any, positions: Sequence[int]) -> Draw | None:

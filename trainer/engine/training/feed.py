@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainer.data.sampler import MicroBatch, Sampler
-from trainer.engine.caching.batches import draw_for, load_batch
+from trainer.engine.caching.batches import draw_for, load_batch, row_tokens
 from trainer.engine.caching.entries import Entries, TextEntry
 from trainer.engine.caching.store import Cache
 from trainer.engine.context import Context
@@ -72,7 +72,7 @@ def make_sampler(context: Context, entries: Entries) -> Sampler:
 def _text_headers(context: Context, entries: Entries, texts: Sequence[TextEntry]) -> list[Header]:
     """Shapes of text entries as they are batched: padded where the plan pads captions."""
     headers, caption = [entries.headers[one.key] for one in texts], context.family.caption
-    if not context.plan.text_padding:
+    if not context.plan.text_padding or context.family.packed_by is not None:
         return headers
     assert caption is not None, "a family whose captions are padded as they are encoded"
     return [{**one, caption: (padded_length(one[caption][0]), *one[caption][1:])} for one in headers]
@@ -86,9 +86,20 @@ def parted(sampler: Sampler, steps: int) -> str:
     return f"samples of a step that are of one shape are computed together: {per_step}"
 
 
+def filled(context: Context, entries: Entries, sampler: Sampler, steps: int) -> str:
+    """The share of padded rows that is padding, in words; counted in the first steps."""
+    family, size = context.family, row_tokens(context)
+    assert family.packed_by is not None, "rows of several samples"
+    sizes = [entries.headers[one.key][family.packed_by][0] for one in entries.texts]
+    counted = min(steps, max(1, _COUNTED // sampler.rows))
+    made = [sum(sizes[sample.record] for sample in one) for n in range(counted) for one in sampler.step(n)]
+    share, whole = 1 - sum(made) / (len(made) * size), f"{size:,}".replace(",", " ")
+    return f"rows are padded to {whole} tokens: {share:.1%} of them is padding in the first {counted} steps"
+
+
 def varies(context: Context, entries: Entries) -> tuple[str, ...]:
-    """Sizes that differ among the run's micro-batches (arguments of `small_forward`), captions as they are
-    padded; none where no block is compiled, to which it does not matter.
+    """Sizes that differ among the run's micro-batches (arguments of `small_forward`), captions and rows as
+    they are padded; none where no block is compiled, to which it does not matter.
     """
     plan, packed = context.plan, context.family.packed_by is not None
     if not plan.compile:
@@ -100,7 +111,8 @@ def varies(context: Context, entries: Entries) -> tuple[str, ...]:
     ]
     texts = _text_headers(context, entries, [*entries.texts, *entries.empties])
     pictures = ("wide", "tall") if any(one != latents[0] for one in latents) else ()
-    captions = ("text",) if packed or any(one != texts[0] for one in texts) else ()
+    differ = not plan.text_padding if packed else any(one != texts[0] for one in texts)
+    captions = ("text",) if differ else ()
     # the rest of a bucket makes smaller batches
     return (*pictures, *captions, *(("batch",) if plan.micro_batch_size > 1 and not packed else ()))
 
@@ -165,6 +177,8 @@ def feed(
     sampler = make_sampler(context, entries)
     if context.plan.micro_batch_size > 1 and context.family.packed_by is None:
         context.say(parted(sampler, stop))
+    if context.plan.text_padding and context.family.packed_by is not None:
+        context.say(filled(context, entries, sampler, stop))
     cache = Cache(entries.cache.directory, context.family.name, keep_bytes=keep_bytes(context, entries))
     kept = dataclasses.replace(entries, cache=cache)
     prepare = functools.partial(_prepared, context, kept, settings)

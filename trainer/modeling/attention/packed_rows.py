@@ -2,9 +2,10 @@
 
 transformers passes what a model is called with on to its attention layers, and makes no mask for an attention
 function that it has no mask function for. So a model that is called with `segments` attends inside each
-sample only, and nothing has the size tokens x tokens. A kernel that reads on the device where samples end
-takes the row in one call, and compiled blocks serve every row; for the others `segments` are host integers,
-and each sample is a call of its own. Position ids must restart with every sample; that is the caller's part.
+sample only. A kernel that reads on the device where samples end takes the row in one call, and compiled
+blocks serve every row; for the others `segments` are host integers, and each sample is a call of its own.
+Nothing has the size tokens x tokens but the mask by which compiled blocks read such ends on a CPU. Position
+ids must restart with every sample; that is the caller's part.
 """
 
 from __future__ import annotations
@@ -25,6 +26,8 @@ Segments = Sequence[int] | torch.Tensor
 """The samples' lengths, or `ends` of the row: see `row_ends`."""
 # the kernel takes multiples of so many values
 _WIDTH = 8
+# ends of a padded row are a power of two, and at least so many
+_FEWEST_ENDS = 16
 
 
 def row_ends(lengths: Sequence[int]) -> torch.Tensor:
@@ -32,14 +35,29 @@ def row_ends(lengths: Sequence[int]) -> torch.Tensor:
     return torch.tensor(list(itertools.accumulate(lengths, initial=0)), dtype=torch.int32)
 
 
-def segments_of(model: Any, lengths: torch.Tensor, ends: torch.Tensor) -> Segments:
-    """Segments as the model's attention reads them: `ends` (on its device) or `lengths` (on the host)."""
+def padded_row_ends(lengths: Sequence[int]) -> torch.Tensor:
+    """`row_ends` with the last one repeated up to 16, 32, 64 ... of them: samples without tokens.
+
+    As few as that: a kernel starts as many thread blocks for an empty sample as for one as long as the row.
+    """
+    ends = row_ends(lengths)
+    size = max(_FEWEST_ENDS, 1 << (len(ends) - 1).bit_length())
+    return torch.cat([ends, ends[-1:].expand(size - len(ends))])
+
+
+def segments_of(model: Any, lengths: torch.Tensor, ends: torch.Tensor, *, padded: bool) -> Segments:
+    """Segments as the model's attention reads them: `ends` (on its device) or `lengths` (on the host).
+
+    `lengths` add up to the row's tokens; of a row that is `padded` for compiled blocks the last one is the
+    padding's.
+    """
     names = (implementation(name) for name, kernel in KERNELS.items() if kernel.reads_ends)
-    by_ends = model.config._attn_implementation in names
+    device = ends.device.type
+    by_ends = reads_ends(device) and model.config._attn_implementation in names
     # with dropout the row's call would draw other numbers when it is computed again
-    if by_ends and reads_ends(ends.device.type) and not model.config.attention_dropout:
+    if (by_ends or (padded and device == "cpu")) and not model.config.attention_dropout:
         return ends
-    return tuple(lengths.tolist())
+    return tuple(length for length in lengths.tolist() if length)
 
 
 def segments_for(kernel: str, lengths: Sequence[int], device: str) -> Segments:
@@ -90,6 +108,8 @@ def packed_attention(
     """
     if isinstance(segments, torch.Tensor):
         assert dropout == 0.0 and len(query) == 1, "one row, without dropout"
+        if query.device.type == "cpu":
+            return _masked_by_ends(query, key, value, segments, scale)
         query, key, value = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
         row: torch.Tensor = ContiguousGradient.apply(_flash_by_ends(query, key, value, segments, scale))
         return row[None]
@@ -101,6 +121,21 @@ def packed_attention(
             for tensors in zip(queries, keys, values, strict=True)
         ]
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=1)
+
+
+def _masked_by_ends(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, ends: torch.Tensor, scale: float | None
+) -> torch.Tensor:
+    """Attention over a row by a mask of (tokens, tokens): torch has no kernel that reads ends on a CPU.
+
+    Tensors (1, heads, tokens, width); the result is (1, tokens, heads, width).
+    """
+    places = torch.arange(query.shape[2])
+    sample = torch.bucketize(places, ends, right=True)
+    mask = (sample[:, None] == sample) & (places[:, None] >= places)
+    grouped = query.shape[1] != key.shape[1]
+    output = scaled_dot_product_attention(query, key, value, mask, scale=scale, enable_gqa=grouped)
+    return output.transpose(1, 2)
 
 
 def _flash_by_ends(

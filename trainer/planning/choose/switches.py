@@ -1,4 +1,4 @@
-"""Features that are on or off: TF32, compiled blocks, CUDA graphs, captions padded to a few lengths."""
+"""Features that are on or off: TF32, compiled blocks, CUDA graphs, captions and rows padded to lengths."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from trainer.planning.choose.situation import Situation
 from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision, on_off
 from trainer.planning.shapes.adapters import plain_path
+from trainer.planning.shapes.mix import padded_row
 from trainer.ways.kernels import KERNELS
 
 COMPILE_SECONDS = 45
@@ -81,7 +82,7 @@ def cuda_graphs(situation: Situation, storage: Storage, *, filled: float) -> Dec
     if not situation.on_gpu:
         obstacle = "a CPU has no CUDA graphs"
     elif situation.geometry.packed:
-        obstacle = "a graph is of one shape, and packed rows differ from one to the next"
+        obstacle = "a graph is of one shape, and packed rows differ in how many of their tokens are learned"
     elif storage.method != "lora" or storage.dtype != "bf16":
         obstacle = "only for a LoRA in bf16, whose gradients are summed inside the graph"
     elif storage.compile and storage.swapped and situation.asked(key) == "auto":
@@ -94,7 +95,11 @@ def cuda_graphs(situation: Situation, storage: Storage, *, filled: float) -> Dec
 
 
 def text_padding(situation: Situation, storage: Storage) -> Decision:
-    """Decision on padding captions to a few lengths; raises HardwareError if asked for in vain."""
+    """Decision on padding captions to a few lengths, and packed rows to one; raises HardwareError if asked
+    for in vain.
+    """
+    if situation.geometry.packed:
+        return _row_padding(situation, storage)
     key, obstacle = "features.text_padding", "" if storage.compile else _NEEDS_COMPILED
     if not situation.geometry.captions_vary:
         obstacle = "this family's captions are not of different lengths"
@@ -105,6 +110,22 @@ def text_padding(situation: Situation, storage: Storage) -> Decision:
     elif obstacle and situation.asked(key) == "auto":
         obstacle = "blocks that are not compiled take every length as it comes"
     reason = "captions become 64, 128, 256, 384, 512 ... tokens long, which attention leaves out"
+    return _switch(situation, key, obstacle, reason)
+
+
+def _row_padding(situation: Situation, storage: Storage) -> Decision:
+    """`text_padding` of a family whose samples are packed into rows."""
+    key, obstacle = "features.text_padding", "" if storage.compile else _NEEDS_COMPILED
+    if situation.on_gpu and not KERNELS[storage.attention].reads_ends:
+        obstacle = f"{storage.attention} takes a row conversation by conversation"
+    elif obstacle and situation.asked(key) == "auto":
+        obstacle = "blocks that are not compiled take every row as it comes"
+    config = situation.config
+    tokens = config.train.train_batch_size * padded_row(config.data.max_sequence_length)
+    reason = (
+        f"row padded to {tokens} tokens (one graph for all packings); large sets fill 97 to 99% of it, and"
+        " the log says how much of this one's is padding"
+    )
     return _switch(situation, key, obstacle, reason)
 
 

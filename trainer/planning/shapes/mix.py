@@ -101,6 +101,7 @@ many short as long by their logarithm, 73 % become 64.
 """
 
 _BEYOND = 256
+_ROW_MULTIPLE = 64
 
 
 def padded_length(tokens: int) -> int:
@@ -109,3 +110,11 @@ def padded_length(tokens: int) -> int:
     if place < len(TEXT_LENGTHS):
         return TEXT_LENGTHS[place]
     return -(-tokens // _BEYOND) * _BEYOND
+
+
+def padded_row(tokens: int) -> int:
+    """Tokens that packed rows of at most so many are padded to.
+
+    A multiple of 64, which FP8 products take as they are (`modeling.storage.fp8.ROW_MULTIPLE`).
+    """
+    return -(-tokens // _ROW_MULTIPLE) * _ROW_MULTIPLE

@@ -44,7 +44,14 @@ from trainer.planning.shapes.geometry import (
     table_component,
 )
 from trainer.planning.shapes.meta_shapes import SOURCE, built_shapes
-from trainer.planning.shapes.mix import USUAL_PICTURES, Captions, Pictures, padded_length, usual_parts
+from trainer.planning.shapes.mix import (
+    USUAL_PICTURES,
+    Captions,
+    Pictures,
+    padded_length,
+    padded_row,
+    usual_parts,
+)
 from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
 from trainer.ways.storages import VALUE_BYTES
 
@@ -208,6 +215,8 @@ def run_shape(config: RunConfig, family: Family, *, bytes_per_value: int) -> Sha
     controls = max(len(control_folders(one.control_dir)) or most for one in config.data.sets)
     if family.caption is not None:  # captions are not padded by the family's encoder
         tokens = padded_length(tokens + (controls * _CONTROL_TOKENS if family.text_sees_controls else 0))
+    if family.packed_by is not None:
+        tokens = padded_row(tokens)
     return Shape(
         batch_size=config.train.train_batch_size,
         width=config.data.resolution,
