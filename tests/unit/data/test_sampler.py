@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections import Counter
 from collections.abc import Sequence
 
@@ -315,6 +316,15 @@ def test_nothing_is_twice_in_packed_rows_unless_the_set_is_smaller(
     # the one that waits longest is always taken
     first = range(max(one.position for one in of_step(steps[15])))
     assert set(first) <= {one.position for one in flat(steps)}
+
+
+@pytest.mark.parametrize(("shortest", "longest"), [(1, 4000), (50, 1500), (600, 2400)])
+def test_rows_are_as_full_as_plans_say(shortest: int, longest: int) -> None:
+    """Of 4096 tokens 1 to 8 % is padding: conversations as many short as long by their logarithm."""
+    drawn = random.Random(0)
+    sizes = [int(shortest * (longest / shortest) ** drawn.random()) for _ in range(1000)]
+    steps = take(packing(sizes, 4096, accumulation=4), 75)
+    assert 0.92 < sum(sizes[one.record] for one in flat(steps)) / (300 * 4096) < 0.995
 
 
 def test_conversations_of_many_lengths_are_once_in_a_step_and_fill_it() -> None:

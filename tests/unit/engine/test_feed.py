@@ -244,3 +244,54 @@ def test_a_run_says_what_its_steps_make(context: Any, entries: Entries) -> None:
     made = sum(map(len, steps)) / 50
     assert 2 < made < 4 and {size for step in steps for size in step} == {1, 2}
     assert feed.parted(sampler, 50).endswith(f"{made:.1f} micro-batches a step, of 1 to 2 samples")
+
+
+@pytest.fixture
+def chats(context: Any, tmp_path: Path) -> Entries:
+    """Conversations of 3 to 25 tokens for rows of 60, two at once: `context` is of a language model."""
+    context.family = get("llama")
+    context.config.data = SimpleNamespace(
+        caption_dropout_rate=0.0, cache_in_memory="auto", max_sequence_length=60
+    )
+    context.plan.compile = True
+    cache = Cache(tmp_path, "llama")
+    for number in range(SAMPLES):
+        ids = torch.arange(1, number + 4)
+        cache.write("text", key("text", number), {"input_ids": ids, "loss_weight": (ids > 1).float()})
+    records: Any = [
+        SimpleNamespace(repeats=1, loss_weight=1.0, content_sha256=str(n)) for n in range(SAMPLES)
+    ]
+    return Entries(
+        cache=cache,
+        records=tuple(records),
+        texts=tuple(TextEntry(key=key("text", n), caption=str(n)) for n in range(SAMPLES)),
+        empties=(),
+        latents=(),
+        prompts=(),
+        masked=False,
+        weighted=False,
+    )
+
+
+def test_padded_rows_are_of_one_length_and_count_what_rows_as_they_come_count(
+    context: Any, chats: Entries
+) -> None:
+    """Rows of 60 are padded to 64, two of which are one: the step's tokens and weights are the real ones."""
+    said: list[str] = []
+    context.say = said.append
+    plain = [fed for step in feed.feed(context, chats, None, 0, 6) for fed in step]
+    assert not any("padded" in line for line in said) and feed.varies(context, chats) == ("text",)
+    context.plan.text_padding = True
+    padded = [fed for step in feed.feed(context, chats, None, 0, 6) for fed in step]
+    assert feed.varies(context, chats) == ()
+    real = 0
+    for one, other in zip(plain, padded, strict=True):
+        assert one.batch is not None and other.batch is not None
+        assert (one.micro_batch, one.weight, one.tokens) == (other.micro_batch, other.weight, other.tokens)
+        ids = one.batch.text["input_ids"]
+        assert other.batch.text["input_ids"].shape == (1, 128) and ids.shape == (1, one.tokens)
+        assert torch.equal(other.batch.text["input_ids"][:, : one.tokens], ids)
+        real += one.tokens
+    share = 1 - real / (128 * len(padded))
+    assert 0.06 < share < 0.3, "at least the four tokens that rows are shorter"
+    assert said[-1] == f"rows are padded to 128 tokens: {share:.1%} of them is padding in the first 6 steps"

@@ -1,4 +1,4 @@
-"""Padding captions to a few lengths: the decision, its row in the plan, and the planned time."""
+"""Padding captions and rows of conversations: the decision, its row in the plan, and the planned time."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from tests.unit.planning.conftest import machine
 from tests.unit.planning.test_resolve import Config, plan, row
 from trainer.errors import HardwareError
 from trainer.families import get, names
+from trainer.modeling.storage.fp8 import ROW_MULTIPLE
 from trainer.planning.shapes.geometry import Geometry
-from trainer.planning.shapes.mix import padded_length
+from trainer.planning.shapes.mix import padded_length, padded_row
 from trainer.planning.shapes.run_shapes import _CAPTION_TOKENS, run_geometry
 
 VARYING = {"qwen_image", "qwen_image_edit", "kandinsky5"}
@@ -21,6 +22,11 @@ VARYING = {"qwen_image", "qwen_image_edit", "kandinsky5"}
 @pytest.fixture
 def varying(geometry: Geometry) -> Geometry:
     return dataclasses.replace(geometry, captions_vary=True)
+
+
+@pytest.fixture
+def packed(geometry: Geometry) -> Geometry:
+    return dataclasses.replace(geometry, packed=True)
 
 
 def test_captions_are_padded_where_blocks_are_compiled(config: Config, varying: Geometry) -> None:
@@ -51,6 +57,50 @@ def test_padding_that_cannot_be_had_is_refused(
     with pytest.raises(HardwareError, match=why) as caught:
         plan(config(features__text_padding=True, **changes), machine("h200"), varying)
     assert "features.text_padding" in str(caught.value)
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_rows_are_padded_to_a_whole_micro_batch_where_blocks_are_compiled(
+    config: Config, packed: Geometry, method: str
+) -> None:
+    asked = config(
+        features__compile=True, method=method, data__max_sequence_length=1000, train__train_batch_size=2
+    )
+    found = plan(asked, machine("h200"), packed)
+    assert found.text_padding and found.attention == "flash"
+    assert "row padded to 2048 tokens (one graph for all packings)" in row(found, "text_padding").reason
+    eager = plan(config(features__compile=False), machine("h200"), packed)
+    assert not eager.text_padding and "every row as it comes" in row(eager, "text_padding").reason
+    assert plan(config(features__compile=True), machine("cpu"), packed).text_padding
+    written = config(features__compile=True, features__text_padding=False)
+    assert not plan(written, machine("h200"), packed).text_padding
+
+
+def test_rows_that_are_read_one_by_one_are_not_padded(config: Config, packed: Geometry) -> None:
+    """Each conversation is a call of its own, and each packing a graph, whatever the row's length."""
+    asked = {"features__compile": True, "features__attention": "cudnn"}
+    found = plan(config(**asked), machine("h200"), packed)
+    assert not found.text_padding
+    assert row(found, "text_padding").reason == "cudnn takes a row conversation by conversation"
+    with pytest.raises(HardwareError, match="cudnn takes a row conversation by conversation"):
+        plan(config(**asked, features__text_padding=True), machine("h200"), packed)
+    with pytest.raises(HardwareError, match="compiled"):
+        plan(config(features__compile=False, features__text_padding=True), machine("h200"), packed)
+
+
+def test_memory_and_time_are_those_of_the_padded_row(config: Config) -> None:
+    """As a row of 1024 tokens, of which FP8 products take whole multiples."""
+    assert padded_row(1) == ROW_MULTIPLE and padded_row(4096) == 4096
+    odd, even = (
+        run_geometry(
+            get("llama"),
+            config(family="llama", data__max_sequence_length=tokens),
+            model_folder=None,
+            dtype="bf16",
+        )
+        for tokens in (1000, 1024)
+    )
+    assert odd == even
 
 
 @pytest.mark.parametrize("family", names())

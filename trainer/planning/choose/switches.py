@@ -115,16 +115,17 @@ def text_padding(situation: Situation, storage: Storage) -> Decision:
 
 def _row_padding(situation: Situation, storage: Storage) -> Decision:
     """`text_padding` of a family whose samples are packed into rows."""
-    key, obstacle = "features.text_padding", "" if storage.compile else _NEEDS_COMPILED
-    if situation.on_gpu and not KERNELS[storage.attention].reads_ends:
+    key, obstacle = "features.text_padding", ""
+    if not storage.compile:
+        as_it_comes = "blocks that are not compiled take every row as it comes"
+        obstacle = as_it_comes if situation.asked(key) == "auto" else _NEEDS_COMPILED
+    elif situation.on_gpu and not KERNELS[storage.attention].reads_ends:
         obstacle = f"{storage.attention} takes a row conversation by conversation"
-    elif obstacle and situation.asked(key) == "auto":
-        obstacle = "blocks that are not compiled take every row as it comes"
     config = situation.config
     tokens = config.train.train_batch_size * padded_row(config.data.max_sequence_length)
     reason = (
-        f"row padded to {tokens} tokens (one graph for all packings); large sets fill 97 to 99% of it, and"
-        " the log says how much of this one's is padding"
+        f"row padded to {tokens} tokens (one graph for all packings); usually 1 to 8% of it is padding, the"
+        " log tells this set's share"
     )
     return _switch(situation, key, obstacle, reason)
 
