@@ -28,7 +28,7 @@ CAPACITY = 64
 
 @pytest.fixture
 def flash_anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a GPU, also of rows that are not padded: ends are read, though by a mask."""
+    """Ends are read also of rows that are not padded, though by a mask."""
     monkeypatch.setattr(packed_rows, "reads_ends", lambda _: True)
 
 

@@ -89,7 +89,7 @@ def test_rows_that_are_read_one_by_one_are_not_padded(config: Config, packed: Ge
 
 
 def test_memory_and_time_are_those_of_the_padded_row(config: Config) -> None:
-    """As a row of 1024 tokens, of which FP8 products take whole multiples."""
+    """A row of 1000 tokens counts as one of 1024: FP8 products take multiples of 64."""
     assert padded_row(1) == ROW_MULTIPLE and padded_row(4096) == 4096
     odd, even = (
         run_geometry(
