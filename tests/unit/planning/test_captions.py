@@ -74,6 +74,9 @@ def test_rows_are_padded_to_a_whole_micro_batch_where_blocks_are_compiled(
     assert plan(config(features__compile=True), machine("cpu"), packed).text_padding
     written = config(features__compile=True, features__text_padding=False)
     assert not plan(written, machine("h200"), packed).text_padding
+    long = config(features__compile=True, data__max_sequence_length=8200)
+    assert plan(long, machine("h200"), packed).text_padding
+    assert "masks of 8256 x 8256" in row(plan(long, machine("cpu"), packed), "text_padding").reason
 
 
 def test_rows_that_are_read_one_by_one_are_not_padded(config: Config, packed: Geometry) -> None:
@@ -107,6 +110,7 @@ def test_memory_and_time_are_those_of_the_padded_row(config: Config) -> None:
 def test_geometry_says_whose_captions_vary(config: Config, family: str) -> None:
     found = run_geometry(get(family), config(family=family), model_folder=None, dtype="bf16")
     assert found.captions_vary == (family in VARYING)
+    assert found.packed == (get(family).pad_row is not None)
     if family not in VARYING:
         assert found.usual_share == 1.0
 

@@ -18,6 +18,8 @@ more than later ones.
 """
 TIGHT = 0.96
 """Share of an imposed budget beyond which memory between tensors decides whether a run fits."""
+_MOST_MASKED = 8192
+"""Tokens of a row for which a CPU makes a mask of tokens x tokens: 5 bytes each, in a block."""
 COMPILE, SHARE = "features.compile", "features.activation_budget"
 _NEEDS_COMPILED = "only with compiled blocks"
 
@@ -115,14 +117,15 @@ def text_padding(situation: Situation, storage: Storage) -> Decision:
 
 def _row_padding(situation: Situation, storage: Storage) -> Decision:
     """`text_padding` of a family whose samples are packed into rows."""
-    key, obstacle = "features.text_padding", ""
+    key, obstacle, config = "features.text_padding", "", situation.config
+    tokens = config.train.train_batch_size * padded_row(config.data.max_sequence_length)
     if not storage.compile:
         as_it_comes = "blocks that are not compiled take every row as it comes"
         obstacle = as_it_comes if situation.asked(key) == "auto" else _NEEDS_COMPILED
     elif situation.on_gpu and not KERNELS[storage.attention].reads_ends:
         obstacle = f"{storage.attention} takes a row conversation by conversation"
-    config = situation.config
-    tokens = config.train.train_batch_size * padded_row(config.data.max_sequence_length)
+    elif not situation.on_gpu and tokens > _MOST_MASKED:
+        obstacle = f"a CPU would need masks of {tokens} x {tokens} tokens"
     reason = (
         f"row padded to {tokens} tokens (one graph for all packings); usually 1 to 8% of it is padding, the"
         " log tells this set's share"
