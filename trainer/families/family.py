@@ -132,9 +132,9 @@ class Family:
     batch_key: Callable[[Header, Header], tuple[Any, ...]] = diffusion.batch_key
     """Equal for samples that may share a batch, by the shapes of their latents and their text."""
     collate: Callable[[Rows, Rows], Batch] = diffusion.collate
+    """One batch on the CPU of the text and latents entries of samples of one key."""
     pad_row: Callable[[Batch, int], Batch] | None = None
     """Pad a packed row to so many tokens, which change nothing; of families with `packed_by`."""
-    """One batch on the CPU of the text and latents entries of samples of one key."""
     settings: Callable[[ModelSource, RunConfig], Any] = draws.settings
     """Settings of a run that draws and predictions depend on."""
     draw: Callable[[Any, Sequence[int], Header], Draw | None] = draws.draw

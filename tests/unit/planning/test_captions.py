@@ -64,18 +64,24 @@ def test_rows_are_padded_to_a_whole_micro_batch_where_blocks_are_compiled(
     config: Config, packed: Geometry, method: str
 ) -> None:
     asked = config(
-        features__compile=True, method=method, data__max_sequence_length=1000, train__train_batch_size=2
+        **{"features__compile": True, "features__text_padding": True, "method": method},
+        data__max_sequence_length=1000,
+        train__train_batch_size=2,
     )
     found = plan(asked, machine("h200"), packed)
     assert found.text_padding and found.attention == "flash"
-    assert "row padded to 2048 tokens (one graph for all packings)" in row(found, "text_padding").reason
+    sizes = {"data__max_sequence_length": 1000, "train__train_batch_size": 2}
+    on_a_cpu = plan(config(features__compile=True, **sizes), machine("cpu"), packed)
+    assert "row padded to 2048 tokens (one graph for all packings)" in row(on_a_cpu, "text_padding").reason
+    by_itself = plan(config(features__compile=True, method=method), machine("h200"), packed)
+    assert not by_itself.text_padding
+    assert "not been measured on a GPU" in row(by_itself, "text_padding").reason
     eager = plan(config(features__compile=False), machine("h200"), packed)
     assert not eager.text_padding and "every row as it comes" in row(eager, "text_padding").reason
     assert plan(config(features__compile=True), machine("cpu"), packed).text_padding
     written = config(features__compile=True, features__text_padding=False)
-    assert not plan(written, machine("h200"), packed).text_padding
-    long = config(features__compile=True, data__max_sequence_length=8200)
-    assert plan(long, machine("h200"), packed).text_padding
+    assert not plan(written, machine("cpu"), packed).text_padding
+    long = config(features__compile=True, features__text_padding="auto", data__max_sequence_length=8200)
     assert "masks of 8256 x 8256" in row(plan(long, machine("cpu"), packed), "text_padding").reason
 
 
