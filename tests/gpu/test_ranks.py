@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.contract.runs import ROOT, STEPS, Case, Workshop, numbers, small_samples
+from tests.contract.runs import STEPS, Case, Workshop, numbers, small_samples
+from tests.gpu.command_line import train
 from trainer.engine.optimizing.exchange import Exchange
 from trainer.engine.optimizing.fp32_masters import FlatGradients
 from trainer.engine.ranks import joined
@@ -89,21 +87,7 @@ def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPath
 
 def trained(workshop: Workshop, folder: Path, gpus: int | str, *overrides: str) -> Path:
     """A run by the command line on this machine; the folder of what it made."""
-    config = workshop.write_config(CASE, folder)
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("TRAINER_")} | {
-        "TRAINER_RUNTIME_DIR": str(folder / "runtime"),
-        "TRAINER_CACHE_DIR": str(workshop.cache),
-        "TRAINER_METRICS_PORT": "0",
-        "HF_HUB_OFFLINE": "1",
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-    }
-    sets = [part for one in (*QUICK, *overrides) for part in ("--set", one)]
-    done = subprocess.run(
-        [sys.executable, "-m", "trainer", "train", str(config), "--gpus", str(gpus), *sets],
-        cwd=ROOT, env=environ, capture_output=True, text=True, timeout=600, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("Proved: ") == 1
+    train(workshop, CASE, folder, gpus, *QUICK, *overrides)
     plan = json.loads((folder / "run" / "plan.json").read_text())
     assert plan["ranks"] == (2 if gpus == "auto" else gpus)
     return folder / "run"

@@ -251,7 +251,10 @@ class FeaturesSection(Section):
     weights: Weights = "auto"
     """Storage of the base model's weights; int8, nf4 (4 bits) and fp8 are for `method: lora` only."""
     compute: Compute = "auto"
-    """Type of the frozen base's matrix products; fp8 needs compute capability 8.9 and fp8 weights."""
+    """Type of the base's matrix products; fp8 needs compute capability 8.9, and of a frozen base fp8 weights.
+    A full fine-tune multiplies bf16 weights in fp8 where it is written."""
+    weight_gradient: Literal["auto", "fp8", "bf16"] = "auto"
+    """Type that the gradients of trained weights are multiplied in, where `compute` is fp8; `auto`: fp8."""
     modulation: Modulation = "auto"
     """How an fp8 base stores its modulation, which FP8 leaves out: `kept` in the run's type, or in int8."""
     compile: Toggle = "auto"

@@ -45,7 +45,10 @@ class Plan:
     weights: str
     """`bf16`, `fp16`, `fp32`, `int8`, `nf4` or `fp8`: storage of the base."""
     compute: str
-    """`bf16`, `fp16`, `fp32` or `fp8`: type of frozen linears' products; `fp8` only with weights in fp8."""
+    """`bf16`, `fp16`, `fp32` or `fp8`: type of the linears' products; `fp8` with frozen weights in fp8, or
+    with trained ones in bf16."""
+    weight_gradient: str
+    """`fp8` or `bf16`: type that the gradients of weights trained in FP8 are multiplied in; else empty."""
     weight_copies: int
     """2: FP8 weights have a transposed copy for backward (faster); 1: they are transposed each time."""
     modulation: str

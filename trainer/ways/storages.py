@@ -35,8 +35,12 @@ class Way:
     """Whether the linears of `Family.modulation` are stored in this way too; else in the run's type."""
     trains: bool = False
     """Whether such weights can be trained. All other ways are for a frozen base, and take fewer bytes."""
+    method: str = ""
+    """The `method` of the only runs that it is for: `full`; empty: of both, or by `trains`."""
     bits: int
-    """Bits of one value in one copy."""
+    """Bits of one value in one copy; of a trained weight that is multiplied in another type, of the copies
+    that are made of it once a step.
+    """
     row_bytes: int = 0
     """Bytes of the scale of each output row."""
     block: int = 0
@@ -104,6 +108,17 @@ _UNPACKED = replace(
     tier=2,
     instead_of="int8",
 )
+_TRAINED = Way(
+    name="bf16 trained in fp8",
+    weights="bf16",
+    compute="fp8",
+    trains=True,
+    method="full",
+    bits=8,
+    row_bytes=4,
+    least_capability=(8, 9),
+    least_compiled=(8, 9),
+)
 _BESIDE = {
     way.name: replace(way, name=f"{way.name} with modulation in int8", modulation="int8", tier=2)
     for way in (_FP8, _TWICE, _UNPACKED)
@@ -153,6 +168,8 @@ _ROWS = (
     _BESIDE["fp8"],
     _UNPACKED,
     replace(_BESIDE["fp8 unpacked"], automatic=False),
+    replace(_TRAINED, name=f"{_TRAINED.name}, kept twice", copies=2),
+    _TRAINED,
 )
 WAYS: dict[str, Way] = {way.name: way for way in _ROWS}
 """All rows by name, the plain types first."""

@@ -47,7 +47,10 @@ def test_blocks_that_wait_are_a_whole_number(text: str, tmp_path: Path) -> None:
     ("features", "method", "says"),
     [
         ("weights: fp8", "full", "fp8 weights are frozen"),
-        ("compute: fp8", "full", "is for a frozen base"),
+        ("compute: fp8, weights: fp32", "full", "multiplies what bf16 weights are rounded to"),
+        ("compute: fp8, weights: bf16", "lora", "multiplies FP8 weights, but `features.weights: bf16`"),
+        ("weight_gradient: bf16", "full", "has no effect without `method: full` and `features.compute: fp8`"),
+        ("compute: fp8, weight_gradient: bf16", "lora", "has no effect without `method: full`"),
         ("compute: fp8, weights: nf4", "lora", "multiplies FP8 weights, but `features.weights: nf4`"),
         ("activation_budget: 0.5, compile: false", "lora", "only compiled blocks keep a share"),
         ("activation_budget: 0.5, activation_checkpointing: true", "lora", "recomputes blocks whole"),

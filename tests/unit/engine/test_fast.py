@@ -9,8 +9,9 @@ from typing import cast
 import pytest
 import torch
 
-from trainer.engine.building import fast
-from trainer.engine.building.fast import move_plain_tensors, prove_fp8
+from trainer.engine.building import fp8
+from trainer.engine.building.fast import move_plain_tensors
+from trainer.engine.building.fp8 import prove_fp8
 from trainer.engine.context import Context
 from trainer.errors import HardwareError
 from trainer.modeling.storage.row_quantized import RowScaledLinear
@@ -42,8 +43,8 @@ def test_the_proof_of_fp8_counts_products_and_prints_nothing(
             for _ in range(3):
                 Product.apply(torch.ones(16, 16))  # type: ignore[no-untyped-call]
 
-    monkeypatch.setattr(fast, "keep_ones", lambda device: None)
-    monkeypatch.setattr(fast, "small_forward", lambda context, model: run)
+    monkeypatch.setattr(fp8, "keep_ones", lambda device: None)
+    monkeypatch.setattr(fp8, "small_forward", lambda context, model: run)
     context = cast(Context, SimpleNamespace(device="cpu"))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -56,8 +57,8 @@ def test_layers_whose_product_did_not_run_in_fp8_are_told(monkeypatch: pytest.Mo
     layer = RowScaledLinear.__new__(RowScaledLinear)
     torch.nn.Module.__init__(layer)
     layer.fp8_compute = True
-    monkeypatch.setattr(fast, "keep_ones", lambda device: None)
-    monkeypatch.setattr(fast, "small_forward", lambda context, model: lambda: None)
+    monkeypatch.setattr(fp8, "keep_ones", lambda device: None)
+    monkeypatch.setattr(fp8, "small_forward", lambda context, model: lambda: None)
     with pytest.raises(HardwareError, match="1 layers are to multiply in FP8, but only 0 FP8 products ran"):
         prove_fp8(cast(Context, SimpleNamespace(device="cpu")), torch.nn.Sequential(layer))
 

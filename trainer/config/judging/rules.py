@@ -55,8 +55,11 @@ _UNUSED: tuple[tuple[tuple[str, ...], Callable[[RunConfig], bool], str, str], ..
      lambda run: run.train.report_to != "wandb",
      "without `train.report_to: wandb`", "remove it"),
     (("features.modulation",),
-     lambda run: "fp8" not in (run.features.weights, run.features.compute),
+     lambda run: run.method == "full" or "fp8" not in (run.features.weights, run.features.compute),
      "without `features.weights: fp8`", "remove it"),
+    (("features.weight_gradient",),
+     lambda run: run.method == "lora" or run.features.compute != "fp8",
+     "without `method: full` and `features.compute: fp8`", "remove it"),
     (("checkpoint.keep_best",),
      lambda run: run.method == "full" or not _validates(run),
      "without held-out samples and `method: lora`", "remove it"),
@@ -85,7 +88,13 @@ def _swaps(context: Context) -> bool:
 
 
 def _fp8_weights(context: Context) -> bool:
-    return context.config.features.weights in ("auto", "fp8")
+    """True if weights that FP8 products take are left possible: trained ones are bf16 themselves."""
+    stored = "bf16" if context.config.method == "full" else "fp8"
+    return context.config.features.weights in ("auto", stored)
+
+
+def _in_fp8(context: Context) -> bool:
+    return context.config.features.compute == "fp8"
 
 
 def _recompute(context: Context) -> bool | int | str:
@@ -230,13 +239,13 @@ RULES: tuple[Rule[Context], ...] = (
          "`features.weights: {features.weights}` cannot be trained by `method: full`: {features.weights}"
          " weights are frozen", "write `method: lora`, or leave features.weights out"),
     Rule(("features.compute", "features.weights", "method"),
-         lambda at: at.config.features.compute == "fp8" and not _fp8_weights(at),
+         lambda at: at.config.method == "lora" and _in_fp8(at) and not _fp8_weights(at),
          "`features.compute: fp8` multiplies FP8 weights, but {=features.weights}",
          "leave features.weights out, or write fp8 there too"),
     Rule(("features.compute", "features.weights", "method"),
-         lambda at: at.config.features.compute == "fp8" and _fp8_weights(at) and at.config.method == "full",
-         "`features.compute: fp8` is for a frozen base, and `method: full` trains it",
-         "write `method: lora`, or leave features.compute out"),
+         lambda at: at.config.features.weights == "fp32" and _in_fp8(at) and at.config.method == "full",
+         "`features.compute: fp8` multiplies what bf16 weights are rounded to, but {=features.weights}",
+         "leave features.weights out"),
     Rule((_BUDGET, "features.compile", _RECOMPUTE),
          lambda at: _budgeted(at) and at.config.features.compile is False,
          "`features.activation_budget` contradicts {=features.compile}: only compiled blocks keep a share of"

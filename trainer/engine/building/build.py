@@ -1,19 +1,21 @@
 """Building a model that can train from files, in the one order that is right.
 
 `load_base`: build on the meta device -> replace linear layers -> stream shards (read, quantise, place; blocks
-that lie elsewhere go there) -> attention kernel. `build`: LoRA -> activation checkpointing -> joined layers
--> compile -> optimizer. A resume comes after all of it, in `training.state`.
+that lie elsewhere go there) -> attention kernel. `build`: LoRA, or FP8 for trained weights -> activation
+checkpointing -> joined layers -> compile -> optimizer. A resume comes after all of it, in `training.state`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from accelerate import Accelerator
 
-from trainer.engine.building.fast import compile_model, prove_fp8
+from trainer.engine.building.fast import compile_model
+from trainer.engine.building.fp8 import prove_fp8, train_in_fp8
 from trainer.engine.building.model import Model
 from trainer.engine.building.staged import devices, file_readers, with_staged_blocks
 from trainer.engine.context import Context
@@ -25,6 +27,7 @@ from trainer.modeling.attention.setting import set_attention
 from trainer.modeling.attention.text_lengths import TextReader
 from trainer.modeling.base.load import build_structure, fill_structure
 from trainer.modeling.blocks.recompute import has_dropout, recompute_blocks, repeated_blocks
+from trainer.modeling.storage.fp8_trained import refresh_weights
 from trainer.modeling.storage.quantize import count_quantized, replacer
 from trainer.modeling.storage.staging import Staged
 from trainer.telemetry.progress import progress
@@ -58,6 +61,8 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
     else:
         module.requires_grad_(True)
     module.train()
+    if plan.weight_gradient:
+        context.say(train_in_fp8(context, module))
     if plan.activation_checkpointing:
         _recompute(context, model)
     if plan.compile:
@@ -68,6 +73,8 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
     count = sum(parameter.numel() for parameter in trainable.values())
     context.say(f"training {count:,} parameters in {len(trainable)} tensors")
     updater = Updater(trainable, context.config.train, plan.optimizer, context.ranks)
+    if plan.weight_gradient:
+        updater.follow = functools.partial(refresh_weights, module)
     readers: tuple[TextReader, ...] = ()
     if plan.text_padding and context.family.text_keys:
         from trainer.modeling.attention.text_padding import text_readers
@@ -96,7 +103,7 @@ def load_base(context: Context) -> Model:
     if plan.swapped_blocks or plan.sharded_blocks:
         model = with_staged_blocks(context, model)
     set_attention(model.module, plan.attention)
-    if plan.compute == "fp8":
+    if plan.compute == "fp8" and not plan.way.trains:
         context.say(prove_fp8(context, model.module))
     return model
 

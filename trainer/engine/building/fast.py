@@ -1,4 +1,4 @@
-"""Speed of a built model: layers that compute together, compiled blocks, and the proof of FP8."""
+"""Speed of a built model: layers that compute together, and compiled blocks."""
 
 from __future__ import annotations
 
@@ -8,15 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainer.engine.building.model import Model
 from trainer.engine.caching.batches import synthetic
 from trainer.engine.context import Context
-from trainer.errors import HardwareError
-from trainer.families.values import Shape
+from trainer.families.values import Batch, Draw, Shape
 from trainer.modeling.blocks.compiled import compile_blocks, eager, varying_sizes
-from trainer.modeling.storage.fp8 import keep_ones
 
 # a small input: which layers share theirs, and which kernels run, does not depend on its size
 _SIDE, _TOKENS = 256, 64
@@ -120,6 +117,20 @@ def small_forward(
     Its pictures are so many times as wide and tall as the smallest, its captions as long.
     """
     family = context.family
+    made, draw = small_batch(context, wide=wide, tall=tall, text=text, batch=batch)
+
+    def run() -> None:
+        with torch.no_grad():
+            family.predict(model, made, draw, context.settings)
+
+    return run
+
+
+def small_batch(
+    context: Context, *, wide: int = 1, tall: int = 1, text: int = 1, batch: int = 1
+) -> tuple[Batch, Draw | None]:
+    """A small synthetic batch and its draw, on the device; see `small_forward`."""
+    family = context.family
     side = _SIDE // family.pixel_multiple * family.pixel_multiple
     shape = Shape(
         batch_size=batch,
@@ -129,48 +140,7 @@ def small_forward(
         bytes_per_value=2,
         controls=family.control_counts[0],
     )
-    made, draw = synthetic(context, shape, seed=0, position=0)
-
-    def run() -> None:
-        with torch.no_grad():
-            family.predict(model, made, draw, context.settings)
-
-    return run
-
-
-def prove_fp8(context: Context, model: Any) -> str:
-    """Keep the tensors that FP8 products share; say how many products of a small forward pass ran in FP8.
-
-    Raises HardwareError where a layer's product ran in another type: the plan would say FP8 and the run not.
-    """
-    from trainer.modeling.storage.row_quantized import RowScaledLinear
-
-    keep_ones(context.device)
-    run = small_forward(context, model)
-    with _Products() as products:
-        run()
-    layers = sum(isinstance(module, RowScaledLinear) and module.fp8_compute for module in model.modules())
-    if products.count < layers:
-        raise HardwareError(
-            f"{layers} layers are to multiply in FP8, but only {products.count} FP8 products ran",
-            where="features.compute",
-            remedy="set features.compute: bf16",
-        )
-    return f"{products.count} products of one forward pass ran in FP8, as counted"
-
-
-class _Products(TorchDispatchMode):
-    """Counts FP8 products as torch dispatches them; a profiler would print lines of its own."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        self.count += func is torch.ops.aten._scaled_mm.default
-        return func(*args, **(kwargs or {}))
+    return synthetic(context, shape, seed=0, position=0)
 
 
 def uncompiled(context: Context) -> contextlib.AbstractContextManager[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -150,6 +150,8 @@ class Updater:
         self.scale = LossScale(values[0].device) if torch.float16 in types else None
         self.average = None if train.ema_decay is None else Average(values, train.ema_decay)
         self.steps_taken = 0
+        self.follow: Callable[[], object] | None = None
+        """Called after each change of the parameters, such as of what is made of them once a step."""
 
     def scaled(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss that backward starts from: in fp16 multiplied, so that gradients do not vanish."""
@@ -203,6 +205,8 @@ class Updater:
             self.average.update(masters, self.scale.applied, bad)
         if self.flat is not None:
             self.flat.publish()
+        if self.follow is not None:
+            self.follow()
         self.drop_gradients()
         return norm, fatal
 
@@ -293,6 +297,8 @@ class Updater:
         self.steps_taken = steps_taken
         if self.flat is not None:
             self.flat.publish()
+        if self.follow is not None:
+            self.follow()
 
     def _load_moments(
         self, optimizer: torch.optim.Optimizer, state: Mapping[str, torch.Tensor], steps_applied: int

@@ -48,6 +48,7 @@ SUCCEEDED: Mapping[str, Mapping[str, str]] = {"optimizer": {KAHAN: SPLIT}}
 
 TOLD: Mapping[str, Sequence[str]] = {
     "device": (),
+    "weight_gradient": ("features.weight_gradient",),
     "attention": ("features.attention",),
     "compile": ("features.compile",),
     "text_padding": ("features.text_padding",),
@@ -76,7 +77,8 @@ FREE: tuple[str, ...] = (
 
 _SCHEME_OF = {"logit_mean": "logit_normal", "logit_std": "logit_normal", "mode_scale": "mode"}
 _PLANNED = (
-    "dtype", "compute", "optimizer", "device", "attention", "compile", "text_padding", "tf32", "vae_tiling",
+    "dtype", "compute", "weight_gradient", "optimizer", "device", "attention", "compile", "text_padding",
+    "tf32", "vae_tiling",
 )  # fmt: skip
 """Values that are the plan's of the same name."""
 
@@ -87,7 +89,7 @@ def values(context: Context, records: Sequence[Record]) -> tuple[dict[str, str],
     # where `auto` is decided by the optimizer
     beta_2, decay = second_beta_and_decay(context.config.train, plan.optimizer)
     found = {
-        **{name: str(vars(plan)[name]) for name in _PLANNED},
+        **{name: str(vars(plan)[name]) for name in _PLANNED if vars(plan)[name] != ""},
         "base": source.identity,
         "revision": source.revision or "",
         "weights": " ".join(filter(None, (source.weights, plan.weights, plan.modulation))),
@@ -100,7 +102,9 @@ def values(context: Context, records: Sequence[Record]) -> tuple[dict[str, str],
         "train.weight_decay": str(decay),
     }
     for name, keys in {**REFUSED, **TOLD}.items():
-        if name not in found and (value := _configured(context, *keys)) is not None:
+        if name in found or name in _PLANNED:
+            continue
+        if (value := _configured(context, *keys)) is not None:
             found[name] = value
     refused, told = ({name: found[name] for name in rows if name in found} for rows in (REFUSED, TOLD))
     return refused, told

@@ -38,7 +38,7 @@ def replacer(way: Way, high_precision: Sequence[str], modulation: Sequence[str] 
     """
     if way.trains:
         return None
-    keep, beside = _any_of(high_precision), _any_of(modulation)
+    keep, beside = any_of(high_precision), any_of(modulation)
 
     def replace(name: str, linear: torch.nn.Linear) -> StoredLinear | None:
         if way.modulation and beside.fullmatch(name):
@@ -51,7 +51,8 @@ def replacer(way: Way, high_precision: Sequence[str], modulation: Sequence[str] 
     return replace
 
 
-def _any_of(patterns: Sequence[str]) -> re.Pattern[str]:
+def any_of(patterns: Sequence[str]) -> re.Pattern[str]:
+    """An expression that matches what any of these does; nothing where there is none."""
     return re.compile("|".join(f"(?:{pattern})" for pattern in patterns) or "(?!)")
 
 

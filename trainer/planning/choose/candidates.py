@@ -49,7 +49,10 @@ def ladder(situation: Situation) -> tuple[list[Way], str]:
 def asked_storage(situation: Situation) -> str:
     """The storage that follows from what the user wrote; `auto` where none does."""
     features = situation.config.features
-    products = {way.compute: way.weights for way in WAYS.values() if way.compute}
+    method = situation.config.method
+    products = {
+        way.compute: way.weights for way in WAYS.values() if way.compute and way.trains == (method == "full")
+    }
     return features.weights if features.weights != "auto" else products.get(features.compute, "auto")
 
 
@@ -81,7 +84,8 @@ def _automatic(situation: Situation) -> tuple[list[Way], str]:
 
 def _written(situation: Situation, asked: str) -> list[Way]:
     """Ways to have a storage that was written: multiplied in FP8 where that works and is left open."""
-    features, ways = situation.config.features, [way for way in WAYS.values() if way.weights == asked]
+    features, method = situation.config.features, situation.config.method
+    ways = [way for way in WAYS.values() if way.weights == asked and way.method in ("", method)]
     if features.modulation == "auto":
         ways = [way for way in ways if way.automatic] or ways
     elif any(way.modulation for way in ways):
@@ -89,7 +93,8 @@ def _written(situation: Situation, asked: str) -> list[Way]:
         ways = [way for way in ways if way.modulation == beside]
     multiplied = [way for way in ways if way.compute]
     unpacked = [way for way in ways if not way.compute]
-    if not multiplied or features.compute == "bf16":
+    by_itself = features.compute == "auto" and bool(multiplied) and not multiplied[0].trains
+    if not multiplied or (features.compute != "fp8" and not by_itself):
         return unpacked
     faster, reason = fp8_verdict(situation)
     if features.compute == "auto" and (faster is None or no_product(situation, multiplied[0])):
@@ -144,6 +149,14 @@ def _recomputing(situation: Situation, *, compiled: bool) -> list[tuple[int, flo
     counts = {math.ceil(whole * part / _PARTS) for part in range(1, _PARTS + 1)}
     tried = sorted(counts) if asked == "auto" and budget in ("auto", 1.0) else []
     return [*((0, share) for share in kept), *((count, 1.0) for count in tried)]
+
+
+def weight_gradient(situation: Situation, way: Way) -> str:
+    """Type that the gradients of trained weights are multiplied in; empty where FP8 has no part in them."""
+    if not (way.trains and way.compute):
+        return ""
+    asked = situation.config.features.weight_gradient
+    return way.compute if asked == "auto" else asked
 
 
 def uncompiled(situation: Situation, way: Way) -> bool:

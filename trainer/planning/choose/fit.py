@@ -180,7 +180,7 @@ def decisions(
     features, storage, way = situation.config.features, chosen.storage, chosen.storage.way
     within = f"fits: {gib(chosen.peak_bytes)}"
     fits = "the checkpoint is stored so" if situation.geometry.stored_as else within
-    if way.compute and way.tier == 0:
+    if way.compute and way.tier == 0 and not way.trains:
         fits = f"predicted to be faster than bf16; {fits}"
     needs = _needs([outcome for outcome in skipped if outcome.storage.way.name != way.name], way.tier)
     if needs and way.modulation:
@@ -190,6 +190,10 @@ def decisions(
     if way.compute:
         reason = "a transposed copy for backward" if way.copies == 2 else "transposed each time"
         yield Decision("weight_copies", str(way.copies), "auto", reason)
+    if way.compute and way.trains:
+        value = candidates.weight_gradient(situation, way)
+        reason = "as the other products; bf16 is more exact, and slower"
+        yield situation.decide("features.weight_gradient", value, reason)
     if way.modulation or features.modulation != "auto":
         plain = [one.peak_bytes for one in skipped if one.storage.way.name == way.weights]
         reason = "half the bytes of bf16, and nearer to its values than FP8"

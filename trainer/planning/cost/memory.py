@@ -116,7 +116,7 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
         pages = _PAGES + (storage.parts_by_use and storage.way.copies == 2)
         rows.append(MemoryRow("blocks passing through", pages * largest, detail))
     if storage.way.trains:
-        return _with_overhead(storage, rows)
+        return _with_overhead(storage, [*rows, *_trained_copies(storage.way, geometry)])
     return _with_overhead(storage, [*rows, *_unpacked(storage, geometry)], holes=_HOLES_BYTES)
 
 
@@ -309,7 +309,7 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
         budget=storage.activation_budget,
         weights=storage.way.counted_as or storage.way.weights,
         flash=storage.attention == COUNTED_ATTENTION,
-        twice=storage.way.copies == 2,
+        twice=storage.way.copies == 2 and not storage.way.trains,
     )
     detail = "saved for backward"
     if storage.checkpointing:
@@ -342,6 +342,18 @@ def _unpacked(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
         if unpacked > size:
             name, size = f"{way.modulation} unpacked", unpacked
     return [MemoryRow(name, size, _ONE_WEIGHT)] if size else []
+
+
+def _trained_copies(way: Way, geometry: Geometry) -> list[MemoryRow]:
+    """Memory of what trained weights are rounded to once a step, where products are in another type."""
+    if not way.compute:
+        return []
+    linears, twice = geometry.quantized, " twice" if way.copies == 2 else ""
+    name, detail = f"{way.compute} weights", f"{_count(linears.parameters)}{twice}, made once a step"
+    rows = [MemoryRow(name, _linear_bytes(way, linears), detail)]
+    if way.copies == 1:
+        rows.append(MemoryRow(f"{way.compute} transposed", linears.largest, _ONE_WEIGHT))
+    return rows
 
 
 def _with_overhead(storage: Storage, rows: Sequence[MemoryRow], *, holes: int = 0) -> tuple[MemoryRow, ...]:

@@ -174,7 +174,8 @@ def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -
     # traffic is of what eager blocks keep: that is what the figures were fitted to
     saved = share * geometry.usual_share * geometry.activations.saved
     traffic = _TRAFFIC[style] * saved
-    if way.compute == "fp8" and "fp8" not in speed.matmul:
+    # what the probe measured includes quantising, but no gradient of a weight
+    if way.compute == "fp8" and (way.trains or "fp8" not in speed.matmul):
         traffic += _FP8_TRAFFIC * saved
     # without a second copy every weight is read and written once more in backward, transposed
     transposed = geometry.quantized.parameters * 2 if way.compute == "fp8" and way.copies == 1 else 0

@@ -1,0 +1,133 @@
+"""Full fine-tunes with products in FP8, every family: they learn what bf16 learns, and save what it saves.
+
+A CPU emulates the products: they are computed in fp32 from the same quantised values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+
+from tests.contract.runs import (
+    CHECKPOINT_STEP,
+    FULL_CASES,
+    STEPS,
+    Case,
+    Job,
+    KilledError,
+    Workshop,
+    different,
+    dying_after,
+    fewer,
+    files,
+    numbers,
+)
+from trainer.engine.building import fp8
+from trainer.engine.building.build import load_base
+from trainer.engine.context import Context
+from trainer.engine.records import checkpoint
+from trainer.errors import HardwareError
+from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear
+
+QUIET = ("validation.prompts=[]", "train.max_grad_norm=1000000")
+
+
+def count_layers(context: Context, model: torch.nn.Module) -> str:
+    """Stands for the proof that a GPU's FP8 products ran."""
+    layers = [one for one in model.modules() if isinstance(one, Fp8TrainedLinear)]
+    assert layers
+    return f"{len(layers)} layers emulate FP8"
+
+
+def in_fp8(job: Job, gradient: str = "fp8") -> Job:
+    """The job with the plan that a GPU with FP8 units has."""
+    plan = dataclasses.replace(job.context.plan, compute="fp8", weight_copies=2, weight_gradient=gradient)
+    return dataclasses.replace(job, context=dataclasses.replace(job.context, plan=plan))
+
+
+def losses(job: Job, key: str = "loss") -> torch.Tensor:
+    return torch.tensor([row[key] for row in numbers(job.folder) if key in row])
+
+
+def trained(job: Job) -> dict[str, torch.Tensor]:
+    job.train()
+    folder = job.folder / "checkpoints" / f"step-{STEPS:06d}"
+    return checkpoint.read_group(folder, "weights", "cpu")
+
+
+def moved(ended: Mapping[str, torch.Tensor], start: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    return torch.cat([(ended[name].double() - start[name].double()).flatten() for name in sorted(start)])
+
+
+def saved(job: Job) -> dict[str, str]:
+    """Names and types of the exported model's tensors."""
+    found = {}
+    for path in (job.folder / "model").rglob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118
+    return found
+
+
+@pytest.mark.parametrize("case", fewer(FULL_CASES), ids=str)
+def test_fp8_learns_what_bf16_learns_and_saves_what_it_saves(
+    case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "prove_trained", count_layers)
+    options = ("model.dtype=bf16", "validation.held_out=1", "validation.every_steps=1", *QUIET)
+    plain = workshop.job(case, tmp_path / "bf16", *options)
+    wanted = trained(plain)
+    ours = in_fp8(workshop.job(case, tmp_path / "fp8", *options))
+    found = trained(ours)
+    said = "\n".join(ours.said)
+    assert "layers emulate FP8" in said and "gradients of weights in fp8" in said and "Proved: " in said
+    assert found.keys() == wanted.keys()
+    assert saved(ours) == saved(plain)
+    assert "BF16" in saved(ours).values() and not any("F8" in kind for kind in saved(ours).values())
+    untrained = workshop.job(case, tmp_path / "start", "model.dtype=bf16", *QUIET)
+    start = {name: one.detach() for name, one in load_base(untrained.context).module.named_parameters()}
+    one, two = moved(found, start), moved(wanted, start)
+    assert not torch.equal(one, two), "FP8 rounds"
+    assert torch.nn.functional.cosine_similarity(one, two, dim=0) > 0.9
+    torch.testing.assert_close(losses(ours), losses(plain), rtol=0.02, atol=0.0)
+    assert losses(ours).mean().item() == pytest.approx(losses(plain).mean().item(), rel=0.01)
+    # held-out losses are of the weights as they are saved: before the first step, they are bf16's
+    held = losses(ours, "validation_loss"), losses(plain, "validation_loss")
+    assert held[0][0] == held[1][0]
+    torch.testing.assert_close(*held, rtol=0.03, atol=0.0)
+
+
+@pytest.mark.parametrize("gradient", ["fp8", "bf16"])
+@pytest.mark.parametrize("case", FULL_CASES[:1], ids=str)
+def test_a_killed_run_in_fp8_goes_on_to_the_bit(
+    case: Case, gradient: str, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fp8, "prove_trained", count_layers)
+
+    def job(name: str, dies_after: int | None = None) -> Job:
+        status = None if dies_after is None else dying_after(tmp_path / name, dies_after)
+        return in_fp8(
+            workshop.job(case, tmp_path / name, "model.dtype=bf16", *QUIET, status=status), gradient
+        )
+
+    straight = job("straight")
+    straight.train()
+    assert f"gradients of weights in {gradient}" in "\n".join(straight.said)
+    with pytest.raises(KilledError):
+        job("killed", CHECKPOINT_STEP + 1).train()
+    rest = job("killed")
+    rest.train()
+    assert any("resumed from" in line for line in rest.said)
+    for written in ("model/*", "checkpoints/*/*.safetensors"):
+        assert files(straight.folder, written)
+        assert not different(files(rest.folder, written), files(straight.folder, written))
+
+
+@pytest.mark.parametrize("case", FULL_CASES[:1], ids=str)
+def test_products_that_do_not_run_in_fp8_end_the_run(case: Case, workshop: Workshop, tmp_path: Path) -> None:
+    with pytest.raises(HardwareError, match="layers are to have 3 products each in FP8, but only 0 ran"):
+        in_fp8(workshop.job(case, tmp_path, "model.dtype=bf16", *QUIET)).train()

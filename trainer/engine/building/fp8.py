@@ -1,0 +1,97 @@
+"""FP8 in a built model: layers whose weights are trained in it, and the proof that products ran in it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from trainer.engine.building.fast import small_batch, small_forward
+from trainer.engine.context import Context
+from trainer.errors import ConfigError, HardwareError
+from trainer.modeling.storage.fp8 import keep_ones
+from trainer.modeling.storage.fp8_trained import (
+    Fp8TrainedLinear,
+    WeightGradient,
+    multiply_in_fp8,
+    refresh_weights,
+)
+
+
+def prove_fp8(context: Context, model: Any) -> str:
+    """Keep the tensors that FP8 products share; say how many products of a small forward pass ran in FP8.
+
+    Raises HardwareError where a layer's product ran in another type: the plan would say FP8 and the run not.
+    """
+    from trainer.modeling.storage.row_quantized import RowScaledLinear
+
+    keep_ones(context.device)
+    run = small_forward(context, model)
+    with _Products() as products:
+        run()
+    layers = sum(isinstance(module, RowScaledLinear) and module.fp8_compute for module in model.modules())
+    if products.count < layers:
+        raise HardwareError(
+            f"{layers} layers are to multiply in FP8, but only {products.count} FP8 products ran",
+            where="features.compute",
+            remedy="set features.compute: bf16",
+        )
+    return f"{products.count} products of one forward pass ran in FP8, as counted"
+
+
+def train_in_fp8(context: Context, model: Any) -> str:
+    """Have a model's linears multiply in FP8 while their weights train; say how many, and how many products
+    of a small forward and backward pass ran in FP8.
+
+    Raises ConfigError where no layer can, and HardwareError where a product ran in another type.
+    """
+    plan = context.plan
+    kind: WeightGradient = "fp8" if plan.weight_gradient == "fp8" else "bf16"
+    count, kept = multiply_in_fp8(model, plan.way, context.family.high_precision, kind)
+    if not count:
+        raise ConfigError(
+            "no layer of this model can be trained in FP8",
+            where="features.compute",
+            remedy="set features.compute: bf16",
+        )
+    keep_ones(context.device)
+    refresh_weights(model)
+    proved = prove_trained(context, model)
+    return f"fp8: {count} of {count + kept} linear layers, gradients of weights in {kind}; {proved}"
+
+
+def prove_trained(context: Context, model: Any) -> str:
+    """Say how many products of a small forward and backward pass ran in FP8.
+
+    Raises HardwareError where a layer had fewer than its share: output, gradient of the inputs and, unless
+    that is in bf16, gradient of the weight.
+    """
+    batch, draw = small_batch(context)
+    with _Products() as products:
+        context.family.loss(model, batch, draw, context.settings).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad = None
+    layers = sum(isinstance(module, Fp8TrainedLinear) for module in model.modules())
+    each = 3 if context.plan.weight_gradient == "fp8" else 2
+    if products.count < each * layers:
+        raise HardwareError(
+            f"{layers} layers are to have {each} products each in FP8, but only {products.count} ran in it",
+            where="features.compute",
+            remedy="set features.compute: bf16",
+        )
+    return f"{products.count} products of one micro-batch ran in FP8, as counted"
+
+
+class _Products(TorchDispatchMode):
+    """Counts FP8 products as torch dispatches them; a profiler would print lines of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        self.count += func is torch.ops.aten._scaled_mm.default
+        return func(*args, **(kwargs or {}))
