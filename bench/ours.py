@@ -34,6 +34,7 @@ OURS: dict[str, Mapping[str, Any]] = {
     "ours-fp8": {"weights": "fp8", "compute": "fp8", "compile": True},
     "ours-int8": {"weights": "int8", "compile": True},
     "ours-nf4": {"weights": "nf4"},
+    "ours-eager": {"weights": "bf16", "compute": "bf16", "compile": False},
 }
 """The `features` that each variant asks for; everything else is the plan's choice."""
 _PICTURES, _CONVERSATIONS = 4, 64
@@ -57,6 +58,7 @@ class Job:
     warmup: int
     overrides: tuple[str, ...]
     """Further KEY=VALUE for `--set`, of ours only."""
+    method: str = "lora"
 
     @property
     def shape(self) -> Shape:
@@ -108,13 +110,17 @@ def _conversation(words: random.Random, length: int) -> str:
 def layer(job: Job, variant: str, data_set: Mapping[str, Any], cache_dir: Path) -> dict[str, Any]:
     """The configuration that is laid over the family's shipped one."""
     steps = job.steps + job.warmup
-    content = base_layer(job.base, data_set, cache_dir, OURS[variant], steps=steps, batch=job.batch)
+    features = dict(OURS[variant])
+    if job.method == "full" and features.get("compute") == "fp8":
+        del features["weights"]  # trained weights are bf16 themselves
+    content = base_layer(job.base, data_set, cache_dir, features, steps=steps, batch=job.batch)
     content["data"] |= {
         "resolution": job.resolution,
         "max_sequence_length": job.tokens,
         "caption_dropout_rate": 0.0,
     }
-    content["lora"] = {"rank": job.rank, "alpha": job.rank, "target_modules": "attention"}
+    if job.method == "lora":
+        content["lora"] = {"rank": job.rank, "alpha": job.rank, "target_modules": "attention"}
     content["checkpoint"] = {"checkpointing_steps": steps + 1}
     return content
 
@@ -172,7 +178,7 @@ def problem(ended: Ended) -> dict[str, Any]:
 
 def configs(job: Job, folder: Path) -> list[Path]:
     """Configuration files of a run, the lowest layer first."""
-    return [REPOSITORY / "train_configs" / f"{job.family}_lora.yaml", folder / "layer.yaml"]
+    return [REPOSITORY / "train_configs" / f"{job.family}_{job.method}.yaml", folder / "layer.yaml"]
 
 
 def figures(rows: Sequence[Mapping[str, Any]], steps: int) -> dict[str, Any]:

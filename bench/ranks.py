@@ -2,6 +2,7 @@
 
     python -m bench ranks flux1_dev --base BASE --record docs/benchmarks/NAME.json
     python -m bench ranks flux2_dev --base BASE --variants ours-bf16 --ways one,sharded
+    python -m bench ranks llama --method full --base BASE --variants ours-bf16,ours-fp8 --ways one
 
 Every GPU has one micro-batch a step in each way, so that equal times are perfect weak scaling. Each way runs
 through `trainer train` in processes of its own: round 1 all of them, round 2 all of them again. Times are
@@ -53,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                         sample |= {"ranks": plan["ranks"], "predicted": plan["step_milliseconds"]}
                     found.setdefault((variant, way), []).append(sample)
                     print(f"round {number}, {variant}, {way}: {_short(sample)}", file=sys.stderr, flush=True)
-    rows = list(_rows(options.family, found))
+    rows = list(_rows(options.family, options.method, found))
     for row in rows:
         print(json.dumps(dict(zip(COLUMNS, row, strict=True))))
     if options.record:
@@ -70,6 +71,7 @@ def parser() -> argparse.ArgumentParser:
     variants, ways = types.names_of("variant", ours.OURS), types.names_of("way", WAYS)
     one.add_argument("--variants", type=variants, default=("ours-bf16", "ours-fp8"), metavar="NAME,NAME")
     one.add_argument("--ways", type=ways, default=tuple(WAYS), metavar="NAME,NAME")
+    one.add_argument("--method", choices=("lora", "full"), default="lora")
     one.add_argument("--rounds", type=types.positive, default=2)
     one.add_argument("--steps", type=types.positive, default=20, help="timed steps of each run")
     one.add_argument("--warmup", type=types.positive, default=8, help="steps before them")
@@ -94,6 +96,7 @@ def _job(options: argparse.Namespace, way: str) -> ours.Job:
         steps=options.steps,
         warmup=options.warmup,
         overrides=(*options.overrides, *spread),
+        method=options.method,
     )
 
 
@@ -104,10 +107,11 @@ def _short(sample: Mapping[str, Any]) -> str:
 
 
 def _rows(
-    family: str, found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
+    family: str, method: str, found: Mapping[tuple[str, str], Sequence[Mapping[str, Any]]]
 ) -> Sequence[tuple[str, ...]]:
     """The rows of the record; runs that failed are left out."""
     rows, alone = [], dict[str, float]()
+    named = family if method == "lora" else f"{family}, {method}"
     for (variant, way), samples in found.items():
         times = [time for one in samples for time in one.get("times", ())]
         if not times:
@@ -119,7 +123,7 @@ def _rows(
         reserved = [one["reserved_gib"] for one in samples if "reserved_gib" in one]
         rows.append(
             (
-                *(family, variant, way, first["settings"], str(first["ranks"])),
+                *(named, variant, way, first["settings"], str(first["ranks"])),
                 *(f"{median:.1f}", f"{min(times):.0f} to {max(times):.0f}", ratio),
                 f"{max(reserved):.1f}" if reserved else "",
                 f"{first['planned_gib']:.1f}" if "planned_gib" in first else "",

@@ -109,7 +109,11 @@ def _ceilings(text: str) -> dict[str, float]:
 
 
 def _job(options: argparse.Namespace) -> ours.Job:
-    given = {field.name: vars(options)[field.name] for field in dataclasses.fields(ours.Job)}
+    given = {
+        field.name: vars(options)[field.name]
+        for field in dataclasses.fields(ours.Job)
+        if field.name in options
+    }
     return ours.Job(**{**given, "overrides": tuple(options.overrides)})
 
 

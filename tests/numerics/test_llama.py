@@ -27,6 +27,7 @@ from trainer.modeling.adapter import lora
 from trainer.modeling.attention.kernels import SDPA_BACKENDS
 from trainer.modeling.attention.packed_rows import packed_attention, set_packed_attention
 from trainer.modeling.base.meta_shapes import meta_shapes
+from trainer.modeling.fused import head_loss
 from trainer.planning.shapes.adapters import adapter_parameters
 from trainer.planning.shapes.geometry import TABLES, linear_weights, quantized_linears, read_table
 
@@ -285,12 +286,40 @@ def test_logits_of_few_tokens_exist_at_one_time(
     batch = batch_of(tokenizer, *CHATS)
     whole = LLAMA.loss(model, batch, None, None)
     rows: list[int] = []
-    model.lm_head.register_forward_pre_hook(lambda _, arguments: rows.append(arguments[0].shape[0]))
+    computed = head_loss._loss_and_gradient
+
+    def count(logits: torch.Tensor, *given: torch.Tensor) -> torch.Tensor:
+        rows.append(len(logits))
+        return computed(logits, *given)
+
+    monkeypatch.setattr(head_loss, "_loss_and_gradient", count)
     monkeypatch.setattr(language, "LOGITS_TOKENS", 16)
     parts = LLAMA.loss(model, batch, None, None)
     assert torch.allclose(parts, whole, rtol=1e-6)
     assert sum(rows) == batch.weight
     assert max(rows) == 16
+
+
+@pytest.mark.parametrize("kept", ["an adapter", "fp16"])
+def test_heads_whose_gradients_are_not_made_in_forward_have_the_same_loss(
+    kept: str, model: LlamaForCausalLM, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their logits exist again in backward, which the gradients of both ways show to be equal."""
+    batch, weight = batch_of(tokenizer, *CHATS), model.model.norm.weight
+    weight.requires_grad_()
+    whole = LLAMA.loss(model, batch, None, None)
+    (wanted,) = torch.autograd.grad(whole.sum(), weight)
+    if kept == "an adapter":
+        model.lm_head.__class__ = type("Wrapped", (torch.nn.Linear,), {})
+        more = 1e-6
+    else:
+        model.half()
+        more = 5e-3
+    monkeypatch.setattr(head_loss, "head_losses", None)
+    losses = LLAMA.loss(model, batch, None, None)
+    (found,) = torch.autograd.grad(losses.sum(), weight)
+    assert torch.allclose(losses, whole, rtol=more)
+    assert relative(found.float(), wanted) < 4 * more
 
 
 def test_keys_are_repeated_for_the_kernel_that_wants_it(monkeypatch: pytest.MonkeyPatch) -> None:

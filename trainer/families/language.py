@@ -247,23 +247,39 @@ def hidden_states(model: Any, batch: Batch) -> torch.Tensor:
 def losses(model: Any, batch: Batch) -> torch.Tensor:
     """`Family.own_loss`: cross entropy in fp32 summed over each conversation's learned tokens, (n,).
 
-    Logits exist for learned tokens only, `LOGITS_TOKENS` at a time, and again in the backward pass.
+    Logits exist for learned tokens only, `LOGITS_TOKENS` at a time. In fp16, whose gradients are scaled, and
+    through a head with an adapter they exist again in the backward pass, else once.
     """
     import torch
-    from torch.utils.checkpoint import checkpoint
 
     weight = batch.text["loss_weight"][0].float()
     targets = weight.nonzero()[:, 0]
     # the token before predicts; it is of the same conversation, because no first token is learned
     states = hidden_states(model, batch)[0].index_select(0, targets - 1)
     labels = batch.text["input_ids"][0].index_select(0, targets)
-    parts = [
-        checkpoint(_cross_entropy, model.lm_head, *part, use_reentrant=False, preserve_rng_state=False)
-        for part in zip(states.split(LOGITS_TOKENS), labels.split(LOGITS_TOKENS), strict=True)
-    ]
-    by_token = torch.zeros_like(weight).index_copy(0, targets, torch.cat(parts)) * weight
+    found = _token_losses(model.lm_head, states, labels, weight.index_select(0, targets))
+    by_token = torch.zeros_like(weight).index_copy(0, targets, found)
     samples = by_token.split(batch.text["lengths"].tolist())[: batch.size]
     return torch.stack([part.sum() for part in samples])
+
+
+def _token_losses(
+    head: Any, states: torch.Tensor, labels: torch.Tensor, factors: torch.Tensor
+) -> torch.Tensor:
+    """Cross entropies of states (N, D) in fp32, times `factors` (N,)."""
+    import torch
+    from torch.utils.checkpoint import checkpoint
+
+    from trainer.modeling.fused.head_loss import head_losses
+
+    own = {name for name, _ in head.named_parameters()}
+    if type(head) is torch.nn.Linear and own == {"weight"} and states.dtype != torch.float16:
+        return head_losses(states, head.weight, labels, factors, at_once=LOGITS_TOKENS)
+    parts = [
+        checkpoint(_cross_entropy, head, *part, use_reentrant=False, preserve_rng_state=False)
+        for part in zip(states.split(LOGITS_TOKENS), labels.split(LOGITS_TOKENS), strict=True)
+    ]
+    return torch.cat(parts) * factors
 
 
 def _cross_entropy(head: Any, states: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
