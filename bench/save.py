@@ -46,7 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for step in range(options.repeats):
             snapshot = checkpoint.Snapshot(step=step, interval_loss=0.0, interval_steps=0, fingerprint={})
             started = time.perf_counter()
-            saved_in = checkpoint.save(folder, snapshot, weights, optimizer, keep=1, on_tensor=lambda: None)
+            saved_in = checkpoint.save(
+                folder, snapshot, weights, optimizer, least_bytes=0, keep=1, on_tensor=lambda: None
+            )
             saved = time.perf_counter()
             problem = checkpoint.damage(saved_in, lambda: None)
             checked = time.perf_counter()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,14 @@ import torch
 
 from tests.contract.runs import STEPS, Case, Workshop, numbers, small_samples
 from tests.gpu.command_line import train
-from trainer.engine.optimizing.exchange import Exchange
+from trainer.engine.optimizing.exchange import Exchange, agree
 from trainer.engine.optimizing.fp32_masters import FlatGradients
 from trainer.engine.ranks import joined
 from trainer.engine.records import checkpoint
 
 COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(COUNT < 2, reason="needs two CUDA devices")]
-CASE = Case(family="flux1_dev", method="lora")
+CASE, FULL = (Case(family="flux1_dev", method=method) for method in ("lora", "full"))
 QUICK = ("validation.held_out=1", "validation.every_steps=4")
 MOST = 0.05
 VALUES, MICRO_BATCHES = 1_000_003, 7
@@ -50,7 +51,8 @@ def summed(rank: int, size: int, place: Path, dtype: torch.dtype, answers: Any) 
                 losses.append(torch.tensor(0.1 * (start + rank), device=device))
             exchange.add_round(count)
         digest = torch.zeros((), dtype=torch.float64, device=device)
-        loss, said = exchange.agree(losses, MICRO_BATCHES, asked=75 * rank, seconds=1.0 + rank, digest=digest)
+        asked, seconds = 75 * rank, 1.0 + rank
+        loss, said = agree(ranks, losses, MICRO_BATCHES, asked=asked, seconds=seconds, digest=digest)
         exchange.take(total)
         answers.put((rank, total.cpu().numpy(), float(loss), said.tolist(), ranks.gathered(rank)))
         ranks.meet()
@@ -85,9 +87,9 @@ def workshop(tiny_base: Callable[[str], Path], tmp_path_factory: pytest.TempPath
     return Workshop(base=tiny_base, samples=small_samples(folder / "samples"), cache=folder / "cache")
 
 
-def trained(workshop: Workshop, folder: Path, gpus: int | str, *overrides: str) -> Path:
+def trained(workshop: Workshop, folder: Path, gpus: int | str, *overrides: str, case: Case = CASE) -> Path:
     """A run by the command line on this machine; the folder of what it made."""
-    train(workshop, CASE, folder, gpus, *QUICK, *overrides)
+    train(workshop, case, folder, gpus, *QUICK, *overrides)
     plan = json.loads((folder / "run" / "plan.json").read_text())
     assert plan["ranks"] == (2 if gpus == "auto" else gpus)
     return folder / "run"
@@ -117,3 +119,30 @@ def test_two_gpus_train_as_one_does_within_what_two_equal_runs_differ(
     for ours, theirs in zip(numbers(two), numbers(one), strict=True):
         assert ours["step"] == theirs["step"]
         assert ours.get("loss", 0.0) == pytest.approx(theirs.get("loss", 0.0), rel=MOST)
+
+
+def masters(run_dir: Path) -> torch.Tensor:
+    """All weights of a full fine-tune, fp32."""
+    weights = checkpoint.read_group(run_dir / "checkpoints" / f"step-{STEPS:06d}", "weights", "cpu")
+    return torch.cat([weights[name].flatten().float() for name in sorted(weights)])
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("compiled", [(), ("features.compile=true",)], ids=["eager", "compiled"])
+def test_rows_over_two_gpus_learn_what_one_learns(
+    compiled: tuple[str, ...], dtype: str, workshop: Workshop, tmp_path: Path
+) -> None:
+    """A full fine-tune, gathered by NCCL, and its rest by one GPU."""
+    options = (*compiled, f"model.dtype={dtype}", "train.adam_epsilon=1e-4")
+    one, again, two = (
+        trained(workshop, tmp_path / name, gpus, *options, case=FULL)
+        for name, gpus in (("one", 1), ("again", 1), ("two", 2))
+    )
+    noise = relative(masters(again), masters(one))
+    assert relative(masters(two), masters(one)) <= max(1e-3, 3 * noise)
+    for ours, theirs in zip(numbers(two), numbers(one), strict=True):
+        assert ours.get("loss", 0.0) == pytest.approx(theirs.get("loss", 0.0), rel=MOST)
+    shutil.rmtree(two / "checkpoints" / f"step-{STEPS:06d}")
+    rest = trained(workshop, tmp_path / "two", 1, *options, case=FULL)
+    assert relative(masters(rest), masters(one)) <= max(1e-3, 3 * noise)

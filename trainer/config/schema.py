@@ -290,7 +290,8 @@ class ParallelSection(Section):
     GPUs of one kind that share a step evenly, and one process on a CPU."""
     shard: Literal["auto", "none", "full"] = "auto"
     """Where the frozen base lies: `none`: whole on every GPU; `full`: its blocks lie with the GPUs in turn,
-    which read each other's; `auto`: the fewest blocks, where a whole base would not fit as well."""
+    which read each other's; `auto`: the fewest blocks, where a whole base would not fit as well. Of a full
+    fine-tune every GPU holds its rows of all weights and moments, with `auto` as with `full`."""
 
 
 class ValidationSection(Section):

@@ -113,7 +113,7 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
         from trainer.engine import run
         from trainer.engine.building.base_load_check import check_loadable
         from trainer.engine.context import Context
-        from trainer.engine.ranks import joined
+        from trainer.engine.ranks import is_lost_connection, joined
         from trainer.modeling.quiet import quiet_libraries
         from trainer.planning.out_of_memory import is_out_of_memory, out_of_memory
         from trainer.planning.planning import may_be_planned
@@ -148,6 +148,8 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
             else:
                 run.verify_file(context, spec)
     except (MemoryError, RuntimeError) as error:
+        if plan.in_rows and isinstance(error, RuntimeError) and is_lost_connection(error):
+            raise PeerLostError(str(error)) from error
         if not is_out_of_memory(error):
             raise
         allowed = functools.partial(may_be_planned, config)

@@ -81,6 +81,14 @@ class Ranks:
                     raise one
         return [one for one, _ in told]  # type: ignore[misc]  # none raised: all made one
 
+    def in_lockstep(self, count: int) -> list[int]:
+        """The items of `count` that this rank computes where all pass through the model together: rank, rank
+        + N, ... A rank that would have fewer than others computes the last one again, whose result nobody
+        takes.
+        """
+        rounds = -(-count // self.size)
+        return [min(number, count - 1) for number in range(self.rank, rounds * self.size, self.size)]
+
     def connect(self, device: str) -> None:
         """Send a few bytes between the devices of all ranks: what cannot is told now, not in the first step.
 
@@ -145,6 +153,11 @@ class Ranks:
             if is_out_of_memory(error):
                 raise
             raise PeerLostError(str(error)) from error
+
+
+def is_lost_connection(error: RuntimeError) -> bool:
+    """True for a library's error about another rank that is gone: gloo's has no class of its own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def _unconnected(what: str) -> HardwareError:

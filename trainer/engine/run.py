@@ -112,13 +112,13 @@ def _train(context: Context, samples: Samples, spec: Spec) -> None:
     tracker = start_tracker(context) if context.ranks.first else None  # before minutes of loading
     context.ranks.connect(context.device)
     built = build(context, varies(context, entries))
-    before = None
+    context, before = built.context, None
     if context.config.method == "full":  # its proof has no adapter to take off
         with uncompiled(context):
             before = proof.fixed_outputs(context, built.model)
     now, work = state.restore(context, built.updater, start), _work(context, built, entries, held_out)
     if not context.ranks.first:
-        _follow(work, now)
+        _follow(work, now, before)
         return
     journal = Journal(context, Path(spec.runtime_dir), tracker)
     journal.metrics.cache_entries(reused=report.reused, encoded=report.encoded)
@@ -188,7 +188,7 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
             files = f"{path}" if comfyui is None else f"{path} (diffusers), {comfyui} (ComfyUI)"
             summary = f"LoRA: {files}. Proved: {result}."
         else:
-            summary = _finish_full(context, model, before)
+            summary = _finish_full(context, run.built, before)
         strip = draw_previews(run, step)  # of the saved result: the LoRA is the one loaded from its file
         if strip is not None:
             context.say(f"previews: {strip}")
@@ -211,13 +211,20 @@ def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Ten
     context.say(summary)
 
 
-def _follow(work: state.Work, now: state.State) -> None:
+def _follow(work: state.Work, now: state.State, before: list[torch.Tensor] | None) -> None:
     """Train as rank 0 does, and draw this rank's previews of the result, with the LoRA from the file that
-    rank 0 wrote and proved. Raises EndedTogether once rank 0 has saved and is gone.
+    rank 0 wrote and proved; of a full fine-tune this rank exports and proves its rows. Raises EndedTogether
+    once rank 0 has saved and is gone.
     """
     context, model = work.context, work.built.model
     try:
         loop.follow(work, now)
+        if before is not None:
+            with loop.beside_training(work):
+                _finish_full(context, work.built, before)
+                if context.config.validation.prompts:
+                    sample(context, model, work.entries, context.ranks)
+            return
         path = context.ranks.from_first(context.run_dir)
         if context.config.validation.prompts:
             with loop.beside_training(work):
@@ -255,12 +262,15 @@ def _write_run_files(context: Context, spec: Spec, start: resume.Start) -> None:
     )
 
 
-def _finish_full(context: Context, model: torch.nn.Module, before: list[torch.Tensor]) -> str:
+def _finish_full(context: Context, built: Built, before: list[torch.Tensor]) -> str:
+    """Export and prove a full fine-tune, of which all ranks have rows; gives the line about it."""
+    model, rows = built.model, built.updater.in_rows
     effect = proof.relative_difference(proof.fixed_outputs(context, model), before)
-    if not effect > 0.0:
-        raise DivergedError(f"training did not change the model's output (effect {effect})")
-    folder = export_full(context, model)
-    count = prove_full(context, model, folder)
+    with context.ranks.together():
+        if not effect > 0.0:
+            raise DivergedError(f"training did not change the model's output (effect {effect})")
+    folder = export_full(context, model, rows)
+    count = prove_full(context, model, folder, rows)
     return (
         f"Model: {folder}. Proved: all {count} tensors read back from disk bit for bit; "
         f"training changed the model's output by {100 * effect:.3g} %."

@@ -50,6 +50,12 @@ NOTICES: tuple[Unheard, ...] = (
         module=r".*[/\\]torchao[/\\]",
         reason=f"before Python 3.12 a syntax warning has this category; {_TORCHAO}",
     ),
+    Unheard(
+        category=UserWarning,
+        says=r"FSDP2-wrapped module \(\w+\) returned a view tensor",
+        module=r"torch\.distributed\.fsdp\._fully_shard\._fsdp_state",
+        reason="nothing writes in place to what a block returns",
+    ),
     Unheard(logger="torchao", says=r"(Failed to load|Skipping import)", reason=_TORCHAO),
     Unheard(
         logger="torch.utils._pytree",

@@ -152,6 +152,7 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
         swapped_blocks=storage.swapped,
         sharded_blocks=storage.sharded,
         shard_group=storage.group,
+        in_rows=storage.in_rows,
         micro_batch_size=train.train_batch_size,
         accumulation_steps=train.gradient_accumulation_steps,
         ranks=situation.ranks,

@@ -78,6 +78,9 @@ class Plan:
     """Repeated blocks whose frozen weights lie with the GPUs of a group in turn, and are read from there."""
     shard_group: int
     """GPUs of such a group; 1 where each has the whole base."""
+    in_rows: bool
+    """Trained weights, their gradients and moments lie in rows with all ranks (FSDP2), which pass through the
+    model together."""
     micro_batch_size: int
     """Samples of one forward pass: `train.train_batch_size`, or a divisor where that does not fit."""
     accumulation_steps: int
@@ -135,7 +138,9 @@ class Plan:
     @property
     def of_one_process(self) -> Plan:
         """The plan for a job that one process does alone, with a whole base."""
-        return replace(self, ranks=1, devices=self.devices[:1], sharded_blocks=0, shard_group=1)
+        return replace(
+            self, ranks=1, devices=self.devices[:1], sharded_blocks=0, shard_group=1, in_rows=False
+        )
 
     @property
     def way(self) -> Way:

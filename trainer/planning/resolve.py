@@ -58,7 +58,9 @@ def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedB
             continue
         ways.append(_Way(spread=one, decided=decided, rows=rows, split=split or one.split))
         if decided.is_ideal and len(machines) == 1:
-            break  # fewer GPUs would only be slower
+            break  # fewer GPUs would only be slower, and of a full fine-tune more send more
+    if ways and one.situation.config.method == "full":
+        ways = [way for way in ways if way.spread.situation.ranks == ways[0].spread.situation.ranks]
     if ways:
         return _planned(ways, skipped)
     # of the preferred kind what needs least, of equal ones that with the fewest processes, which is the last

@@ -15,7 +15,9 @@ import pytest
 import torch
 
 from trainer.engine.records import checkpoint
-from trainer.errors import ConfigError, NoSpaceError, StorageError
+from trainer.errors import ConfigError, DataError, NoSpaceError, StorageError
+from trainer.modeling.rows import Rows
+from trainer.modeling.tensor_file import Later, Writable
 
 FINGERPRINT = {"seed": "0", "lora.rank": "8"}
 
@@ -27,7 +29,9 @@ def quiet() -> None:
 def save(root: Path, step: int, keep: int = 3) -> Path:
     snapshot = checkpoint.Snapshot(step=step, interval_loss=0.1, interval_steps=1, fingerprint=FINGERPRINT)
     weights = {"w": torch.full((3,), float(step))}
-    return checkpoint.save(root, snapshot, weights, {"w/m": weights["w"]}, keep=keep, on_tensor=lambda: None)
+    return checkpoint.save(
+        root, snapshot, weights, {"w/m": weights["w"]}, least_bytes=12, keep=keep, on_tensor=lambda: None
+    )
 
 
 def test_what_is_saved_is_read_back(tmp_path: Path) -> None:
@@ -271,3 +275,45 @@ def test_steps_sort_as_numbers(tmp_path: Path) -> None:
     for step in (1_000_000, 999_999):
         save(tmp_path, step, keep=9)
     assert [checkpoint.step_of(path) for path in checkpoint.steps_on_disk(tmp_path)] == [999_999, 1_000_000]
+
+
+WHOLE = torch.ones(4, 2)
+LESS = Later(dtype=torch.float32, shape=(4, 2), make=lambda: torch.ones(2, 2))
+"""A tensor of which a part was not given."""
+
+
+@pytest.mark.parametrize(
+    ("weights", "optimizer", "words"),
+    [
+        ({"w": torch.ones(0, 2)}, {}, "0 bytes of weights are to be written, the model has 32"),
+        ({"w": torch.ones(2, 2)}, {}, "16 bytes of weights are to be written, the model has 32"),
+        ({"w": WHOLE, "b": torch.ones(0)}, {}, "b has no values"),
+        ({"w": WHOLE}, {"w/m": torch.ones(0, 2)}, "w/m has no values"),
+        ({"w": LESS}, {}, r"w is \(2, 2\) in torch.float32, not \(4, 2\)"),
+        ({"w": WHOLE}, {"w/m": LESS}, r"w/m is \(2, 2\) in torch.float32, not \(4, 2\)"),
+    ],
+)
+def test_a_checkpoint_with_less_than_was_trained_is_not_written(
+    tmp_path: Path, weights: dict[str, Writable], optimizer: dict[str, Writable], words: str
+) -> None:
+    """The one before stays, and nothing of the new one."""
+    save(tmp_path, 5)
+    snapshot = checkpoint.Snapshot(step=6, interval_loss=0.1, interval_steps=1, fingerprint=FINGERPRINT)
+    with pytest.raises(DataError, match=words):
+        checkpoint.save(tmp_path, snapshot, weights, optimizer, least_bytes=32, keep=1, on_tensor=quiet)
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000005"]
+
+
+def test_rows_are_read_of_what_was_saved_whole(tmp_path: Path) -> None:
+    values, moments = torch.arange(10.0).view(5, 2), torch.arange(10, dtype=torch.int16).view(5, 2)
+    snapshot = checkpoint.Snapshot(step=6, interval_loss=0.1, interval_steps=1, fingerprint=FINGERPRINT)
+    folder = checkpoint.save(
+        tmp_path, snapshot, {"w": values}, {"w/m": moments}, least_bytes=40, keep=1, on_tensor=quiet
+    )
+    for rank in range(4):
+        rows = Rows(shape=(5, 2), rank=rank, size=4)  # two rows, two, one and none
+        weights = checkpoint.read_group(folder, "weights", "cpu", {"w": rows})
+        state = checkpoint.read_group(folder, "optimizer", "cpu", {"w": rows})
+        assert torch.equal(weights["w"], values[rows.start : rows.stop])
+        assert torch.equal(state["w/m"], moments[rows.start : rows.stop])
+        assert state["w/m"].dtype == torch.int16

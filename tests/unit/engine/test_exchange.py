@@ -7,7 +7,7 @@ import torch
 
 from tests.ranks import Workers
 from trainer.config.schema import TrainSection
-from trainer.engine.optimizing.exchange import Exchange, SlowRanks, Told
+from trainer.engine.optimizing.exchange import Exchange, SlowRanks, Told, agree
 from trainer.engine.optimizing.fp32_masters import FlatGradients
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.engine.ranks import Ranks
@@ -98,8 +98,8 @@ def agreed(ranks: Ranks, micro_batches: int, asked: int, odd: int) -> tuple[floa
     if ranks.rank == odd:
         parameter.data.view(torch.int32)[1] ^= 1
     own = [torch.tensor(0.1 * n) for n in range(ranks.rank, micro_batches, ranks.size)]
-    assert updater.exchange is not None
-    loss, said = updater.exchange.agree(
+    loss, said = agree(
+        ranks,
         own,
         micro_batches,
         asked=asked * (ranks.rank == 1),

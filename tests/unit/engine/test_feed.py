@@ -72,6 +72,7 @@ def context() -> Any:
         plan=SimpleNamespace(
             pin_memory=False,
             text_padding=False,
+            in_rows=False,
             keep_bytes=2**30,
             micro_batch_size=BATCH,
             accumulation_steps=ACCUMULATION,

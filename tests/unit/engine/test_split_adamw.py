@@ -9,6 +9,7 @@ import torch
 
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.optimizer import Updater
+from trainer.engine.optimizing.optimizers import build_split
 from trainer.engine.optimizing.split_adamw import (
     decoded_first,
     decoded_second,
@@ -249,3 +250,22 @@ def test_a_checkpoint_with_compensated_sums_goes_on(settings: dict[str, float]) 
     )
     assert (moved - wanted_move).norm() / wanted_move.norm() < 0.02
     torch.testing.assert_close(gone_on["wide"], wide, rtol=0.0, atol=0.03 * 20 * RATE)
+
+
+def test_rows_of_a_tensor_have_the_bits_that_they_have_in_the_whole() -> None:
+    """Chance goes by the place in the whole tensor, however many ranks share it."""
+    values = torch.randn(9, 7, generator=torch.Generator().manual_seed(1)).bfloat16()
+    gradients = [torch.randn(9, 7, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (2, 3)]
+
+    def trained(start: int, stop: int) -> dict[str, torch.Tensor]:
+        own = {"w": torch.nn.Parameter(values[start:stop].clone())}
+        optimizer = build_split(own, TrainSection(), {"w": start * 7})
+        for number, gradient in enumerate(gradients, start=1):
+            own["w"].grad = gradient[start:stop]
+            optimizer.step(1e-3, number, torch.ones(()), torch.zeros(()))
+        return {"w": own["w"].detach(), **optimizer.state()}
+
+    whole, parts = trained(0, 9), [trained(0, 4), trained(4, 8), trained(8, 9), trained(9, 9)]
+    assert whole.keys() == {"w", "w/low", "w/exp_avg", "w/exp_avg_sq"}
+    for name, wanted in whole.items():
+        assert torch.equal(torch.cat([part[name] for part in parts]), wanted)

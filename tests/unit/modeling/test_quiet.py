@@ -27,6 +27,10 @@ SAID = {
         "Torchinductor does not support code generation for complex operators. Performance",
         "torch._inductor.lowering",
     ),
+    "FSDP2-wrapped": (
+        "FSDP2-wrapped module (FSDPBlock) returned a view tensor. An in-place op",
+        "torch.distributed.fsdp._fully_shard._fsdp_state",
+    ),
     "Mismatch": ("Mismatch dtype between input and weight: input dtype = float", "torch.nn.functional"),
     r"torch": ("torch._dynamo hit config.recompile_limit (16)", "torch._dynamo.convert_frame"),
 }

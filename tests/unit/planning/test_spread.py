@@ -57,7 +57,25 @@ def test_a_batch_is_parted_where_processes_could_not_share_it_and_the_plan_says_
     ("changes", "words"),
     [
         ({"train__gradient_accumulation_steps": 4, "parallel__gpus": 3}, "3 do not share the 4 samples"),
-        ({"parallel__gpus": 2, "method": "full"}, "a full fine-tune trains in one process"),
+        (
+            {
+                "train__gradient_accumulation_steps": 2,
+                "parallel__gpus": 2,
+                "method": "full",
+                "parallel__shard": "none",
+            },
+            "parallel.shard: none keeps trained weights whole, which one process alone does",
+        ),
+        (
+            {
+                "train__gradient_accumulation_steps": 2,
+                "parallel__gpus": 2,
+                "method": "full",
+                "model__dtype": "fp32",
+                "train__optimizer": "adamw_8bit",
+            },
+            "adamw_8bit keeps its state for whole weights, not for rows of them",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(
@@ -296,11 +314,56 @@ def test_blocks_that_wait_in_host_memory_wait_there_once_for_all(shared: Config,
         planned(asked(parallel__gpus=2), geometry, facts)
 
 
-@pytest.mark.parametrize("asked", ["auto", 1])
-def test_a_full_fine_tune_trains_on_one_gpu(config: Config, geometry: Geometry, asked: str | int) -> None:
-    found = planned(config(method="full", parallel__gpus=asked), geometry, several(0, 0))
-    assert (found.ranks, found.devices) == (1, (0,))
-    assert row(found, "gpus").reason == "a full fine-tune trains on one GPU in this version"
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (
+            "auto",
+            "the fewest on which a full fine-tune fits: with parallel.gpus: N as many share a step's"
+            " micro-batches",
+        ),
+        (1, "as written"),
+    ],
+)
+def test_a_full_fine_tune_that_fits_trains_on_one_gpu(
+    shared: Config, geometry: Geometry, asked: str | int, why: str
+) -> None:
+    found = planned(shared(method="full", parallel__gpus=asked), geometry, several(0, 0))
+    assert (found.ranks, found.devices, found.in_rows) == (1, (0,), False)
+    assert row(found, "gpus").reason == why
+
+
+def test_a_full_fine_tune_over_four_gpus_has_a_quarter_of_its_rows_on_each(
+    shared: Config, geometry: Geometry
+) -> None:
+    one, four = (
+        planned(shared(method="full", parallel__gpus=count), in_blocks(geometry), several(0, 0, 0, 0))
+        for count in (1, 4)
+    )
+    assert (four.ranks, four.in_rows, four.sharded_blocks, four.shard_group) == (4, True, 0, 1)
+    sizes = [{part.name: part.bytes for part in found.train_memory} for found in (one, four)]
+    for name in ("trained weights", "gradients", "optimizer state"):
+        assert sizes[1][name] == pytest.approx(sizes[0][name] / 4, rel=1e-6)
+    # two blocks whole, in turn, and all that lies outside of them
+    block, outside = 2 * GIB // 57, 2 * 1024**3 - 57 * (2 * GIB // 57)
+    assert sizes[1]["gathered blocks"] == 2 * (2 * block + outside)
+    assert "exchange" not in sizes[1]
+    assert row(four, "shard").value == "rows over 4"
+    assert row(four, "exchange").reason.endswith(
+        "for both passes of 1 round, and sums of its gradients in fp32"
+    )
+    assert row(four, "cuda_graphs").value == "off"
+    alone = four.of_one_process
+    assert (alone.ranks, alone.in_rows) == (1, False)
+
+
+def test_auto_takes_as_few_gpus_as_a_full_fine_tune_fits_on(shared: Config, geometry: Geometry) -> None:
+    """The geometry's two billion parameters train in some 23 GiB."""
+    small = dataclasses.replace(machine("a100-80gb").gpu, total_memory_bytes=22 * GIB)
+    facts = dataclasses.replace(several(0), gpus=(small,) * 4)
+    found = planned(shared(method="full"), in_blocks(geometry), facts)
+    assert (found.ranks, found.in_rows) == (2, True)
+    assert "the run does not fit: it needs" in row(found, "gpus").reason
 
 
 def in_blocks(geometry: Geometry) -> Geometry:

@@ -45,6 +45,8 @@ class Built:
     """The blocks whose weights lie elsewhere; None where all are on the device."""
     text_readers: tuple[TextReader, ...] = ()
     """Attention processors that leave the padding of captions out; none where captions are not padded."""
+    context: Context
+    """The run's context; of weights in rows its family passes through the model by all ranks together."""
 
 
 def build(context: Context, varies: Sequence[str] = ()) -> Built:
@@ -55,7 +57,12 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
     """
     plan = context.plan
     model = load_base(context)
-    module = model.module
+    module, rows = model.module, None
+    if model.root is not None:
+        from trainer.engine.building.by_rows import through
+        from trainer.engine.optimizing.row_parameters import RowParameters
+
+        context, rows = through(model.root, context), RowParameters(model.root, context.ranks)
     if context.config.method == "lora":
         _add_adapter(context, module)
     else:
@@ -72,7 +79,7 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
     trainable = {name: value for name, value in module.named_parameters() if value.requires_grad}
     count = sum(parameter.numel() for parameter in trainable.values())
     context.say(f"training {count:,} parameters in {len(trainable)} tensors")
-    updater = Updater(trainable, context.config.train, plan.optimizer, context.ranks)
+    updater = Updater(trainable, context.config.train, plan.optimizer, context.ranks, rows)
     if plan.weight_gradient:
         updater.follow = functools.partial(refresh_weights, module)
     readers: tuple[TextReader, ...] = ()
@@ -86,6 +93,7 @@ def build(context: Context, varies: Sequence[str] = ()) -> Built:
         accelerator=accelerator,
         staged=model.staged,
         text_readers=readers,
+        context=context,
     )
 
 
@@ -135,6 +143,12 @@ def _streamed(context: Context) -> Model:
             fill_zeros=context.config.method == "lora",
         )
         blocks = repeated_blocks(structure.module, family.blocks)
+        if plan.in_rows:
+            from trainer.modeling.base.load_rows import fill_rows
+
+            rank, size = context.ranks.rank, context.ranks.size
+            root = fill_rows(structure, blocks, rank=rank, size=size, on_shard=on_shard, on_bytes=on_bytes)
+            return Model(module=root.model, blocks=blocks, root=root)
         filled = fill_structure(
             structure,
             elsewhere=devices(context, blocks),

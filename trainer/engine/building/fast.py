@@ -91,7 +91,13 @@ def compile_model(context: Context, model: Model, varies: Sequence[str]) -> None
     runs = [small_forward(context, model.module, **size) for size in sizes]
     varying = varying_sizes(model.blocks, runs) if len(runs) > 1 else {}
     budget = context.plan.activation_budget
-    count = compile_blocks(model.blocks, activation_budget=budget, varying=varying, say=context.say)
+    count = compile_blocks(
+        model.blocks,
+        activation_budget=budget,
+        varying=varying,
+        in_rows=model.root is not None,
+        say=context.say,
+    )
     context.say(
         f"{count} blocks are compiled at the first step (under a minute, seconds where the cache is"
         f" warm){fused}"

@@ -40,7 +40,7 @@ class Told:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Told:
-        """The second of what `Exchange.agree` gives, once it is on the host."""
+        """The second of what `agree` gives, once it is on the host."""
         asked, unequal, *seconds = values
         return cls(asked=int(asked), unequal=bool(unequal), seconds=tuple(seconds))
 
@@ -159,24 +159,31 @@ class Exchange:
         self._slice.zero_()
         self._found.fill_(False)
 
-    def agree(
-        self, losses: Sequence[torch.Tensor], count: int, *, asked: int, seconds: float, digest: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The loss of a step, and what all ranks say of themselves, for `Told.of`; on the device, in float64.
 
-        `losses` are those of this rank's micro-batches, of `count` in all; they are added in the run's order.
-        `asked` is the exit code that this rank was asked to end with or 0, `seconds` as in `Told`, `digest` a
-        scalar that is equal on all ranks whose weights are.
-        """
-        rounds, device = -(-count // self.ranks.size), self._slice.device
-        own = torch.zeros(_WORDS + rounds, device=device, dtype=torch.float64)
-        own[0], own[1], own[2] = asked, seconds, digest
-        for number, loss in enumerate(losses, start=_WORDS):
-            own[number] = loss
-        by_rank = own.new_zeros(self.ranks.size, _WORDS + rounds)
-        self.ranks.all_gather(by_rank, own)
-        total = torch.zeros((), device=own.device, dtype=own.dtype)
-        for loss in by_rank[:, _WORDS:].T.reshape(-1)[:count]:
-            total += loss
-        unequal = (by_rank[:, 2] != by_rank[0, 2]).any().to(own.dtype)
-        return total, torch.cat([by_rank[:, 0].max()[None], unequal[None], by_rank[:, 1]])
+def agree(
+    ranks: Ranks,
+    losses: Sequence[torch.Tensor],
+    count: int,
+    *,
+    asked: int,
+    seconds: float,
+    digest: torch.Tensor,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The loss of a step, and what all ranks say of themselves, for `Told.of`; on the device, in float64.
+
+    `losses` are those of this rank's micro-batches, of `count` in all; they are added in the run's order.
+    `asked` is the exit code that this rank was asked to end with or 0, `seconds` as in `Told`, `digest` a
+    scalar on the device that is equal on all ranks whose weights are.
+    """
+    rounds = -(-count // ranks.size)
+    own = torch.zeros(_WORDS + rounds, device=digest.device, dtype=torch.float64)
+    own[0], own[1], own[2] = asked, seconds, digest
+    for number, loss in enumerate(losses, start=_WORDS):
+        own[number] = loss
+    by_rank = own.new_zeros(ranks.size, _WORDS + rounds)
+    ranks.all_gather(by_rank, own)
+    total = torch.zeros((), device=own.device, dtype=own.dtype)
+    for loss in by_rank[:, _WORDS:].T.reshape(-1)[:count]:
+        total += loss
+    unequal = (by_rank[:, 2] != by_rank[0, 2]).any().to(own.dtype)
+    return total, torch.cat([by_rank[:, 0].max()[None], unequal[None], by_rank[:, 1]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -14,6 +14,10 @@ from trainer.engine.optimizing.exchange import Exchange
 from trainer.engine.optimizing.fp32_masters import FlatGradients, FlatMasters
 from trainer.engine.optimizing.split_adamw import SplitAdamW
 from trainer.engine.ranks import ALONE, Ranks
+from trainer.modeling.tensor_file import Writable
+
+if TYPE_CHECKING:
+    from trainer.engine.optimizing.row_parameters import RowParameters
 
 _FLAT = "flat"
 _MEAN = "ema"
@@ -119,6 +123,8 @@ class Updater:
     masters too. `adamw_kahan_bf16`: optimi's AdamW with Kahan summation, all state in bf16. In these three
     the flag is read before the step. `adamw_split_bf16`: see `split_adamw`; clipping and the flag are part of
     its step.
+
+    Of parameters in rows (`in_rows`) each rank owns its own: `parameters` are these.
     """
 
     def __init__(
@@ -127,8 +133,10 @@ class Updater:
         train: TrainSection,
         kind: str,
         ranks: Ranks = ALONE,
+        in_rows: RowParameters | None = None,
     ) -> None:
-        self.parameters = dict(parameters)
+        self.parameters = dict(parameters if in_rows is None else in_rows.own)
+        self.in_rows = in_rows
         self.train = train
         self.kind = kind
         types = {parameter.dtype for parameter in self.parameters.values()}
@@ -137,14 +145,16 @@ class Updater:
         self.flat = None if own else FlatMasters(self.parameters)
         self.exchange: Exchange | None = None
         """Sums of gradients over the ranks, where several share the micro-batches of a step."""
-        if ranks.size > 1:
+        if ranks.size > 1 and in_rows is None:
             latest = self.flat.latest if self.flat is not None else FlatGradients(self.parameters)
             self.exchange = Exchange(ranks, latest)
         self._masters = {_FLAT: self.flat.flat} if self.flat is not None else self.parameters
         values = list(self._masters.values())
         self.optimizer: torch.optim.Optimizer | SplitAdamW
         if kind == optimizers.SPLIT:
-            self.optimizer = optimizers.build_split(self.parameters, train)
+            rows = {} if in_rows is None else in_rows.rows
+            first_values = {name: one.first_value for name, one in rows.items()}
+            self.optimizer = optimizers.build_split(self.parameters, train, first_values)
         else:
             self.optimizer = optimizers.build(kind, values, train)
         self.scale = LossScale(values[0].device) if torch.float16 in types else None
@@ -170,6 +180,8 @@ class Updater:
             self.exchange.drop()
         if self.flat is not None:
             self.flat.drop_gradients()
+        if self.in_rows is not None:
+            self.in_rows.drop_gradients()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -183,6 +195,8 @@ class Updater:
             self.exchange.take(self.flat.gradient)
         elif self.exchange is not None:
             self.exchange.hand_out()
+        elif self.in_rows is not None:
+            self.in_rows.take_gradients()
         if self.flat is not None:
             self.flat.flat.grad = self.flat.gradient
         gradients = [master.grad for master in masters if master.grad is not None]
@@ -190,6 +204,8 @@ class Updater:
             torch._foreach_mul_(gradients, self.scale.factor.reciprocal())
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
         norm = torch.linalg.vector_norm(torch.stack(norms))
+        if self.in_rows is not None:
+            norm = self.in_rows.norm(norm)
         factor = (self.train.max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
         bad = 1.0 - (torch.isfinite(norm) & torch.isfinite(loss)).float()
         if isinstance(self.optimizer, SplitAdamW):
@@ -248,13 +264,31 @@ class Updater:
         return dict(zip(self.parameters, values, strict=True))
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """The masters by name, for a checkpoint."""
+        """The masters by name; in rows this rank's."""
         return self._by_name([master.detach() for master in self._masters.values()])
+
+    def saved(self) -> tuple[Mapping[str, Writable], Mapping[str, Writable]]:
+        """(`weights()`, `state()`) as a checkpoint holds them, which does not know of ranks: whole."""
+        weights, state = self.weights(), self.state()
+        if self.in_rows is None:
+            return weights, state
+        return self.in_rows.whole_state(weights), self.in_rows.whole_state(state)
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of all masters, on all ranks."""
+        if self.in_rows is not None:
+            return self.in_rows.all_bytes
+        return sum(one.nbytes for one in self.weights().values())
 
     @torch.no_grad()
     def digest(self) -> torch.Tensor:
-        """A number that differs where one bit of the masters does, a scalar on the device in float64."""
+        """A number that differs where one bit of the masters does, a scalar on the device in float64; 0 of
+        rows, which no two ranks have in common.
+        """
         masters = [master.detach() for master in self._masters.values()]
+        if self.in_rows is not None:
+            return torch.zeros((), device=masters[0].device, dtype=torch.float64)
         bits = [one.view(torch.int32 if one.element_size() == 4 else torch.int16) for one in masters]
         return (torch.stack([one.sum(dtype=torch.int64) for one in bits]).sum() % 2**52).double()
 

@@ -51,11 +51,18 @@ def build(kind: str, values: Sequence[torch.nn.Parameter], train: TrainSection) 
     return torch.optim.AdamW(values, fused=True, **settings)
 
 
-def build_split(parameters: Mapping[str, torch.nn.Parameter], train: TrainSection) -> SplitAdamW:
-    """AdamW with split masters over these parameters."""
+def build_split(
+    parameters: Mapping[str, torch.nn.Parameter], train: TrainSection, first_values: Mapping[str, int]
+) -> SplitAdamW:
+    """AdamW with split masters over these parameters, or over rows of them that begin at `first_values`."""
     beta_2, decay = second_beta_and_decay(train, SPLIT)
-    betas = (train.adam_beta1, beta_2)
-    return SplitAdamW(parameters, betas=betas, eps=train.adam_epsilon, weight_decay=decay)
+    return SplitAdamW(
+        parameters,
+        betas=(train.adam_beta1, beta_2),
+        eps=train.adam_epsilon,
+        weight_decay=decay,
+        first_values=first_values,
+    )
 
 
 WHOLE_STATE = ("adamw_8bit", "prodigy")

@@ -10,13 +10,15 @@ that no moment has: nine of these are digits here, so that the noise of rounding
     exp_avg     int16  sign, 6 bits of exponent from 2^-52 on, 9 bits of fraction; 0 is zero
     exp_avg_sq  int16  7 bits of exponent from 2^-100 on, 9 bits of fraction; 0 is zero
 
-Chance is a hash of (step, tensor, place): a run that goes on from a checkpoint has the bits of one that was
-never stopped. Parameters in fp32 have fp32 moments and nothing of this.
+Chance is a hash of (step, tensor, place in the whole tensor): a run that goes on from a checkpoint has the
+bits of one that was never stopped, and rows of a tensor have those that they have in the whole. Parameters in
+fp32 have fp32 moments and nothing of this.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import torch
@@ -48,8 +50,10 @@ class SplitAdamW:
         betas: tuple[float, float],
         eps: float,
         weight_decay: float,
+        first_values: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._parameters = dict(parameters)
+        """`first_values` are the places of the parameters' first values, where these are rows of others."""
+        self._parameters, self._first_values = dict(parameters), first_values
         self._betas, self._eps, self._decay = betas, eps, weight_decay
         self._state: dict[str, dict[str, torch.Tensor]] = {}
         """By parameter; of those that had a gradient."""
@@ -75,12 +79,15 @@ class SplitAdamW:
             state = self._state.get(name)
             if state is None:
                 state = self._state[name] = _fresh(parameter)
+            if not parameter.numel():  # rows of which this rank has none
+                continue
             tensors = (parameter.detach(), *state.values(), parameter.grad.contiguous(), factor, bad)
             if MASTER not in state:
                 update_fp32(*tensors, **settings)
             else:
                 update = kernel.update if parameter.is_cuda else update_halves
-                update(*tensors, **settings, seed=seed_of(number, place))
+                begin = self._first_values.get(name, 0)
+                update(*tensors, **settings, seed=seed_of(number, place), begin=begin)
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors that a checkpoint holds, as `<parameter>/<key>`."""
@@ -139,6 +146,7 @@ def update_halves(
     bad: torch.Tensor,
     *,
     seed: int,
+    begin: int = 0,
     **settings: Any,
 ) -> None:
     """Update contiguous tensors of one shape in place, as `triton.split_adamw.update` does in one kernel."""
@@ -147,7 +155,9 @@ def update_halves(
         weight, low, first, second, gradient = (one[start : start + _CHUNK] for one in tensors)
         master, one, two = joined(weight, low), decoded_first(first), decoded_second(second)
         _adamw(master, one, two, gradient.float() * factor, **settings)
-        chance = noise(seed, torch.arange(start, start + weight.numel(), device=weight.device))
+        first_place = begin + start
+        places = torch.arange(first_place, first_place + weight.numel(), device=weight.device)
+        chance = noise(seed, places)
         codes = encoded_first(one, chance & 0x3FFF), encoded_second(two, chance >> 16 & 0x3FFF)
         for held, value in zip((weight, low, first, second), (*split(master), *codes), strict=True):
             held.copy_(torch.where(bad == 0.0, value, held))

@@ -10,6 +10,7 @@ import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -26,7 +27,15 @@ from trainer.files.atomic import (
     whole_folder,
     write_text,
 )
-from trainer.modeling.tensor_file import split_shards, write_tensors
+from trainer.modeling.rows import Rows
+from trainer.modeling.tensor_file import (
+    DTYPES,
+    Writable,
+    require_whole,
+    split_shards,
+    take_part,
+    write_tensors,
+)
 from trainer.planning.choose.optimizers import KAHAN, SPLIT
 
 FORMAT_VERSION = 1
@@ -54,17 +63,21 @@ class Snapshot:
 def save(
     root: Path,
     snapshot: Snapshot,
-    weights: Mapping[str, torch.Tensor],
-    optimizer: Mapping[str, torch.Tensor],
+    weights: Mapping[str, Writable],
+    optimizer: Mapping[str, Writable],
     *,
+    least_bytes: int,
     keep: int,
     on_tensor: Callable[[], None],
 ) -> Path:
     """Write a checkpoint, make it visible in one rename, then prune to the newest `keep`.
 
-    Raises StorageError with the older checkpoints untouched and the partial one removed.
+    Raises StorageError with the older checkpoints untouched and the partial one removed, and DataError for a
+    tensor that is empty or for `weights` of less than `least_bytes`.
     """
     target = root / f"step-{snapshot.step:06d}"
+    require_whole(weights, target, least_bytes)
+    require_whole(optimizer, target)
     with no_space_told(target):
         with whole_folder(target) as temporary:
             checksums: dict[str, str] = {}
@@ -90,6 +103,12 @@ def save(
         for folder in leftovers:  # of interrupted saves
             shutil.rmtree(folder, ignore_errors=True)
     return target
+
+
+def take_part_in_save(weights: Mapping[str, Writable], optimizer: Mapping[str, Writable]) -> None:
+    """Give the rows that this rank has of what another one saves."""
+    take_part(weights)
+    take_part(optimizer)
 
 
 def _own_checksum(state: Mapping[str, Any]) -> str:
@@ -222,12 +241,30 @@ def read_snapshot(folder: Path) -> Snapshot:
     return Snapshot(**{one.name: state[one.name] for one in dataclasses.fields(Snapshot)})
 
 
-def read_group(folder: Path, group: str, device: str) -> dict[str, torch.Tensor]:
-    """Tensors of `weights` or `optimizer` on `device`, from the files that state.json names."""
+def read_group(
+    folder: Path, group: str, device: str, rows: Mapping[str, Rows] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
+    """Tensors of `weights` or `optimizer` on `device`, from the files that state.json names; of parameters
+    that `rows` names, and of their state, these rows.
+    """
     tensors: dict[str, torch.Tensor] = {}
     for name in sorted(_read_state(folder)["files"]):
         if name.startswith(f"{group}-"):
-            tensors |= load_file(folder / name, device)
+            tensors |= _read_rows(folder / name, device, rows) if rows else load_file(folder / name, device)
+    return tensors
+
+
+def _read_rows(path: Path, device: str, rows: Mapping[str, Rows]) -> dict[str, torch.Tensor]:
+    tensors: dict[str, torch.Tensor] = {}
+    with safe_open(path, framework="pt") as file:
+        for label in file.keys():  # noqa: SIM118 (not a mapping)
+            own = rows[label.partition("/")[0]]
+            if own.start < own.stop:
+                tensors[label] = file.get_slice(label)[own.start : own.stop].to(device)
+            else:  # nothing of it is this rank's
+                whole = file.get_slice(label)
+                dtype = DTYPES[whole.get_dtype()]
+                tensors[label] = torch.empty(0, *own.shape[1:], dtype=dtype, device=device)
     return tensors
 
 

@@ -7,8 +7,9 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -21,28 +22,39 @@ from trainer.families import components
 from trainer.files import atomic
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import component_texts, is_repository, tokenizer_files
-from trainer.modeling.tensor_file import split_shards, write_tensors
+from trainer.modeling.tensor_file import Writable, require_whole, split_shards, take_part, write_tensors
 from trainer.telemetry.status import Phase
+
+if TYPE_CHECKING:
+    from trainer.engine.optimizing.row_parameters import RowParameters
 
 _TEXTS = re.compile(r"(LICEN[CS]E|NOTICE)[\w.-]*|model_index\.json", re.IGNORECASE)
 """Files beside the components that hold for a model that was made from the base."""
 
 
-def export_full(context: Context, model: Any) -> Path:
+def export_full(context: Context, model: Any, rows: RowParameters | None = None) -> Path:
     """Write the folder `model/`, which loads as a base model does; replaces an older one.
+
+    Of a model in rows (`rows`) all ranks call this: rank 0 writes, others give their rows of each tensor.
 
     The trained component is in `model/<component>/`: config.json, shards of at most 10 GB and their index.
     Configs, tokenizers and the scheduler of the base are copied beside it, and the weights that were not
     trained are links to the base's files.
     """
     target, component = context.run_dir / "model", context.family.trained_component
+    state = _written(model, rows)
+    if not context.ranks.first:
+        context.status.beat(Phase.SAVE)
+        take_part(state)
+        return context.ranks.from_first(target)
+    require_whole(state, target, 0 if rows is None else rows.all_bytes)
     with atomic.whole_folder(target) as temporary:
         with atomic.no_space_told(temporary):
             if component:
                 (temporary / component).mkdir()
                 _write_others(context, temporary)
-        _write_shards(context, model, temporary / component)
-    return target
+        _write_shards(context, model, state, temporary / component)
+    return context.ranks.from_first(target)
 
 
 def _write_others(context: Context, target: Path) -> None:
@@ -68,12 +80,18 @@ def _write_others(context: Context, target: Path) -> None:
                 context.say(f"{name}/{file.name} is not in the saved model: no link ({error.strerror})")
 
 
-def _write_shards(context: Context, model: Any, folder: Path) -> None:
+def _written(model: Any, rows: RowParameters | None) -> Mapping[str, Writable]:
+    """The tensors of `saved_state`, whole."""
+    state = saved_state(model)
+    return state if rows is None else rows.whole_state({**state, **rows.own})
+
+
+def _write_shards(context: Context, model: Any, state: Mapping[str, Writable], folder: Path) -> None:
     """Write the trained component as its library's own files are called."""
     from transformers import PreTrainedModel
 
     stem = "model" if isinstance(model, PreTrainedModel) else "diffusion_pytorch_model"
-    state, metadata = saved_state(model), {"format": "pt", **file_metadata(context)}
+    metadata = {"format": "pt", **file_metadata(context)}
     shards = split_shards(state, SHARD_BYTES)
     weight_map: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
@@ -89,7 +107,7 @@ def _write_shards(context: Context, model: Any, folder: Path) -> None:
         config["dtype"] = str(context.dtype).removeprefix("torch.")
     texts = {"config.json": config}
     if len(shards) > 1:
-        total = sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+        total = sum(tensor.nbytes for tensor in state.values())
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         texts[f"{stem}.safetensors.index.json"] = index
     for name, content in texts.items():
@@ -106,24 +124,43 @@ def saved_state(model: Any) -> dict[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name not in every - once}
 
 
-def prove_full(context: Context, model: Any, folder: Path) -> int:
+def prove_full(context: Context, model: Any, folder: Path, rows: RowParameters | None = None) -> int:
     """Read every tensor back, compare it bit for bit with the model in memory; returns how many there are.
 
-    Raises DivergedError for a value that is not finite, DataError for one that differs or is missing.
+    Of a model in rows each rank reads and compares its own. Raises DivergedError for a value that is not
+    finite, DataError for one that differs or is missing, on all ranks.
     """
+    return context.ranks.agreed(lambda: _proved(context, model, folder, rows))[0]
+
+
+def _proved(context: Context, model: Any, folder: Path, rows: RowParameters | None) -> int:
     state = saved_state(model)
     seen = 0
     component = folder / context.family.trained_component
     for path in sorted(component.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (not a mapping)
-                saved = file.get_tensor(name).to(context.device)
+                saved, trained = _compared(file, name, state, rows)
                 if not bool(torch.isfinite(saved).all()):
                     raise DivergedError(f"{name} is not finite", where=str(path))
-                if name not in state or not torch.equal(saved, state[name]):
+                if trained is None or not torch.equal(saved.to(trained.device), trained):
                     raise DataError(f"{name} on disk is not what was trained", where=str(path))
                 context.status.beat(Phase.SAVE)
                 seen += 1
     if seen != len(state):
         raise DataError(f"{len(state) - seen} tensors are missing", where=str(folder))
     return seen
+
+
+def _compared(
+    file: Any, name: str, state: Mapping[str, torch.Tensor], rows: RowParameters | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(saved, trained) values of a tensor, or of this rank's rows of it; None for one that is not trained."""
+    if rows is None or name not in rows.rows:
+        return file.get_tensor(name), state.get(name)
+    part, trained, stored = rows.rows[name], rows.own[name].detach(), file.get_slice(name)
+    if tuple(stored.get_shape()) != part.shape:
+        return torch.zeros(()), None
+    if not trained.numel():  # nothing of it is this rank's
+        return trained, trained
+    return stored[part.start : part.stop], trained

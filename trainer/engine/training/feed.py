@@ -42,6 +42,9 @@ class Fed:
     draw: Draw | None
     problem: TrainerError | None = None
     """Why it could not be read, where several ranks have to end together."""
+    spare: bool = False
+    """True for one that was taken already, and counts for nothing: it is there for a rank that has no other,
+    where all pass through the model together."""
 
 
 def make_sampler(context: Context, entries: Entries) -> Sampler:
@@ -136,7 +139,9 @@ def keep_bytes(context: Context, entries: Entries) -> int:
     return needed
 
 
-def _prepared(context: Context, entries: Entries, settings: Any, number: int, micro_batch: MicroBatch) -> Fed:
+def _prepared(
+    context: Context, entries: Entries, settings: Any, number: int, micro_batch: MicroBatch, *, spare: bool
+) -> Fed:
     """Micro-batch `number` of a step: read and drawn for if it is this rank's, else its counts alone.
 
     Raises what reading raises; of several ranks a TrainerError is its problem.
@@ -156,12 +161,34 @@ def _prepared(context: Context, entries: Entries, settings: Any, number: int, mi
     except TrainerError as error:
         if context.ranks.size == 1:
             raise
-        return Fed(micro_batch=micro_batch, weight=weight, tokens=0, batch=None, draw=None, problem=error)
+        return Fed(
+            micro_batch=micro_batch,
+            weight=weight,
+            tokens=0,
+            batch=None,
+            draw=None,
+            problem=error,
+            spare=spare,
+        )
     if draw is not None and plan.pin_memory:
         draw = Draw(**{name: tensor.pin_memory() for name, tensor in vars(draw).items()})
     return Fed(
-        micro_batch=micro_batch, weight=weight, tokens=tokens, batch=batch if ours else None, draw=draw
+        micro_batch=micro_batch,
+        weight=weight,
+        tokens=tokens,
+        batch=batch if ours else None,
+        draw=draw,
+        spare=spare,
     )
+
+
+def _in_rounds(context: Context, step: Sequence[MicroBatch]) -> list[tuple[MicroBatch, bool]]:
+    """The micro-batches of a step, False with each, and where all ranks pass through the model together the
+    last one again, True with it, for every rank that has none in the last round.
+    """
+    made = [(micro_batch, False) for micro_batch in step]
+    spare = -len(step) % context.ranks.size if context.plan.in_rows else 0
+    return [*made, *[(step[-1], True)] * spare]
 
 
 def feed(
@@ -185,9 +212,9 @@ def feed(
     pool = ThreadPoolExecutor(max_workers=_THREADS, thread_name_prefix="feed")
     # the sampler is asked here, in order: it replays from the start for a step that it has passed
     waiting = (
-        (pool.submit(prepare, number, micro_batch), micro_batch is step[-1])
-        for step in map(sampler.step, range(start, stop))
-        for number, micro_batch in enumerate(step)
+        (pool.submit(prepare, number, micro_batch, spare=spare), number == len(step) - 1)
+        for step in (_in_rounds(context, sampler.step(number)) for number in range(start, stop))
+        for number, (micro_batch, spare) in enumerate(step)
     )
     try:
         ahead = deque(itertools.islice(waiting, _AHEAD))

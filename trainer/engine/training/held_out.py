@@ -23,6 +23,7 @@ from trainer.engine.context import Context
 from trainer.engine.ranks import ALONE, Ranks
 from trainer.engine.results import proof
 from trainer.errors import DataError, StorageError
+from trainer.families.values import Batch
 from trainer.files import atomic
 from trainer.modeling.adapter import lora
 from trainer.telemetry.sinks.records import ValidationRecord
@@ -80,14 +81,23 @@ def measure(
     family, settings, total_steps = context.family, held_out.settings, context.config.train.max_train_steps
     was_training = model.training
     count, draws = len(held_out.entries.records), 1 if settings is None else _DRAWS
+    together = context.plan.in_rows  # all pass through the model at the same time
+
+    def load(record: int) -> Batch:
+        if step == 0:
+            context.stop.raise_if_requested()
+        return load_batch(context, held_out.entries, [(record, False)], pin_memory=False)
+
+    def load_in_turn(record: int) -> Batch:
+        found: list[Batch] = []
+        ranks.agreed(lambda: found.append(load(record)))
+        return found[0]
 
     def own_share() -> tuple[torch.Tensor, list[float]]:
         losses: list[torch.Tensor] = []
         weights: list[float] = []
-        for record in range(ranks.rank, count, ranks.size):
-            if step == 0:
-                context.stop.raise_if_requested()
-            loaded = load_batch(context, held_out.entries, [(record, False)], pin_memory=False)
+        for record in ranks.in_lockstep(count) if together else range(ranks.rank, count, ranks.size):
+            loaded = load_in_turn(record) if together else load(record)
             # nothing is drawn for a language model: once is enough
             for number in range(draws):
                 draw = draw_for(family, loaded, settings, [record * _DRAWS + number])
@@ -99,7 +109,7 @@ def measure(
         return torch.stack(losses).cpu() if losses else torch.zeros(0), weights
 
     model.eval()  # without an adapter's dropout
-    shares = ranks.agreed(own_share)
+    shares = ranks.gathered(own_share()) if together else ranks.agreed(own_share)
     model.train(was_training)
     # added in the records' order, in fp32: the same bits for any number of ranks
     total, weight = torch.zeros(()), 0.0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 from collections.abc import Generator, Sequence
 
 import torch
@@ -18,8 +19,15 @@ from trainer.engine.records import checkpoint
 from trainer.engine.training import held_out, together
 from trainer.engine.training.feed import Fed, feed
 from trainer.engine.training.preview import draw_previews, preview_path, sample
-from trainer.engine.training.state import Run, State, Work, save
-from trainer.errors import DataError, DivergedError, OutOfMemoryError, StoppedError, TrainerError
+from trainer.engine.training.state import Run, State, Work, save, take_part_in_save
+from trainer.errors import (
+    DataError,
+    DivergedError,
+    EndedTogether,
+    OutOfMemoryError,
+    StoppedError,
+    TrainerError,
+)
 from trainer.families.values import ENDS, TEXT_MASK, Batch, Draw
 from trainer.modeling.attention.text_lengths import padded_text
 from trainer.modeling.blocks.compiled import graphs_compiled, mark_varying
@@ -27,6 +35,9 @@ from trainer.modeling.seeds import seeded
 from trainer.telemetry.progress import Progress, progress
 from trainer.telemetry.sinks.records import METRICS_LOG, ValidationRecord, read_metrics
 from trainer.telemetry.status import Phase
+
+_SAVED = (StoppedError, OutOfMemoryError, DataError)
+"""Errors before which the last complete step is saved."""
 
 
 def train(run: Run, state: State) -> None:
@@ -55,11 +66,9 @@ def train(run: Run, state: State) -> None:
             context.say(f"{captured}{graphs_compiled()} graphs compiled")
         _check_finite(run, state)
         together.require_equal(run, state)
-        # before the export, so that a failing export loses nothing; not of a full fine-tune that was told to
-        # write no checkpoints: they are four times the model's size
-        if config.method == "lora" or config.checkpoint.checkpointing_steps <= total:
+        if _saves_last(run):
             save(run, state)
-    except (StoppedError, OutOfMemoryError, DataError):
+    except _SAVED:
         state.updater.drop_gradients()
         if state.step > 0:
             _check_finite(run, state)
@@ -69,10 +78,31 @@ def train(run: Run, state: State) -> None:
         steps.close()
 
 
+def _saves_last(work: Work) -> bool:
+    """Whether the last step is saved: before the export, so that a failing export loses nothing; not of a
+    full fine-tune that was told to write no checkpoints, which are four times the model's size.
+    """
+    config = work.context.config
+    return config.method == "lora" or config.checkpoint.checkpointing_steps <= config.train.max_train_steps
+
+
 def follow(work: Work, state: State) -> None:
     """Train as rank 0 does in `train`, draw this rank's share of the previews, and leave it to that one to
-    write and to say anything. Raises EndedTogether where all ranks end.
+    write and to say anything; give the rows that this rank has of what that one saves. Raises EndedTogether
+    where all ranks end.
     """
+    try:
+        _follow(work, state)
+    except EndedTogether as ended:
+        state.updater.drop_gradients()
+        if work.context.plan.in_rows and isinstance(ended.__cause__, _SAVED) and state.step > 0:
+            with work.context.ranks.together():
+                _check_finite(work, state)
+            take_part_in_save(work, state)
+        raise
+
+
+def _follow(work: Work, state: State) -> None:
     context, config = work.context, work.context.config
     total, every = config.train.max_train_steps, config.validation.every_steps
     steps = together.Steps(feed(context, work.entries, context.settings, state.step, total))
@@ -90,9 +120,12 @@ def follow(work: Work, state: State) -> None:
                 _validate(work, state)
             if state.step % config.checkpoint.checkpointing_steps == 0:
                 together.require_equal(work, state)
+                take_part_in_save(work, state)
             if state.step % every == 0 and state.step < total:
                 _draw_share(work, state)
         together.require_equal(work, state)
+        if _saves_last(work):
+            take_part_in_save(work, state)
 
 
 def _draw_share(work: Work, state: State) -> None:
@@ -108,15 +141,18 @@ def _one_step(run: Work, state: State, steps: together.Steps) -> None:
     flag.
 
     Of several ranks each tells at the end whether it can read the next one. Where one cannot, all end after
-    the micro-batches of that next step, and before it changes anything.
+    the micro-batches of that next step, and before it changes anything; those that pass through the model
+    together end before these.
     """
     context, total = run.context, run.context.config.train.max_train_steps
-    step = steps.take()
-    loss, losses = _micro_batches(run, state, step)
+    made = steps.take()
+    together.begin(run, state)
+    loss, losses = _micro_batches(run, state, made)
+    step = [fed for fed in made if not fed.spare]
     with context.ranks.together():
         _check_finite(run, state)
         together.check_told(run, state)
-    if run.built.updater.exchange is not None:
+    if context.ranks.size > 1:
         loss = together.agree(run, state, steps, losses, len(step))
     state.grad_norm, bad = state.updater.step(learning_rate(context.config.train, state.step + 1), loss)
     state.flag = HostFlag(bad)
@@ -138,18 +174,22 @@ def _micro_batches(run: Work, state: State, step: Sequence[Fed]) -> tuple[torch.
     """
     context, total = run.context, run.context.config.train.max_train_steps
     exchange, phase = run.built.updater.exchange, Phase.FIRST_STEP if state.flag is None else Phase.TRAIN
+    several = context.ranks.size > 1
     # a mean over the step, however its samples are parted
-    weight = sum(fed.weight for fed in step)
+    weight = sum(fed.weight for fed in step if not fed.spare)
     # float64: sums do not depend on where a resume cut them
     loss, losses = torch.zeros((), device=context.device, dtype=torch.float64), list[torch.Tensor]()
     for number, fed in enumerate(step):
-        if exchange is None:  # several ranks end together, as they agree after the step
+        if not several:  # several ranks end together, as they agree before or after the step
             context.stop.raise_if_requested()
         if fed.batch is not None:
             units = fed.tokens or fed.batch.size
             with contextlib.nullcontext() if state.watch is None else state.watch.running(units):
-                loss += (found := _micro_batch(run, fed, fed.batch, weight))
-            losses += [] if exchange is None else [found.clone()]  # a graph writes to the same place again
+                # a spare one has neither loss nor gradients
+                found = _micro_batch(run, fed, fed.batch, math.inf if fed.spare else weight)
+            loss += 0.0 if fed.spare else found
+            # a graph writes to the same place again
+            losses += [found.clone()] if several and not fed.spare else []
             context.status.beat(phase, step=state.step, total=total)
         if exchange is not None and ((number + 1) % context.ranks.size == 0 or fed is step[-1]):
             exchange.add_round(number % context.ranks.size + 1)

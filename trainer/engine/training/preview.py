@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import shutil
 from collections.abc import Sequence
@@ -122,16 +121,31 @@ def sample(
 
     Prompt n is that of rank n mod N, and every rank is given all of them. The VAE is loaded for the time of
     the previews only. A stop request raises between two denoising steps, on all ranks.
+
+    Where all pass through the model together each draws as many images, and all of them write every answer:
+    these have as many tokens as they need.
     """
     count = len(entries.prompts)
-    numbers = range(ranks.rank, count, ranks.size)
-    shares = ranks.agreed(lambda: _own_share(context, model, entries, numbers) if numbers else [])
+    if context.plan.in_rows and context.family.sample_kind == "conversation":
+        return _own_share(context, model, entries, range(count)) if count else []
+    if context.plan.in_rows:
+        numbers = ranks.in_lockstep(count)
+        shares = ranks.gathered(_own_share(context, model, entries, numbers) if numbers else [])
+    else:
+        own = range(ranks.rank, count, ranks.size)
+        shares = ranks.agreed(lambda: _own_share(context, model, entries, own) if own else [])
     return [shares[number % ranks.size][number // ranks.size] for number in range(count)]
 
 
 def _own_share(context: Context, model: Any, entries: Entries, numbers: Sequence[int]) -> list[Any]:
     context.status.beat(Phase.PREVIEW)
-    alive = functools.partial(context.alive, Phase.PREVIEW, item_done=True)
+
+    def alive() -> None:
+        if context.plan.in_rows:  # of ranks that draw together none ends alone
+            context.ranks.agreed(context.stop.raise_if_requested)
+            context.status.beat(Phase.PREVIEW, item_done=True)
+        else:
+            context.alive(Phase.PREVIEW, item_done=True)
 
     encoders = context.family.load_encoders(
         "latents" if "latents" in context.family.encoder_components else "text",

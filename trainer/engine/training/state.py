@@ -96,14 +96,23 @@ def save(run: Run, state: State) -> None:
     folder = checkpoint.save(
         context.run_dir / "checkpoints",
         snapshot,
-        state.updater.weights(),
-        state.updater.state(),
+        *state.updater.saved(),
+        least_bytes=state.updater.saved_bytes,
         keep=context.config.checkpoint.checkpoints_total_limit,
         on_tensor=functools.partial(context.status.beat, Phase.SAVE, step=state.step),
     )
     state.saved_step, state.saved_in = state.step, folder
     run.journal.metrics.checkpoint(state.step)
     context.say(f"checkpoint {folder.name} saved")
+
+
+def take_part_in_save(work: Work, state: State) -> None:
+    """Give the rows that this rank has of the step that rank 0 saves; nothing of weights that are whole."""
+    if state.saved_step == state.step or not work.context.plan.in_rows:
+        return
+    work.context.status.beat(Phase.SAVE, step=state.step)
+    checkpoint.take_part_in_save(*state.updater.saved())
+    state.saved_step = state.step
 
 
 def restore(context: Context, updater: Updater, start: Start) -> State:
@@ -118,8 +127,9 @@ def restore(context: Context, updater: Updater, start: Start) -> State:
     if start.found is not None:
         state.saved_in, snapshot = start.found
         context.status.beat(Phase.LOAD)
-        weights = checkpoint.read_group(state.saved_in, "weights", context.device)
-        optimizer = checkpoint.read_group(state.saved_in, "optimizer", context.device)
+        rows = {} if updater.in_rows is None else updater.in_rows.rows
+        weights = checkpoint.read_group(state.saved_in, "weights", context.device, rows)
+        optimizer = checkpoint.read_group(state.saved_in, "optimizer", context.device, rows)
         updater.load(weights, optimizer, snapshot.step)
         context.say(f"resumed from {state.saved_in.name}")
         state.step = state.saved_step = state.equal_step = snapshot.step

@@ -7,11 +7,13 @@ decide alike.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Generator, Sequence
 
 import torch
 
 from trainer.engine.context import Context
+from trainer.engine.optimizing import exchange
 from trainer.engine.optimizing.exchange import Told
 from trainer.engine.optimizing.optimizer import HostFlag
 from trainer.engine.training.feed import Fed
@@ -52,12 +54,28 @@ def look_ahead(work: Work, state: State, steps: Steps) -> None:
 
 def _raise_problem(context: Context, state: State) -> None:
     """Raise the first problem of any rank on all of them."""
+    context.ranks.agreed(functools.partial(_tell_problem, state))
+
+
+def _tell_problem(state: State) -> None:
+    if state.problem is not None:
+        raise state.problem
+
+
+def begin(work: Work, state: State) -> None:
+    """Begin a step, where all ranks pass through the model together: none does alone.
+
+    Raises on all of them the problem of one that cannot read the step, and as `StopFlag.raise_if_requested`
+    where one was asked to end.
+    """
+    context = work.context
 
     def tell() -> None:
-        if state.problem is not None:
-            raise state.problem
+        _tell_problem(state)
+        context.stop.raise_if_requested()
 
-    context.ranks.agreed(tell)
+    if context.plan.in_rows:
+        context.ranks.agreed(tell)
 
 
 def check_told(work: Work, state: State) -> None:
@@ -89,7 +107,7 @@ def check_equal(state: State) -> None:
 def require_equal(work: Work, state: State) -> None:
     """Raise HardwareError where the ranks hold different weights now, before they are measured or saved."""
     ranks = work.context.ranks
-    if ranks.size == 1:
+    if ranks.size == 1 or work.context.plan.in_rows:  # no two have rows in common
         return
     if len(set(ranks.gathered(float(state.updater.digest())))) > 1:
         if state.told is not None and not Told.of(state.told.values()).unequal:
@@ -113,12 +131,12 @@ def agree(work: Work, state: State, steps: Steps, losses: Sequence[torch.Tensor]
 
     What the rank tells besides is in `state.told`.
     """
-    exchange = state.updater.exchange
-    assert exchange is not None, "there are several ranks"
     state.problem = steps.problem_ahead()
     failed = 0 if state.problem is None else state.problem.exit_code
     asked = max(work.context.stop.requested or 0, failed)
     digest, seconds = state.updater.digest(), 0.0 if state.watch is None else state.watch.lap()
-    loss, said = exchange.agree(losses, count, asked=asked, seconds=seconds, digest=digest)
+    loss, said = exchange.agree(
+        work.context.ranks, losses, count, asked=asked, seconds=seconds, digest=digest
+    )
     state.told = HostFlag(said)
     return loss

@@ -50,7 +50,7 @@ class Readers:
 ALONE = Readers()
 
 # buffers that older files hold and newer models compute; transformers' own loader skips the same
-_COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
+COMPUTED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|position_ids)$")
 
 
 def load_component(
@@ -245,7 +245,7 @@ class _Placing:
         """Place one tensor of a file, or keep it for the others that make up its weight."""
         structure, linear, name = self._structure, self._linear_of.get(key), self._name(key)
         if name not in structure.wanted:
-            if not (self._extra_tensors or _COMPUTED.search(name)):
+            if not (self._extra_tensors or COMPUTED.search(name)):
                 raise AccessError(
                     f"tensor {key} does not belong to {type(structure.module).__name__}",
                     where=where,

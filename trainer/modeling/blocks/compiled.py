@@ -75,6 +75,7 @@ def compile_blocks(
     *,
     activation_budget: float,
     varying: Varying = MappingProxyType({}),
+    in_rows: bool = False,
     say: Callable[[str], None] = warnings.warn,
 ) -> int:
     """Compile every block at its first call, and return their number.
@@ -82,10 +83,12 @@ def compile_blocks(
     With an `activation_budget` below 1 the cheapest operations are recomputed in backward, so that this share
     of the activations beyond a block's input stays; blocks of `RecomputedInside` keep none. Graphs are of any
     size in the dimensions `varying`; in others they are of one size until a second one comes. `say` is told
-    once for each kind of which more shapes come than it is compiled for: these run uncompiled.
+    once for each kind of which more shapes come than it is compiled for: these run uncompiled. Blocks whose
+    weights are gathered for each use (`in_rows`) are compiled without the hooks that do it.
     """
     import torch._dynamo
     import torch._inductor.config
+    from torch.distributed.fsdp import FSDPModule
 
     if any(len(dimensions) > 1 for kind in varying.values() for dimensions in kind):
         # torch 2.11 asserts what does not hold of products of two sizes that vary (its issue 181563)
@@ -98,14 +101,24 @@ def compile_blocks(
     block: Any
     for block, is_inside in zip(blocks.values(), inside, strict=True):
         limit = limits.setdefault(type(block).__name__, _Limit(most, say))
-        block.compile(fullgraph=True)
-        block._compiled_call_impl = _within_limit(
-            block._compiled_call_impl,
+        if in_rows:
+            # a part of a block that is gathered for itself ends a graph
+            whole = not any(isinstance(one, FSDPModule) for one in block.modules() if one is not block)
+            compiled = torch.compile(block.forward, fullgraph=whole)
+        else:
+            block.compile(fullgraph=True)
+            compiled = block._compiled_call_impl
+        limited = _within_limit(
+            compiled,
             limit,
             0.0 if is_inside else activation_budget,
             varying.get(type(block).__name__, ()),
             keeps_all=activation_budget == 1.0 and not any(inside),
         )
+        if in_rows:
+            block.forward = limited
+        else:
+            block._compiled_call_impl = limited
     return len(blocks)
 
 

@@ -39,25 +39,27 @@ def update(
     scale: float,
     eps: float,
     seed: int,
+    begin: int = 0,
 ) -> None:
     """Update contiguous tensors of one shape in place.
 
     A master is multiplied by `keep`, and the first moment * `size` / (root of the second / `scale` + `eps`)
-    is taken from it; `seed` (32 bits, mixed) is of the step and the tensor.
+    is taken from it; `seed` (32 bits, mixed) is of the step and the tensor, `begin` the place of the first
+    value in the tensor of which these are rows.
     """
     count = weight.numel()
     # signed, as Triton takes whole numbers of 32 bits
     seed = seed - 2**32 if seed >= 2**31 else seed
     _update[(triton.cdiv(count, _BLOCK),)](
-        weight, low, first, second, gradient, factor, bad, count, seed,
+        weight, low, first, second, gradient, factor, bad, count, seed, begin,
         betas[0], 1.0 - betas[0], betas[1], 1.0 - betas[1], keep, size, 1.0 / scale, eps,
         BLOCK=_BLOCK, num_warps=4,
     )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "seed"])
+@triton.jit(do_not_specialize=["count", "seed", "begin"])
 def _update(  # type: ignore[no-untyped-def]
-    weight, low, first, second, gradient, factor, bad, count, seed,
+    weight, low, first, second, gradient, factor, bad, count, seed, begin,
     beta_1, other_1, beta_2, other_2, keep, size, inverse, eps, BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -76,7 +78,7 @@ def _update(  # type: ignore[no-untyped-def]
     two = beta_2 * two + other_2 * given * given
     master = master * keep - size * one / (tl.sqrt(two) * inverse + eps)
 
-    noise = _mixed((place & 0xFFFFFFFF).to(tl.uint32) ^ seed.to(tl.uint32, bitcast=True))
+    noise = _mixed(((place + begin) & 0xFFFFFFFF).to(tl.uint32) ^ seed.to(tl.uint32, bitcast=True))
     bits = master.to(tl.int32, bitcast=True)
     upper = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
     magnitude = _code(tl.abs(one), 75, 0x7FFF, (noise & 0x3FFF).to(tl.int32))

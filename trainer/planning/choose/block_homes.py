@@ -106,13 +106,15 @@ def swap_rows(situation: Situation, storage: Storage, without_bytes: int) -> Ite
 
 def sharded(situation: Situation) -> int:
     """Number of blocks that are to lie so as the user wrote it; 0 where the plan may decide."""
-    asked = situation.config.parallel.shard == "full" and situation.ranks > 1
+    config = situation.config
+    asked = config.parallel.shard == "full" and config.method == "lora" and situation.ranks > 1
     return situation.geometry.blocks if asked else 0
 
 
 def shard_refused(situation: Situation) -> str:
     """Why the base cannot be shared as it was written; empty where it can."""
-    return shard_obstacle(situation) if situation.config.parallel.shard == "full" else ""
+    config = situation.config
+    return shard_obstacle(situation) if config.parallel.shard == "full" and config.method == "lora" else ""
 
 
 def shard_obstacle(situation: Situation) -> str:
@@ -128,7 +130,8 @@ def shared(situation: Situation, settings: Iterable[Storage], budget_bytes: int)
     """Settings that do not fit with a whole base on each GPU, with as few shared blocks as fit the budget in
     training, or with all in the largest group where none does; none where nothing may be shared by itself.
     """
-    if situation.config.parallel.shard != "auto" or unshared(situation):
+    config = situation.config
+    if config.method != "lora" or config.parallel.shard != "auto" or unshared(situation):
         return
     tiled = situation.config.features.vae_tiling is not False
     groups = [size for size in range(2, situation.ranks + 1) if situation.ranks % size == 0]
@@ -175,11 +178,12 @@ def unshared(situation: Situation) -> str:
 
 
 def shard_row(situation: Situation, storage: Storage, whole_bytes: int, instead: str) -> Decision | None:
-    """The decision, for a run of several processes over a frozen base, which whole on each GPU would need
+    """The decision, for a run of several processes, over a frozen base that whole on each GPU would need
     `whole_bytes` where that was tried; `instead` says what would fit then.
     """
-    if storage.method != "lora":
-        return None
+    if storage.in_rows:
+        rows = "each holds its rows of weights, gradients and moments; blocks are gathered to compute (FSDP2)"
+        return situation.decide(SHARD, f"rows over {storage.ranks}", rows, written=f"as written: {rows}")
     if situation.ranks == 1:
         alone = "one process has nothing to share with"
         asked = situation.asked(SHARD) == "full"

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 from trainer.config.schema import RunConfig
 from trainer.errors import ConfigError
 from trainer.machine.facts import EXCHANGED_BYTES, Gpu
-from trainer.planning.choose import batching
+from trainer.planning.choose import batching, optimizers
 from trainer.planning.choose.situation import Situation
+from trainer.planning.cost import memory
 from trainer.planning.cost.memory import Storage
 from trainer.planning.plan import Decision
 from trainer.ways.storages import VALUE_BYTES
@@ -50,7 +51,8 @@ def spreads(machines: Sequence[tuple[Situation, Decision]]) -> list[Spread]:
 
     `machines` are the situations on each kind of GPU, the preferred kind first, with the rows of their
     profiles. A written number has one way a kind. `auto` tries the largest number of GPUs of one kind that
-    share a step evenly, then smaller ones; of equal numbers those of the preferred kind. It is one on a CPU.
+    share a step evenly, then smaller ones; of equal numbers those of the preferred kind. Of a full fine-tune,
+    whose weights would have to travel, it tries the smallest number first. It is one on a CPU.
     Raises HardwareError for more GPUs than there are of any kind, ConfigError where a step cannot be shared
     by so many.
     """
@@ -62,12 +64,26 @@ def spreads(machines: Sequence[tuple[Situation, Decision]]) -> list[Spread]:
     found: list[Spread] = []
     for kind, (situation, row) in enumerate(machines):
         alike = len(situation.facts.gpus) if situation.on_gpu else 1
-        most = alike if config.method == "lora" else 1
-        for count in range(most, 0, -1) if asked == "auto" else (asked,):
+        for count in range(alike, 0, -1) if asked == "auto" else (asked,):
+            if count > 1 and unshared_weights(situation):
+                continue
             chosen = _shared(parted, count)
             if chosen is not None and (not situation.on_gpu or count <= alike):
                 found.append(_spread(situation, row, kind, count, chosen))
-    return sorted(found, key=lambda one: -one.situation.ranks)
+    fewest_first = config.method == "full"
+    return sorted(found, key=lambda one: one.situation.ranks if fewest_first else -one.situation.ranks)
+
+
+def unshared_weights(situation: Situation) -> str:
+    """Why a full fine-tune is not spread over several processes; empty where it may be, and for a LoRA."""
+    config = situation.config
+    if config.method == "lora":
+        return ""
+    if config.parallel.shard == "none":
+        return "parallel.shard: none keeps trained weights whole, which one process alone does"
+    if config.train.optimizer in optimizers.PACKAGES:
+        return f"{config.train.optimizer} keeps its state for whole weights, not for rows of them"
+    return ""
 
 
 def _spread(situation: Situation, row: Decision, kind: int, count: int, chosen: RunConfig) -> Spread:
@@ -107,8 +123,8 @@ def _require(situation: Situation, count: int, sizes: Sequence[int], parted: Seq
         kinds = " of one kind" if situation.others else ""
         remedy = f"write {max(sizes)} or less, or auto"
         raise situation.refuse(KEY, f"{count} GPUs{kinds} are asked for, visible are {have}", remedy)
-    if situation.config.method == "full" and count > 1:
-        raise _refused(situation, "a full fine-tune trains in one process in this version", f"write {KEY}: 1")
+    if count > 1 and (why := unshared_weights(situation)):
+        raise _refused(situation, why, f"leave it out, or write {KEY}: 1")
     if _shared(parted, count) is not None:
         return
     most = parted[-1].train.gradient_accumulation_steps
@@ -140,6 +156,8 @@ def exchange_row(situation: Situation, storage: Storage) -> Decision | None:
     ranks, count = situation.ranks, situation.geometry.lora_parameters
     if ranks == 1:
         return None
+    if storage.in_rows:
+        return _rows_exchanged(situation, storage)
     rounds, others = situation.config.train.gradient_accumulation_steps // ranks, (ranks - 1) / ranks
     size = others * count * (rounds * storage.value_bytes + VALUE_BYTES["fp32"])
     link = situation.facts.link if situation.on_gpu else None
@@ -153,14 +171,26 @@ def exchange_row(situation: Situation, storage: Storage) -> Decision | None:
     return Decision("exchange", f"{size / 2**20:.0f} MiB a step", source, reason)
 
 
+def _rows_exchanged(situation: Situation, storage: Storage) -> Decision:
+    """The row of what travels of weights in rows."""
+    ranks, count = situation.ranks, memory.parameters(situation.geometry, "trained")
+    rounds, others = situation.config.train.gradient_accumulation_steps // ranks, (ranks - 1) / ranks
+    size = rounds * others * count * (2 * storage.value_bytes + VALUE_BYTES["fp32"])
+    times = f"{rounds} round{'' if rounds == 1 else 's'}"
+    reason = f"each receives weights for both passes of {times}, and sums of its gradients in fp32"
+    return Decision("exchange", f"{gib(int(size))} a step", "auto", reason)
+
+
 def _use(spread: Spread, *, short: bool) -> str:
     """The share of each process, or what would make more of these GPUs useful, unless memory is `short`."""
     situation, count, train = spread.situation, spread.situation.ranks, spread.situation.config.train
-    if count == 1 and situation.config.method == "full":
-        return "a full fine-tune trains on one GPU in this version"
+    is_lora = situation.config.method == "lora"
+    if count == 1 and spread.automatic and situation.config.method == "full":
+        why = unshared_weights(situation) or f"with {KEY}: N as many share a step's micro-batches"
+        return f"the fewest on which a full fine-tune fits: {why}"
     if not spread.automatic and count == 1:
         return "as written"
-    if situation.on_gpu and count < spread.alike and spread.automatic and not short:
+    if situation.on_gpu and count < spread.alike and spread.automatic and not short and is_lora:
         size, alike = train.gradient_accumulation_steps * train.train_batch_size, spread.alike
         more = -(-size // alike) * alike // train.train_batch_size
         return (

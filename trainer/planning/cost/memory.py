@@ -70,6 +70,11 @@ class Storage:
     """GPUs of such a group."""
 
     @property
+    def in_rows(self) -> bool:
+        """True where several processes hold rows of the trained weights each (FSDP2)."""
+        return self.method == "full" and self.ranks > 1
+
+    @property
     def parts_by_use(self) -> bool:
         """True where a pass copies of blocks that lie elsewhere only what it reads itself: nothing of the
         forward pass is repeated in backward.
@@ -94,6 +99,9 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     lora, trained = storage.method == "lora", parameters(geometry, "trained")
     name, count = ("adapter", geometry.lora_parameters) if lora else ("trained weights", trained)
     more = 0 if lora else geometry.fp32_parameters * _FP32_MORE_BYTES
+    if storage.in_rows:
+        count, more = -(-count // storage.ranks), -(-more // storage.ranks)
+        kept = f"{kept}, the rows of one of {storage.ranks} GPUs"
     rows = [
         *([_base_row(storage, geometry, trained)] if lora else []),
         MemoryRow(name, count * weights + more, f"{_count(count)}, {kept}"),
@@ -103,7 +111,9 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     ]
     if storage.averaged:
         rows.append(MemoryRow("EMA", count * states.MEAN_BYTES, "the weights' mean, fp32"))
-    if storage.ranks > 1:
+    if storage.in_rows:
+        rows += _gathered(storage, geometry)
+    elif storage.ranks > 1:
         sums = count * VALUE_BYTES["fp32"]
         # slices sent and received; sums of all slices, twice as they are gathered, and of this one
         size = 2 * count * storage.value_bytes + 2 * sums + sums // storage.ranks
@@ -118,6 +128,26 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     if storage.way.trains:
         return _with_overhead(storage, [*rows, *_trained_copies(storage.way, geometry)])
     return _with_overhead(storage, [*rows, *_unpacked(storage, geometry)], holes=_HOLES_BYTES)
+
+
+def _gathered(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
+    """Whole weights and gradients of the blocks that compute, and of what lies outside of the blocks."""
+    weights, gradients, *_ = states.of(storage.method, storage.dtype, storage.optimizer)
+    largest, outside = rows_together(geometry)
+    whole = (_PAGES * largest + outside) * weights
+    # a block's gradients, and their sum on its way: what is sent in fp32, and this rank's part of it
+    sent = max(largest, outside) * (VALUE_BYTES["fp32"] + VALUE_BYTES["fp32"] // storage.ranks)
+    return [
+        MemoryRow("gathered blocks", whole, "two blocks whole, in turn, and what lies outside of blocks"),
+        MemoryRow("gradients on their way", (largest + outside) * gradients + sent, "summed in fp32"),
+    ]
+
+
+def rows_together(geometry: Geometry) -> tuple[int, int]:
+    """Parameters of the largest block, and of all that lies outside of blocks."""
+    blocks = [(stack.quantized.parameters + stack.others, stack.blocks) for stack in geometry.stacks]
+    outside = parameters(geometry, "trained") - sum(size * count for size, count in blocks)
+    return max((size for size, _ in blocks), default=0), max(0, outside)
 
 
 def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[MemoryRow, ...]]:
