@@ -21,7 +21,7 @@ from trainer.planning.choose import (
 )
 from trainer.planning.choose.budget import Budget, budget, kept_samples
 from trainer.planning.choose.situation import Situation
-from trainer.planning.cost import memory, roofline
+from trainer.planning.cost import disk, memory, roofline
 from trainer.planning.plan import Decision, MemoryRow, Plan, on_off
 from trainer.planning.variables import Variables, variables
 from trainer.words.sizes import gib
@@ -230,7 +230,7 @@ def _disk(situation: Situation, chosen: fit.Outcome) -> tuple[int, Decision]:
     count = min(config.checkpoint.checkpoints_total_limit + 1, saved)
     # the best one's, and what is to take its place
     copies = 3 if keeps_best(config) else 1
-    size = memory.disk_bytes(chosen.storage, situation.geometry, checkpoints=count, copies=copies)
+    size = disk.disk_bytes(chosen.storage, situation.geometry, checkpoints=count, copies=copies)
     reason = f"{count} checkpoint{'s' if count != 1 else ''} in output_dir, and the final files"
     return size, Decision("disk", gib(size), "auto", reason)
 

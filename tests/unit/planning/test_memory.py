@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.planning.conftest import GIB, kept, way_of
-from trainer.planning.cost import memory
+from trainer.planning.cost import disk, memory
 from trainer.planning.cost.memory import Storage
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Linears
 
@@ -208,7 +208,7 @@ def test_encoders_are_counted_one_stage_at_a_time(geometry: Geometry) -> None:
 def test_disk(geometry: Geometry) -> None:
     count = geometry.lora_parameters
     # fp32 masters and two moments a checkpoint; two files in bf16
-    assert memory.disk_bytes(storage(), geometry, checkpoints=4) == count * (4 * 12 + 2 * 2)
+    assert disk.disk_bytes(storage(), geometry, checkpoints=4) == count * (4 * 12 + 2 * 2)
     full = storage(method="full")
-    assert memory.disk_bytes(full, geometry, checkpoints=2) == 2 * GIB * (2 * 8 + 2)
-    assert memory.disk_bytes(full, geometry, checkpoints=0) == 2 * GIB * 2
+    assert disk.disk_bytes(full, geometry, checkpoints=2) == 2 * GIB * (2 * 8 + 2)
+    assert disk.disk_bytes(full, geometry, checkpoints=0) == 2 * GIB * 2

@@ -357,6 +357,15 @@ def test_a_full_fine_tune_over_four_gpus_has_a_quarter_of_its_rows_on_each(
     assert (alone.ranks, alone.in_rows) == (1, False)
 
 
+def test_weights_that_are_trained_in_fp8_are_not_parted(shared: Config, geometry: Geometry) -> None:
+    asked = functools.partial(shared, method="full", features__compute="fp8")
+    hopper = dataclasses.replace(machine("h200"), gpus=machine("h200").gpus * 2)
+    found = planned(asked(parallel__gpus="auto"), geometry, hopper)
+    assert (found.ranks, found.compute, found.in_rows) == (1, "fp8", False)
+    with pytest.raises(ConfigError, match=r"features\.compute: fp8 rounds whole weights, not rows"):
+        planned(asked(parallel__gpus=2), geometry, hopper)
+
+
 def test_auto_takes_as_few_gpus_as_a_full_fine_tune_fits_on(shared: Config, geometry: Geometry) -> None:
     """The geometry's two billion parameters train in some 23 GiB."""
     small = dataclasses.replace(machine("a100-80gb").gpu, total_memory_bytes=22 * GIB)

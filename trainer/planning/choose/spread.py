@@ -83,6 +83,8 @@ def unshared_weights(situation: Situation) -> str:
         return "parallel.shard: none keeps trained weights whole, which one process alone does"
     if config.train.optimizer in optimizers.PACKAGES:
         return f"{config.train.optimizer} keeps its state for whole weights, not for rows of them"
+    if config.features.compute == "fp8":
+        return "features.compute: fp8 rounds whole weights, not rows of them, in this version"
     return ""
 
 
