@@ -35,6 +35,7 @@ from trainer.engine.training.feed import varies
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut, held_out_entries, prove_best, restore_best
 from trainer.engine.training.preview import draw_previews, drop_previews_after, sample, write_before_after
+from trainer.engine.training.work import counter
 from trainer.errors import DataError, DivergedError, EndedTogether, PeerLostError, Problem
 from trainer.files import atomic
 from trainer.modeling.base.source import pinned
@@ -172,7 +173,10 @@ def _work(context: Context, built: Built, entries: Entries, held_out: HeldOut | 
     if context.plan.cuda_graphs:
         between = None if built.staged is None else built.staged.empty
         graphs = Graphs(compute, predict, context.say, between=between)
-    return state.Work(context=context, built=built, graphs=graphs, entries=entries, held_out=held_out)
+    flops = counter(context, entries)
+    return state.Work(
+        context=context, built=built, graphs=graphs, entries=entries, held_out=held_out, flops=flops
+    )
 
 
 def _finish(run: state.Run, step: int, caching_peak: int, before: list[torch.Tensor] | None) -> None:

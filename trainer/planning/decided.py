@@ -43,7 +43,9 @@ class Decided:
     """Decisions that are rows of their own, by feature."""
     variables: Variables
     step_milliseconds: float
-    """Predicted for a batch; 0 where the machine's rates are unknown."""
+    """Predicted for a batch; 0 where the machine's rates are unknown, as the next one."""
+    peak_tflops: float
+    """bf16 peak of one GPU by its maker's data sheet."""
 
     @property
     def how(self) -> str:
@@ -118,6 +120,7 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
         made={one.feature: one for one in made},
         variables=variables(situation),
         step_milliseconds=chosen.milliseconds if speed.known else 0.0,
+        peak_tflops=speed.rates.bf16 if speed.known else 0.0,
     )
 
 
@@ -170,6 +173,7 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
         cache_memory=chosen.cache,
         host_memory=host,
         step_milliseconds=round(decided.step_milliseconds, 1),
+        peak_tflops=decided.peak_tflops,
         budget_bytes=decided.limit.bytes,
         disk_bytes=disk_bytes,
         decisions=(*machine_rows, *_rows(decided, split, keeping, disk)),

@@ -113,6 +113,8 @@ class Plan:
     """Predicted time of `micro_batch_size` samples of usual shapes, forward and backward; 0.0 where the
     machine's rates are unknown.
     """
+    peak_tflops: float
+    """bf16 peak of one GPU by its maker's data sheet; 0.0 where it is not known, and on a CPU."""
     budget_bytes: int
     """Device memory the plan keeps within."""
     disk_bytes: int

@@ -59,6 +59,8 @@ def step_line(record: StepRecord) -> str:
         if record.tokens_per_second is None
         else f"{record.tokens_per_second:.0f} tokens/s",
     ]
+    if record.mfu is not None:
+        parts.append(f"{record.model_tflops:.0f} TFLOP/s ({record.mfu:.0%} of bf16's peak)")
     if record.device_memory_peak_bytes:
         parts.append(f"peak {record.device_memory_peak_bytes / GIB:.1f} GiB")
     if record.validation_loss is not None:

@@ -115,6 +115,8 @@ def _figures(folder: Path, config: Mapping[str, str], rows: Sequence[Mapping[str
         "loss": _short(last.get("loss")),
         "held-out loss": held_out.removeprefix("held-out loss "),
         "s/step": _short(last.get("seconds_per_step")),
+        "TFLOP/s": _short(last.get("model_tflops")),
+        "MFU": f"{last['mfu']:.0%}" if last.get("mfu") is not None else "",
         "peak GiB": f"{peak / GIB:.1f}" if peak else "",
     }
 

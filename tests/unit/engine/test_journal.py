@@ -32,7 +32,7 @@ class Clock:
 def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
     """A journal of a run on a CPU whose clock ticks when it is read."""
     config = SimpleNamespace(family="x", method="lora", train=SimpleNamespace(max_train_steps=9))
-    plan = SimpleNamespace(decisions=(), budget_bytes=17 * 1024**3)
+    plan = SimpleNamespace(decisions=(), budget_bytes=17 * 1024**3, ranks=2, peak_tflops=100.0)
     context: Any = SimpleNamespace(run_dir=tmp_path, config=config, plan=plan, device="cpu")
     monkeypatch.setattr(journal, "time", Clock())
     with Journal(context, tmp_path / "runtime") as made:
@@ -41,7 +41,7 @@ def book(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Journal]:
 
 def log(book: Journal, step: int) -> dict[str, Any]:
     values = {"loss": 1.0, "learning_rate": 1e-4, "grad_norm": 1.0}
-    book.log_step(**values, step=step, steps=1, samples=2, tokens=0, validation=None)
+    book.log_step(**values, step=step, steps=1, samples=2, tokens=0, flops=5e13, validation=None)
     row: dict[str, Any] = json.loads((book.context.run_dir / METRICS_LOG).read_text().splitlines()[-1])
     return row
 
@@ -58,6 +58,17 @@ def test_the_next_step_pays_for_writing_the_line(book: Journal) -> None:
         clock.now += 7.0
     # three readings since the last line, one of them at the end of what is left out
     assert log(book, 3)["seconds_per_step"] == 2.0
+
+
+def test_model_flops_are_of_all_gpus_and_a_share_of_all_their_peaks(book: Journal) -> None:
+    book.start_clock()
+    row = log(book, 1)
+    assert (row["model_tflops"], row["mfu"]) == (50.0, 0.25)
+    text = (book.context.run_dir / "runtime" / METRICS_FILE).read_text()
+    assert "trainer_model_tflops 50.0" in text and "trainer_mfu_ratio 0.25" in text
+    book.context.plan.peak_tflops = 0.0
+    row = log(book, 2)
+    assert row["model_tflops"] == 50.0 and row.get("mfu") is None
 
 
 def test_the_plans_budget_is_published_before_the_first_step(book: Journal) -> None:

@@ -105,6 +105,8 @@ def test_the_line_of_a_log_step() -> None:
         "step  120/1500  loss 0.4123  lr 1.00e-04  grad 2.000  0.250 s/step  4.00 samples/s  "
         "peak 3.0 GiB  validation 0.5000"
     )
+    fast = dataclasses.replace(row, model_tflops=703.4, mfu=0.711)
+    assert "4.00 samples/s  703 TFLOP/s (71% of bf16's peak)  peak 3.0 GiB" in log.step_line(fast)
     cpu = dataclasses.replace(record(1), device_memory_peak_bytes=0, planned_steps=5)
     assert "peak" not in log.step_line(cpu)
 

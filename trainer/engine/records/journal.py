@@ -90,14 +90,16 @@ class Journal:
         steps: int,
         samples: int,
         tokens: int,
+        flops: float,
         validation: ValidationRecord | None,
     ) -> str:
         """Record `steps` steps that ended with `step`, and give the line for people.
 
-        `validation` is the held-out loss of this step.
+        `flops` are of the model, by all ranks together; `validation` is the held-out loss of this step.
         """
         now = time.monotonic()
-        seconds, held = max(now - self._marked, 1e-9), held_bytes()
+        seconds, held, plan = max(now - self._marked, 1e-9), held_bytes(), self.context.plan
+        tflops, peak = flops / seconds / 1e12, plan.ranks * plan.peak_tflops
         record = StepRecord(
             step=step,
             loss=loss,
@@ -106,6 +108,8 @@ class Journal:
             seconds_per_step=seconds / steps,
             samples_per_second=samples / seconds,
             tokens_per_second=tokens / seconds if tokens else None,
+            model_tflops=tflops,
+            mfu=tflops / peak if peak else None,
             device_memory_peak_bytes=held + torch.cuda.max_memory_allocated(),  # 0 on a CPU, as the next two
             device_memory_reserved_bytes=held + torch.cuda.memory_reserved(),
             device_memory_reserved_peak_bytes=held + torch.cuda.max_memory_reserved(),

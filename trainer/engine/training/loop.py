@@ -165,6 +165,7 @@ def _one_step(run: Work, state: State, steps: together.Steps) -> None:
     state.timed_steps += 1
     state.interval_samples += sum(len(fed.micro_batch) for fed in step)
     state.interval_tokens += sum(fed.tokens for fed in step)
+    state.interval_flops += sum(run.flops(fed.micro_batch) for fed in step if not fed.spare)
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
 
 
@@ -359,9 +360,11 @@ def _log(run: Run, state: State, validation: ValidationRecord | None) -> str:
         steps=state.timed_steps,
         samples=state.interval_samples,
         tokens=state.interval_tokens,
+        flops=state.interval_flops,
         validation=validation,
     )
     state.interval_loss.zero_()
     state.interval_steps.zero_()
     state.timed_steps = state.interval_samples = state.interval_tokens = 0
+    state.interval_flops = 0.0
     return line

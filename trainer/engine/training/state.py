@@ -20,6 +20,7 @@ from trainer.engine.records.journal import Journal
 from trainer.engine.records.resume import Start
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut
+from trainer.engine.training.work import Counter
 from trainer.errors import TrainerError
 from trainer.telemetry.status import Phase
 
@@ -34,6 +35,8 @@ class Work:
     """Micro-batches as CUDA graphs, where the plan says so."""
     entries: Entries
     held_out: HeldOut | None
+    flops: Counter
+    """FLOP of training on a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +61,10 @@ class State:
     """Steps of this sum."""
     step: int = 0
     timed_steps: int = 0
-    """Since the last line of the log, or since this process started; so are the next two."""
+    """Since the last line of the log, or since this process started; so are the next three."""
     interval_samples: int = 0
     interval_tokens: int = 0
+    interval_flops: float = 0.0
     grad_norm: torch.Tensor | None = None
     flag: HostFlag | None = None
     """1.0 where the last step was not finite; read one step later."""

@@ -52,6 +52,7 @@ from trainer.planning.shapes.mix import (
     padded_row,
     usual_parts,
 )
+from trainer.planning.shapes.model_flops import linear_flops
 from trainer.planning.shapes.shape_classes import matmul_shape_class, shape_class
 from trainer.ways.storages import VALUE_BYTES
 
@@ -146,12 +147,8 @@ def _with_work(
         usual = dataclasses.replace(shape, text_tokens=tokens)
     longest, attention = (family.attention_shape(model_config, one) for one in (shape, usual))
     every, text = attention.batch_size * attention.tokens, usual.batch_size * usual.text_tokens
-    blocks, flops = linear_blocks(geometry.components[0], family.high_precision, TEXT_SIDE), 0.0
-    for textual, others, _ in blocks:
-        flops += 2.0 * text * textual
-        flops += 2.0 * (every - text if textual else every) * others
-    # a block of text alone has no attention of its own
-    calls = sum(1 for _, others, _ in blocks if others)
+    blocks = linear_blocks(geometry.components[0], family.high_precision, TEXT_SIDE)
+    flops, calls = linear_flops(blocks, every=every, text=text)
     pairs = attention.batch_size * attention.tokens * (attention.reach or attention.tokens)
     parts = micro_batches(family, config, pictures) if caption_tokens is None else {}
     return dataclasses.replace(
@@ -285,6 +282,11 @@ def component_config(family: Family, model_folder: Path | None, component: str) 
     """A component's config.json from the base model, else the family's committed one."""
     folder = CONFIGS / family.name if model_folder is None else model_folder
     return read_config(folder / component / "config.json")
+
+
+def trained_geometry(family: Family, config: RunConfig, model_folder: Path) -> ComponentGeometry:
+    """The component that a run trains, as its base model in this folder has it. Raises as `run_geometry`."""
+    return _component(family, config, model_folder, family.trained_component, "trained", downloads=False)
 
 
 def _component(

@@ -43,6 +43,8 @@ class EventLog:
                 "speed/samples_per_second": record.samples_per_second,
                 "memory/device_peak_gib": record.device_memory_peak_bytes / GIB,
                 "speed/tokens_per_second": record.tokens_per_second,
+                "speed/model_tflops": record.model_tflops,
+                "speed/mfu": record.mfu,
             }
         values["validation/loss"] = record.validation_loss
         scalars = [

@@ -56,6 +56,10 @@ METRICS: tuple[Metric, ...] = (
            help="Samples trained on since the process started."),
     Metric(name="trainer_step_seconds", kind="histogram",
            help="Time of an optimizer step; each step counts with the mean since the log step before."),
+    Metric(name="trainer_model_tflops",
+           help="TFLOP a second of the model, recomputation left out, mean since the log step before."),
+    Metric(name="trainer_mfu_ratio",
+           help="These as a share of the GPUs' bf16 peak by the data sheet; 0 where it is not known."),
     Metric(name="trainer_last_step_timestamp_seconds", help="Unix time of the last log step."),
     Metric(name="trainer_device_memory_peak_bytes", help="Highest device memory allocated by the process."),
     Metric(name="trainer_device_memory_reserved_bytes", help="Device memory held by the allocator now."),
@@ -163,6 +167,8 @@ class RunMetrics:
                 "trainer_device_memory_reserved_bytes": record.device_memory_reserved_bytes,
                 "trainer_last_step_timestamp_seconds": time.time(),
             }
+            more = {"trainer_model_tflops": record.model_tflops, "trainer_mfu_ratio": record.mfu}
+            values |= {name: value for name, value in more.items() if value is not None}
             self._registry.counters["trainer_samples_total"].inc(record.samples)
             for _ in range(record.steps):
                 self._registry.histograms["trainer_step_seconds"].observe(record.seconds_per_step)

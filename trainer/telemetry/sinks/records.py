@@ -41,6 +41,14 @@ class StepRecord:
     samples_per_second: float
     tokens_per_second: float | None = None
     """Tokens a second of a language model; None for other families."""
+    model_tflops: float | None = None
+    """TFLOP a second of the model, by all GPUs together: see `planning.shapes.model_flops`. What is computed
+    again counts nothing.
+    """
+    mfu: float | None = None
+    """These as a share of the GPUs' bf16 peak by their maker's data sheet, whatever products are in: FP8 may
+    be above 1. None where the peak is not known.
+    """
     device_memory_peak_bytes: int = 0
     """Highest allocation so far; 0 on a CPU."""
     device_memory_reserved_bytes: int = 0
