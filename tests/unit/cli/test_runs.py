@@ -54,7 +54,7 @@ def test_list(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert head.split()[:4] == ["run", "family", "method", "state"]
     assert first.split()[:5] == ["runs/more/two", "tiny", "lora", "resumable", "20/40"]
     assert second.split()[:6] == ["runs/one", "tiny", "lora", "finished", "40/40", "0.25"]
-    assert "2 -> 0.5 (-75 %)" in second and second.endswith("0.5     3.0")
+    assert "2 -> 0.5 (-75 %)" in second and second.split()[-2:] == ["0.5", "3.0"]
 
 
 def test_csv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +64,17 @@ def test_csv(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert [row["run"] for row in named] == ["runs/one", "runs/more/two"]
     assert [row["loss"] for row in named] == ["0.25", ""]
     assert named[0]["peak GiB"] == "3.0"
+    assert (named[0]["TFLOP/s"], named[0]["MFU"]) == ("", ""), "of an older run"
+
+
+def test_speed_is_that_of_the_last_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (folder / "one/metrics.jsonl").open("a") as log:
+        row = {"step": 40, "loss": 0.25, "model_tflops": 703.4, "mfu": 0.711}
+        log.write(json.dumps(row) + "\n")
+    assert main(["runs", "list", "runs/one", "--csv"]) == 0
+    head, row_of_run = csv.reader(io.StringIO(capsys.readouterr().out))
+    named = dict(zip(head, row_of_run, strict=True))
+    assert (named["TFLOP/s"], named["MFU"]) == ("703", "71%")
 
 
 def test_compare_shows_what_differs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
