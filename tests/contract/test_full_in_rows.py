@@ -23,12 +23,18 @@ from tests.contract.runs import (
     keep_edits_small,
     numbers,
     require_near,
+    steps_saved,
 )
 from tests.ranks import Workers, workers
 from trainer.engine import run
+from trainer.engine.caching.entries import Entries
+from trainer.engine.context import Context
 from trainer.engine.optimizing.split_adamw import joined
 from trainer.engine.ranks import Ranks
 from trainer.engine.records import checkpoint
+from trainer.engine.training import preview
+from trainer.errors import DataError, EndedTogether
+from trainer.families.values import PreviewPrompt
 
 RATE, STEPS = 1e-3, 6
 SHORT = (
@@ -174,6 +180,43 @@ def test_a_rank_without_a_micro_batch_of_its_own_passes_through_the_model_all_th
     one, two = runs(FLUX, 1, *options), runs(FLUX, 2, *options)
     assert any("2.7 micro-batches a step" in line for line in one.said), one.said
     require_equal(two, one)
+
+
+def train_to_a_lost_preview(
+    ranks: Ranks, broken: int, config_file: Path, folder: Path, cache: Path, options: tuple[str, ...]
+) -> str:
+    """The error that ends a run in which one rank cannot read what its second preview needs."""
+    read, asked = preview._prompt, list[int]()
+
+    def prompt(context: Context, entries: Entries, number: int) -> PreviewPrompt:
+        asked.append(number)
+        if ranks.rank == broken and len(asked) > 1:
+            raise DataError("not to be read")
+        return read(context, entries, number)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preview, "_prompt", prompt)
+        try:
+            train(ranks, config_file, folder, cache, options)
+        except (DataError, EndedTogether) as error:
+            if ranks.first:
+                ranks.meet()  # others wait for its process to be gone, which this one is not
+            return f"{type(error).__name__} {error} {error.__cause__}"
+    return ""
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_preview_that_one_rank_cannot_draw_loses_no_step(
+    broken: int, workshop: Workshop, pool: Workers, tmp_path: Path
+) -> None:
+    """All are told before any of them waits for another inside of the model."""
+    config_file = workshop.write_config(FLUX, tmp_path)
+    often = ("parallel.gpus=2", "validation.every_steps=2", "checkpoint.checkpointing_steps=1000")
+    said = pool.call(
+        train_to_a_lost_preview, 2, broken, config_file, tmp_path, workshop.cache, (*SHORT, *often)
+    )
+    assert all("not to be read" in one for one in said), said
+    assert steps_saved(tmp_path / "run") == ["step-000002"]
 
 
 @pytest.mark.slow

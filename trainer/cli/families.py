@@ -95,9 +95,10 @@ _LARGEST_GIB = 129
 
 
 def _full(family: Family) -> str:
-    """Memory that a full fine-tune keeps on one device, and whether a recorded machine has so much."""
+    """Memory that a full fine-tune keeps, and whether a recorded machine has so much on one GPU."""
     from trainer.planning.cost import states
 
     weights, gradients, optimizer, *_ = states.of("full", "bf16", "adamw")
     needed = _parameters(family) * (weights + gradients + optimizer) / GIB
-    return f"{needed:.0f} GiB at least{', which no recorded machine has' if needed > _LARGEST_GIB else ''}"
+    nowhere = ", which no recorded machine has on one GPU" if needed > _LARGEST_GIB else ""
+    return f"{needed:.0f} GiB at least{nowhere}"

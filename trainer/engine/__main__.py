@@ -148,9 +148,9 @@ def _work(config: RunConfig, spec: Spec, status: StatusWriter, stop: StopFlag, s
             else:
                 run.verify_file(context, spec)
     except (MemoryError, RuntimeError) as error:
-        if plan.in_rows and isinstance(error, RuntimeError) and is_lost_connection(error):
-            raise PeerLostError(str(error)) from error
         if not is_out_of_memory(error):
+            if plan.in_rows and isinstance(error, RuntimeError) and is_lost_connection(error):
+                raise PeerLostError(str(error)) from error
             raise
         allowed = functools.partial(may_be_planned, config)
         raise out_of_memory(error, status.phase, config, plan, allowed) from error

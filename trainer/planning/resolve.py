@@ -63,7 +63,7 @@ def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedB
         ways = [way for way in ways if way.spread.situation.ranks == ways[0].spread.situation.ranks]
     if ways:
         return _planned(ways, skipped)
-    # of the preferred kind what needs least, of equal ones that with the fewest processes, which is the last
+    # of the preferred kind what needs least; of equal ones the last that was tried
     last, told = min(reversed(tried), key=lambda refused: (refused[0].kind, _least(refused[1])))
     if isinstance(told, DoesNotFitError):
         raise _with_nearest(last.situation, told, changed_by, offload=offload) from None

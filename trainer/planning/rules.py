@@ -204,6 +204,13 @@ def _modulation_remedy(at: Situation) -> str:
     return extras.remedy(stored.extra) if at.geometry.modulation.parameters else f"leave {_MODULATION} out"
 
 
+def _product_remedy(at: Situation) -> str:
+    instead = "" if at.config.method == "full" else "; features.weights: fp8 saves memory anyway"
+    written = at.type_row.source
+    dtype = f", or {written}" if at.on_gpu and at.dtype != "bf16" and written != "auto" else ""
+    return f"leave {_COMPUTE} out{dtype}{instead}"
+
+
 MACHINE: tuple[Rule[Situation], ...] = (
     _refused(block_homes.SWAP, block_homes.swap_refused),
     _refused(block_homes.SHARD, block_homes.shard_refused),
@@ -225,7 +232,7 @@ MACHINE: tuple[Rule[Situation], ...] = (
     _refused(_SHARE, _no_share),
     _refused(_COMPUTE,
              lambda at: at.config.features.compute == "fp8" and candidates.no_product(at, WAYS["fp8"]),
-             f"leave {_COMPUTE} out; features.weights: fp8 saves memory anyway"),
+             _product_remedy),
     _refused(_WEIGHTS,
              lambda at: at.config.features.weights not in ("auto", at.geometry.stored_as)
              and _not_in(at, at.config.features.weights),

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from trainer.engine.records import checkpoint
+from trainer.engine.training.state import _require_same_names
 from trainer.errors import ConfigError, DataError, NoSpaceError, StorageError
 from trainer.modeling.rows import Rows
 from trainer.modeling.tensor_file import Later, Writable
@@ -317,3 +318,10 @@ def test_rows_are_read_of_what_was_saved_whole(tmp_path: Path) -> None:
         assert torch.equal(weights["w"], values[rows.start : rows.stop])
         assert torch.equal(state["w/m"], moments[rows.start : rows.stop])
         assert state["w/m"].dtype == torch.int16
+
+
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
+    """A tied head that was trained apart is in one of them only: nothing of it is dropped silently."""
+    with pytest.raises(DataError, match=r"1 weights are in this checkpoint or in the model .* as head"):
+        _require_same_names({"head", "words"}, {"words"}, tmp_path)
+    _require_same_names({"words"}, {"words"}, tmp_path)

@@ -118,3 +118,42 @@ def test_files_of_another_model_are_refused(
     assert all(words in answer for answer in pool.call(told, 2, base))
     (base / FILE).write_bytes(b"no tensors")
     assert all("not a readable safetensors file" in answer for answer in pool.call(told, 2, base))
+
+
+TIED = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
+    **{"num_attention_heads": 2, "num_key_value_heads": 2, "tie_word_embeddings": True},
+}
+HEAD, WORDS = "lm_head.weight", "model.embed_tokens.weight"
+
+
+def names(ranks: Ranks, folder: Path) -> list[str]:
+    """Parameters of a language model in rows."""
+    from transformers import LlamaForCausalLM
+
+    from trainer.modeling.storage.trained_rows import parameters
+
+    source = ModelSource(folder=folder, identity="x", revision=None, random_components=frozenset(), seed=0)
+    structure = build_structure(LlamaForCausalLM, source, "", device="cpu", dtype=torch.float32, replace=None)
+    blocks = repeated_blocks(structure.module, ("LlamaDecoderLayer",))
+    root = load_rows.fill_rows(structure, blocks, rank=ranks.rank, size=ranks.size)
+    return [name for name, _ in parameters(root)]
+
+
+@pytest.mark.parametrize(("more", "shared"), [(None, True), (0.0, True), (1.0, False)])
+def test_a_head_that_the_files_hold_too_is_shared_where_it_is_equal(
+    pool: Workers, tmp_path: Path, more: float | None, shared: bool
+) -> None:
+    """Its names are those of the model that transformers loads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    LlamaForCausalLM(LlamaConfig(**TIED)).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    tensors.pop(HEAD, None)
+    if more is not None:
+        tensors[HEAD] = tensors[WORDS] + more
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = [name for name, _ in LlamaForCausalLM.from_pretrained(tmp_path).named_parameters()]
+    assert (HEAD in theirs) == (not shared)
+    for found in pool.call(names, 2, tmp_path):
+        assert sorted(found) == sorted(theirs)

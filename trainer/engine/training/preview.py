@@ -6,7 +6,7 @@ import gc
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
@@ -126,27 +126,38 @@ def sample(
     these have as many tokens as they need.
     """
     count = len(entries.prompts)
-    if context.plan.in_rows and context.family.sample_kind == "conversation":
-        return _own_share(context, model, entries, range(count)) if count else []
-    if context.plan.in_rows:
-        numbers = ranks.in_lockstep(count)
-        shares = ranks.gathered(_own_share(context, model, entries, numbers) if numbers else [])
-    else:
+    if not context.plan.in_rows:
         own = range(ranks.rank, count, ranks.size)
         shares = ranks.agreed(lambda: _own_share(context, model, entries, own) if own else [])
+    elif not count:
+        return []
+    else:
+        talks = context.family.sample_kind == "conversation"
+        numbers = range(count) if talks else ranks.in_lockstep(count)
+        made: list[_Prepared] = []
+        # what one rank cannot read all are told before any of them passes through the model
+        context.ranks.agreed(lambda: made.append(_prepare(context, entries, numbers)))
+        images = _drawn(context, model, made.pop())
+        if talks:
+            return images
+        shares = ranks.gathered(images)
     return [shares[number % ranks.size][number // ranks.size] for number in range(count)]
 
 
 def _own_share(context: Context, model: Any, entries: Entries, numbers: Sequence[int]) -> list[Any]:
+    return _drawn(context, model, _prepare(context, entries, numbers))
+
+
+class _Prepared(NamedTuple):
+    """Inputs of previews besides the model."""
+
+    prompts: Sequence[PreviewPrompt]
+    encoders: Any
+
+
+def _prepare(context: Context, entries: Entries, numbers: Sequence[int]) -> _Prepared:
+    """Read the prompts with these numbers, and load what decodes."""
     context.status.beat(Phase.PREVIEW)
-
-    def alive() -> None:
-        if context.plan.in_rows:  # of ranks that draw together none ends alone
-            context.ranks.agreed(context.stop.raise_if_requested)
-            context.status.beat(Phase.PREVIEW, item_done=True)
-        else:
-            context.alive(Phase.PREVIEW, item_done=True)
-
     encoders = context.family.load_encoders(
         "latents" if "latents" in context.family.encoder_components else "text",
         context.source,
@@ -154,16 +165,26 @@ def _own_share(context: Context, model: Any, entries: Entries, numbers: Sequence
         dtype=context.dtype,
         vae_tiling=context.plan.vae_tiling,
     )
+    return _Prepared([_prompt(context, entries, number) for number in numbers], encoders)
+
+
+def _drawn(context: Context, model: Any, prepared: _Prepared) -> list[Any]:
+    def alive() -> None:
+        if context.plan.in_rows:  # of ranks that draw together none ends alone
+            context.ranks.agreed(context.stop.raise_if_requested)
+            context.status.beat(Phase.PREVIEW, item_done=True)
+        else:
+            context.alive(Phase.PREVIEW, item_done=True)
+
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad():
-            prompts = [_prompt(context, entries, number) for number in numbers]
-            settings = context.config.validation
+            settings, (prompts, encoders) = context.config.validation, prepared
             return [*context.family.preview(model, context.source, encoders, prompts, settings, alive)]
     finally:
         model.train(was_training)
-        del encoders
+        del encoders, prepared
         gc.collect()
         torch.cuda.empty_cache()  # the next phase starts from its own peak
 

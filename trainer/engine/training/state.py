@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,7 +21,7 @@ from trainer.engine.records.resume import Start
 from trainer.engine.training.graphs import Graphs
 from trainer.engine.training.held_out import HeldOut
 from trainer.engine.training.work import Counter
-from trainer.errors import TrainerError
+from trainer.errors import DataError, TrainerError
 from trainer.telemetry.status import Phase
 
 
@@ -119,6 +119,17 @@ def take_part_in_save(work: Work, state: State) -> None:
     state.saved_step = state.step
 
 
+def _require_same_names(saved: Set[str], own: Set[str], folder: Path) -> None:
+    """Raise DataError where a checkpoint's weights are not those of this run's model."""
+    if saved != own:
+        first = min(saved ^ own)
+        raise DataError(
+            f"{len(saved ^ own)} weights are in this checkpoint or in the model but not in both, as {first}",
+            where=str(folder),
+            remedy="has the base model's folder changed? Train with the one that the run began with",
+        )
+
+
 def restore(context: Context, updater: Updater, start: Start) -> State:
     """The state of the checkpoint that a run goes on from, else that of a fresh run."""
     state = State(
@@ -134,6 +145,7 @@ def restore(context: Context, updater: Updater, start: Start) -> State:
         rows = {} if updater.in_rows is None else updater.in_rows.rows
         weights = checkpoint.read_group(state.saved_in, "weights", context.device, rows)
         optimizer = checkpoint.read_group(state.saved_in, "optimizer", context.device, rows)
+        _require_same_names(weights.keys(), updater.weights().keys(), state.saved_in)
         updater.load(weights, optimizer, snapshot.step)
         context.say(f"resumed from {state.saved_in.name}")
         state.step = state.saved_step = state.equal_step = snapshot.step

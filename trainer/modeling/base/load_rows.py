@@ -16,6 +16,8 @@ from trainer.modeling.blocks.recompute import Blocks
 from trainer.modeling.rows import Rows
 from trainer.modeling.storage.trained_rows import Root, in_rows, own_rows, parameters, with_room
 
+_COMPARED_ROWS = 8192
+
 
 def fill_rows(
     structure: Structure,
@@ -108,15 +110,31 @@ class _Filling:
 
 
 def _share(module: Any, files: Sequence[Path], rename: Callable[[str], str]) -> None:
-    """Give weights that the files hold once to every module that shares them, before they have values."""
+    """Give weights that the files hold once, or twice with equal values, to every module that shares them,
+    before they have values. The library compares values, which a model on the meta device does not have.
+    """
     shared = tied(module)
     if not shared:
         return
-    held = set[str]()
+    held = dict[str, tuple[Path, str]]()
     for path in files:
         with _opened(path) as file:
-            held |= {rename(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
-    module.tie_weights(missing_keys=set(shared) - held, recompute_mapping=False)
+            held |= {rename(key): (path, key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+    twice = {name for name, other in shared.items() if {name, other} <= held.keys()}
+    equal = {name for name in twice if _equal(held[name], held[shared[name]])}
+    module.tie_weights(missing_keys=(shared.keys() - held.keys()) | equal, recompute_mapping=False)
+
+
+def _equal(one: tuple[Path, str], other: tuple[Path, str]) -> bool:
+    """True if two tensors, each by its file and its key there, have equal values; some rows at a time."""
+    import torch
+
+    with _opened(one[0]) as first, _opened(other[0]) as second:
+        ours, theirs = first.get_slice(one[1]), second.get_slice(other[1])
+        if ours.get_shape() != theirs.get_shape() or ours.get_dtype() != theirs.get_dtype():
+            return False
+        parts = (slice(row, row + _COMPARED_ROWS) for row in range(0, ours.get_shape()[0], _COMPARED_ROWS))
+        return all(torch.equal(ours[part], theirs[part]) for part in parts)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,8 @@ def head_losses(
     Logits of `at_once` tokens exist at one time. Backward wants the same gradient for every token, as that of
     a sum has: the head's own gradient is summed over tokens before it is known. Another one is an error.
     """
+    if not torch.is_grad_enabled():  # what is asked for its gradient is not told so
+        states, weight = states.detach(), weight.detach()
     result: torch.Tensor = _HeadLosses.apply(states, weight, labels, factors, at_once)
     return result
 

@@ -29,6 +29,10 @@ WeightGradient = Literal["fp8", "bf16"]
 """Type that the gradient of a weight is multiplied in."""
 
 
+_COLUMNS = 2048
+"""Columns of a gradient that are quantised at a time: they exist in fp32 meanwhile, three times."""
+
+
 class Quantized(NamedTuple):
     """A weight's bytes."""
 
@@ -182,8 +186,12 @@ def _gradient_of_weight(
     if weight_gradient == "bf16":
         inputs = (kept[:rows].float() * row_scale[:rows]).to(gradient.dtype)
         return (gradient.t() @ inputs).to(dtype)
-    # rows that were added to the inputs are zeros, and here too
-    scaled = torch.zeros((gradient.shape[1], len(kept)), dtype=torch.float32, device=gradient.device)
-    scaled[:, :rows] = (gradient.float() * row_scale[:rows]).t()
-    columns, own = quantize_rows(scaled)
+    columns = torch.empty((gradient.shape[1], len(kept)), dtype=kept.dtype, device=gradient.device)
+    own = torch.empty((len(columns), 1), dtype=torch.float32, device=gradient.device)
+    for first in range(0, len(columns), _COLUMNS):
+        part = slice(first, first + _COLUMNS)
+        # rows that were added to the inputs are zeros, and here too
+        scaled = torch.zeros((len(own[part]), len(kept)), dtype=torch.float32, device=gradient.device)
+        scaled[:, :rows] = (gradient[:, part].float() * row_scale[:rows]).t()
+        columns[part], own[part] = quantize_rows(scaled)
     return times_weight(columns, own, kept, is_transposed=False, dtype=dtype, rows=len(columns))

@@ -255,8 +255,10 @@ _HOST = "blocks that are not compiled wait for the host, which has more kernels 
 
 
 def _product(situation: Situation, chosen: Outcome) -> str:
-    """Why frozen linears are multiplied as they are."""
+    """Why linears are multiplied as they are."""
     storage, way, asked = chosen.storage, chosen.storage.way, situation.config.features.weights
+    if way.trains and way.compute:
+        return "written for trained weights"
     faster, reason = candidates.fp8_verdict(situation)
     if way.compute and (asked != way.weights or faster):
         return reason if faster or way.tier == 0 else "no bf16 base fits the budget"

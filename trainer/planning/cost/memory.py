@@ -136,7 +136,8 @@ def _gathered(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     largest, outside = rows_together(geometry)
     whole = (_PAGES * largest + outside) * weights
     # a block's gradients, and their sum on its way: what is sent in fp32, and this rank's part of it
-    sent = max(largest, outside) * (VALUE_BYTES["fp32"] + VALUE_BYTES["fp32"] // storage.ranks)
+    sums = max(largest, outside) * VALUE_BYTES["fp32"]
+    sent = sums + sums // storage.ranks
     return [
         MemoryRow("gathered blocks", whole, "two blocks whole, in turn, and what lies outside of blocks"),
         MemoryRow("gradients on their way", (largest + outside) * gradients + sent, "summed in fp32"),
