@@ -17,7 +17,6 @@ from tests.contract.runs import (
     Case,
     Workshop,
     different,
-    fewer,
     files,
     job_of,
     keep_edits_small,
@@ -144,7 +143,13 @@ def interrupted(whole: Trained, folder: Path) -> None:
     shutil.rmtree(folder / "model")
 
 
-@pytest.mark.parametrize("case", fewer(FULL_CASES), ids=str)
+LLAMA = next(case for case in FULL_CASES if case.family == "llama")
+FLUX = FULL_CASES[0]
+# five runs of up to four processes each: that of pictures takes half a minute
+ALL = [pytest.param(case, marks=() if case == LLAMA else pytest.mark.slow) for case in FULL_CASES]
+
+
+@pytest.mark.parametrize("case", ALL, ids=str)
 def test_rows_over_any_number_of_ranks_learn_what_one_process_learns(
     case: Case, runs: Runs, tmp_path: Path
 ) -> None:
@@ -163,10 +168,6 @@ def test_rows_over_any_number_of_ranks_learn_what_one_process_learns(
         rest = runs(case, count, folder=f"rest by {count}")
         assert "resumed from step-000003" in rest.said
         require_equal(rest, one, most)
-
-
-LLAMA = next(case for case in FULL_CASES if case.family == "llama")
-FLUX = FULL_CASES[0]
 
 
 def test_three_ranks_share_sizes_that_three_does_not_divide(runs: Runs) -> None:

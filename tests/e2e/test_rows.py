@@ -47,6 +47,7 @@ def straight(start: Start, tmp_path: Path) -> Process:
     return process
 
 
+@pytest.mark.slow
 def test_stopped_by_two_and_gone_on_with_by_one_and_by_two(
     start: Start, straight: Process, tmp_path: Path
 ) -> None:
