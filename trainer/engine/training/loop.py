@@ -165,7 +165,7 @@ def _one_step(run: Work, state: State, steps: together.Steps) -> None:
     state.timed_steps += 1
     state.interval_samples += sum(len(fed.micro_batch) for fed in step)
     state.interval_tokens += sum(fed.tokens for fed in step)
-    state.interval_flops += sum(run.flops(fed.micro_batch) for fed in step if not fed.spare)
+    state.interval_flops += sum(run.flops(fed.micro_batch) for fed in step)
     context.status.beat(Phase.TRAIN, step=state.step, total=total, item_done=True)
 
 
