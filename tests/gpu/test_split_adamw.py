@@ -33,7 +33,7 @@ def start(count: int) -> torch.Tensor:
     return (0.02 * torch.randn(count, generator=generator, device=DEVICE)).bfloat16()
 
 
-@pytest.mark.parametrize("count", [1, 1023, 1_000_000])
+@pytest.mark.parametrize("count", [1, 1023, 1_000_000, 2**20])
 @pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
 def test_the_kernel_computes_what_plain_torch_does(count: int, gradients: torch.dtype) -> None:
     from trainer.modeling.triton import split_adamw as kernel

@@ -202,7 +202,7 @@ class Updater:
         gradients = [master.grad for master in masters if master.grad is not None]
         if self.scale is not None:  # fp32 gradients of the loss itself
             torch._foreach_mul_(gradients, self.scale.factor.reciprocal())
-        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float32) for gradient in gradients]
+        norms = torch._foreach_norm(gradients, 2.0, dtype=torch.float32)
         norm = torch.linalg.vector_norm(torch.stack(norms))
         if self.in_rows is not None:
             norm = self.in_rows.norm(norm)
