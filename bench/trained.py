@@ -5,7 +5,7 @@
 
 `optimizer`: a step over bf16 weights, clipping included, with compensated sums and with split masters.
 `products`: forward and backward of one layer, the gradient of its weight included, in bf16 and in FP8, alone
-and compiled. `quantising`: passes that make the bytes of these products, alone, beside a copy of the gradient;
+and compiled. `quantising`: passes that make the bytes of these products alone, beside a copy of the gradient;
 GB/s count each byte that a pass has to read or write, the gradient's twice where it is read twice. Ways
 alternate, `--rounds` times. On a CPU it runs too, to try it: there FP8 is emulated.
 """
