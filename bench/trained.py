@@ -5,7 +5,9 @@
 
 `optimizer`: a step over bf16 weights, clipping included, with compensated sums and with split masters.
 `products`: forward and backward of one layer, the gradient of its weight included, in bf16 and in FP8, alone
-and compiled. Ways alternate, `--rounds` times. On a CPU it runs too, to try it: there FP8 is emulated.
+and compiled. `quantising`: passes that make the bytes of these products alone, beside a copy of the gradient;
+GB/s count each byte that a pass has to read or write, the gradient's twice where it is read twice. Ways
+alternate, `--rounds` times. On a CPU it runs too, to try it: there FP8 is emulated.
 """
 
 from __future__ import annotations
@@ -26,13 +28,21 @@ from bench.processes import GIB
 from bench.record import update_table
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.optimizer import Updater
-from trainer.modeling.storage.fp8 import keep_ones
+from trainer.modeling.storage.fp8 import (
+    keep_ones,
+    quantize_rows,
+    transpose_bytes,
+    unpack_rows,
+)
+from trainer.modeling.storage.fp8_gradient import quantize_gradient
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, refresh_weights
 from trainer.planning.choose.optimizers import KAHAN, SPLIT
 
-COLUMNS = ("part", "what", "way", "ms", "fastest to slowest", "GiB held", "of the first way")
+COLUMNS = ("part", "what", "way", "ms", "fastest to slowest", "GiB held", "of the first way", "GB/s")
 _TENSORS = 16
 _WARM_UP = 3
+_CALLS = 20
+"""Calls of a kernel that are timed together: one alone takes less than its launch."""
 _LAYERS: Mapping[str, tuple[int, int, int]] = {
     "gate and up of Llama-8B": (28672, 4096, 4096),
     "q, k and v of Llama-8B": (6144, 4096, 4096),
@@ -52,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             options.record,
             [tuple(str(row.get(name, "")) for name in COLUMNS) for row in rows],
             keys=3,
-            title="Trained weights: the optimizer's step, and the products of a layer",
+            title="Trained weights: the optimizer's step, and the products of a layer with their quantising",
             where=machine.describe(options.month),
             command="python -m bench trained --record FILE",
             columns=COLUMNS,
@@ -148,9 +158,61 @@ def products(options: argparse.Namespace) -> list[dict[str, Any]]:
     return rows
 
 
+def quantising(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Each pass of a trained layer that makes bytes, on its gradient, kept inputs and weight."""
+    rows: list[dict[str, Any]] = []
+    for what, sizes in _LAYERS.items():
+        out, inner, tokens = (max(16, size // options.shrink) for size in sizes)
+        kernels = _kernels(out, inner, tokens)
+
+        def made(way: str, kernels: Mapping[str, Any] = kernels) -> Callable[[], float]:
+            call = kernels[way][0]
+
+            def step() -> float:
+                _synchronize()
+                began = time.perf_counter()
+                for _ in range(_CALLS):
+                    call()
+                _synchronize()
+                return (time.perf_counter() - began) / _CALLS
+
+            return step
+
+        named = f"{what}, {out} x {inner}, {tokens} tokens"
+        for row in _measured("quantising", named, dict.fromkeys(kernels, made), options):
+            rows.append(row | {"GB/s": f"{kernels[row['way']][1] / 1e6 / float(row['ms']):.0f}"})
+    return rows
+
+
+def _kernels(out: int, inner: int, tokens: int) -> dict[str, tuple[Callable[[], object], int]]:
+    """Calls by their names, each with the bytes that pass through memory."""
+    device = _device()
+    gradient = torch.randn(tokens, out, device=device, dtype=torch.bfloat16).mul_(1e-4)
+    other = torch.empty_like(gradient)
+    kept, row_scale = quantize_rows(torch.randn(tokens, inner, device=device, dtype=torch.bfloat16), pad=True)
+    across = torch.rand(out, device=device) + 0.5
+    layer = Fp8TrainedLinear(torch.nn.Linear(inner, out, bias=False, dtype=torch.bfloat16).to(device))
+    of_gradient, of_inputs, of_weight = tokens * out, len(kept) * inner, out * inner
+
+    def both(column_scale: torch.Tensor | None, with_sums: bool) -> Callable[[], object]:
+        return lambda: quantize_gradient(gradient, column_scale, row_scale, with_sums=with_sums)
+
+    return {
+        "copy of the gradient": (lambda: other.copy_(gradient), 4 * of_gradient),
+        "gradient both ways": (both(across, False), 6 * of_gradient),
+        "gradient both ways, and its sum": (both(across, True), 6 * of_gradient),
+        "gradient by columns": (both(None, False), 5 * of_gradient),
+        "gradient by rows": (lambda: quantize_rows(gradient, across, pad=True), 3 * of_gradient),
+        "kept inputs transposed": (lambda: transpose_bytes(kept), 2 * of_inputs),
+        "kept inputs in bf16": (lambda: unpack_rows(kept, row_scale, torch.bfloat16), 3 * of_inputs),
+        "refresh of the weight": (layer.refresh, 5 * of_weight),
+    }
+
+
 PARTS: Mapping[str, Callable[[argparse.Namespace], list[dict[str, Any]]]] = {
     "optimizer": optimizer,
     "products": products,
+    "quantising": quantising,
 }
 
 
@@ -179,8 +241,8 @@ def _measured(
             "part": part,
             "what": what,
             "way": way,
-            "ms": f"{statistics.median(one):.2f}",
-            "fastest to slowest": f"{min(one):.2f} to {max(one):.2f}",
+            "ms": f"{statistics.median(one):.3f}",
+            "fastest to slowest": f"{min(one):.3f} to {max(one):.3f}",
             "GiB held": f"{held[way]:.2f}",
             "of the first way": f"{statistics.median(one) / first:.2f}",
         }

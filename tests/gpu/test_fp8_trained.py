@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from trainer.modeling.storage.fp8 import LEAST, MOST, padded_rows, quantize_rows, unpack_rows
+from trainer.modeling.storage.fp8_gradient import QuantizedGradient, quantize_gradient
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, WeightGradient
 
 pytestmark = pytest.mark.gpu
@@ -56,3 +58,129 @@ def test_the_products_are_fp8(way: WeightGradient, products: int) -> None:
         passes(one, one, 512, "cuda")
     counts = {row.key: row.count for row in seen.key_averages()}
     assert counts["aten::_scaled_mm"] == products
+
+
+# kernels
+
+
+def given(rows: int, out: int, scale: float = 1e-4) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A gradient whose rows and columns differ in size, a scale a column, and one a row, with padding."""
+    generator = torch.Generator("cuda").manual_seed(rows + out)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.rand(*shape, generator=generator, device="cuda")
+
+    gradient = scale * torch.randn(rows, out, generator=generator, device="cuda")
+    gradient *= torch.logspace(-3, 1, rows, device="cuda")[:, None]
+    gradient *= torch.logspace(1, -2, out, device="cuda")
+    row_scale = torch.ones(padded_rows(rows), 1, device="cuda")
+    row_scale[:rows] = drawn(rows, 1) + 1e-3
+    return gradient.bfloat16(), drawn(out) + 1e-4, row_scale
+
+
+def bits(values: torch.Tensor) -> torch.Tensor:
+    """Bytes of e4m3 in which zeros have no sign."""
+    whole = values.view(torch.uint8)
+    return torch.where(whole == 128, 0, whole)
+
+
+def in_fp32(wide: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows as bytes with their scales, by plain torch.
+
+    Divisors are tensors: it would multiply by the inverse of a number.
+    """
+    largest = wide.abs().amax(1, keepdim=True).clamp(min=LEAST)
+    scale = largest / torch.full_like(largest, MOST)
+    return bits((wide * (torch.ones_like(scale) / scale)).to(torch.float8_e4m3fn)), scale
+
+
+SHAPES = [(1, 16), (2, 28672), (64, 128), (77, 144), (300, 48), (513, 3072), (4096, 6144), (4608, 12288)]
+
+
+@pytest.mark.parametrize(("rows", "out"), SHAPES)
+@pytest.mark.parametrize("scale", [0.0, 1e-20, 1e-4])
+def test_a_gradient_is_quantised_both_ways_as_plain_torch_does_it(rows: int, out: int, scale: float) -> None:
+    gradient, across, down = given(rows, out, scale)
+    found = quantize_gradient(gradient, across, down, with_sums=True)
+    by_rows, own = in_fp32(gradient.float() * across)
+    assert torch.equal(found.scale[:rows], own)
+    assert torch.equal(bits(found.values)[:rows], by_rows)
+    by_columns, own = in_fp32((gradient.float() * down[:rows]).t().contiguous())
+    assert torch.equal(found.turned_scale, own)
+    assert torch.equal(bits(found.turned)[:, :rows], by_columns)
+    # padding
+    assert len(found.values) == len(found.scale) == found.turned.shape[1] == padded_rows(rows)
+    assert not bits(found.values)[rows:].any() and not bits(found.turned)[:, rows:].any()
+    assert (found.scale[rows:] == 1).all()
+    exact, size = gradient.double().sum(0), gradient.double().abs().sum(0)
+    assert ((found.sums - exact).abs() <= 1e-5 * size).all()
+
+
+def test_a_gradient_is_quantised_alike_each_time_and_in_parts() -> None:
+    gradient, across, down = given(1000, 3072)
+    first = quantize_gradient(gradient, across, down, with_sums=True)
+    for _ in range(5):
+        again = quantize_gradient(gradient, across, down, with_sums=True)
+        for one, other in zip(first, again, strict=True):
+            assert torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    alone = quantize_gradient(gradient, None, down, with_sums=False)
+    assert torch.equal(alone.turned.view(torch.uint8), first.turned.view(torch.uint8))
+    assert torch.equal(alone.turned_scale, first.turned_scale)
+    assert not alone.values.numel() and not alone.scale.numel() and not alone.sums.numel()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("place", [(0, 0), (5, 9), (299, 143)])
+def test_a_gradient_that_is_not_finite_is_seen(bad: float, place: tuple[int, int]) -> None:
+    gradient, across, down = given(300, 144)
+    gradient[place] = bad
+    found: QuantizedGradient = quantize_gradient(gradient, across, down, with_sums=True)
+    by_rows = (found.values.float() * found.scale)[:300].isnan()
+    by_columns = (found.turned.float() * found.turned_scale)[:, :300].isnan()
+    for seen, line in ((by_rows, place[0]), (by_columns, place[1])):
+        assert seen[line].all()
+        seen[line] = False
+        assert not seen.any()
+    assert found.sums.isfinite().logical_not().sum() == 1
+
+
+@pytest.mark.parametrize("way", ["fp8", "bf16"])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_inputs_without_a_gradient(way: WeightGradient, compiled: bool) -> None:
+    generator = torch.Generator().manual_seed(1)
+    inputs = torch.randn(77, IN, generator=generator).bfloat16()
+    gradient = (1e-5 * torch.randn(77, OUT, generator=generator)).bfloat16()
+    found = []
+    for device in ("cuda", "cpu"):
+        one = layer(way, device)
+        call = torch.compile(one, fullgraph=True) if compiled and device == "cuda" else one
+        call(inputs.to(device)).backward(gradient.to(device))
+        found.append([each.grad.float().cpu() for each in one.parameters() if each.grad is not None])
+    for ours, theirs in zip(*found, strict=True):
+        assert (ours - theirs).norm() / theirs.norm() < 1e-2
+
+
+@pytest.mark.parametrize("copies", [1, 2])
+def test_refreshing_takes_no_memory_and_follows_the_weight(copies: int) -> None:
+    one = layer("fp8", "cuda", copies)
+    assert one.values is not None and one.scale is not None
+    places = [each.data_ptr() for each in one.buffers()]
+    with torch.no_grad():
+        one.weight.mul_(torch.randn_like(one.weight))
+    wanted, scale = quantize_rows(one.weight)
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    one.refresh()
+    assert torch.cuda.max_memory_allocated() == before
+    assert [each.data_ptr() for each in one.buffers()] == places
+    assert torch.equal(one.values.view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(one.scale, scale)
+    assert (one.transposed is None) == (copies == 1)
+    if one.transposed is not None:
+        assert torch.equal(one.transposed.view(torch.uint8), wanted.view(torch.uint8).t())
+
+
+def test_kept_inputs_are_unpacked_as_plain_torch_does_it() -> None:
+    values, scale = quantize_rows(torch.randn(77, 3072, device="cuda").bfloat16(), pad=True)
+    found = unpack_rows(values[:77], scale[:77], torch.bfloat16)
+    assert torch.equal(found, (values[:77].float() * scale[:77]).bfloat16())

@@ -1,4 +1,4 @@
-"""bench trained: both parts on small sizes, in turn, and the record."""
+"""bench trained: its parts on small sizes, in turn, and the record."""
 
 from __future__ import annotations
 
@@ -23,5 +23,7 @@ def test_ways_are_measured_in_turn_and_recorded(
     products = [row for row in table.rows if row[0] == "products"]
     assert len(products) == 3 * 5
     assert products[0][1] == "gate and up of Llama-8B, 448 x 64, 64 tokens"
+    quantising = [row for row in table.rows if row[0] == "quantising"]
+    assert len(quantising) == 3 * 8 and all(float(row[7]) >= 0 for row in quantising)
     assert all(float(row[3]) > 0 for row in table.rows)
-    assert len(capsys.readouterr().out.splitlines()) == len(table.rows) == 17
+    assert len(capsys.readouterr().out.splitlines()) == len(table.rows) == 41

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from trainer.modeling.storage.fp8_gradient import quantize_gradient
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, WeightGradient, refresh_weights
 
 WAYS: tuple[WeightGradient, ...] = ("fp8", "bf16")
@@ -91,6 +92,21 @@ def test_tokens_in_batches_are_rows() -> None:
     assert batched[0].shape == (2, TOKENS // 2, OUT)
     for one, other in zip(batched, flat, strict=True):
         assert torch.equal(one.reshape(other.shape), other)
+
+
+def test_a_gradient_is_scaled_and_quantised_both_ways() -> None:
+    """Whole numbers times powers of two, the largest in each row and column: nothing is rounded."""
+    gradient = whole(TOKENS, OUT, seed=0)
+    across, down = 2.0 ** -torch.arange(OUT).fmod(3), 2.0 ** -torch.arange(TOKENS + 4).fmod(3)
+    gradient[:, 0], gradient[0] = 7.0, 7.0
+    found = quantize_gradient(gradient, across, down[:, None], with_sums=True)
+    assert torch.equal(found.values.float() * found.scale, gradient * across)
+    assert torch.equal(found.turned.float() * found.turned_scale, (gradient * down[:TOKENS, None]).t())
+    assert torch.equal(found.scale, torch.full((TOKENS, 1), 7.0) / 448.0)
+    assert torch.equal(found.sums, gradient.sum(0))
+    alone = quantize_gradient(gradient, None, down[:, None], with_sums=False)
+    assert torch.equal(alone.turned.view(torch.uint8), found.turned.view(torch.uint8))
+    assert alone.values.shape == (0, OUT) and alone.sums.shape == (0,)
 
 
 @pytest.mark.parametrize("where", ["inputs", "gradient"])

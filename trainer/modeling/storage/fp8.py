@@ -53,6 +53,23 @@ def quantize_rows(
     return (wide * (1.0 / scale)).to(torch.float8_e4m3fn), scale
 
 
+def quantize_rows_into(values: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor) -> None:
+    """`quantize_rows` into tensors that exist, outside of compiled code."""
+    if values.device.type != "cpu":
+        fp8_rows.quantize_rows_into(values.contiguous(), quantized, scale, MOST, LEAST)
+        return
+    found, own = quantize_rows(values)
+    quantized.copy_(found)
+    scale.copy_(own)
+
+
+def unpack_rows(quantized: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """(rows, N) of e4m3 times scale (rows, 1), multiplied in fp32, in `dtype`."""
+    if quantized.device.type != "cpu":
+        return fp8_rows.unpack_fp8_rows(quantized, scale, dtype)
+    return (quantized.float() * scale).to(dtype)
+
+
 def fp8_linear(
     inputs: torch.Tensor,
     weight: torch.Tensor,
@@ -166,3 +183,11 @@ def transpose_bytes(matrix: torch.Tensor) -> torch.Tensor:
     if matrix.device.type == "cpu":
         return matrix.t().contiguous()
     return fp8_rows.transpose_bytes(matrix.view(torch.uint8)).view(matrix.dtype)
+
+
+def transpose_bytes_into(matrix: torch.Tensor, result: torch.Tensor) -> None:
+    """`transpose_bytes` into a tensor (columns, rows) that exists, outside of compiled code."""
+    if matrix.device.type == "cpu":
+        result.copy_(matrix.t())
+    else:
+        fp8_rows.transpose_bytes_into(matrix.view(torch.uint8), result.view(torch.uint8))

@@ -20,17 +20,21 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 
-from trainer.modeling.storage.fp8 import multiply, quantize_rows, times_weight, transpose_bytes
+from trainer.modeling.storage.fp8 import (
+    multiply,
+    quantize_rows,
+    quantize_rows_into,
+    times_weight,
+    transpose_bytes_into,
+    unpack_rows,
+)
+from trainer.modeling.storage.fp8_gradient import quantize_gradient
 from trainer.modeling.storage.quantize import any_of
 from trainer.modeling.storage.row_quantized import takes_fp8
 from trainer.ways.storages import Way
 
 WeightGradient = Literal["fp8", "bf16"]
 """Type that the gradient of a weight is multiplied in."""
-
-
-_COLUMNS = 2048
-"""Columns of a gradient that are quantised at a time: they exist in fp32 meanwhile, three times."""
 
 
 class Quantized(NamedTuple):
@@ -68,17 +72,19 @@ class Fp8TrainedLinear(torch.nn.Linear):
 
     @torch.no_grad()
     def refresh(self) -> None:
-        """Quantise the weight as it is now."""
-        values, scale = quantize_rows(self.weight)
-        transposed = transpose_bytes(values) if self._twice else None
+        """Quantise the weight as it is now: a pass over it, and one over its bytes for the transposed copy.
+
+        They are written in place: graphs know where they lie.
+        """
+        (out, inner), device = self.weight.shape, self.weight.device
         if self.values is None or self.scale is None:
-            self.values, self.scale, self.transposed = values, scale, transposed
-            return
-        # in place: graphs know where they lie
-        self.values.copy_(values)
-        self.scale.copy_(scale)
-        if self.transposed is not None and transposed is not None:
-            self.transposed.copy_(transposed)
+            self.values = torch.empty((out, inner), dtype=torch.float8_e4m3fn, device=device)
+            self.scale = torch.empty((out, 1), dtype=torch.float32, device=device)
+            if self._twice:
+                self.transposed = torch.empty((inner, out), dtype=torch.float8_e4m3fn, device=device)
+        quantize_rows_into(self.weight, self.values, self.scale)
+        if self.transposed is not None:
+            transpose_bytes_into(self.values, self.transposed)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """(..., in) -> (..., out) in the input's dtype."""
@@ -160,38 +166,26 @@ class _Trained(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         kept, row_scale, weight, scale = ctx.saved_tensors
-        of_inputs = of_weight = of_bias = None
+        of_inputs = of_weight = of_bias = both = None
         rows, (dtype, bias_dtype) = gradient.shape[0], ctx.types
-        if ctx.needs_input_grad[0]:
-            quantized, own = quantize_rows(gradient, scale.view(-1), pad=True)
+        wants_inputs, wants_weight = ctx.needs_input_grad[:2]
+        wants_bias = bias_dtype is not None and ctx.needs_input_grad[5]
+        if wants_weight and ctx.weight_gradient == "fp8":
+            across = scale.view(-1) if wants_inputs else None
+            both = quantize_gradient(gradient, across, row_scale, with_sums=wants_bias)
+            # rows that were added to the inputs are zeros, and in the gradient too
+            of_weight = times_weight(
+                both.turned, both.turned_scale, kept, is_transposed=False, dtype=dtype, rows=gradient.shape[1]
+            )
+        elif wants_weight:
+            inputs = unpack_rows(kept[:rows], row_scale[:rows], gradient.dtype)
+            of_weight = (gradient.t() @ inputs).to(dtype)
+        if wants_inputs:
+            quantized, own = quantize_rows(gradient, scale.view(-1), pad=True) if both is None else both[:2]
             of_inputs = times_weight(
                 quantized, own, weight, is_transposed=ctx.is_transposed, dtype=gradient.dtype, rows=rows
             )
-        if ctx.needs_input_grad[1]:
-            of_weight = _gradient_of_weight(gradient, kept, row_scale, dtype, ctx.weight_gradient)
-        if bias_dtype is not None and ctx.needs_input_grad[5]:
-            of_bias = gradient.sum(0, dtype=torch.float32).to(bias_dtype)
+        if wants_bias:
+            sums = gradient.sum(0, dtype=torch.float32) if both is None else both.sums
+            of_bias = sums.to(bias_dtype)
         return of_inputs, of_weight, None, None, None, of_bias, None
-
-
-def _gradient_of_weight(
-    gradient: torch.Tensor,
-    kept: torch.Tensor,
-    row_scale: torch.Tensor,
-    dtype: torch.dtype,
-    weight_gradient: WeightGradient,
-) -> torch.Tensor:
-    """Gradient (rows, out), and the inputs' bytes (rows or more, in) with their scales: (out, in)."""
-    rows = gradient.shape[0]
-    if weight_gradient == "bf16":
-        inputs = (kept[:rows].float() * row_scale[:rows]).to(gradient.dtype)
-        return (gradient.t() @ inputs).to(dtype)
-    columns = torch.empty((gradient.shape[1], len(kept)), dtype=kept.dtype, device=gradient.device)
-    own = torch.empty((len(columns), 1), dtype=torch.float32, device=gradient.device)
-    for first in range(0, len(columns), _COLUMNS):
-        part = slice(first, first + _COLUMNS)
-        # rows that were added to the inputs are zeros, and here too
-        scaled = torch.zeros((len(own[part]), len(kept)), dtype=torch.float32, device=gradient.device)
-        scaled[:, :rows] = (gradient[:, part].float() * row_scale[:rows]).t()
-        columns[part], own[part] = quantize_rows(scaled)
-    return times_weight(columns, own, kept, is_transposed=False, dtype=dtype, rows=len(columns))

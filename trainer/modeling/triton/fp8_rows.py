@@ -1,4 +1,4 @@
-"""Triton kernels for CUDA: rows to FP8 in one pass, and other passes over weights of one byte a value.
+"""Triton kernels for CUDA: rows to FP8 in one pass, and other passes over matrices of one byte a value.
 
 Only imported where torch was built for CUDA, whose wheels bring Triton. torch's own transpose of bytes takes
 as long as the product that it feeds, and a compiler that sees the arithmetic of `quantize_rows` fuses it with
@@ -20,11 +20,15 @@ what comes before: it then reads every row two or three times.
            2: beside * gelu'(values), rounded likewise, * column_scale; `beside` is the gradient, `first` is 0
     EXACT  FIRST + SECOND are `columns`: nothing is masked
 
-`_transpose`: program (i, j) turns a tile of TILE x TILE bytes. `_unpack`: program (r, j) multiplies BLOCK
-bytes of row r of a matrix (rows, columns), int8, by its scale.
+`_transpose`: program (i, j) turns a tile of TILE x TILE bytes. `_transpose_words`, for a multiple of 4 rows,
+reads a tile as four, whose rows are every fourth of its own: a thread has the four bytes of a word of the
+result, and words turn in shared memory. `_unpack`: program (r, j) multiplies BLOCK bytes of row r of a
+matrix (rows, columns), int8 or e4m3, by its scale.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
@@ -53,17 +57,42 @@ def quantize_rows(
 
     The results have `padded` rows: those beyond `rows` are zeros with a scale of 1.
     """
-    first = beside.shape[1] if way == "gelu" and beside is not None else 0
-    rows, columns = values.shape[0], first + values.shape[1]
+    columns = values.shape[1]
+    if way == "gelu" and beside is not None:
+        columns += beside.shape[1]
     quantized = torch.empty((padded, columns), dtype=torch.float8_e4m3fn, device=values.device)
     scale = torch.empty((padded, 1), dtype=torch.float32, device=values.device)
+    _launch(wrap_triton(_quantize), values, beside, column_scale, way, most, least, quantized, scale)
+    return quantized, scale
+
+
+def quantize_rows_into(
+    values: torch.Tensor, quantized: torch.Tensor, scale: torch.Tensor, most: float, least: float
+) -> None:
+    """Quantise contiguous `values` into tensors that exist, outside of compiled code."""
+    _launch(_quantize, values, None, None, "plain", most, least, quantized, scale)
+
+
+def _launch(
+    kernel: Any,
+    values: torch.Tensor,
+    beside: torch.Tensor | None,
+    column_scale: torch.Tensor | None,
+    way: str,
+    most: float,
+    least: float,
+    quantized: torch.Tensor,
+    scale: torch.Tensor,
+) -> None:
+    rows, (padded, columns) = values.shape[0], quantized.shape
+    first = columns - values.shape[1]
     other = values if beside is None else beside
     # a program's part or two parts are powers of two that leave few lanes idle: three quarters of a power of
     # two, as widths are, would leave a quarter of its lanes with nothing to do
     one, two = min(triton.next_power_of_2(columns), MOST_HELD), 0
     if MOST_NARROW < columns < one:
         one, two = one // 2, triton.next_power_of_2(columns - one // 2)
-    wrap_triton(_quantize)[(padded,)](
+    kernel[(padded,)](
         values, other, values if column_scale is None else column_scale, quantized, scale,
         values.stride(0), other.stride(0), first, rows, columns,
         MOST=most, LEAST=least, WAY=WAYS.index(way),
@@ -71,7 +100,6 @@ def quantize_rows(
         FIRST=one, SECOND=two, EXACT=one + two == columns, LOOPED=columns > one + two,
         num_warps=4 if columns <= MOST_NARROW else 8 if columns <= MOST_HELD else 16,
     )  # fmt: skip
-    return quantized, scale
 
 
 @triton.jit
@@ -108,19 +136,19 @@ def _quantize_row(  # type: ignore[no-untyped-def]
         largest = tl.zeros((FIRST,), dtype=tl.float32)
         for start in range(0, columns, FIRST):
             part = _part(values, beside, column_scale, start + column, first, columns, WAY, TWO, False)
-            largest = _greater(largest, tl.abs(part))
-        factor = _greater(_largest_of(largest), LEAST) / MOST
+            largest = greater(largest, tl.abs(part))
+        factor = greater(_largest_of(largest), LEAST) / MOST
         tl.store(scale, factor)
         for start in range(0, columns, FIRST):
             part = _part(values, beside, column_scale, start + column, first, columns, WAY, TWO, False)
             _store_part(quantized, part, 1.0 / factor, start + column, columns, False)
     else:
         part = _part(values, beside, column_scale, column, first, columns, WAY, TWO, EXACT)
-        factor = _greater(_largest_of(tl.abs(part)), LEAST) / MOST
+        factor = greater(_largest_of(tl.abs(part)), LEAST) / MOST
         if SECOND > 0:
             beyond = FIRST + tl.arange(0, SECOND)
             rest = _part(values, beside, column_scale, beyond, first, columns, WAY, TWO, EXACT)
-            factor = _greater(factor, _largest_of(tl.abs(rest)) / MOST)
+            factor = greater(factor, _largest_of(tl.abs(rest)) / MOST)
             _store_part(quantized, rest, 1.0 / factor, beyond, columns, EXACT)
         tl.store(scale, factor)
         _store_part(quantized, part, 1.0 / factor, column, columns, EXACT)
@@ -171,7 +199,7 @@ def _store_part(quantized, part, inverse, column, columns, EXACT: tl.constexpr):
 
 
 @triton.jit
-def _greater(left, right):  # type: ignore[no-untyped-def]
+def greater(left, right):  # type: ignore[no-untyped-def]
     """NaN where one of both is."""
     return tl.maximum(left, right, propagate_nan=tl.PropagateNan.ALL)
 
@@ -179,7 +207,7 @@ def _greater(left, right):  # type: ignore[no-untyped-def]
 @triton.jit
 def _largest_of(part):  # type: ignore[no-untyped-def]
     """NaN where one value is."""
-    return tl.reduce(part, 0, _greater)
+    return tl.reduce(part, 0, greater)
 
 
 # GELU is value * sigmoid(2 u) with u = sqrt(2 / pi) (value + 0.044715 value^3), as sigmoid(2 u) is half of
@@ -215,9 +243,19 @@ def transpose_bytes(matrix: torch.Tensor) -> torch.Tensor:
     """(rows, columns) of bytes as a contiguous (columns, rows)."""
     rows, columns = matrix.shape
     result = torch.empty((columns, rows), dtype=torch.uint8, device=matrix.device)
-    grid = (triton.cdiv(rows, _TILE), triton.cdiv(columns, _TILE))
-    wrap_triton(_transpose)[grid](matrix, result, rows, columns, TILE=_TILE, num_warps=4)
+    _launch_transpose(wrap_triton(_transpose if rows % 4 else _transpose_words), matrix, result)
     return result
+
+
+def transpose_bytes_into(matrix: torch.Tensor, result: torch.Tensor) -> None:
+    """Write (rows, columns) of bytes into a contiguous (columns, rows), outside of compiled code."""
+    _launch_transpose(_transpose if len(matrix) % 4 else _transpose_words, matrix, result)
+
+
+def _launch_transpose(kernel: Any, matrix: torch.Tensor, result: torch.Tensor) -> None:
+    rows, columns = matrix.shape
+    grid = (triton.cdiv(rows, _TILE), triton.cdiv(columns, _TILE))
+    kernel[grid](matrix, result, rows, columns, TILE=_TILE, num_warps=8 if rows % 4 == 0 else 4)
 
 
 @triton.jit
@@ -230,12 +268,46 @@ def _transpose(source, target, rows, columns, TILE: tl.constexpr):  # type: igno
     tl.store(target + column[:, None] * rows + row[None, :], tl.trans(tile), mask=inside)
 
 
+@triton.jit
+def _transpose_words(source, target, rows, columns, TILE: tl.constexpr):  # type: ignore[no-untyped-def]
+    quad = tl.program_id(0) * (TILE // 4) + tl.arange(0, TILE // 4)
+    column = tl.program_id(1) * TILE + tl.arange(0, TILE)
+    words = rows // 4
+    inside = (quad < words)[:, None] & (column < columns)[None, :]
+    start = source + quad.to(tl.int64)[:, None] * (4 * columns) + column[None, :]
+    first = tl.load(start, mask=inside, other=0)
+    second = tl.load(start + columns, mask=inside, other=0)
+    third = tl.load(start + 2 * columns, mask=inside, other=0)
+    fourth = tl.load(start + 3 * columns, mask=inside, other=0)
+    word = tl.trans(packed(first, second, third, fourth))
+    inside = (column < columns)[:, None] & (quad < words)[None, :]
+    place = column.to(tl.int64)[:, None] * words + quad[None, :]
+    tl.store(target.to(tl.pointer_type(tl.int32), bitcast=True) + place, word, mask=inside)
+
+
+@triton.jit
+def packed(first, second, third, fourth):  # type: ignore[no-untyped-def]
+    """Four bytes as a word, in their order in memory."""
+    word = first.to(tl.int32) | (second.to(tl.int32) << 8)
+    return word | (third.to(tl.int32) << 16) | (fourth.to(tl.int32) << 24)
+
+
 def unpack_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """(rows, columns) of int8 with an fp32 scale (rows, 1), multiplied in fp32, in `dtype`."""
+    return _unpacked(_unpack, values, scale, dtype)
+
+
+@triton_op("trainer::unpack_fp8_rows", mutates_args={})
+def unpack_fp8_rows(values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The same of e4m3, also in compiled code."""
+    return _unpacked(wrap_triton(_unpack), values, scale, dtype)
+
+
+def _unpacked(kernel: Any, values: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     rows, columns = values.shape
     result = torch.empty((rows, columns), dtype=dtype, device=values.device)
     grid = (rows, triton.cdiv(columns, _UNPACKED))
-    _unpack[grid](values, scale, result, columns, BLOCK=_UNPACKED, num_warps=4)
+    kernel[grid](values, scale, result, columns, BLOCK=_UNPACKED, num_warps=4)
     return result
 
 
@@ -244,5 +316,5 @@ def _unpack(values, scale, result, columns, BLOCK: tl.constexpr):  # type: ignor
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    part = tl.load(values + row * columns + column, mask=inside, other=0).to(tl.float32)
+    part = tl.load(values + row * columns + column, mask=inside).to(tl.float32)
     tl.store(result + row * columns + column, part * tl.load(scale + row), mask=inside)
