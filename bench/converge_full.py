@@ -10,7 +10,8 @@ All runs are `trainer train`, a step a micro-batch, compared with the first, whi
 - the mean loss of the last fifty steps: within 1 % of bf16's, and no farther from it than another seed's;
 - gradients of the same weights on the same samples, tensor by tensor (bench/gradients.py), before the first
   step and with the weights that bf16 ended with: every cosine at least 0.99. Those of bf16 without compiling
-  show how much of it is the order of sums.
+  show how much of it is the order of sums, and those of each layer alone how much is its own rounding: what
+  comes from the layers before and after it adds up over a model's depth.
 """
 
 from __future__ import annotations

@@ -21,6 +21,7 @@ COLUMNS: tuple[str, ...] = (
     *("setting", f"mean loss of the last {losses.LAST} steps", f"first {losses.LAST}, of bf16"),
     *(f"last {losses.LAST}, of bf16", "held-out loss", "of bf16", "single losses apart, mean"),
     *(f"{what} {when}" for when in STATES.values() for what in ("lowest cosine of gradients", "median")),
+    "lowest of a layer alone",
     *("within 1 %", "in another seed's band", f"cosines {LEAST_COSINE} or more"),
 )
 _YES = {True: "yes", False: "no", None: ""}
@@ -41,6 +42,11 @@ def rows_of(runs: Mapping[str, Mapping[str, Any]], seeds: Collection[str]) -> li
             row["held_out_ratio"] = round(one["held_out"] / reference["held_out"], 5)
         cosines = {state: found.get("cosines") for state, found in one.get("gradients", {}).items()}
         row["gradients"] = {state: summed_up(found) for state, found in cosines.items() if found}
+        alone = [
+            cosine for found in one.get("gradients", {}).values() for cosine in found.get("alone", {}).items()
+        ]
+        if alone:  # of all states, the lowest of each weight
+            row["alone"] = summed_up(dict(sorted(alone, key=lambda pair: -pair[1])))
         rows.append(row)
     band = band_of(rows, seeds)
     compared = rows[1:]
@@ -107,6 +113,9 @@ def sentence(row: Mapping[str, Any]) -> str:
             f"gradients {STATES[state]}: lowest cosine {found['lowest']:.4f} ({found['lowest_tensor']}), "
             f"median {found['median']:.4f}, {below}"
         )
+    if "alone" in row:
+        alone = row["alone"]
+        parts.append(f"layers alone: lowest {alone['lowest']:.4f} ({alone['lowest_tensor']})")
     if "problem" in row:
         parts.append(row["problem"])
     return f"{row['setting']}: {'; '.join(parts)}"
@@ -130,6 +139,7 @@ def cells(row: Mapping[str, Any]) -> tuple[str, ...]:
         number(row.get("held_out_ratio")),
         number(row["mean_apart"]),
         *(number(one.get(key)) for one in found for key in ("lowest", "median")),
+        number(row.get("alone", {}).get("lowest")),
         *(_YES[row.get(key)] for key in _VERDICTS),
     )
 

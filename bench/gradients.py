@@ -3,6 +3,9 @@
 A process for each setting builds the model as a run of it does, puts the weights of a state into it, and has
 the training loop's own functions read the samples of a step and go forward and backward. Gradients are taken
 as the optimizer would find them, before clipping; nothing is updated.
+
+Between two whole passes the rounding of all layers adds up. So the gradients of a pass in FP8 are also
+compared with what each layer alone would have made in fp32, of the inputs and gradients that it was given.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from safetensors.torch import save_file
 
 from bench import jobs
 from trainer.engine.building.build import Built, build
+from trainer.engine.building.fast import uncompiled
 from trainer.engine.caching.batches import to_device
 from trainer.engine.caching.entries import Entries, list_entries
 from trainer.engine.caching.fill import fill_cache
@@ -25,6 +29,7 @@ from trainer.engine.context import Context
 from trainer.engine.training import loop
 from trainer.engine.training.feed import feed, varies
 from trainer.files.weight_files import weight_files
+from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear
 
 
 def measure(spec: str, states: Mapping[str, Mapping[str, Any]], kept: str, reference: bool) -> dict[str, Any]:
@@ -32,7 +37,7 @@ def measure(spec: str, states: Mapping[str, Mapping[str, Any]], kept: str, refer
 
     A state has `step`, whose samples are taken, and `weights`, a folder of safetensors of the trained
     component; none are those that the run starts with. The reference writes its gradients into the folder
-    `kept`, where the others read them.
+    `kept`, where the others read them. A setting in FP8 has `alone`, the cosines of `layers_alone`, too.
     """
     context = jobs.make_context(spec)
     samples = scan_samples(context.family, context.config)
@@ -53,8 +58,10 @@ def measure(spec: str, states: Mapping[str, Mapping[str, Any]], kept: str, refer
             save_file({key: one.cpu().contiguous() for key, one in gradients.items()}, file)
         else:
             answer["cosines"] = cosines_with(file, gradients)
-        found[name] = answer
         built.updater.drop_gradients()
+        if context.plan.weight_gradient:
+            answer["alone"] = layers_alone(built, entries, int(state["step"]))
+        found[name] = answer
     return found
 
 
@@ -71,12 +78,54 @@ def put_weights(built: Built, folder: Path) -> None:
         built.updater.follow()
 
 
-def _pass(context: Context, built: Built, entries: Entries, number: int) -> float:
-    """Forward and backward of the samples of step `number`, counted from 0; gives the step's loss."""
+def layers_alone(built: Built, entries: Entries, number: int) -> dict[str, float]:
+    """Cosines, by weight, of the gradients of a pass in FP8 with products in fp32 of the inputs and gradients
+    that the same layers were given in it. The pass is not compiled, so that these can be seen.
+    """
+    expected: dict[str, torch.Tensor] = {}
+    found: dict[str, float] = {}
+    handles: list[Any] = []
+
+    def watch(name: str, layer: Fp8TrainedLinear) -> None:
+        def forward(_: object, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+            rows = inputs[0].detach().flatten(0, -2)
+
+            def backward(gradient: torch.Tensor) -> None:
+                made = gradient.detach().flatten(0, -2).float().T @ rows.float()
+                expected[name] = expected[name] + made if name in expected else made
+
+            output.register_hook(backward)
+
+        def made(weight: torch.Tensor) -> None:
+            assert weight.grad is not None
+            found.update(cosines({name: weight.grad}, expected.__getitem__))
+            del expected[name]
+
+        handles.append(layer.register_forward_hook(forward))
+        handles.append(layer.weight.register_post_accumulate_grad_hook(made))
+
+    for name, module in built.model.named_modules():
+        if isinstance(module, Fp8TrainedLinear):
+            watch(f"{name}.weight", module)
+    try:
+        with uncompiled(built.context):
+            _pass(built.context, built, entries, number, most=1)
+    finally:
+        for handle in handles:
+            handle.remove()
+        built.updater.drop_gradients()
+    return found
+
+
+def _pass(context: Context, built: Built, entries: Entries, number: int, most: int | None = None) -> float:
+    """Forward and backward of the samples of step `number`, counted from 0; gives the step's loss.
+
+    `most` stops after so many micro-batches.
+    """
     steps = feed(context, entries, context.settings, number, number + 1)
     (step,) = steps
     weight, loss = sum(fed.weight for fed in step), 0.0
-    for fed in step:
+    for fed in step[:most]:
         assert fed.batch is not None, "one process reads all of its samples"
         batch, draw = to_device(fed.batch, fed.draw, context.device, context.dtype)
         loss += float(loop.compute(context, built, batch, draw, weight))

@@ -85,7 +85,7 @@ class Curves:
     steps: int
     """Steps that a point is the mean of."""
     losses: Mapping[str, tuple[float, ...]]
-    """By run."""
+    """By run, as the first cell of a row names it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +184,9 @@ def from_json(text: str, where: str) -> Record | Table:
             cells = tuple(tuple(map(str, row)) for row in content.pop("rows"))
             curves = content.pop("curves", None)
             if curves is not None:
-                drawn = {name: tuple(map(float, one)) for name, one in curves["losses"].items()}
+                # in the order of the rows, whose first cells are the runs: JSON has them by name
+                known = {name: tuple(map(float, one)) for name, one in curves["losses"].items()}
+                drawn = {row[0]: known[row[0]] for row in cells if row[0] in known}
                 curves = Curves(steps=int(curves["steps"]), losses=drawn)
             content["columns"] = tuple(content["columns"])
             return Table(**content, rows=cells, machine=machine, curves=curves)

@@ -160,6 +160,7 @@ def test_a_record_with_losses_becomes_a_table_and_a_plot(tmp_path: Path) -> None
     records.write(record, "A small model.", rows, curves, title="Full", month="2026-11")
     table = from_json(record.read_text(), "x")
     assert isinstance(table, Table) and table.curves == curves
+    assert list(table.curves.losses) == list(runs), "the reference stays the first, whatever its name"
     assert "A small model.\n\nfp8: the last 50 steps' loss is 1.0050 of bf16's, within 1 %" in table.text
     assert table.rows[1][-3:] == ("yes", "yes", "yes") and table.rows[0][-3:] == ("", "", "")
     written = page.page({"x": table}, f"before {page.MARK} after")
@@ -282,6 +283,7 @@ def test_the_whole_command_with_emulated_fp8(
     for row in fp8_rows:
         assert row["within_1_percent"] and row["band"] > 0.0
         assert all(0.9 < found["lowest"] < 1.0 for found in row["gradients"].values())
+        assert 0.99 < row["alone"]["lowest"] < 1.0 and row["alone"]["tensors"] >= 14
         assert f"{row['setting']}: the last 20 steps' loss is" in printed.err
     assert code == (0 if all(map(records.holds, fp8_rows)) else 1)
     table = from_json(record.read_text(), "record")

@@ -158,3 +158,6 @@ def test_fp8_is_compared_at_the_same_weights_and_samples(made: Made, monkeypatch
     for state, found in ours.items():
         assert found["loss"] == pytest.approx(bf16[state]["loss"], rel=0.02)
         assert 0.95 < min(found["cosines"].values()) < 0.99999, state
+        blocks = {name for name in found["cosines"] if "_proj." in name}
+        assert found["alone"].keys() == blocks and len(blocks) == 14
+        assert 0.998 < min(found["alone"].values()) < 1.0, "a layer's own rounding"
