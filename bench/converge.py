@@ -2,19 +2,22 @@
 
     python -m bench converge --steps 300
     python -m bench converge train_configs/flux1_dev_lora.yaml --base BASE --blocks 4,8
+    python -m bench converge --method full --jobs 5 --record docs/benchmarks/NAME.json
 
 Each setting trains with the same seed, so the same samples, noise and noise levels come in the same order, in
 a process of its own, some side by side. All are compared with the first, bf16 as diffusers wrote it: the mean
 loss of the first and of the last fifty steps (a base of less precision predicts worse from the start: does it
 learn less too?), how far single losses are apart, and the cosines of the final adapters and of their
 gradients (the optimizer's first moments: the mean of the last ten or so).
+
+With `--method full` all weights are trained, and FP8 beside bf16 is the question; bench/converge_full.py says
+what is compared then. Without a configuration a small language model learns text.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -24,8 +27,8 @@ from typing import Any
 import torch
 
 from bench import arguments as types
-from bench import jobs, processes
-from trainer.cli.options import Layers
+from bench import converge_full, jobs, losses, processes
+from tests.random_bases import byte_llama
 from trainer.engine.records import checkpoint
 from trainer.telemetry.sinks.records import METRICS_LOG, read_metrics
 
@@ -47,21 +50,13 @@ SETTINGS: Mapping[str, Sequence[str]] = {
     "nf4": ("features.compile=true", "features.weights=nf4"),
 }
 """Overrides of each row by its name; the other rows are compared with the first."""
-_PART = 50
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Train under every setting; print a line of JSON each."""
-    parser = types.command_parser("converge", __doc__, types.listed("settings", SETTINGS))
-    parser.add_argument("config", type=Path, nargs="?", default=Path("train_configs/quickstart.yaml"))
-    parser.add_argument("--steps", type=types.positive, default=300)
-    parser.add_argument("--base", type=Path, help="in place of the configuration's, with random weights")
-    parser.add_argument("--blocks", type=types.counts, help="cut that base: its blocks of each kind, 4,8")
-    types.add_choices(parser, "--settings", SETTINGS)
-    types.add_common(parser, "--set", "--jobs", "--record", "--work")
-    options = parser.parse_args(arguments)
-    if options.blocks and not options.base:
-        parser.error("--blocks cuts the base that --base names: give both")
+    options = _parsed(arguments)
+    if options.method == "full":
+        return converge_full.run(options)
     names = list(dict.fromkeys([next(iter(SETTINGS)), *(options.settings or SETTINGS)]))
     with tempfile.TemporaryDirectory(prefix="converge-", dir=options.work) as scratch:
         folder = Path(scratch)
@@ -81,6 +76,33 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    of_full = types.listed("settings with --method full", converge_full.SETTINGS)
+    parser = types.command_parser("converge", __doc__, f"{types.listed('settings', SETTINGS)}\n{of_full}")
+    parser.add_argument("config", type=Path, nargs="?", help="the quickstart's, or a small language model")
+    parser.add_argument("--method", choices=("lora", "full"), default="lora")
+    parser.add_argument("--steps", type=types.positive, help="300; 400 of the small language model")
+    parser.add_argument("--base", type=Path, help="in place of the configuration's, with random weights")
+    parser.add_argument("--blocks", type=types.counts, help="cut that base: its blocks of each kind, 4,8")
+    parser.add_argument("--size", choices=byte_llama.SIZES, default="small", help="of the language model")
+    parser.add_argument("--text-bytes", type=types.positive, default=converge_full.TEXT_BYTES)
+    types.add_choices(parser, "--settings", dict.fromkeys([*SETTINGS, *converge_full.SETTINGS]))
+    types.add_common(parser, "--set", "--jobs", "--record", "--work", "--month")
+    options = parser.parse_args(arguments)
+    if options.blocks and not options.base:
+        parser.error("--blocks cuts the base that --base names: give both")
+    known = converge_full.SETTINGS if options.method == "full" else SETTINGS
+    unknown = [name for name in options.settings or () if name not in known]
+    if unknown:
+        parser.error(f"--method {options.method} has no setting {unknown[0]}; it has {'; '.join(known)}")
+    if options.method == "full" and options.base and not options.config:
+        parser.error("--base takes the place of a configuration's: name the configuration")
+    if options.method == "lora":
+        options.config = options.config or Path("train_configs/quickstart.yaml")
+        options.steps = options.steps or 300
+    return options
+
+
 def _common(options: argparse.Namespace, folder: Path) -> list[str]:
     """Overrides of every run: one length, one line a step, no previews, bf16."""
     overrides = [
@@ -93,11 +115,7 @@ def _common(options: argparse.Namespace, folder: Path) -> list[str]:
         f"data.cache_dir={folder / 'cache'}",
     ]
     if options.base:
-        base = types.require_base(options.base, "--base")
-        if options.blocks:
-            family = Layers((options.config,)).load().config.family
-            base = jobs.cut_base(family, base, folder / "base", options.blocks)
-        overrides += [f"model.pretrained_model_name_or_path={base}", "model.weights=random"]
+        overrides += jobs.random_base(options.config, options.base, folder, options.blocks or ())
     return [*overrides, *options.overrides]
 
 
@@ -127,19 +145,8 @@ def compared(run: Mapping[str, Any], reference: Mapping[str, Any]) -> dict[str, 
     """Figures of a run compared with those of the reference."""
     if "problem" in run:
         return {"problem": run["problem"]}
-    pairs = list(zip(run["losses"], reference["losses"], strict=True))
-    apart = [abs(ours - theirs) / theirs for ours, theirs in pairs]
-    first, last = (
-        [statistics.fmean(one["losses"][part]) for one in (run, reference)]
-        for part in (slice(_PART), slice(-_PART, None))
-    )
     return {
-        "steps": len(pairs),
-        "first_loss_ratio": round(first[0] / first[1], 5),
-        "last_loss": round(last[0], 5),
-        "last_loss_ratio": round(last[0] / last[1], 5),
-        "mean_apart": round(statistics.fmean(apart), 6),
-        "most_apart": round(max(apart), 6),
+        **losses.compare(run["losses"], reference["losses"]),
         "adapter_cosine": round(_cosine(run["adapter"], reference["adapter"]), 5),
         "gradient_cosine": round(_cosine(run["moments"], reference["moments"]), 5),
         "proved": run["proved"],

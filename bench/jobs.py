@@ -31,15 +31,17 @@ BLOCK_KEYS = ("num_layers", "num_single_layers", "num_visual_blocks", "num_text_
 """Keys of a model's config.json that count its repeated blocks, in the order of `--blocks`."""
 
 
-def write_job(loaded: Loaded, plan: Plan, folder: Path) -> Path:
-    """Write a training job whose files all lie in `folder`; gives the path of its spec."""
+def write_job(loaded: Loaded, plan: Plan, folder: Path, cache: Path | None = None) -> Path:
+    """Write a training job whose files all lie in `folder`, but for a `cache` that it shares; gives the path
+    of its spec.
+    """
     (folder / "runtime").mkdir(exist_ok=True)
     spec = Spec(
         mode="train",
         config=loaded.config.model_dump(),
         plan_text=codec.to_json(plan),
         runtime_dir=str(folder / "runtime"),
-        cache_dir=str(folder / "cache"),
+        cache_dir=str(cache or folder / "cache"),
         meeting_place=str(folder / "meeting"),
     )
     write_spec(spec, folder / "spec.json")
@@ -80,9 +82,10 @@ def call(
     *,
     environ: Mapping[str, str] | None = None,
     log: Path | None = None,
+    cache: Path | None = None,
 ) -> Ended:
     """Call `job` with the spec of a planned run, whose files go into `folder`; see `processes.call`."""
-    spec = write_job(loaded, plan, folder)
+    spec = write_job(loaded, plan, folder, cache)
     child = plan.child_environment(environ or environment.snapshot())
     return processes.call(job, {"spec": spec, **given}, child, log)
 
@@ -127,6 +130,17 @@ def make_context(spec_path: str) -> Context:
     )
     apply_backend_settings(context)
     return context
+
+
+def random_base(config: Path, base: Path, folder: Path, counts: Sequence[int]) -> list[str]:
+    """Overrides for random weights of a base's configs, cut to `counts` blocks where there are some.
+
+    Raises as `block_keys`.
+    """
+    base = types.require_base(base, "--base")
+    if counts:
+        base = cut_base(Layers((config,)).load().config.family, base, folder / "base", counts)
+    return [f"model.pretrained_model_name_or_path={base}", "model.weights=random"]
 
 
 def cut_base(family_name: str, base: Path, folder: Path, counts: Sequence[int]) -> Path:

@@ -62,6 +62,11 @@ def page(records: Mapping[str, Record | Table], notes: str) -> str:
     return _HEAD + before + "\n".join(sections).rstrip("\n") + after
 
 
+def curves_name(stem: str) -> str:
+    """File name of the plot of a record's losses."""
+    return f"bench-{stem}-losses.png"
+
+
 def plotted(record: Record | Table) -> bool:
     """True where a record has at least two bars to compare."""
     return isinstance(record, Record) and sum(row.milliseconds is not None for row in record.rows) > 1
@@ -76,6 +81,8 @@ def _section(stem: str, record: Record | Table) -> str:
     parts = [f"## {record.title}", f"{_machine(record.machine)}\n`{record.command}`"]
     if isinstance(record, Table):
         parts.append(markdown(record.columns, record.rows).rstrip())
+        if record.curves is not None:
+            parts.append(f"![Losses](images/{curves_name(stem)})")
     else:
         parts[-1] += _setup(record.rows)
         parts.append(_rows_table(record))

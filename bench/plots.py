@@ -1,4 +1,4 @@
-"""Plots of the records with matplotlib: bars of the time of a step, and peak memory beside time. No torch."""
+"""Plots of the records with matplotlib: times of a step, peak memory beside time, losses. No torch."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.lines import Line2D
 from matplotlib.patches import Patch
 
-from bench.page import plot_names, plotted
-from bench.record import Record, Row, Table
+from bench.page import curves_name, plot_names, plotted
+from bench.record import Curves, Record, Row, Table
 from trainer.files import atomic
 
 _OURS, _OTHERS, _FLOOR = "#0969da", "#8c959f", "#cf222e"
@@ -23,14 +23,18 @@ _HEADROOM = 1.06
 
 
 def write_plots(records: Mapping[str, Record | Table], folder: Path) -> None:
-    """Two PNGs for each record that has something to compare."""
+    """Two PNGs for each record that has something to compare, and one of losses where it has them."""
     for stem, record in records.items():
+        figures: dict[str, Any] = {}
         if isinstance(record, Record) and plotted(record):
-            for name, figure in zip(plot_names(stem), (bars(record), scatter(record)), strict=True):
-                folder.mkdir(parents=True, exist_ok=True)
-                with atomic.writing(folder / name) as file:
-                    # without the version of matplotlib: a picture changes where what it shows does
-                    figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
+            figures = dict(zip(plot_names(stem), (bars(record), scatter(record)), strict=True))
+        elif isinstance(record, Table) and record.curves is not None:
+            figures = {curves_name(stem): lines(record.title, record.curves)}
+        for name, figure in figures.items():
+            folder.mkdir(parents=True, exist_ok=True)
+            with atomic.writing(folder / name) as file:
+                # without the version of matplotlib: a picture changes where what it shows does
+                figure.savefig(file, format="png", dpi=100, metadata={"Software": None})
 
 
 def bars(record: Record) -> Any:
@@ -68,6 +72,22 @@ def bars(record: Record) -> Any:
     if any(row.floor_milliseconds for row in rows):
         keys.append(Line2D([], [], color=_FLOOR, linewidth=2, label="floor: the products alone"))
     figure.legend(handles=keys, loc="outside lower center", ncols=len(keys), frameon=False)
+    return figure
+
+
+def lines(title: str, curves: Curves) -> Any:
+    """A line a run: losses upwards, steps to the right; the first one is wide, and the others lie over it."""
+    figure = _figure(6.5)
+    axes = figure.subplots()
+    axes.set_title(f"{title}: losses", loc="left", fontsize=14)
+    axes.set(xlabel="step", ylabel=f"loss, mean of {curves.steps} steps")
+    axes.grid(color="#d1d9e0")
+    for number, (name, losses) in enumerate(curves.losses.items()):
+        ends = [curves.steps * (place + 1) for place in range(len(losses))]
+        width = 1.5 if number else 5.0
+        colour = _COLOURS[number % len(_COLOURS)] if number else _OTHERS
+        axes.plot(ends, losses, label=name, color=colour, linewidth=width)
+    figure.legend(loc="outside lower center", ncols=min(3, len(curves.losses)), frameon=False)
     return figure
 
 

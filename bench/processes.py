@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent
 GIB = 1024**3
 T = TypeVar("T")
 R = TypeVar("R")
-_VISIBLE = "CUDA_VISIBLE_DEVICES"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +103,7 @@ def meanwhile(look: Callable[[], None], pause_seconds: float) -> Iterator[None]:
 
 def visible() -> list[str]:
     """The GPUs that a run may use, as CUDA_VISIBLE_DEVICES names them; one nameless where there is none."""
-    given = environment.snapshot().get(_VISIBLE)
+    given = environment.snapshot().get(VISIBLE)
     if given is not None:
         return [name.strip() for name in given.split(",")]
     try:
@@ -130,7 +130,7 @@ def side_by_side(
     def one(item: T) -> R:
         gpu = free.get()
         try:
-            return work(item, {**environment.snapshot(), **({_VISIBLE: gpu} if gpu else {})})
+            return work(item, {**environment.snapshot(), **({VISIBLE: gpu} if gpu else {})})
         finally:
             free.put(gpu)
 

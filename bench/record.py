@@ -79,6 +79,16 @@ class Record:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Losses of several runs, for a plot."""
+
+    steps: int
+    """Steps that a point is the mean of."""
+    losses: Mapping[str, tuple[float, ...]]
+    """By run, as the first cell of a row names it."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Table:
     """One file of a measurement that is no training step: cells as they are printed."""
 
@@ -88,6 +98,7 @@ class Table:
     command: str
     columns: tuple[str, ...]
     rows: tuple[tuple[str, ...], ...]
+    curves: Curves | None = None
 
 
 def merge(row: Row, samples: Sequence[Mapping[str, Any]]) -> Row:
@@ -133,6 +144,8 @@ def to_json(record: Record | Table) -> str:
         content["rows"] = [
             {key: value for key, value in row.items() if value not in (None, ())} for row in rows
         ]
+    elif record.curves is None:
+        del content["curves"]
     return json.dumps(content, indent=1, sort_keys=True, ensure_ascii=False) + "\n"
 
 
@@ -169,7 +182,14 @@ def from_json(text: str, where: str) -> Record | Table:
         machine = Machine(**content.pop("machine"))
         if "columns" in content:
             cells = tuple(tuple(map(str, row)) for row in content.pop("rows"))
-            return Table(**{**content, "columns": tuple(content["columns"])}, rows=cells, machine=machine)
+            curves = content.pop("curves", None)
+            if curves is not None:
+                # in the order of the rows, whose first cells are the runs: JSON has them by name
+                known = {name: tuple(map(float, one)) for name, one in curves["losses"].items()}
+                drawn = {row[0]: known[row[0]] for row in cells if row[0] in known}
+                curves = Curves(steps=int(curves["steps"]), losses=drawn)
+            content["columns"] = tuple(content["columns"])
+            return Table(**content, rows=cells, machine=machine, curves=curves)
         rows = tuple(
             Row(**{**row, **{name: tuple(row.get(name, ())) for name in ("round_medians", "first_steps")}})
             for row in content.pop("rows")

@@ -5,13 +5,10 @@ A CPU emulates the products: they are computed in fp32 from the same quantised v
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -31,30 +28,14 @@ from tests.contract.runs import (
     files,
     numbers,
 )
+from tests.emulated_fp8 import emulated
 from trainer.engine.building import fp8
 from trainer.engine.building.build import build, load_base
 from trainer.engine.records import checkpoint
 from trainer.errors import HardwareError
-from trainer.modeling.storage import fp8 as storage_fp8
-from trainer.modeling.storage import fp8_trained
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear
 
 QUIET = ("validation.prompts=[]", "train.max_grad_norm=1000000")
-
-
-@contextlib.contextmanager
-def emulated() -> Iterator[SimpleNamespace]:
-    """Stands for the count of products that torch dispatches: of those that a CPU emulates."""
-    seen, multiply = SimpleNamespace(count=0), storage_fp8.multiply
-
-    def counted(*given: Any, **more: Any) -> torch.Tensor:
-        seen.count += 1
-        return multiply(*given, **more)
-
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (storage_fp8, fp8_trained):
-            patch.setattr(module, "multiply", counted)
-        yield seen
 
 
 def in_fp8(job: Job, gradient: str = "fp8") -> Job:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tests.random_bases.common import CORPUS, Base, byte_pair_merges
@@ -28,16 +28,23 @@ _TEMPLATE = """\
 
 def tokenizer() -> Any:
     """Byte pairs within words over all 256 bytes, so that any text comes back as it was."""
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
     # a word carries the blank before it; the marks of word ends that the merges bear are not used here
     words = Counter(f"Ġ{word}" for word in re.findall(r"[A-Za-z]+", CORPUS + _CHAT))
     found = byte_pair_merges(words, count=220)
     pairs = list(dict.fromkeys((left, right.removesuffix("</w>")) for left, right in found))
+    return make_tokenizer(pairs, longest=1024)
+
+
+def make_tokenizer(pairs: Sequence[tuple[str, str]], *, longest: int) -> Any:
+    """All 256 bytes and what these pairs join; `longest` is its limit of tokens. Without pairs a token is a
+    byte.
+    """
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
     tokens = [*sorted(pre_tokenizers.ByteLevel.alphabet()), *(left + right for left, right in pairs)]
     vocab = {token: index for index, token in enumerate(dict.fromkeys(tokens))}
-    merges: Any = pairs  # annotated as lists of texts, documented as pairs
+    merges: Any = list(pairs)  # annotated as lists of texts, documented as pairs
     model = Tokenizer(models.BPE(vocab=vocab, merges=merges))
     pieces = pre_tokenizers.Split(Regex(r" ?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"), "isolated")
     model.pre_tokenizer = pre_tokenizers.Sequence(
@@ -51,7 +58,7 @@ def tokenizer() -> Any:
         additional_special_tokens=list(_SPECIAL[1:-1]),
         chat_template=_TEMPLATE,
         clean_up_tokenization_spaces=False,
-        model_max_length=1024,
+        model_max_length=longest,
     )
 
 
