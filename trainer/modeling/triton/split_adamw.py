@@ -13,7 +13,7 @@ Only imported where torch was built for CUDA. The formats and the random bits ar
     bad       fp32 scalar on the device: nothing is written where it is not 0
     EXACT     the values are whole blocks: a mask would part each access of 16 bytes
 
-22 bytes a parameter pass through the GPU's memory where gradients are bf16.
+18 bytes a parameter pass through the GPU's memory where gradients are bf16.
 """
 
 from __future__ import annotations
