@@ -224,6 +224,8 @@ def launched(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
     }
     compares = False
     for name, start in ways.items():
+        if name not in options.starts:
+            continue
         runs.fresh(name)
         ended = runs.run(name, start)
         row = _row(runs, "launched", name, start, ended, fine=ended.code == 0, word="Proved: ", name=name)
@@ -236,6 +238,8 @@ def launched(runs: Runs, options: argparse.Namespace) -> Iterator[Row]:
         yield row
 
 
+STARTS = ("one", "one again", "trainer train", "torchrun", "accelerate launch")
+"""The starts of `launched`; the others are compared with the first."""
 PARTS: Mapping[str, Callable[[Runs, argparse.Namespace], Iterator[Row]]] = {
     "stopped": stopped,
     "killed": killed,
@@ -315,6 +319,8 @@ def parser() -> argparse.ArgumentParser:
     one.add_argument("--short", type=types.positive, default=10, help="steps of the runs by launchers")
     parts = types.names_of("part", PARTS)
     one.add_argument("--parts", type=parts, default=tuple(PARTS), metavar="NAME,NAME")
+    starts = types.names_of("start", STARTS)
+    one.add_argument("--starts", type=starts, default=STARTS, metavar="NAME,NAME", help="of `launched`")
     one.add_argument("--record", type=Path, help="docs/benchmarks/NAME.json, whose other rows stay")
     types.add_common(one, "--set", "--month")
     return one

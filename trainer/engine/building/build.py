@@ -17,7 +17,7 @@ from accelerate import Accelerator
 from trainer.engine.building.fast import compile_model
 from trainer.engine.building.fp8 import prove_fp8, train_in_fp8
 from trainer.engine.building.model import Model
-from trainer.engine.building.staged import devices, file_readers, with_staged_blocks
+from trainer.engine.building.staged import absent, devices, file_readers, with_staged_blocks
 from trainer.engine.context import Context
 from trainer.engine.optimizing.optimizer import Updater
 from trainer.modeling.adapter import lora
@@ -141,6 +141,7 @@ def _streamed(context: Context) -> Model:
             dtype=context.dtype,
             replace=replacer(plan.way, family.high_precision, family.modulation),
             fill_zeros=context.config.method == "lora",
+            absent=functools.partial(absent, context) if plan.sharded_blocks else None,
         )
         blocks = repeated_blocks(structure.module, family.blocks)
         if plan.in_rows:

@@ -15,7 +15,7 @@ from trainer.engine.context import Context, limit_memory
 from trainer.modeling.adapter.lora import linear_names
 from trainer.modeling.adapter.targets import target_pattern
 from trainer.modeling.base.load import Readers
-from trainer.modeling.blocks.recompute import Blocks
+from trainer.modeling.blocks.recompute import Blocks, repeated_blocks
 from trainer.modeling.storage.host_blocks import HostMemory, spread_blocks
 from trainer.modeling.storage.peer_blocks import PeerMemory
 from trainer.modeling.storage.shared_memory import held_bytes, peak_bytes
@@ -30,6 +30,17 @@ def devices(context: Context, blocks: Blocks) -> dict[str, str]:
     names = _elsewhere(plan, blocks)
     others = {name: "meta" for number, name in enumerate(names) if number % size != member}
     return {**(dict.fromkeys(names, "cpu") if plan.swapped_blocks else {}), **others}
+
+
+def absent(context: Context, module: torch.nn.Module) -> set[str]:
+    """Names of the modules that another rank loads."""
+    found = devices(context, repeated_blocks(module, context.family.blocks))
+    blocks = [name for name, device in found.items() if device == "meta"]
+    return {
+        f"{name}.{inner}".removesuffix(".")
+        for name in blocks
+        for inner, _ in module.get_submodule(name).named_modules()
+    }
 
 
 def file_readers(context: Context, blocks: Blocks) -> Readers:

@@ -20,7 +20,7 @@ import torch
 from trainer.errors import AccessError
 from trainer.files.component_shapes import packed_tensors, stored_as
 from trainer.files.weight_files import weight_files
-from trainer.modeling.base.random_weights import draw, random_module
+from trainer.modeling.base.random_weights import Absent, draw, random_module
 from trainer.modeling.base.reading import Shard, ShardReader
 from trainer.modeling.base.source import ModelSource
 from trainer.modeling.base.structure import Structure, built_empty, tied
@@ -83,18 +83,20 @@ def build_structure(
     dtype: torch.dtype,
     replace: Replace | None,
     fill_zeros: bool = False,
+    absent: Absent | None = None,
 ) -> Structure:
     """A component on the meta device, with the layers that `replace` puts in the place of its linears.
 
     Files that hold nf4 bytes say themselves which linears these are of; `replace` is not asked then. A random
     component without replacements has its values at once, as its library draws them; with `fill_zeros` the
-    matrices that start at zero get some: an adapter beside a gate that is closed would learn nothing.
+    matrices that start at zero get some: an adapter beside a gate that is closed would learn nothing. Its
+    modules that are `absent` have none.
     """
     folder, is_random = source.component(name), name in source.random_components
     label = f"{source.seed}/{name}" if is_random else ""
     if is_random and replace is None:
         module = random_module(
-            component_class, folder, label, device=device, dtype=dtype, fill_zeros=fill_zeros
+            component_class, folder, label, device=device, dtype=dtype, fill_zeros=fill_zeros, absent=absent
         )
         return Structure(module=module, folder=folder, device=device)
     module = built_empty(component_class, folder, dtype)
