@@ -180,12 +180,14 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
         base = jobs.cut_base(case.family, base, folder / "base", case.blocks)
     of_images = families.get(case.family).sample_kind == "image"
     data = "data.sets=[{img_dir: .}]" if of_images else "data.sets=[{chat_file: none.jsonl}]"
+    method = "full" if "method=full" in case.overrides else "lora"
+    adapter = ("lora.rank=16", "lora.target_modules=attention") if method == "lora" else ()
     overrides = (
         *(f"model.pretrained_model_name_or_path={base}", "model.weights=random", data),
-        *("lora.rank=16", "lora.target_modules=attention", "validation.prompts=[]", "parallel.gpus=1"),
+        *(*adapter, "validation.prompts=[]", "parallel.gpus=1"),
         *case.overrides,
     )
-    config = REPOSITORY / "train_configs" / f"{case.family}_lora.yaml"
+    config = REPOSITORY / "train_configs" / f"{case.family}_{method}.yaml"
     loaded = Layers((config,), overrides, None, folder / "run").load()
     # the synthetic batch is of one shape, and is not parted
     several = loaded.config.train.train_batch_size > 1
