@@ -12,7 +12,6 @@ from trainer.planning.choose import (
     attention,
     batching,
     block_homes,
-    candidates,
     fit,
     loading,
     optimizers,
@@ -139,15 +138,14 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
     """The plan with its table; `split` is the row of a step's samples, where they are parted."""
     situation, chosen, made = decided.situation, decided.chosen, decided.made
     storage, profile, train = chosen.storage, situation.profile, situation.config.train
-    host, kept, keeping = _host(decided)
-    disk_bytes, disk = _disk(situation, chosen)
+    (host, kept, keeping), (disk_bytes, disk) = _host(decided), _disk(situation, chosen)
     return Plan(
         profile=profile.name,
         device=profile.device,
         dtype=storage.dtype,
         weights=storage.way.weights,
         compute=storage.way.compute or storage.dtype,
-        weight_gradient=candidates.weight_gradient(situation, storage.way),
+        weight_gradient=storage.weight_gradient,
         weight_copies=storage.way.copies,
         modulation=storage.way.modulation,
         text_encoder_weights=storage.text_encoders or storage.dtype,

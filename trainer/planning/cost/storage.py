@@ -38,7 +38,7 @@ class Storage:
     rounds: int = 1
     """Micro-batches that a process computes for an optimizer step."""
     weight_gradient: str = ""
-    """Type that the gradients of weights are multiplied in, where it is not that of the way's products."""
+    """Type that gradients of trained weights are multiplied in, where products are in FP8."""
     averaged: bool = False
     """A running mean of the trained weights is kept."""
     ranks: int = 1

@@ -173,25 +173,19 @@ def activations(
 ) -> Activations:
     """Activations from a family's counts and the number of blocks of each stack.
 
-    `linear_inputs`: the inputs of all linears are kept as well, as a LoRA on all linears does, and a full
-    fine-tune. `more` units are added to what each block keeps: it is not of the shape that was counted.
-    `adapter` is what the adapter holds beyond a plain LoRA. `trained` is the type that a full fine-tune's
-    products are in: counts of such runs are taken where there are any, else those of a LoRA on all linears.
+    `linear_inputs`: the inputs of all linears are kept as well. `more` units are added to what each block
+    keeps: it is not of the shape that was counted. `adapter` is what the adapter holds beyond a plain LoRA.
+    `trained` is the type of a full fine-tune's products: its own counts are taken where there are any, else
+    those of a LoRA on all linears.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
-    own, lora = full_way(compiled=compiled, products=trained), f"{style}, {_ALL_LINEARS}"
+    own = full_way(compiled=compiled, products=trained) if trained else ""
     (every, captions), (kept, kept_beyond) = units, adapter
-    is_counted = bool(trained) and own in ways
-    plain, wide = (ways[way]["blocks"] for way in (style, lora))
-    extra = [more + most - one if linear_inputs else more for most, one in zip(wide, plain, strict=True)]
-    if is_counted:
-        extra = [more] * len(plain)
-    # the caption's tokens, which a block only reads
-    caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]
+    caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]  # only read
 
     def held(way: str, *, recomputes: bool = False) -> Held:
-        found = ways[way]
-        each: list[int] = []
+        found, extra = ways[way], _extra(ways, way, more, linear_inputs=linear_inputs)
+        each = list[int]()
         for number, name in enumerate(counts["stacks"]):
             unit = captions if name in counts["captions"] else every
             size = found["blocks"][number] * unit
@@ -199,24 +193,31 @@ def activations(
                 size += extra[number] * unit + caption_bytes[number] + kept.get(name, 0)
             each += [int(size)] * blocks.get(name, 0)
         beyond = found["beyond"] * every + kept_beyond
-        if recomputes:  # one block's
-            beyond += max(extra) * every + max(caption_bytes) + max(kept.values(), default=0)
+        # one block's
+        beyond += recomputes * (max(extra) * every + max(caption_bytes) + max(kept.values(), default=0))
         return Held(fixed=int(found["fixed"] * every), blocks=tuple(each), beyond=int(beyond))
 
-    inside, outside = f"{style}, {_RECOMPUTED}", f"{style}, {_RECOMPUTED} outside"
-    whole = own if is_counted else style
-    if is_counted and f"{own}, {_RECOMPUTED}" in ways:
-        inside = f"{own}, {_RECOMPUTED}"
+    insides, outside = (f"{one}, {_RECOMPUTED}" for one in (own, style)), f"{style}, {_RECOMPUTED} outside"
+    inside = next(one for one in insides if one in ways)
     return Activations(
-        whole=held(whole),
+        whole=held(own if own in ways else style),
         recomputed=held(inside, recomputes=True),
         outside=held(outside if outside in ways else inside, recomputes=True),
         fp8_twice_as_bf16=counts.get("fp8_twice_as_bf16", False),
         shares=_shares({way: held(way) for way in ways if way.startswith(style) and _BUDGET in way}),
         head=head,
         stacks=tuple(name for name in counts["stacks"] for _ in range(blocks.get(name, 0))),
-        stand_in=lora if trained and not is_counted else "",
+        stand_in=f"{style}, {_ALL_LINEARS}" if own and own not in ways else "",
     )
+
+
+def _extra(ways: Mapping[str, Any], way: str, more: float, *, linear_inputs: bool) -> list[float]:
+    """Units that a block of each stack keeps beyond the counts of a way; a full fine-tune's have all."""
+    style = way.partition(",")[0]
+    if style == FULL or not linear_inputs:
+        return [more] * len(ways[way]["blocks"])
+    plain, wide = (ways[one]["blocks"] for one in (style, f"{style}, {_ALL_LINEARS}"))
+    return [more + most - one for most, one in zip(wide, plain, strict=True)]
 
 
 def full_way(*, compiled: bool, products: str = PLAIN) -> str:

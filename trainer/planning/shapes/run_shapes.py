@@ -98,23 +98,21 @@ def run_geometry(
 ) -> Geometry:
     """Everything that memory and time are computed from, in the run's compute type.
 
-    `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
-    missing files are to come: a component is as large as its config says. `sources` says where keys stand.
-    Memory is that of the longest caption, time of `pictures`, how many have each shape (else there are six),
-    with usual captions; with `caption_tokens` samples are alike. Raises AccessError for unknown sizes,
-    ConfigError for an adapter on no layer.
+    `model_folder` None is a base that is not here yet: full-size tables stand in. With `downloads` files are
+    to come: a component is as large as its config says. `sources` says where keys stand. Memory is that of
+    the longest caption, time of `pictures`, how many have each shape (else there are six), with usual ones;
+    with `caption_tokens` samples are alike. Raises AccessError for unknown sizes, ConfigError for an adapter
+    on no layer.
     """
-    folders = {name: component_base(model_folder, name, downloads=downloads) for name in roles(family)}
-    components = [
-        _component(family, config, folders[name], name, role, downloads=downloads)
-        for name, role in roles(family).items()
-    ]
+    parts, each = roles(family), functools.partial(_component, family, config, downloads=downloads)
+    folders = {name: component_base(model_folder, name, downloads=downloads) for name in parts}
+    components = [each(folders[name], name, role) for name, role in parts.items()]
     trained, base = components[0], folders[family.trained_component]
     model_config = component_config(family, base, trained.name)
     shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
     parameters, layers, adapter = planned_adapter(family, config, trained, model_config, shape, sources)
     packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
-    kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
+    kept = () if dtype == "fp32" else kept_in_fp32(family.name)
     repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
     eager, compiled, in_fp8 = _activations(family, config, model_config, shape, repeated, adapter)
     text, vae, tiled = _encoder_peaks(family, config, components, folders, shape.bytes_per_value)
