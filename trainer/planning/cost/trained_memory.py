@@ -75,14 +75,12 @@ def _gradients(
 
 def _step_bytes(storage: Storage, geometry: Geometry) -> int:
     """Bytes that the optimizer's step needs beside weights, gradients and its state: a parameter's mean is
-    made of an fp32 copy of it, and a layer's FP8 bytes are made before they take the place of the last ones.
+    made of an fp32 copy of it. All else is written in place.
     """
-    size = 0
-    if storage.averaged:
-        shapes = [part.shapes.values() for part in geometry.components if part.role == "trained"]
-        size = VALUE_BYTES["fp32"] * max((math.prod(one) for each in shapes for one in each), default=0)
-    copies = storage.way.copies * geometry.quantized.largest if storage.way.compute else 0
-    return max(size, copies)
+    if not storage.averaged:
+        return 0
+    shapes = (part.shapes.values() for part in geometry.components if part.role == "trained")
+    return VALUE_BYTES["fp32"] * max((math.prod(one) for each in shapes for one in each), default=0)
 
 
 def fp8_rows(storage: Storage, geometry: Geometry) -> list[MemoryRow]:

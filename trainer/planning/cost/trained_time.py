@@ -5,6 +5,7 @@ Bytes are counted from the code, and divided by what one H200 was measured to re
 
 from __future__ import annotations
 
+from trainer.families import language
 from trainer.planning.cost import states
 from trainer.planning.cost.storage import Storage, parameters
 from trainer.planning.shapes.geometry import Geometry
@@ -13,16 +14,14 @@ from trainer.ways.storages import VALUE_BYTES
 # bytes of a value that quantising passes: an input or a gradient by rows, a gradient by columns, and what
 # backward keeps of an input as it is transposed
 _BY_ROWS, _BY_COLUMNS, _BYTES_TRANSPOSED = 3, 3, 2
-# an input's bytes as fp32, times their scales, and in bf16 again
-_UNPACKED = 1 + 4 + 4 + 2
+# an input's bytes in bf16 again, for a weight's gradient that is multiplied so
+_UNPACKED = 3
 # shares of the memory's rate: 3.2 of 4.8 TB/s by rows, 1.75 for both layouts of a gradient
 _ROWS_SHARE, _COLUMNS_SHARE = 0.67, 0.36
 # a logit, from its product to its gradient: in bf16 once, in fp32 with each pass over it
 _LOGIT_PASSED = 46
 # a value of the head's gradient: zeros, the factor of the loss in fp32; and for each part of the tokens
 _HEAD_PASSED, _HEAD_PART_PASSED = 22, 4
-_HEAD_TOKENS = 512
-"""Tokens whose logits exist at one time: `language.LOGITS_TOKENS`."""
 
 
 def optimizer_ms(storage: Storage, geometry: Geometry, terabytes: float) -> float:
@@ -34,7 +33,7 @@ def optimizer_ms(storage: Storage, geometry: Geometry, terabytes: float) -> floa
     size, share = states.passed(storage.optimizer, averaged=storage.averaged)
     step = parameters(geometry, "trained") / storage.ranks * size / share
     way = storage.way
-    # the weight is read, and each copy written
+    # the weight is read and each copy written; the transposed one is made of bytes that a cache still holds
     follows = geometry.quantized.parameters * (storage.value_bytes + way.copies) if way.compute else 0
     return (step + follows / _ROWS_SHARE) * 1e-9 / terabytes
 
@@ -70,7 +69,7 @@ def head_ms(storage: Storage, geometry: Geometry, rate: float, bytes_ms: float) 
     products = (3 if full else 2) * 2.0 * tokens * words * width / rate
     size = tokens * words * _LOGIT_PASSED
     if full:
-        size += words * width * (_HEAD_PASSED + _HEAD_PART_PASSED * -(-tokens // _HEAD_TOKENS))
+        size += words * width * (_HEAD_PASSED + _HEAD_PART_PASSED * -(-tokens // language.LOGITS_TOKENS))
     return products + size * bytes_ms
 
 
