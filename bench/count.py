@@ -4,7 +4,8 @@
 
 In each mode the first blocks of a full-width model are trained, one more at a time, on a synthetic batch.
 Printed are the bytes that are held after the forward pass and at the highest point of forward and backward,
-beyond what was held before, for each number of blocks of each stack. --table writes them, in units of tokens
+beyond what was held before, for each number of blocks of each stack; of modes that train the whole model
+without the gradients of weights. --table writes them, in units of tokens
 x width, into trainer/planning/shapes/activations.json. Several GPUs, and with --jobs several runs on one,
 work side by side: other processes' memory is not counted.
 """
@@ -20,7 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from bench import arguments as types
 from bench import jobs, machine, memory, processes
 from trainer.files import atomic
-from trainer.planning.shapes.activations import COUNTED_ATTENTION, COUNTS, OTHER_ATTENTION
+from trainer.planning.shapes.activations import COUNTED_ATTENTION, COUNTS, FULL, OTHER_ATTENTION
 from trainer.planning.shapes.run_shapes import activation_units, head_bytes
 
 if TYPE_CHECKING:
@@ -33,6 +34,9 @@ _EAGER = ("features.compile=false", "features.weights=bf16", _ATTENTION)
 _COMPILED = ("features.compile=true", "features.weights=bf16", _ATTENTION)
 _KEPT, _RECOMPUTED = (f"features.activation_checkpointing={value}" for value in ("false", "true"))
 _LINEARS = ("lora.target_modules=all-linear",)
+_FULL = ("method=full", _ATTENTION)
+_FULL_COMPILED = (*_FULL, "features.compile=true")
+_IN_BF16, _IN_FP8 = (f"features.compute={value}" for value in ("bf16", "fp8"))
 _BUDGETS = {"bf16": (0.8, 0.6, 0.4, 0.2), "int8": (0.6,), "nf4": (0.6,)}
 MODES: Mapping[str, tuple[str, ...]] = {
     "eager": (*_EAGER, _KEPT),
@@ -58,6 +62,11 @@ MODES: Mapping[str, tuple[str, ...]] = {
         *("features.compile=true", "features.weights=fp8", "features.compute=fp8"),
         *(_OTHER, "features.activation_budget=0.2"),
     ),
+    "full, eager": (*_FULL, "features.compile=false", _IN_BF16, _KEPT),
+    "full, compiled": (*_FULL_COMPILED, _IN_BF16, _KEPT),
+    "full, compiled, recomputed": (*_FULL_COMPILED, _IN_BF16, _RECOMPUTED),
+    "full, compiled, fp8": (*_FULL_COMPILED, _IN_FP8, _KEPT),
+    "full, compiled, fp8, recomputed": (*_FULL_COMPILED, _IN_FP8, _RECOMPUTED),
 }
 """Overrides of each row by its name."""
 _NEEDED = ("eager", "eager, recomputed", "compiled", "compiled, recomputed")
@@ -132,6 +141,8 @@ def count(spec: str, tokens: int) -> dict[str, Any]:
     forward = steps.make_forward(context, built, tokens)
     forward()  # a family may prepare its blocks in its first pass: all of them
     lists = list(block_lists(built.model, context.family.blocks))
+    full = context.config.method == "full"
+    gradient_bytes = let_go(built.model) if full else {}
     ones = [1] * len(lists)
     cuts = [ones, *([*ones[:kind], 2, *ones[kind + 1 :]] for kind in range(len(lists)))]
     counted = {}
@@ -140,7 +151,10 @@ def count(spec: str, tokens: int) -> dict[str, Any]:
             one.parent.register_module(one.name, torch.nn.ModuleList(list(one.blocks)[:number]))
         for _ in range(_WARM_UP):
             _held(forward)
-        counted[",".join(map(str, cut))] = _held(forward)
+        last = list(lists[-1].blocks)[cut[-1] - 1]
+        # a compiled block gives all of its gradients at its end, an eager one each by itself
+        given = [*last.parameters()] if context.plan.compile else []
+        counted[",".join(map(str, cut))] = _held(forward, sum(gradient_bytes.get(one, 0) for one in given))
     model_config = context.source.component_config(context.family.trained_component)
     shape = steps.shape_of(context, tokens)
     every, captions = activation_units(context.family, model_config, shape)
@@ -162,8 +176,42 @@ def block_lists(model: torch.nn.Module, kinds: Sequence[str]) -> Iterator[_List]
                 yield _List(f"{path}.{name}".lstrip("."), parent, name, child)
 
 
-def _held(forward: Callable[[], torch.Tensor]) -> dict[str, int]:
-    """Bytes held after a forward pass, and the most, beyond what is held without."""
+def let_go(model: torch.nn.Module) -> Mapping[torch.nn.Parameter, int]:
+    """Have a model that trains as a whole let go of each gradient as it is made, so that activations alone
+    are counted; gives the bytes of each that was made.
+
+    An embedding over a vocabulary and the head over it do not train: their gradients are known, and would
+    hide what blocks hold.
+    """
+    import torch
+
+    found: dict[torch.nn.Parameter, int] = {}
+
+    def drop(parameter: torch.Tensor) -> None:
+        assert isinstance(parameter, torch.nn.Parameter) and parameter.grad is not None
+        found[parameter] = parameter.grad.nbytes
+        parameter.grad = None
+
+    def with_gradient(module: torch.nn.Module, given: object, output: torch.Tensor) -> torch.Tensor:
+        return output.requires_grad_()
+
+    words = {one.num_embeddings for one in model.modules() if isinstance(one, torch.nn.Embedding)}
+    for module in model.modules():
+        if isinstance(module, torch.nn.Embedding):
+            module.requires_grad_(False)
+            module.register_forward_hook(with_gradient)
+        elif isinstance(module, torch.nn.Linear) and module.out_features in words:
+            module.requires_grad_(False)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(drop)
+    return found
+
+
+def _held(forward: Callable[[], torch.Tensor], gradients: int = 0) -> dict[str, int]:
+    """Bytes held after a forward pass, and the most, beyond what is held without, but for `gradients`, which
+    are there at the highest point.
+    """
     import torch
 
     torch.cuda.synchronize()
@@ -172,7 +220,7 @@ def _held(forward: Callable[[], torch.Tensor]) -> dict[str, int]:
     loss = forward()
     kept = torch.cuda.memory_allocated() - before
     loss.backward()
-    return {"kept": kept, "peak": torch.cuda.max_memory_allocated() - before}
+    return {"kept": kept, "peak": torch.cuda.max_memory_allocated() - before - gradients}
 
 
 def table_entry(
@@ -194,10 +242,10 @@ def table_entry(
         every, more = row["units"]["every"], _more(row)
         beyond: float = _beyond(row)
         if row["head"] and "recomputed" not in mode and beyond < 1.1 * row["head"]:
-            style = mode.partition(",")[0]
+            style = _style(mode)
             if f"{style}, recomputed" in by_mode:
                 beyond = _beyond(by_mode[f"{style}, recomputed"]) - max(_more(by_mode[style]))
-            else:
+            elif style in known.get("ways", {}):
                 beyond = known["ways"][style]["beyond"] * every
         units = [row["units"]["captions" if name in captions else "every"] for name in row["stacks"]]
         left = [0.0 if "recomputed" in mode else beside.get(name, 0.0) for name in row["stacks"]]
@@ -211,6 +259,14 @@ def table_entry(
         }
     by_hand = {"beside": dict(beside), "fp8_twice_as_bf16": known.get("fp8_twice_as_bf16", False)}
     return {"stacks": list(some["stacks"]), "captions": captions, **by_hand, "ways": ways}
+
+
+def _style(mode: str) -> str:
+    """The mode without what it keeps less of, or other weights: how its blocks compute, and what trains."""
+    parts = mode.split(", ")
+    if parts[0] != FULL:
+        return parts[0]
+    return ", ".join(part for part in parts if part != "recomputed")
 
 
 def _captions(recomputed: Mapping[str, Any]) -> list[str]:

@@ -90,6 +90,8 @@ class Case(NamedTuple):
     tokens: int = 512
     timed: int = 0
     """Steps that are timed after those that warm up."""
+    micro_batches: int = 1
+    """Micro-batches of a step."""
     one_copy: bool = False
     """One copy of FP8 weights where a plan takes two if they fit; overrides settle what is recomputed."""
 
@@ -139,7 +141,8 @@ def measured_row(case: Case, environ: Mapping[str, str]) -> dict[str, Any]:
 
     The row is printed on stderr too: many settings take long.
     """
-    found, plan = in_child(case, measure, {"tokens": case.tokens, "timed": case.timed}, environ)
+    given = {"tokens": case.tokens, "timed": case.timed, "micro_batches": case.micro_batches}
+    found, plan = in_child(case, measure, given, environ)
     blocks = ",".join(map(str, case.blocks))
     row = {"family": case.family, "setting": case.setting, "blocks": blocks, **found}
     if plan is not None:
@@ -180,16 +183,19 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
         base = jobs.cut_base(case.family, base, folder / "base", case.blocks)
     of_images = families.get(case.family).sample_kind == "image"
     data = "data.sets=[{img_dir: .}]" if of_images else "data.sets=[{chat_file: none.jsonl}]"
+    method = "full" if "method=full" in case.overrides else "lora"
+    adapter = ("lora.rank=16", "lora.target_modules=attention") if method == "lora" else ()
     overrides = (
         *(f"model.pretrained_model_name_or_path={base}", "model.weights=random", data),
-        *("lora.rank=16", "lora.target_modules=attention", "validation.prompts=[]", "parallel.gpus=1"),
+        *(*adapter, "validation.prompts=[]", "parallel.gpus=1"),
         *case.overrides,
     )
-    config = REPOSITORY / "train_configs" / f"{case.family}_lora.yaml"
+    config = REPOSITORY / "train_configs" / f"{case.family}_{method}.yaml"
     loaded = Layers((config,), overrides, None, folder / "run").load()
     # the synthetic batch is of one shape, and is not parted
     several = loaded.config.train.train_batch_size > 1
     alike = loaded.config.data.max_sequence_length if several else None
+    alike = case.tokens if method == "full" else alike
     plan = plan_run(loaded, machine_facts(), requested_profile(), caption_tokens=alike)
     if case.one_copy and plan.weight_copies == 2:
         # in less than two copies need, the plan takes one
@@ -200,8 +206,10 @@ def planned(case: Case, folder: Path) -> tuple[Loaded, Plan]:
     return loaded, plan
 
 
-def measure(spec: str, tokens: int, timed: int) -> dict[str, float]:
-    """Build and train in the child; gives the memory held while building and while training, in GiB."""
+def measure(spec: str, tokens: int, timed: int, micro_batches: int) -> dict[str, float]:
+    """Build and train in the child; gives the memory held while building and while training, in GiB, and the
+    milliseconds of a micro-batch with its share of the rest of a step.
+    """
     import torch
 
     from bench import steps
@@ -212,7 +220,7 @@ def measure(spec: str, tokens: int, timed: int) -> dict[str, float]:
     loading = torch.cuda.max_memory_reserved()
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
-    step = steps.make_step(context, built, tokens)
+    step = steps.make_step(context, built, tokens, micro_batches)
     steps.timed(step, _STEPS)
     times = steps.timed(step, timed)
     free, total = torch.cuda.mem_get_info()
@@ -223,5 +231,5 @@ def measure(spec: str, tokens: int, timed: int) -> dict[str, float]:
         "loading_gib": loading / GIB,
     }
     if times:
-        figures["milliseconds"] = statistics.median(times)
+        figures["milliseconds"] = statistics.median(times) / micro_batches
     return {name: round(value, 3) for name, value in figures.items()}

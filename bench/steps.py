@@ -50,8 +50,8 @@ def synthetic(
     return settings, batch, draws
 
 
-def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]:
-    """A function that does what the training loop does in one step of one micro-batch.
+def make_step(context: Context, built: Built, tokens: int, micro_batches: int = 1) -> Callable[[], None]:
+    """A function that does what the training loop does in one step of so many micro-batches.
 
     `tokens` are the text tokens of an image family; a language model's row has data.max_sequence_length.
     """
@@ -70,11 +70,13 @@ def make_step(context: Context, built: Built, tokens: int) -> Callable[[], None]
     def step() -> None:
         nonlocal number, flag
         loss = torch.zeros((), device=context.device, dtype=torch.float64)
-        moved, draw = to_device(batch, draws[number % len(draws)], context.device, context.dtype)
-        if graphs is None:
-            loss += compute(moved, draw, batch.weight)
-        else:
-            loss += graphs(moved, draw, torch.full((), batch.weight, device=context.device))
+        for _ in range(micro_batches):
+            moved, draw = to_device(batch, draws[number % len(draws)], context.device, context.dtype)
+            weight = micro_batches * batch.weight
+            if graphs is None:
+                loss += compute(moved, draw, weight)
+            else:
+                loss += graphs(moved, draw, torch.full((), weight, device=context.device))
         if flag is not None and flag.read() != 0.0:
             raise RuntimeError(f"step {number}: the loss or a gradient is not finite")
         _, bad = built.updater.step(context.config.train.learning_rate, loss)

@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for name, overrides in (auto | all_settings(blocks)).items()
     ]
     for case in cases[: len(options.budgets)]:
-        _probe(case)
+        probe(case)
     known: list[dict[str, Any]] = []
 
     def measured(case: memory.Case, environ: Mapping[str, str]) -> dict[str, Any]:
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _probe(case: memory.Case) -> None:
+def probe(case: memory.Case) -> None:
     """Measure kernels without a verdict, as `trainer train` does: without one auto keeps to safe kernels."""
     from trainer.cli import measure
 

@@ -12,7 +12,6 @@ from trainer.planning.choose import (
     attention,
     batching,
     block_homes,
-    candidates,
     fit,
     loading,
     optimizers,
@@ -22,6 +21,7 @@ from trainer.planning.choose import (
 from trainer.planning.choose.budget import Budget, budget, kept_samples
 from trainer.planning.choose.situation import Situation
 from trainer.planning.cost import disk, memory, roofline
+from trainer.planning.cost.storage import parameters
 from trainer.planning.plan import Decision, MemoryRow, Plan, on_off
 from trainer.planning.variables import Variables, variables
 from trainer.words.sizes import gib
@@ -43,7 +43,9 @@ class Decided:
     """Decisions that are rows of their own, by feature."""
     variables: Variables
     step_milliseconds: float
-    """Predicted for a batch; 0 where the machine's rates are unknown, as the next one."""
+    """Predicted for a batch; 0 where the machine's rates are unknown, as the next two."""
+    optimizer_milliseconds: float
+    """Predicted for the optimizer's step, of which a batch has its share; 0 of a LoRA's."""
     peak_tflops: float
     """bf16 peak of one GPU by its maker's data sheet."""
 
@@ -120,6 +122,9 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
         made={one.feature: one for one in made},
         variables=variables(situation),
         step_milliseconds=chosen.milliseconds if speed.known else 0.0,
+        optimizer_milliseconds=(
+            roofline.optimizer_ms(chosen.storage, situation.geometry, speed) if speed.known else 0.0
+        ),
         peak_tflops=speed.rates.bf16 if speed.known else 0.0,
     )
 
@@ -133,15 +138,14 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
     """The plan with its table; `split` is the row of a step's samples, where they are parted."""
     situation, chosen, made = decided.situation, decided.chosen, decided.made
     storage, profile, train = chosen.storage, situation.profile, situation.config.train
-    host, kept, keeping = _host(decided)
-    disk_bytes, disk = _disk(situation, chosen)
+    (host, kept, keeping), (disk_bytes, disk) = _host(decided), _disk(situation, chosen)
     return Plan(
         profile=profile.name,
         device=profile.device,
         dtype=storage.dtype,
         weights=storage.way.weights,
         compute=storage.way.compute or storage.dtype,
-        weight_gradient=candidates.weight_gradient(situation, storage.way),
+        weight_gradient=storage.weight_gradient,
         weight_copies=storage.way.copies,
         modulation=storage.way.modulation,
         text_encoder_weights=storage.text_encoders or storage.dtype,
@@ -173,6 +177,7 @@ def plan_of(decided: Decided, machine_rows: Sequence[Decision], split: Decision 
         cache_memory=chosen.cache,
         host_memory=host,
         step_milliseconds=round(decided.step_milliseconds, 1),
+        optimizer_milliseconds=round(decided.optimizer_milliseconds, 1),
         peak_tflops=decided.peak_tflops,
         budget_bytes=decided.limit.bytes,
         disk_bytes=disk_bytes,
@@ -215,9 +220,10 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     yield keeping
     parts = sum(roofline.usual_parts(chosen.storage, geometry, chosen.storage.attention))
     yield batching.time_row(situation, decided.step_milliseconds, parts)
+    yield from batching.optimizer_rows(situation, decided.optimizer_milliseconds, chosen.storage)
     yield Decision("caching", gib(memory.total(chosen.cache)), "auto", chosen.cache_note)
     yield disk
-    count = memory.parameters(geometry, "trained")
+    count = parameters(geometry, "trained")
     size = f"{count / 1e9:.1f} B parameters" if count >= 10**8 else f"{count / 1e6:.2f} M parameters"
     sources = sorted({component.source for component in geometry.components})
     yield Decision("sizes", size, "facts", "; ".join(sources))

@@ -110,8 +110,8 @@ class Plan:
     host_memory: tuple[MemoryRow, ...]
     """Memory of the training process beside the device; empty on a CPU, whose memory is the device's."""
     step_milliseconds: float
-    """Predicted time of `micro_batch_size` samples of usual shapes, forward and backward; 0.0 where the
-    machine's rates are unknown.
+    """Predicted time of `micro_batch_size` samples of usual shapes, forward and backward, with their share of
+    the optimizer's step in a full fine-tune; 0.0 where the machine's rates are unknown.
     """
     peak_tflops: float
     """bf16 peak of one GPU by its maker's data sheet; 0.0 where it is not known, and on a CPU."""
@@ -125,6 +125,8 @@ class Plan:
     """Variables of each of several ranks, besides `environment`, with the user's values likewise."""
     unset: tuple[str, ...] = ()
     """Variables that the training process must not have: other spellings of those in `environment`."""
+    optimizer_milliseconds: float = 0.0
+    """Predicted time of a full fine-tune's optimizer step; 0.0 of a LoRA's, and where rates are unknown."""
 
     def child_environment(self, environ: Mapping[str, str]) -> dict[str, str]:
         """`environ` with what the training process needs; the user's own `OMP_*` values stay."""

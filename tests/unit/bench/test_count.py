@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from bench import count, memory, processes
 from tests.golden.plans import MACHINES
 from trainer.machine.reading import read_recorded
 from trainer.planning.plan import Plan
-from trainer.planning.shapes.activations import COUNTS
+from trainer.planning.shapes.activations import COUNTS, full_way
+from trainer.planning.shapes.run_shapes import CONFIGS
 
 
 def row(mode: str, stacks: dict[str, int], *, fixed: int, beyond: int, head: int = 0) -> dict[str, Any]:
@@ -138,3 +140,49 @@ def test_a_child_that_sees_one_gpu_runs_on_its_first(
     assert (plan.ranks, plan.devices) == (1, (1,))
     assert answer == {"seen": 1}
     assert [one.devices for one in plans] == [(0,)]
+
+
+def test_full_modes_have_what_heads_hide_from_their_own_recomputed_blocks() -> None:
+    entry = count.table_entry(
+        [
+            row("full, compiled", {"layers": 19000}, fixed=1000, beyond=8000, head=24000),
+            row("full, compiled, recomputed", {"layers": 1000}, fixed=3000, beyond=27500, head=24000),
+            row("full, compiled, fp8", {"layers": 12000}, fixed=1000, beyond=8000, head=24000),
+            row("full, compiled, fp8, recomputed", {"layers": 1000}, fixed=3000, beyond=29000, head=24000),
+        ],
+        {"captions": [], "ways": {}},
+    )
+    beyond = {way: found["beyond"] for way, found in entry["ways"].items()}
+    assert (beyond["full, compiled"], beyond["full, compiled, fp8"]) == (8.5, 17.0)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in count.MODES if mode.startswith("full")])
+def test_modes_of_full_fine_tunes_are_planned_for_cut_models(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINER_FACTS", str(MACHINES / "h200.json"))
+    monkeypatch.setenv("TRAINER_PROFILE", "auto")
+    for family in ("llama", "flux1_dev", "kandinsky5"):
+        blocks = (2,) * len(count.jobs.block_counts(family, CONFIGS / family))
+        case = memory.Case(family, CONFIGS / family, mode, count.MODES[mode], blocks)
+        (folder := tmp_path / family).mkdir()
+        loaded, plan = memory.planned(case, folder)
+        assert loaded.config.method == "full" and plan.attention == "flash"
+        products = "fp8" if "fp8" in mode else "bf16"
+        assert mode.startswith(full_way(compiled=plan.compile, products=products))
+        assert (plan.compute, plan.activation_checkpointing) == (products, "recomputed" in mode)
+
+
+def test_gradients_are_let_go_and_those_of_the_vocabulary_never_made() -> None:
+    """The first block's input has a gradient all the same."""
+    torch.manual_seed(0)
+    embedding, block, head = torch.nn.Embedding(7, 4), torch.nn.Linear(4, 4), torch.nn.Linear(4, 7)
+    model = torch.nn.Sequential(embedding, block, head)
+    found = count.let_go(model)
+    seen: list[torch.Tensor] = []
+    block.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    model(torch.arange(7)).sum().backward()
+    assert seen[0].requires_grad
+    assert all(one.grad is None for one in model.parameters())
+    assert found == {block.weight: 4 * 4 * 4, block.bias: 4 * 4}
+    assert not embedding.weight.requires_grad and not head.weight.requires_grad

@@ -18,6 +18,8 @@ from trainer.config.writing.schema_json import json_schema
 FOLDER = Path(__file__).resolve().parents[3] / "train_configs"
 FILES = sorted(FOLDER.glob("*.yaml"))
 OVERLAYS = sorted(path for path in FOLDER.rglob("*.yaml") if path not in FILES)
+COMPARED = ("llama_full_bf16.yaml", "llama_full_fp8.yaml")
+"""Two that are there to be compared: they write what they differ in."""
 MINE = "family: flux1_dev\ndata: {sets: [{img_dir: /data}]}\noutput_dir: /output/run\n"
 
 
@@ -58,11 +60,20 @@ def test_names_the_licence_of_the_base_model(file: Path) -> None:
 def test_profile_owned_keys_stay_commented_out(file: Path, tmp_path: Path) -> None:
     mine = tmp_path / "mine.yaml"
     mine.write_text(MINE)
-    assert not [
+    written = [
         key
         for key, source in Layers([mine, file]).load().sources.items()
         if key.startswith("features") and source != "default"
     ]
+    assert written == (["features.compute"] if file.name in COMPARED else [])
+
+
+def test_two_that_are_compared_differ_in_one_setting() -> None:
+    """And from the one that leaves it to the plan."""
+    names = ("llama_full.yaml", *COMPARED)
+    auto, bf16, fp8 = (Layers([FOLDER / name]).load().config.model_dump() for name in names)
+    assert [one["features"].pop("compute") for one in (auto, bf16, fp8)] == ["auto", "bf16", "fp8"]
+    assert auto == bf16 == fp8
 
 
 def test_the_editor_sees_mistakes() -> None:

@@ -16,7 +16,7 @@ from trainer.families import get
 from trainer.files import codec
 from trainer.planning.choose import encoding
 from trainer.planning.cost import memory
-from trainer.planning.cost.memory import Storage
+from trainer.planning.cost.storage import Storage
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry

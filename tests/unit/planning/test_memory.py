@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.planning.conftest import GIB, kept, way_of
 from trainer.planning.cost import disk, memory
-from trainer.planning.cost.memory import Storage
+from trainer.planning.cost.storage import Storage
 from trainer.planning.shapes.geometry import ComponentGeometry, Geometry, Linears
 
 NONE = kept(0, inputs=0, block=0)

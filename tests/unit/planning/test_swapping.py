@@ -17,7 +17,8 @@ from trainer.config.schema import RunConfig
 from trainer.errors import HardwareError
 from trainer.machine.facts import Facts
 from trainer.planning.cost import roofline
-from trainer.planning.cost.memory import Storage, elsewhere_bytes, host_rows, read_bytes, total, train_rows
+from trainer.planning.cost.memory import elsewhere_bytes, host_rows, read_bytes, total, train_rows
+from trainer.planning.cost.storage import Storage
 from trainer.planning.plan import Decision, Plan
 from trainer.planning.planning import plan_run
 from trainer.planning.shapes.geometry import (
@@ -251,7 +252,7 @@ def test_without_packages_fp8_waits() -> None:
 
 
 def test_a_full_fine_tune_never_swaps() -> None:
-    with pytest.raises(HardwareError, match=r"training needs 116\.0 GiB at least"):
+    with pytest.raises(HardwareError, match=r"training needs 116\.6 GiB at least"):
         planned(shipped("flux1_dev_full"), machine("rtx-4090"))
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from trainer.config.schema import RunConfig, changed
 from trainer.planning.choose.situation import Situation
+from trainer.planning.cost import states
+from trainer.planning.cost.storage import Storage, counted, parameters
 from trainer.planning.plan import Decision
 
 
@@ -43,6 +45,7 @@ def time_row(situation: Situation, milliseconds: float, parts: float) -> Decisio
     value, reason = "unknown", f"the rates of {situation.gpu} are not known"
     if milliseconds:
         of, every = "one micro-batch", f"for all {micro_batches(config)}"
+        of += " with its share of the optimizer's step" if config.method == "full" else ""
         if parts > _SEVERAL:
             every += " batches"
             shapes = "of the shapes of this set" if geometry.pictures_known else "of six shapes"
@@ -52,3 +55,15 @@ def time_row(situation: Situation, milliseconds: float, parts: float) -> Decisio
         mix = _MIX if geometry.captions_vary else ""
         value, reason = f"{milliseconds:.0f} ms", f"predicted, not measured: {of}; {mix}{whole}"
     return Decision("step_time", value, "prediction", reason)
+
+
+def optimizer_rows(situation: Situation, milliseconds: float, storage: Storage) -> Iterator[Decision]:
+    """The row of the predicted time of the optimizer's step; none where it is not known, or an adapter's."""
+    if not milliseconds:
+        return
+    count = -(-parameters(situation.geometry, "trained") // storage.ranks)
+    size, _ = states.passed(storage.optimizer, averaged=storage.averaged)
+    reason = f"predicted, not measured: once a step, {size:g} bytes of each of {counted(count)}"
+    if storage.way.compute:
+        reason += f", and their {storage.way.compute} bytes"
+    yield Decision("optimizer_time", f"{milliseconds:.0f} ms", "prediction", reason)

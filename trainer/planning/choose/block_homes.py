@@ -13,7 +13,7 @@ from trainer.config.schema import RunConfig, changed
 from trainer.errors import ConfigError
 from trainer.planning.choose.situation import Situation
 from trainer.planning.cost import memory
-from trainer.planning.cost.memory import Storage
+from trainer.planning.cost.storage import Storage
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.adapters import needs_whole_base, plain_path
 from trainer.planning.shapes.geometry import Geometry

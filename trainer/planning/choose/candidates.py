@@ -7,10 +7,10 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trainer.machine.facts import version_text
-from trainer.planning.choose import block_homes
+from trainer.planning.choose import block_homes, optimizers
 from trainer.planning.choose.situation import MEASURE_AGAIN, Situation
 from trainer.planning.choose.switches import compile_key
-from trainer.planning.cost.memory import Storage
+from trainer.planning.cost.storage import Storage
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.ways.storages import WAYS, Way, find, frozen
 
@@ -127,7 +127,9 @@ def storages(
                 tiling=False,
                 previews=bool(config.validation.prompts),
                 swapped=block_homes.swapped(config),
-                optimizer=config.train.optimizer,
+                optimizer=optimizers.optimizer(situation).value,
+                rounds=max(1, config.train.gradient_accumulation_steps // situation.ranks),
+                weight_gradient=weight_gradient(situation, way),
                 averaged=config.train.ema_decay is not None,
                 ranks=situation.ranks,
                 sharded=block_homes.sharded(situation),

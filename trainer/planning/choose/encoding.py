@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Collection, Iterator
 
 from trainer.planning.cost import memory
-from trainer.planning.cost.memory import Storage
+from trainer.planning.cost.storage import Storage, parameters
 from trainer.planning.plan import Decision
 from trainer.planning.shapes.geometry import Geometry
 from trainer.ways.storages import WAYS
@@ -19,7 +19,7 @@ def text_storage(
     """The first storage of text encoders that fits beside one caption's activations, else the smallest; empty
     for the run's type. And why there are no smaller ones.
     """
-    if not memory.parameters(geometry, "text_encoder"):
+    if not parameters(geometry, "text_encoder"):
         return "", ""
     stored = [way for way in WAYS.values() if way.encoder_bytes]
     kinds = ["", *(way.weights for way in stored if way.package in packages)]

@@ -13,8 +13,8 @@ from trainer.planning.choose.budget import Budget
 from trainer.planning.choose.situation import Situation
 from trainer.planning.choose.switches import TIGHT
 from trainer.planning.cost import memory, roofline
-from trainer.planning.cost.memory import Storage
 from trainer.planning.cost.roofline import Speed
+from trainer.planning.cost.storage import Storage, parameters
 from trainer.planning.plan import Decision, MemoryRow, on_off
 from trainer.planning.shapes.adapters import needs_whole_base
 from trainer.ways.storages import WAYS, find
@@ -208,7 +208,7 @@ def decisions(
     without = min((memory.total(one.train) for one in skipped), default=0)
     yield from block_homes.swap_rows(situation, storage, without)
     yield from filter(None, (_sharing(situation, chosen, skipped),))
-    if memory.parameters(situation.geometry, "vae"):
+    if parameters(situation.geometry, "vae"):
         reason = "images are encoded and decoded whole"
         if storage.tiling:
             whole = [one for one in skipped if dataclasses.replace(one.storage, tiling=True) == storage]

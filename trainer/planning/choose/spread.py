@@ -15,8 +15,7 @@ from trainer.errors import ConfigError
 from trainer.machine.facts import EXCHANGED_BYTES, Gpu
 from trainer.planning.choose import batching, optimizers
 from trainer.planning.choose.situation import Situation
-from trainer.planning.cost import memory
-from trainer.planning.cost.memory import Storage
+from trainer.planning.cost.storage import Storage, parameters
 from trainer.planning.plan import Decision
 from trainer.ways.storages import VALUE_BYTES
 from trainer.words.sizes import GIB, gib
@@ -175,7 +174,7 @@ def exchange_row(situation: Situation, storage: Storage) -> Decision | None:
 
 def _rows_exchanged(situation: Situation, storage: Storage) -> Decision:
     """The row of what travels of weights in rows."""
-    ranks, count = situation.ranks, memory.parameters(situation.geometry, "trained")
+    ranks, count = situation.ranks, parameters(situation.geometry, "trained")
     rounds, others = situation.config.train.gradient_accumulation_steps // ranks, (ranks - 1) / ranks
     size = rounds * others * count * (2 * storage.value_bytes + VALUE_BYTES["fp32"])
     times = f"{rounds} round{'' if rounds == 1 else 's'}"

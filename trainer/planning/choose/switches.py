@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from trainer.planning.choose import batching
 from trainer.planning.choose.situation import Situation
-from trainer.planning.cost.memory import Storage
+from trainer.planning.cost.storage import Storage
 from trainer.planning.plan import Decision, on_off
 from trainer.planning.shapes.adapters import plain_path
 from trainer.planning.shapes.mix import padded_row

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainer.planning.cost import states
-from trainer.planning.cost.memory import Storage, parameters
+from trainer.planning.cost.storage import Storage, parameters
 from trainer.planning.shapes.geometry import Geometry
 
 

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from trainer.planning.cost import states
+from trainer.planning.cost import states, trained_memory
+from trainer.planning.cost.storage import Storage, counted, linear_bytes, parameters
+from trainer.planning.cost.trained_memory import FP32_MORE_BYTES
 from trainer.planning.plan import MemoryRow
 from trainer.planning.shapes.activations import COUNTED_ATTENTION
-from trainer.planning.shapes.geometry import Geometry, Linears, Role, Stack, linears_of, parted
+from trainer.planning.shapes.geometry import Geometry, Linears, Stack, linears_of, parted
 from trainer.ways.storages import ENCODERS_KEEP, VALUE_BYTES, WAYS, Way
 from trainer.words.sizes import GIB
 
@@ -19,8 +20,6 @@ CUDA_CONTEXT_BYTES = int(0.75 * GIB)
 _HOLES_BYTES = int(0.15 * GIB)
 # share of all else that the caching allocator holds in blocks it cannot hand out
 _FRAGMENTATION = 0.02
-# scales of one byte that share one in fp32
-_OUTER_BLOCK = 256
 # resident size of Python with torch, diffusers and transformers imported, and with CUDA's libraries in use
 _PROCESS_BYTES = 1 * GIB
 _CUDA_PROCESS_BYTES = int(3.5 * GIB)
@@ -31,60 +30,6 @@ HOST_BYTES = _CUDA_PROCESS_BYTES + _RING_BYTES
 # blocks that lie elsewhere pass through so many pages of the device's memory
 _PAGES = 2
 _ONE_SAMPLE, _ONE_WEIGHT = "one sample", "one weight at a time, transient"
-# more of a parameter that a bf16 run keeps in fp32: of its weight, and where it trains of its gradient and in
-# the optimizer
-_FP32_MORE_BYTES = 2
-
-
-@dataclass(frozen=True, kw_only=True)
-class Storage:
-    """Decisions that memory depends on."""
-
-    method: str
-    device: str
-    dtype: str
-    way: Way
-    """Storage and product type of the base."""
-    checkpointing: bool
-    tiling: bool
-    previews: bool
-    attention: str
-    """The attention kernel: the activations that compiled blocks keep under a budget depend on it."""
-    recomputed: int = 0
-    """Blocks that are recomputed with `checkpointing`, from the first on; 0: all."""
-    compile: bool = False
-    activation_budget: float = 1.0
-    text_encoders: str = ""
-    """`int8` or `nf4`: storage of the text encoders' layers while captions are encoded; empty: `dtype`."""
-    swapped: int = 0
-    """Repeated blocks whose frozen weights wait in host memory."""
-    optimizer: str = "adamw"
-    """The word in `train.optimizer`."""
-    averaged: bool = False
-    """A running mean of the trained weights is kept."""
-    ranks: int = 1
-    """Processes that exchange gradients."""
-    sharded: int = 0
-    """Repeated blocks whose frozen weights lie with the GPUs of a group in turn."""
-    group: int = 1
-    """GPUs of such a group."""
-
-    @property
-    def in_rows(self) -> bool:
-        """True where several processes hold rows of the trained weights each (FSDP2)."""
-        return self.method == "full" and self.ranks > 1
-
-    @property
-    def parts_by_use(self) -> bool:
-        """True where a pass copies of blocks that lie elsewhere only what it reads itself: nothing of the
-        forward pass is repeated in backward.
-        """
-        return not self.checkpointing and self.activation_budget == 1.0
-
-    @property
-    def value_bytes(self) -> int:
-        """Bytes of one value in the compute type."""
-        return VALUE_BYTES[self.dtype]
 
 
 def total(rows: Sequence[MemoryRow]) -> int:
@@ -98,21 +43,21 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     weights, gradients, optimizer, kept, summed, moments = state
     lora, trained = storage.method == "lora", parameters(geometry, "trained")
     name, count = ("adapter", geometry.lora_parameters) if lora else ("trained weights", trained)
-    more = 0 if lora else geometry.fp32_parameters * _FP32_MORE_BYTES
+    more = 0 if lora else geometry.fp32_parameters * FP32_MORE_BYTES
     if storage.in_rows:
         count, more = -(-count // storage.ranks), -(-more // storage.ranks)
         kept = f"{kept}, the rows of one of {storage.ranks} GPUs"
     rows = [
         *([_base_row(storage, geometry, trained)] if lora else []),
-        MemoryRow(name, count * weights + more, f"{_count(count)}, {kept}"),
-        MemoryRow("gradients", count * gradients + more, summed),
+        MemoryRow(name, count * weights + more, f"{counted(count)}, {kept}"),
+        MemoryRow("gradients", (of_all := count * gradients + more), summed),
         MemoryRow("optimizer state", int(count * optimizer) + more, moments),
-        _activation_row(storage, geometry),
+        _activation_row(storage, geometry, of_all),
     ]
     if storage.averaged:
         rows.append(MemoryRow("EMA", count * states.MEAN_BYTES, "the weights' mean, fp32"))
     if storage.in_rows:
-        rows += _gathered(storage, geometry)
+        rows += trained_memory.gathered(storage, geometry)
     elif storage.ranks > 1:
         sums = count * VALUE_BYTES["fp32"]
         # slices sent and received; sums of all slices, twice as they are gathered, and of this one
@@ -126,29 +71,8 @@ def train_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
         pages = _PAGES + (storage.parts_by_use and storage.way.copies == 2)
         rows.append(MemoryRow("blocks passing through", pages * largest, detail))
     if storage.way.trains:
-        return _with_overhead(storage, [*rows, *_trained_copies(storage.way, geometry)])
+        return _with_overhead(storage, [*rows, *trained_memory.fp8_rows(storage, geometry)])
     return _with_overhead(storage, [*rows, *_unpacked(storage, geometry)], holes=_HOLES_BYTES)
-
-
-def _gathered(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
-    """Whole weights and gradients of the blocks that compute, and of what lies outside of the blocks."""
-    weights, gradients, *_ = states.of(storage.method, storage.dtype, storage.optimizer)
-    largest, outside = rows_together(geometry)
-    whole = (_PAGES * largest + outside) * weights
-    # a block's gradients, and their sum on its way: what is sent in fp32, and this rank's part of it
-    sums = max(largest, outside) * VALUE_BYTES["fp32"]
-    sent = sums + sums // storage.ranks
-    return [
-        MemoryRow("gathered blocks", whole, "two blocks whole, in turn, and what lies outside of blocks"),
-        MemoryRow("gradients on their way", (largest + outside) * gradients + sent, "summed in fp32"),
-    ]
-
-
-def rows_together(geometry: Geometry) -> tuple[int, int]:
-    """Parameters of the largest block, and of all that lies outside of blocks."""
-    blocks = [(stack.quantized.parameters + stack.others, stack.blocks) for stack in geometry.stacks]
-    outside = parameters(geometry, "trained") - sum(size * count for size, count in blocks)
-    return max((size for size, _ in blocks), default=0), max(0, outside)
 
 
 def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[MemoryRow, ...]]:
@@ -161,7 +85,7 @@ def cache_stages(storage: Storage, geometry: Geometry) -> dict[str, tuple[Memory
     # latents are encoded in fp32 whatever the run computes in; the geometry's peak is that of the run's type
     size, vae = VALUE_BYTES["fp32"], parameters(geometry, "vae")
     peak = _vae_peak(storage, geometry) * size // storage.value_bytes
-    rows = [MemoryRow("VAE", vae * size, f"{_count(vae)}, fp32")]
+    rows = [MemoryRow("VAE", vae * size, f"{counted(vae)}, fp32")]
     rows.append(MemoryRow("VAE: activations", peak, _ONE_SAMPLE))
     return {"text encoders": text_rows(storage, geometry), "VAE": _with_overhead(storage, rows)}
 
@@ -171,14 +95,14 @@ def text_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     name, kind, count = "text encoders", storage.text_encoders, parameters(geometry, "text_encoder")
     peak = MemoryRow(f"{name}: activations", geometry.text_bytes_peak, _ONE_SAMPLE)
     if not kind:
-        whole = MemoryRow(name, count * storage.value_bytes, f"{_count(count)}, {storage.dtype}")
+        whole = MemoryRow(name, count * storage.value_bytes, f"{counted(count)}, {storage.dtype}")
         return _with_overhead(storage, [whole, peak])
     parts = (part for part in geometry.components if part.role == "text_encoder")
     sizes = [size for part in parts for size in parted(part, ENCODERS_KEEP)[1].values()]
     linears, way = linears_of(sizes), WAYS[kind]
     packed, largest = linears.parameters, linears.largest
-    stored = _linear_bytes(way, linears, len(sizes)) + (count - packed) * storage.value_bytes
-    detail = f"{_count(packed)} in {kind}, {_count(count - packed)} in {storage.dtype}"
+    stored = linear_bytes(way, linears, len(sizes)) + (count - packed) * storage.value_bytes
+    detail = f"{counted(packed)} in {kind}, {counted(count - packed)} in {storage.dtype}"
     unpacked = min(largest, way.most_unpacked or largest) * way.encoder_bytes
     rows = [MemoryRow(name, stored, detail), MemoryRow(f"{kind} unpacked", unpacked, _ONE_WEIGHT), peak]
     return _with_overhead(storage, rows)
@@ -223,13 +147,13 @@ def _read_once(storage: Storage) -> Storage:
 def _modulation_bytes(storage: Storage, stack: Stack) -> int:
     way = WAYS[storage.way.modulation] if storage.way.modulation else storage.way
     if way.packs:
-        return _linear_bytes(way, stack.modulation)
+        return linear_bytes(way, stack.modulation)
     return stack.modulation.parameters * storage.value_bytes
 
 
 def _block_bytes(storage: Storage, geometry: Geometry, stack: Stack) -> int:
     way, own, packed = storage.way, stack.quantized.parameters, packed_linears(storage.way, stack)
-    kept = (stack.others + own - packed.parameters) * storage.value_bytes + stack.fp32 * _FP32_MORE_BYTES
+    kept = (stack.others + own - packed.parameters) * storage.value_bytes + stack.fp32 * FP32_MORE_BYTES
     if way.trains:
         return own * storage.value_bytes + kept
     if way.layer_bytes:
@@ -254,16 +178,8 @@ def _base_bytes(way: Way, geometry: Geometry) -> int:
 def _packed_bytes(way: Way, part: Geometry | Stack, layers: int = 0) -> int:
     """Bytes of packed weights; modulation in a storage of its own is never kept twice."""
     own = part.quantized if way.modulation else packed_linears(way, part)
-    beside = _linear_bytes(WAYS[way.modulation], part.modulation) if way.modulation else 0
-    return _linear_bytes(way, own, layers) + beside
-
-
-def _linear_bytes(way: Way, linears: Linears, layers: int = 0) -> int:
-    """Bytes of weights with their scales."""
-    scales = linears.parameters // way.block if way.block else 0
-    values = way.copies * (linears.parameters * way.bits // 8)
-    outer = scales // _OUTER_BLOCK * 4
-    return values + scales + outer + linears.rows * way.row_bytes + layers * way.layer_bytes
+    beside = linear_bytes(WAYS[way.modulation], part.modulation) if way.modulation else 0
+    return linear_bytes(way, own, layers) + beside
 
 
 def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
@@ -284,25 +200,20 @@ def host_rows(storage: Storage, geometry: Geometry) -> tuple[MemoryRow, ...]:
     )
 
 
-def parameters(geometry: Geometry, role: Role) -> int:
-    """Parameters of all components in one role."""
-    return sum(component.parameters for component in geometry.components if component.role == role)
-
-
 def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
     """Row of the base on the device, without the blocks that wait in host memory."""
     way, kept_fp32 = storage.way, geometry.fp32_parameters
-    fp32 = f", {_count(kept_fp32)} in fp32" if kept_fp32 else ""
+    fp32 = f", {counted(kept_fp32)} in fp32" if kept_fp32 else ""
     packed = 0 if way.trains else packed_linears(way, geometry).parameters
-    size = (trained - packed) * storage.value_bytes + kept_fp32 * _FP32_MORE_BYTES
-    detail = f"{_count(trained)}, {way.weights}{fp32}"
+    size = (trained - packed) * storage.value_bytes + kept_fp32 * FP32_MORE_BYTES
+    detail = f"{counted(trained)}, {way.weights}{fp32}"
     if not way.trains:
         size += _base_bytes(way, geometry)
         beside = geometry.modulation.parameters if way.modulation else 0
         twice = " twice" if way.copies == 2 else ""
-        parts = [f"{_count(packed - beside)} in {way.weights}{twice}"]
-        parts += [f"{_count(beside)} in {way.modulation}"] if beside else []
-        parts.append(f"{_count(trained - packed - kept_fp32)} in {storage.dtype}{fp32}")
+        parts = [f"{counted(packed - beside)} in {way.weights}{twice}"]
+        parts += [f"{counted(beside)} in {way.modulation}"] if beside else []
+        parts.append(f"{counted(trained - packed - kept_fp32)} in {storage.dtype}{fp32}")
         detail = ", ".join(parts)
     if storage.swapped:
         size = max(0, size - elsewhere_bytes(storage, geometry)[0])
@@ -316,8 +227,9 @@ def _base_row(storage: Storage, geometry: Geometry, trained: int) -> MemoryRow:
     return MemoryRow("base weights", size, detail)
 
 
-def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
-    activations = geometry.activations_compiled if storage.compile else geometry.activations
+def _activation_row(storage: Storage, geometry: Geometry, gradients: int) -> MemoryRow:
+    """Row of activations, or of previews; `gradients` are the bytes of all that a step holds."""
+    activations = trained_memory.activations_of(storage, geometry)
     if storage.swapped:
         activations = dataclasses.replace(activations, recomputed=activations.outside)
     count = storage.recomputed or len(activations.whole.blocks) if storage.checkpointing else 0
@@ -333,9 +245,16 @@ def _activation_row(storage: Storage, geometry: Geometry) -> MemoryRow:
         detail += f", first {count} recomputed" if storage.recomputed else ", blocks recomputed"
     if storage.activation_budget < 1.0:
         detail = f"saved for backward, {storage.activation_budget:g} of what blocks compute"
+    alone = storage.method == "full" and not storage.in_rows
+    if alone:
+        training, words = trained_memory.beside_gradients(storage, geometry)
+        detail += words
     if not storage.previews:
         return MemoryRow("activations", training, detail)
     preview = parameters(geometry, "vae") * storage.value_bytes + _vae_peak(storage, geometry)
+    if alone and not storage.averaged:
+        # between steps there are no gradients; with a mean the weights themselves wait in their place
+        preview = max(0, preview - gradients)
     if preview > training:
         return MemoryRow("activations", preview, "VAE and its activations in previews")
     return MemoryRow("activations", training, f"{detail}; previews need less")
@@ -361,18 +280,6 @@ def _unpacked(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
     return [MemoryRow(name, size, _ONE_WEIGHT)] if size else []
 
 
-def _trained_copies(way: Way, geometry: Geometry) -> list[MemoryRow]:
-    """Memory of what trained weights are rounded to once a step, where products are in another type."""
-    if not way.compute:
-        return []
-    linears, twice = geometry.quantized, " twice" if way.copies == 2 else ""
-    name, detail = f"{way.compute} weights", f"{_count(linears.parameters)}{twice}, made once a step"
-    rows = [MemoryRow(name, _linear_bytes(way, linears), detail)]
-    if way.copies == 1:
-        rows.append(MemoryRow(f"{way.compute} transposed", linears.largest, _ONE_WEIGHT))
-    return rows
-
-
 def _with_overhead(storage: Storage, rows: Sequence[MemoryRow], *, holes: int = 0) -> tuple[MemoryRow, ...]:
     """The rows with one of the process, or of CUDA."""
     if storage.device == "cpu":
@@ -380,10 +287,3 @@ def _with_overhead(storage: Storage, rows: Sequence[MemoryRow], *, holes: int = 
     size = CUDA_CONTEXT_BYTES + int(total(rows) * _FRAGMENTATION) + holes
     detail = f"context and workspaces, {_FRAGMENTATION:.0%} lost between blocks"
     return (*rows, MemoryRow("CUDA", size, detail))
-
-
-def _count(parameters: int) -> str:
-    for unit, size in (("B", 10**9), ("M", 10**6), ("k", 10**3)):
-        if parameters >= size:
-            return f"{parameters / size:.1f} {unit} parameters"
-    return f"{parameters} parameters"

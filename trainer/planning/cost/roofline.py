@@ -9,8 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from trainer.machine.facts import Gpu, KernelVerdict, LinkVerdict
-from trainer.planning.cost.memory import Storage, packed_linears, read_bytes
+from trainer.machine.facts import EXCHANGED_BYTES, Gpu, KernelVerdict, LinkVerdict
+from trainer.planning.cost import trained_time
+from trainer.planning.cost.memory import packed_linears, read_bytes
+from trainer.planning.cost.storage import Storage
 from trainer.planning.shapes.geometry import Geometry
 from trainer.ways.kernels import KERNELS
 from trainer.ways.storages import WAYS
@@ -64,7 +66,7 @@ _LAUNCHES_MS = {"eager": 1.2, "compiled": 0.45}
 # adapter, and more where it multiplies in FP8 or unpacks its weight: measured with two models in bf16 and two
 # in FP8 on the host of an H200 (docs/benchmarks.md)
 _HOST_PRODUCT_MS, _HOST_ADAPTER_MS, _HOST_PACKED_MS = 0.3, 0.65, 0.35
-# quantising activations and gradients, bytes moved likewise
+# quantising activations and gradients over a frozen base, bytes moved likewise
 _FP8_TRAFFIC = 1.5
 _ATTENTION_BACKWARD = 2.5
 """Work of attention's backward in forwards."""
@@ -110,6 +112,8 @@ class Speed:
     """Milliseconds of one attention call, forward and backward, if the probe measured the run's shape."""
     peer_bytes: float = 0.0
     """Bytes a second from another GPU's memory, where the probe measured it."""
+    exchange_bytes: float = 0.0
+    """Bytes a second that a rank receives from NCCL, where the probe measured it."""
     matmul: Mapping[str, float] = field(default_factory=dict)
     """Time of a frozen linear layer by its kind, as a share of bf16's, where the probe measured it."""
 
@@ -141,6 +145,7 @@ def speed(
         attention=attention,
         attention_ms=found.get(f"attention.{attention}"),
         peer_bytes=link.gib_per_second * GIB if link is not None else 0.0,
+        exchange_bytes=_exchanged(link),
         matmul={
             way.weights: ms / base
             for way in WAYS.values()
@@ -149,18 +154,31 @@ def speed(
     )
 
 
+def _exchanged(link: LinkVerdict | None) -> float:
+    """Bytes a second of an exchange: the probe's are gradients, and sums of twice as many bytes."""
+    if link is None or not link.exchange_ms:
+        return 0.0
+    return (link.gpus - 1) / link.gpus * 3 * EXCHANGED_BYTES / link.exchange_ms * 1e3
+
+
 def milliseconds(storage: Storage, geometry: Geometry, speed: Speed) -> float:
-    """A batch, forward and backward, without the optimizer's step, in the micro-batches that its samples'
-    shapes usually make.
+    """A batch, forward and backward, in the micro-batches that its samples' shapes usually make, and where
+    whole weights train its share of the optimizer's step.
 
     A frozen base has the gradient of the input only, so backward costs as much as forward; a trained one
     twice that. Recomputing adds forward's share.
     """
     parts = usual_parts(storage, geometry, speed.attention)
-    return sum(
+    passes = sum(
         count * _part_ms(storage, geometry, speed, samples / len(parts))
         for samples, count in enumerate(parts, 1)
     )
+    return passes + optimizer_ms(storage, geometry, speed) / storage.rounds
+
+
+def optimizer_ms(storage: Storage, geometry: Geometry, speed: Speed) -> float:
+    """The optimizer's step, once for all micro-batches of it; 0 where an adapter trains."""
+    return trained_time.optimizer_ms(storage, geometry, speed.rates.bandwidth)
 
 
 def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -> float:
@@ -174,8 +192,8 @@ def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -
     # traffic is of what eager blocks keep: that is what the figures were fitted to
     saved = share * geometry.usual_share * geometry.activations.saved
     traffic = _TRAFFIC[style] * saved
-    # what the probe measured includes quantising, but no gradient of a weight
-    if way.compute == "fp8" and (way.trains or "fp8" not in speed.matmul):
+    # what the probe measured includes quantising
+    if way.compute == "fp8" and not way.trains and "fp8" not in speed.matmul:
         traffic += _FP8_TRAFFIC * saved
     # without a second copy every weight is read and written once more in backward, transposed
     transposed = geometry.quantized.parameters * 2 if way.compute == "fp8" and way.copies == 1 else 0
@@ -183,6 +201,7 @@ def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -
     beside = WAYS[way.modulation].unpack_traffic[storage.compile] if way.modulation else 0.0
     computing = (
         products * _product_ms(storage, geometry, speed, share)
+        + share * _head_and_trained_ms(storage, geometry, speed, forwards)
         + share * (forwards + _ATTENTION_BACKWARD) * _attention_ms(storage, geometry, speed)
         + pointwise * (traffic * move_ms + geometry.blocks * _LAUNCHES_MS[style])
         + transposed * move_ms
@@ -193,7 +212,22 @@ def _part_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -
         each = _HOST_PRODUCT_MS + (0.0 if way.trains else _HOST_PACKED_MS)
         host = geometry.products * each + geometry.lora_layers * _HOST_ADAPTER_MS
         computing = max(computing, pointwise * host)
-    return computing + _copying_ms(storage, geometry, speed, computing)
+    adding = trained_time.adding_ms(storage, geometry, move_ms)
+    return computing + adding + _copying_ms(storage, geometry, speed, computing)
+
+
+def _head_and_trained_ms(storage: Storage, geometry: Geometry, speed: Speed, forwards: float) -> float:
+    """A language model's head, and what products of trained weights in FP8 need beside themselves."""
+    plain, move_ms = _plain_rate(storage, speed), 1e-9 / (speed.rates.bandwidth * _BANDWIDTH_SHARE)
+    head = trained_time.head_ms(storage, geometry, plain, move_ms)
+    if not (storage.way.trains and storage.way.compute):
+        return head
+    quantising = trained_time.quantising_ms(
+        storage, geometry, speed.rates.bandwidth, forwards=forwards, probed="fp8" in speed.matmul
+    )
+    if storage.weight_gradient != "bf16":
+        return head + quantising
+    return head + quantising + geometry.matmul_flops / plain - _product_ms(storage, geometry, speed, 1.0)
 
 
 def usual_parts(storage: Storage, geometry: Geometry, attention: str) -> tuple[float, ...]:
@@ -207,6 +241,8 @@ def _copying_ms(storage: Storage, geometry: Geometry, speed: Speed, computing_ms
 
     A third of the work is forward where all blocks are recomputed, and nearly a half where none is.
     """
+    if storage.in_rows:
+        return _rows_ms(storage, geometry, speed, computing_ms)
     if storage.sharded:
         return _peer_ms(storage, geometry, speed, computing_ms)
     if not storage.swapped:
@@ -230,6 +266,13 @@ def _peer_ms(storage: Storage, geometry: Geometry, speed: Speed, computing_ms: f
     return _SLOWED_BY_COPIES * copies + max(0.0, copies - beside)
 
 
+def _rows_ms(storage: Storage, geometry: Geometry, speed: Speed, computing_ms: float) -> float:
+    """Time that gathering weights and sums of gradients costs, beside the work as in `_peer_ms`."""
+    rate = speed.exchange_bytes or speed.peer_bytes or _PEER_COPY_BYTES
+    travel = trained_time.travelling_bytes(storage, geometry) / rate * 1e3
+    return _SLOWED_BY_COPIES * travel + max(0.0, travel - computing_ms)
+
+
 def _recomputed(storage: Storage, geometry: Geometry) -> tuple[float, float]:
     """(forward passes that backward repeats, 0 to 1, share of a pass's products that it repeats then)."""
     # a budget keeps no result of products that unpack their weight
@@ -249,12 +292,19 @@ def _rate(storage: Storage, peaks: Rates) -> float:
     return peaks.bf16 * (0.5 if storage.dtype == "fp32" else 1.0) * 1e9
 
 
+def _plain_rate(storage: Storage, speed: Speed) -> float:
+    """FLOP a millisecond that plain products reach."""
+    return _rate(storage, speed.rates) * _MATMUL_SHARE["bf16"]
+
+
 def _product_ms(storage: Storage, geometry: Geometry, speed: Speed, share: float) -> float:
     """All linear layers of the blocks once, for this share of the batch."""
     way, peaks, flops = storage.way, speed.rates, share * geometry.matmul_flops
-    plain = flops / (_rate(storage, peaks) * _MATMUL_SHARE["bf16"])
-    if way.verdict and way.weights in speed.matmul:
-        return plain * speed.matmul[way.weights]
+    plain = flops / _plain_rate(storage, speed)
+    # of a trained layer in FP8 a product costs what a frozen one's does
+    measured = way.compute if way.trains and way.compute else way.weights if way.verdict else ""
+    if measured in speed.matmul:
+        return plain * speed.matmul[measured]
     if way.compute == "fp8":
         return flops / ((peaks.fp8 or peaks.bf16) * 1e9 * _MATMUL_SHARE["fp8"])
     traffic = way.unpack_traffic[storage.compile] * packed_linears(way, geometry).parameters

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 COUNTS = Path(__file__).with_name("activations.json")
 _ALL_LINEARS, _RECOMPUTED, _BUDGET = "all linears", "recomputed", "budget"
+FULL = "full"
+"""Begins the names of ways that were counted while every weight trains."""
 COUNTED_ATTENTION = "flash"
 """The kernel that ways are counted with which name no other, and bf16 products."""
 OTHER_ATTENTION = "cudnn"
@@ -23,7 +25,7 @@ OTHER_ATTENTION = "cudnn"
 # budgets from here on hold no more with other kernels, and with products of an FP8 base that is kept once;
 # smaller ones may hold more
 _LARGE = 0.6
-PLAIN, _FP8 = "bf16", "fp8"
+PLAIN, FP8 = "bf16", "fp8"
 Units = tuple[int, int]
 """Bytes of one value of every token: of all that the blocks see, and of the caption's, as some blocks see no
 others.
@@ -73,6 +75,10 @@ class Activations:
     """
     head: int = 0
     """The model's head at its highest point: a language model's logits, of a few tokens at a time."""
+    stacks: tuple[str, ...] = ()
+    """The stack of each block, in the order in which blocks compute."""
+    stand_in: str = ""
+    """The way whose counts stand in for those of a full fine-tune, which nobody has counted."""
 
     @property
     def saved(self) -> int:
@@ -98,7 +104,7 @@ class Activations:
         """
         if budget < 1.0:
             shares = self._budgets(weights, flash=flash, twice=twice)
-            kernel = "" if flash and weights != _FP8 else OTHER_ATTENTION
+            kernel = "" if flash and weights != FP8 else OTHER_ATTENTION
             own = budget in self.shares.get((kernel, weights), {})
             larger = [budget] if own else [share for share in shares if share >= budget]
             return min(shares[share].kept + max(shares[share].beyond, self.head) for share in larger)
@@ -111,15 +117,34 @@ class Activations:
             inputs + self.recomputed.fixed + max(self.recomputed.beyond, self.head),
         )
 
+    def backward(
+        self, gradients: Sequence[int], head: int, *, recomputed: int, stay: bool
+    ) -> tuple[int, int]:
+        """(bytes of activations and new gradients at the highest point, bytes of activations before it).
+
+        `gradients` are bytes of those of each block, in the order in which blocks compute, `head` of a
+        head's, which are made with the loss. Unless they `stay` they are added to others as a block ends.
+        """
+        sizes = (*self.recomputed.blocks[:recomputed], *self.whole.blocks[recomputed:])
+        fixed = (self.recomputed if recomputed >= len(sizes) > 0 else self.whole).fixed
+        saved = left = fixed + sum(sizes)
+        highest, passed = saved + self.head + head, head if stay else 0
+        for number in reversed(range(len(sizes))):
+            new = passed + gradients[number]
+            held = self.recomputed if number < recomputed else self.whole
+            highest = max(highest, left + held.beyond + new)
+            left, passed = left - sizes[number], new if stay else 0
+        return highest, saved
+
     def _budgets(self, weights: str, *, flash: bool, twice: bool = False) -> Mapping[float, Held]:
         """Activations by the share that is kept, as far as it was counted for such kernels and products.
 
         Shares that were not counted are left out: they are planned as the next larger one.
         """
-        other = not flash or weights == _FP8
+        other = not flash or weights == FP8
         plain = self.shares.get(("", PLAIN), {}) if self.fp8_twice_as_bf16 or not twice else {}
         found = {share: held for share, held in plain.items() if share >= _LARGE or not other}
-        if not flash and weights != _FP8:
+        if not flash and weights != FP8:
             found |= self.shares.get((OTHER_ATTENTION, PLAIN), {})
         if weights != PLAIN:
             found |= self.shares.get(("", weights), {})
@@ -144,23 +169,23 @@ def activations(
     head: int,
     more: float = 0.0,
     adapter: Kept = NOTHING_KEPT,
+    trained: str = "",
 ) -> Activations:
     """Activations from a family's counts and the number of blocks of each stack.
 
-    `linear_inputs`: the inputs of all linears are kept as well, as a LoRA on all linears and a full fine-tune
-    do. `more` units are added to what each block keeps: it is not of the shape that was counted.
-    `adapter` is what the adapter holds beyond a plain LoRA.
+    `linear_inputs`: the inputs of all linears are kept as well. `more` units are added to what each block
+    keeps: it is not of the shape that was counted. `adapter` is what the adapter holds beyond a plain LoRA.
+    `trained` is the type of a full fine-tune's products: its own counts are taken where there are any, else
+    those of a LoRA on all linears.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
+    own = full_way(compiled=compiled, products=trained) if trained else ""
     (every, captions), (kept, kept_beyond) = units, adapter
-    plain, wide = (ways[way]["blocks"] for way in (style, f"{style}, {_ALL_LINEARS}"))
-    extra = [more + most - one if linear_inputs else more for most, one in zip(wide, plain, strict=True)]
-    # the caption's tokens, which a block only reads
-    caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]
+    caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]  # only read
 
     def held(way: str, *, recomputes: bool = False) -> Held:
-        found = ways[way]
-        each: list[int] = []
+        found, extra = ways[way], _extra(ways, way, more, linear_inputs=linear_inputs)
+        each = list[int]()
         for number, name in enumerate(counts["stacks"]):
             unit = captions if name in counts["captions"] else every
             size = found["blocks"][number] * unit
@@ -168,19 +193,37 @@ def activations(
                 size += extra[number] * unit + caption_bytes[number] + kept.get(name, 0)
             each += [int(size)] * blocks.get(name, 0)
         beyond = found["beyond"] * every + kept_beyond
-        if recomputes:  # one block's
-            beyond += max(extra) * every + max(caption_bytes) + max(kept.values(), default=0)
+        # one block's
+        beyond += recomputes * (max(extra) * every + max(caption_bytes) + max(kept.values(), default=0))
         return Held(fixed=int(found["fixed"] * every), blocks=tuple(each), beyond=int(beyond))
 
-    inside, outside = f"{style}, {_RECOMPUTED}", f"{style}, {_RECOMPUTED} outside"
+    insides, outside = (f"{one}, {_RECOMPUTED}" for one in (own, style)), f"{style}, {_RECOMPUTED} outside"
+    inside = next(one for one in insides if one in ways)
     return Activations(
-        whole=held(style),
+        whole=held(own if own in ways else style),
         recomputed=held(inside, recomputes=True),
         outside=held(outside if outside in ways else inside, recomputes=True),
         fp8_twice_as_bf16=counts.get("fp8_twice_as_bf16", False),
         shares=_shares({way: held(way) for way in ways if way.startswith(style) and _BUDGET in way}),
         head=head,
+        stacks=tuple(name for name in counts["stacks"] for _ in range(blocks.get(name, 0))),
+        stand_in=f"{style}, {_ALL_LINEARS}" if own and own not in ways else "",
     )
+
+
+def _extra(ways: Mapping[str, Any], way: str, more: float, *, linear_inputs: bool) -> list[float]:
+    """Units that a block of each stack keeps beyond the counts of a way; a full fine-tune's have all."""
+    style = way.partition(",")[0]
+    if style == FULL or not linear_inputs:
+        return [more] * len(ways[way]["blocks"])
+    plain, wide = (ways[one]["blocks"] for one in (style, f"{style}, {_ALL_LINEARS}"))
+    return [more + most - one for most, one in zip(wide, plain, strict=True)]
+
+
+def full_way(*, compiled: bool, products: str = PLAIN) -> str:
+    """The name under which a full fine-tune's blocks are counted, by the type that its products are in."""
+    name = f"{FULL}, {'compiled' if compiled else 'eager'}"
+    return f"{name}, {FP8}" if products == FP8 else name
 
 
 def _shares(ways: Mapping[str, Held]) -> dict[tuple[str, str], dict[float, Held]]:

@@ -185,6 +185,28 @@ def linear_blocks(
     return tuple(found)
 
 
+@functools.lru_cache(maxsize=64)
+def linear_values(
+    part: ComponentGeometry,
+    high_precision: tuple[str, ...],
+    aside: re.Pattern[str],
+    *,
+    every: int,
+    text: int,
+) -> tuple[int, int]:
+    """(values that the blocks' linears read, values that they give) in a pass over so many tokens, of which
+    so many are text; linears whose names hold `aside` see these alone.
+    """
+    read = given = 0
+    for linears in by_block(parted(part, high_precision)[1], least=_LEAST_LINEARS).values():
+        textual = {name for name in linears if aside.search(name)}
+        others = every - text if textual else every
+        for name, (outs, ins) in linears.items():
+            tokens = text if name in textual else others
+            read, given = read + tokens * ins, given + tokens * outs
+    return read, given
+
+
 @dataclass(frozen=True, kw_only=True)
 class Geometry:
     """One run's model in numbers: everything that `resolve` needs to know of it. See `run_geometry`."""
@@ -199,6 +221,8 @@ class Geometry:
     activations: Activations
     activations_compiled: Activations
     """Activations with compiled blocks."""
+    activations_fp8: Activations | None = None
+    """Activations with compiled blocks whose trained weights multiply in FP8, where these were counted."""
     modulation: Linears = NO_LINEARS
     """Linears that int8 and nf4 bases hold quantised besides: see `Family.modulation`."""
     fp32_parameters: int = 0
@@ -211,6 +235,14 @@ class Geometry:
     """Calls of the kernel that `attention_shape_class` names, in that pass."""
     products: int = 0
     """Linear layers of the blocks."""
+    linear_values: tuple[int, int] = (0, 0)
+    """Values that these read, and values that they give, in that pass."""
+    widest_output: int = 0
+    """Values of the largest output of one of them, with the longest captions."""
+    head_size: Size = (0, 0)
+    """(words, width) of a language model's head; zeros where there is none."""
+    head_tokens: int = 0
+    """Tokens that pass through it in that pass."""
     usual_share: float = 1.0
     """Tokens of that pass, as a share of those with the longest captions."""
     usual_parts: Mapping[Captions, tuple[float, ...]] = field(default_factory=dict)

@@ -25,7 +25,15 @@ from trainer.families.values import Shape
 from trainer.files.component_shapes import packed_size, stored_as
 from trainer.files.weight_files import weight_files
 from trainer.modeling.base.base import read_config
-from trainer.planning.shapes.activations import Activations, Kept, Units, activations, counted
+from trainer.planning.shapes.activations import (
+    FP8,
+    PLAIN,
+    Activations,
+    Kept,
+    Units,
+    activations,
+    counted,
+)
 from trainer.planning.shapes.adapters import TEXT_SIDE, planned_adapter
 from trainer.planning.shapes.geometry import (
     NO_LINEARS,
@@ -37,6 +45,7 @@ from trainer.planning.shapes.geometry import (
     fp32_parameters,
     kept_in_fp32,
     linear_blocks,
+    linear_values,
     linears_of,
     parted,
     stacks,
@@ -89,25 +98,23 @@ def run_geometry(
 ) -> Geometry:
     """Everything that memory and time are computed from, in the run's compute type.
 
-    `model_folder` None is a base that is not here yet: committed full-size tables stand in. With `downloads`
-    missing files are to come: a component is as large as its config says. `sources` says where keys stand.
-    Memory is that of the longest caption, time of `pictures`, how many have each shape (else there are six),
-    with usual captions; with `caption_tokens` samples are alike. Raises AccessError for unknown sizes,
-    ConfigError for an adapter on no layer.
+    `model_folder` None is a base that is not here yet: full-size tables stand in. With `downloads` files are
+    to come: a component is as large as its config says. `sources` says where keys stand. Memory is that of
+    the longest caption, time of `pictures`, how many have each shape (else there are six), with usual ones;
+    with `caption_tokens` samples are alike. Raises AccessError for unknown sizes, ConfigError for an adapter
+    on no layer.
     """
-    folders = {name: component_base(model_folder, name, downloads=downloads) for name in roles(family)}
-    components = [
-        _component(family, config, folders[name], name, role, downloads=downloads)
-        for name, role in roles(family).items()
-    ]
+    parts, each = roles(family), functools.partial(_component, family, config, downloads=downloads)
+    folders = {name: component_base(model_folder, name, downloads=downloads) for name in parts}
+    components = [each(folders[name], name, role) for name, role in parts.items()]
     trained, base = components[0], folders[family.trained_component]
     model_config = component_config(family, base, trained.name)
     shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
     parameters, layers, adapter = planned_adapter(family, config, trained, model_config, shape, sources)
     packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
-    kept = kept_in_fp32(family.name) if dtype != "fp32" else ()
+    kept = () if dtype == "fp32" else kept_in_fp32(family.name)
     repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
-    eager, compiled = _activations(family, config, model_config, shape, repeated, adapter)
+    eager, compiled, in_fp8 = _activations(family, config, model_config, shape, repeated, adapter)
     text, vae, tiled = _encoder_peaks(family, config, components, folders, shape.bytes_per_value)
     geometry = Geometry(
         components=tuple(components),
@@ -119,6 +126,7 @@ def run_geometry(
         stored_bytes=stored_bytes,
         activations=eager,
         activations_compiled=compiled,
+        activations_fp8=in_fp8,
         fp32_parameters=fp32_parameters(trained.shapes, kept),
         stacks=repeated,
         text_bytes_peak=text,
@@ -147,12 +155,19 @@ def _with_work(
         usual = dataclasses.replace(shape, text_tokens=tokens)
     longest, attention = (family.attention_shape(model_config, one) for one in (shape, usual))
     every, text = attention.batch_size * attention.tokens, usual.batch_size * usual.text_tokens
-    blocks = linear_blocks(geometry.components[0], family.high_precision, TEXT_SIDE)
+    trained = geometry.components[0]
+    blocks = linear_blocks(trained, family.high_precision, TEXT_SIDE)
     flops, calls = linear_flops(blocks, every=every, text=text)
     pairs = attention.batch_size * attention.tokens * (attention.reach or attention.tokens)
     parts = micro_batches(family, config, pictures) if caption_tokens is None else {}
+    widest = max((rows for rows, _ in parted(trained, family.high_precision)[1].values()), default=0)
+    talks = family.sample_kind == "conversation"
     return dataclasses.replace(
         geometry,
+        linear_values=linear_values(trained, family.high_precision, TEXT_SIDE, every=every, text=text),
+        widest_output=longest.batch_size * longest.tokens * widest,
+        head_size=(model_config["vocab_size"], model_config["hidden_size"]) if talks else (0, 0),
+        head_tokens=text if talks else 0,
         attention_shape_class=shape_class(longest),
         matmul_shape_class=matmul_shape_class(longest),
         matmul_flops=flops,
@@ -231,9 +246,12 @@ def _activations(
     shape: Shape,
     repeated: Sequence[Stack],
     adapter: Kept,
-) -> tuple[Activations, Activations]:
-    """Activations of a micro-batch, eager and compiled, from the family's counts."""
-    linear_inputs = config.method == "full" or config.lora.target_modules != _ATTENTION_PRESET
+) -> tuple[Activations, Activations, Activations | None]:
+    """Activations of a micro-batch, eager, compiled, and compiled with products of trained weights in FP8,
+    from the family's counts.
+    """
+    full = config.method == "full"
+    linear_inputs = full or config.lora.target_modules != _ATTENTION_PRESET
     talks = family.sample_kind == "conversation"
     planned = functools.partial(
         activations,
@@ -245,7 +263,13 @@ def _activations(
         head=head_bytes(family, model_config, shape),
         adapter=adapter,
     )
-    return planned(compiled=False), planned(compiled=True)
+    trained = PLAIN if full else ""
+    in_fp8 = planned(compiled=True, trained=FP8) if full else None
+    return (
+        planned(compiled=False, trained=trained),
+        planned(compiled=True, trained=trained),
+        None if in_fp8 is None or in_fp8.stand_in else in_fp8,
+    )
 
 
 def activation_units(family: Family, model_config: Mapping[str, Any], shape: Shape) -> Units:

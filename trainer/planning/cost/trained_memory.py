@@ -1,0 +1,131 @@
+"""Memory of runs that train whole weights: gradients beside activations, FP8 copies, weights in rows."""
+
+from __future__ import annotations
+
+import math
+
+from trainer.planning.cost import states
+from trainer.planning.cost.storage import Storage, counted, linear_bytes, parameters
+from trainer.planning.plan import MemoryRow
+from trainer.planning.shapes.activations import Activations, full_way
+from trainer.planning.shapes.geometry import Geometry
+from trainer.ways.storages import VALUE_BYTES
+from trainer.words.sizes import gib
+
+FP32_MORE_BYTES = 2
+"""Bytes more of a parameter that a bf16 run keeps in fp32: of its weight, and where it trains of its gradient
+and in the optimizer.
+"""
+# gathered blocks: one computes while the next one comes
+_PAGES = 2
+# e4m3 bytes of a value of a gradient: by rows for the inputs' gradient, by columns for the weight's
+_LAYOUTS = 2
+
+
+def activations_of(storage: Storage, geometry: Geometry) -> Activations:
+    """The counts for blocks that compute as `storage` says."""
+    if not storage.compile:
+        return geometry.activations
+    in_fp8 = geometry.activations_fp8 if storage.way.trains and storage.way.compute else None
+    return geometry.activations_compiled if in_fp8 is None else in_fp8
+
+
+def beside_gradients(storage: Storage, geometry: Geometry) -> tuple[int, str]:
+    """Bytes at the highest point of a step beyond the gradients of all weights, and words on them.
+
+    In a step of one micro-batch gradients come as activations go, and the highest point is where backward
+    begins, or where it ends, or in the optimizer's step. Gradients of earlier micro-batches are there from
+    the start: then a block's new ones come beside them, until they are added.
+    """
+    activations = activations_of(storage, geometry)
+    of_all, of_blocks, of_head = _gradients(storage, geometry, activations)
+    step = _step_bytes(storage, geometry)
+    recomputed = storage.recomputed or len(of_blocks) if storage.checkpointing else 0
+    words = f", as counted of {activations.stand_in}" if activations.stand_in else ""
+    if _lacks_fp8(storage, geometry) and not activations.stand_in:
+        words = f", as counted of {full_way(compiled=storage.compile)}"
+    if storage.activation_budget < 1.0:
+        # blocks that keep a share were counted with a LoRA alone: nothing is taken to go before all is there
+        peak = activations.peak(budget=storage.activation_budget, weights=storage.way.weights)
+        return max(peak + max(of_blocks, default=0), step), words
+    if storage.rounds > 1:
+        new = of_blocks if storage.compile else [geometry.quantized.largest * storage.value_bytes]
+        most = [max(new, default=0)] * len(of_blocks)
+        highest, _ = activations.backward(most, of_head, recomputed=recomputed, stay=False)
+        return max(highest, step), words
+    highest, saved = activations.backward(of_blocks, of_head, recomputed=recomputed, stay=True)
+    return max(highest, of_all + step) - of_all, f" ({gib(saved)}), which gradients take the place of{words}"
+
+
+def _gradients(
+    storage: Storage, geometry: Geometry, activations: Activations
+) -> tuple[int, tuple[int, ...], int]:
+    """Bytes of the gradients of all weights, of each block's in the order in which blocks compute, and of a
+    head's, which are made with the loss.
+    """
+    each = states.of(storage.method, storage.dtype, storage.optimizer)[1]
+    stacks = {
+        one.name: (one.quantized.parameters + one.others) * each + one.fp32 * FP32_MORE_BYTES
+        for one in geometry.stacks
+    }
+    sizes = tuple(stacks.get(name, 0) for name in activations.stacks) or (0,) * len(activations.whole.blocks)
+    more = geometry.fp32_parameters * FP32_MORE_BYTES
+    return parameters(geometry, "trained") * each + more, sizes, math.prod(geometry.head_size) * each
+
+
+def _step_bytes(storage: Storage, geometry: Geometry) -> int:
+    """Bytes that the optimizer's step needs beside weights, gradients and its state: a parameter's mean is
+    made of an fp32 copy of it. All else is written in place.
+    """
+    if not storage.averaged:
+        return 0
+    shapes = (part.shapes.values() for part in geometry.components if part.role == "trained")
+    return VALUE_BYTES["fp32"] * max((math.prod(one) for each in shapes for one in each), default=0)
+
+
+def fp8_rows(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
+    """Memory of what trained weights are rounded to once a step, where products are in another type, and of
+    a gradient's bytes where activations were not counted with them.
+    """
+    way = storage.way
+    if not way.compute:
+        return []
+    linears, twice = geometry.quantized, " twice" if way.copies == 2 else ""
+    name, detail = f"{way.compute} weights", f"{counted(linears.parameters)}{twice}, made once a step"
+    rows = [MemoryRow(name, linear_bytes(way, linears), detail)]
+    if way.copies == 1:
+        rows.append(
+            MemoryRow(f"{way.compute} transposed", linears.largest, "one weight at a time, transient")
+        )
+    if _lacks_fp8(storage, geometry) and geometry.widest_output:
+        layouts = 1 if storage.weight_gradient == "bf16" else _LAYOUTS
+        by = "by rows" if layouts == 1 else "by rows and by columns"
+        size = layouts * geometry.widest_output
+        rows.append(MemoryRow(f"{way.compute} gradients", size, f"of the widest layer, {by}, transient"))
+    return rows
+
+
+def _lacks_fp8(storage: Storage, geometry: Geometry) -> bool:
+    """True where products are in FP8 and activations were not counted with them."""
+    return bool(storage.way.compute) and (geometry.activations_fp8 is None or not storage.compile)
+
+
+def gathered(storage: Storage, geometry: Geometry) -> list[MemoryRow]:
+    """Whole weights and gradients of the blocks that compute, and of what lies outside of the blocks."""
+    weights, gradients, *_ = states.of(storage.method, storage.dtype, storage.optimizer)
+    largest, outside = rows_together(geometry)
+    whole = (_PAGES * largest + outside) * weights
+    # a block's gradients, and their sum on its way: what is sent in fp32, and this rank's part of it
+    sums = max(largest, outside) * VALUE_BYTES["fp32"]
+    sent = sums + sums // storage.ranks
+    return [
+        MemoryRow("gathered blocks", whole, "two blocks whole, in turn, and what lies outside of blocks"),
+        MemoryRow("gradients on their way", (largest + outside) * gradients + sent, "summed in fp32"),
+    ]
+
+
+def rows_together(geometry: Geometry) -> tuple[int, int]:
+    """Parameters of the largest block, and of all that lies outside of blocks."""
+    blocks = [(stack.quantized.parameters + stack.others, stack.blocks) for stack in geometry.stacks]
+    outside = parameters(geometry, "trained") - sum(size * count for size, count in blocks)
+    return max((size for size, _ in blocks), default=0), max(0, outside)
