@@ -230,3 +230,15 @@ def test_what_is_kept_of_a_caption_beside_grows_with_the_caption() -> None:
     assert held.whole.blocks == (500, 500, 2200, 2200, 2200)
     assert held.recomputed.beyond == 3000 + 200
     assert held.recomputed.blocks == (50, 50, 100, 100, 100)
+
+
+def test_frozen_linears_spare_no_more_than_was_counted_of_them() -> None:
+    blocks, units = {"image": 3, "text": 2}, (100, 10)
+    given: dict[str, Any] = {"compiled": False, "linear_inputs": True, "head": 0}
+    spared = dict.fromkeys(blocks, (0, 10**12))
+    assert activations(COUNTS, blocks, units, **given, spared=spared).whole == found().whole
+    whole, first = (
+        activations(COUNTS, blocks, units, **given, spared=one).whole.blocks
+        for one in ({}, {"image": (7, 0)})
+    )
+    assert sum(whole) - sum(first) == 7 * 3

@@ -117,6 +117,21 @@ def test_fp8_beside_modulation_in_int8_is_planned_as_measured(
     assert plan.step_milliseconds == pytest.approx(milliseconds, rel=0.07)
 
 
+@pytest.mark.parametrize(
+    ("targets", "held"),
+    [("attention", 117.5), ("[to_q, to_k, to_v, to_out.0, to_qkv_mlp_proj]", 107.0)],
+)
+def test_inputs_that_targets_leave_out_are_not_planned(
+    targets: str, held: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """FLUX.2-dev in bf16, nothing recomputed: the output layers of its single blocks are the preset's too."""
+    _probed_h200(tmp_path, monkeypatch)
+    overrides = (*memory.SETTINGS["compiled"], f"lora.target_modules={targets}", "features.attention=cudnn")
+    case = memory.Case("flux2_dev", CONFIGS / "flux2_dev", targets, overrides)
+    _, plan = memory.planned(case, tmp_path)
+    assert sum(row.bytes for row in plan.train_memory) / GIB == pytest.approx(held, rel=0.03)
+
+
 def _probed_h200(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The machine that was measured, with what was probed on it."""
     facts = json.loads((MACHINES / "h200.json").read_text())

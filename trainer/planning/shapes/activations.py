@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 COUNTS = Path(__file__).with_name("activations.json")
@@ -35,6 +36,10 @@ Kept = tuple[Mapping[str, int], int]
 largest block, for backward, and of the largest layer, while it computes.
 """
 NOTHING_KEPT: Kept = ({}, 0)
+Spared = Mapping[str, tuple[int, int]]
+"""Bytes of the inputs of linears that a block of a stack does not keep, since these are frozen: of linears
+that the attention preset has, and of others.
+"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +174,15 @@ def activations(
     head: int,
     more: float = 0.0,
     adapter: Kept = NOTHING_KEPT,
+    spared: Spared = MappingProxyType({}),
     trained: str = "",
 ) -> Activations:
     """Activations from a family's counts and the number of blocks of each stack.
 
     `linear_inputs`: the inputs of all linears are kept as well. `more` units are added to what each block
-    keeps: it is not of the shape that was counted. `adapter` is what the adapter holds beyond a plain LoRA.
-    `trained` is the type of a full fine-tune's products: its own counts are taken where there are any, else
-    those of a LoRA on all linears.
+    keeps: it is not of the shape that was counted. `adapter` is what the adapter holds beyond a plain LoRA,
+    `spared` what it does not keep of the inputs of linears. `trained` is the type of a full fine-tune's
+    products: its own counts are taken where there are any, else those of a LoRA on all linears.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
     own = full_way(compiled=compiled, products=trained) if trained else ""
@@ -191,6 +197,9 @@ def activations(
             size = found["blocks"][number] * unit
             if not recomputes:
                 size += extra[number] * unit + caption_bytes[number] + kept.get(name, 0)
+            if way == style:  # a budget's share is of less, and was not counted so
+                near, others = spared.get(name, (0, 0))
+                size -= near + min(others, max(0.0, extra[number] - more) * unit)
             each += [int(size)] * blocks.get(name, 0)
         beyond = found["beyond"] * every + kept_beyond
         # one block's

@@ -12,7 +12,7 @@ from trainer.config.schema import LoraSection, RunConfig
 from trainer.families.family import Family
 from trainer.families.values import Shape
 from trainer.modeling.adapter.targets import pattern_value, target_pattern
-from trainer.planning.shapes.activations import NOTHING_KEPT, Kept
+from trainer.planning.shapes.activations import NOTHING_KEPT, Kept, Spared
 from trainer.planning.shapes.geometry import ComponentGeometry, Size, by_block, parted
 
 COUNTED_RANK = 16
@@ -31,14 +31,15 @@ def planned_adapter(
     model_config: Mapping[str, Any],
     shape: Shape,
     sources: Mapping[str, str],
-) -> tuple[int, int, Kept]:
-    """(parameters, layers that have one, bytes that it keeps) in a micro-batch of `shape`, for a LoRA.
+) -> tuple[int, int, Kept, Spared]:
+    """(parameters, layers that have one, bytes that it keeps, bytes that it spares) in a micro-batch of
+    `shape`, for a LoRA.
 
     `sources` says where keys were written. Raises ConfigError where a layer that is to have an adapter is
     none of the model's.
     """
     if config.method == "full":
-        return 0, 0, NOTHING_KEPT
+        return 0, 0, NOTHING_KEPT, {}
     lora, linears, modulation = config.lora, dict(trained.linears), parted(trained, family.modulation)[0]
     attention = family.attention_shape(model_config, shape)
     # transformers' models have an embedding among their matrices, and a head that may share it, which files
@@ -57,7 +58,32 @@ def planned_adapter(
         return attention.batch_size * attention.tokens
 
     kept = kept_bytes(adapted, lora, tokens_of, shape.bytes_per_value)
-    return adapter_parameters(adapted, lora), len(adapted), kept
+    spared: Spared = {}
+    if not isinstance(lora.target_modules, str):
+        width = model_config.get("hidden_size", attention.heads * attention.head_width)
+        # what is narrower may be kept for something else, as attention keeps its output
+        wide = {name: size for name, size in linears.items() if size[1] > width and name not in modulation}
+        first, every = (re.compile(family.lora_targets[preset]) for preset in ("attention", "all-linear"))
+        spared = spared_bytes(
+            {name: size for name, size in wide.items() if every.fullmatch(name) and name not in adapted},
+            lambda name: tokens_of(name) * shape.bytes_per_value,
+            first,
+        )
+    return adapter_parameters(adapted, lora), len(adapted), kept, spared
+
+
+def spared_bytes(
+    frozen: Mapping[str, Size], value_bytes: Callable[[str], int], attention: re.Pattern[str]
+) -> Spared:
+    """Bytes of the inputs of frozen layers that an adapter on all linears keeps: of those that one on
+    `attention` keeps too, and of the others; the least of all blocks of a stack.
+    """
+    found: dict[str, list[tuple[int, int]]] = {}
+    for block, inside in by_block(frozen).items():
+        sizes = {name: into * value_bytes(name) for name, (_, into) in inside.items()}
+        near = sum(size for name, size in sizes.items() if attention.fullmatch(name))
+        found.setdefault(block.rpartition(".")[0], []).append((near, sum(sizes.values()) - near))
+    return {stack: (min(a for a, _ in each), min(b for _, b in each)) for stack, each in found.items()}
 
 
 def adapter_parameters(adapted: Mapping[str, Size], lora: LoraSection) -> int:

@@ -30,6 +30,7 @@ from trainer.planning.shapes.activations import (
     PLAIN,
     Activations,
     Kept,
+    Spared,
     Units,
     activations,
     counted,
@@ -110,16 +111,16 @@ def run_geometry(
     trained, base = components[0], folders[family.trained_component]
     model_config = component_config(family, base, trained.name)
     shape = run_shape(config, family, bytes_per_value=VALUE_BYTES[dtype])
-    parameters, layers, adapter = planned_adapter(family, config, trained, model_config, shape, sources)
+    adapter = planned_adapter(family, config, trained, model_config, shape, sources)
     packed, modulation, stored, stored_bytes = _packed(family, config, trained, base)
     kept = () if dtype == "fp32" else kept_in_fp32(family.name)
     repeated = stacks(trained, family.high_precision, () if stored_bytes else family.modulation, kept)
-    eager, compiled, in_fp8 = _activations(family, config, model_config, shape, repeated, adapter)
+    eager, compiled, in_fp8 = _activations(family, config, model_config, shape, repeated, *adapter[2:])
     text, vae, tiled = _encoder_peaks(family, config, components, folders, shape.bytes_per_value)
     geometry = Geometry(
         components=tuple(components),
-        lora_parameters=parameters,
-        lora_layers=layers,
+        lora_parameters=adapter[0],
+        lora_layers=adapter[1],
         quantized=packed,
         modulation=modulation,
         stored_as=stored,
@@ -246,6 +247,7 @@ def _activations(
     shape: Shape,
     repeated: Sequence[Stack],
     adapter: Kept,
+    spared: Spared,
 ) -> tuple[Activations, Activations, Activations | None]:
     """Activations of a micro-batch, eager, compiled, and compiled with products of trained weights in FP8,
     from the family's counts.
@@ -262,6 +264,7 @@ def _activations(
         more=language.more_values(model_config, linear_inputs=linear_inputs) if talks else 0.0,
         head=head_bytes(family, model_config, shape),
         adapter=adapter,
+        spared=spared,
     )
     trained = PLAIN if full else ""
     in_fp8 = planned(compiled=True, trained=FP8) if full else None
