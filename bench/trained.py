@@ -3,7 +3,8 @@
     python -m bench trained --record docs/benchmarks/NAME.json
     python -m bench trained --parts optimizer --values 2000000000
 
-`optimizer`: a step over bf16 weights, clipping included, with compensated sums and with split masters.
+`optimizer`: a step over bf16 weights, clipping included, with compensated sums (optimi's AdamW, which full
+fine-tunes had before) and with split masters.
 `products`: forward and backward of one layer, the gradient of its weight included, in bf16 and in FP8, alone
 and compiled. `quantising`: passes that make the bytes of these products alone, beside a copy of the gradient;
 GB/s count each byte that a pass has to read or write, the gradient's twice where it is read twice. Ways
@@ -13,6 +14,7 @@ alternate, `--rounds` times. On a CPU it runs too, to try it: there FP8 is emula
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import time
@@ -28,6 +30,7 @@ from bench.processes import GIB
 from bench.record import update_table
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.optimizer import Updater
+from trainer.errors import HardwareError
 from trainer.modeling.storage.fp8 import (
     keep_ones,
     quantize_rows,
@@ -36,8 +39,10 @@ from trainer.modeling.storage.fp8 import (
 )
 from trainer.modeling.storage.fp8_gradient import quantize_gradient
 from trainer.modeling.storage.fp8_trained import Fp8TrainedLinear, refresh_weights
-from trainer.planning.choose.optimizers import KAHAN, SPLIT
+from trainer.planning.choose.optimizers import SPLIT
+from trainer.words import extras
 
+KAHAN = "adamw_kahan_bf16"
 COLUMNS = ("part", "what", "way", "ms", "fastest to slowest", "GiB held", "of the first way", "GB/s")
 _TENSORS = 16
 _WARM_UP = 3
@@ -54,6 +59,12 @@ _LAYERS: Mapping[str, tuple[int, int, int]] = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, print a line of JSON a way, and write the record."""
     options = parser().parse_args(arguments)
+    if "optimizer" in options.parts and importlib.util.find_spec("optimi") is None:
+        raise HardwareError(
+            "torch-optimi, whose AdamW ours is compared with, is not installed",
+            where="bench/trained.py",
+            remedy=f"in a checkout: {extras.command('dev')}; or leave the part `optimizer` out",
+        )
     rows = [row for part in options.parts for row in PARTS[part](options)]
     for row in rows:
         print(json.dumps(row))
@@ -98,7 +109,9 @@ def optimizer(options: argparse.Namespace) -> list[dict[str, Any]]:
             str(number): torch.nn.Parameter(torch.full_like(one, 0.02))
             for number, one in enumerate(gradients)
         }
-        updater, loss = Updater(held, TrainSection(), kind), torch.zeros((), device=_device())
+        updater, loss = Updater(held, TrainSection(), SPLIT), torch.zeros((), device=_device())
+        if kind == KAHAN:
+            updater.optimizer = _compensated(list(held.values()))
 
         def step() -> float:
             for parameter, gradient in zip(held.values(), gradients, strict=True):
@@ -114,6 +127,15 @@ def optimizer(options: argparse.Namespace) -> list[dict[str, Any]]:
 
     what = f"{shape[0] * shape[1] / 1e9:.2f} billion weights"
     return _measured("optimizer", what, {KAHAN: made, SPLIT: made}, options)
+
+
+def _compensated(values: Sequence[torch.nn.Parameter]) -> torch.optim.Optimizer:
+    """optimi's AdamW over bf16 weights; the updater reads the flag of a bad step on the host before it."""
+    from optimi import AdamW
+
+    # of values in bf16, which hold no slower decay; foreach would hold copies of all tensors at once
+    settings: dict[str, Any] = {"lr": 1e-5, "betas": (0.9, 0.99), "weight_decay": 0.0, "eps": 1e-8}
+    return AdamW(values, kahan_sum=True, triton=_device() == "cuda", foreach=False, **settings)
 
 
 def products(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+import optimi
 import pytest
 import torch
 
@@ -20,11 +23,11 @@ from tests.contract.runs import (
     files,
     numbers,
 )
+from trainer.config.schema import TrainSection
 from trainer.engine.building.build import load_base
+from trainer.engine.optimizing import optimizers
 from trainer.engine.optimizing.split_adamw import joined
 from trainer.engine.records import checkpoint
-from trainer.errors import ConfigError
-from trainer.planning.choose import optimizers
 
 QUIET = ("validation.prompts=[]", "validation.held_out=0", "train.max_grad_norm=1000000")
 
@@ -89,27 +92,59 @@ def test_a_full_fine_tune_in_bf16_goes_on_to_the_bit(case: Case, workshop: Works
 
 
 @pytest.mark.parametrize("case", FULL_CASES[:1], ids=str)
-def test_a_run_with_compensated_sums_goes_on_with_split_masters_and_not_back(
+def test_a_run_with_compensated_sums_goes_on_with_split_masters(
     case: Case, workshop: Workshop, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     options = ("model.dtype=bf16", *QUIET)
     with monkeypatch.context() as before:
-        before.setattr(optimizers, "kahan", optimizers.trains_in_bf16)
+        before.setattr(optimizers, "build_split", compensated)
         first = workshop.job(case, tmp_path, *options, f"train.max_train_steps={CHECKPOINT_STEP}")
-        assert first.context.plan.optimizer == "adamw_kahan_bf16"
         first.train()
+    start = written_as_before(first.folder / "checkpoints")
     second = workshop.job(case, tmp_path, *options)
     second.train()
     said = "\n".join(second.said)
     assert "optimizer: adamw_split_bf16 from here on, adamw_kahan_bf16 before" in said
     assert "train.adam_beta2: 0.999 from here on, 0.99 before" in said
+    assert "train.weight_decay: 0.01 from here on, 0.0 before" in said
     # it learns on as a run that had exact masters from the beginning
     never, theirs = trained(workshop, case, tmp_path / "never", "bf16")
-    start = {name: one.float() for name, one in checkpoint.read_group(
-        first.folder / "checkpoints" / f"step-{CHECKPOINT_STEP:06d}", "weights", "cpu").items()}  # fmt: skip
     ours = moved(masters(second), start)
     assert torch.nn.functional.cosine_similarity(ours, moved(theirs, start), dim=0) > 0.99
     torch.testing.assert_close(losses(second)[-2:], losses(never)[-2:], rtol=0.005, atol=0.0)
-    monkeypatch.setattr(optimizers, "kahan", optimizers.trains_in_bf16)
-    with pytest.raises(ConfigError, match="the checkpoint has 'adamw_split_bf16'"):
-        workshop.job(case, tmp_path, *options, "train.max_train_steps=12").train()
+    third = workshop.job(case, tmp_path, *options, "train.max_train_steps=12")
+    third.train()
+    said = "\n".join(third.said)
+    assert "resumed from" in said and "optimizer" not in said  # its own checkpoint has split masters
+
+
+def compensated(
+    parameters: Mapping[str, torch.nn.Parameter], train: TrainSection, first_values: Mapping[str, int]
+) -> torch.optim.Optimizer:
+    """optimi's AdamW as earlier versions trained with it, in the place of ours: the updater saves its state
+    as they did, a tensor a key.
+    """
+    settings: dict[str, Any] = {
+        "betas": (train.adam_beta1, 0.99),
+        "weight_decay": 0.0,
+        "eps": train.adam_epsilon,
+    }
+    values = list(parameters.values())
+    return optimi.AdamW(values, train.learning_rate, kahan_sum=True, triton=False, foreach=False, **settings)
+
+
+def written_as_before(checkpoints: Path) -> dict[str, torch.Tensor]:
+    """Give the checkpoint of optimi's run the records that such a run had; returns its weights in fp32."""
+    (folder,) = checkpoint.steps_on_disk(checkpoints)
+    weights, state = (checkpoint.read_group(folder, group, "cpu") for group in ("weights", "optimizer"))
+    kinds = {name.rpartition("/")[2] for name in state}
+    assert kinds == {"exp_avg", "exp_avg_sq", "kahan_comp"}
+    snapshot = checkpoint.read_snapshot(folder)
+    old = dataclasses.replace(
+        snapshot,
+        fingerprint={**snapshot.fingerprint, "optimizer": "adamw_kahan_bf16"},
+        settings={**snapshot.settings, "train.adam_beta2": "0.99", "train.weight_decay": "0.0"},
+    )
+    size = sum(one.nbytes for one in weights.values())
+    checkpoint.save(checkpoints, old, weights, state, least_bytes=size, keep=1, on_tensor=lambda: None)
+    return {name: one.float() for name, one in weights.items()}

@@ -104,7 +104,7 @@ def test_what_fits_no_recorded_machine_says_so_itself(
 
 def test_full_fine_tune_fits_an_h200(planned: Callable[[str, str], Plan]) -> None:
     plan = planned("h200", "flux1_dev_full")
-    assert plan.optimizer == "adamw_kahan_bf16"
+    assert plan.optimizer == "adamw_split_bf16"
     assert (plan.compile, plan.weights, plan.compute) == (True, "bf16", "bf16")
     assert plan.activation_checkpointing and 0 < plan.recomputed_blocks < 57
 

@@ -100,3 +100,43 @@ def test_a_resume_on_the_gpu_is_exact() -> None:
     assert torch.equal(rest, whole)
     for name, value in straight.state().items():
         assert torch.equal(second.state()[name], value), name
+
+
+def test_updates_below_bf16_resolution_are_not_lost_on_the_gpu() -> None:
+    """A thousand updates of 1e-3 near 8, where bf16 steps by 0.03: plain bf16 would not move."""
+    held = torch.nn.Parameter(torch.full((64, 64), 8.0, dtype=torch.bfloat16, device=DEVICE))
+    updater = Updater({"w": held}, TrainSection(weight_decay=0.0), KIND)
+    for _ in range(1000):
+        held.grad = torch.ones_like(held)
+        updater.accumulate()
+        updater.step(1e-3, torch.tensor(1.0, device=DEVICE))
+    assert held.float().mean().item() == pytest.approx(7.0, abs=0.07)
+
+
+def test_a_checkpoint_of_optimis_kernel_goes_on() -> None:
+    """Beside fp32 AdamW that saw all gradients; optimi's own Triton kernel made the checkpoint."""
+    from optimi import AdamW
+
+    count, steps = 100_000, 20
+    old, held = (torch.nn.Parameter(start(count)) for _ in range(2))
+    twin = torch.nn.Parameter(start(count).float())
+    theirs = AdamW([old], RATE, (0.9, 0.99), 0.0, eps=1e-8, kahan_sum=True, triton=DEVICE == "cuda")
+    oracle = torch.optim.AdamW([twin], lr=RATE, betas=BETAS, weight_decay=0.0)
+    for step in range(steps):
+        old.grad = gradient(count, step)
+        twin.grad = old.grad.float()
+        theirs.step()
+        oracle.step()
+    state = {f"w/{key}": value for key, value in theirs.state[old].items() if torch.is_tensor(value)}
+    updater = Updater({"w": held}, TrainSection(max_grad_norm=1e9, weight_decay=0.0), KIND)
+    updater.load({"w": old.detach()}, state, steps)
+    exact, before = old.detach().float() + state["w/kahan_comp"].float(), twin.detach().clone()
+    assert torch.equal(joined(held.detach(), updater.state()["w/low"]), exact)
+    for step in range(steps, 2 * steps):
+        held.grad = gradient(count, step)
+        twin.grad = held.grad.float()
+        updater.accumulate()
+        updater.step(RATE, torch.tensor(1.0, device=DEVICE))
+        oracle.step()
+    moved, wanted = joined(held.detach(), updater.state()["w/low"]) - exact, twin.detach() - before
+    assert (moved - wanted).norm() / wanted.norm() < 0.03

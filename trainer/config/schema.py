@@ -184,18 +184,16 @@ class TrainSection(Section):
     learning_rate: Annotated[float, Field(gt=0, le=1.0)] = 1.0e-4
     """Peak learning rate."""
     optimizer: Literal["adamw", "adamw_8bit", "prodigy"] = "adamw"
-    """AdamW, of which the plan picks the fused or the compensated bf16 variant; `adamw_8bit` (bitsandbytes)
+    """AdamW, whose fp32 masters a full fine-tune in bf16 keeps in two halves; `adamw_8bit` (bitsandbytes)
     keeps its state in 8 bits; `prodigy` (prodigyopt) finds the rate itself: write learning_rate: 1."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of AdamW's running mean of gradients."""
     adam_beta2: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = "auto"
-    """Decay of AdamW's running mean of squared gradients; `auto`: 0.999, and 0.99 for a full fine-tune in
-    bf16 on a GPU, which cannot hold what changes more slowly."""
+    """Decay of AdamW's running mean of squared gradients; `auto`: 0.999."""
     adam_epsilon: Annotated[float, Field(gt=0)] = 1.0e-8
     """Added to AdamW's denominator."""
     weight_decay: Literal["auto"] | Annotated[float, Field(ge=0)] = "auto"
-    """Decoupled weight decay; `auto`: 0.01, and 0 for a full fine-tune in bf16 on a GPU, which
-    rounds it away."""
+    """Decoupled weight decay; `auto`: 0.01."""
     lr_scheduler: Literal[
         "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_restarts", "polynomial"
     ] = "constant"

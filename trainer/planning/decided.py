@@ -211,7 +211,7 @@ def _rows(decided: Decided, split: Decision | None, keeping: Decision, disk: Dec
     if geometry.captions_vary or geometry.packed:
         yield made["text_padding"]
     yield from (made[name] for name in ("attention", "tf32", "optimizer", "loader"))
-    yield from optimizers.rows(situation, made["optimizer"].value)
+    yield from optimizers.rows(situation)
     pinned = "faster copies to the GPU" if profile.pin_memory else "there is no GPU to copy to"
     reason = notes.pop("pin_memory", pinned)
     yield Decision("pin_memory", on_off(profile.pin_memory), profile.memory_source, reason)

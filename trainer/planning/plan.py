@@ -99,8 +99,8 @@ class Plan:
     `fastsafetensors-cold`, `fastsafetensors-cached`: as `auto`, but by that for files in this state.
     """
     optimizer: str
-    """`adamw_fused_fp32` (fp32 masters), `adamw_kahan_bf16` (compensated, for full fine-tunes in bf16),
-    `adamw_8bit` or `prodigy` (both with fp32 masters)."""
+    """`adamw_fused_fp32` (fp32 masters), `adamw_split_bf16` (fp32 masters in two halves, for full fine-tunes
+    in bf16), `adamw_8bit` or `prodigy` (both with fp32 masters)."""
     environment: Mapping[str, str]
     """Variables that must exist before the training process imports torch; where the user wrote one, it has
     the user's value.

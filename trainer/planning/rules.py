@@ -98,10 +98,8 @@ Why = Callable[[Situation], str | bool]
 """Why a value that was written cannot be had; empty or False where it can."""
 _WEIGHTS, _COMPUTE, _MODULATION = "features.weights", "features.compute", "features.modulation"
 _BLOCKS, _TF32, _ADAPTER = "features.activation_checkpointing", "features.tf32", "lora.type"
-_BETA_2, _DECAY = "train.adam_beta2", "train.weight_decay"
 _OPTIMIZER, _COMPILE, _SHARE = optimizers.KEY, switches.COMPILE, switches.SHARE
 _FULL_FILES = "or use the model's full-precision files"
-_FP32 = "or write features.weights: fp32, which needs twice the memory"
 
 
 def _refused(key: str, why: Why, remedy: str | Callable[[Situation], str] = "") -> Rule[Situation]:
@@ -167,18 +165,6 @@ def _loses_updates(at: Situation) -> str:
     return f"{asked} would round its updates to bf16, which loses the small ones" if loses else ""
 
 
-def _never_falls(at: Situation) -> str:
-    asked, slow = at.config.train.adam_beta2, "is too slow for a full fine-tune in bf16"
-    too_slow = optimizers.kahan(at) and asked != "auto" and asked > optimizers.IN_BF16[0]
-    return f"{asked:g} {slow}: {optimizers.SECOND_MOMENT}" if too_slow else ""
-
-
-def _no_decay(at: Situation) -> str:
-    asked, nothing = at.config.train.weight_decay, "would do nothing in a full fine-tune in bf16"
-    in_vain = optimizers.kahan(at) and asked not in ("auto", 0.0)
-    return f"{asked:g} {nothing}: {optimizers.NO_DECAY}" if in_vain else ""
-
-
 def _no_share(at: Situation) -> str:
     obstacle = switches.compile_key(at) == switches.SHARE and switches.compile_obstacle(at)
     return f"only compiled blocks have one: {obstacle}" if obstacle else ""
@@ -220,9 +206,6 @@ MACHINE: tuple[Rule[Situation], ...] = (
              lambda at: _installed(at.config.train.optimizer.replace("_", "-"), _OPTIMIZER)),
     _refused(_OPTIMIZER, _loses_updates,
              f"leave {_OPTIMIZER} out: AdamW keeps what bf16 loses, in less memory than fp32 copies"),
-    _refused(_BETA_2, _never_falls,
-             f"write {optimizers.IN_BF16[0]:g} at most, leave {_BETA_2} out, {_FP32}"),
-    _refused(_DECAY, _no_decay, f"write 0, leave {_DECAY} out, {_FP32}"),
     _refused(attention.KEY, attention.cannot_run),
     _refused(attention.KEY, attention.not_installed, attention.installed_by),
     _refused(loading.KEY,

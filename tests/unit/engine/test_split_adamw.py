@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import optimi
 import pytest
 import torch
 
@@ -207,28 +208,35 @@ def test_chance_differs_by_step_tensor_and_place() -> None:
 
 @pytest.mark.parametrize("settings", [{"adam_beta2": 0.99, "weight_decay": 0.0}, {}], ids=["its", "usual"])
 def test_a_checkpoint_with_compensated_sums_goes_on(settings: dict[str, float]) -> None:
-    """Beside fp32 AdamW that saw all gradients."""
+    """Beside fp32 AdamW that saw all gradients; optimi's own AdamW made the checkpoint."""
     gradient, start = noisy(), Beside().start
     beta_2, decay = settings.get("adam_beta2", 0.999), settings.get("weight_decay", 0.01)
     twin = torch.nn.Parameter(start.float())
     oracle = torch.optim.AdamW([twin], lr=RATE, betas=(0.9, beta_2), weight_decay=decay)
     held = {"w": torch.nn.Parameter(start.clone()), "wide": torch.nn.Parameter(start[:100].float())}
-    old = Updater(held, TrainSection(max_grad_norm=1e9, **settings), "adamw_kahan_bf16")
+    betas = (0.9, beta_2)
+    old = optimi.AdamW(held.values(), RATE, betas, decay, eps=1e-8, kahan_sum=True, triton=False)
     wide = torch.nn.Parameter(start[:100].float())  # what a bf16 model keeps in fp32
     beside = torch.optim.AdamW([wide], lr=RATE, betas=(0.9, beta_2), weight_decay=decay)
 
-    def step(of: Updater, parameters: dict[str, torch.nn.Parameter], number: int) -> None:
+    def give(parameters: dict[str, torch.nn.Parameter], number: int) -> None:
         parameters["w"].grad, twin.grad = gradient(number), gradient(number).float()
         parameters["wide"].grad, wide.grad = gradient(number)[:100].float(), gradient(number)[:100].float()
-        of.accumulate()
-        of.step(RATE, torch.tensor(1.0))
         oracle.step()
         beside.step()
 
     for number in range(20):
-        step(old, held, number)
-    weights = {name: one.clone() for name, one in old.weights().items()}
-    state = {name: one.clone() for name, one in old.state().items()}
+        give(held, number)
+        old.step()
+    weights = {name: one.detach().clone() for name, one in held.items()}
+    state = {
+        f"{name}/{key}": value.clone()
+        for name, one in held.items()
+        for key, value in old.state[one].items()
+        if torch.is_tensor(value)
+    }
+    moments = {f"{name}/{key}" for name in held for key in ("exp_avg", "exp_avg_sq")}
+    assert state.keys() == {*moments, "w/kahan_comp"}  # fp32 has no compensation
     exact = weights["w"].float() + state["w/kahan_comp"].float()
 
     gone_on = {"w": torch.zeros_like(start), "wide": torch.zeros(100)}
@@ -243,7 +251,9 @@ def test_a_checkpoint_with_compensated_sums_goes_on(settings: dict[str, float]) 
     assert found.item() == pytest.approx(wanted.item(), rel=0.02)  # the old one's decay was 0.99
     before = twin.detach().clone()
     for number in range(20, 40):
-        step(updater, gone_on, number)
+        give(gone_on, number)
+        updater.accumulate()
+        updater.step(RATE, torch.tensor(1.0))
     moved, wanted_move = (
         joined(gone_on["w"].detach(), updater.state()["w/low"]) - exact,
         twin.detach() - before,

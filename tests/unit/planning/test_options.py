@@ -12,10 +12,11 @@ from tests.unit.modeling.test_adapters import LINEARS, built_size
 from tests.unit.planning.conftest import machine
 from tests.unit.planning.test_resolve import Config, plan
 from trainer.config.reading.load import load
-from trainer.config.schema import LoraSection
+from trainer.config.schema import LoraSection, TrainSection
 from trainer.errors import HardwareError
 from trainer.families import get
 from trainer.machine.reading import read_recorded
+from trainer.planning.choose.optimizers import second_beta_and_decay
 from trainer.planning.plan import Plan
 from trainer.planning.planning import plan_run
 from trainer.planning.shapes.adapters import adapter_parameters
@@ -154,32 +155,20 @@ def test_the_planned_size_is_what_peft_builds(kind: str, rank: int) -> None:
     assert adapter_parameters(LINEARS, lora) == built_size(lora)
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "says"),
-    [
-        ("adam_beta2", 0.999, "second moment in bf16"),
-        ("adam_beta2", 0.995, "write 0.99 at most"),
-        ("weight_decay", 0.01, "would do nothing"),
-    ],
-)
-def test_what_a_bf16_optimizer_cannot_hold_is_refused(
-    config: Config, geometry: Geometry, key: str, value: float, says: str
+@pytest.mark.parametrize("recorded", ["h200", "dgx-spark"])
+def test_a_full_fine_tune_in_bf16_has_split_masters_and_takes_any_beta_and_decay(
+    config: Config, geometry: Geometry, recorded: str
 ) -> None:
-    asked = {f"train__{key}": value}
-    with pytest.raises(HardwareError) as caught:
-        plan(config(method="full", **asked), machine("h200"), geometry)
-    assert says in str(caught.value) and f"train.{key}" in str(caught.value)
-    assert plan(config(**asked), machine("h200"), geometry).optimizer == "adamw_fused_fp32"
-    whole = config(method="full", features__weights="fp32", **asked)
-    assert plan(whole, machine("h200"), geometry).optimizer == "adamw_fused_fp32"
+    asked = {"train__adam_beta2": 0.9999, "train__weight_decay": 0.1}
+    for written in ({}, asked):
+        found = plan(config(method="full", model__dtype="bf16", **written), machine(recorded), geometry)
+        (row,) = (row for row in found.decisions if row.feature == "optimizer")
+        assert (row.value, row.source, found.optimizer) == ("adamw_split_bf16", "auto", row.value)
+        assert not {row.feature for row in found.decisions} & {"adam_beta2", "weight_decay"}
+    wide = plan(config(method="full", model__dtype="fp32"), machine(recorded), geometry)
+    assert wide.optimizer == "adamw_fused_fp32"
 
 
-def test_what_a_bf16_optimizer_takes_instead_is_told(config: Config, geometry: Geometry) -> None:
-    found = plan(config(method="full"), machine("h200"), geometry)
-    values = {row.feature: (row.value, row.source) for row in found.decisions}
-    assert (values["adam_beta2"], values["weight_decay"]) == (("0.99", "auto"), ("0", "auto"))
-    written = config(method="full", train__adam_beta2=0.95, train__weight_decay=0.0)
-    features = {row.feature for row in plan(written, machine("h200"), geometry).decisions}
-    assert not features & {"adam_beta2", "weight_decay"}
-    adapter = {row.feature for row in plan(config(), machine("h200"), geometry).decisions}
-    assert not adapter & {"adam_beta2", "weight_decay"}
+def test_beta_and_decay_are_adamws_usual_ones_unless_they_are_written() -> None:
+    assert second_beta_and_decay(TrainSection()) == (0.999, 0.01)
+    assert second_beta_and_decay(TrainSection(adam_beta2=0.95, weight_decay=0.0)) == (0.95, 0.0)

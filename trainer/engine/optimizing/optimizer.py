@@ -120,9 +120,8 @@ class Updater:
 
     `adamw_fused_fp32`: bf16 and fp16 parameters get fp32 masters, gradients accumulate in fp32, and a step
     with a non-finite gradient changes nothing without waiting for the device. `adamw_8bit` and `prodigy` have
-    masters too. `adamw_kahan_bf16`: optimi's AdamW with Kahan summation, all state in bf16. In these three
-    the flag is read before the step. `adamw_split_bf16`: see `split_adamw`; clipping and the flag are part of
-    its step.
+    masters too, and the flag is read before their step. `adamw_split_bf16`: see `split_adamw`; clipping and
+    the flag are part of its step.
 
     Of parameters in rows (`in_rows`) each rank owns its own: `parameters` are these.
     """
@@ -140,8 +139,8 @@ class Updater:
         self.train = train
         self.kind = kind
         types = {parameter.dtype for parameter in self.parameters.values()}
-        own = kind in (optimizers.KAHAN, optimizers.SPLIT) or types == {torch.float32}
-        # parameters in fp32, with Kahan sums and with split masters are their own masters
+        own = kind == optimizers.SPLIT or types == {torch.float32}
+        # parameters in fp32 and with split masters are their own masters
         self.flat = None if own else FlatMasters(self.parameters)
         self.exchange: Exchange | None = None
         """Sums of gradients over the ranks, where several share the micro-batches of a step."""
@@ -352,14 +351,7 @@ class Updater:
         # a parameter that never had a gradient has no state
         found = {number: by_name[name] for number, name in enumerate(self._masters) if name in by_name}
         plain = optimizer.state_dict()
-        if self.kind == optimizers.KAHAN:
-            for group in plain["param_groups"]:
-                group.update(setup=True, kahan_sum=True, step=torch.tensor(steps_applied, dtype=torch.int32))
         for entry in found.values():
-            if self.kind == optimizers.KAHAN:
-                # None for fp32 parameters, which is not saved; without the key optimi zeroes both moments
-                entry.setdefault("kahan_comp", None)
-            else:
-                entry["step"] = torch.tensor(float(steps_applied))  # one each: the optimizer counts in it
+            entry["step"] = torch.tensor(float(steps_applied))  # one each: the optimizer counts in it
         plain["state"] = found
         optimizer.load_state_dict(plain)

@@ -11,9 +11,9 @@ import torch
 
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.split_adamw import SplitAdamW
-from trainer.planning.choose.optimizers import KAHAN, SPLIT, second_beta_and_decay
+from trainer.planning.choose.optimizers import SPLIT, second_beta_and_decay
 
-__all__ = ["KAHAN", "SPLIT", "build", "build_split", "load_whole_state", "whole_state"]
+__all__ = ["SPLIT", "build", "build_split", "load_whole_state", "whole_state"]
 
 OF_ALL = "group"
 """Stands for a parameter's name before the values that an optimizer keeps once for all parameters."""
@@ -22,7 +22,7 @@ _SMALLEST_8BIT = 4096
 
 def build(kind: str, values: Sequence[torch.nn.Parameter], train: TrainSection) -> torch.optim.Optimizer:
     """The optimizer of a plan over these values."""
-    beta_2, decay = second_beta_and_decay(train, kind)
+    beta_2, decay = second_beta_and_decay(train)
     # as all of these libraries call them
     settings: dict[str, Any] = {
         "lr": train.learning_rate,
@@ -30,12 +30,6 @@ def build(kind: str, values: Sequence[torch.nn.Parameter], train: TrainSection) 
         "eps": train.adam_epsilon,
         "weight_decay": decay,
     }
-    if kind == KAHAN:
-        from optimi import AdamW
-
-        # one kernel a tensor; foreach would hold copies of all of them at once
-        on_gpu = values[0].device.type == "cuda"
-        return AdamW(values, kahan_sum=True, triton=on_gpu, foreach=False, **settings)
     if kind == "adamw_8bit":
         from bitsandbytes.optim.adamw import AdamW8bit
 
@@ -55,7 +49,7 @@ def build_split(
     parameters: Mapping[str, torch.nn.Parameter], train: TrainSection, first_values: Mapping[str, int]
 ) -> SplitAdamW:
     """AdamW with split masters over these parameters, or over rows of them that begin at `first_values`."""
-    beta_2, decay = second_beta_and_decay(train, SPLIT)
+    beta_2, decay = second_beta_and_decay(train)
     return SplitAdamW(
         parameters,
         betas=(train.adam_beta1, beta_2),

@@ -96,8 +96,8 @@ class SplitAdamW:
     @torch.no_grad()
     def load(self, state: Mapping[str, torch.Tensor], steps: int) -> None:
         """Take the tensors of `state()`, or those of optimi's AdamW with compensated sums after so many
-        steps: the compensation becomes the lower half of the masters, and the moments, which it keeps free
-        of their bias towards zero (`optimi.utils.debias_beta`), get it.
+        steps, which earlier versions trained with: the compensation becomes the lower half of the masters,
+        and the moments, which it keeps free of their bias towards zero (`optimi.utils.debias_beta`), get it.
         """
         by_name: dict[str, dict[str, torch.Tensor]] = {}
         for label, value in state.items():

@@ -36,7 +36,6 @@ from trainer.modeling.tensor_file import (
     take_part,
     write_tensors,
 )
-from trainer.planning.choose.optimizers import KAHAN, SPLIT
 
 FORMAT_VERSION = 1
 SHARD_BYTES = 10 * 10**9
@@ -273,11 +272,6 @@ _OTHERWISE = {
     "sample_order": "this version puts other samples into a step: go on with the version that began the run",
 }
 """Told of values that say nothing to a reader."""
-_BACK = {
-    (SPLIT, KAHAN): f"the checkpoint has {SPLIT!r}, which this version takes on a CPU: go on with "
-    "TRAINER_PROFILE=cpu"
-}
-"""Told of a value and the one that came before it."""
 
 
 def require_same_run(
@@ -294,7 +288,7 @@ def require_same_run(
         problems = []
         for change in refused:
             differs = f"the checkpoint has {change.old!r}, this run {change.new!r}"
-            told = _OTHERWISE.get(change.name) or _BACK.get((change.old, change.new)) or differs
+            told = _OTHERWISE.get(change.name, differs)
             problems.append(Problem(what=told, where=change.name))
         remedy = "set back what is listed, or choose another output_dir to start afresh"
         heading = Problem(what="the run in this folder was started differently", where=str(folder))

@@ -14,7 +14,7 @@ from trainer.config.schema import LoraSection
 from trainer.data.records import Record
 from trainer.engine.caching.entries import data_fingerprint
 from trainer.engine.context import Context
-from trainer.planning.choose.optimizers import KAHAN, SPLIT, second_beta_and_decay
+from trainer.planning.choose.optimizers import SPLIT, second_beta_and_decay
 
 SAMPLE_ORDER = "drawn by the step"
 """The way samples become steps; up to 0.1.0 they waited for others of equal shape, which made up a step."""
@@ -43,8 +43,9 @@ REFUSED: Mapping[str, Sequence[str]] = {
 """Values by their names in checkpoints, with the configuration keys that decide each. Another value is
 another experiment: exit code 78."""
 
-SUCCEEDED: Mapping[str, Mapping[str, str]] = {"optimizer": {KAHAN: SPLIT}}
-"""Values of `REFUSED` from which a run may go on with one other, which takes the state of the first."""
+SUCCEEDED: Mapping[str, Mapping[str, str]] = {"optimizer": {"adamw_kahan_bf16": SPLIT}}
+"""Values of `REFUSED` from which a run may go on with one other, which takes the state of the first: AdamW
+with compensated (Kahan) sums has become the one with split masters."""
 
 TOLD: Mapping[str, Sequence[str]] = {
     "device": (),
@@ -86,8 +87,7 @@ _PLANNED = (
 def values(context: Context, records: Sequence[Record]) -> tuple[dict[str, str], dict[str, str]]:
     """The values of a run by name, of `REFUSED` and of `TOLD`. Those that do not apply are left out."""
     source, plan = context.source, context.plan
-    # where `auto` is decided by the optimizer
-    beta_2, decay = second_beta_and_decay(context.config.train, plan.optimizer)
+    beta_2, decay = second_beta_and_decay(context.config.train)
     found = {
         **{name: str(vars(plan)[name]) for name in _PLANNED if vars(plan)[name] != ""},
         "base": source.identity,
