@@ -9,6 +9,7 @@ import contextlib
 import itertools
 import json
 import random
+import shutil
 import socket
 import statistics
 import sys
@@ -154,8 +155,8 @@ def base_layer(
 def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = False) -> dict[str, Any]:
     """One run in processes of its own; gives its figures, `problem` where it did not end well.
 
-    `folder` must be new; data set and encoded samples lie in `shared`. With `memory` the driver is asked what
-    is in use.
+    `folder` must be new; data set and encoded samples lie in `shared`. Weights that the run wrote are removed
+    again, but a LoRA. With `memory` the driver is asked what is in use.
     """
     folder.mkdir(parents=True)
     data_set = write_data_set(job.family, shared / "data", resolution=job.resolution, tokens=job.tokens)
@@ -164,6 +165,8 @@ def train(job: Job, variant: str, folder: Path, shared: Path, *, memory: bool = 
     run = folder / "run"
     with watch(run / METRICS_LOG, memory=memory) as seen:
         ended = jobs.train(configs(job, folder), run, job.overrides, environment.snapshot(), _free_port())
+    for large in ("model", "checkpoints"):  # of a whole model 20 GiB each, and nobody looks at them
+        shutil.rmtree(run / large, ignore_errors=True)
     if ended.code:
         return problem(ended)
     rows = read_metrics(run / METRICS_LOG)
