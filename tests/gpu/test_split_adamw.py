@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -35,11 +37,13 @@ def start(count: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("count", [1, 1023, 1_000_000, 2**20])
 @pytest.mark.parametrize("gradients", [torch.bfloat16, torch.float32])
-def test_the_kernel_computes_what_plain_torch_does(count: int, gradients: torch.dtype) -> None:
+@pytest.mark.parametrize("masters", [True, False])
+def test_the_kernel_computes_what_plain_torch_does(count: int, gradients: torch.dtype, masters: bool) -> None:
     from trainer.modeling.triton import split_adamw as kernel
 
-    def fresh() -> list[torch.Tensor]:
-        return [start(count), *(torch.zeros(count, dtype=torch.int16, device=DEVICE) for _ in range(3))]
+    def fresh() -> list[Any]:
+        low, first, second = (torch.zeros(count, dtype=torch.int16, device=DEVICE) for _ in range(3))
+        return [start(count), low if masters else None, first, second]
 
     ours, twin = fresh(), fresh()
     factor = torch.tensor(0.7, device=DEVICE)
@@ -48,14 +52,18 @@ def test_the_kernel_computes_what_plain_torch_does(count: int, gradients: torch.
         given = gradient(count, step, 1e-3 if step < 12 else 1e-4).to(gradients)
         scale = (1 - BETAS[1] ** step) ** 0.5
         settings = {"betas": BETAS, "keep": 1 - 1e-7, "size": RATE / (1 - BETAS[0] ** step), "scale": scale}
-        before = [one.clone() for one in ours]
+        before = [one.clone() for one in ours if one is not None]
         for update, tensors in ((kernel.update, ours), (update_halves, twin)):
             # rows of a tensor that begin at this place
             update(*tensors, given, factor, bad, **settings, eps=1e-8, seed=seed_of(step, 3), begin=2**31 - 7)
-        assert (step == 9) == all(map(torch.equal, before, ours))
+        after = [one for one in ours if one is not None]
+        assert (step == 9) == all(map(torch.equal, before, after))
     # a product may be rounded once where plain torch rounds twice, and then a moment to the other side: the
     # first moment keeps such a step of 2**-9 of what it was, also where later gradients bring it near zero
-    torch.testing.assert_close(joined(*ours[:2]), joined(*twin[:2]), rtol=0.0, atol=5e-7)
+    if masters:
+        torch.testing.assert_close(joined(*ours[:2]), joined(*twin[:2]), rtol=0.0, atol=5e-7)
+    else:  # where a product is rounded otherwise, chance may go to the other side
+        assert (ours[0] != twin[0]).float().mean() < 0.01
     torch.testing.assert_close(decoded_first(ours[2]), decoded_first(twin[2]), rtol=2**-8, atol=1e-6)
     torch.testing.assert_close(decoded_second(ours[3]), decoded_second(twin[3]), rtol=2**-8, atol=1e-20)
     if count > 1023:

@@ -183,9 +183,10 @@ class TrainSection(Section):
     """An optimizer step learns from this many times train_batch_size images, drawn before they are parted."""
     learning_rate: Annotated[float, Field(gt=0, le=1.0)] = 1.0e-4
     """Peak learning rate."""
-    optimizer: Literal["adamw", "adamw_8bit", "prodigy"] = "adamw"
-    """AdamW, whose fp32 masters a full fine-tune in bf16 keeps in two halves; `adamw_8bit` (bitsandbytes)
-    keeps its state in 8 bits; `prodigy` (prodigyopt) finds the rate itself: write learning_rate: 1."""
+    optimizer: Literal["adamw", "adamw_stochastic_bf16", "adamw_8bit", "prodigy"] = "adamw"
+    """AdamW, whose fp32 masters a full fine-tune in bf16 keeps in two halves; `adamw_stochastic_bf16` has no
+    masters, for less memory in one; `adamw_8bit` (bitsandbytes) keeps its state in 8 bits; `prodigy`
+    (prodigyopt) finds the rate itself: write learning_rate: 1."""
     adam_beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
     """Decay of AdamW's running mean of gradients."""
     adam_beta2: Literal["auto"] | Annotated[float, Field(ge=0, lt=1)] = "auto"

@@ -75,6 +75,11 @@ class Decided:
         return self._cost == (0, False)
 
     @property
+    def precision(self) -> int:
+        """Steps down from the most precise way to store weights; 0 where none was taken."""
+        return self.chosen.storage.way.tier
+
+    @property
     def _cost(self) -> tuple[int, bool]:
         storage = self.chosen.storage
         return storage.way.tier, storage.swapped > 0
@@ -111,7 +116,14 @@ def decide(situation: Situation, *, swap: bool) -> Decided:
         switches.text_padding(situation, chosen.storage),
         kernel,
         switches.tf32(situation),
-        optimizers.optimizer(situation),
+        optimizers.optimizer(
+            situation,
+            chosen=chosen.storage.optimizer,
+            others=min(
+                (memory.total(one.train) for one in skipped if one.storage.optimizer == optimizers.SPLIT),
+                default=0,
+            ),
+        ),
         loading.loader(situation),
     )
     return Decided(

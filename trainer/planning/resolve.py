@@ -60,7 +60,12 @@ def resolve(machines: Sequence[tuple[Situation, Decision]], changed_by: ChangedB
         if decided.is_ideal and len(machines) == 1:
             break  # fewer GPUs would only be slower, and of a full fine-tune more send more
     if ways and one.situation.config.method == "full":
-        ways = [way for way in ways if way.spread.situation.ranks == ways[0].spread.situation.ranks]
+        # the fewest on which it fits at its best precision
+        least = min(way.decided.precision for way in ways)
+        count = next(way.spread.situation.ranks for way in ways if way.decided.precision == least)
+        fewer = [way for way in ways if way.spread.situation.ranks < count]
+        skipped += [way.why_skipped for way in fewer]
+        ways = [way for way in ways if way.spread.situation.ranks == count]
     if ways:
         return _planned(ways, skipped)
     # of the preferred kind what needs least; of equal ones the last that was tried

@@ -161,8 +161,15 @@ def _no_package(at: Situation) -> str:
 
 def _loses_updates(at: Situation) -> str:
     asked = at.config.train.optimizer
-    loses = asked != "adamw" and optimizers.trains_in_bf16(at)
+    loses = asked in optimizers.PACKAGES and optimizers.trains_in_bf16(at)
     return f"{asked} would round its updates to bf16, which loses the small ones" if loses else ""
+
+
+def _has_no_bf16(at: Situation) -> str:
+    asked = at.config.train.optimizer
+    alone = asked == optimizers.STOCHASTIC and not optimizers.trains_in_bf16(at)
+    trained = "an adapter" if at.config.method == "lora" else f"weights in {at.dtype}"
+    return f"{asked} is for full fine-tunes in bf16, and this run trains {trained}" if alone else ""
 
 
 def _no_share(at: Situation) -> str:
@@ -204,6 +211,7 @@ MACHINE: tuple[Rule[Situation], ...] = (
     _refused(_TF32, lambda at: at.config.features.tf32 is True and switches.no_tf32(at)),
     _refused(_OPTIMIZER, _no_package,
              lambda at: _installed(at.config.train.optimizer.replace("_", "-"), _OPTIMIZER)),
+    _refused(_OPTIMIZER, _has_no_bf16, f"leave {_OPTIMIZER} out"),
     _refused(_OPTIMIZER, _loses_updates,
              f"leave {_OPTIMIZER} out: AdamW keeps what bf16 loses, in less memory than fp32 copies"),
     _refused(attention.KEY, attention.cannot_run),

@@ -37,7 +37,10 @@ def loaded(folder: Path, *overrides: str) -> Loaded:
         (["model.dtype=fp16", "features.cuda_graphs=true"], ("keeps to the plain path", "cuda_graphs")),
         (["model.dtype=fp16", "features.weights=bf16"], ("`features.weights: bf16` contradicts", "fp16")),
         (["train.optimizer=prodigy"], ("prodigy finds the rate itself", "write `train.learning_rate: 1`")),
-        (["train.optimizer=lion"], ("expected adamw, adamw_8bit or prodigy", "leave it out")),
+        (
+            ["train.optimizer=lion"],
+            ("expected adamw, adamw_stochastic_bf16, adamw_8bit or prodigy", "leave it out"),
+        ),
         (["train.lr_power=2"], ("no effect without `train.lr_scheduler: polynomial`", "remove it")),
         (["train.lr_num_cycles=2"], ("no effect without", "cosine_with_restarts")),
         (["train.tracker_project_name=a"], ("no effect without `train.report_to: wandb`", "remove")),

@@ -30,6 +30,7 @@ KINDS = [
     ("adamw_fused_fp32", torch.float32),
     ("adamw_fused_fp32", torch.bfloat16),
     ("adamw_split_bf16", torch.bfloat16),
+    ("adamw_stochastic_bf16", torch.bfloat16),
     ("adamw_8bit", torch.bfloat16),
     ("adamw_8bit", torch.float32),
     ("prodigy", torch.bfloat16),
@@ -107,7 +108,7 @@ def test_a_step_that_is_not_finite_changes_nothing(kind: str, dtype: torch.dtype
         assert torch.equal(value, before[name]), name
 
 
-@pytest.mark.parametrize("kind", ["adamw_fused_fp32", "adamw_split_bf16"])
+@pytest.mark.parametrize("kind", ["adamw_fused_fp32", "adamw_split_bf16", "adamw_stochastic_bf16"])
 def test_updates_below_bf16_resolution_are_not_lost(kind: str) -> None:
     """A thousand updates of 1e-3 near 8, where bf16 steps by 0.03: plain bf16 would not move."""
     held = {"w": torch.nn.Parameter(torch.full((4, 4), 8.0, dtype=torch.bfloat16))}

@@ -113,7 +113,7 @@ def trained(ranks: Ranks, kind: str, dtype: torch.dtype, recomputed: int) -> End
 
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize("recomputed", [0, 2])
-@pytest.mark.parametrize("kind", ["adamw_fused_fp32", "adamw_split_bf16"])
+@pytest.mark.parametrize("kind", ["adamw_fused_fp32", "adamw_split_bf16", "adamw_stochastic_bf16"])
 def test_rows_learn_what_whole_weights_learn(pool: Workers, size: int, recomputed: int, kind: str) -> None:
     """Also those of which a rank has nothing; in fp32, whose sums differ by their order alone."""
     norms, weights, state = trained(ALONE, kind, torch.float32, recomputed)

@@ -18,13 +18,14 @@ from trainer.engine.optimizing.split_adamw import (
     encoded_second,
     joined,
     noise,
+    rounded,
     seed_of,
     split,
 )
 
 SIZE = 16 * 1024
 RATE = 1e-5
-KIND = "adamw_split_bf16"
+KIND, STOCHASTIC = "adamw_split_bf16", "adamw_stochastic_bf16"
 Gradients = Callable[[int], torch.Tensor]
 
 
@@ -43,12 +44,14 @@ def noisy(scale: float = 1e-3, seed: int = 0) -> Gradients:
 class Beside:
     """A bf16 parameter that our optimizer trains, and its fp32 twin that torch's does."""
 
-    def __init__(self, *, beta_2: float = 0.999, decay: float = 0.0, start: float = 0.02) -> None:
+    def __init__(
+        self, *, beta_2: float = 0.999, decay: float = 0.0, start: float = 0.02, kind: str = KIND
+    ) -> None:
         self.start = (start * torch.randn(SIZE, generator=torch.Generator().manual_seed(9))).bfloat16()
         self.held = {"w": torch.nn.Parameter(self.start.clone())}
         self.twin = torch.nn.Parameter(self.start.float())
         train = TrainSection(adam_beta2=beta_2, weight_decay=decay, max_grad_norm=1e9)
-        self.updater = Updater(self.held, train, KIND)
+        self.updater = Updater(self.held, train, kind)
         self.oracle = torch.optim.AdamW([self.twin], lr=RATE, betas=(0.9, beta_2), weight_decay=decay)
 
     def step(self, gradient: torch.Tensor, rate: float = RATE) -> None:
@@ -203,6 +206,44 @@ def test_chance_differs_by_step_tensor_and_place() -> None:
     assert torch.corrcoef(halves)[0, 1].abs() < 0.02
 
 
+# ---- without masters
+
+
+def test_weights_without_masters_move_as_those_of_fp32_in_the_mean() -> None:
+    """Each step is a tenth of the distance between two numbers: rounded to the nearest none would move."""
+    both, gradient = Beside(kind=STOCHASTIC, decay=0.01), noisy()
+    for step in range(50):
+        both.step(gradient(step))
+    assert both.updater.state().keys() == {"w/exp_avg", "w/exp_avg_sq"}
+    wanted = both.twin.detach() - both.start.float()
+    moved = both.held["w"].detach().float() - both.start.float()
+    assert float(moved @ wanted / (wanted @ wanted)) == pytest.approx(1.0, abs=0.02)
+    found = decoded_second(both.updater.state()["w/exp_avg_sq"])
+    assert found.mean().item() == pytest.approx(
+        both.oracle.state[both.twin]["exp_avg_sq"].mean().item(), rel=0.01
+    )
+
+
+def test_weights_without_masters_decay() -> None:
+    both, none = Beside(kind=STOCHASTIC, decay=0.1), torch.zeros(SIZE, dtype=torch.bfloat16)
+    for _ in range(500):
+        both.step(none, rate=1e-3)
+    shrunk = float(
+        both.held["w"].detach().float() @ both.start.float() / (both.start.float() @ both.start.float())
+    )
+    assert 1 - shrunk == pytest.approx(1 - (1 - 1e-4) ** 500, rel=0.02)
+
+
+def test_rounding_by_chance_keeps_bf16_numbers_and_the_mean_of_others() -> None:
+    numbers = torch.randn(1000, generator=torch.Generator().manual_seed(0)).bfloat16()
+    for chance in (0, 1, 0xFFFF):
+        assert torch.equal(rounded(numbers.float(), torch.full((1000,), chance)), numbers)
+    for value in (1.001, -1.001, 3e-20):
+        found = rounded(torch.full((2**16,), value), torch.arange(2**16)).double()
+        assert found.mean().item() == pytest.approx(value, rel=1e-6)
+        assert len(found.unique()) == 2
+
+
 # ---- checkpoints of the optimizer before
 
 
@@ -262,20 +303,21 @@ def test_a_checkpoint_with_compensated_sums_goes_on(settings: dict[str, float]) 
     torch.testing.assert_close(gone_on["wide"], wide, rtol=0.0, atol=0.03 * 20 * RATE)
 
 
-def test_rows_of_a_tensor_have_the_bits_that_they_have_in_the_whole() -> None:
+@pytest.mark.parametrize("kind", [KIND, STOCHASTIC])
+def test_rows_of_a_tensor_have_the_bits_that_they_have_in_the_whole(kind: str) -> None:
     """Chance goes by the place in the whole tensor, however many ranks share it."""
     values = torch.randn(9, 7, generator=torch.Generator().manual_seed(1)).bfloat16()
     gradients = [torch.randn(9, 7, generator=torch.Generator().manual_seed(n)).bfloat16() for n in (2, 3)]
 
     def trained(start: int, stop: int) -> dict[str, torch.Tensor]:
         own = {"w": torch.nn.Parameter(values[start:stop].clone())}
-        optimizer = build_split(own, TrainSection(), {"w": start * 7})
+        optimizer = build_split(kind, own, TrainSection(), {"w": start * 7})
         for number, gradient in enumerate(gradients, start=1):
             own["w"].grad = gradient[start:stop]
             optimizer.step(1e-3, number, torch.ones(()), torch.zeros(()))
         return {"w": own["w"].detach(), **optimizer.state()}
 
     whole, parts = trained(0, 9), [trained(0, 4), trained(4, 8), trained(8, 9), trained(9, 9)]
-    assert whole.keys() == {"w", "w/low", "w/exp_avg", "w/exp_avg_sq"}
+    assert whole.keys() == {"w", "w/exp_avg", "w/exp_avg_sq", *(["w/low"] if kind == KIND else [])}
     for name, wanted in whole.items():
         assert torch.equal(torch.cat([part[name] for part in parts]), wanted)

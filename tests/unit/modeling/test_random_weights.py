@@ -60,7 +60,7 @@ class Late(torch.nn.Module):
 
     @classmethod
     def load_config(cls, folder: Path) -> None:
-        """What diffusers' models have."""
+        """Read nothing: diffusers' models have this method."""
 
     @classmethod
     def from_config(cls, config: None) -> Late:

@@ -148,6 +148,31 @@ def test_a_full_fine_tune_in_bf16_is_refused_other_optimizers(optimizer: str, tm
         planned(tmp_path, "h200", *overrides, packages={"prodigyopt": "1.1.2"})
 
 
+@pytest.mark.parametrize("trained", [(), ("method=full", "model.dtype=fp32")])
+def test_weights_rounded_by_chance_are_for_full_fine_tunes_in_bf16(
+    trained: tuple[str, ...], tmp_path: Path
+) -> None:
+    with pytest.raises(HardwareError, match="is for full fine-tunes in bf16"):
+        planned(tmp_path, "h200", *trained, "train.optimizer=adamw_stochastic_bf16")
+
+
+def test_masters_are_given_up_where_nothing_else_fits(tmp_path: Path) -> None:
+    """FLUX.1-dev: 10 bytes for each of 11.9 billion parameters are more than 100 GiB, 8 are 89."""
+    full = ("method=full", "data.resolution=512")
+    plans = {
+        size: planned(tmp_path, "h200", *full, f"features.memory_budget={size}")
+        for size in ("130GiB", "100GiB")
+    }
+    assert [plan.optimizer for plan in plans.values()] == ["adamw_split_bf16", "adamw_stochastic_bf16"]
+    masters, none = (bytes_of(plan)["optimizer state"] for plan in plans.values())
+    assert none == pytest.approx(masters * 4 / 6)
+    (row,) = (row for row in plans["100GiB"].decisions if row.feature == "optimizer")
+    assert row.source == "auto" and "rounded by chance; with fp32 masters the run needs 11" in row.reason
+    written = planned(tmp_path, "h200", *full, "train.optimizer=adamw_stochastic_bf16")
+    (row,) = (row for row in written.decisions if row.feature == "optimizer")
+    assert (written.optimizer, row.source) == ("adamw_stochastic_bf16", "--set train.optimizer")
+
+
 @pytest.mark.parametrize("rank", [1, 4, 7, 40])
 @pytest.mark.parametrize("kind", ["lora", "dora", "lokr"])
 def test_the_planned_size_is_what_peft_builds(kind: str, rank: int) -> None:

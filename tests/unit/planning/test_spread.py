@@ -367,12 +367,14 @@ def test_weights_that_are_trained_in_fp8_are_not_parted(shared: Config, geometry
 
 
 def test_auto_takes_as_few_gpus_as_a_full_fine_tune_fits_on(shared: Config, geometry: Geometry) -> None:
-    """The geometry's two billion parameters train in some 23 GiB."""
+    """The geometry's two billion parameters train in some 23 GiB, without fp32 masters in less than 22."""
     small = dataclasses.replace(machine("a100-80gb").gpu, total_memory_bytes=22 * GIB)
     facts = dataclasses.replace(several(0), gpus=(small,) * 4)
     found = planned(shared(method="full"), in_blocks(geometry), facts)
     assert (found.ranks, found.in_rows) == (2, True)
-    assert "the run does not fit: it needs" in row(found, "gpus").reason
+    assert "on 1 NVIDIA A100-SXM4-80GB with weights in bf16, rounded by chance" in row(found, "gpus").reason
+    alone = planned(shared(method="full", parallel__gpus=1), in_blocks(geometry), facts)
+    assert (alone.ranks, alone.optimizer) == (1, "adamw_stochastic_bf16")
 
 
 def in_blocks(geometry: Geometry) -> Geometry:

@@ -65,7 +65,7 @@ _HINTS: dict[str, str] = {
     "model.dtype": "write bf16, fp16 or fp32",
     "data.caption_dropout_rate": "it is a share: 0.05 means 5 %",
     "train.learning_rate": "write for example 1e-4",
-    "train.optimizer": "write adamw, adamw_8bit or prodigy, or leave it out",
+    "train.optimizer": "write adamw, adamw_stochastic_bf16, adamw_8bit or prodigy, or leave it out",
 }
 
 

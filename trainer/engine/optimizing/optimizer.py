@@ -139,7 +139,7 @@ class Updater:
         self.train = train
         self.kind = kind
         types = {parameter.dtype for parameter in self.parameters.values()}
-        own = kind == optimizers.SPLIT or types == {torch.float32}
+        own = kind in optimizers.OF_BF16 or types == {torch.float32}
         # parameters in fp32 and with split masters are their own masters
         self.flat = None if own else FlatMasters(self.parameters)
         self.exchange: Exchange | None = None
@@ -150,10 +150,10 @@ class Updater:
         self._masters = {_FLAT: self.flat.flat} if self.flat is not None else self.parameters
         values = list(self._masters.values())
         self.optimizer: torch.optim.Optimizer | SplitAdamW
-        if kind == optimizers.SPLIT:
+        if kind in optimizers.OF_BF16:
             rows = {} if in_rows is None else in_rows.rows
             first_values = {name: one.first_value for name, one in rows.items()}
-            self.optimizer = optimizers.build_split(self.parameters, train, first_values)
+            self.optimizer = optimizers.build_split(kind, self.parameters, train, first_values)
         else:
             self.optimizer = optimizers.build(kind, values, train)
         self.scale = LossScale(values[0].device) if torch.float16 in types else None

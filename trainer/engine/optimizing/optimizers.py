@@ -11,10 +11,12 @@ import torch
 
 from trainer.config.schema import TrainSection
 from trainer.engine.optimizing.split_adamw import SplitAdamW
-from trainer.planning.choose.optimizers import SPLIT, second_beta_and_decay
+from trainer.planning.choose.optimizers import SPLIT, STOCHASTIC, second_beta_and_decay
 
-__all__ = ["SPLIT", "build", "build_split", "load_whole_state", "whole_state"]
+__all__ = ["OF_BF16", "build", "build_split", "load_whole_state", "whole_state"]
 
+OF_BF16 = (SPLIT, STOCHASTIC)
+"""Optimizers of weights that are bf16 themselves."""
 OF_ALL = "group"
 """Stands for a parameter's name before the values that an optimizer keeps once for all parameters."""
 _SMALLEST_8BIT = 4096
@@ -46,9 +48,12 @@ def build(kind: str, values: Sequence[torch.nn.Parameter], train: TrainSection) 
 
 
 def build_split(
-    parameters: Mapping[str, torch.nn.Parameter], train: TrainSection, first_values: Mapping[str, int]
+    kind: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+    train: TrainSection,
+    first_values: Mapping[str, int],
 ) -> SplitAdamW:
-    """AdamW with split masters over these parameters, or over rows of them that begin at `first_values`."""
+    """AdamW over these parameters in bf16, or over rows of them that begin at `first_values`."""
     beta_2, decay = second_beta_and_decay(train)
     return SplitAdamW(
         parameters,
@@ -56,6 +61,7 @@ def build_split(
         eps=train.adam_epsilon,
         weight_decay=decay,
         first_values=first_values,
+        masters=kind == SPLIT,
     )
 
 

@@ -10,6 +10,9 @@ that no moment has: nine of these are digits here, so that the noise of rounding
     exp_avg     int16  sign, 6 bits of exponent from 2^-52 on, 9 bits of fraction; 0 is zero
     exp_avg_sq  int16  7 bits of exponent from 2^-100 on, 9 bits of fraction; 0 is zero
 
+Without masters a weight is rounded by chance as well, up or down to a bf16 number: 8 bytes a parameter, and a
+step that is a hundredth of the distance between two numbers is taken once in a hundred times.
+
 Chance is a hash of (step, tensor, place in the whole tensor): a run that goes on from a checkpoint has the
 bits of one that was never stopped, and rows of a tensor have those that they have in the whole. Parameters in
 fp32 have fp32 moments and nothing of this.
@@ -38,6 +41,8 @@ _SIGN = 0x8000
 _CHUNK = 2**22
 """Values that are updated together: a step needs some times their fp32 bytes."""
 _WORD = 0xFFFFFFFF
+_OTHER = 0x5BD1E995
+"""Parts the chance of a weight from that of its moments."""
 
 
 class SplitAdamW:
@@ -51,8 +56,10 @@ class SplitAdamW:
         eps: float,
         weight_decay: float,
         first_values: Mapping[str, int] = MappingProxyType({}),
+        masters: bool = True,
     ) -> None:
         """`first_values` are the places of the parameters' first values, where these are rows of others."""
+        self._masters = masters
         self._parameters, self._first_values = dict(parameters), first_values
         self._betas, self._eps, self._decay = betas, eps, weight_decay
         self._state: dict[str, dict[str, torch.Tensor]] = {}
@@ -78,16 +85,18 @@ class SplitAdamW:
                 continue
             state = self._state.get(name)
             if state is None:
-                state = self._state[name] = _fresh(parameter)
+                state = self._state[name] = _fresh(parameter, masters=self._masters)
             if not parameter.numel():  # rows of which this rank has none
                 continue
-            tensors = (parameter.detach(), *state.values(), parameter.grad.contiguous(), factor, bad)
-            if MASTER not in state:
-                update_fp32(*tensors, **settings)
+            moments = (state[FIRST], state[SECOND], parameter.grad.contiguous(), factor, bad)
+            if parameter.dtype == torch.float32:
+                update_fp32(parameter.detach(), *moments, **settings)
             else:
                 update = kernel.update if parameter.is_cuda else update_halves
-                begin = self._first_values.get(name, 0)
-                update(*tensors, **settings, seed=seed_of(number, place), begin=begin)
+                begin, low = self._first_values.get(name, 0), state.get(MASTER)
+                update(
+                    parameter.detach(), low, *moments, **settings, seed=seed_of(number, place), begin=begin
+                )
 
     def state(self) -> dict[str, torch.Tensor]:
         """Tensors that a checkpoint holds, as `<parameter>/<key>`."""
@@ -106,7 +115,7 @@ class SplitAdamW:
         compensated = any(COMPENSATION in found for found in by_name.values())
         for name, found in by_name.items():
             parameter = self._parameters[name]
-            own = self._state[name] = _fresh(parameter)
+            own = self._state[name] = _fresh(parameter, masters=self._masters)
             if compensated:
                 found = self._converted(parameter, found, steps)
             for key, held in own.items():
@@ -128,17 +137,18 @@ class SplitAdamW:
         return {MASTER: low, FIRST: encoded_first(first, none), SECOND: encoded_second(second, none)}
 
 
-def _fresh(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def _fresh(parameter: torch.Tensor, *, masters: bool) -> dict[str, torch.Tensor]:
     """State of a parameter before its first step."""
     if parameter.dtype == torch.float32:
         return {key: torch.zeros_like(parameter) for key in (FIRST, SECOND)}
     assert parameter.dtype == torch.bfloat16, parameter.dtype
-    return {key: torch.zeros_like(parameter, dtype=torch.int16) for key in (MASTER, FIRST, SECOND)}
+    keys = (MASTER, FIRST, SECOND) if masters else (FIRST, SECOND)
+    return {key: torch.zeros_like(parameter, dtype=torch.int16) for key in keys}
 
 
 def update_halves(
     weight: torch.Tensor,
-    low: torch.Tensor,
+    low: torch.Tensor | None,
     first: torch.Tensor,
     second: torch.Tensor,
     gradient: torch.Tensor,
@@ -150,17 +160,26 @@ def update_halves(
     **settings: Any,
 ) -> None:
     """Update contiguous tensors of one shape in place, as `triton.split_adamw.update` does in one kernel."""
-    tensors = [one.view(-1) for one in (weight, low, first, second, gradient)]
+    tensors = [one.view(-1) for one in (weight, first, second, gradient)]
+    lower = None if low is None else low.view(-1)
     for start in range(0, weight.numel(), _CHUNK):
-        weight, low, first, second, gradient = (one[start : start + _CHUNK] for one in tensors)
-        master, one, two = joined(weight, low), decoded_first(first), decoded_second(second)
+        part = slice(start, start + _CHUNK)
+        weight, first, second, gradient = (one[part] for one in tensors)
+        low = None if lower is None else lower[part]
+        master = weight.float() if low is None else joined(weight, low)
+        one, two = decoded_first(first), decoded_second(second)
         _adamw(master, one, two, gradient.float() * factor, **settings)
         first_place = begin + start
         places = torch.arange(first_place, first_place + weight.numel(), device=weight.device)
         chance = noise(seed, places)
         codes = encoded_first(one, chance & 0x3FFF), encoded_second(two, chance >> 16 & 0x3FFF)
-        for held, value in zip((weight, low, first, second), (*split(master), *codes), strict=True):
-            held.copy_(torch.where(bad == 0.0, value, held))
+        if low is None:
+            new: tuple[torch.Tensor, ...] = (rounded(master, noise(seed ^ _OTHER, places) & 0xFFFF),)
+        else:
+            new = split(master)
+        held = (weight, first, second) if low is None else (weight, low, first, second)
+        for kept, value in zip(held, (*new, *codes), strict=True):
+            kept.copy_(torch.where(bad == 0.0, value, kept))
 
 
 def update_fp32(
@@ -210,6 +229,11 @@ def split(master: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     bits = master.view(torch.int32)
     high = (bits + 0x8000) >> 16
     return high.to(torch.int16).view(torch.bfloat16), bits.to(torch.int16)
+
+
+def rounded(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:
+    """fp32 as bf16, rounded up or down by `noise` (int64, 16 random bits)."""
+    return ((values.view(torch.int32).long() + noise) >> 16).to(torch.int16).view(torch.bfloat16)
 
 
 def encoded_first(values: torch.Tensor, noise: torch.Tensor) -> torch.Tensor:

@@ -6,14 +6,14 @@ Only imported where torch was built for CUDA. The formats and the random bits ar
 `_update`: program p updates BLOCK values of a parameter, from p * BLOCK on.
 
     weight    bf16    read and written; with `low` the fp32 master, (weight << 16) + low
-    low       int16   read and written
+    low       int16   read and written; without MASTERS there is none, and weights are rounded by chance
     first     int16   read and written: sign, 6 bits of exponent from 2^-52 on, 9 of fraction
     second    int16   read and written: 7 bits of exponent from 2^-100 on, 9 of fraction
     gradient  bf16 or fp32, read; times `factor`, a scalar on the device
     bad       fp32 scalar on the device: nothing is written where it is not 0
     EXACT     the values are whole blocks: a mask would part each access of 16 bytes
 
-18 bytes a parameter pass through the GPU's memory where gradients are bf16.
+18 bytes a parameter pass through the GPU's memory where gradients are bf16, 14 without masters.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _BLOCK, _WARPS = 1024, 4
 
 def update(
     weight: torch.Tensor,
-    low: torch.Tensor,
+    low: torch.Tensor | None,
     first: torch.Tensor,
     second: torch.Tensor,
     gradient: torch.Tensor,
@@ -52,16 +52,17 @@ def update(
     # signed, as Triton takes whole numbers of 32 bits
     seed = seed - 2**32 if seed >= 2**31 else seed
     _update[(triton.cdiv(count, _BLOCK),)](
-        weight, low, first, second, gradient, factor, bad, count, seed, begin,
+        weight, weight if low is None else low, first, second, gradient, factor, bad, count, seed, begin,
         betas[0], 1.0 - betas[0], betas[1], 1.0 - betas[1], keep, size, 1.0 / scale, eps,
-        BLOCK=_BLOCK, EXACT=count % _BLOCK == 0, num_warps=_WARPS,
+        MASTERS=low is not None, BLOCK=_BLOCK, EXACT=count % _BLOCK == 0, num_warps=_WARPS,
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "seed", "begin"])
 def _update(  # type: ignore[no-untyped-def]
     weight, low, first, second, gradient, factor, bad, count, seed, begin,
-    beta_1, other_1, beta_2, other_2, keep, size, inverse, eps, BLOCK: tl.constexpr, EXACT: tl.constexpr,
+    beta_1, other_1, beta_2, other_2, keep, size, inverse, eps,
+    MASTERS: tl.constexpr, BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     if tl.load(bad) == 0.0:
         start = tl.program_id(0).to(tl.int64) * BLOCK
@@ -69,7 +70,7 @@ def _update(  # type: ignore[no-untyped-def]
         inside = place < count - start
         given = _load(gradient + start, place, inside, EXACT).to(tl.float32) * tl.load(factor)
         upper = _load(weight + start, place, inside, EXACT).to(tl.int16, bitcast=True).to(tl.int32)
-        lower = _load(low + start, place, inside, EXACT).to(tl.int32)
+        lower = _load(low + start, place, inside, EXACT).to(tl.int32) if MASTERS else 0
         master = ((upper << 16) + lower).to(tl.float32, bitcast=True)
         code = _load(first + start, place, inside, EXACT).to(tl.int32)
         one = _value(code & 0x7FFF, 75)
@@ -81,13 +82,16 @@ def _update(  # type: ignore[no-untyped-def]
         master = master * keep - size * one / (tl.sqrt(two) * inverse + eps)
 
         word = ((start + begin) & 0xFFFFFFFF).to(tl.uint32) + place.to(tl.uint32)
-        noise = _mixed(word ^ seed.to(tl.uint32, bitcast=True))
+        word = word ^ seed.to(tl.uint32, bitcast=True)
+        noise = _mixed(word)
         bits = master.to(tl.int32, bitcast=True)
-        upper = ((bits + 0x8000) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        up = 0x8000 if MASTERS else (_mixed(word ^ 0x5BD1E995) & 0xFFFF).to(tl.int32)
+        upper = ((bits + up) >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
         magnitude = _code(tl.abs(one), 75, 0x7FFF, (noise & 0x3FFF).to(tl.int32))
         code = tl.where(one < 0, magnitude | 0x8000, magnitude)
         _store(weight + start, place, upper, inside, EXACT)
-        _store(low + start, place, bits.to(tl.int16), inside, EXACT)
+        if MASTERS:
+            _store(low + start, place, bits.to(tl.int16), inside, EXACT)
         _store(first + start, place, code.to(tl.int16), inside, EXACT)
         code = _code(two, 27, 0xFFFF, ((noise >> 16) & 0x3FFF).to(tl.int32))
         _store(second + start, place, code.to(tl.int16), inside, EXACT)

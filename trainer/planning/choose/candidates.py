@@ -111,7 +111,12 @@ def storages(
 ) -> Iterator[Storage]:
     """Every combination that was not excluded, untiled."""
     config = situation.config
-    for way in ways:
+    kinds = [
+        (kind, dataclasses.replace(way, tier=way.tier + len(ways) * place))
+        for place, kind in enumerate(optimizers.kinds(situation))
+        for way in ways
+    ]
+    for kind, way in kinds:
         compiles = compiled and not uncompiled(situation, way)
         for recomputed, budget in _recomputing(situation, compiled=compiles):
             yield Storage(
@@ -127,7 +132,7 @@ def storages(
                 tiling=False,
                 previews=bool(config.validation.prompts),
                 swapped=block_homes.swapped(config),
-                optimizer=optimizers.optimizer(situation).value,
+                optimizer=kind,
                 rounds=max(1, config.train.gradient_accumulation_steps // situation.ranks),
                 weight_gradient=weight_gradient(situation, way),
                 averaged=config.train.ema_decay is not None,

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from trainer.errors import HardwareError
 from trainer.planning.choose import block_homes, candidates, encoding
 from trainer.planning.choose.budget import Budget
+from trainer.planning.choose.optimizers import STOCHASTIC
 from trainer.planning.choose.situation import Situation
 from trainer.planning.choose.switches import TIGHT
 from trainer.planning.cost import memory, roofline
@@ -54,7 +55,8 @@ def described(storage: Storage) -> str:
     """The storage of the base, and what is recomputed, in words."""
     recomputed = f", {storage.recomputed or 'all'} blocks recomputed" if storage.checkpointing else ""
     kept = f", {storage.activation_budget:.0%} of activations kept" if storage.activation_budget < 1.0 else ""
-    return f"{storage.way.name}{recomputed}{kept}"
+    chance = ", rounded by chance" if storage.optimizer == STOCHASTIC else ""
+    return f"{storage.way.name}{chance}{recomputed}{kept}"
 
 
 def compile_gain(situation: Situation, speed: Speed) -> float:

@@ -180,34 +180,30 @@ def activations(
     """Activations from a family's counts and the number of blocks of each stack.
 
     `linear_inputs`: the inputs of all linears are kept as well. `more` units are added to what each block
-    keeps: it is not of the shape that was counted. `adapter` is what the adapter holds beyond a plain LoRA,
-    `spared` what it does not keep of the inputs of linears. `trained` is the type of a full fine-tune's
-    products: its own counts are taken where there are any, else those of a LoRA on all linears.
+    keeps: it is not of the shape that was counted. `adapter` is held beyond a plain LoRA, `spared` not held.
+    `trained`: type of a full fine-tune's products, with counts of its own or those of a LoRA on all linears.
     """
     ways, style = counts["ways"], "compiled" if compiled else "eager"
     own = full_way(compiled=compiled, products=trained) if trained else ""
-    (every, captions), (kept, kept_beyond) = units, adapter
+    (every, captions), (kept, beyond_kept) = units, adapter
     caption_bytes = [counts["beside"].get(name, 0.0) * captions for name in counts["stacks"]]  # only read
 
     def held(way: str, *, recomputes: bool = False) -> Held:
-        found, extra = ways[way], _extra(ways, way, more, linear_inputs=linear_inputs)
-        each = list[int]()
+        found, each = ways[way], list[int]()
+        extra = _extra(ways, way, more, linear_inputs=linear_inputs)
         for number, name in enumerate(counts["stacks"]):
             unit = captions if name in counts["captions"] else every
             size = found["blocks"][number] * unit
-            if not recomputes:
-                size += extra[number] * unit + caption_bytes[number] + kept.get(name, 0)
-            if way == style:  # a budget's share is of less, and was not counted so
-                near, others = spared.get(name, (0, 0))
-                size -= near + min(others, max(0.0, extra[number] - more) * unit)
+            size += (not recomputes) * (extra[number] * unit + caption_bytes[number] + kept.get(name, 0))
+            if way == style:  # budgets are shares of less, and were not counted so
+                size -= _spared(spared.get(name, (0, 0)), (extra[number] - more) * unit)
             each += [int(size)] * blocks.get(name, 0)
-        beyond = found["beyond"] * every + kept_beyond
-        # one block's
-        beyond += recomputes * (max(extra) * every + max(caption_bytes) + max(kept.values(), default=0))
-        return Held(fixed=int(found["fixed"] * every), blocks=tuple(each), beyond=int(beyond))
+        block = max(extra) * every + max(caption_bytes) + max(kept.values(), default=0)
+        beyond = int(found["beyond"] * every + beyond_kept + recomputes * block)
+        return Held(fixed=int(found["fixed"] * every), blocks=tuple(each), beyond=beyond)
 
-    insides, outside = (f"{one}, {_RECOMPUTED}" for one in (own, style)), f"{style}, {_RECOMPUTED} outside"
-    inside = next(one for one in insides if one in ways)
+    outside = f"{style}, {_RECOMPUTED} outside"
+    inside = next(way for one in (own, style) if (way := f"{one}, {_RECOMPUTED}") in ways)
     return Activations(
         whole=held(own if own in ways else style),
         recomputed=held(inside, recomputes=True),
@@ -218,6 +214,11 @@ def activations(
         stacks=tuple(name for name in counts["stacks"] for _ in range(blocks.get(name, 0))),
         stand_in=f"{style}, {_ALL_LINEARS}" if own and own not in ways else "",
     )
+
+
+def _spared(inputs: tuple[int, int], counted_of_others: float) -> float:
+    """Bytes of inputs that are not held, of others than attention's no more than was counted."""
+    return inputs[0] + min(inputs[1], max(0.0, counted_of_others))
 
 
 def _extra(ways: Mapping[str, Any], way: str, more: float, *, linear_inputs: bool) -> list[float]:
