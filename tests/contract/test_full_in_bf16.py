@@ -119,7 +119,10 @@ def test_a_run_with_compensated_sums_goes_on_with_split_masters(
 
 
 def compensated(
-    parameters: Mapping[str, torch.nn.Parameter], train: TrainSection, first_values: Mapping[str, int]
+    kind: str,
+    parameters: Mapping[str, torch.nn.Parameter],
+    train: TrainSection,
+    first_values: Mapping[str, int],
 ) -> torch.optim.Optimizer:
     """optimi's AdamW as earlier versions trained with it, in the place of ours: the updater saves its state
     as they did, a tensor a key.
